@@ -1,0 +1,142 @@
+"""Eight bits or fewer: the number formats, their ranges and their exact codecs. The only file that knows 448.
+
+    E4M3  1-4-3  max 448     no Inf, one NaN   values of the forward pass
+    E5M2  1-5-2  max 57344   Inf and NaN       gradients, where range matters more than a mantissa bit
+    E2M1  1-2-1  max 6       neither           0 .5 1 1.5 2 3 4 6, two codes to a byte
+    E8M0  0-8-0  max 2^127   NaN, no zero      a power of two: the scale of an MX block
+
+Encoding rounds to nearest, ties to even, and saturates: |x| > max, Inf included, becomes max with its sign. NaN stays
+NaN, always as the byte 0x7f (what the hardware writes; torch would keep the sign). E2M1 has no NaN and writes +6, as
+the hardware does. Zeros keep their sign, subnormals are exact.
+
+The clamp before each cast is deliberate: torch 2.11 turns an E4M3 overflow into NaN where 2.13 saturates, and both turn
+an E5M2 overflow into Inf.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedDtype, UnsupportedShape
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A number format. `dtype` is how its codes are stored, one code to an element unless `packed`."""
+
+    name: str
+    dtype: torch.dtype
+    bits: int
+    max: float
+    min_normal: float
+    min_subnormal: float
+    emax: int  # exponent of the largest power of two
+
+    @property
+    def packed(self) -> int:
+        """Codes per stored element."""
+        return 2 if self.bits == 4 else 1
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Nearest code of each element: FP8 in its own dtype, E2M1 and E8M0 as uint8, one code to a byte."""
+        if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+            found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise UnsupportedDtype(
+                f"{self.name}.encode takes float32, bfloat16 or float16, got {found}. Cast it first."
+            )
+        return _ENCODERS[self.name](x.float())
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Exact float32 value of each code. E2M1 takes one code to a byte: `unpack_nibbles` first."""
+        if codes.dtype not in (self.dtype, torch.uint8):
+            raise UnsupportedDtype(f"{self.name}.decode takes {self.dtype} or uint8 codes, got {codes.dtype}.")
+        return _DECODERS[self.name](codes)
+
+
+E4M3 = Format("E4M3", torch.float8_e4m3fn, 8, 448.0, 2.0**-6, 2.0**-9, 8)
+E5M2 = Format("E5M2", torch.float8_e5m2, 8, 57344.0, 2.0**-14, 2.0**-16, 15)
+E2M1 = Format("E2M1", torch.uint8, 4, 6.0, 1.0, 0.5, 2)
+E8M0 = Format("E8M0", torch.uint8, 8, 2.0**127, 2.0**-126, 2.0**-127, 127)
+
+FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0)}
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_NAN = 7  # a NaN becomes +6
+E8M0_NAN = 255
+FP8_NAN = 0x7F
+
+
+def _encode_fp8(x: Tensor, fmt: Format) -> Tensor:
+    codes = x.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
+    return torch.where(x.isnan(), FP8_NAN, codes).view(fmt.dtype)
+
+
+def _decode_fp8(codes: Tensor, fmt: Format) -> Tensor:
+    return codes.view(fmt.dtype).float()
+
+
+def _encode_e2m1(x: Tensor) -> Tensor:
+    a = x.abs()
+    # each comparison crosses one midpoint; strict where the tie falls to the even code below it
+    code = (a > 0.25).to(torch.uint8)
+    for crossed in (a >= 0.75, a > 1.25, a >= 1.75, a > 2.5, a >= 3.5, a > 5.0):
+        code += crossed
+    code |= x.signbit().to(torch.uint8) << 3
+    return torch.where(x.isnan(), E2M1_NAN, code)
+
+
+def _decode_e2m1(codes: Tensor) -> Tensor:
+    values = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=torch.float32, device=codes.device)
+    return values[codes.long()]
+
+
+def _encode_e8m0(x: Tensor) -> Tensor:
+    """The smallest power of two that is not below |x| (0 gives 2^-127, the smallest there is)."""
+    bits = x.view(torch.int32) & 0x7FFFFFFF
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    # exponent 0 holds float32's subnormals, where 2^-127 is the mantissa 0x400000
+    up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
+    byte = (exponent + up).clamp(max=254)
+    return torch.where(x.isnan(), E8M0_NAN, byte).to(torch.uint8)
+
+
+def _decode_e8m0(codes: Tensor) -> Tensor:
+    byte = codes.to(torch.int32)
+    bits = torch.where(byte == 0, 0x400000, byte << 23)
+    return torch.where(byte == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)
+
+
+_ENCODERS = {
+    "E4M3": lambda x: _encode_fp8(x, E4M3),
+    "E5M2": lambda x: _encode_fp8(x, E5M2),
+    "E2M1": _encode_e2m1,
+    "E8M0": _encode_e8m0,
+}
+_DECODERS = {
+    "E4M3": lambda codes: _decode_fp8(codes, E4M3),
+    "E5M2": lambda codes: _decode_fp8(codes, E5M2),
+    "E2M1": _decode_e2m1,
+    "E8M0": _decode_e8m0,
+}
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """[..., K] codes of four bits -> [..., K/2] bytes, the even index in the low nibble."""
+    if codes.dim() == 0 or codes.shape[-1] % 2:
+        raise UnsupportedShape(
+            f"Two four-bit codes share a byte, so the last dim must be even, got shape {tuple(codes.shape)}. "
+            "Pad it with a zero code."
+        )
+    low, high = codes[..., 0::2], codes[..., 1::2]
+    return low | (high << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """[..., K/2] bytes -> [..., K] codes, the low nibble first."""
+    return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)

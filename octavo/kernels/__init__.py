@@ -1,0 +1,1 @@
+"""Kernels: tensors in, tensors out. No autograd, no recipes, no modules."""

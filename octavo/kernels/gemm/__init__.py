@@ -1,0 +1,140 @@
+"""y = a · bᵀ with scaled operands: a [M, K], b [N, K], both contracted over their last dim.
+
+One function serves the three GEMMs of a linear layer, because a QTensor's last dim is always the contraction:
+
+    fprop   y  = gemm(x row,     w row)          [M, N] over K
+    dgrad   dx = gemm(dy row,    w column)       [M, K] over N
+    wgrad   dw = gemm(dy column, x column)       [N, K] over M
+
+Three routes, one meaning (`route` says which one a call takes, and `native.support` why not the first):
+
+    native      torch.nn.functional.scaled_mm, where a probe on this very chip agreed with the reference
+    emulated    true codes multiplied in bfloat16 with float32 accumulation, in Triton: exact products
+    reference   float64, anywhere; also every GEMM on a CPU
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo import backend
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
+from octavo.formats import E5M2, FLOATS
+from octavo.kernels.gemm import native, reference
+from octavo.quant.qtensor import QTensor
+
+ACCUMULATIONS = ("fast", "precise")
+Operand = Tensor | QTensor
+
+
+def gemm(
+    a: Operand,
+    b: Operand,
+    *,
+    out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
+    accumulation: str = "precise",
+) -> Tensor:
+    """a · bᵀ + bias. With `out`, the product is rounded to its dtype and written there, or added with `accumulate`.
+    `accumulation="fast"` lets FP8 tensor cores keep ~14 bits of the running sum; "precise" promotes it every 128."""
+    check_choice(accumulation, ACCUMULATIONS, what="accumulation")
+    dtype = _check(a, b, out_dtype, bias, out, accumulate)
+    product = _product(a, b, dtype, bias, accumulation == "fast")
+    if out is None:
+        return product
+    return out.add_(product) if accumulate else out.copy_(product)
+
+
+def route(a: Operand, b: Operand) -> str:
+    """ "native", "emulated" or "reference": how gemm(a, b) runs here."""
+    if backend.choose(a.device) == "reference":
+        return "reference"
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return "native"
+    return "native" if native.support(a, b).ok else "emulated"
+
+
+def _product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, fast: bool) -> Tensor:
+    m, n = _rows(a), _rows(b)
+    if m == 0 or n == 0:
+        return torch.empty(m, n, dtype=dtype, device=a.device)
+    way = route(a, b)
+    if way == "reference":
+        return reference.gemm(a, b, dtype, bias)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return native.high_precision(a, b, dtype, bias)
+    assert isinstance(a, QTensor) and isinstance(b, QTensor)
+    if way == "native":
+        return native.gemm(a, b, dtype, bias, fast)
+    return backend.twin(__name__, a.codes).gemm(a, b, dtype, bias)
+
+
+def _rows(x: Operand) -> int:
+    return x.rows if isinstance(x, QTensor) else math.prod(x.shape[:-1])
+
+
+def _columns(x: Operand) -> int:
+    return x.columns if isinstance(x, QTensor) else x.shape[-1]
+
+
+def _check(
+    a: Operand, b: Operand, out_dtype: torch.dtype | None, bias: Tensor | None, out: Tensor | None, accumulate: bool
+) -> torch.dtype:
+    """The dtype of the result, once nothing stands against it."""
+    for name, x in (("a", a), ("b", b)):
+        if not isinstance(x, (Tensor, QTensor)):
+            raise UnsupportedDtype(f"gemm takes tensors and QTensors, got {type(x).__name__} for {name}.")
+        if isinstance(x, Tensor) and (x.dim() != 2 or x.dtype not in FLOATS):
+            raise UnsupportedShape(
+                f"gemm takes float32, bfloat16 or float16 matrices, got {x.dtype} {tuple(x.shape)} for {name}."
+            )
+    if _columns(a) != _columns(b):
+        raise UnsupportedShape(
+            f"gemm contracts the last dim of both operands: a has {_columns(a)}, b has {_columns(b)}. "
+            "For a transposed operand, quantize it with axis=0."
+        )
+    _check_pair(a, b)
+    dtype = out_dtype or (out.dtype if out is not None else a.dtype)
+    if dtype not in FLOATS:
+        raise UnsupportedDtype(f"gemm writes float32, bfloat16 or float16, got out_dtype={dtype}.")
+    others = [t for t in (b, bias, out) if t is not None]
+    if any(t.device != a.device for t in others):
+        found = ", ".join(str(t.device) for t in [a, *others])
+        raise UnsupportedDevice(f"gemm takes all its tensors on one device, got {found}. Move them together.")
+    if bias is not None and tuple(bias.shape) != (_rows(b),):
+        raise UnsupportedShape(f"gemm's bias has one element a row of b, ({_rows(b)},); got {tuple(bias.shape)}.")
+    if out is not None and (tuple(out.shape) != (_rows(a), _rows(b)) or out.dtype != dtype):
+        raise UnsupportedShape(
+            f"gemm's out must be {dtype} {(_rows(a), _rows(b))}, got {out.dtype} {tuple(out.shape)}."
+        )
+    if accumulate and out is None:
+        raise UnsupportedConfig("gemm(accumulate=True) adds to out=, which is missing. Give out=, or accumulate=False.")
+    return dtype
+
+
+def _check_pair(a: Operand, b: Operand) -> None:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.dtype != b.dtype:
+            raise UnsupportedDtype(f"gemm's high-precision operands must share a dtype, got {a.dtype} and {b.dtype}.")
+        return
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        raise UnsupportedConfig(
+            "gemm takes two QTensors or two plain tensors, got one of each. Quantize both, or dequantize() the other."
+        )
+    if a.spec.fmt == E5M2 and b.spec.fmt == E5M2:
+        raise UnsupportedConfig(
+            "No chip multiplies E5M2 by E5M2. Keep one operand in E4M3: gradients may be E5M2, what they meet is not."
+        )
+    if a.spec.block[1] != b.spec.block[1] or a.spec.scale_format != b.spec.scale_format:
+        raise UnsupportedConfig(
+            f"gemm's operands must be scaled alike along the contraction, got {a.spec} and {b.spec}. "
+            "Quantize both with the same block length and kind of scale."
+        )
+    if a.spec.basis != b.spec.basis:
+        raise UnsupportedConfig(
+            f"gemm's operands must be in the same basis, or the turn does not cancel: {a.spec} is "
+            f"{a.spec.basis or 'not turned'}, {b.spec} is {b.spec.basis or 'not turned'}. Turn both or neither."
+        )

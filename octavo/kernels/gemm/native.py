@@ -1,0 +1,151 @@
+"""The chip's own scaled GEMM, through torch.nn.functional.scaled_mm, and whether to believe it.
+
+A mode is used only after one tile of it, on this device, came within the rounding bound of the reference; the verdict is
+kept for the process. What the hardware cannot take is padded with zeros, which add nothing to any sum:
+
+    K, N         multiples of 16, of 128 for blocks
+    128x128      its scales, along K, in multiples of 4
+    bias         bfloat16 or float16 results only; otherwise added afterwards
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.errors import UnsupportedHardware
+from octavo.formats import E4M3, Format
+from octavo.kernels.gemm import reference
+from octavo.quant.block import Block1D, Block2D
+from octavo.quant.blocks import Block, ceil_div
+from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Quantizer
+from octavo.quant.rowwise import Rowwise
+from octavo.quant.tensorwise import Tensorwise
+
+_KINDS: dict[Block, tuple[str, Quantizer]] = {  # block -> name in torch, a quantizer to probe it with
+    (None, None): ("TensorWise", Tensorwise()),
+    (1, None): ("RowWise", Rowwise()),
+    (1, 128): ("BlockWise1x128", Block1D()),
+    (128, 128): ("BlockWise128x128", Block2D()),
+}
+_PROBE_SHAPE = (144, 272, 640)  # M, N, K: more than one tile, more than one block, an odd number of scale blocks
+
+
+@dataclass(frozen=True)
+class Support:
+    """Whether the chip multiplies two operands itself, and if not, why."""
+
+    ok: bool
+    reason: str = ""
+
+
+def support(a: QTensor, b: QTensor) -> Support:
+    """Cached per device and pair of schemes; the first question runs a tile."""
+    if a.spec.scale_format is not None or a.spec.block not in _KINDS or b.spec.block not in _KINDS:
+        return Support(
+            False, f"no native GEMM for {a.spec} by {b.spec} on this chip; their codes are multiplied exactly"
+        )
+    if a.spec.block == (128, 128) and b.spec.block == (128, 128):
+        return Support(False, "torch offers no 128x128 by 128x128 GEMM")
+    return _probed(a.device, a.spec.block, b.spec.block, a.spec.fmt, b.spec.fmt)
+
+
+@cache
+def _probed(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Format) -> Support:
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedHardware(
+            "The first GEMM of a kind runs a probe, which a CUDA graph capture cannot hold. Run one step before capture."
+        )
+    try:
+        worst = _probe(device, a, b, a_fmt, b_fmt)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return Support(False, f"scaled_mm refused {_name(a)} by {_name(b)}: {str(error).splitlines()[0]}")
+    if not worst <= 1.0:
+        return Support(False, f"scaled_mm {_name(a)} by {_name(b)} is off its error bound by a factor {worst:.3g}")
+    return Support(True)
+
+
+def _probe(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Format) -> float:
+    """Largest error of one tile, as a fraction of the bound for split accumulation (docs/numerics.md)."""
+    m, n, k = _PROBE_SHAPE
+    generator = torch.Generator().manual_seed(0)
+    operands = []
+    for block, fmt, rows in ((a, a_fmt, m), (b, b_fmt, n)):
+        x = torch.randn(rows, k, generator=generator) * torch.exp2(torch.arange(rows) % 7)[:, None]
+        operands.append(_with_format(_KINDS[block][1], fmt).quantize(x.to(device, torch.bfloat16)))
+    qa, qb = operands
+    got = gemm(qa, qb, torch.bfloat16, None, fast=False).double()
+    want = reference.gemm(qa, qb, torch.float32, None).double()
+    size = qa.dequantize(torch.float32).abs().double() @ qb.dequantize(torch.float32).abs().double().T
+    return ((got - want).abs() / (2e-4 * size + 2**-8 * want.abs() + 1e-30)).max().item()
+
+
+def _with_format(spec: Quantizer, fmt: Format) -> Quantizer:
+    return spec if fmt == E4M3 else type(spec)(fmt=fmt)  # type: ignore[call-arg]
+
+
+def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: bool) -> Tensor:
+    blocks = a.spec.block[1] is not None
+    multiple = 128 if blocks else 16
+    n = b.rows
+    a_codes, b_codes = _pad(a.codes, 1, multiple), _pad(b.codes, 16, multiple)
+    fused_bias = bias if bias is not None and dtype != torch.float32 and bias.dtype == dtype else None
+    if fused_bias is not None:
+        fused_bias = F.pad(fused_bias, (0, b_codes.shape[0] - n))
+    a_scale, a_kind = _scale(a, b, side="a")
+    b_scale, b_kind = _scale(b, a, side="b")
+    y = F.scaled_mm(
+        a_codes, b_codes.T, a_scale, getattr(F.ScalingType, a_kind), b_scale, getattr(F.ScalingType, b_kind),
+        bias=fused_bias, output_dtype=dtype, use_fast_accum=fast,
+    )  # fmt: skip
+    y = y[:, :n] if y.shape[1] != n else y
+    return y if bias is None or fused_bias is not None else (y.float() + bias.float()).to(dtype)
+
+
+def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
+    """Zero codes appended; untouched when nothing is missing."""
+    down, across = -codes.shape[0] % rows, -codes.shape[1] % columns
+    if not (down or across):
+        return codes
+    return F.pad(codes.view(torch.uint8), (0, across, 0, down)).view(codes.dtype)
+
+
+def _scale(q: QTensor, other: QTensor, side: str) -> tuple[Tensor, str]:
+    """q's scale in the layout scaled_mm reads, and the name of its kind."""
+    block = q.spec.block
+    rows = q.rows if side == "a" else ceil_div(q.rows, 16) * 16
+    if block == (None, None) and other.spec.block == (None, None):
+        return q.scale, "TensorWise"
+    if block[1] is None:
+        scale = _pad_rows(q.scale.expand(q.rows, 1), rows)  # [rows, 1]
+        return (scale.contiguous() if side == "a" else scale.reshape(1, rows)), "RowWise"
+    if block == (1, 128):
+        return _fastest_first(_pad_rows(q.scale, rows)), "BlockWise1x128"
+    # [N/128, K/128] -> [K/128 padded to 4, N/128], K fastest
+    scale = F.pad(q.scale, (0, -q.scale.shape[1] % 4)).contiguous()
+    return (scale if side == "a" else scale.T), "BlockWise128x128"
+
+
+def _pad_rows(scale: Tensor, rows: int) -> Tensor:
+    missing = rows - scale.shape[0]
+    return scale if missing == 0 else torch.cat((scale, scale.new_ones(missing, scale.shape[1])))
+
+
+def _fastest_first(scale: Tensor) -> Tensor:
+    """[rows, blocks] with strides (1, rows)."""
+    return scale if scale.stride() == (1, scale.shape[0]) else scale.T.contiguous().T
+
+
+def _name(block: Block) -> str:
+    return _KINDS[block][0]
+
+
+def high_precision(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+    """The unquantized product, accumulated in float32 by the stock GEMM."""
+    if dtype == a.dtype and bias is not None and bias.dtype == dtype:
+        return torch.addmm(bias, a, b.T)
+    y = a @ b.T if dtype == a.dtype or a.dtype == torch.float32 else torch.mm(a, b.T, out_dtype=torch.float32)
+    return (y if bias is None else y.float() + bias.float()).to(dtype)

@@ -1,0 +1,188 @@
+"""The emulated GEMM: true codes, decoded to bfloat16 (every code of every format fits), multiplied by the tensor cores
+with float32 accumulation. Products are exact, so only the order of additions differs from the reference.
+
+Where the scale enters depends on how far it reaches along K:
+
+    all of K      once, on the sum                                     tensorwise, rowwise
+    128           on the partial sum of each block                     float32 block scales
+    16 or 32      on the values, before they are multiplied            E4M3 and E8M0 scales: code * scale fits bfloat16,
+                  for E8M0 bytes 3...246; below, values under 2^-133 are rounded away, above they saturate
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.formats import E4M3, E8M0
+from octavo.quant import tile
+from octavo.quant.qtensor import QTensor
+from octavo.quant.tile import Variant
+
+Config = tuple[int, int, int, int, int]  # rows of a, rows of b, K, warps, stages
+
+CONFIGS: dict[int, tuple[Config, ...]] = {  # by how far a scale reaches along K; 0: all of it
+    0: ((128, 128, 64, 8, 3), (64, 64, 64, 4, 3)),
+    128: ((128, 128, 128, 8, 2), (64, 64, 128, 4, 3)),
+    32: ((128, 128, 64, 8, 2), (64, 64, 64, 4, 2)),
+    16: ((128, 128, 64, 8, 2), (64, 64, 64, 4, 2)),
+}
+_SCALES = {None: "float32", E8M0: "e8m0", E4M3: "e4m3"}
+
+
+@triton.jit
+def _e2m1(codes):
+    """Nibbles -> values."""
+    exponent, mantissa = (codes >> 1) & 3, codes & 1
+    normal = (2 + mantissa).to(tl.float32) * (1 << exponent).to(tl.float32) * 0.25
+    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.5, normal)
+    return tl.where(codes >= 8, -value, value)
+
+
+@triton.jit
+def _scale_values(stored, KIND: tl.constexpr):
+    if KIND == "e8m0":
+        byte = stored.to(tl.int32)
+        bits = tl.where(byte == 0, 0x400000, byte << 23)
+        return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    elif KIND == "e4m3":
+        return stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        return stored
+
+
+@triton.jit
+def _operand(
+    codes, scale, rows, first, COUNT, K, row_stride, scale_row_stride, scale_block_stride,
+    REACH: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
+    R: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """bfloat16 [R, BK] of codes[rows, first:first+BK], with scales of 16 and 32 folded in."""
+    live = (rows < COUNT)[:, None]
+    at = rows.to(tl.int64)[:, None] * row_stride
+    if PACKED:
+        k = first // 2 + tl.arange(0, BK // 2)
+        pairs = tl.load(codes + at + k[None, :], mask=live & (k < row_stride)[None, :], other=0).to(tl.int32)
+        values = _e2m1(tl.reshape(tl.join(pairs & 15, pairs >> 4), (R, BK)))
+    else:
+        k = first + tl.arange(0, BK)
+        values = tl.load(codes + at + k[None, :], mask=live & (k < K)[None, :], other=0.0)
+    if REACH == 16 or REACH == 32:
+        groups: tl.constexpr = BK // REACH
+        group = first // REACH + tl.arange(0, groups)
+        scale_rows = (rows // SCALE_ROWS).to(tl.int64)
+        stored = tl.load(
+            scale + scale_rows[:, None] * scale_row_stride + group[None, :] * scale_block_stride,
+            mask=live & (group < tl.cdiv(K, REACH))[None, :], other=0,
+        )  # fmt: skip
+        s = _scale_values(stored, KIND)
+        scaled = tl.reshape(values.to(tl.float32), (R, groups, REACH)) * s[:, :, None]
+        largest: tl.constexpr = 3.3895313892515355e38  # bfloat16's: a scale rounded up may pass it
+        scaled = tl.where(scaled > largest, largest, tl.where(scaled < -largest, -largest, scaled))
+        return tl.reshape(scaled, (R, BK)).to(tl.bfloat16)
+    else:
+        return values.to(tl.bfloat16)
+
+
+@triton.jit
+def _row_scales(scale, rows, block, COUNT, row_stride, block_stride, SCALE_ROWS: tl.constexpr):
+    """float32 [R]: the scale of each row in one block of columns. SCALE_ROWS 0: one scale for all rows."""
+    if SCALE_ROWS == 0:
+        at = rows * 0 + block * block_stride
+    else:
+        at = (rows // SCALE_ROWS).to(tl.int64) * row_stride + block * block_stride
+    return tl.load(scale + at, mask=rows < COUNT, other=0.0)
+
+
+@triton.jit
+def _gemm_kernel(
+    a, b, y, a_scale, b_scale, a_global, b_global, bias,
+    M, N, K, a_stride, b_stride, a_scale_row, a_scale_block, b_scale_row, b_scale_block,
+    REACH: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    across = tl.cdiv(N, BN)
+    pm, pn = tl.program_id(0) // across, tl.program_id(0) % across
+    rows, columns = pm * BM + tl.arange(0, BM), pn * BN + tl.arange(0, BN)
+    total = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, K, BK):
+        left = _operand(
+            a, a_scale, rows, first, M, K, a_stride, a_scale_row, a_scale_block,
+            REACH, A_ROWS, KIND, PACKED, BM, BK,
+        )  # fmt: skip
+        right = _operand(
+            b, b_scale, columns, first, N, K, b_stride, b_scale_row, b_scale_block,
+            REACH, B_ROWS, KIND, PACKED, BN, BK,
+        )  # fmt: skip
+        if REACH == 128:
+            block = first // 128
+            partial = tl.dot(left, tl.trans(right))
+            sa = _row_scales(a_scale, rows, block, M, a_scale_row, a_scale_block, A_ROWS)
+            sb = _row_scales(b_scale, columns, block, N, b_scale_row, b_scale_block, B_ROWS)
+            total += (partial * sa[:, None]) * sb[None, :]
+        else:
+            total = tl.dot(left, tl.trans(right), total)
+    if REACH == 0:
+        sa = _row_scales(a_scale, rows, 0, M, a_scale_row, 0, A_ROWS)
+        sb = _row_scales(b_scale, columns, 0, N, b_scale_row, 0, B_ROWS)
+        total = (total * sa[:, None]) * sb[None, :]
+    if a_global is not None:
+        total *= tl.load(a_global) * tl.load(b_global)
+    if bias is not None:
+        total += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+
+
+def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, config: Config | None = None) -> Tensor:
+    reach = a.spec.block[1] or 0
+    bm, bn, bk, warps, stages = config or _choose(reach, a.rows, b.rows)
+    y = torch.empty(a.rows, b.rows, dtype=dtype, device=a.device)
+    grid = (triton.cdiv(a.rows, bm) * triton.cdiv(b.rows, bn),)
+    _gemm_kernel[grid](
+        a.codes, b.codes, y, a.scale, b.scale, a.global_scale, b.global_scale, bias,
+        a.rows, b.rows, a.columns, a.codes.stride(0), b.codes.stride(0), *a.scale.stride(), *b.scale.stride(),
+        REACH=reach, A_ROWS=a.spec.block[0] or 0, B_ROWS=b.spec.block[0] or 0, KIND=_SCALES[a.spec.scale_format],
+        PACKED=a.spec.fmt.packed == 2, BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return y
+
+
+def _choose(reach: int, m: int, n: int) -> Config:
+    large, small = CONFIGS[reach]
+    return large if min(m, n) > 64 else small
+
+
+def variants() -> list[Variant]:
+    kinds = {  # reach -> (codes of a, codes of b, scale pointer, kind, (rows a, rows b), packed)
+        0: ("*fp8e4nv", "*fp8e5", "*fp32", "float32", (1, 0), False),
+        128: ("*fp8e4nv", "*fp8e4nv", "*fp32", "float32", (1, 128), False),
+        32: ("*fp8e4nv", "*fp8e4nv", "*u8", "e8m0", (1, 32), False),
+        16: ("*u8", "*u8", "*u8", "e4m3", (1, 16), True),
+    }
+    found = []
+    for reach, configs in CONFIGS.items():
+        a, b, scale, kind, (a_rows, b_rows), packed = kinds[reach]
+        level2 = {"a_global": "*fp32", "b_global": "*fp32"}
+        for bm, bn, bk, warps, stages in configs:
+            for dtype in (torch.bfloat16, torch.float32):
+                found.append(
+                    Variant(
+                        f"gemm reach={reach} {kind} {dtype} {bm}x{bn}x{bk} warps={warps} stages={stages}",
+                        _gemm_kernel,
+                        {
+                            "a": a, "b": b, "y": tile.POINTERS[dtype], "a_scale": scale, "b_scale": scale,
+                            "bias": tile.POINTERS[dtype], **(level2 if packed else {}),
+                            **dict.fromkeys(("M", "N", "K", "a_stride", "b_stride"), "i32"),
+                            **dict.fromkeys(("a_scale_row", "b_scale_row", "a_scale_block", "b_scale_block"), "i32"),
+                        },
+                        {
+                            **({} if packed else dict.fromkeys(level2)), "REACH": reach, "A_ROWS": a_rows,
+                            "B_ROWS": b_rows, "KIND": kind, "PACKED": packed, "BM": bm, "BN": bn, "BK": bk,
+                        },
+                        warps,
+                        stages,
+                        is_matmul=True,
+                    )
+                )  # fmt: skip
+    return found

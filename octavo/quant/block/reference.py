@@ -1,0 +1,31 @@
+"""Block scaling in plain torch. Its bits are the definition; `triton.py` matches them."""
+
+import torch
+from torch import Tensor
+
+from octavo.quant import blocks, scale
+from octavo.quant.block import _Blocks
+from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Given, Pair, Quantizer
+from octavo.quant.writing import write
+
+
+def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
+    return (
+        None if row is None else blocks.amax(x, row.block),
+        None if column is None else blocks.amax(x.T, column.block),
+    )
+
+
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
+    for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
+        if q is not None:
+            spec = q.spec
+            assert isinstance(spec, _Blocks)
+            found = blocks.amax(matrix, spec.block) if found is None else found
+            # the ceiling is the input dtype's, not float32's: numerics.md says where that matters
+            encode = scale.encode_scale(
+                found, spec.fmt.max, eps=spec.eps, ceiling=torch.finfo(x.dtype).max, pow2=spec.pow2
+            )
+            spread = blocks.spread(encode, spec.block, *matrix.shape)
+            write(q, given.skip, codes=spec.fmt.encode(matrix.float() * spread), scale=scale.decode_scale(encode))

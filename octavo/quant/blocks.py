@@ -1,0 +1,59 @@
+"""Blocks of a matrix: the grid they make, their largest magnitude, and a value per block spread back over elements.
+
+A block is (rows, columns); None stands for the whole dim. Blocks at the edge are cut off: what lies beyond counts as
+zero and is never read.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Block = tuple[int | None, int | None]
+
+
+def ceil_div(n: int, d: int) -> int:
+    return -(-n // d)
+
+
+def grid(rows: int, columns: int, block: Block) -> tuple[int, int]:
+    """How many blocks a [rows, columns] matrix has each way. A whole dim is one block, even of no elements."""
+    r, c = block
+    return (1 if r is None else ceil_div(rows, r)), (1 if c is None else ceil_div(columns, c))
+
+
+def amax(x: Tensor, block: Block) -> Tensor:
+    """Largest magnitude in each block, float32 [block rows, block columns]; 0 for no elements; NaN wins."""
+    m, k = x.shape
+    gm, gk = grid(m, k, block)
+    r, c = block[0] or max(m, 1), block[1] or max(k, 1)
+    padded = F.pad(x.float().abs(), (0, gk * c - k, 0, gm * r - m))
+    return padded.view(gm, r, gk, c).amax((1, 3))
+
+
+def spread(values: Tensor, block: Block, rows: int, columns: int) -> Tensor:
+    """[block rows, block columns] -> [rows, columns], or something that broadcasts to it."""
+    r, c = block
+    if r not in (None, 1):
+        values = values.repeat_interleave(r, 0)[:rows]
+    if c not in (None, 1):
+        values = values.repeat_interleave(c, 1)[:, :columns]
+    return values
+
+
+def transposed(block: Block) -> Block:
+    return block[1], block[0]
+
+
+def is_square(block: Block) -> bool:
+    return block[0] == block[1]
+
+
+def pad_columns(x: Tensor, multiple: int) -> Tensor:
+    """Zero columns appended until there is a multiple of them."""
+    missing = -x.shape[1] % multiple
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def no_larger(x: Tensor, limit: float) -> Tensor:
+    """Clamp to ±limit; NaN passes."""
+    return torch.clamp(x, -limit, limit)

@@ -1,0 +1,42 @@
+"""Microscaling (OCP MX): a power-of-two scale, one byte, for every 32 elements along the contraction.
+
+    b      = the E8M0 byte of the block's amax, by `rounding`
+    code   = cast(x * 2^(127-b))          scale = 2^(b-127)
+
+    rceil  the smallest power of two that is not below amax/fp8_max: nothing saturates. Our default, as in training practice
+    floor  exponent(amax) - emax, as the OCP text has it: saturates a quarter of all block maxima
+    ceil   the same, exponent rounded up
+    even   the same, amax first rounded to the format's mantissa
+
+amax 0 gives b = 0, Inf gives 254, NaN gives 255: the whole block decodes to NaN, which is how a NaN stays visible.
+"""
+
+from octavo.errors import check_choice
+from octavo.formats import E4M3, E5M2, E8M0, Format
+from octavo.quant.quantizer import Quantizer
+from octavo.values import register
+
+BLOCK = 32
+ROUNDINGS = ("rceil", "floor", "ceil", "even")
+MANTISSA_BITS = {"E4M3": 3, "E5M2": 2}
+
+
+@register("mx")
+class MX(Quantizer):
+    """E8M0 scale bytes [M, ceil(K/32)], or [ceil(M/32), ceil(K/32)] with square blocks."""
+
+    fmt: Format = E4M3
+    rounding: str = "rceil"
+    square: bool = False  # 32x32 blocks, for weights: one set of codes serves both orientations
+
+    scale_format = E8M0
+    package = __name__
+
+    @property
+    def block(self) -> tuple[int, int]:  # type: ignore[override]
+        return (BLOCK if self.square else 1), BLOCK
+
+    def validate(self) -> None:
+        check_choice(self.fmt, (E4M3, E5M2), what="MX.fmt")
+        check_choice(self.rounding, ROUNDINGS, what="MX.rounding")
+        check_choice(self.square, (False, True), what="MX.square")

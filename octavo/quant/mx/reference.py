@@ -1,0 +1,55 @@
+"""MX in plain torch. Its bits are the definition; `triton.py` matches them."""
+
+import torch
+from torch import Tensor
+
+from octavo.formats import E8M0, E8M0_NAN, Format
+from octavo.quant import blocks
+from octavo.quant.mx import MANTISSA_BITS, MX
+from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Given, Pair, Quantizer
+from octavo.quant.writing import write
+
+
+def scale_byte(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
+    """The E8M0 byte of a block whose largest magnitude is amax (float32), as uint8."""
+    if rounding == "rceil":
+        # the product with the rounded reciprocal equals exact division for every bfloat16 amax
+        byte = E8M0.encode(amax * (1 / fmt.max))
+    else:
+        byte = _shifted_exponent(amax, fmt, rounding)
+    return torch.where(amax.isinf(), 254, byte)
+
+
+def _shifted_exponent(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
+    bits = amax.view(torch.int32)
+    if rounding == "even":
+        bits = bits + (1 << (22 - MANTISSA_BITS[fmt.name]))  # half of the last mantissa bit kept
+    exponent = bits >> 23
+    if rounding == "ceil":
+        exponent = exponent + ((bits & 0x7FFFFF) > 0)
+    byte = (exponent - fmt.emax).clamp(0, 254)
+    return torch.where(amax.isnan(), E8M0_NAN, byte).to(torch.uint8)
+
+
+def encode_multiplier(byte: Tensor) -> Tensor:
+    """2^(127-b), exactly: the decoding of 254-b. For b = 254 it is a float32 subnormal, for 255 NaN."""
+    return E8M0.decode(torch.where(byte == E8M0_NAN, E8M0_NAN, 254 - byte.to(torch.int32)).to(torch.uint8))
+
+
+def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
+    return (
+        None if row is None else blocks.amax(x, row.block),
+        None if column is None else blocks.amax(x.T, column.block),
+    )
+
+
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
+    for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
+        if q is not None:
+            spec = q.spec
+            assert isinstance(spec, MX)
+            found = blocks.amax(matrix, spec.block) if found is None else found
+            byte = scale_byte(found, spec.fmt, spec.rounding)
+            spread = blocks.spread(encode_multiplier(byte), spec.block, *matrix.shape)
+            write(q, given.skip, codes=spec.fmt.encode(matrix.float() * spread), scale=byte)

@@ -1,0 +1,98 @@
+"""NVFP4: four-bit codes, an E4M3 scale for every 16 of them, and one float32 scale over all.
+
+    G      = max|x| of the tensor                       S_enc = 448*6 / G
+    S_b    = E4M3(amax_b * S_enc * (1/6))               e_b   = 1 / (S_b / S_enc)
+    code   = E2M1(x * e_b)                              value = code * S_b * global_scale,  global_scale = G / (448*6)
+
+The 1/6 is a product with its float32 reciprocal, S_b rounds to nearest (a block maximum may clip by up to 1/16), and a
+block below 2.2e-6 of G gets S_b = 0: it decodes to zero whatever its codes are. With the tensor's one G, a single
+outlier of 2^20 erases everything else.
+
+Two options serve gradients and the weight-gradient GEMM:
+
+    stochastic   rounds up with probability equal to the remainder, in steps of 1/256, from a counter-based generator
+    rht          turns every 16 elements along the contraction by a random-sign Hadamard matrix before they are
+                 quantized. Both operands of a GEMM are turned alike, so the product is unchanged and outliers are spread.
+                 The turned values are rounded to bfloat16, and decoding turns them back
+
+Codes are padded with zeros to whole blocks of 16, two to a byte, the low nibble first.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
+from octavo.formats import E2M1, E4M3, pack_nibbles, unpack_nibbles
+from octavo.quant import blocks
+from octavo.quant.nvfp4.hadamard import turn_back
+from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Given, Quantizer
+from octavo.values import register
+
+BLOCK = 16
+
+
+@register("nv")
+class NVFP4(Quantizer):
+    """E4M3 scale bytes [M, ceil(K/16)], or [ceil(M/16), ceil(K/16)] with square blocks, and a global_scale [1]."""
+
+    square: bool = False  # 16x16 blocks, for weights: one set of codes serves both orientations
+    rht: bool = False
+    stochastic: bool = False
+
+    fmt = E2M1
+    scale_format = E4M3
+    two_level = True
+    two_pass = True
+    package = __name__
+
+    @property
+    def block(self) -> tuple[int, int]:  # type: ignore[override]
+        return (BLOCK if self.square else 1), BLOCK
+
+    @property
+    def basis(self) -> str:  # type: ignore[override]
+        return "rht16" if self.rht else ""
+
+    def validate(self) -> None:
+        for field in ("square", "rht", "stochastic"):
+            check_choice(getattr(self, field), (False, True), what=f"NVFP4.{field}")
+        if self.square and (self.rht or self.stochastic):
+            raise UnsupportedConfig(
+                f"NVFP4 square blocks must read the same both ways, which rht={self.rht} and "
+                f"stochastic={self.stochastic} would break. Use square=False with them."
+            )
+
+    def fuses_with(self, column: Quantizer) -> bool:
+        return isinstance(column, NVFP4) and column.square == self.square
+
+    def check_given(self, given: Given, x: Tensor) -> None:
+        if given.encode is not None:
+            super().check_given(Given(encode=given.encode), x)
+        seed = given.seed
+        if seed is not None and (tuple(seed.shape) != (2,) or seed.dtype != torch.int64 or seed.device != x.device):
+            raise UnsupportedShape(
+                f"seed= is an int64 tensor [seed, step] on {x.device}; got {seed.dtype} {tuple(seed.shape)} "
+                f"on {seed.device}."
+            )
+
+    def dequantize(self, q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
+        if not self.rht:
+            return super().dequantize(q, dtype)
+        dtype = q.dtype if dtype is None else dtype
+        values = turn_back(self.values(q) * q.global_scale)[:, : q.columns]
+        return blocks.no_larger(values, torch.finfo(dtype).max).to(dtype).view(q.shape)
+
+    def _transposed_codes(self, q: QTensor) -> Tensor:
+        codes = unpack_nibbles(q.codes)[:, : q.columns].T
+        return pack_nibbles(F.pad(codes, (0, -codes.shape[1] % BLOCK)))
+
+
+def needs_seed(q: QTensor, given: Given) -> Tensor:
+    """The seed of a stochastic cast; without one the same bits would come every step."""
+    if given.seed is None:
+        raise UnsupportedConfig(
+            f"{q.spec} rounds stochastically and needs seed=, an int64 tensor [seed, step] that advances every step."
+        )
+    return given.seed

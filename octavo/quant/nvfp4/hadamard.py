@@ -1,0 +1,37 @@
+"""The random-sign Hadamard turn of 16 elements, in a fixed order of additions so that every device gets the same bits.
+
+    y = bfloat16(x * diag(signs) * H / 4)
+
+H is the Sylvester matrix of order 16; H/4 is its own inverse.
+"""
+
+import torch
+from torch import Tensor
+
+SIZE = 16
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+NEGATIVE = sum(1 << i for i, s in enumerate(SIGNS) if s < 0)  # as bits, for the kernel
+
+
+def _butterfly(v: Tensor) -> Tensor:
+    """v [..., 16] times H/4: four rounds of sums and differences at distance 1, 2, 4, 8, in float32."""
+    for distance in (1, 2, 4, 8):
+        pairs = v.unflatten(-1, (-1, 2, distance))
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        v = torch.stack((a + b, a - b), -2).flatten(-3)
+    return v * 0.25
+
+
+def _signs(like: Tensor) -> Tensor:
+    return torch.tensor(SIGNS, dtype=torch.float32, device=like.device)
+
+
+def turn(x: Tensor) -> Tensor:
+    """x [R, C], C a multiple of 16 -> the turned values, float32 holding bfloat16."""
+    groups = x.float().unflatten(-1, (-1, SIZE))
+    return _butterfly(groups * _signs(x)).flatten(-2).to(torch.bfloat16).float()
+
+
+def turn_back(x: Tensor) -> Tensor:
+    """The inverse of `turn`, in float32, without a rounding of its own."""
+    return (_butterfly(x.unflatten(-1, (-1, SIZE))) * _signs(x)).flatten(-2)

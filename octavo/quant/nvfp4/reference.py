@@ -1,0 +1,82 @@
+"""NVFP4 in plain torch. Its bits are the definition; `triton.py` matches them."""
+
+import torch
+from torch import Tensor
+
+from octavo.formats import E2M1, E4M3, pack_nibbles
+from octavo.quant import blocks
+from octavo.quant.nvfp4 import BLOCK, NVFP4, needs_seed
+from octavo.quant.nvfp4.hadamard import turn
+from octavo.quant.nvfp4.philox import random_bytes
+from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Given, Pair, Quantizer
+from octavo.quant.scale import FLOAT32_MAX, divide
+from octavo.quant.writing import write
+
+TOP = E2M1.max * E4M3.max  # 2688: the largest code times the largest block scale
+
+
+def tensor_scales(g: Tensor) -> tuple[Tensor, Tensor]:
+    """(S_enc, global_scale) from the tensor's amax [1]. Where S_enc is not TOP/G (G is 0, Inf, NaN, or so small that
+    the quotient overflows) the global scale is its reciprocal, so that decoding undoes encoding; NaN stays NaN."""
+    quotient = divide(TOP, g)
+    odd = (g == 0) | g.isinf() | g.isnan()
+    s_enc = torch.where(odd, 1.0, torch.where(quotient > FLOAT32_MAX, FLOAT32_MAX, quotient))
+    global_scale = torch.where(odd | (quotient > FLOAT32_MAX), divide(1.0, s_enc), g / torch.full_like(g, TOP))
+    return s_enc, torch.where(g.isnan(), g, torch.where(g == 0, 0.0, global_scale))
+
+
+def block_scales(amax_b: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
+    """(S_b as E4M3 codes, the multiplier e_b into codes) from block maxima."""
+    s_b = E4M3.encode(amax_b * (s_enc * (1 / E2M1.max)))
+    e = divide(1.0, s_b.float() * divide(1.0, s_enc))
+    return s_b, torch.where(e > FLOAT32_MAX, FLOAT32_MAX, e)
+
+
+def round_stochastically(x: Tensor, r: Tensor) -> Tensor:
+    """E2M1 codes of x, |x| <= 6, rounded up where the random byte r carries it over: P(up) = floor(256 f) / 256."""
+    a = x.abs()
+    t = a + r.float() * (_step(a) * (1 / 256))
+    magnitude = torch.floor(t / _step(t)) * _step(t)
+    codes = E2M1.encode(torch.copysign(magnitude.clamp(max=E2M1.max), x))
+    return torch.where(x.isnan(), E2M1.encode(x), codes)
+
+
+def _step(a: Tensor) -> Tensor:
+    return torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
+
+
+def _operand(x: Tensor, spec: Quantizer) -> Tensor:
+    """float32 [R, C padded to 16], turned if the quantizer says so."""
+    assert isinstance(spec, NVFP4)
+    padded = blocks.pad_columns(x, BLOCK).float()
+    return turn(padded) if spec.rht else padded
+
+
+def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
+    found = [
+        None if spec is None else blocks.amax(_operand(matrix, spec), (None, None)).view(1)
+        for matrix, spec in ((x, row), (x.T, column))
+    ]
+    return found[0], found[1]
+
+
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
+    for stream, (matrix, q) in enumerate(((x, row), (x.T, column))):
+        g = given.amax[stream]
+        if q is not None and g is not None:
+            _cast(_operand(matrix, q.spec), q, g, given, stream)
+
+
+def _cast(v: Tensor, q: QTensor, g: Tensor, given: Given, stream: int) -> None:
+    spec = q.spec
+    assert isinstance(spec, NVFP4)
+    s_enc, global_scale = tensor_scales(g)
+    s_b, e = block_scales(blocks.amax(v, spec.block), s_enc)
+    scaled = blocks.no_larger(v * blocks.spread(e, spec.block, *v.shape), E2M1.max)
+    if spec.stochastic:
+        r = random_bytes(v.shape[0], v.shape[1] // BLOCK, needs_seed(q, given), stream)
+        codes = round_stochastically(scaled, r)
+    else:
+        codes = E2M1.encode(scaled)
+    write(q, given.skip, codes=pack_nibbles(codes), scale=s_b.view(torch.uint8), global_scale=global_scale)

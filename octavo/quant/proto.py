@@ -1,0 +1,38 @@
+"""Tensors without data: what fakes and allocations are made from, so that each shape rule is stated once."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TensorProto:
+    """Shape, dtype, strides and device of a tensor that may not exist. Contiguous unless strides are given."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    strides: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, x: Tensor) -> "TensorProto":
+        return cls(tuple(x.shape), x.dtype, x.device, None if x.is_contiguous() else x.stride())
+
+    def empty(self) -> Tensor:
+        if self.strides is None:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+    def refusal(self, x: Tensor) -> str:
+        """How `x` differs from this, in words; empty when it fits. Strides of a dim of one element do not count."""
+        if tuple(x.shape) != self.shape:
+            return f"shape {tuple(x.shape)} instead of {self.shape}"
+        if x.dtype != self.dtype:
+            return f"dtype {x.dtype} instead of {self.dtype}"
+        if x.device != self.device:
+            return f"device {x.device} instead of {self.device}"
+        want = self.strides or torch.empty(self.shape, device="meta").stride()
+        if x.numel() and any(n > 1 and a != b for n, a, b in zip(self.shape, x.stride(), want, strict=True)):
+            return f"strides {x.stride()} instead of {want}"
+        return ""

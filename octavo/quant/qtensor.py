@@ -1,0 +1,95 @@
+"""A quantized matrix: codes, the scales that multiply them back, and the quantizer that made both.
+
+A `QTensor` has one orientation: its last dim is the one a GEMM contracts over, and its codes are contiguous along it.
+The operand that the other GEMM needs, contracted over the other dim, is another `QTensor`: the same thing of `x.T`.
+
+    value = code * scale                       scale [ceil(M/r), ceil(K/c)] for blocks of r rows by c columns
+    value = code * scale * global_scale        NVFP4, whose block scales are eight bits themselves
+
+It is not a `torch.Tensor`: an operation that does not know it fails loudly instead of computing on codes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from octavo.quant.proto import TensorProto
+
+if TYPE_CHECKING:
+    from octavo.quant.quantizer import Quantizer
+
+
+@dataclass(frozen=True, eq=False)
+class QTensor:
+    """Codes and scales of one matrix, frozen. `shape` is the tensor's own; its leading dims are folded in `codes`."""
+
+    codes: Tensor  # [M, K] of fmt.dtype; E2M1: uint8 [M, 8*ceil(K/16)]
+    scale: Tensor  # [ceil(M/r), ceil(K/c)], float32, or the scale format's uint8
+    spec: "Quantizer"
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # what `dequantize` returns unless told otherwise
+    global_scale: Tensor | None = None  # [1] float32, second level of NVFP4
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """Size of the contracted dim, padding not counted."""
+        return self.shape[-1] if self.shape else 1
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors inside, in a fixed order."""
+        yield self.codes
+        yield self.scale
+        if self.global_scale is not None:
+            yield self.global_scale
+
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self.spec.dequantize(self, dtype)
+
+    def transpose(self) -> "QTensor":
+        return self.spec.transpose(self)
+
+    def __repr__(self) -> str:
+        return f"QTensor({'x'.join(map(str, self.shape))}, {self.spec.key}, {self.device})"
+
+
+@dataclass(frozen=True)
+class QProto:
+    """The data-free twin of `QTensor`."""
+
+    codes: TensorProto
+    scale: TensorProto
+    spec: "Quantizer"
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    global_scale: TensorProto | None = None
+
+    def empty(self) -> QTensor:
+        """Storage for the real thing, uncomputed."""
+        level2 = None if self.global_scale is None else self.global_scale.empty()
+        return QTensor(self.codes.empty(), self.scale.empty(), self.spec, self.shape, self.dtype, level2)
+
+    def refusal(self, q: QTensor) -> str:
+        """How `q` differs from this, in words; empty when it fits."""
+        if q.spec != self.spec:
+            return f"quantizer {q.spec} instead of {self.spec}"
+        if (q.global_scale is None) != (self.global_scale is None):
+            return "a global_scale on one side only"
+        pairs = [("codes", self.codes, q.codes), ("scale", self.scale, q.scale)]
+        if self.global_scale is not None and q.global_scale is not None:
+            pairs.append(("global_scale", self.global_scale, q.global_scale))
+        found = ((name, proto.refusal(tensor)) for name, proto, tensor in pairs)
+        return "; ".join(f"{name} with {why}" for name, why in found if why)

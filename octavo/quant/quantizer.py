@@ -1,0 +1,301 @@
+"""The one protocol of every scaling scheme. A scheme is a folder: its `Quantizer` value, `reference.py`, `triton.py`.
+
+A quantizer is a setting, never a state: which orientation is wanted, a reduced amax, a delayed multiplier and the seed
+of stochastic rounding are arguments. Its `block` and `scale_format` say how codes and scales are laid out, and every
+shape follows from those two here, once.
+
+A scheme's twins define two functions over a matrix x [M, K], with the same signature in both files:
+
+    amax(x, row, column, skip) -> (Tensor | None, Tensor | None)
+        what a collective may reduce before the cast, for each orientation whose quantizer is given
+    cast(x, row, column, given) -> None
+        fills the codes and scales of the QTensors that are given
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from octavo import backend
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
+from octavo.formats import FLOATS, Format, unpack_nibbles
+from octavo.quant import blocks
+from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import QProto, QTensor
+from octavo.values import Value
+
+MAX_DIM = 2**31 - 1  # kernels count rows and columns in 32 bits and address elements in 64
+Pair = tuple[Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Tensors that a caller brings to a cast."""
+
+    amax: Pair = (None, None)  # row's, column's
+    encode: Tensor | None = None  # [1] float32: the multiplier itself (delayed scaling)
+    seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding
+    skip: Tensor | None = None  # [1] bool or number: where it is not zero, nothing is written
+    observed: Tensor | None = None  # [1] float32, zeroed: receives the amax of x
+
+
+class Quantizer(Value):
+    """Settings of one operand's quantization. Subclasses add fields and say how their scales are laid out."""
+
+    fmt: Format
+    block: ClassVar[blocks.Block]  # (rows, columns) that share a scale; a scheme may make it a property
+    scale_format: Format | None = None  # None: float32
+    two_level: ClassVar[bool] = False  # a [1] global_scale besides the block scales
+    two_pass: ClassVar[bool] = False  # the cast needs an amax that is known only after all of x was read
+    basis: str = ""  # how values are turned along the contraction before they are rounded; operands must agree
+    package: ClassVar[str]  # where the twins live
+
+    # -- shapes, stated once -------------------------------------------------------------------------------------
+
+    def proto(self, x: TensorProto, axis: int = -1) -> QProto:
+        """What `quantize(x, axis)` returns, without data."""
+        shape = oriented_shape(x.shape, axis)
+        m, k = math.prod(shape[:-1]), (shape[-1] if shape else 1)
+        codes = TensorProto((m, self.code_columns(k)), self.fmt.dtype, x.device)
+        grid = blocks.grid(m, k, self.block)
+        dtype = torch.float32 if self.scale_format is None else torch.uint8
+        scale = TensorProto(grid, dtype, x.device, self.scale_strides(*grid))
+        level2 = TensorProto((1,), torch.float32, x.device) if self.two_level else None
+        return QProto(codes, scale, self, shape, x.dtype, level2)
+
+    def code_columns(self, k: int) -> int:
+        """Stored elements of a row of k codes. Packed codes are padded with zeros to whole blocks."""
+        if self.fmt.packed == 1:
+            return k
+        whole = self.block[1] or 1
+        return blocks.ceil_div(k, whole) * whole // self.fmt.packed
+
+    def scale_strides(self, rows: int, columns: int) -> tuple[int, int] | None:
+        """Strides of the scale; None for row-major."""
+        return None
+
+    # -- quantize ------------------------------------------------------------------------------------------------
+
+    def quantize(
+        self,
+        x: Tensor,
+        axis: int = -1,
+        *,
+        amax: Tensor | None = None,
+        encode: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> QTensor:
+        """Codes and scales for a contraction over the last dim (axis=-1), or over all the others (axis=0): x.T's."""
+        matrix, column = as_matrix(x), is_column(x.dim(), axis)
+        out = self.proto(TensorProto.of(x), axis).empty()
+        given = Given((None, amax) if column else (amax, None), encode, seed)
+        self._fill(matrix, (None, out) if column else (out, None), given)
+        return out
+
+    def quantize_both(
+        self,
+        x: Tensor,
+        *,
+        amax: Pair = (None, None),
+        encode: Tensor | None = None,
+        seed: Tensor | None = None,
+        column: "Quantizer | None" = None,
+    ) -> tuple[QTensor, QTensor]:
+        """Both orientations from one read of x. `column` quantizes the second one, if not by the same settings."""
+        matrix, column = as_matrix(x), self if column is None else column
+        if not self.fuses_with(column):
+            raise UnsupportedConfig(
+                f"{self} and {column} cannot share one read of x: {type(self).__name__}.quantize_both needs "
+                "the same scheme and format for both. Quantize each orientation on its own, with quantize(x, axis)."
+            )
+        like = TensorProto.of(x)
+        pair = self.proto(like).empty(), column.proto(like, axis=column_axis(x.dim())).empty()
+        self._fill(matrix, pair, Given(amax, encode, seed))
+        return pair
+
+    def quantize_into(
+        self,
+        out: QTensor | tuple[QTensor, QTensor],
+        x: Tensor,
+        skip: Tensor | None = None,
+        *,
+        axis: int = -1,
+        encode: Tensor | None = None,
+        seed: Tensor | None = None,
+    ) -> None:
+        """Overwrite `out`, one orientation or (row, column), in place. A `skip` flag on the device, not zero, leaves
+        `out` as it was: the weight cache of a captured graph. The only entry that mutates anything."""
+        matrix, like = as_matrix(x), TensorProto.of(x)
+        if isinstance(out, tuple):
+            row, column = out
+            _check_fits(row, row.spec.proto(like))
+            _check_fits(column, column.spec.proto(like, column_axis(x.dim())))
+            pair: tuple[QTensor | None, QTensor | None] = out
+        else:
+            _check_fits(out, self.proto(like, axis))
+            pair = (None, out) if is_column(x.dim(), axis) else (out, None)
+        self._fill(matrix, pair, Given(encode=encode, seed=seed, skip=check_flag(skip, x)))
+
+    def amax(self, x: Tensor, axis: int = -1, *, skip: Tensor | None = None) -> Tensor:
+        """The largest magnitudes that `quantize(x, axis, amax=...)` would compute: reduce them across ranks first.
+        A `skip` flag on the device, not zero, means that they are not needed: what comes back is unspecified."""
+        matrix, column = as_matrix(x), is_column(x.dim(), axis)
+        specs = (None, self) if column else (self, None)
+        found = backend.twin(self.package, x).amax(matrix, *specs, check_flag(skip, x))
+        return found[column]
+
+    def amax_both(self, x: Tensor, *, column: "Quantizer | None" = None) -> tuple[Tensor, Tensor]:
+        """`amax` of both orientations, for `quantize_both(x, amax=...)`."""
+        matrix = as_matrix(x)
+        return backend.twin(self.package, x).amax(matrix, self, self if column is None else column, None)
+
+    def fuses_with(self, column: "Quantizer") -> bool:
+        """Whether one kernel serves this orientation and `column` of the same x."""
+        return column == self
+
+    def check_given(self, given: Given, x: Tensor) -> None:
+        """Refuse tensors that this scheme has no use for: ignoring them would be silent."""
+        if given.encode is not None:
+            raise UnsupportedConfig(f"{self} derives its scales from the data; encode= is for Tensorwise.")
+        if given.seed is not None:
+            raise UnsupportedConfig(f"{self} rounds to nearest; seed= is for NVFP4(stochastic=True).")
+
+    def _fill(self, x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: Given) -> None:
+        self.check_given(given, x)
+        twin = backend.twin(self.package, x)
+        specs = [None if q is None else q.spec for q in pair]
+        amax = self._check_amax(given.amax, pair)
+        missing = any(q is not None and a is None for q, a in zip(pair, amax, strict=True))
+        if self.two_pass and given.encode is None and missing:
+            amax = twin.amax(x, *specs, given.skip)
+        twin.cast(x, *pair, Given(amax, given.encode, given.seed, given.skip, given.observed))
+
+    def _check_amax(self, amax: Pair, pair: tuple[QTensor | None, QTensor | None]) -> Pair:
+        if any(a is not None for a in amax) and any(
+            (q is None) != (a is None) for q, a in zip(pair, amax, strict=True)
+        ):
+            raise UnsupportedConfig("Give amax= for both orientations, as amax_both(x) returns them, or for neither.")
+        checked = []
+        for q, a in zip(pair, amax, strict=True):
+            if q is not None and a is not None:
+                want = self.amax_shape(q)
+                if tuple(a.shape) != want or a.dtype != torch.float32 or a.device != q.device:
+                    raise UnsupportedShape(
+                        f"amax= must be float32 {want} on {q.device}, as amax(x, axis) returns it; "
+                        f"got {a.dtype} {tuple(a.shape)} on {a.device}."
+                    )
+                a = a.contiguous()
+            checked.append(a)
+        return checked[0], checked[1]
+
+    def amax_shape(self, q: QTensor) -> tuple[int, ...]:
+        return (1,) if self.two_level else tuple(q.scale.shape)
+
+    # -- and back ------------------------------------------------------------------------------------------------
+
+    def code_values(self, q: QTensor) -> Tensor:
+        """Codes as float32 [M, K], padding of packed codes included."""
+        return self.fmt.decode(unpack_nibbles(q.codes) if self.fmt.packed == 2 else q.codes)
+
+    def scale_values(self, q: QTensor) -> Tensor:
+        """Block scales as float32 [block rows, block columns]."""
+        return q.scale if self.scale_format is None else self.scale_format.decode(q.scale)
+
+    def values(self, q: QTensor) -> Tensor:
+        """code * block scale in float32 [M, padded K]: what a GEMM multiplies, before any global scale."""
+        return self.code_values(q) * self.spread_scale(q)
+
+    def spread_scale(self, q: QTensor) -> Tensor:
+        """Block scales as float32, over all of [M, padded K] or broadcasting to it."""
+        return blocks.spread(self.scale_values(q), self.block, q.rows, q.codes.shape[1] * self.fmt.packed)
+
+    def dequantize(self, q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Values of the codes, saturated to what the dtype holds: a scale rounded up may decode past it."""
+        dtype = q.dtype if dtype is None else dtype
+        values = self.values(q)
+        if q.global_scale is not None:
+            values = values * q.global_scale
+        finite = torch.finfo(dtype).max
+        return blocks.no_larger(values[:, : q.columns], finite).to(dtype).view(q.shape)
+
+    def transpose(self, q: QTensor) -> QTensor:
+        """The other orientation, from the codes alone. Only where that is lossless: square blocks."""
+        if not blocks.is_square(self.block):
+            r, c = ("all" if b is None else b for b in self.block)
+            raise TypeError(
+                f"{self} scales {r}x{c} blocks along the contraction; turning its codes around would "
+                "quantize twice. Quantize the other orientation from the source: quantize(x, axis=0) or quantize_both."
+            )
+        out = self.proto(TensorProto((q.rows, q.columns), q.dtype, q.device), axis=0).empty()
+        out.codes.view(torch.uint8).copy_(self._transposed_codes(q))
+        out.scale.copy_(q.scale.T)
+        if q.global_scale is not None and out.global_scale is not None:
+            out.global_scale.copy_(q.global_scale)
+        return out
+
+    def _transposed_codes(self, q: QTensor) -> Tensor:
+        return q.codes.view(torch.uint8).T
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """x as [M, K], a view where its strides allow one: leading dims are rows."""
+    if not isinstance(x, Tensor):
+        raise UnsupportedDtype(f"A quantizer takes a torch.Tensor, got {type(x).__name__}. Use torch.as_tensor first.")
+    if x.dtype not in FLOATS:
+        raise UnsupportedDtype(f"A quantizer takes float32, bfloat16 or float16, got {x.dtype}. Cast x first.")
+    m, k = math.prod(x.shape[:-1]), (x.shape[-1] if x.dim() else 1)
+    if max(m, k) > MAX_DIM:
+        raise UnsupportedShape(
+            f"A quantizer takes at most 2^31-1 rows and columns, got {m} x {k} from shape {tuple(x.shape)}. "
+            "Quantize it in pieces."
+        )
+    return x.detach().reshape(m, k)
+
+
+def is_column(dim: int, axis: int) -> bool:
+    """Whether `axis` asks for the contraction over the leading dims."""
+    if axis == -1 or axis == dim - 1:
+        return False
+    if (axis == 0 and dim >= 2) or (axis == -2 and dim == 2):
+        return True
+    raise UnsupportedShape(
+        f"axis must be -1 (contract over the last dim) or 0 (over all the others), got {axis} for a tensor of "
+        f"{dim} dims. Permute the tensor so that the contracted dim is last."
+    )
+
+
+def column_axis(dim: int) -> int:
+    """The axis that names the column orientation; a vector's column is [K, 1], which no axis of its own names."""
+    return 0 if dim >= 2 else _VECTOR_COLUMN
+
+
+_VECTOR_COLUMN = -2
+
+
+def oriented_shape(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """The shape of x, or of its transpose [K, M] with the leading dims folded."""
+    if len(shape) < 2 and axis == _VECTOR_COLUMN:
+        return (shape[0] if shape else 1), 1
+    if not is_column(len(shape), axis):
+        return shape
+    return shape[-1], math.prod(shape[:-1])
+
+
+def check_flag(skip: Tensor | None, x: Tensor) -> Tensor | None:
+    if skip is not None and (skip.numel() != 1 or skip.device != x.device):
+        raise UnsupportedDevice(
+            f"skip is one element on the device of x ({x.device}), so that a captured graph can read it; "
+            f"got {skip.numel()} on {skip.device}."
+        )
+    return skip
+
+
+def _check_fits(q: QTensor, proto: QProto) -> None:
+    why = proto.refusal(q)
+    if why:
+        raise UnsupportedShape(
+            f"quantize_into cannot write x into {q!r}: it has {why}. Allocate it with proto().empty()."
+        )

@@ -1,0 +1,28 @@
+"""One scale for each row of the operand: a large token costs only itself.
+
+    a_i = max_k |x_ik|        s_i = the power of two at or below fp8_max / max(a_i, 1e-12)        code = cast(x * s_i)
+
+The rows of x.T are the columns of x, so the two orientations have different scales and different codes.
+"""
+
+from octavo.errors import check_choice
+from octavo.formats import E4M3, E5M2, Format
+from octavo.quant.quantizer import Quantizer
+from octavo.values import register
+
+
+@register("rowwise")
+class Rowwise(Quantizer):
+    """A float32 scale [M, 1]."""
+
+    fmt: Format = E4M3
+    pow2: bool = True
+    eps: float = 1e-12  # amax is at least this, so that a row of zeros has a finite scale
+
+    block = (1, None)
+    two_pass = True
+    package = __name__
+
+    def validate(self) -> None:
+        check_choice(self.fmt, (E4M3, E5M2), what="Rowwise.fmt")
+        check_choice(self.pow2, (False, True), what="Rowwise.pow2")

@@ -1,0 +1,25 @@
+"""Rowwise in plain torch. Its bits are the definition; `triton.py` matches them."""
+
+from torch import Tensor
+
+from octavo.quant import blocks, scale
+from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Given, Pair, Quantizer
+from octavo.quant.rowwise import Rowwise
+from octavo.quant.writing import write
+
+
+def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
+    return (
+        None if row is None else blocks.amax(x, row.block),  # [M, 1]
+        None if column is None else blocks.amax(x.T, column.block),  # [K, 1]
+    )
+
+
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
+    for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
+        if q is not None:
+            spec = q.spec
+            assert isinstance(spec, Rowwise) and found is not None
+            encode = scale.encode_scale(found, spec.fmt.max, eps=spec.eps, ceiling=scale.FLOAT32_MAX, pow2=spec.pow2)
+            write(q, given.skip, codes=spec.fmt.encode(matrix.float() * encode), scale=scale.decode_scale(encode))

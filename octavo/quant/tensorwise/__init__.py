@@ -1,0 +1,58 @@
+"""One scale for the whole tensor: current scaling when it comes from the data, delayed scaling when it is given.
+
+    a = max|x|        s = fp8_max / a (octavo.quant.scale)        code = cast(x * s)        scale = 1 / s
+
+Both orientations share the scale, so the column codes are the row codes turned around, byte for byte. One outlier
+costs the whole tensor its resolution: an element below 2^-17 of the largest is lost in E4M3.
+"""
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedShape, check_choice
+from octavo.formats import E4M3, E5M2, Format
+from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Given, Quantizer, as_matrix, column_axis
+from octavo.values import register
+
+
+@register("tensorwise")
+class Tensorwise(Quantizer):
+    """A float32 scale [1, 1] for all of x."""
+
+    fmt: Format = E4M3
+    pow2: bool = False  # scale rounded to a power of two, so that scaling loses nothing
+    eps: float = 0.0  # amax is at least this
+
+    block = (None, None)
+    two_pass = True
+    package = __name__
+
+    def validate(self) -> None:
+        check_choice(self.fmt, (E4M3, E5M2), what="Tensorwise.fmt")
+        check_choice(self.pow2, (False, True), what="Tensorwise.pow2")
+
+    def observe(
+        self, x: Tensor, encode: Tensor, *, row: bool = True, column: bool = True
+    ) -> tuple[QTensor | None, QTensor | None, Tensor]:
+        """Delayed scaling: cast with the multiplier of earlier steps and measure this step's amax, in one read of x.
+        Returns row, column and amax [1, 1]."""
+        matrix, like = as_matrix(x), TensorProto.of(x)
+        pair = (
+            self.proto(like).empty() if row else None,
+            self.proto(like, column_axis(x.dim())).empty() if column else None,
+        )
+        observed = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
+        self._fill(matrix, pair, Given(encode=encode, observed=observed))
+        return *pair, observed
+
+    def check_given(self, given: Given, x: Tensor) -> None:
+        encode = given.encode
+        if encode is not None and (encode.numel() != 1 or encode.dtype != torch.float32 or encode.device != x.device):
+            raise UnsupportedShape(
+                f"encode= is the multiplier into codes, one float32 on {x.device}; "
+                f"got {encode.dtype} {tuple(encode.shape)} on {encode.device}."
+            )
+        if given.seed is not None:
+            super().check_given(Given(seed=given.seed), x)

@@ -1,0 +1,38 @@
+"""nvfp4: four bits. Weights in 16x16 blocks, activations 1x16, gradients rounded stochastically, and the operands of the
+weight gradient turned by a random-sign Hadamard matrix.
+
+The published recipe keeps about one linear layer in six, the first and the last blocks, in bf16: use a policy.
+"""
+
+from octavo.errors import check_choice
+from octavo.quant import NVFP4 as NVFP4Quantizer
+from octavo.recipes.recipe import LinearQuant, Recipe
+from octavo.values import register
+
+
+@register("nvfp4")
+class NVFP4(Recipe):
+    """E2M1 codes, two-level scales."""
+
+    stochastic: bool = True  # rounding of gradients
+    rht: bool = True  # turn both operands of wgrad
+    square_weights: bool = True
+    fprop: str = "quantized"
+    dgrad: str = "quantized"
+    wgrad: str = "quantized"
+    backward: str = "quantized"
+
+    def gemms(self) -> LinearQuant:
+        return LinearQuant.of(
+            x=(NVFP4Quantizer(), NVFP4Quantizer(rht=self.rht)),
+            w=(NVFP4Quantizer(square=self.square_weights),) * 2,
+            dy=(
+                NVFP4Quantizer(stochastic=self.stochastic),
+                NVFP4Quantizer(rht=self.rht, stochastic=self.stochastic),
+            ),
+        )
+
+    def validate(self) -> None:
+        super().validate()
+        for field in ("stochastic", "rht", "square_weights"):
+            check_choice(getattr(self, field), (False, True), what=f"NVFP4.{field}")

@@ -1,0 +1,108 @@
+"""What a recipe says: for each of the three GEMMs, a quantizer for each operand and how the sum is accumulated.
+
+    fprop   y  = x · wᵀ        operands x, w      contracted over in_features
+    dgrad   dx = dy · w        operands dy, w     over out_features
+    wgrad   dw = dyᵀ · x       operands dy, x     over tokens
+
+A `Recipe` is what a user picks; `linear()` resolves it to a `LinearQuant`, which is all a layer sees.
+"""
+
+from dataclasses import dataclass, replace
+
+from octavo.errors import UnsupportedConfig, check_choice
+from octavo.quant.quantizer import Quantizer
+from octavo.values import Value
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+MODES = ("quantized", "high_precision", "dequantized")
+
+
+@dataclass(frozen=True)
+class GemmQuant:
+    """One GEMM: how its operands are quantized, in the order of the table above, and how its sum is accumulated.
+
+    mode "quantized" multiplies codes; "high_precision" the unquantized operands; "dequantized" the values that the
+    forward codes of x and w stand for, and dy as it is."""
+
+    left: Quantizer | None = None
+    right: Quantizer | None = None
+    accumulation: str = "precise"
+    mode: str = "quantized"
+
+    def __post_init__(self) -> None:
+        check_choice(self.accumulation, ("fast", "precise"), what="accumulation")
+        check_choice(self.mode, MODES, what="mode")
+        if (self.mode == "quantized") != (self.left is not None and self.right is not None):
+            raise UnsupportedConfig(
+                f"A GEMM with mode {self.mode!r} has two quantizers if it is 'quantized' and none otherwise, "
+                f"got {self.left} and {self.right}."
+            )
+
+    def as_mode(self, mode: str) -> "GemmQuant":
+        return self if mode == "quantized" else GemmQuant(mode=mode)
+
+
+@dataclass(frozen=True)
+class LinearQuant:
+    """The three GEMMs of a linear layer."""
+
+    fprop: GemmQuant  # x, w
+    dgrad: GemmQuant  # dy, w
+    wgrad: GemmQuant  # dy, x
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        x: tuple[Quantizer, Quantizer],
+        w: tuple[Quantizer, Quantizer],
+        dy: tuple[Quantizer, Quantizer],
+        fast: tuple[str, ...] = (),
+    ) -> "LinearQuant":
+        """From each tensor's (row, column) quantizers, and the names of the GEMMs that accumulate fast."""
+        mode = {gemm: "fast" if gemm in fast else "precise" for gemm in GEMMS}
+        return cls(
+            fprop=GemmQuant(x[0], w[0], mode["fprop"]),
+            dgrad=GemmQuant(dy[0], w[1], mode["dgrad"]),
+            wgrad=GemmQuant(dy[1], x[1], mode["wgrad"]),
+        )
+
+
+class Recipe(Value):
+    """A training precision. A subclass declares its settings and `gemms`; the overrides below are everyone's.
+
+    `wgrad="bf16"` (or fprop=, dgrad=) keeps one GEMM in the operands' own precision. `backward="high_precision"` keeps
+    both backward GEMMs there, saving unquantized activations; `backward="dequantized"` runs them on the values that the
+    forward codes stand for, so that the gradient is exactly that of the quantized forward."""
+
+    stateful = False  # needs a DelayedState
+
+    def gemms(self) -> LinearQuant:
+        raise NotImplementedError(f"{type(self).__name__} must define gemms() -> LinearQuant")
+
+    def linear(self) -> LinearQuant:
+        """The recipe resolved: every operand's quantizer, overrides applied."""
+        quant = self.gemms()
+        backward = getattr(self, "backward", "quantized")
+        modes = {"fprop": "quantized", "dgrad": backward, "wgrad": backward}
+        for gemm in GEMMS:
+            if getattr(self, gemm, "quantized") == "bf16":
+                modes[gemm] = "high_precision"
+        return replace(quant, **{gemm: getattr(quant, gemm).as_mode(mode) for gemm, mode in modes.items()})
+
+    def validate(self) -> None:
+        name = type(self).__name__
+        for gemm in GEMMS:
+            check_choice(getattr(self, gemm, "quantized"), ("quantized", "bf16"), what=f"{name}.{gemm}")
+        check_choice(getattr(self, "backward", "quantized"), MODES, what=f"{name}.backward")
+        if getattr(self, "backward", "quantized") == "dequantized" and getattr(self, "fprop", "quantized") == "bf16":
+            raise UnsupportedConfig(
+                f"{name}(backward='dequantized') reuses the forward codes, and fprop='bf16' makes none. "
+                "Use backward='high_precision' with it."
+            )
+        check_gemm_names(getattr(self, "fast", ()), what=f"{name}.fast")
+
+
+def check_gemm_names(names: object, *, what: str) -> None:
+    if not isinstance(names, tuple) or any(n not in GEMMS for n in names) or len(set(names)) != len(names):
+        raise UnsupportedConfig(f"{what} is a tuple of names from {', '.join(GEMMS)}, each once, got {names!r}.")

@@ -1,0 +1,165 @@
+"""Settings as values: frozen, comparable, hashable, and equal to what their canonical string parses back to.
+
+A quantizer or a recipe is a `Value`. Its `key` is a short string such as
+
+    fp8-block(scale='fp32',wgrad='bf16')
+
+with the registered name and the fields that differ from their defaults, in field order. The string is what crosses a
+custom-op boundary and lands in a graph, in a disk cache and in a log, so it must mean the same in every process: a
+class takes part only under a name of its own.
+
+    @register("my-recipe")
+    class MyRecipe(Recipe):
+        strength: int = 3
+
+`register` makes the class a frozen dataclass. A class that was never registered cannot be constructed: it would have no
+string, and an unregistered subclass would silently borrow its parent's.
+"""
+
+import ast
+import math
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, TypeVar, dataclass_transform
+
+from octavo.errors import UnsupportedConfig
+from octavo.formats import FORMATS, Format
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
+_LITERAL = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+_BY_NAME: dict[str, "type[Value]"] = {}
+
+T = TypeVar("T", bound="type[Value]")
+
+
+class Value:
+    """A named, frozen setting. Subclasses declare fields and may override `validate`."""
+
+    registered_name: str = ""
+    key: str  # the canonical string, made once at construction so that traced code only reads it
+
+    def __post_init__(self) -> None:
+        cls = type(self)
+        if cls.__dict__.get("registered_name", "") == "":
+            raise UnsupportedConfig(
+                f"{cls.__qualname__} has no registered name, so it has no canonical string and could be mistaken for "
+                f"its parent. Decorate it with @octavo.values.register('a-name-of-its-own')."
+            )
+        self.validate()
+        object.__setattr__(self, "key", _format(self))
+
+    def validate(self) -> None:
+        """Refuse settings that have no meaning, naming what is allowed."""
+
+    def __str__(self) -> str:
+        return self.key
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=False)
+def register(name: str) -> Callable[[T], T]:
+    """Give a `Value` class its name in canonical strings, and make it a frozen dataclass."""
+    if not _NAME.fullmatch(name):
+        raise UnsupportedConfig(f"A registered name is letters, digits and _ . - after a letter, got {name!r}.")
+
+    def bind(cls: T) -> T:
+        holder = _BY_NAME.get(name)
+        if holder is not None and (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise UnsupportedConfig(f"The name {name!r} already belongs to {holder.__qualname__}. Choose another.")
+        if name in FORMATS:
+            raise UnsupportedConfig(f"The name {name!r} is a number format's. Choose another.")
+        frozen = dataclass(frozen=True, repr=False)(cls)
+        frozen.registered_name = name
+        frozen.__repr__ = frozen.__str__  # type: ignore[method-assign]
+        _BY_NAME[name] = frozen
+        return frozen
+
+    return bind
+
+
+def parse(text: str) -> Any:
+    """The value whose `key` is `text`. Names alone stand for their defaults: `fp8-block`."""
+    value, rest = _parse_value(text.strip(), text)
+    if rest.strip():
+        raise UnsupportedConfig(f"Cannot read {text!r}: {rest.strip()!r} is left over after the first value.")
+    return value
+
+
+def names(kind: type[Value]) -> tuple[str, ...]:
+    """Registered names of one kind of value, in order of registration."""
+    return tuple(name for name, cls in _BY_NAME.items() if issubclass(cls, kind))
+
+
+def _format(value: Value) -> str:
+    changed = []
+    for field in fields(value):  # type: ignore[arg-type]
+        item = getattr(value, field.name)
+        text = _format_item(item, f"{type(value).__name__}.{field.name}")
+        if field.default is MISSING or item != field.default or type(item) is not type(field.default):
+            changed.append(f"{field.name}={text}")
+    return value.registered_name + (f"({','.join(changed)})" if changed else "")
+
+
+def _format_item(item: object, where: str) -> str:
+    if isinstance(item, Value):
+        return item.key
+    if isinstance(item, Format):
+        return item.name
+    if isinstance(item, tuple):
+        return "(" + "".join(_format_item(i, where) + "," for i in item) + ")"
+    if item is None or type(item) in (bool, int, str) or (type(item) is float and math.isfinite(item)):
+        return repr(item)
+    raise UnsupportedConfig(
+        f"{where} is {item!r}; a setting may hold a bool, int, finite float, str, None, a Format, another registered "
+        "value, or a tuple of these, because it must print and parse back to an equal value."
+    )
+
+
+def _parse_value(text: str, whole: str) -> tuple[Any, str]:
+    """One value at the head of `text`, and what follows it."""
+    if text.startswith("("):
+        return _parse_tuple(text[1:], whole)
+    if literal := _LITERAL.match(text):
+        return ast.literal_eval(literal.group()), text[literal.end() :]
+    name = _NAME.match(text)
+    if name is None:
+        raise UnsupportedConfig(f"Cannot read {whole!r}: expected a value at {text!r}.")
+    word, rest = name.group(), text[name.end() :]
+    if word in ("None", "True", "False"):
+        return ast.literal_eval(word), rest
+    if word in FORMATS:
+        return FORMATS[word], rest
+    return _parse_fields(word, rest, whole)
+
+
+def _parse_tuple(text: str, whole: str) -> tuple[tuple[Any, ...], str]:
+    items = []
+    while not text.startswith(")"):
+        item, text = _parse_value(text, whole)
+        items.append(item)
+        text = text.removeprefix(",")
+        if not text:
+            raise UnsupportedConfig(f"Cannot read {whole!r}: a tuple is not closed.")
+    return tuple(items), text[1:]
+
+
+def _parse_fields(word: str, rest: str, whole: str) -> tuple[Value, str]:
+    cls = _BY_NAME.get(word)
+    if cls is None:
+        known = ", ".join(_BY_NAME)
+        raise UnsupportedConfig(f"Cannot read {whole!r}: no value is registered as {word!r}. Registered: {known}.")
+    settings: dict[str, Any] = {}
+    if rest.startswith("("):
+        rest = rest[1:].lstrip()
+        while not rest.startswith(")"):
+            field = re.match(r"\s*([A-Za-z_]\w*)\s*=\s*", rest)
+            if field is None:
+                raise UnsupportedConfig(f"Cannot read {whole!r}: expected field=value at {rest!r}.")
+            settings[field.group(1)], rest = _parse_value(rest[field.end() :], whole)
+            rest = rest.lstrip().removeprefix(",").lstrip()
+        rest = rest[1:]
+    try:
+        return cls(**settings), rest
+    except TypeError as error:
+        allowed = ", ".join(f.name for f in fields(cls)) or "none"  # type: ignore[arg-type]
+        raise UnsupportedConfig(f"Cannot read {whole!r}: {error}. Fields of {word}: {allowed}.") from None
