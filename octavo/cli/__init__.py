@@ -1,0 +1,30 @@
+"""The `octavo` command. Each subcommand is a file here with `add_arguments(parser)` and `run(arguments) -> exit code`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+# oneDNN on some virtual machines picks AMX instructions that die with SIGILL; it reads this at its first matmul
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+from octavo.cli import bench, doctor
+from octavo.errors import Unsupported
+from octavo.version import __version__
+
+COMMANDS = {"doctor": doctor, "bench": bench}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="octavo", description="Low-precision training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        summary = (module.__doc__ or "").splitlines()[0]
+        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    arguments = parser.parse_args(argv)
+    try:
+        return COMMANDS[arguments.command].run(arguments)
+    except Unsupported as refusal:
+        print(f"octavo {arguments.command}: {refusal}", file=sys.stderr)
+        return 2

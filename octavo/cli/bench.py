@@ -1,0 +1,98 @@
+"""Timings on this machine's GPU, with the floor and a baseline from the same run.
+
+    quantize    both orientations of one bfloat16 matrix, every scheme, against a plain device copy
+
+Bytes are counted as they must be moved: one read of x plus every write of codes and scales. A scheme that has to read x
+twice (tensorwise and rowwise scales from the data) is charged for one read, so its ratio has a ceiling of 2/3.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.cli import machine, table
+from octavo.cli.timing import REPEATS, WARMUP, median_ms
+from octavo.errors import UnsupportedHardware
+from octavo.formats import E4M3, E5M2
+from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, Tensorwise
+
+SUITES = ("quantize",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--rows", type=int, default=16384)
+    parser.add_argument("--columns", type=int, default=8192)
+    parser.add_argument("--json", type=Path, default=None, help="also write the raw figures to this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        raise UnsupportedHardware("A bench times a GPU, and torch sees none here. Run it on a machine that has one.")
+    report = bench_quantize(arguments.rows, arguments.columns)
+    print(render(report))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def bench_quantize(rows: int, columns: int) -> dict[str, Any]:
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(x)
+    copy_ms, copy_all = median_ms(lambda: target.copy_(x))
+    copy_rate = 2 * x.numel() * x.element_size() / copy_ms / 1e9
+    results = []
+    for name, call in cases(x).items():
+        ms, readings = median_ms(call)
+        moved = x.numel() * x.element_size() + sum(q.nbytes() for q in call() if isinstance(q, QTensor))
+        rate = moved / ms / 1e9
+        results.append(
+            {"case": name, "ms": ms, "bytes": moved, "tb_per_s": rate, "of_copy": rate / copy_rate, "readings_ms": readings}
+        )
+    again_ms, _ = median_ms(lambda: target.copy_(x))
+    return {
+        "suite": "quantize",
+        "machine": machine.describe(x.device),
+        "shape": [rows, columns],
+        "dtype": "bfloat16",
+        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median of CUDA event times"},
+        "copy": {"ms": copy_ms, "tb_per_s": copy_rate, "ms_after": again_ms, "readings_ms": copy_all},
+        "results": results,
+    }
+
+
+def cases(x: torch.Tensor) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """Everything that quantizes x both ways."""
+    encode = torch.full((1,), 100.0, device=x.device)
+    seed = torch.tensor([1, 2], device=x.device)
+    given, gradient = Tensorwise(), Tensorwise(E5M2)
+    plain: dict[str, Callable[[], tuple[Any, ...]]] = {
+        "tensorwise, given scale": lambda: given.quantize_both(x, encode=encode),
+        "tensorwise, given scale, amax measured": lambda: given.observe(x, encode),
+        "tensorwise, given scale, E5M2": lambda: gradient.quantize_both(x, encode=encode),
+        "tensorwise, current": lambda: given.quantize_both(x),
+    }
+    for spec in (Rowwise(), Block1D(), Block1D(scale="fp32"), Block2D(), MX(E4M3), MX(square=True)):
+        plain[str(spec)] = lambda spec=spec: spec.quantize_both(x)  # type: ignore[misc]
+    plain["nvfp4 weights"] = lambda: NVFP4(square=True).quantize_both(x)
+    plain["nvfp4 activations"] = lambda: NVFP4().quantize_both(x, column=NVFP4(rht=True))
+    dy = NVFP4(stochastic=True)
+    plain["nvfp4 gradients"] = lambda: dy.quantize_both(x, seed=seed, column=NVFP4(rht=True, stochastic=True))
+    return plain
+
+
+def render(report: dict[str, Any]) -> str:
+    facts, copy = report["machine"], report["copy"]
+    rows = [
+        [r["case"], f"{r['ms']:.3f}", f"{r['bytes'] / 1e6:.0f}", f"{r['tb_per_s']:.2f}", f"{r['of_copy']:.2f}"]
+        for r in report["results"]
+    ]
+    head = (
+        f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; x {report['shape'][0]}x{report['shape'][1]} "
+        f"bfloat16\nplain copy: {copy['ms']:.3f} ms, {copy['tb_per_s']:.2f} TB/s (again at the end: {copy['ms_after']:.3f} ms)"
+    )
+    return head + "\n\n" + table.render(("case", "ms", "MB", "TB/s", "of copy"), rows)

@@ -1,0 +1,33 @@
+"""Set before torch is imported: some virtual machines die on bfloat16 matmuls, and compiler caches are a test's own."""
+
+import os
+import tempfile
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="octavo-inductor-"))
+
+import pytest
+import torch
+from hypothesis import settings
+
+# the machines that run this vary by a factor of ten in speed: no deadlines, and the same examples every time
+settings.register_profile("octavo", deadline=None, derandomize=True)
+settings.load_profile("octavo")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", default="0/1", help="run the i-th of n parts, as i/n: kernels compile in parallel")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    index, count = map(int, config.getoption("--shard").split("/"))
+    items[:] = items[index::count]
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,137 @@
+"""The native and the emulated GEMM on the GPU against float64 of the same codes, within the bounds of docs/numerics.md."""
+
+import pytest
+import torch
+
+from octavo import backend
+from octavo.formats import E5M2
+from octavo.kernels.gemm import gemm, native, reference, route
+from octavo.kernels.gemm import triton as emulated
+from octavo.quant import MX, NVFP4, Block1D, Block2D, Rowwise, Tensorwise
+
+pytestmark = pytest.mark.gpu
+
+PAIRS = {
+    "tensorwise": (Tensorwise(), Tensorwise()),
+    "tensorwise e5m2": (Tensorwise(E5M2), Tensorwise()),
+    "rowwise": (Rowwise(), Rowwise()),
+    "rowwise by tensorwise": (Rowwise(), Tensorwise()),
+    "block 1d by 2d": (Block1D(), Block2D()),
+    "block 1d by 1d": (Block1D(), Block1D()),
+    "block fp32": (Block1D(scale="fp32"), Block2D(scale="fp32")),
+    "mx": (MX(), MX()),
+    "mx square": (MX(), MX(square=True)),
+    "nvfp4": (NVFP4(), NVFP4(square=True)),
+    "nvfp4 rht": (NVFP4(rht=True), NVFP4(rht=True)),
+}
+NATIVE_ON_HOPPER = [name for name in PAIRS if not name.startswith(("mx", "nvfp4"))]
+# sizes of one and multiples of 16 are compilations of their own: grouped, so that there are few
+ODD, ALIGNED = [(17, 33, 65), (130, 257, 300), (300, 200, 1100)], [(16, 32, 48), (128, 256, 512), (64, 64, 16400)]
+SHAPES = [(1, 16, 16), (16, 8, 48), (64, 96, 112), *ODD, *ALIGNED]
+
+
+def operands(pair, shape, *, spread: int = 6):
+    m, n, k = shape
+    made = []
+    for spec, rows in zip(pair, (m, n), strict=True):
+        x = torch.randn(rows, k, device="cuda") * torch.exp2(
+            torch.randint(-spread, spread + 1, (rows, 1), device="cuda")
+        )
+        made.append(spec.quantize(x.to(torch.bfloat16)))
+    return made
+
+
+def magnitude(a, b) -> torch.Tensor:
+    """Sum of |a||b|, scales included, in float64."""
+    size = a.spec.values(a).abs().double() @ b.spec.values(b).abs().double().T
+    for q in (a, b):
+        size = size if q.global_scale is None else size * q.global_scale.double()
+    return size
+
+
+def assert_within(got, a, b, *, c: float, bias=None):
+    want = reference.gemm(a, b, torch.float32, bias).double()
+    last = 2.0**-9 if got.dtype == torch.bfloat16 else 2.0**-12 if got.dtype == torch.float16 else 2.0**-24
+    bound = c * magnitude(a, b) + 2 * last * want.abs() + 1e-38
+    worst = ((got.double() - want).abs() / bound).max().item()
+    assert worst <= 1.0, f"{worst:.3g} times the bound"
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_emulated_is_exact_up_to_the_order_of_additions(name, dtype):
+    for shape in ODD + ALIGNED:
+        a, b = operands(PAIRS[name], shape)
+        for config in emulated.CONFIGS[a.spec.block[1] or 0]:
+            assert_within(emulated.gemm(a, b, dtype, None, config), a, b, c=5e-7)
+
+
+@pytest.mark.parametrize("name", ["mx", "nvfp4"])
+def test_emulated_single_row_float16_and_bias(name):
+    a, b = operands(PAIRS[name], (1, 48, 80), spread=0)
+    bias = torch.randn(48, device="cuda", dtype=torch.float16)
+    want = reference.gemm(a, b, torch.float32, bias).double()
+    got = gemm(a, b, out_dtype=torch.float16, bias=bias)
+    assert ((got.double() - want).abs() <= 5e-7 * magnitude(a, b) + 2**-10 * want.abs() + 1e-6).all()
+
+
+@pytest.mark.parametrize("name", NATIVE_ON_HOPPER)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_native_within_split_accumulation(name, dtype):
+    a, b = operands(PAIRS[name], (64, 64, 512))
+    verdict = native.support(a, b)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert verdict.ok, verdict.reason
+    for shape in SHAPES:
+        a, b = operands(PAIRS[name], shape)
+        bias = torch.randn(shape[1], device="cuda", dtype=dtype)
+        assert_within(gemm(a, b, out_dtype=dtype), a, b, c=2e-4)
+        with_bias = gemm(a, b, out_dtype=dtype, bias=bias)
+        want = reference.gemm(a, b, torch.float32, bias).double()
+        assert (
+            (with_bias.double() - want).abs() <= 2e-4 * magnitude(a, b) + 2**-7 * want.abs() + 2**-7 * bias.abs()
+        ).all()
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "tensorwise e5m2", "rowwise"])
+def test_fast_accumulation_within_its_own_bound(name):
+    for shape in ((128, 128, 1024), (128, 128, 16384)):
+        a, b = operands(PAIRS[name], shape)
+        assert_within(gemm(a, b, out_dtype=torch.bfloat16, accumulation="fast"), a, b, c=1e-6 * shape[2])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_accumulates_into_a_float32_out(name):
+    a, b = operands(PAIRS[name], (48, 80, 256))
+    start = torch.randn(48, 80, device="cuda")
+    out = start.clone()
+    assert gemm(a, b, out=out, accumulate=True) is out
+    assert torch.equal(out, start + gemm(a, b, out_dtype=torch.float32))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_nothing_to_multiply(name):
+    for shape in ((0, 16, 32), (16, 0, 32)):
+        assert gemm(*operands(PAIRS[name], shape)).shape == shape[:2]
+    y = gemm(*operands(PAIRS[name], (16, 32, 0)), bias=torch.ones(32, device="cuda", dtype=torch.bfloat16))
+    assert torch.equal(y, torch.ones_like(y))
+
+
+def test_route_follows_the_chip_and_the_forced_backend():
+    a, b = operands(PAIRS["mx"], (32, 32, 64))
+    assert route(a, b) == "emulated"
+    with backend.use("reference"):
+        assert route(a, b) == "reference"
+        want = gemm(a, b, out_dtype=torch.float32)
+    assert_within(gemm(a, b, out_dtype=torch.float32), a, b, c=5e-7)
+    assert torch.allclose(want, gemm(a, b, out_dtype=torch.float32), rtol=1e-4, atol=1e-3)
+
+
+def test_high_precision_operands():
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        a, b = torch.randn(33, 70, device="cuda", dtype=dtype), torch.randn(51, 70, device="cuda", dtype=dtype)
+        bias = torch.randn(51, device="cuda", dtype=dtype)
+        want = (a.double() @ b.double().T + bias.double()).float()
+        for out_dtype in (dtype, torch.float32):
+            got = gemm(a, b, bias=bias, out_dtype=out_dtype).float()
+            assert (got - want).norm() / want.norm() < 5e-3

@@ -1,0 +1,238 @@
+"""Triton on the GPU == torch on the GPU == torch on the CPU, byte for byte, into poisoned outputs, every configuration."""
+
+import importlib
+
+import pytest
+import torch
+
+from octavo import backend
+from octavo.formats import E4M3, E5M2
+from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, TensorProto, Tensorwise
+from octavo.quant.quantizer import Given
+
+pytestmark = pytest.mark.gpu
+
+SEED = (0x1234_5678_9ABC, 7)
+# one of each kind of kernel, for the sweeps that compile many variants
+KERNELS = [
+    Tensorwise(), Rowwise(), Block1D(), Block1D(E5M2, "fp32"), Block2D(), MX(), MX(square=True),
+    NVFP4(), NVFP4(square=True), NVFP4(rht=True), NVFP4(rht=True, stochastic=True),
+]  # fmt: skip
+SPECS = [
+    *KERNELS,
+    Tensorwise(E5M2), Tensorwise(pow2=True), Tensorwise(eps=1e-3),
+    Rowwise(E5M2), Rowwise(pow2=False),
+    Block1D(scale="fp32"), Block2D(E5M2, "fp32"),
+    MX(E5M2), MX(rounding="floor"), MX(rounding="ceil"), MX(rounding="even"), MX(E5M2, "even", square=True),
+    NVFP4(stochastic=True),
+]  # fmt: skip
+# Triton compiles anew when a size is 1 or a multiple of 16: sizes are grouped so that each group is one compilation
+ODD = [(15, 33), (17, 300), (129, 255), (1000, 129), (31, 4100)]
+ALIGNED = [(16, 32), (128, 256), (272, 128), (48, 4096)]
+ONES = [(1, 17), (300, 1), (1, 1)]
+EDGES = (0.0, -0.0, 1e-45, 1e-40, 1e-38, 2.0**-133, 3.4e38, -3.4e38, float("inf"), float("-inf"), float("nan"))
+
+
+def wide(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Normal data, every row at its own magnitude, whole blocks of zeros and of subnormals among it."""
+    x = torch.randn(shape) * torch.exp2(torch.randint(-20, 20, (shape[0], 1)))
+    x[::7] = 0
+    x[3::11] *= 1e-38
+    return x.to(dtype)
+
+
+def poisoned(q: QTensor) -> QTensor:
+    for t in q.tensors():
+        t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)).view(torch.uint8).fill_(0xA5)
+    return q
+
+
+def outputs(spec, x: torch.Tensor, sides: str) -> tuple[QTensor | None, QTensor | None]:
+    like = TensorProto.of(x)
+    row = poisoned(spec.proto(like).empty()) if "r" in sides else None
+    column = poisoned(spec.proto(like, 0).empty()) if "c" in sides else None
+    return row, column
+
+
+def run(twin: str, spec, x: torch.Tensor, sides: str, **settings) -> list[torch.Tensor]:
+    """Bytes of everything written, on the CPU."""
+    module = importlib.import_module(f"{spec.package}.{twin}")
+    pair = outputs(spec, x, sides)
+    specs = [q and q.spec for q in pair]
+    amax = module.amax(x, *specs, None) if spec.two_pass else (None, None)
+    seed = torch.tensor(SEED, device=x.device) if getattr(spec, "stochastic", False) else None
+    module.cast(x, *pair, Given(amax=amax, seed=seed), **settings)
+    return [t.cpu().contiguous().view(torch.uint8) for q in pair if q is not None for t in q.tensors()]
+
+
+def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], what: object) -> None:
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w), f"{what}: {(g != w).sum()} of {w.numel()} bytes differ"
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_every_configuration_writes_the_reference_bytes(spec):
+    configs = importlib.import_module(f"{spec.package}.triton").CONFIGS
+    for shape in ODD + ALIGNED:
+        x = wide(shape, torch.bfloat16)
+        want = run("reference", spec, x, "rc")
+        assert_same(run("reference", spec, x.cuda(), "rc"), want, f"torch on cuda {shape}")
+        for config in configs:
+            assert_same(run("triton", spec, x.cuda(), "rc", config=config), want, f"{config} {shape}")
+
+
+@pytest.mark.parametrize("kernel", ["tile", "rowwise.triton"])
+def test_every_configuration_of_the_amax_finds_the_same(kernel):
+    module = importlib.import_module(f"octavo.quant.{kernel}")
+    for config in module.AMAX_CONFIGS:
+        for shape in ((129, 255), (256, 512)):
+            x = wide(shape, torch.bfloat16)
+            if kernel == "tile":
+                assert torch.equal(module.tensor_amax(x.cuda(), None, config).cpu(), x.abs().amax().float().view(1))
+            else:
+                row, column = module.amax(x.cuda(), Rowwise(), Rowwise(), None, config)
+                assert torch.equal(row.cpu(), x.abs().amax(1, keepdim=True).float())
+                assert torch.equal(column.cpu(), x.T.abs().amax(1, keepdim=True).float())
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_setting_and_dtype(spec, dtype):
+    for shape in ODD:
+        x = wide(shape, dtype)
+        assert_same(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), shape)
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_sizes_of_one(spec):
+    for shape in ONES:
+        x = wide(shape, torch.bfloat16)
+        assert_same(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), shape)
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+@pytest.mark.parametrize("sides", ["r", "c"])
+def test_one_orientation_alone(spec, sides):
+    for shape in ((15, 33), (257, 300)):
+        x = wide(shape, torch.bfloat16)
+        assert_same(run("triton", spec, x.cuda(), sides), run("reference", spec, x, sides), shape)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_zero_subnormal_huge_infinite_and_nan(spec):
+    """A tensor of each edge value alone, and one that has all of them."""
+    for value in EDGES:
+        x = torch.full((40, 150), value)
+        assert_same(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), value)
+    x = torch.tensor(EDGES).repeat(150)[: 40 * 40].view(40, 40) * torch.randn(40, 1).sign()
+    assert_same(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), "mixed")
+
+
+@pytest.mark.parametrize("spec", [Tensorwise(), Rowwise(), Block1D(), Block2D(), MX(), NVFP4(rht=True)], ids=str)
+def test_strided_expanded_and_empty(spec):
+    base = wide((300, 520), torch.bfloat16)
+    views = [base.T, base[::2, 1::3], base[:1].expand(64, 520), base[:, :1].expand(300, 70), base[:0], base[:, :0]]
+    for i, view in enumerate(views):
+        # strides survive the move only through the base
+        moved = base.cuda().as_strided(view.shape, view.stride(), view.storage_offset())
+        assert_same(run("triton", spec, moved, "rc"), run("reference", spec, view, "rc"), i)
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_public_entry_matches_the_cpu_and_skip_leaves_everything(spec):
+    x = wide((200, 330), torch.bfloat16)
+    seed = {"seed": torch.tensor(SEED)} if getattr(spec, "stochastic", False) else {}
+    on_gpu = {name: t.cuda() for name, t in seed.items()}
+    want = [t for q in spec.quantize_both(x, **seed) for t in q.tensors()]
+    pair = spec.quantize_both(x.cuda(), **on_gpu)
+    got = [t for q in pair for t in q.tensors()]
+    assert_same([bytes_of(t) for t in got], [bytes_of(t) for t in want], spec)
+    before = [bytes_of(t).clone() for t in got]
+    spec.quantize_into(pair, 3 * x.cuda(), torch.ones(1, device="cuda"), **on_gpu)
+    assert_same([bytes_of(t) for t in got], before, "skipped")
+    spec.quantize_into(pair, 3 * x.cuda(), torch.zeros(1, device="cuda"), **on_gpu)
+    with backend.use("reference"):
+        fresh = [t for q in spec.quantize_both(3 * x.cuda(), **on_gpu) for t in q.tensors()]
+    assert_same([bytes_of(t) for t in got], [bytes_of(t) for t in fresh], "written")
+
+
+def bytes_of(t: torch.Tensor) -> torch.Tensor:
+    return t.cpu().contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("spec", [s for s in KERNELS if not s.two_pass], ids=str)
+def test_given_amax(spec):
+    x = wide((200, 330), torch.bfloat16)
+    amax = tuple(2 * a for a in spec.amax_both(x))
+    got = spec.quantize_both(x.cuda(), amax=tuple(a.cuda() for a in amax))
+    want = spec.quantize_both(x, amax=amax)
+    for g, w in zip(got, want, strict=True):
+        assert_same([bytes_of(t) for t in g.tensors()], [bytes_of(t) for t in w.tensors()], spec)
+
+
+def test_observe_measures_and_casts_in_one_read():
+    x = wide((200, 330), torch.bfloat16)
+    encode = torch.tensor([0.37])
+    got, want = Tensorwise().observe(x.cuda(), encode.cuda()), Tensorwise().observe(x, encode)
+    for g, w in zip(got[:2], want[:2], strict=True):
+        assert_same([bytes_of(t) for t in g.tensors()], [bytes_of(t) for t in w.tensors()], "observe")
+    assert torch.equal(got[2].cpu(), want[2])
+
+
+def test_a_bool_flag_skips_too():
+    row = Tensorwise().quantize(torch.ones(16, 16, device="cuda"))
+    Tensorwise().quantize_into(row, torch.full((16, 16), 2.0, device="cuda"), torch.tensor([True], device="cuda"))
+    assert row.dequantize()[0, 0] == 1
+    Tensorwise().quantize_into(row, torch.full((16, 16), 2.0, device="cuda"), torch.tensor([False], device="cuda"))
+    assert row.dequantize()[0, 0] == 2
+
+
+def test_nvfp4_pairs_of_different_settings_share_a_read():
+    x = wide((100, 330), torch.bfloat16)
+    row, column = NVFP4(stochastic=True), NVFP4(rht=True, stochastic=True)
+    seed = torch.tensor(SEED)
+    got = row.quantize_both(x.cuda(), column=column, seed=seed.cuda())
+    want = row.quantize_both(x, column=column, seed=seed)
+    for g, w in zip(got, want, strict=True):
+        assert_same([bytes_of(t) for t in g.tensors()], [bytes_of(t) for t in w.tensors()], "pair")
+
+
+def test_same_bits_a_hundred_times():
+    x = wide((513, 777), torch.bfloat16).cuda()
+    for spec in (Tensorwise(), Rowwise(), Block1D(), MX(), NVFP4(rht=True)):
+        first = run("triton", spec, x, "rc")
+        for _ in range(100):
+            assert_same(run("triton", spec, x, "rc"), first, spec)
+
+
+def test_offsets_beyond_two_to_the_31():
+    """The last rows of a matrix of more than 2^31 elements, against the same rows alone."""
+    x = torch.zeros(33, 2**26, device="cuda", dtype=torch.bfloat16)
+    x[-1] = torch.randn(2**26, device="cuda", dtype=torch.bfloat16)
+    for spec in (Block1D(), MX()):
+        whole, alone = spec.quantize(x), spec.quantize(x[-1:])
+        assert torch.equal(whole.codes[-1:].view(torch.uint8), alone.codes.view(torch.uint8))
+        column = spec.quantize(x, axis=0)
+        assert torch.equal(
+            column.codes[-64:].view(torch.uint8), spec.quantize(x[:, -64:], axis=0).codes.view(torch.uint8)
+        )
+
+
+def test_capturable_in_a_cuda_graph():
+    """Replays follow new data and a changed skip flag: nothing is read on the host, nothing allocated lazily."""
+    x, skip = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16), torch.zeros(1, device="cuda")
+    for spec in (Tensorwise(), Rowwise(), Block1D(), Block2D(), MX(), NVFP4(rht=True)):
+        pair = spec.quantize_both(x)
+        spec.quantize_into(pair, x, skip)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            spec.quantize_into(pair, x, skip)
+        x.copy_(torch.randn_like(x) * 3)
+        graph.replay()
+        fresh = [bytes_of(t) for q in spec.quantize_both(x) for t in q.tensors()]
+        assert_same([bytes_of(t) for q in pair for t in q.tensors()], fresh, spec)
+        x.mul_(7)
+        skip.fill_(1)
+        graph.replay()
+        assert_same([bytes_of(t) for q in pair for t in q.tensors()], fresh, f"{spec} skipped")
+        skip.zero_()
