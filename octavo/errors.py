@@ -33,3 +33,9 @@ def check_choice(value: object, allowed: tuple[object, ...], *, what: str) -> No
     """Refuse a setting outside its list; the message is the list."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
         raise UnsupportedConfig(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+
+
+def check_not_negative(value: object, *, what: str) -> None:
+    """Refuse anything but a finite float from 0 up."""
+    if type(value) is not float or not 0.0 <= value < float("inf"):
+        raise UnsupportedConfig(f"{what} must be a finite number from 0 up, got {value!r}.")

@@ -21,38 +21,53 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, Self, TypeVar, dataclass_transform
 
 from octavo.errors import UnsupportedConfig
 from octavo.formats import FORMATS, Format
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _LITERAL = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+_WORDS = {"None": None, "True": True, "False": False}
 _BY_NAME: dict[str, "type[Value]"] = {}
 
 T = TypeVar("T", bound="type[Value]")
 
 
 class Value:
-    """A named, frozen setting. Subclasses declare fields and may override `validate`."""
+    """A named, frozen setting. Subclasses declare fields and may override `validate`. Equal means: the same key."""
 
     registered_name: str = ""
     key: str  # the canonical string, made once at construction so that traced code only reads it
 
-    def __post_init__(self) -> None:
-        cls = type(self)
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
         if cls.__dict__.get("registered_name", "") == "":
             raise UnsupportedConfig(
                 f"{cls.__qualname__} has no registered name, so it has no canonical string and could be mistaken for "
                 f"its parent. Decorate it with @octavo.values.register('a-name-of-its-own')."
             )
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]
+            if type(field.default) is float and type(getattr(self, field.name)) is int:
+                object.__setattr__(self, field.name, float(getattr(self, field.name)))
         self.validate()
         object.__setattr__(self, "key", _format(self))
 
     def validate(self) -> None:
         """Refuse settings that have no meaning, naming what is allowed."""
 
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.key == other.key  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
     def __str__(self) -> str:
+        return self.key
+
+    def __repr__(self) -> str:
         return self.key
 
 
@@ -61,16 +76,15 @@ def register(name: str) -> Callable[[T], T]:
     """Give a `Value` class its name in canonical strings, and make it a frozen dataclass."""
     if not _NAME.fullmatch(name):
         raise UnsupportedConfig(f"A registered name is letters, digits and _ . - after a letter, got {name!r}.")
+    if name in FORMATS or name in _WORDS:
+        raise UnsupportedConfig(f"The name {name!r} already stands for itself in canonical strings. Choose another.")
 
     def bind(cls: T) -> T:
         holder = _BY_NAME.get(name)
         if holder is not None and (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
             raise UnsupportedConfig(f"The name {name!r} already belongs to {holder.__qualname__}. Choose another.")
-        if name in FORMATS:
-            raise UnsupportedConfig(f"The name {name!r} is a number format's. Choose another.")
-        frozen = dataclass(frozen=True, repr=False)(cls)
+        frozen = dataclass(frozen=True, repr=False, eq=False)(cls)
         frozen.registered_name = name
-        frozen.__repr__ = frozen.__str__  # type: ignore[method-assign]
         _BY_NAME[name] = frozen
         return frozen
 
@@ -125,8 +139,8 @@ def _parse_value(text: str, whole: str) -> tuple[Any, str]:
     if name is None:
         raise UnsupportedConfig(f"Cannot read {whole!r}: expected a value at {text!r}.")
     word, rest = name.group(), text[name.end() :]
-    if word in ("None", "True", "False"):
-        return ast.literal_eval(word), rest
+    if word in _WORDS:
+        return _WORDS[word], rest
     if word in FORMATS:
         return FORMATS[word], rest
     return _parse_fields(word, rest, whole)
@@ -155,6 +169,8 @@ def _parse_fields(word: str, rest: str, whole: str) -> tuple[Value, str]:
             field = re.match(r"\s*([A-Za-z_]\w*)\s*=\s*", rest)
             if field is None:
                 raise UnsupportedConfig(f"Cannot read {whole!r}: expected field=value at {rest!r}.")
+            if field.group(1) in settings:
+                raise UnsupportedConfig(f"Cannot read {whole!r}: {field.group(1)!r} is given twice.")
             settings[field.group(1)], rest = _parse_value(rest[field.end() :], whole)
             rest = rest.lstrip().removeprefix(",").lstrip()
         rest = rest[1:]

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from octavo import backend, values
+from octavo import backend
 from octavo.cli import machine, table
 from octavo.cli.known_bad import known_bad
 from octavo.kernels.gemm import gemm, native, reference, route
 from octavo.quant import QTensor, Quantizer
-from octavo.recipes import GemmQuant, Recipe, recipe
+from octavo.recipes import SHIPPED, GemmQuant, Recipe, recipe
 
 COLUMNS = ("quantize", "fprop", "dgrad", "wgrad", "grouped")
 TILE = (160, 192, 256)  # tokens, out, in: not multiples of 128, so that edges are crossed
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def diagnose(device: torch.device) -> dict[str, Any]:
     """The whole report, as plain data."""
-    rows = {name: {c: asdict(cell) for c, cell in probe(recipe(name), device).items()} for name in _shipped()}
+    rows = {name: {c: asdict(cell) for c, cell in probe(recipe(name), device).items()} for name in SHIPPED}
     failed = [f"{name} {column}" for name, cells in rows.items() for column, cell in cells.items()
               if cell["status"] == "failed"]  # fmt: skip
     facts = machine.describe(device)
@@ -56,10 +56,6 @@ def diagnose(device: torch.device) -> dict[str, Any]:
         "known_bad": known_bad(facts, dict(os.environ)),
         "failed": failed,
     }
-
-
-def _shipped() -> tuple[str, ...]:
-    return tuple(name for name in values.names(Recipe))
 
 
 def probe(subject: Recipe, device: torch.device) -> dict[str, Cell]:
@@ -93,7 +89,7 @@ def _tile(rows: int, columns: int, salt: int) -> torch.Tensor:
 def _operand(spec: Quantizer | None, x: torch.Tensor) -> QTensor | torch.Tensor:
     if spec is None:
         return x
-    seed = torch.tensor([1, 2], device=x.device) if getattr(spec, "stochastic", False) else None
+    seed = torch.tensor([1, 2], device=x.device) if spec.draws else None
     return spec.quantize(x, seed=seed)
 
 
@@ -104,7 +100,7 @@ def _probe_quantizers(specs: list[Quantizer], device: torch.device) -> Cell:
         here, there = _operand(spec, x.to(device)), _operand(spec, x)
         assert isinstance(here, QTensor) and isinstance(there, QTensor)
         for got, want in zip(here.tensors(), there.tensors(), strict=True):
-            if not torch.equal(got.cpu().contiguous().view(torch.uint8), want.contiguous().view(torch.uint8)):
+            if not torch.equal(got.cpu().reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)):
                 return Cell("failed", f"{spec} differs from the reference on {device}")
         error = (there.dequantize(torch.float32) - x.float()).norm() / x.float().norm()
         if not error < 0.25:

@@ -50,6 +50,8 @@ class Quantizer(Value):
     scale_format: Format | None = None  # None: float32
     two_level: ClassVar[bool] = False  # a [1] global_scale besides the block scales
     two_pass: ClassVar[bool] = False  # the cast needs an amax that is known only after all of x was read
+    takes_encode: ClassVar[bool] = False  # the multiplier may be given instead of found
+    draws: bool = False  # rounds stochastically, from a seed
     basis: str = ""  # how values are turned along the contraction before they are rounded; operands must agree
     package: ClassVar[str]  # where the twins live
 
@@ -131,8 +133,9 @@ class Quantizer(Value):
         matrix, like = as_matrix(x), TensorProto.of(x)
         if isinstance(out, tuple):
             row, column = out
-            _check_fits(row, row.spec.proto(like))
-            _check_fits(column, column.spec.proto(like, column_axis(x.dim())))
+            _check_fits(row, self.proto(like))
+            second = column.spec if self.fuses_with(column.spec) else self
+            _check_fits(column, second.proto(like, column_axis(x.dim())))
             pair: tuple[QTensor | None, QTensor | None] = out
         else:
             _check_fits(out, self.proto(like, axis))
@@ -156,17 +159,32 @@ class Quantizer(Value):
         """Whether one kernel serves this orientation and `column` of the same x."""
         return column == self
 
-    def check_given(self, given: Given, x: Tensor) -> None:
-        """Refuse tensors that this scheme has no use for: ignoring them would be silent."""
-        if given.encode is not None:
+    def check_given(self, given: Given, x: Tensor, draws: bool) -> None:
+        """Refuse tensors that this cast has no use for, ignoring them would be silent, and miss none that it needs."""
+        if given.encode is not None and not self.takes_encode:
             raise UnsupportedConfig(f"{self} derives its scales from the data; encode= is for Tensorwise.")
-        if given.seed is not None:
+        if given.seed is None and draws:
+            raise UnsupportedConfig(
+                f"{self} rounds stochastically and needs seed=, an int64 tensor [seed, step] that advances every step."
+            )
+        if given.seed is not None and not draws:
             raise UnsupportedConfig(f"{self} rounds to nearest; seed= is for NVFP4(stochastic=True).")
+        encode, seed = given.encode, given.seed
+        if encode is not None and (encode.numel() != 1 or encode.dtype != torch.float32 or encode.device != x.device):
+            raise UnsupportedShape(
+                f"encode= is the multiplier into codes, one float32 on {x.device}; "
+                f"got {encode.dtype} {tuple(encode.shape)} on {encode.device}."
+            )
+        if seed is not None and (tuple(seed.shape) != (2,) or seed.dtype != torch.int64 or seed.device != x.device):
+            raise UnsupportedShape(
+                f"seed= is an int64 tensor [seed, step] on {x.device}; "
+                f"got {seed.dtype} {tuple(seed.shape)} on {seed.device}."
+            )
 
     def _fill(self, x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: Given) -> None:
-        self.check_given(given, x)
-        twin = backend.twin(self.package, x)
         specs = [None if q is None else q.spec for q in pair]
+        self.check_given(given, x, any(s is not None and s.draws for s in specs))
+        twin = backend.twin(self.package, x)
         amax = self._check_amax(given.amax, pair)
         missing = any(q is not None and a is None for q, a in zip(pair, amax, strict=True))
         if self.two_pass and given.encode is None and missing:

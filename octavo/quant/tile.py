@@ -87,40 +87,81 @@ def load_tile(x, M, K, stride_m, stride_k, rows, columns):
 
 
 @triton.jit
-def store_codes(codes, tile, M, K, rows, columns):
+def store_codes(codes, tile, M, K, rows, columns, VECTOR: tl.constexpr = None):
     """tile -> codes[rows, columns] of a contiguous [M, K]."""
     at = rows.to(tl.int64)[:, None] * K + columns[None, :]
+    if VECTOR is not None:
+        at = tl.max_contiguous(at, (1, VECTOR))
     tl.store(codes + at, tile, mask=(rows < M)[:, None] & (columns < K)[None, :])
 
 
 @triton.jit
 def encode_scale(amax, MAX: tl.constexpr, EPS: tl.constexpr, CEILING: tl.constexpr, POW2: tl.constexpr):
-    """The twin of octavo.quant.scale.encode_scale."""
-    a = tl.where(amax < EPS, EPS, amax)  # a NaN passes
-    s = tl.div_rn(tl.zeros_like(a) + MAX, a)
-    s = tl.where(s == float("inf"), CEILING, s)
-    odd = (a == 0) | (a == float("inf")) | (a != a)
-    s = tl.where(odd, 1.0, s)
+    """(multiplier into codes, its reciprocal): the twin of octavo.quant.scale.encode_scale and decode_scale."""
+    a = amax
+    if EPS > 0:
+        a = tl.where(amax < EPS, EPS, amax)  # a NaN passes
     if POW2:
-        s = (s.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return s
+        return _power_of_two(a, MAX, CEILING)
+    else:
+        s = divide(MAX, a)
+        s = tl.where(s == float("inf"), CEILING, s)
+        odd = (a == 0) | (a == float("inf")) | (a != a)
+        s = tl.where(odd, 1.0, s)
+        return s, divide(1.0, s)
 
 
 @triton.jit
-def reciprocal(s):
-    return tl.div_rn(tl.zeros_like(s) + 1.0, s)
+def _power_of_two(a, MAX: tl.constexpr, CEILING: tl.constexpr):
+    """The same rule in integers, a tenth of the instructions: FP8 maxima are 1.75 * 2^n, so MAX / a has the exponent
+    n - exponent(a), less one where a's mantissa exceeds 1.75. Rounding the quotient never carries it to the next one."""
+    bits = a.to(tl.int32, bitcast=True)
+    n: tl.constexpr = 8 if MAX == 448.0 else 15
+    biased = 254 + n - ((bits + 0x1FFFFF) >> 23)  # the sum carries into the exponent from 1.75 on
+    top: tl.constexpr = 142 if CEILING == 65504.0 else 254  # the power of two at or below float16's max, or float32's
+    biased = tl.where(biased > 254, top, biased)  # the quotient overflows; every subnormal a is here
+    odd = (bits - 1).to(tl.uint32, bitcast=True) >= 0x7F7FFFFF  # 0, Inf or NaN
+    biased = tl.where(odd, 127, biased)
+    s = (biased << 23).to(tl.float32, bitcast=True)
+    undo = tl.maximum((254 - biased) << 23, 0x400000).to(tl.float32, bitcast=True)  # 1 / 2^127 is a subnormal
+    return s, undo
+
+
+@triton.jit
+def divide(NUMERATOR: tl.constexpr, x):
+    """NUMERATOR / x, correctly rounded."""
+    return tl.div_rn(tl.where(x == x, NUMERATOR, NUMERATOR), x)
 
 
 @triton.jit
 def magnitude_bits(v):
-    """|v| as int32: ordered as the magnitudes are, NaN above all, so that an integer max is an amax that keeps NaN."""
-    return v.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    """|v| as an integer of v's own width: ordered as the magnitudes are, NaN above all, so that an integer max is an amax
+    that keeps NaN. Taken before v is widened, so that the widening stays free to move past a change of layout."""
+    if v.dtype.primitive_bitwidth == 16:
+        return v.to(tl.uint16, bitcast=True) & 0x7FFF
+    else:
+        return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def float_bits(bits, like):
+    """The float32 bits of magnitudes in `magnitude_bits` of a tensor like this one."""
+    if like.dtype.primitive_bitwidth == 16:
+        return bits.to(tl.uint16).to(like.dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    else:
+        return bits
 
 
 @triton.jit
 def amax_along(v, axis: tl.constexpr):
-    """Largest magnitude along an axis of v, NaN kept."""
-    return tl.max(magnitude_bits(v), axis).to(tl.float32, bitcast=True)
+    """Largest magnitude along an axis of v, float32, NaN kept."""
+    return float_bits(tl.max(magnitude_bits(v), axis), v).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def amax_bits(v):
+    """float32 bits of the largest magnitude in a tile."""
+    return float_bits(tl.max(tl.max(magnitude_bits(v), 1), 0), v)
 
 
 @triton.jit
@@ -131,7 +172,7 @@ def _tensor_amax_kernel(x, out, skip, M, K, stride_m, stride_k, ROWS: tl.constex
     pm, pk = tile_index(K, COLUMNS)
     rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
     v = load_tile(x, M, K, stride_m, stride_k, rows, columns)
-    tl.atomic_max(out, tl.max(tl.max(magnitude_bits(v), 1), 0), sem="relaxed")
+    tl.atomic_max(out, amax_bits(v), sem="relaxed")
 
 
 AMAX_CONFIGS = (Config(64, 256, 8), Config(32, 256, 4), Config(128, 128, 8))

@@ -30,9 +30,13 @@ __all__ = [
     "LinearQuant",
     "Recipe",
     "Rowwise",
+    "SHIPPED",
     "recipe",
     "register",
 ]
+
+
+SHIPPED = ("bf16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 
 
 def recipe(spec: str | Recipe) -> Recipe:

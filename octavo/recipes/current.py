@@ -30,4 +30,4 @@ class Current(Recipe):
     def validate(self) -> None:
         super().validate()
         check_choice(self.grad_format, (E4M3, E5M2), what="Current.grad_format")
-        Tensorwise(E4M3, self.pow2, self.eps)
+        Tensorwise(E4M3, self.pow2, self.eps)  # refuses what it cannot take

@@ -29,4 +29,4 @@ class Rowwise(Recipe):
     def validate(self) -> None:
         super().validate()
         check_choice(self.grad_format, (E4M3, E5M2), what="Rowwise.grad_format")
-        RowwiseQuantizer(E4M3, self.pow2)
+        RowwiseQuantizer(E4M3, self.pow2)  # refuses what it cannot take

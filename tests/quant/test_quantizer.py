@@ -432,7 +432,7 @@ def test_what_is_no_tensor_is_refused(spec, x):
 
 
 def test_a_qtensor_is_not_quantized_twice():
-    with pytest.raises(UnsupportedDtype, match="takes a torch.Tensor, got QTensor"):
+    with pytest.raises(UnsupportedDtype, match=r"takes a torch\.Tensor, got QTensor"):
         Q.MX().quantize(Q.MX().quantize(randn(4, 40)))
 
 

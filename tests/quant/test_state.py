@@ -371,8 +371,9 @@ def test_a_saved_cast_is_not_changed_by_a_later_update():
     x = torch.full((4, 4), 3.0)
     step_once(state, {0: 7.0}, (E4M3,))
     q = spec.quantize(x, encode=state.encode_for(0, spec, x))
-    before = q.dequantize(torch.float32)
+    encode, before = state.encode_for(0, spec, x), q.dequantize(torch.float32)
     step_once(state, {0: 1000.0}, (E4M3,))
+    assert encode.item() == 64.0  # a value, not a window on the state
     assert torch.equal(q.dequantize(torch.float32), before)
     assert q.scale.item() == 1 / 64
 

@@ -60,8 +60,16 @@ def test_each_recipe_quantizes_operands_as_its_definition_says(name):
 
 # (elements that share a scale, format of codes, format of scales), written out so that a default cannot drift
 LAYOUT = {
-    "fp8-delayed": {"x": ((None, None), "E4M3", None), "w": ((None, None), "E4M3", None), "dy": ((None, None), "E5M2", None)},
-    "fp8-current": {"x": ((None, None), "E4M3", None), "w": ((None, None), "E4M3", None), "dy": ((None, None), "E5M2", None)},
+    "fp8-delayed": {
+        "x": ((None, None), "E4M3", None),
+        "w": ((None, None), "E4M3", None),
+        "dy": ((None, None), "E5M2", None),
+    },
+    "fp8-current": {
+        "x": ((None, None), "E4M3", None),
+        "w": ((None, None), "E4M3", None),
+        "dy": ((None, None), "E5M2", None),
+    },
     "fp8-rowwise": {"x": ((1, None), "E4M3", None), "w": ((1, None), "E4M3", None), "dy": ((1, None), "E4M3", None)},
     "fp8-block": {"x": ((1, 128), "E4M3", None), "w": ((128, 128), "E4M3", None), "dy": ((1, 128), "E4M3", None)},
     "mxfp8": {"x": ((1, 32), "E4M3", "E8M0"), "w": ((1, 32), "E4M3", "E8M0"), "dy": ((1, 32), "E4M3", "E8M0")},
@@ -192,7 +200,10 @@ REFUSED = [
         lambda: recipes.MXFP8(backward="dequantized", fprop="bf16"),
         r"reuses the forward codes, and fprop='bf16' makes none\. Use backward='high_precision'",
     ),
-    (lambda: recipes.MXFP8(rounding="up"), r"MXFP8\.rounding must be one of 'rceil', 'floor', 'ceil', 'even', got 'up'"),
+    (
+        lambda: recipes.MXFP8(rounding="up"),
+        r"MXFP8\.rounding must be one of 'rceil', 'floor', 'ceil', 'even', got 'up'",
+    ),
     (lambda: recipes.MXFP8(square_weights=1), r"MXFP8\.square_weights must be one of False, True, got 1"),
     (lambda: recipes.NVFP4(rht="yes"), r"NVFP4\.rht must be one of False, True, got 'yes'"),
     (lambda: recipes.Rowwise(pow2=2), r"pow2 must be one of False, True, got 2"),
@@ -212,7 +223,10 @@ REFUSED = [
     (lambda: recipes.Delayed(cold_start="two"), r"Delayed\.cold_start must be one of 'one', 'current', got 'two'"),
     (lambda: GemmQuant(Q.MX()), r"'quantized' has two quantizers.*got mx and None"),
     (lambda: GemmQuant(Q.MX(), Q.MX(), mode="high_precision"), r"'high_precision'.*none otherwise, got mx and mx"),
-    (lambda: GemmQuant(Q.MX(), Q.MX(), accumulation="slow"), r"accumulation must be one of 'fast', 'precise', got 'slow'"),
+    (
+        lambda: GemmQuant(Q.MX(), Q.MX(), accumulation="slow"),
+        r"accumulation must be one of 'fast', 'precise', got 'slow'",
+    ),
     (lambda: GemmQuant(mode="half"), r"mode must be one of 'quantized', 'high_precision', 'dequantized', got 'half'"),
 ]
 
@@ -232,7 +246,9 @@ def test_an_unknown_recipe_is_refused_with_the_list(name):
 
 @pytest.mark.parametrize("spec", [None, 3, E4M3, Q.MX(), recipes.Block], ids=str)
 def test_what_is_no_recipe_is_refused_with_the_list(spec):
-    with pytest.raises(UnsupportedConfig, match=rf"name, a canonical string or a Recipe, got {type(spec).__name__}") as e:
+    with pytest.raises(
+        UnsupportedConfig, match=rf"name, a canonical string or a Recipe, got {type(spec).__name__}"
+    ) as e:
         octavo.recipe(spec)
     assert all(known in str(e.value) for known in NAMES)
 
@@ -245,7 +261,7 @@ def test_what_is_no_recipe_is_refused_with_the_list(spec):
         ("fp8-block(scale='fp32'", r"fp8-block\(scale='fp32'.*expected field=value"),
         ("fp8-block(scale=)", r"expected a value at '\)'"),
         ("fp8-block('fp32')", r"expected field=value at \"'fp32'\)\""),
-        ("fp8-block)", r"'\)' is left over"),
+        ("fp8-block)", r"no recipe 'fp8-block\)'\. Names: .*fp8-block"),
         ("fp8-block() mxfp8", r"'mxfp8' is left over"),
         ("fp8-current(fast=('fprop',)", r"expected field=value"),
         ("fp8-current(fast=('fprop',", r"tuple is not closed"),
@@ -345,7 +361,7 @@ any_recipe = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=150, deadline=None, database=None)
 @given(any_recipe)
 def test_any_recipe_is_what_its_string_parses_to(recipe):
     twin = octavo.recipe(recipe.key)
@@ -355,7 +371,7 @@ def test_any_recipe_is_what_its_string_parses_to(recipe):
     assert values.parse(f" {recipe} ") == recipe
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=150, deadline=None, database=None)
 @given(any_recipe, any_recipe)
 def test_two_recipes_are_equal_exactly_when_their_strings_are(a, b):
     assert (a == b) == (a.key == b.key)
@@ -369,6 +385,7 @@ def test_two_recipes_are_equal_exactly_when_their_strings_are(a, b):
         (lambda: Q.Tensorwise(eps=0), lambda: Q.Tensorwise()),
         (lambda: Q.Tensorwise(eps=-0.0), lambda: Q.Tensorwise()),
     ],
+    ids=["recipe 0", "recipe 1", "quantizer 0", "quantizer -0.0"],
 )
 def test_equal_numbers_of_two_types_do_not_make_equal_values_with_two_strings(a, b):
     # equal values share a compiled graph and a cache entry, and the string is what is cached: it may not differ
@@ -454,7 +471,7 @@ outside = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None, database=None)
+@settings(max_examples=150, deadline=None, database=None)
 @given(outside)
 def test_an_outside_recipe_with_nested_values_is_what_its_string_parses_to(recipe):
     twin = octavo.recipe(recipe.key)
@@ -488,23 +505,28 @@ def test_a_setting_that_could_not_be_read_back_is_refused(bad):
         OutsideRecipe(mix=bad)
 
 
-class UnregisteredRecipe(recipes.Block):
+class UnregisteredBlock(recipes.Block):
     pass
 
 
-class UnregisteredQuantizer(Q.MX):
+class UnregisteredMX(Q.MX):
     pass
 
 
-@pytest.mark.parametrize("cls", [UnregisteredRecipe, UnregisteredQuantizer, recipes.Recipe])
+class BareRecipe(recipes.Recipe):  # no parent's dataclass constructor to inherit
+    def gemms(self):
+        return recipes.Block().gemms()
+
+
+class BareQuantizer(Q.Quantizer):
+    fmt = E4M3
+    block = (1, 128)
+
+
+@pytest.mark.parametrize("cls", [UnregisteredBlock, UnregisteredMX, BareRecipe, BareQuantizer])
 def test_an_unregistered_class_cannot_be_constructed(cls):
-    def construct():
-        made = cls()
-        made.__post_init__()  # a class without fields of its own is no dataclass yet; the check must still hold
-        return made
-
     with pytest.raises(UnsupportedConfig, match=r"has no registered name.*@octavo\.values\.register\(") as error:
-        construct()
+        cls()
     assert cls.__name__ in str(error.value)
 
 
@@ -546,7 +568,8 @@ def test_a_name_that_could_not_be_read_back_is_refused(name):
 
 
 @pytest.mark.parametrize("name", ["None", "True", "False"])
-def test_a_name_that_reads_back_as_something_else_is_refused(name):
+def test_a_name_that_reads_back_as_something_else_is_refused(name, monkeypatch):
+    monkeypatch.setattr(values, "_BY_NAME", dict(values._BY_NAME))  # a name wrongly taken must not outlive the test
     with pytest.raises(UnsupportedConfig, match=name):
 
         @values.register(name)

@@ -62,7 +62,7 @@ def _product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, fa
     if m == 0 or n == 0:
         return torch.empty(m, n, dtype=dtype, device=a.device)
     way = route(a, b)
-    if way == "reference":
+    if way == "reference" or _columns(a) == 0:  # an empty sum; no GEMM library takes one
         return reference.gemm(a, b, dtype, bias)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return native.high_precision(a, b, dtype, bias)
@@ -132,6 +132,11 @@ def _check_pair(a: Operand, b: Operand) -> None:
         raise UnsupportedConfig(
             f"gemm's operands must be scaled alike along the contraction, got {a.spec} and {b.spec}. "
             "Quantize both with the same block length and kind of scale."
+        )
+    if a.spec.block == b.spec.block == (128, 128):
+        raise UnsupportedConfig(
+            f"No block GEMM takes 128x128 scales on both sides, got {a.spec} and {b.spec}. Quantize the operand that is "
+            "not a weight with Block1D."
         )
     if a.spec.basis != b.spec.basis:
         raise UnsupportedConfig(

@@ -3,7 +3,7 @@
 A mode is used only after one tile of it, on this device, came within the rounding bound of the reference; the verdict is
 kept for the process. What the hardware cannot take is padded with zeros, which add nothing to any sum:
 
-    K, N         multiples of 16, of 128 for blocks
+    K, N         multiples of 16; for blocks K of 128, and M of 16 too
     128x128      its scales, along K, in multiples of 4
     bias         bfloat16 or float16 results only; otherwise added afterwards
 """
@@ -19,7 +19,7 @@ from octavo.errors import UnsupportedHardware
 from octavo.formats import E4M3, Format
 from octavo.kernels.gemm import reference
 from octavo.quant.block import Block1D, Block2D
-from octavo.quant.blocks import Block, ceil_div
+from octavo.quant.blocks import Block
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Quantizer
 from octavo.quant.rowwise import Rowwise
@@ -48,8 +48,6 @@ def support(a: QTensor, b: QTensor) -> Support:
         return Support(
             False, f"no native GEMM for {a.spec} by {b.spec} on this chip; their codes are multiplied exactly"
         )
-    if a.spec.block == (128, 128) and b.spec.block == (128, 128):
-        return Support(False, "torch offers no 128x128 by 128x128 GEMM")
     return _probed(a.device, a.spec.block, b.spec.block, a.spec.fmt, b.spec.fmt)
 
 
@@ -89,19 +87,20 @@ def _with_format(spec: Quantizer, fmt: Format) -> Quantizer:
 
 def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: bool) -> Tensor:
     blocks = a.spec.block[1] is not None
-    multiple = 128 if blocks else 16
-    n = b.rows
-    a_codes, b_codes = _pad(a.codes, 1, multiple), _pad(b.codes, 16, multiple)
+    rows, multiple = (16, 128) if blocks else (1, 16)
+    m, n = a.rows, b.rows
+    a_codes, b_codes = _pad(a.codes, rows, multiple), _pad(b.codes, 16, multiple)
     fused_bias = bias if bias is not None and dtype != torch.float32 and bias.dtype == dtype else None
     if fused_bias is not None:
         fused_bias = F.pad(fused_bias, (0, b_codes.shape[0] - n))
-    a_scale, a_kind = _scale(a, b, side="a")
-    b_scale, b_kind = _scale(b, a, side="b")
+    a_scale, a_kind = _scale(a, b, a_codes.shape[0])
+    b_scale, b_kind = _scale(b, a, b_codes.shape[0])
+    b_scale = b_scale.T if b_kind in ("RowWise", "BlockWise128x128") else b_scale  # these two are B's own way round
     y = F.scaled_mm(
         a_codes, b_codes.T, a_scale, getattr(F.ScalingType, a_kind), b_scale, getattr(F.ScalingType, b_kind),
         bias=fused_bias, output_dtype=dtype, use_fast_accum=fast,
     )  # fmt: skip
-    y = y[:, :n] if y.shape[1] != n else y
+    y = y[:m, :n] if y.shape != (m, n) else y
     return y if bias is None or fused_bias is not None else (y.float() + bias.float()).to(dtype)
 
 
@@ -113,20 +112,16 @@ def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(codes.view(torch.uint8), (0, across, 0, down)).view(codes.dtype)
 
 
-def _scale(q: QTensor, other: QTensor, side: str) -> tuple[Tensor, str]:
-    """q's scale in the layout scaled_mm reads, and the name of its kind."""
+def _scale(q: QTensor, other: QTensor, rows: int) -> tuple[Tensor, str]:
+    """q's scale for `rows` rows, padding included, laid out as scaled_mm reads it, and the name of its kind."""
     block = q.spec.block
-    rows = q.rows if side == "a" else ceil_div(q.rows, 16) * 16
     if block == (None, None) and other.spec.block == (None, None):
         return q.scale, "TensorWise"
     if block[1] is None:
-        scale = _pad_rows(q.scale.expand(q.rows, 1), rows)  # [rows, 1]
-        return (scale.contiguous() if side == "a" else scale.reshape(1, rows)), "RowWise"
+        return _pad_rows(q.scale.expand(q.rows, 1), rows).contiguous(), "RowWise"
     if block == (1, 128):
-        return _fastest_first(_pad_rows(q.scale, rows)), "BlockWise1x128"
-    # [N/128, K/128] -> [K/128 padded to 4, N/128], K fastest
-    scale = F.pad(q.scale, (0, -q.scale.shape[1] % 4)).contiguous()
-    return (scale if side == "a" else scale.T), "BlockWise128x128"
+        return _rows_fastest(_pad_rows(q.scale, rows)), "BlockWise1x128"
+    return F.pad(q.scale, (0, -q.scale.shape[1] % 4)).contiguous(), "BlockWise128x128"
 
 
 def _pad_rows(scale: Tensor, rows: int) -> Tensor:
@@ -134,7 +129,7 @@ def _pad_rows(scale: Tensor, rows: int) -> Tensor:
     return scale if missing == 0 else torch.cat((scale, scale.new_ones(missing, scale.shape[1])))
 
 
-def _fastest_first(scale: Tensor) -> Tensor:
+def _rows_fastest(scale: Tensor) -> Tensor:
     """[rows, blocks] with strides (1, rows)."""
     return scale if scale.stride() == (1, scale.shape[0]) else scale.T.contiguous().T
 

@@ -7,7 +7,7 @@ range instead. A 128x128 block is the same block in both orientations, so its co
 it for gradients: training diverges.
 """
 
-from octavo.errors import check_choice
+from octavo.errors import check_choice, check_not_negative
 from octavo.formats import E4M3, E5M2, Format
 from octavo.quant.quantizer import Quantizer
 from octavo.values import register
@@ -28,6 +28,7 @@ class _Blocks(Quantizer):
     def validate(self) -> None:
         check_choice(self.fmt, (E4M3, E5M2), what=f"{type(self).__name__}.fmt")
         check_choice(self.scale, ("pow2", "fp32"), what=f"{type(self).__name__}.scale")
+        check_not_negative(self.eps, what=f"{type(self).__name__}.eps")
 
 
 @register("block-1d")

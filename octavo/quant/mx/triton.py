@@ -4,16 +4,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
-from octavo.quant import tile
+from octavo.quant import tile, turned
 from octavo.quant.mx import MANTISSA_BITS, MX
 from octavo.quant.mx.reference import amax as amax
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given
-from octavo.quant.tile import Config, Variant, load_tile, magnitude_bits, store_codes, tile_index
+from octavo.quant.tile import Config, Variant, float_bits, load_tile, magnitude_bits, store_codes, tile_index
 
-CONFIGS = (Config(128, 128, 8), Config(64, 128, 4), Config(128, 64, 4), Config(64, 64, 4), Config(32, 128, 4))
+CONFIGS = (Config(64, 128, 4), Config(128, 128, 8), Config(64, 64, 2), Config(64, 64, 4), Config(32, 128, 2))
 
 
 @triton.jit
@@ -21,63 +23,89 @@ def _scale_byte(bits, MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.conste
     """E8M0 byte, as int32, of an amax given by its float32 bits: the twin of reference.scale_byte."""
     if ROUNDING == "rceil":
         v = (bits.to(tl.float32, bitcast=True) * (1 / MAX)).to(tl.int32, bitcast=True)
-        exponent, mantissa = v >> 23, v & 0x7FFFFF
-        up = tl.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
-        byte = exponent + up.to(tl.int32)
+        # any mantissa carries into the exponent; below it, where 2^-127 is the mantissa 0x400000, one above that
+        byte = (v + tl.where(v < 0x800000, 0x3FFFFF, 0x7FFFFF)) >> 23
     else:
+        exponent = bits >> 23
         if ROUNDING == "even":
             exponent = (bits + (1 << (22 - MANTISSA))) >> 23
-        else:
-            exponent = bits >> 23
         if ROUNDING == "ceil":
-            exponent += ((bits & 0x7FFFFF) > 0).to(tl.int32)
-        byte = tl.maximum(exponent - EMAX, 0)
-    byte = tl.minimum(byte, 254)
-    byte = tl.where(bits == 0x7F800000, 254, byte)
-    return tl.where(bits > 0x7F800000, 255, byte)
+            exponent = (bits + 0x7FFFFF) >> 23
+        byte = tl.where(bits == 0x7F800000, 254, tl.maximum(exponent - EMAX, 0))
+    return tl.where(bits > 0x7F800000, 255, tl.minimum(byte, 254))
 
 
 @triton.jit
 def _multiplier(byte):
     """2^(127-byte): a subnormal for 254, NaN for 255."""
-    bits = tl.where(byte == 254, 0x400000, (254 - byte) << 23)
+    bits = tl.maximum((254 - byte) << 23, 0x400000)
     return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _cast(
-    v, codes, scale, given_amax, M, K, rows, first_column,
-    MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr, SQUARE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def _scales(
+    bits, scale, given_amax, rows, groups, down, across, row_stride, group_stride,
+    MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """v [ROWS, COLUMNS] -> codes and a scale byte for every 32 columns of a row, or of 32 rows."""
-    groups: tl.constexpr = COLUMNS // 32
-    columns = first_column + tl.arange(0, COLUMNS)
-    group = first_column // 32 + tl.arange(0, groups)
-    across = tl.cdiv(K, 32)
-    if SQUARE:
-        down: tl.constexpr = ROWS // 32
-        scale_rows, scale_count = tl.min(rows, 0) // 32 + tl.arange(0, down), tl.cdiv(M, 32)
-    else:
-        down: tl.constexpr = ROWS
-        scale_rows, scale_count = rows, M
-    at = scale_rows.to(tl.int64)[:, None] * across + group[None, :]
-    live = (scale_rows < scale_count)[:, None] & (group < across)[None, :]
-    blocks = tl.reshape(v, (down, ROWS // down, groups, 32))
+    """Multipliers of the blocks whose largest magnitudes are `bits`, block (rows, groups) of a grid [down, across];
+    their bytes are stored. Tile and grid may be in either orientation: the strides say which."""
+    at = rows.to(tl.int64) * row_stride + groups.to(tl.int64) * group_stride
+    live = (rows < down) & (groups < across)
     if given_amax is not None:
         bits = magnitude_bits(tl.load(given_amax + at, mask=live, other=0.0))
-    else:
-        bits = tl.max(tl.max(magnitude_bits(blocks), 3), 1)
     byte = _scale_byte(bits, MAX, EMAX, MANTISSA, ROUNDING)
     tl.store(scale + at, byte.to(tl.uint8), mask=live)
-    scaled = tl.reshape(blocks * _multiplier(byte)[:, None, :, None], (ROWS, COLUMNS))
-    store_codes(codes, scaled.to(codes.dtype.element_ty), M, K, rows, columns)
+    return _multiplier(byte)
+
+
+@gluon.jit
+def _orientation(
+    v, codes, scale, given_amax, M, K, first_row, first_column,
+    MAX: gl.constexpr, EMAX: gl.constexpr, MANTISSA: gl.constexpr, ROUNDING: gl.constexpr,
+    R: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """v [R, C] of an [M, K] orientation -> its codes, and a scale byte for every 32 of a row."""
+    groups: gl.constexpr = C // 32
+    blocks = gl.reshape(v, (R, groups, 32))
+    bits = float_bits(gl.max(magnitude_bits(blocks), 2), v)
+    layout: gl.constexpr = bits.type.layout
+    rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
+    group = first_column // 32 + gl.arange(0, groups, layout=gl.SliceLayout(0, layout))
+    across = gl.cdiv(K, 32)
+    s = _scales(
+        bits, scale, given_amax, rows[:, None], group[None, :], M, across, across, 1, MAX, EMAX, MANTISSA, ROUNDING
+    )  # fmt: skip
+    scaled = gl.reshape(blocks.to(gl.float32) * s[:, :, None], (R, C))
+    turned.store_codes(codes, scaled, M, K, first_row, first_column, R, C, W)
+
+
+@gluon.jit
+def _cast_kernel(
+    x, row, column, row_scale, column_scale, row_amax, column_amax, skip, M, K, stride_m, stride_k,
+    MAX: gl.constexpr, EMAX: gl.constexpr, MANTISSA: gl.constexpr, ROUNDING: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    if skip is not None:
+        if gl.load(skip) != 0:
+            return
+    pm, pk = tile_index(K, COLUMNS)
+    v = turned.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
+    if row is not None:
+        _orientation(
+            v, row, row_scale, row_amax, M, K, pm * ROWS, pk * COLUMNS,
+            MAX, EMAX, MANTISSA, ROUNDING, ROWS, COLUMNS, W,
+        )  # fmt: skip
+    if column is not None:
+        _orientation(
+            turned.turn(v, ROWS, W), column, column_scale, column_amax, K, M, pk * COLUMNS, pm * ROWS,
+            MAX, EMAX, MANTISSA, ROUNDING, COLUMNS, ROWS, W,
+        )  # fmt: skip
 
 
 @triton.jit
-def _cast_kernel(
-    x, row, column, row_scale, column_scale, row_amax, column_amax, skip, M, K, stride_m, stride_k,
-    MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr, SQUARE: tl.constexpr,
+def _cast_square_kernel(
+    x, row, column, row_scale, column_scale, amax, skip, M, K, stride_m, stride_k,
+    MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     if skip is not None:
@@ -85,27 +113,46 @@ def _cast_kernel(
             return
     pm, pk = tile_index(K, COLUMNS)
     rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
-    v = load_tile(x, M, K, stride_m, stride_k, rows, columns).to(tl.float32)
-    if row is not None:
-        _cast(
-            v, row, row_scale, row_amax, M, K, rows, pk * COLUMNS,
-            MAX, EMAX, MANTISSA, ROUNDING, SQUARE, ROWS, COLUMNS,
-        )  # fmt: skip
+    v = load_tile(x, M, K, stride_m, stride_k, rows, columns)
+    down: tl.constexpr = ROWS // 32
+    across: tl.constexpr = COLUMNS // 32
+    blocks = tl.reshape(v, (down, 32, across, 32))
+    bits = float_bits(tl.max(tl.max(magnitude_bits(blocks), 3), 1), v)
+    block_rows, block_columns = (pm * down + tl.arange(0, down))[:, None], (pk * across + tl.arange(0, across))[None, :]
+    count_m, count_k = tl.cdiv(M, 32), tl.cdiv(K, 32)
     if column is not None:
-        _cast(
-            tl.trans(v), column, column_scale, column_amax, K, M, columns, pm * ROWS,
-            MAX, EMAX, MANTISSA, ROUNDING, SQUARE, COLUMNS, ROWS,
+        s = _scales(
+            bits, column_scale, amax if row is None else None, block_rows, block_columns, count_m, count_k, 1, count_m,
+            MAX, EMAX, MANTISSA, ROUNDING,
         )  # fmt: skip
+    if row is not None:
+        s = _scales(
+            bits, row_scale, amax, block_rows, block_columns, count_m, count_k, count_k, 1,
+            MAX, EMAX, MANTISSA, ROUNDING,
+        )  # fmt: skip
+    codes = tl.reshape(blocks.to(tl.float32) * s[:, None, :, None], (ROWS, COLUMNS))
+    if row is not None:
+        store_codes(row, codes.to(row.dtype.element_ty), M, K, rows, columns)
+    if column is not None:
+        store_codes(column, tl.trans(codes.to(column.dtype.element_ty)), K, M, columns, rows)
 
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     spec = tile.spec_of(MX, row, column)
+    outputs = tile.bytes_of(row), tile.bytes_of(column), tile.scales_of(row), tile.scales_of(column)
+    settings = {
+        "MAX": spec.fmt.max, "EMAX": spec.fmt.emax, "MANTISSA": MANTISSA_BITS[spec.fmt.name],
+        "ROUNDING": spec.rounding, "ROWS": config.rows, "COLUMNS": config.columns, "num_warps": config.warps,
+    }  # fmt: skip
+    if spec.square:
+        found = given.amax[0] if row is not None else given.amax[1]
+        _cast_square_kernel[tile.tiles(x, config)](
+            x, *outputs, found, given.skip, *x.shape, *x.stride(), **settings
+        )  # fmt: skip
+        return
     _cast_kernel[tile.tiles(x, config)](
-        x, tile.bytes_of(row), tile.bytes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *given.amax, given.skip, *x.shape, *x.stride(),
-        MAX=spec.fmt.max, EMAX=spec.fmt.emax, MANTISSA=MANTISSA_BITS[spec.fmt.name], ROUNDING=spec.rounding,
-        SQUARE=spec.square, ROWS=config.rows, COLUMNS=config.columns, num_warps=config.warps,
-    )  # fmt: skip
+        x, *outputs, *given.amax, given.skip, *x.shape, *x.stride(), **settings, W=config.warps
+    )
 
 
 def variants() -> list[Variant]:
@@ -119,15 +166,15 @@ def variants() -> list[Variant]:
     return [
         Variant(
             f"mx {dtype} {fmt} {rounding} {'32x32' if square else '1x32'} {config}",
-            _cast_kernel,
+            _cast_square_kernel if square else _cast_kernel,
             {
                 "x": tile.POINTERS[dtype], "row": tile.POINTERS[fmt.dtype], "column": tile.POINTERS[fmt.dtype],
                 "row_scale": "*u8", "column_scale": "*u8", **tile.SIZES,
             },
             {
-                "row_amax": None, "column_amax": None, "skip": None, **tile.CONTIGUOUS,
+                **dict.fromkeys(("amax",) if square else ("row_amax", "column_amax")), "skip": None, **tile.CONTIGUOUS,
                 "MAX": fmt.max, "EMAX": fmt.emax, "MANTISSA": MANTISSA_BITS[fmt.name], "ROUNDING": rounding,
-                "SQUARE": square, "ROWS": config.rows, "COLUMNS": config.columns,
+                "ROWS": config.rows, "COLUMNS": config.columns, **({} if square else {"W": config.warps}),
             },
             config.warps,
         )

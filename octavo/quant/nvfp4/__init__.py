@@ -4,6 +4,8 @@
     S_b    = E4M3(amax_b * S_enc * (1/6))               e_b   = 1 / (S_b / S_enc)
     code   = E2M1(x * e_b)                              value = code * S_b * global_scale,  global_scale = G / (448*6)
 
+(Where that S_enc overflows, it is float32's max and global_scale its reciprocal.)
+
 The 1/6 is a product with its float32 reciprocal, S_b rounds to nearest (a block maximum may clip by up to 1/16), and a
 block below 2.2e-6 of G gets S_b = 0: it decodes to zero whatever its codes are. With the tensor's one G, a single
 outlier of 2^20 erases everything else.
@@ -22,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
+from octavo.errors import UnsupportedConfig, check_choice
 from octavo.formats import E2M1, E4M3, pack_nibbles, unpack_nibbles
 from octavo.quant import blocks
 from octavo.quant.nvfp4.hadamard import turn_back
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Quantizer
+from octavo.quant.quantizer import Quantizer
 from octavo.values import register
 
 BLOCK = 16
@@ -52,6 +54,10 @@ class NVFP4(Quantizer):
         return (BLOCK if self.square else 1), BLOCK
 
     @property
+    def draws(self) -> bool:  # type: ignore[override]
+        return self.stochastic
+
+    @property
     def basis(self) -> str:  # type: ignore[override]
         return "rht16" if self.rht else ""
 
@@ -67,16 +73,6 @@ class NVFP4(Quantizer):
     def fuses_with(self, column: Quantizer) -> bool:
         return isinstance(column, NVFP4) and column.square == self.square
 
-    def check_given(self, given: Given, x: Tensor) -> None:
-        if given.encode is not None:
-            super().check_given(Given(encode=given.encode), x)
-        seed = given.seed
-        if seed is not None and (tuple(seed.shape) != (2,) or seed.dtype != torch.int64 or seed.device != x.device):
-            raise UnsupportedShape(
-                f"seed= is an int64 tensor [seed, step] on {x.device}; got {seed.dtype} {tuple(seed.shape)} "
-                f"on {seed.device}."
-            )
-
     def dequantize(self, q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
         if not self.rht:
             return super().dequantize(q, dtype)
@@ -87,12 +83,3 @@ class NVFP4(Quantizer):
     def _transposed_codes(self, q: QTensor) -> Tensor:
         codes = unpack_nibbles(q.codes)[:, : q.columns].T
         return pack_nibbles(F.pad(codes, (0, -codes.shape[1] % BLOCK)))
-
-
-def needs_seed(q: QTensor, given: Given) -> Tensor:
-    """The seed of a stochastic cast; without one the same bits would come every step."""
-    if given.seed is None:
-        raise UnsupportedConfig(
-            f"{q.spec} rounds stochastically and needs seed=, an int64 tensor [seed, step] that advances every step."
-        )
-    return given.seed

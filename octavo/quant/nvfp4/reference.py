@@ -5,7 +5,7 @@ from torch import Tensor
 
 from octavo.formats import E2M1, E4M3, pack_nibbles
 from octavo.quant import blocks
-from octavo.quant.nvfp4 import BLOCK, NVFP4, needs_seed
+from octavo.quant.nvfp4 import BLOCK, NVFP4
 from octavo.quant.nvfp4.hadamard import turn
 from octavo.quant.nvfp4.philox import random_bytes
 from octavo.quant.qtensor import QTensor
@@ -23,7 +23,7 @@ def tensor_scales(g: Tensor) -> tuple[Tensor, Tensor]:
     odd = (g == 0) | g.isinf() | g.isnan()
     s_enc = torch.where(odd, 1.0, torch.where(quotient > FLOAT32_MAX, FLOAT32_MAX, quotient))
     global_scale = torch.where(odd | (quotient > FLOAT32_MAX), divide(1.0, s_enc), g / torch.full_like(g, TOP))
-    return s_enc, torch.where(g.isnan(), g, torch.where(g == 0, 0.0, global_scale))
+    return s_enc, torch.where(g.isnan(), float("nan"), torch.where(g == 0, 0.0, global_scale))
 
 
 def block_scales(amax_b: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,8 @@ def block_scales(amax_b: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_stochastically(x: Tensor, r: Tensor) -> Tensor:
-    """E2M1 codes of x, |x| <= 6, rounded up where the random byte r carries it over: P(up) = floor(256 f) / 256."""
+    """E2M1 codes of x, |x| <= 6, rounded up where the random byte r carries it over: P(up) = floor(256 f) / 256,
+    with the sum taken in float32."""
     a = x.abs()
     t = a + r.float() * (_step(a) * (1 / 256))
     magnitude = torch.floor(t / _step(t)) * _step(t)
@@ -75,7 +76,8 @@ def _cast(v: Tensor, q: QTensor, g: Tensor, given: Given, stream: int) -> None:
     s_b, e = block_scales(blocks.amax(v, spec.block), s_enc)
     scaled = blocks.no_larger(v * blocks.spread(e, spec.block, *v.shape), E2M1.max)
     if spec.stochastic:
-        r = random_bytes(v.shape[0], v.shape[1] // BLOCK, needs_seed(q, given), stream)
+        assert given.seed is not None
+        r = random_bytes(v.shape[0], v.shape[1] // BLOCK, given.seed, stream)
         codes = round_stochastically(scaled, r)
     else:
         codes = E2M1.encode(scaled)

@@ -1,56 +1,74 @@
 """NVFP4 on the GPU: one pass for the tensor's amax in each orientation, one for the cast.
 
-No chip below SM100 converts to E2M1 in hardware, so the code of a value is counted from the midpoints it crosses, and
-the Hadamard turn is the reference's own sequence of additions: the bits do not depend on where it runs.
+No chip below SM100 converts to E2M1 in hardware, so codes are cut out of a float32's bits; the Hadamard turn is the
+reference's own sequence of additions. The bits do not depend on where it runs.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from octavo.formats import E2M1, E4M3
-from octavo.quant import tile
-from octavo.quant.nvfp4 import NVFP4, needs_seed
+from octavo.quant import tile, turned
+from octavo.quant.nvfp4 import NVFP4
 from octavo.quant.nvfp4.hadamard import NEGATIVE
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given, Pair, Quantizer
 from octavo.quant.scale import FLOAT32_MAX
-from octavo.quant.tile import Config, Variant, amax_along, load_tile, magnitude_bits, tile_index
+from octavo.quant.tile import Config, Variant, amax_along, amax_bits, divide, tile_index
 
-CONFIGS = (Config(64, 64, 4), Config(32, 64, 4), Config(64, 64, 8))
-
-
-@triton.jit
-def _sums_and_differences(v, N: tl.constexpr, DISTANCE: tl.constexpr):
-    """One round of the butterfly over v [N, 16]."""
-    pairs = tl.reshape(v, (N, 8 // DISTANCE, 2, DISTANCE))
-    a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-    mixed = tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2))
-    return tl.reshape(mixed, (N, 16))
+CONFIGS = (Config(64, 64, 4), Config(64, 128, 4), Config(128, 128, 8))
 
 
-@triton.jit
-def _turn(v, R: tl.constexpr, C: tl.constexpr, NEGATIVE: tl.constexpr):
-    """The twin of hadamard.turn."""
-    n: tl.constexpr = R * C // 16
-    sign = 1.0 - 2.0 * ((NEGATIVE >> tl.arange(0, 16)) & 1).to(tl.float32)
-    v = tl.reshape(v, (n, 16)) * sign[None, :]
-    v = _sums_and_differences(v, n, 1)
-    v = _sums_and_differences(v, n, 2)
-    v = _sums_and_differences(v, n, 4)
-    v = _sums_and_differences(v, n, 8)
-    return tl.reshape((v * 0.25).to(tl.bfloat16).to(tl.float32), (R, C))
+@gluon.jit
+def _sums_and_differences(v, R: gl.constexpr, G: gl.constexpr, DISTANCE: gl.constexpr):
+    """One round of the butterfly over v [R, G, 16]; sixteen neighbours are one thread's, so nothing moves."""
+    pairs = gl.reshape(v, (R, G, 8 // DISTANCE, 2, DISTANCE))
+    a, b = gl.split(gl.permute(pairs, (0, 1, 2, 4, 3)))
+    mixed = gl.permute(gl.join(a + b, a - b), (0, 1, 2, 4, 3))
+    return gl.reshape(mixed, (R, G, 16))
+
+
+@gluon.jit
+def _within_block(v):
+    """0...15 along the last dim of v [R, G, 16], as [1, 1, 16]."""
+    layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, v.type.layout))
+    return gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=layout), 0), 0)
+
+
+@gluon.jit
+def _turn(v, R: gl.constexpr, C: gl.constexpr, NEGATIVE: gl.constexpr):
+    """v [R, C] turned, float32: the twin of hadamard.turn."""
+    layout: gl.constexpr = v.type.layout
+    groups: gl.constexpr = C // 16
+    t = gl.reshape(v.to(gl.float32), (R, groups, 16))
+    t = t * (1.0 - 2.0 * ((NEGATIVE >> _within_block(t)) & 1).to(gl.float32))
+    t = _sums_and_differences(t, R, groups, 1)
+    t = _sums_and_differences(t, R, groups, 2)
+    t = _sums_and_differences(t, R, groups, 4)
+    t = _sums_and_differences(t, R, groups, 8)
+    return gl.convert_layout(gl.reshape((t * 0.25).to(gl.bfloat16).to(gl.float32), (R, C)), layout)
 
 
 @triton.jit
 def _code(x):
-    """E2M1 code, as int32, of x rounded to nearest even; NaN gives +6."""
+    """E2M1 code, as int32, of x, |x| <= 6, rounded to nearest even; NaN gives +6."""
     a = tl.abs(x)
-    code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
-    code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
-    code |= (x.to(tl.int32, bitcast=True) >> 28) & 8
-    return tl.where(x != x, 7, code)
+    bits = a.to(tl.int32, bitcast=True)
+    # from 1 on a code is the exponent and the first mantissa bit; the rest is rounded off
+    large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
+    # below 1 the codes are multiples of 1/2, which is the last place of a float32 near 2^22
+    small = (a + 4194304.0).to(tl.int32, bitcast=True) & 3
+    return tl.where(x != x, 7, tl.where(a < 1.0, small, large) | _sign(x))
+
+
+@triton.jit
+def _sign(x):
+    """The sign bit where an E2M1 code has it. Read off the bits: Triton's -x is 0 - x, which loses the sign of zero."""
+    return (x.to(tl.int32, bitcast=True) >> 28) & 8
 
 
 @triton.jit
@@ -59,129 +77,146 @@ def _step(a):
 
 
 @triton.jit
-def _stochastic(x, block_index, seed, STREAM: tl.constexpr, R: tl.constexpr, G: tl.constexpr):
-    """x [R, G, 16] rounded with the 16 random bytes of each block [R, G] (see philox.py), still as a value."""
-    zero = (block_index * 0).to(tl.uint32)
-    low, high = block_index.to(tl.uint32), (block_index >> 32).to(tl.uint32)
-    step = zero + tl.load(seed + 1).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(tl.load(seed), low, high, step, zero + STREAM)
-    j = tl.arange(0, 16)[None, None, :]
-    word = tl.where(j < 8, tl.where(j < 4, w0[:, :, None], w1[:, :, None]),
-                    tl.where(j < 12, w2[:, :, None], w3[:, :, None]))  # fmt: skip
-    r = ((word >> ((j % 4) * 8).to(tl.uint32)) & 0xFF).to(tl.float32)
+def _round_up_by(x, r):
+    """x, |x| <= 6, as an E2M1 code rounded up where the random byte r carries it over: round_stochastically's twin."""
     a = tl.abs(x)
     t = a + r * (_step(a) * (1 / 256))
-    per_step = tl.where(t < 2.0, 2.0, tl.where(t < 4.0, 1.0, 0.5))  # a power of two: the product is the quotient
-    magnitude = tl.minimum(tl.floor(t * per_step) * _step(t), 6.0)
-    signed = tl.where(x.to(tl.int32, bitcast=True) < 0, -magnitude, magnitude)
-    return tl.where(x != x, x, signed)
+    # downwards, to a multiple of the step: from 1 on that is the first mantissa bit again
+    large = tl.minimum((t.to(tl.int32, bitcast=True) >> 22) - 252, 7)
+    code = tl.where(t < 1.0, (t >= 0.5).to(tl.int32), large)
+    return tl.where(x != x, 7, code | _sign(x))
+
+
+@triton.jit
+def _random_words(seed, block_index, STREAM: tl.constexpr):
+    """Sixteen random bytes for each block, as four words (see philox.py)."""
+    low, high = block_index.to(tl.uint32), (block_index >> 32).to(tl.uint32)
+    zero = low * 0
+    return tl.philox(tl.load(seed), low, high, zero + tl.load(seed + 1).to(tl.uint32), zero + STREAM)
+
+
+@gluon.jit
+def _random_bytes(seed, block_index, like, STREAM: gl.constexpr):
+    """float32 [R, G, 16]: r of every element."""
+    w0, w1, w2, w3 = _random_words(seed, block_index, STREAM)
+    j = _within_block(like)
+    first = gl.where(j < 4, gl.expand_dims(w0, 2), gl.expand_dims(w1, 2))
+    second = gl.where(j < 12, gl.expand_dims(w2, 2), gl.expand_dims(w3, 2))
+    word = gl.where(j < 8, first, second)
+    return ((word >> ((j % 4) * 8).to(gl.uint32)) & 0xFF).to(gl.float32)
 
 
 @triton.jit
 def _tensor_scales(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
     """(S_enc, global_scale): the twin of reference.tensor_scales."""
-    quotient = tl.div_rn(tl.zeros_like(g) + TOP, g)
+    quotient = divide(TOP, g)
     odd = (g == 0) | (g == float("inf")) | (g != g)
     s_enc = tl.where(odd, 1.0, tl.where(quotient > LARGEST, LARGEST, quotient))
-    undo = tl.div_rn(tl.zeros_like(g) + 1.0, s_enc)
-    plain = tl.div_rn(g, tl.zeros_like(g) + TOP)
+    undo = divide(1.0, s_enc)
+    plain = tl.div_rn(g, tl.where(g == g, TOP, TOP))
     global_scale = tl.where(odd | (quotient > LARGEST), undo, plain)
-    return s_enc, tl.where(g != g, g, tl.where(g == 0, 0.0, global_scale))
+    return s_enc, tl.where(g != g, float("nan"), tl.where(g == 0, 0.0, global_scale))
 
 
-@triton.jit
-def _cast(
-    v, codes, scale, s_enc, seed, M, K, rows, first_row, first_column,
-    SQUARE: tl.constexpr, RHT: tl.constexpr, STOCHASTIC: tl.constexpr, STREAM: tl.constexpr, NEGATIVE: tl.constexpr,
-    LARGEST: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+@gluon.jit
+def _orientation(
+    v, codes, scale, s_enc, seed, M, K, first_row, first_column,
+    SQUARE: gl.constexpr, RHT: gl.constexpr, STOCHASTIC: gl.constexpr, STREAM: gl.constexpr, NEGATIVE: gl.constexpr,
+    LARGEST: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """v [R, C] -> packed codes and an E4M3 scale for every 16 columns of a row, or of 16 rows."""
-    groups: tl.constexpr = C // 16
-    across = tl.cdiv(K, 16)
-    group = first_column // 16 + tl.arange(0, groups)
-    if SQUARE:
-        down: tl.constexpr = R // 16
-        scale_rows, scale_count = first_row // 16 + tl.arange(0, down), tl.cdiv(M, 16)
-    else:
-        down: tl.constexpr = R
-        scale_rows, scale_count = rows, M
+    """v [R, C] of an [M, K] orientation -> packed codes, and an E4M3 scale for every 16 of a row, or of 16 rows."""
+    groups: gl.constexpr = C // 16
+    down: gl.constexpr = R // 16 if SQUARE else R
+    across = gl.cdiv(K, 16)
     if RHT:
         v = _turn(v, R, C, NEGATIVE)
-    blocks = tl.reshape(v, (down, R // down, groups, 16))
-    a = amax_along(amax_along(blocks, 3), 1)
-    s_b = (a * (s_enc * (1 / 6))).to(tl.float8e4nv)
-    live = (scale_rows < scale_count)[:, None] & (group < across)[None, :]
-    at = scale_rows.to(tl.int64)[:, None] * across + group[None, :]
-    tl.store(scale + at, s_b.to(tl.uint8, bitcast=True), mask=live)
-    undo = tl.div_rn(tl.zeros_like(s_enc) + 1.0, s_enc)
-    decoded = s_b.to(tl.float32) * undo
-    e = tl.div_rn(tl.zeros_like(decoded) + 1.0, decoded)
-    e = tl.where(e > LARGEST, LARGEST, e)
-    x = blocks * e[:, None, :, None]
-    x = tl.where(x > 6.0, 6.0, tl.where(x < -6.0, -6.0, x))
+    v = v.to(gl.float32)
+    blocks = gl.reshape(v, (down, R // down, groups, 16))
+    a = amax_along(amax_along(blocks, 3), 1)  # [down, groups]
+    s_b = (a * (s_enc * (1 / 6))).to(gl.float8e4nv)
+    layout: gl.constexpr = a.type.layout
+    scale_rows = first_row // (R // down) + gl.arange(0, down, layout=gl.SliceLayout(1, layout))
+    group = first_column // 16 + gl.arange(0, groups, layout=gl.SliceLayout(0, layout))
+    live = (scale_rows < gl.cdiv(M, R // down))[:, None] & (group < across)[None, :]
+    at = scale_rows.to(gl.int64)[:, None] * across + group[None, :]
+    gl.store(scale + at, s_b.to(gl.uint8, bitcast=True), mask=live)
+    decoded = s_b.to(gl.float32) * divide(1.0, s_enc)
+    e = divide(1.0, decoded)
+    e = gl.where(e > LARGEST, LARGEST, e)
+    scaled = gl.reshape(blocks * gl.expand_dims(gl.expand_dims(e, 1), 3), (R, groups, 16))
+    scaled = gl.where(scaled > 6.0, 6.0, gl.where(scaled < -6.0, -6.0, scaled))
     if STOCHASTIC:
-        index = rows.to(tl.int64)[:, None] * across + group[None, :]
-        x = _stochastic(tl.reshape(x, (R, groups, 16)), index, seed, STREAM, R, groups)
-    low, high = tl.split(tl.reshape(_code(x), (R, C // 2, 2)))
-    bytes_across = across * 8
-    column = first_column // 2 + tl.arange(0, C // 2)
-    tl.store(
-        codes + rows.to(tl.int64)[:, None] * bytes_across + column[None, :],
-        (low | (high << 4)).to(tl.uint8),
-        mask=(rows < M)[:, None] & (column < bytes_across)[None, :],
-    )
+        inner: gl.constexpr = gl.SliceLayout(2, scaled.type.layout)
+        rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, inner))
+        block = first_column // 16 + gl.arange(0, groups, layout=gl.SliceLayout(0, inner))
+        index = rows.to(gl.int64)[:, None] * across + block[None, :]
+        quantized = _round_up_by(scaled, _random_bytes(seed, index, scaled, STREAM))
+    else:
+        quantized = _code(scaled)
+    _store_packed(codes, quantized, M, across * 8, first_row, first_column // 2, R, C)
 
 
-@triton.jit
+@gluon.jit
+def _store_packed(codes, quantized, M, row_bytes, first_row, first_byte, R: gl.constexpr, C: gl.constexpr):
+    """Codes [R, C/16, 16] -> bytes of a contiguous [M, row_bytes], two to a byte."""
+    low, high = gl.split(gl.reshape(quantized, (R, C // 2, 2)))
+    packed = (low | (high << 4)).to(gl.uint8)
+    layout: gl.constexpr = packed.type.layout
+    rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
+    columns = first_byte + gl.arange(0, C // 2, layout=gl.SliceLayout(0, layout))
+    at = rows.to(gl.int64)[:, None] * row_bytes + columns[None, :]
+    gl.store(codes + at, packed, mask=(rows < M)[:, None] & (columns < row_bytes)[None, :])
+
+
+@gluon.jit
 def _amax_kernel(
-    x, row, column, skip, M, K, stride_m, stride_k, RHT_ROW: tl.constexpr, RHT_COLUMN: tl.constexpr,
-    NEGATIVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, row, column, skip, M, K, stride_m, stride_k, RHT_ROW: gl.constexpr, RHT_COLUMN: gl.constexpr,
+    NEGATIVE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
-        if tl.load(skip) != 0:
+        if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
-    v = load_tile(x, M, K, stride_m, stride_k, rows, columns).to(tl.float32)
+    v = turned.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
     if row is not None:
-        turned = v
+        along = v
         if RHT_ROW:
-            turned = _turn(v, ROWS, COLUMNS, NEGATIVE)
-        tl.atomic_max(row, tl.max(tl.max(magnitude_bits(turned), 1), 0), sem="relaxed")
+            along = _turn(v, ROWS, COLUMNS, NEGATIVE)
+        gl.atomic_max(row, amax_bits(along), sem="relaxed")
     if column is not None:
-        turned = tl.trans(v)
+        down = v
         if RHT_COLUMN:
-            turned = _turn(turned, COLUMNS, ROWS, NEGATIVE)
-        tl.atomic_max(column, tl.max(tl.max(magnitude_bits(turned), 1), 0), sem="relaxed")
+            down = _turn(turned.turn(v, ROWS, W), COLUMNS, ROWS, NEGATIVE)
+        gl.atomic_max(column, amax_bits(down), sem="relaxed")
 
 
-@triton.jit
+@gluon.jit
 def _cast_kernel(
     x, row, column, row_scale, column_scale, row_global, column_global, row_amax, column_amax, seed, skip,
     M, K, stride_m, stride_k,
-    SQUARE: tl.constexpr, RHT_ROW: tl.constexpr, RHT_COLUMN: tl.constexpr, SR_ROW: tl.constexpr, SR_COLUMN: tl.constexpr,
-    NEGATIVE: tl.constexpr, TOP: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SQUARE: gl.constexpr, RHT_ROW: gl.constexpr, RHT_COLUMN: gl.constexpr,
+    SR_ROW: gl.constexpr, SR_COLUMN: gl.constexpr, NEGATIVE: gl.constexpr, TOP: gl.constexpr, LARGEST: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
-        if tl.load(skip) != 0:
+        if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
-    v = load_tile(x, M, K, stride_m, stride_k, rows, columns).to(tl.float32)
+    v = turned.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
     if row is not None:
-        s_enc, global_scale = _tensor_scales(tl.load(row_amax), TOP, LARGEST)
-        if tl.program_id(0) == 0:
-            tl.store(row_global, global_scale)
-        _cast(
-            v, row, row_scale, s_enc, seed, M, K, rows, pm * ROWS, pk * COLUMNS,
+        s_enc, global_scale = _tensor_scales(gl.load(row_amax), TOP, LARGEST)
+        if gl.program_id(0) == 0:
+            gl.store(row_global, global_scale)
+        _orientation(
+            v, row, row_scale, s_enc, seed, M, K, pm * ROWS, pk * COLUMNS,
             SQUARE, RHT_ROW, SR_ROW, 0, NEGATIVE, LARGEST, ROWS, COLUMNS,
         )  # fmt: skip
     if column is not None:
-        s_enc, global_scale = _tensor_scales(tl.load(column_amax), TOP, LARGEST)
-        if tl.program_id(0) == 0:
-            tl.store(column_global, global_scale)
-        _cast(
-            tl.trans(v), column, column_scale, s_enc, seed, K, M, columns, pk * COLUMNS, pm * ROWS,
+        s_enc, global_scale = _tensor_scales(gl.load(column_amax), TOP, LARGEST)
+        if gl.program_id(0) == 0:
+            gl.store(column_global, global_scale)
+        _orientation(
+            turned.turn(v, ROWS, W), column, column_scale, s_enc, seed, K, M, pk * COLUMNS, pm * ROWS,
             SQUARE, RHT_COLUMN, SR_COLUMN, 1, NEGATIVE, LARGEST, COLUMNS, ROWS,
         )  # fmt: skip
 
@@ -201,7 +236,7 @@ def amax(
     _amax_kernel[tile.tiles(x, config)](
         x, found[0] if row else None, found[1] if column else None, skip, *x.shape, *x.stride(),
         RHT_ROW=first.rht, RHT_COLUMN=second.rht, NEGATIVE=NEGATIVE,
-        ROWS=config.rows, COLUMNS=config.columns, num_warps=config.warps,
+        ROWS=config.rows, COLUMNS=config.columns, W=config.warps, num_warps=config.warps,
     )  # fmt: skip
     values = found.view(torch.float32)
     return (values[0] if row else None), (values[1] if column else None)
@@ -209,15 +244,14 @@ def amax(
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     first, second = _options(row and row.spec, column and column.spec)
-    drawing = next((q for q in (row, column) if q is not None and _options(q.spec, None)[0].stochastic), None)
     _cast_kernel[tile.tiles(x, config)](
         x, tile.bytes_of(row), tile.bytes_of(column), tile.scales_of(row), tile.scales_of(column),
         row and row.global_scale, column and column.global_scale, *given.amax,
-        None if drawing is None else needs_seed(drawing, given), given.skip, *x.shape, *x.stride(),
+        given.seed, given.skip, *x.shape, *x.stride(),
         SQUARE=first.square, RHT_ROW=first.rht, RHT_COLUMN=second.rht,
         SR_ROW=first.stochastic, SR_COLUMN=second.stochastic,
         NEGATIVE=NEGATIVE, TOP=E2M1.max * E4M3.max, LARGEST=FLOAT32_MAX,
-        ROWS=config.rows, COLUMNS=config.columns, num_warps=config.warps,
+        ROWS=config.rows, COLUMNS=config.columns, W=config.warps, num_warps=config.warps,
     )  # fmt: skip
 
 
@@ -229,7 +263,7 @@ def variants() -> list[Variant]:
     )
     found = []
     for config in CONFIGS:
-        sizes = {"ROWS": config.rows, "COLUMNS": config.columns, "NEGATIVE": NEGATIVE}
+        sizes = {"W": config.warps, "ROWS": config.rows, "COLUMNS": config.columns, "NEGATIVE": NEGATIVE}
         for dtype, square, rht, random in cases:
             turned = {"RHT_ROW": rht[0], "RHT_COLUMN": rht[1], "skip": None, **tile.CONTIGUOUS, **sizes}
             seed: dict[str, str] = {"seed": "*i64"} if any(random) else {}

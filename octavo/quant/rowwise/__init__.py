@@ -5,7 +5,7 @@
 The rows of x.T are the columns of x, so the two orientations have different scales and different codes.
 """
 
-from octavo.errors import check_choice
+from octavo.errors import check_choice, check_not_negative
 from octavo.formats import E4M3, E5M2, Format
 from octavo.quant.quantizer import Quantizer
 from octavo.values import register
@@ -26,3 +26,4 @@ class Rowwise(Quantizer):
     def validate(self) -> None:
         check_choice(self.fmt, (E4M3, E5M2), what="Rowwise.fmt")
         check_choice(self.pow2, (False, True), what="Rowwise.pow2")
+        check_not_negative(self.eps, what="Rowwise.eps")

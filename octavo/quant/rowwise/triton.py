@@ -4,9 +4,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
-from octavo.quant import tile
+from octavo.quant import tile, turned
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given, Pair, Quantizer
 from octavo.quant.rowwise import Rowwise
@@ -15,30 +17,35 @@ from octavo.quant.tile import (
     Config,
     Variant,
     encode_scale,
+    float_bits,
     load_tile,
     magnitude_bits,
-    reciprocal,
     store_codes,
     tile_index,
 )
 
-CONFIGS = (Config(128, 128, 8), Config(64, 128, 4), Config(128, 64, 4))
-AMAX_CONFIGS = (Config(128, 128, 8), Config(64, 256, 8), Config(128, 256, 8))
+CONFIGS = (Config(64, 128, 4), Config(128, 128, 8), Config(64, 64, 4))
+AMAX_CONFIGS = (Config(64, 128, 4), Config(128, 128, 8), Config(128, 128, 4))
 
 
-@triton.jit
-def _amax_kernel(x, row, column, skip, M, K, stride_m, stride_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+@gluon.jit
+def _amax_kernel(
+    x, row, column, skip, M, K, stride_m, stride_k, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr
+):  # fmt: skip
     if skip is not None:
-        if tl.load(skip) != 0:
+        if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
-    bits = magnitude_bits(load_tile(x, M, K, stride_m, stride_k, rows, columns))
+    v = turned.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
     # integer maxima commute, so atomics give the same bits in any order
     if row is not None:
-        tl.atomic_max(row + rows, tl.max(bits, 1), mask=rows < M, sem="relaxed")
+        bits = float_bits(gl.max(magnitude_bits(v), 1), v)
+        rows = pm * ROWS + gl.arange(0, ROWS, layout=bits.type.layout)
+        gl.atomic_max(row + rows, bits, mask=rows < M, sem="relaxed")
     if column is not None:
-        tl.atomic_max(column + columns, tl.max(bits, 0), mask=columns < K, sem="relaxed")
+        bits = float_bits(gl.max(magnitude_bits(turned.turn(v, ROWS, W)), 1), v)
+        columns = pk * COLUMNS + gl.arange(0, COLUMNS, layout=bits.type.layout)
+        gl.atomic_max(column + columns, bits, mask=columns < K, sem="relaxed")
 
 
 @triton.jit
@@ -53,15 +60,15 @@ def _cast_kernel(
             return
     pm, pk = tile_index(K, COLUMNS)
     rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
-    v = load_tile(x, M, K, stride_m, stride_k, rows, columns).to(tl.float32)
+    v = load_tile(x, M, K, stride_m, stride_k, rows, columns)
     if row is not None:
-        s = encode_scale(tl.load(row_amax + rows, mask=rows < M, other=0.0), MAX, EPS, CEILING, POW2)
-        tl.store(row_scale + rows, reciprocal(s), mask=(rows < M) & (pk == 0))
-        store_codes(row, (v * s[:, None]).to(row.dtype.element_ty), M, K, rows, columns)
+        s, undo = encode_scale(tl.load(row_amax + rows, mask=rows < M, other=0.0), MAX, EPS, CEILING, POW2)
+        tl.store(row_scale + rows, undo, mask=(rows < M) & (pk == 0))
+        store_codes(row, (v.to(tl.float32) * s[:, None]).to(row.dtype.element_ty), M, K, rows, columns)
     if column is not None:
-        s = encode_scale(tl.load(column_amax + columns, mask=columns < K, other=0.0), MAX, EPS, CEILING, POW2)
-        tl.store(column_scale + columns, reciprocal(s), mask=(columns < K) & (pm == 0))
-        store_codes(column, tl.trans((v * s[None, :]).to(column.dtype.element_ty)), K, M, columns, rows)
+        s, undo = encode_scale(tl.load(column_amax + columns, mask=columns < K, other=0.0), MAX, EPS, CEILING, POW2)
+        tl.store(column_scale + columns, undo, mask=(columns < K) & (pm == 0))
+        store_codes(column, tl.trans((v.to(tl.float32) * s[None, :]).to(column.dtype.element_ty)), K, M, columns, rows)
 
 
 def amax(
@@ -78,7 +85,7 @@ def amax(
     column_bits = found[-k:] if column and k else (found[:0] if column else None)
     _amax_kernel[tile.tiles(x, config)](
         x, row_bits, column_bits, skip, m, k, *x.stride(),
-        ROWS=config.rows, COLUMNS=config.columns, num_warps=config.warps,
+        ROWS=config.rows, COLUMNS=config.columns, W=config.warps, num_warps=config.warps,
     )  # fmt: skip
     views = [None if bits is None else bits.view(torch.float32)[:, None] for bits in (row_bits, column_bits)]
     return views[0], views[1]
@@ -117,10 +124,12 @@ def variants() -> list[Variant]:
             f"rowwise amax {dtype} {config}",
             _amax_kernel,
             {"x": tile.POINTERS[dtype], "row": "*i32", "column": "*i32", **tile.SIZES},
-            {"skip": None, **tile.CONTIGUOUS, "ROWS": config.rows, "COLUMNS": config.columns},
+            {
+                "skip": None, **tile.CONTIGUOUS, "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
+            },
             config.warps,
         )
         for config in AMAX_CONFIGS
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    ]
+    ]  # fmt: skip
     return casts + maxima

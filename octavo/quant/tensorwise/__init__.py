@@ -9,7 +9,7 @@ costs the whole tensor its resolution: an element below 2^-17 of the largest is 
 import torch
 from torch import Tensor
 
-from octavo.errors import UnsupportedShape, check_choice
+from octavo.errors import check_choice, check_not_negative
 from octavo.formats import E4M3, E5M2, Format
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QTensor
@@ -27,11 +27,13 @@ class Tensorwise(Quantizer):
 
     block = (None, None)
     two_pass = True
+    takes_encode = True
     package = __name__
 
     def validate(self) -> None:
         check_choice(self.fmt, (E4M3, E5M2), what="Tensorwise.fmt")
         check_choice(self.pow2, (False, True), what="Tensorwise.pow2")
+        check_not_negative(self.eps, what="Tensorwise.eps")
 
     def observe(
         self, x: Tensor, encode: Tensor, *, row: bool = True, column: bool = True
@@ -46,13 +48,3 @@ class Tensorwise(Quantizer):
         observed = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
         self._fill(matrix, pair, Given(encode=encode, observed=observed))
         return *pair, observed
-
-    def check_given(self, given: Given, x: Tensor) -> None:
-        encode = given.encode
-        if encode is not None and (encode.numel() != 1 or encode.dtype != torch.float32 or encode.device != x.device):
-            raise UnsupportedShape(
-                f"encode= is the multiplier into codes, one float32 on {x.device}; "
-                f"got {encode.dtype} {tuple(encode.shape)} on {encode.device}."
-            )
-        if given.seed is not None:
-            super().check_given(Given(seed=given.seed), x)

@@ -14,15 +14,15 @@ from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tile import (
     Config,
     Variant,
+    amax_bits,
+    divide,
     encode_scale,
     load_tile,
-    magnitude_bits,
-    reciprocal,
     store_codes,
     tile_index,
 )
 
-CONFIGS = (Config(128, 128, 8), Config(64, 128, 4), Config(128, 64, 4), Config(128, 256, 8))
+CONFIGS = (Config(64, 128, 4), Config(128, 128, 8), Config(128, 64, 4), Config(256, 64, 8))
 
 
 @triton.jit
@@ -40,15 +40,16 @@ def _cast_kernel(
     v = load_tile(x, M, K, stride_m, stride_k, rows, columns)
     if encode is not None:
         s = tl.load(encode)
+        undo = divide(1.0, s)
     else:
-        s = encode_scale(tl.load(amax), MAX, EPS, CEILING, POW2)
+        s, undo = encode_scale(tl.load(amax), MAX, EPS, CEILING, POW2)
     if observed is not None:
-        tl.atomic_max(observed, tl.max(tl.max(magnitude_bits(v), 1), 0), sem="relaxed")
+        tl.atomic_max(observed, amax_bits(v), sem="relaxed")
     if tl.program_id(0) == 0:
         if row is not None:
-            tl.store(row_scale, reciprocal(s))
+            tl.store(row_scale, undo)
         if column is not None:
-            tl.store(column_scale, reciprocal(s))
+            tl.store(column_scale, undo)
     scaled = v.to(tl.float32) * s
     if row is not None:
         store_codes(row, scaled.to(row.dtype.element_ty), M, K, rows, columns)

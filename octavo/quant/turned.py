@@ -1,0 +1,44 @@
+"""A tile in both orientations, in Gluon: where a scale is found along the contraction, each orientation wants whole
+blocks within a few threads, and plain Triton would reduce across warps and turn the tile around byte by byte.
+
+The tile is loaded with sixteen neighbours of a row to a thread, eight threads to 128 columns. Its transpose goes through
+shared memory once, still in two-byte elements, into that same layout. From there on the two orientations are the same
+code: a block's amax is sixteen values in a thread and at most three shuffles, and each thread writes sixteen codes.
+Elementwise helpers are plain Triton (`octavo.quant.tile`), which Gluon compiles as its own.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+@gluon.constexpr_function
+def row_layout(columns, warps):
+    """Sixteen neighbours of a row to a thread, rows over the warps."""
+    across = min(columns // 16, 32)
+    return gl.BlockedLayout([1, 16], [32 // across, across], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def load_tile(x, M, K, stride_m, stride_k, first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """x[first_row:, first_column:] as [R, C] in its own dtype; zero outside."""
+    layout: gl.constexpr = row_layout(C, W)
+    rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
+    columns = first_column + gl.arange(0, C, layout=gl.SliceLayout(0, layout))
+    at = rows.to(gl.int64)[:, None] * stride_m + columns.to(gl.int64)[None, :] * stride_k
+    return gl.load(x + at, mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0)
+
+
+@gluon.jit
+def turn(v, R: gl.constexpr, W: gl.constexpr):
+    """v [R, C] -> its transpose [C, R], laid out like any other tile."""
+    return gl.convert_layout(gl.permute(v, (1, 0)), row_layout(R, W))
+
+
+@gluon.jit
+def store_codes(codes, values, M, K, first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """values [R, C] -> codes[first_row:, first_column:] of a contiguous [M, K]."""
+    layout: gl.constexpr = row_layout(C, W)
+    rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
+    columns = first_column + gl.arange(0, C, layout=gl.SliceLayout(0, layout))
+    at = rows.to(gl.int64)[:, None] * K + columns[None, :]
+    quantized = gl.convert_layout(values.to(codes.dtype.element_ty), layout)
+    gl.store(codes + at, quantized, mask=(rows < M)[:, None] & (columns < K)[None, :])
