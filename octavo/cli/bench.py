@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from octavo.cli import machine, table
-from octavo.cli.timing import REPEATS, WARMUP, median_ms
+from octavo.cli.timing import REPEATS, WARMUP, device_ms, host_us
 from octavo.errors import UnsupportedHardware
 from octavo.formats import E4M3, E5M2
 from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, Tensorwise
@@ -43,23 +43,31 @@ def run(arguments: argparse.Namespace) -> int:
 def bench_quantize(rows: int, columns: int) -> dict[str, Any]:
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(x)
-    copy_ms, copy_all = median_ms(lambda: target.copy_(x))
+    copy_ms, copy_all = device_ms(lambda: target.copy_(x))
     copy_rate = 2 * x.numel() * x.element_size() / copy_ms / 1e9
     results = []
     for name, call in cases(x).items():
-        ms, readings = median_ms(call)
+        ms, readings = device_ms(call)
         moved = x.numel() * x.element_size() + sum(q.nbytes() for q in call() if isinstance(q, QTensor))
         rate = moved / ms / 1e9
         results.append(
-            {"case": name, "ms": ms, "bytes": moved, "tb_per_s": rate, "of_copy": rate / copy_rate, "readings_ms": readings}
+            {
+                "case": name,
+                "ms": ms,
+                "bytes": moved,
+                "tb_per_s": rate,
+                "of_copy": rate / copy_rate,
+                "host_us": host_us(call),
+                "readings_ms": readings,
+            }
         )
-    again_ms, _ = median_ms(lambda: target.copy_(x))
+    again_ms, _ = device_ms(lambda: target.copy_(x))
     return {
         "suite": "quantize",
         "machine": machine.describe(x.device),
         "shape": [rows, columns],
         "dtype": "bfloat16",
-        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median of CUDA event times"},
+        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median of CUDA graph replays, timed by events"},
         "copy": {"ms": copy_ms, "tb_per_s": copy_rate, "ms_after": again_ms, "readings_ms": copy_all},
         "results": results,
     }
@@ -88,11 +96,18 @@ def cases(x: torch.Tensor) -> dict[str, Callable[[], tuple[Any, ...]]]:
 def render(report: dict[str, Any]) -> str:
     facts, copy = report["machine"], report["copy"]
     rows = [
-        [r["case"], f"{r['ms']:.3f}", f"{r['bytes'] / 1e6:.0f}", f"{r['tb_per_s']:.2f}", f"{r['of_copy']:.2f}"]
+        [
+            r["case"],
+            f"{r['ms']:.3f}",
+            f"{r['bytes'] / 1e6:.0f}",
+            f"{r['tb_per_s']:.2f}",
+            f"{r['of_copy']:.2f}",
+            f"{r['host_us']:.0f}",
+        ]
         for r in report["results"]
     ]
     head = (
         f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; x {report['shape'][0]}x{report['shape'][1]} "
         f"bfloat16\nplain copy: {copy['ms']:.3f} ms, {copy['tb_per_s']:.2f} TB/s (again at the end: {copy['ms_after']:.3f} ms)"
     )
-    return head + "\n\n" + table.render(("case", "ms", "MB", "TB/s", "of copy"), rows)
+    return head + "\n\n" + table.render(("case", "ms", "MB", "TB/s", "of copy", "host us"), rows)

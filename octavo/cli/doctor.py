@@ -160,4 +160,3 @@ def _verdict(report: dict[str, Any]) -> str:
     if report["machine"]["gpu"] is None:
         return f"All {count} recipes run here, on the reference: exact codes and scales, no speed."
     return f"All {count} recipes run here; every cell above was checked against the reference."
-

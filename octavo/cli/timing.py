@@ -1,6 +1,11 @@
-"""How a bench times: device events around each call, after a warm-up, and the median of many."""
+"""How a bench times the device: one call captured in a CUDA graph, its replays between events, and their median.
+
+A graph leaves the host out: a Python call takes tens of microseconds to issue, which would be charged to kernels that
+take a hundred. What the host takes is measured on its own.
+"""
 
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -8,16 +13,33 @@ import torch
 WARMUP, REPEATS = 10, 60
 
 
-def median_ms(call: Callable[[], object], *, warmup: int = WARMUP, repeats: int = REPEATS) -> tuple[float, list[float]]:
+def device_ms(call: Callable[[], object], *, warmup: int = WARMUP, repeats: int = REPEATS) -> tuple[float, list[float]]:
     """Median milliseconds of one call on the current CUDA device, and every reading."""
-    for _ in range(warmup):
+    call()  # compiles and probes, which a capture cannot hold
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         call()
+    for _ in range(warmup):
+        graph.replay()
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     torch.cuda.synchronize()
     for start, end in marks:
         start.record()
-        call()
+        graph.replay()
         end.record()
     torch.cuda.synchronize()
     readings = [start.elapsed_time(end) for start, end in marks]
     return statistics.median(readings), readings
+
+
+def host_us(call: Callable[[], object], *, repeats: int = REPEATS) -> float:
+    """Median microseconds the host takes to issue one call, the device left behind."""
+    readings = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        readings.append((time.perf_counter() - start) * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(readings)

@@ -27,7 +27,7 @@ class QTensor:
     """Codes and scales of one matrix, frozen. `shape` is the tensor's own; its leading dims are folded in `codes`."""
 
     codes: Tensor  # [M, K] of fmt.dtype; E2M1: uint8 [M, 8*ceil(K/16)]
-    scale: Tensor  # [ceil(M/r), ceil(K/c)], float32, or the scale format's uint8
+    scale: Tensor  # [ceil(M/r), ceil(K/c)], float32, or the scale format's uint8; rows fastest for blocks of one row
     spec: "Quantizer"
     shape: tuple[int, ...]
     dtype: torch.dtype  # what `dequantize` returns unless told otherwise

@@ -76,8 +76,9 @@ class Quantizer(Value):
         return blocks.ceil_div(k, whole) * whole // self.fmt.packed
 
     def scale_strides(self, rows: int, columns: int) -> tuple[int, int] | None:
-        """Strides of the scale; None for row-major."""
-        return None
+        """Strides of the scale; None for row-major. Where every row has scales of its own they are stored with rows
+        fastest: a tile's are then contiguous to write, and it is what the block GEMM reads."""
+        return (1, max(rows, 1)) if self.block[0] == 1 and self.block[1] is not None else None
 
     # -- quantize ------------------------------------------------------------------------------------------------
 

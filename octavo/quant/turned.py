@@ -10,6 +10,7 @@ Elementwise helpers are plain Triton (`octavo.quant.tile`), which Gluon compiles
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+
 @gluon.constexpr_function
 def row_layout(columns, warps):
     """Sixteen neighbours of a row to a thread, rows over the warps."""

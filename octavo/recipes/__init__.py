@@ -23,6 +23,7 @@ __all__ = [
     "BF16",
     "MXFP8",
     "NVFP4",
+    "SHIPPED",
     "Block",
     "Current",
     "Delayed",
@@ -30,7 +31,6 @@ __all__ = [
     "LinearQuant",
     "Recipe",
     "Rowwise",
-    "SHIPPED",
     "recipe",
     "register",
 ]

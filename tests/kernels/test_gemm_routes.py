@@ -58,12 +58,19 @@ def assert_within(got, a, b, *, c: float, bias=None):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_emulated_is_exact_up_to_the_order_of_additions(name, dtype):
+def test_emulated_is_exact_up_to_the_order_of_additions(name):
+    """float32 out, so that no rounding of the output hides an error; every configuration."""
     for shape in ODD + ALIGNED:
         a, b = operands(PAIRS[name], shape)
         for config in emulated.CONFIGS[a.spec.block[1] or 0]:
-            assert_within(emulated.gemm(a, b, dtype, None, config), a, b, c=5e-7)
+            assert_within(emulated.gemm(a, b, torch.float32, None, config), a, b, c=5e-7)
+
+
+@pytest.mark.parametrize("name", ["block 1d by 2d", "mx", "nvfp4"])
+def test_emulated_in_bfloat16(name):
+    for shape in ALIGNED:
+        a, b = operands(PAIRS[name], shape)
+        assert_within(emulated.gemm(a, b, torch.bfloat16, None), a, b, c=5e-7)
 
 
 @pytest.mark.parametrize("name", ["mx", "nvfp4"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo import backend
-from octavo.formats import E4M3, E5M2
+from octavo.formats import E5M2
 from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, TensorProto, Tensorwise
 from octavo.quant.quantizer import Given
 
@@ -96,10 +96,16 @@ def test_every_configuration_of_the_amax_finds_the_same(kernel):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_every_setting_and_dtype(spec, dtype):
+def test_every_setting(spec):
     for shape in ODD:
-        x = wide(shape, dtype)
+        x = wide(shape, torch.bfloat16)
+        assert_same(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), shape)
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_float16(spec):
+    for shape in ODD:
+        x = wide(shape, torch.float16)  # overflows here and there, so Inf is among it
         assert_same(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), shape)
 
 
@@ -119,8 +125,11 @@ def test_one_orientation_alone(spec, sides):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_zero_subnormal_huge_infinite_and_nan(spec):
-    """A tensor of each edge value alone, and one that has all of them."""
+def test_float32_zero_subnormal_huge_infinite_and_nan(spec):
+    """float32: normal data, a tensor of each edge value alone, and one that has all of them."""
+    for shape in ODD:
+        x = wide(shape, torch.float32)
+        assert_same(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), shape)
     for value in EDGES:
         x = torch.full((40, 150), value)
         assert_same(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), value)

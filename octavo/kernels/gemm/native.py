@@ -130,8 +130,9 @@ def _pad_rows(scale: Tensor, rows: int) -> Tensor:
 
 
 def _rows_fastest(scale: Tensor) -> Tensor:
-    """[rows, blocks] with strides (1, rows)."""
-    return scale if scale.stride() == (1, scale.shape[0]) else scale.T.contiguous().T
+    """[rows, blocks] with strides (1, rows), which scaled_mm checks even where there is one block."""
+    rows, blocks = scale.shape
+    return scale if scale.stride() == (1, rows) else scale.T.contiguous().as_strided((rows, blocks), (1, rows))
 
 
 def _name(block: Block) -> str:

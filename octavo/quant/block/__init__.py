@@ -33,16 +33,13 @@ class _Blocks(Quantizer):
 
 @register("block-1d")
 class Block1D(_Blocks):
-    """A float32 scale [M, ceil(K/128)], stored with M fastest: the layout the block GEMM reads."""
+    """A float32 scale [M, ceil(K/128)], stored with M fastest."""
 
     fmt: Format = E4M3
     scale: str = "pow2"
     eps: float = 0.0
 
     block = (1, BLOCK)
-
-    def scale_strides(self, rows: int, columns: int) -> tuple[int, int]:
-        return 1, max(rows, 1)
 
 
 @register("block-2d")

@@ -25,7 +25,7 @@ from octavo.quant.tile import (
     tile_index,
 )
 
-CONFIGS = (Config(BLOCK, BLOCK, 8), Config(BLOCK, BLOCK, 4), Config(BLOCK, BLOCK, 16))
+CONFIGS = (Config(BLOCK, BLOCK, 8), Config(BLOCK, BLOCK, 4))
 
 
 @gluon.jit
@@ -112,7 +112,16 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, c
         return
     strides = [(0, 0) if q is None else q.scale.stride() for q in (row, column)]
     _cast_1d_kernel[grid](
-        x, *outputs, *given.amax, given.skip, *x.shape, *x.stride(), *strides[0], *strides[1], **settings, W=config.warps
+        x,
+        *outputs,
+        *given.amax,
+        given.skip,
+        *x.shape,
+        *x.stride(),
+        *strides[0],
+        *strides[1],
+        **settings,
+        W=config.warps,
     )
 
 

@@ -23,7 +23,7 @@ MANTISSA_BITS = {"E4M3": 3, "E5M2": 2}
 
 @register("mx")
 class MX(Quantizer):
-    """E8M0 scale bytes [M, ceil(K/32)], or [ceil(M/32), ceil(K/32)] with square blocks."""
+    """E8M0 scale bytes [M, ceil(K/32)], stored with M fastest, or [ceil(M/32), ceil(K/32)] with square blocks."""
 
     fmt: Format = E4M3
     rounding: str = "rceil"

@@ -37,7 +37,7 @@ BLOCK = 16
 
 @register("nv")
 class NVFP4(Quantizer):
-    """E4M3 scale bytes [M, ceil(K/16)], or [ceil(M/16), ceil(K/16)] with square blocks, and a global_scale [1]."""
+    """E4M3 scale bytes [M, ceil(K/16)], M fastest, or [ceil(M/16), ceil(K/16)] with square blocks, and a global_scale [1]."""
 
     square: bool = False  # 16x16 blocks, for weights: one set of codes serves both orientations
     rht: bool = False

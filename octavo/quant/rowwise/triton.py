@@ -24,8 +24,8 @@ from octavo.quant.tile import (
     tile_index,
 )
 
-CONFIGS = (Config(64, 128, 4), Config(128, 128, 8), Config(64, 64, 4))
-AMAX_CONFIGS = (Config(64, 128, 4), Config(128, 128, 8), Config(128, 128, 4))
+CONFIGS = (Config(64, 128, 4), Config(128, 64, 4))
+AMAX_CONFIGS = (Config(128, 128, 4), Config(64, 256, 8))
 
 
 @gluon.jit

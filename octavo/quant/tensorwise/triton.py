@@ -22,7 +22,7 @@ from octavo.quant.tile import (
     tile_index,
 )
 
-CONFIGS = (Config(64, 128, 4), Config(128, 128, 8), Config(128, 64, 4), Config(256, 64, 8))
+CONFIGS = (Config(256, 64, 8), Config(64, 128, 4))
 
 
 @triton.jit

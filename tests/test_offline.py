@@ -1,0 +1,48 @@
+"""Every kernel in every configuration compiles for SM90 and SM100 without a GPU, spills no more than on record, and puts
+matrix products on the tensor cores."""
+
+import json
+
+import pytest
+
+from tests import offline
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict]:
+    return offline.compile_all()
+
+
+def test_every_configuration_is_on_record(results):
+    """A new kernel, or one that went, needs `python -m tests.offline` and a look at the difference."""
+    on_record = json.loads(offline.RECORD.read_text())
+    assert {r["name"] for r in results} == set(on_record)
+    assert len(results) == 2 * len(offline.variants())
+
+
+def test_no_configuration_spills_more_than_on_record(results):
+    on_record = json.loads(offline.RECORD.read_text())
+    worse = [
+        f"{r['name']} on SM{r['architecture']}: {r['spilled']} bytes, on record {bound}"
+        for r in results
+        if r["spilled"] > (bound := on_record[r["name"]][f"sm{r['architecture']}"][1])
+    ]
+    assert not worse, "\n".join(worse)
+
+
+def test_default_configurations_do_not_spill_on_hopper(results):
+    spilling = [r["name"] for r in results if r["architecture"] == 90 and r["spilled"]]
+    assert not spilling
+
+
+def test_matrix_products_run_on_the_tensor_cores(results):
+    matmuls = [r for r in results if r["is_matmul"]]
+    assert matmuls
+    assert [r["name"] for r in matmuls if not r["tensor_core"]] == []
+
+
+def test_names_are_distinct():
+    names = [v.name for v in offline.variants()]
+    assert len(names) == len(set(names))
