@@ -86,7 +86,7 @@ def register(name: str) -> Callable[[T], T]:
         frozen = dataclass(frozen=True, repr=False, eq=False)(cls)
         frozen.registered_name = name
         _BY_NAME[name] = frozen
-        return frozen
+        return frozen  # type: ignore[return-value]
 
     return bind
 

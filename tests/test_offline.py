@@ -1,5 +1,5 @@
-"""Every kernel in every configuration compiles for SM90 and SM100 without a GPU, spills no more than on record, and puts
-matrix products on the tensor cores."""
+"""Every kernel in every configuration compiles for SM90 and SM100 without a GPU, spills no more than on record, and
+puts matrix products on the tensor cores."""
 
 import json
 

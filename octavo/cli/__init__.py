@@ -1,4 +1,4 @@
-"""The `octavo` command. Each subcommand is a file here with `add_arguments(parser)` and `run(arguments) -> exit code`."""
+"""The `octavo` command. A subcommand is a file here with `add_arguments(parser)` and `run(arguments) -> exit code`."""
 
 import argparse
 import os
@@ -24,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(commands.add_parser(name, help=summary, description=summary))
     arguments = parser.parse_args(argv)
     try:
-        return COMMANDS[arguments.command].run(arguments)
+        code: int = COMMANDS[arguments.command].run(arguments)
+        return code
     except Unsupported as refusal:
         print(f"octavo {arguments.command}: {refusal}", file=sys.stderr)
         return 2

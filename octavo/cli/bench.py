@@ -107,7 +107,8 @@ def render(report: dict[str, Any]) -> str:
         for r in report["results"]
     ]
     head = (
-        f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; x {report['shape'][0]}x{report['shape'][1]} "
-        f"bfloat16\nplain copy: {copy['ms']:.3f} ms, {copy['tb_per_s']:.2f} TB/s (again at the end: {copy['ms_after']:.3f} ms)"
+        f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; "
+        f"x {report['shape'][0]}x{report['shape'][1]} bfloat16\n"
+        f"plain copy: {copy['ms']:.3f} ms, {copy['tb_per_s']:.2f} TB/s (at the end: {copy['ms_after']:.3f} ms)"
     )
     return head + "\n\n" + table.render(("case", "ms", "MB", "TB/s", "of copy", "host us"), rows)

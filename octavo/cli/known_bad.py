@@ -24,7 +24,7 @@ def known_bad(facts: dict[str, Any], environment: dict[str, str]) -> list[dict[s
     if facts["triton"] and _minor(facts["triton"]) <= (3, 6):
         found.append(
             {
-                "what": "triton up to 3.6 can miscompile an FP8 value clamped with NaN propagation and stored transposed",
+                "what": "triton up to 3.6 may miscompile FP8 clamped with NaN propagation and stored transposed",
                 "where": "triton #11111",
                 "octavo": "Octavo's kernels do not clamp that way, and every configuration is checked byte for byte.",
             }

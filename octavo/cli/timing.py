@@ -22,7 +22,7 @@ def device_ms(call: Callable[[], object], *, warmup: int = WARMUP, repeats: int 
         call()
     for _ in range(warmup):
         graph.replay()
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    marks = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     for start, end in marks:
         start.record()

@@ -148,13 +148,16 @@ class Quantizer(Value):
         A `skip` flag on the device, not zero, means that they are not needed: what comes back is unspecified."""
         matrix, column = as_matrix(x), is_column(x.dim(), axis)
         specs = (None, self) if column else (self, None)
-        found = backend.twin(self.package, x).amax(matrix, *specs, check_flag(skip, x))
-        return found[column]
+        found: Pair = backend.twin(self.package, x).amax(matrix, *specs, check_flag(skip, x))
+        wanted = found[column]
+        assert wanted is not None
+        return wanted
 
-    def amax_both(self, x: Tensor, *, column: "Quantizer | None" = None) -> tuple[Tensor, Tensor]:
+    def amax_both(self, x: Tensor, *, column: "Quantizer | None" = None) -> Pair:
         """`amax` of both orientations, for `quantize_both(x, amax=...)`."""
         matrix = as_matrix(x)
-        return backend.twin(self.package, x).amax(matrix, self, self if column is None else column, None)
+        found: Pair = backend.twin(self.package, x).amax(matrix, self, self if column is None else column, None)
+        return found
 
     def fuses_with(self, column: "Quantizer") -> bool:
         """Whether one kernel serves this orientation and `column` of the same x."""

@@ -8,8 +8,8 @@
                 with Inf replaced by float32's max, and a window without a positive amax keeping the multiplier it had
               then current = 0
 
-Nothing here reads a value on the host, so an update can be captured in a graph. An Inf never enters the window: it would
-freeze the scale for as long as the window lasts.
+Nothing here reads a value on the host, so an update can be captured in a graph. An Inf never enters the window: it
+would freeze the scale for as long as the window lasts.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ COLD_STARTS = ("one", "current")
 
 @dataclass(frozen=True, eq=False)
 class DelayedState:
-    """State of S slots. The tensors are mutated in place, by `observe` and `update` only; their addresses never change."""
+    """State of S slots. Only `observe` and `update` mutate the tensors, in place: their addresses never change."""
 
     history: Tensor  # [S, L] float32: ring buffer of amaxes
     head: Tensor  # [S] int64: amaxes ever written; the next goes to head % L
@@ -40,14 +40,12 @@ class DelayedState:
     def create(cls, slots: int, length: int = 1024, device: torch.device | str | None = None) -> "DelayedState":
         if slots < 1 or length < 1:
             raise UnsupportedShape(f"A delayed state has at least one slot and one entry, got {slots} and {length}.")
-        counts = {"dtype": torch.int64, "device": device}
-        floats = {"dtype": torch.float32, "device": device}
         return cls(
-            history=torch.zeros(slots, length, **floats),
-            head=torch.zeros(slots, **counts),
-            encode=torch.ones(slots, **floats),
-            current=torch.zeros(slots, **floats),
-            nonfinite=torch.zeros(slots, **counts),
+            history=torch.zeros(slots, length, dtype=torch.float32, device=device),
+            head=torch.zeros(slots, dtype=torch.int64, device=device),
+            encode=torch.ones(slots, dtype=torch.float32, device=device),
+            current=torch.zeros(slots, dtype=torch.float32, device=device),
+            nonfinite=torch.zeros(slots, dtype=torch.int64, device=device),
         )
 
     def observe(self, slot: int, amax: Tensor) -> None:
@@ -78,7 +76,7 @@ class DelayedState:
 
     @staticmethod
     def _multiplier(a: Tensor, fmt: Format, margin: int) -> Tensor:
-        """The overflow test comes last, after the margin: (fp8_max/a)/2^margin may overflow though fp8_max/a did not."""
+        """The overflow test comes after the margin: (fp8_max/a)/2^margin may overflow though fp8_max/a did not."""
         s = torch.full_like(a, fmt.max) / a * 2.0**-margin
         return torch.where(s.isinf(), FLOAT32_MAX, s)
 

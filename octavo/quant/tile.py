@@ -113,8 +113,8 @@ def encode_scale(amax, MAX: tl.constexpr, EPS: tl.constexpr, CEILING: tl.constex
 
 @triton.jit
 def _power_of_two(a, MAX: tl.constexpr, CEILING: tl.constexpr):
-    """The same rule in integers, a tenth of the instructions: FP8 maxima are 1.75 * 2^n, so MAX / a has the exponent
-    n - exponent(a), less one where a's mantissa exceeds 1.75. Rounding the quotient never carries it to the next one."""
+    """The same rule in integers, a tenth of the instructions. FP8 maxima are 1.75 * 2^n, so MAX / a has the exponent
+    n - exponent(a), less one where a's mantissa exceeds 1.75; rounding the quotient never carries it further."""
     bits = a.to(tl.int32, bitcast=True)
     n: tl.constexpr = 8 if MAX == 448.0 else 15
     biased = 254 + n - ((bits + 0x1FFFFF) >> 23)  # the sum carries into the exponent from 1.75 on
@@ -135,8 +135,8 @@ def divide(NUMERATOR: tl.constexpr, x):
 
 @triton.jit
 def magnitude_bits(v):
-    """|v| as an integer of v's own width: ordered as the magnitudes are, NaN above all, so that an integer max is an amax
-    that keeps NaN. Taken before v is widened, so that the widening stays free to move past a change of layout."""
+    """|v| as an integer of v's own width: ordered as the magnitudes are, NaN above all, so that an integer max is an
+    amax that keeps NaN. Taken before v is widened, so that the widening stays free to move past a change of layout."""
     if v.dtype.primitive_bitwidth == 16:
         return v.to(tl.uint16, bitcast=True) & 0x7FFF
     else:

@@ -1,7 +1,7 @@
 """fp8-block: a scale for every 128 elements of x and dy along the contraction, and for every 128x128 block of w.
 
-E4M3 throughout, and every GEMM promotes its sum to float32 once per block. Gradients are never scaled in 128x128 blocks:
-training diverges.
+E4M3 throughout, and every GEMM promotes its sum to float32 once per block. Gradients are never scaled in 128x128
+blocks: training diverges.
 """
 
 from octavo.errors import check_choice

@@ -1,5 +1,5 @@
-"""nvfp4: four bits. Weights in 16x16 blocks, activations 1x16, gradients rounded stochastically, and the operands of the
-weight gradient turned by a random-sign Hadamard matrix.
+"""nvfp4: four bits. Weights in 16x16 blocks, activations 1x16, gradients rounded stochastically, and the operands of
+the weight gradient turned by a random-sign Hadamard matrix.
 
 The published recipe keeps about one linear layer in six, the first and the last blocks, in bf16: use a policy.
 """

@@ -1,4 +1,4 @@
-"""The native and the emulated GEMM on the GPU against float64 of the same codes, within the bounds of docs/numerics.md."""
+"""The native and the emulated GEMM on the GPU against float64 of the same codes: the bounds of docs/numerics.md."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Triton on the GPU == torch on the GPU == torch on the CPU, byte for byte, into poisoned outputs, every configuration."""
+"""Triton == torch on the GPU == torch on the CPU, byte for byte, into poisoned outputs, in every configuration."""
 
 import importlib
 

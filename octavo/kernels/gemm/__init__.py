@@ -69,7 +69,8 @@ def _product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, fa
     assert isinstance(a, QTensor) and isinstance(b, QTensor)
     if way == "native":
         return native.gemm(a, b, dtype, bias, fast)
-    return backend.twin(__name__, a.codes).gemm(a, b, dtype, bias)
+    product: Tensor = backend.twin(__name__, a.codes).gemm(a, b, dtype, bias)
+    return product
 
 
 def _rows(x: Operand) -> int:
@@ -135,8 +136,8 @@ def _check_pair(a: Operand, b: Operand) -> None:
         )
     if a.spec.block == b.spec.block == (128, 128):
         raise UnsupportedConfig(
-            f"No block GEMM takes 128x128 scales on both sides, got {a.spec} and {b.spec}. Quantize the operand that is "
-            "not a weight with Block1D."
+            f"No block GEMM takes 128x128 scales on both sides, got {a.spec} and {b.spec}. "
+            "Quantize the operand that is not a weight with Block1D."
         )
     if a.spec.basis != b.spec.basis:
         raise UnsupportedConfig(

@@ -1,7 +1,7 @@
 """The chip's own scaled GEMM, through torch.nn.functional.scaled_mm, and whether to believe it.
 
-A mode is used only after one tile of it, on this device, came within the rounding bound of the reference; the verdict is
-kept for the process. What the hardware cannot take is padded with zeros, which add nothing to any sum:
+A mode is used only after one tile of it, on this device, came within the rounding bound of the reference; the verdict
+is kept for the process. What the hardware cannot take is padded with zeros, which add nothing to any sum:
 
     K, N         multiples of 16; for blocks K of 128, and M of 16 too
     128x128      its scales, along K, in multiples of 4
@@ -55,7 +55,7 @@ def support(a: QTensor, b: QTensor) -> Support:
 def _probed(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Format) -> Support:
     if torch.cuda.is_current_stream_capturing():
         raise UnsupportedHardware(
-            "The first GEMM of a kind runs a probe, which a CUDA graph capture cannot hold. Run one step before capture."
+            "The first GEMM of a kind runs a probe, which a CUDA graph capture cannot hold. Run one step before it."
         )
     try:
         worst = _probe(device, a, b, a_fmt, b_fmt)

@@ -31,7 +31,8 @@ CONFIGS = (Config(BLOCK, BLOCK, 8), Config(BLOCK, BLOCK, 4))
 @gluon.jit
 def _orientation(
     v, codes, scale, given_amax, M, K, first_row, block, stride_row, stride_block,
-    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, TILE: gl.constexpr, W: gl.constexpr,
+    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr,
+    TILE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """v, one block of 128 columns of an [M, K] orientation -> its codes, and a scale for each row."""
     rows = first_row + gl.arange(0, TILE, layout=gl.SliceLayout(1, turned.row_layout(TILE, W)))
@@ -50,7 +51,8 @@ def _orientation(
 def _cast_1d_kernel(
     x, row, column, row_scale, column_scale, row_amax, column_amax, skip,
     M, K, stride_m, stride_k, row_stride, row_block_stride, column_stride, column_block_stride,
-    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, TILE: gl.constexpr, W: gl.constexpr,
+    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr,
+    TILE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
         if gl.load(skip) != 0:

@@ -3,7 +3,7 @@
     b      = the E8M0 byte of the block's amax, by `rounding`
     code   = cast(x * 2^(127-b))          scale = 2^(b-127)
 
-    rceil  the smallest power of two that is not below amax/fp8_max: nothing saturates. Our default, as in training practice
+    rceil  the smallest power of two that is not below amax/fp8_max: nothing saturates. The default
     floor  exponent(amax) - emax, as the OCP text has it: saturates a quarter of all block maxima
     ceil   the same, exponent rounded up
     even   the same, amax first rounded to the format's mantissa

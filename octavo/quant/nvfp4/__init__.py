@@ -14,8 +14,8 @@ Two options serve gradients and the weight-gradient GEMM:
 
     stochastic   rounds up with probability equal to the remainder, in steps of 1/256, from a counter-based generator
     rht          turns every 16 elements along the contraction by a random-sign Hadamard matrix before they are
-                 quantized. Both operands of a GEMM are turned alike, so the product is unchanged and outliers are spread.
-                 The turned values are rounded to bfloat16, and decoding turns them back
+                 quantized. Both operands of a GEMM are turned alike, so the product is unchanged and outliers are
+                 spread. The turned values are rounded to bfloat16, and decoding turns them back
 
 Codes are padded with zeros to whole blocks of 16, two to a byte, the low nibble first.
 """
@@ -37,7 +37,7 @@ BLOCK = 16
 
 @register("nv")
 class NVFP4(Quantizer):
-    """E4M3 scale bytes [M, ceil(K/16)], M fastest, or [ceil(M/16), ceil(K/16)] with square blocks, and a global_scale [1]."""
+    """E4M3 scale bytes [M, ceil(K/16)], M fastest, or [ceil(M/16), ceil(K/16)] with square blocks; a global_scale."""
 
     square: bool = False  # 16x16 blocks, for weights: one set of codes serves both orientations
     rht: bool = False
@@ -76,6 +76,7 @@ class NVFP4(Quantizer):
     def dequantize(self, q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
         if not self.rht:
             return super().dequantize(q, dtype)
+        assert q.global_scale is not None
         dtype = q.dtype if dtype is None else dtype
         values = turn_back(self.values(q) * q.global_scale)[:, : q.columns]
         return blocks.no_larger(values, torch.finfo(dtype).max).to(dtype).view(q.shape)

@@ -16,7 +16,7 @@ NEGATIVE = sum(1 << i for i, s in enumerate(SIGNS) if s < 0)  # as bits, for the
 def _butterfly(v: Tensor) -> Tensor:
     """v [..., 16] times H/4: four rounds of sums and differences at distance 1, 2, 4, 8, in float32."""
     for distance in (1, 2, 4, 8):
-        pairs = v.unflatten(-1, (-1, 2, distance))
+        pairs = v.reshape(*v.shape[:-1], SIZE // (2 * distance), 2, distance)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         v = torch.stack((a + b, a - b), -2).flatten(-3)
     return v * 0.25
@@ -28,10 +28,10 @@ def _signs(like: Tensor) -> Tensor:
 
 def turn(x: Tensor) -> Tensor:
     """x [R, C], C a multiple of 16 -> the turned values, float32 holding bfloat16."""
-    groups = x.float().unflatten(-1, (-1, SIZE))
+    groups = x.float().reshape(x.shape[0], x.shape[1] // SIZE, SIZE)
     return _butterfly(groups * _signs(x)).flatten(-2).to(torch.bfloat16).float()
 
 
 def turn_back(x: Tensor) -> Tensor:
     """The inverse of `turn`, in float32, without a rounding of its own."""
-    return (_butterfly(x.unflatten(-1, (-1, SIZE))) * _signs(x)).flatten(-2)
+    return (_butterfly(x.reshape(x.shape[0], x.shape[1] // SIZE, SIZE)) * _signs(x)).flatten(-2)

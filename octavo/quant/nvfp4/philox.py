@@ -1,6 +1,6 @@
 """Philox4x32-10, the counter-based generator of stochastic rounding: random bits as a function of where, not of when.
 
-One call gives 16 bytes, one for each element of a 16-block: byte j, little-endian over the four words, is r of element j.
+One call gives 16 bytes, one for each element of a 16-block: byte j, little-endian over the words, is r of element j.
 
     key     = seed (64 bits)
     counter = block index (64 bits), step (32 bits), stream (0 for the row orientation, 1 for the column's)

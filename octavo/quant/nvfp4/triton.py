@@ -246,7 +246,7 @@ def amax(
 
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
-    first, second = _options(row and row.spec, column and column.spec)
+    first, second = _options(*(None if q is None else q.spec for q in (row, column)))
     _cast_kernel[tile.tiles(x, config)](
         x, tile.bytes_of(row), tile.bytes_of(column), tile.scales_of(row), tile.scales_of(column),
         row and row.global_scale, column and column.global_scale, *given.amax,
@@ -274,12 +274,14 @@ def variants() -> list[Variant]:
                 found.append(
                     Variant(
                         f"nvfp4 amax {dtype} rht={rht} {config}", _amax_kernel,
-                        {"x": tile.POINTERS[dtype], "row": "*i32", "column": "*i32", **tile.SIZES}, turned_by, config.warps,
+                        {"x": tile.POINTERS[dtype], "row": "*i32", "column": "*i32", **tile.SIZES},
+                        turned_by, config.warps,
                     )
                 )  # fmt: skip
             found.append(
                 Variant(
-                    f"nvfp4 {dtype} {'16x16' if square else '1x16'} rht={rht} stochastic={random} {config}", _cast_kernel,
+                    f"nvfp4 {dtype} {'16x16' if square else '1x16'} rht={rht} stochastic={random} {config}",
+                    _cast_kernel,
                     {
                         "x": tile.POINTERS[dtype], "row": "*u8", "column": "*u8", "row_scale": "*u8",
                         "column_scale": "*u8", "row_global": "*fp32", "column_global": "*fp32",

@@ -108,7 +108,8 @@ def variants() -> list[Variant]:
             _cast_kernel,
             {
                 "x": tile.POINTERS[dtype], "row": tile.POINTERS[fmt.dtype], "column": tile.POINTERS[fmt.dtype],
-                "row_scale": "*fp32", "column_scale": "*fp32", "row_amax": "*fp32", "column_amax": "*fp32", **tile.SIZES,
+                "row_scale": "*fp32", "column_scale": "*fp32", "row_amax": "*fp32", "column_amax": "*fp32",
+                **tile.SIZES,
             },
             {
                 "skip": None, **tile.CONTIGUOUS, "MAX": fmt.max, "EPS": 1e-12, "CEILING": FLOAT32_MAX, "POW2": True,
