@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from octavo import backend
-from octavo.formats import E5M2
-from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, TensorProto, Tensorwise
+from octavo.formats import E4M3, E5M2
+from octavo.quant import MX, NVFP4, Block1D, Block2D, DelayedState, QTensor, Rowwise, TensorProto, Tensorwise
 from octavo.quant.quantizer import Given
 
 pytestmark = pytest.mark.gpu
@@ -60,7 +60,7 @@ def run(twin: str, spec, x: torch.Tensor, sides: str, **settings) -> list[torch.
     pair = outputs(spec, x, sides)
     specs = [q and q.spec for q in pair]
     amax = module.amax(x, *specs, None) if spec.two_pass else (None, None)
-    seed = torch.tensor(SEED, device=x.device) if getattr(spec, "stochastic", False) else None
+    seed = torch.tensor(SEED, device=x.device) if spec.draws else None
     module.cast(x, *pair, Given(amax=amax, seed=seed), **settings)
     return [t.cpu().reshape(-1).view(torch.uint8) for q in pair if q is not None for t in q.tensors()]
 
@@ -150,7 +150,7 @@ def test_strided_expanded_and_empty(spec):
 @pytest.mark.parametrize("spec", KERNELS, ids=str)
 def test_public_entry_matches_the_cpu_and_skip_leaves_everything(spec):
     x = wide((200, 330), torch.bfloat16)
-    seed = {"seed": torch.tensor(SEED)} if getattr(spec, "stochastic", False) else {}
+    seed = {"seed": torch.tensor(SEED)} if spec.draws else {}
     on_gpu = {name: t.cuda() for name, t in seed.items()}
     want = [t for q in spec.quantize_both(x, **seed) for t in q.tensors()]
     pair = spec.quantize_both(x.cuda(), **on_gpu)
@@ -245,3 +245,47 @@ def test_capturable_in_a_cuda_graph():
         graph.replay()
         assert_same([bytes_of(t) for q in pair for t in q.tensors()], fresh, f"{spec} skipped")
         skip.zero_()
+
+
+def test_nothing_waits_for_the_device():
+    """No host read hides in a quantizer: a synchronization raises here."""
+    x, skip = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16), torch.zeros(1, device="cuda")
+    seed, encode = torch.tensor([1, 2], device="cuda"), torch.ones(1, device="cuda")
+    calls = [lambda: Tensorwise().observe(x, encode), lambda: Tensorwise().quantize_both(x, encode=encode)]
+    for spec in (Tensorwise(), Rowwise(), Block1D(), Block2D(), MX(), NVFP4(rht=True, stochastic=True)):
+        drawn = {"seed": seed} if spec.draws else {}
+        calls.append(
+            lambda spec=spec, drawn=drawn: spec.quantize_into(spec.quantize_both(x, **drawn), x, skip, **drawn)
+        )
+    for call in calls:
+        call()  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_delayed_state_updates_inside_a_cuda_graph():
+    """Replays advance the window exactly as the CPU does, an infinite step and an unused slot included."""
+    formats, amax = (E4M3, E5M2), torch.zeros(2, device="cuda")
+    here, there = DelayedState.create(2, 3, "cuda"), DelayedState.create(2, 3)
+
+    def step(state: DelayedState, values: torch.Tensor) -> None:
+        for slot in range(2):
+            state.observe(slot, values[slot])
+        state.update(formats, margin=1)
+
+    amax.fill_(1.0)
+    step(here, amax)
+    step(there, torch.ones(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(here, amax)
+    for values in ([3.0, 0.5], [float("inf"), 2.0], [0.0, 7.0], [0.25, 0.125], [0.5, 0.25], [0.5, 0.25], [0.5, 0.25]):
+        amax.copy_(torch.tensor(values))
+        graph.replay()
+        step(there, torch.tensor(values))
+        for name in ("history", "head", "encode", "current", "nonfinite"):
+            assert torch.equal(getattr(here, name).cpu(), getattr(there, name)), (name, values)

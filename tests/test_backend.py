@@ -1,0 +1,106 @@
+"""Which twin runs, how it is forced, and what is said where it cannot."""
+
+import builtins
+import sys
+
+import pytest
+import torch
+
+from octavo import backend
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedHardware
+from octavo.quant import Block1D
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _restore():
+    before = backend.forced()
+    yield
+    backend.use(before)
+    backend.triton_refusal.cache_clear()
+
+
+@pytest.fixture
+def chip(monkeypatch):
+    """Pretend to be a GPU of some capability."""
+
+    def pretend(capability, *, triton=True):
+        backend.triton_refusal.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a chip")
+        monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object() if triton else None)
+
+    return pretend
+
+
+def test_cpu_and_meta_run_the_reference():
+    assert backend.choose(CPU) == backend.choose(torch.device("meta")) == "reference"
+
+
+@pytest.mark.parametrize(("capability", "want"), [((8, 0), "reference"), ((8, 9), "triton"), ((9, 0), "triton")])
+def test_a_gpu_runs_triton_from_sm89_on(chip, capability, want):
+    chip(capability)
+    assert backend.choose(CUDA) == want
+
+
+def test_forcing_the_reference_works_on_any_chip(chip):
+    chip((9, 0))
+    with backend.use("reference"):
+        assert backend.choose(CUDA) == "reference"
+    assert backend.choose(CUDA) == "triton"
+
+
+def test_use_is_restored_by_an_exception_and_nests():
+    with pytest.raises(KeyError), backend.use("reference"), backend.use("triton"):
+        raise KeyError
+    assert backend.forced() == "auto"
+
+
+def test_use_without_with_lasts():
+    backend.use("reference")
+    assert backend.forced() == "reference"
+
+
+def test_a_name_that_is_no_backend_is_refused():
+    with pytest.raises(UnsupportedConfig, match="backend must be one of 'auto', 'reference', 'triton', got 'cuda'"):
+        backend.use("cuda")
+
+
+def test_forced_triton_on_a_cpu_says_why_not():
+    with backend.use("triton"), pytest.raises(UnsupportedHardware, match=r"this one is on cpu\. Use 'auto'"):
+        Block1D().quantize(torch.ones(4, 4))
+
+
+def test_forced_triton_on_an_old_chip_says_why_not(chip):
+    chip((8, 6))
+    with backend.use("triton"), pytest.raises(UnsupportedHardware, match=r"needs SM89 or newer, a chip is SM86.*use"):
+        backend.choose(CUDA)
+
+
+def test_a_missing_triton_is_no_silent_fallback(chip):
+    chip((9, 0), triton=False)
+    with pytest.raises(UnsupportedHardware, match=r"triton is not installed.*backend\.use\('reference'\)"):
+        backend.choose(CUDA)
+
+
+def test_another_device_is_refused():
+    with pytest.raises(UnsupportedDevice, match="runs on cpu and cuda tensors, got one on mps"):
+        backend.choose(torch.device("mps"))
+
+
+def test_triton_is_imported_only_when_used(monkeypatch):
+    """The CPU wheel of torch brings no triton: importing and quantizing must not ask for it."""
+    real = builtins.__import__
+
+    def without_triton(name, *args, **kwargs):
+        if name.split(".")[0] == "triton":
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    for module in [m for m in sys.modules if m.startswith("octavo")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(builtins, "__import__", without_triton)
+    import octavo
+
+    assert octavo.quant.MX().quantize(torch.ones(2, 32)).dequantize().sum() == 64
