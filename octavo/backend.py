@@ -11,6 +11,9 @@ process-wide, not per thread: autograd runs backward on threads of its own.
 
 import importlib
 import importlib.util
+import threading
+import warnings
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType, TracebackType
 
@@ -22,17 +25,19 @@ from octavo.errors import UnsupportedDevice, UnsupportedHardware, check_choice
 CHOICES = ("auto", "reference", "triton")
 MIN_TRITON_CAPABILITY = (8, 9)  # the first chips that convert float32 to FP8 in hardware
 
-_forced = "auto"
+_forces: list["use"] = []  # in force, the newest last
+_lock = threading.Lock()
 
 
 class use:
-    """Force a twin, or "auto" to follow the device again. As a context manager it restores what was before."""
+    """Force a twin, or "auto" to follow the device again. As a context manager it takes back its own force, whatever
+    other threads forced meanwhile."""
 
     def __init__(self, name: str) -> None:
-        global _forced
         check_choice(name, CHOICES, what="backend")
-        self._before = _forced
-        _forced = name
+        self.name = name
+        with _lock:
+            _forces.append(self)
 
     def __enter__(self) -> "use":
         return self
@@ -40,42 +45,50 @@ class use:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _forced
-        _forced = self._before
+        with _lock:
+            _forces.remove(self)
 
 
 def forced() -> str:
-    return _forced
+    return _forces[-1].name if _forces else "auto"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why Triton kernels cannot run on a device, and whether that is the chip's nature or something to be mended."""
+
+    why: str
+    mendable: bool = False
 
 
 @cache
-def triton_refusal(device: torch.device) -> str:
-    """Why Triton kernels cannot run on this device; empty when they can."""
+def triton_refusal(device: torch.device) -> Refusal | None:
     if device.type != "cuda":
-        return f"Triton kernels run on CUDA tensors, this one is on {device}"
+        return Refusal(f"Triton kernels run on CUDA tensors, this one is on {device}")
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_TRITON_CAPABILITY:
         found, least = (f"SM{major}{minor}" for major, minor in (capability, MIN_TRITON_CAPABILITY))
-        return f"FP8 conversion in Triton needs {least} or newer, {torch.cuda.get_device_name(device)} is {found}"
+        why = f"FP8 conversion in Triton needs {least} or newer, {torch.cuda.get_device_name(device)} is {found}"
+        warnings.warn(f"{why}: Octavo runs its plain torch reference on {device}, which is slow.", stacklevel=2)
+        return Refusal(why)
     if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed"
-    return ""
+        return Refusal("the package triton is not installed", mendable=True)
+    return None
 
 
 def choose(device: torch.device) -> str:
     """ "reference" or "triton" for tensors on this device."""
     if device.type not in ("cpu", "cuda", "meta"):
         raise UnsupportedDevice(f"Octavo runs on cpu and cuda tensors, got one on {device}. Move it to either.")
-    if _forced == "reference" or device.type in ("cpu", "meta"):
-        if _forced == "triton":
-            raise UnsupportedHardware(f"The triton backend was forced, but {triton_refusal(device)}. Use 'auto'.")
+    force = forced()
+    if force == "reference" or (device.type != "cuda" and force == "auto"):
         return "reference"
     refusal = triton_refusal(device)
-    if not refusal:
+    if refusal is None:
         return "triton"
-    if _forced == "triton" or "not installed" in refusal:
+    if force == "triton" or refusal.mendable:
         raise UnsupportedHardware(
-            f"No Triton kernels here: {refusal}. Call octavo.backend.use('reference') to run plain torch instead."
+            f"No Triton kernels here: {refusal.why}. Call octavo.backend.use('reference') to run plain torch instead."
         )
     return "reference"
 

@@ -36,6 +36,6 @@ def check_choice(value: object, allowed: tuple[object, ...], *, what: str) -> No
 
 
 def check_not_negative(value: object, *, what: str) -> None:
-    """Refuse anything but a finite float from 0 up."""
-    if type(value) is not float or not 0.0 <= value < float("inf"):
-        raise UnsupportedConfig(f"{what} must be a finite number from 0 up, got {value!r}.")
+    """Refuse anything but a float from 0 up that float32 holds."""
+    if type(value) is not float or not 0.0 <= value < 3.4e38:
+        raise UnsupportedConfig(f"{what} must be a number from 0 up to 3.4e38, got {value!r}.")

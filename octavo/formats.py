@@ -54,8 +54,9 @@ class Format:
 
     def decode(self, codes: Tensor) -> Tensor:
         """Exact float32 value of each code. E2M1 takes one code to a byte: `unpack_nibbles` first."""
-        if codes.dtype not in (self.dtype, torch.uint8):
-            raise UnsupportedDtype(f"{self.name}.decode takes {self.dtype} or uint8 codes, got {codes.dtype}.")
+        if not isinstance(codes, Tensor) or codes.dtype not in (self.dtype, torch.uint8):
+            found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+            raise UnsupportedDtype(f"{self.name}.decode takes its codes as {self.dtype} or uint8, got {found}.")
         return _DECODERS[self.name](codes)
 
 
@@ -66,7 +67,6 @@ E8M0 = Format("E8M0", torch.uint8, 8, 2.0**127, 2.0**-126, 2.0**-127, 127)
 
 FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0)}
 
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_NAN = 7  # a NaN becomes +6
 E8M0_NAN = 255
 FP8_NAN = 0x7F
@@ -92,8 +92,10 @@ def _encode_e2m1(x: Tensor) -> Tensor:
 
 
 def _decode_e2m1(codes: Tensor) -> Tensor:
-    values = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), dtype=torch.float32, device=codes.device)
-    return values[codes.long()]
+    exponent, mantissa = ((codes >> 1) & 3).int(), (codes & 1).float()
+    # arithmetic, not a table: a table would be copied from the host, which no graph can capture
+    magnitude = torch.where(exponent == 0, 0.5 * mantissa, (0.5 + 0.25 * mantissa) * (1 << exponent))
+    return torch.where(codes & 8 > 0, -magnitude, magnitude)
 
 
 def _encode_e8m0(x: Tensor) -> Tensor:

@@ -81,7 +81,9 @@ def register(name: str) -> Callable[[T], T]:
 
     def bind(cls: T) -> T:
         holder = _BY_NAME.get(name)
-        if holder is not None and (holder.__module__, holder.__qualname__) != (cls.__module__, cls.__qualname__):
+        # a module may be loaded again, but a function that is called again makes another class
+        reloaded = holder is not None and (holder.__module__, holder.__qualname__) == (cls.__module__, cls.__qualname__)
+        if holder is not None and (not reloaded or "<locals>" in cls.__qualname__):
             raise UnsupportedConfig(f"The name {name!r} already belongs to {holder.__qualname__}. Choose another.")
         frozen = dataclass(frozen=True, repr=False, eq=False)(cls)
         frozen.registered_name = name
@@ -134,7 +136,10 @@ def _parse_value(text: str, whole: str) -> tuple[Any, str]:
     if text.startswith("("):
         return _parse_tuple(text[1:], whole)
     if literal := _LITERAL.match(text):
-        return ast.literal_eval(literal.group()), text[literal.end() :]
+        try:
+            return ast.literal_eval(literal.group()), text[literal.end() :]
+        except (SyntaxError, ValueError):
+            raise UnsupportedConfig(f"Cannot read {whole!r}: {literal.group()} is no number or string.") from None
     name = _NAME.match(text)
     if name is None:
         raise UnsupportedConfig(f"Cannot read {whole!r}: expected a value at {text!r}.")
@@ -148,13 +153,20 @@ def _parse_value(text: str, whole: str) -> tuple[Any, str]:
 
 def _parse_tuple(text: str, whole: str) -> tuple[tuple[Any, ...], str]:
     items = []
+    text = text.lstrip()
     while not text.startswith(")"):
         item, text = _parse_value(text, whole)
         items.append(item)
-        text = text.removeprefix(",")
-        if not text:
-            raise UnsupportedConfig(f"Cannot read {whole!r}: a tuple is not closed.")
+        text = _after_item(text, whole)
     return tuple(items), text[1:]
+
+
+def _after_item(text: str, whole: str) -> str:
+    """What follows an item of a list: past the comma, or at the bracket that closes it."""
+    text = text.lstrip()
+    if not text.startswith((",", ")")):
+        raise UnsupportedConfig(f"Cannot read {whole!r}: expected , or ) at {text!r}.")
+    return text.removeprefix(",").lstrip()
 
 
 def _parse_fields(word: str, rest: str, whole: str) -> tuple[Value, str]:
@@ -172,7 +184,7 @@ def _parse_fields(word: str, rest: str, whole: str) -> tuple[Value, str]:
             if field.group(1) in settings:
                 raise UnsupportedConfig(f"Cannot read {whole!r}: {field.group(1)!r} is given twice.")
             settings[field.group(1)], rest = _parse_value(rest[field.end() :], whole)
-            rest = rest.lstrip().removeprefix(",").lstrip()
+            rest = _after_item(rest, whole)
         rest = rest[1:]
     try:
         return cls(**settings), rest

@@ -29,7 +29,33 @@ TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
 def variants() -> list:
-    return [v for name in MODULES for v in importlib.import_module(name).variants()]
+    """Every configuration as it stands, and each kernel once in every other way it may be called."""
+    found = [v for name in MODULES for v in importlib.import_module(name).variants()]
+    first = {v.kernel.fn.__module__ + v.kernel.fn.__name__: v for v in reversed(found)}
+    return found + [other for v in first.values() for other in called_otherwise(v)]
+
+
+def called_otherwise(variant):
+    """With a skip flag, with a given amax, with strided x, and for one orientation alone."""
+
+    def with_pointers(what: str, names: list[str], pointer: str):
+        constants = {k: c for k, c in variant.constants.items() if k not in names}
+        signature = variant.signature | dict.fromkeys(names, pointer)
+        return variant._replace(name=f"{variant.name}, {what}", signature=signature, constants=constants)
+
+    absent = [name for name, value in variant.constants.items() if value is None]
+    if "skip" in absent:
+        yield with_pointers("skip", ["skip"], "*fp32")
+    if given := [name for name in absent if name.endswith("amax")]:
+        yield with_pointers("given amax", given, "*fp32")
+    if "stride_k" in variant.constants:
+        yield with_pointers("strided", ["stride_k"], "i64")
+    for side in ("row", "column"):
+        gone = {name for name in variant.signature if name == side or name in (f"{side}_scale", f"{side}_global")}
+        if side in gone:
+            signature = {k: p for k, p in variant.signature.items() if k not in gone}
+            constants = variant.constants | dict.fromkeys(gone)
+            yield variant._replace(name=f"{variant.name}, no {side}", signature=signature, constants=constants)
 
 
 def ptx_of(variant, architecture: int) -> str:

@@ -2,6 +2,8 @@
 
 import builtins
 import sys
+import threading
+import warnings
 
 import pytest
 import torch
@@ -15,9 +17,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture(autouse=True)
 def _restore():
-    before = backend.forced()
+    before = list(backend._forces)
     yield
-    backend.use(before)
+    backend._forces[:] = before
     backend.triton_refusal.cache_clear()
 
 
@@ -38,10 +40,35 @@ def test_cpu_and_meta_run_the_reference():
     assert backend.choose(CPU) == backend.choose(torch.device("meta")) == "reference"
 
 
-@pytest.mark.parametrize(("capability", "want"), [((8, 0), "reference"), ((8, 9), "triton"), ((9, 0), "triton")])
-def test_a_gpu_runs_triton_from_sm89_on(chip, capability, want):
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+def test_a_gpu_runs_triton_from_sm89_on(chip, capability):
     chip(capability)
-    assert backend.choose(CUDA) == want
+    assert backend.choose(CUDA) == "triton"
+
+
+def test_an_older_gpu_runs_the_reference_and_says_so_once(chip):
+    chip((8, 0))
+    with pytest.warns(UserWarning, match=r"needs SM89 or newer, a chip is SM80.*plain torch reference"):
+        assert backend.choose(CUDA) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backend.choose(CUDA) == "reference"
+
+
+def test_threads_take_back_their_own_force_only():
+    """Overlapping in any order, nothing is left in force."""
+
+    def flip():
+        for _ in range(50):
+            with backend.use("reference"):
+                assert backend.forced() == "reference"
+
+    threads = [threading.Thread(target=flip) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert backend.forced() == "auto"
 
 
 def test_forcing_the_reference_works_on_any_chip(chip):
@@ -68,13 +95,20 @@ def test_a_name_that_is_no_backend_is_refused():
 
 
 def test_forced_triton_on_a_cpu_says_why_not():
-    with backend.use("triton"), pytest.raises(UnsupportedHardware, match=r"this one is on cpu\. Use 'auto'"):
+    with (
+        backend.use("triton"),
+        pytest.raises(UnsupportedHardware, match=r"this one is on cpu\. Call octavo\.backend\.use"),
+    ):
         Block1D().quantize(torch.ones(4, 4))
 
 
 def test_forced_triton_on_an_old_chip_says_why_not(chip):
     chip((8, 6))
-    with backend.use("triton"), pytest.raises(UnsupportedHardware, match=r"needs SM89 or newer, a chip is SM86.*use"):
+    with (
+        backend.use("triton"),
+        pytest.warns(UserWarning, match="is SM86"),
+        pytest.raises(UnsupportedHardware, match=r"needs SM89 or newer, a chip is SM86.*use"),
+    ):
         backend.choose(CUDA)
 
 

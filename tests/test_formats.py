@@ -5,6 +5,7 @@ the oracles below clamp first and put the documented bytes in for NaN.
 """
 
 import math
+import shutil
 from fractions import Fraction
 
 import ml_dtypes
@@ -349,3 +350,18 @@ def test_a_strided_input_encodes_as_its_copy(fmt):
 def test_integers_are_refused_by_name(fmt, dtype):
     with pytest.raises(UnsupportedDtype):
         fmt.encode(torch.ones(4, dtype=dtype))
+
+
+# -- A8: eager == compiled --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("fmt", [E4M3, E5M2, E2M1, E8M0], ids=str)
+def test_a_compiled_encoder_writes_the_same_bytes(fmt, backend):
+    """Every bfloat16 value, as float32: NaN payloads, infinities, subnormals and both zeros among them."""
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("Inductor needs g++ to compile for a CPU")
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    torch._dynamo.reset()
+    compiled = torch.compile(fmt.encode, fullgraph=True, backend=backend)(x)
+    assert torch.equal(compiled.view(torch.uint8), fmt.encode(x).view(torch.uint8))

@@ -32,7 +32,7 @@ def test_no_configuration_spills_more_than_on_record(results):
     assert not worse, "\n".join(worse)
 
 
-def test_default_configurations_do_not_spill_on_hopper(results):
+def test_nothing_spills_on_hopper(results):
     spilling = [r["name"] for r in results if r["architecture"] == 90 and r["spilled"]]
     assert not spilling
 

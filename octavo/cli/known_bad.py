@@ -2,18 +2,13 @@
 
 from typing import Any
 
-
-def _minor(version: str | None) -> tuple[int, int]:
-    if not version:
-        return (0, 0)
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+from octavo.version import parse
 
 
 def known_bad(facts: dict[str, Any], environment: dict[str, str]) -> list[dict[str, str]]:
     """Entries that apply here. `facts` is `machine.describe`'s."""
     found = []
-    if _minor(facts["torch"]) == (2, 11):
+    if parse(facts["torch"]) == (2, 11):
         found.append(
             {
                 "what": "torch 2.11 can give silently wrong gradients for an autograd.Function traced by torch.compile",
@@ -21,7 +16,7 @@ def known_bad(facts: dict[str, Any], environment: dict[str, str]) -> list[dict[s
                 "octavo": "Octavo compiles through custom operators instead; check your own autograd.Functions.",
             }
         )
-    if facts["triton"] and _minor(facts["triton"]) <= (3, 6):
+    if facts["triton"] and parse(facts["triton"]) <= (3, 6):
         found.append(
             {
                 "what": "triton up to 3.6 may miscompile FP8 clamped with NaN propagation and stored transposed",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from octavo.errors import UnsupportedHardware
 from octavo.version import __version__
 
 
@@ -37,5 +38,16 @@ def describe(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def parse_device(name: str | None) -> torch.device:
+    """The device of that name; the GPU, if there is one, for None."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UnsupportedHardware(f"There is no device called {name!r}. Use cpu or cuda[:index].") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedHardware(f"torch sees no GPU here, so there is no {name}. Use --device cpu.")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -27,7 +27,7 @@ from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
 from octavo.values import Value
 
-MAX_DIM = 2**31 - 1  # kernels count rows and columns in 32 bits and address elements in 64
+MAX_DIM = 2**31 - 256  # kernels count rows and columns in 32 bits, rounded up to a tile, and address in 64
 Pair = tuple[Tensor | None, Tensor | None]
 
 
@@ -109,11 +109,7 @@ class Quantizer(Value):
     ) -> tuple[QTensor, QTensor]:
         """Both orientations from one read of x. `column` quantizes the second one, if not by the same settings."""
         matrix, column = as_matrix(x), self if column is None else column
-        if not self.fuses_with(column):
-            raise UnsupportedConfig(
-                f"{self} and {column} cannot share one read of x: {type(self).__name__}.quantize_both needs "
-                "the same scheme and format for both. Quantize each orientation on its own, with quantize(x, axis)."
-            )
+        self._check_fuses(column)
         like = TensorProto.of(x)
         pair = self.proto(like).empty(), column.proto(like, axis=column_axis(x.dim())).empty()
         self._fill(matrix, pair, Given(amax, encode, seed))
@@ -126,11 +122,13 @@ class Quantizer(Value):
         skip: Tensor | None = None,
         *,
         axis: int = -1,
+        amax: Tensor | Pair | None = None,
         encode: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> None:
         """Overwrite `out`, one orientation or (row, column), in place. A `skip` flag on the device, not zero, leaves
-        `out` as it was: the weight cache of a captured graph. The only entry that mutates anything."""
+        `out` as it was: the weight cache of a captured graph. `amax` is one tensor, or a pair for a pair. The only
+        entry that mutates anything."""
         matrix, like = as_matrix(x), TensorProto.of(x)
         if isinstance(out, tuple):
             row, column = out
@@ -141,7 +139,9 @@ class Quantizer(Value):
         else:
             _check_fits(out, self.proto(like, axis))
             pair = (None, out) if is_column(x.dim(), axis) else (out, None)
-        self._fill(matrix, pair, Given(encode=encode, seed=seed, skip=check_flag(skip, x)))
+        if not isinstance(amax, tuple):
+            amax = (None, amax) if pair[0] is None else (amax, None)
+        self._fill(matrix, pair, Given(amax, encode, seed, check_flag(skip, x)))
 
     def amax(self, x: Tensor, axis: int = -1, *, skip: Tensor | None = None) -> Tensor:
         """The largest magnitudes that `quantize(x, axis, amax=...)` would compute: reduce them across ranks first.
@@ -155,18 +155,28 @@ class Quantizer(Value):
 
     def amax_both(self, x: Tensor, *, column: "Quantizer | None" = None) -> Pair:
         """`amax` of both orientations, for `quantize_both(x, amax=...)`."""
-        matrix = as_matrix(x)
-        found: Pair = backend.twin(self.package, x).amax(matrix, self, self if column is None else column, None)
+        matrix, column = as_matrix(x), self if column is None else column
+        self._check_fuses(column)
+        found: Pair = backend.twin(self.package, x).amax(matrix, self, column, None)
         return found
+
+    def _check_fuses(self, column: "Quantizer") -> None:
+        if not self.fuses_with(column):
+            raise UnsupportedConfig(
+                f"{self} and {column} cannot share one read of x: {type(self).__name__}.quantize_both needs "
+                "the same scheme and format for both. Quantize each orientation on its own, with quantize(x, axis)."
+            )
 
     def fuses_with(self, column: "Quantizer") -> bool:
         """Whether one kernel serves this orientation and `column` of the same x."""
         return column == self
 
     def check_given(self, given: Given, x: Tensor, draws: bool) -> None:
-        """Refuse tensors that this cast has no use for, ignoring them would be silent, and miss none that it needs."""
+        """Refuse a tensor that this cast would ignore, and the lack of one that it needs."""
         if given.encode is not None and not self.takes_encode:
             raise UnsupportedConfig(f"{self} derives its scales from the data; encode= is for Tensorwise.")
+        if given.encode is not None and any(a is not None for a in given.amax):
+            raise UnsupportedConfig("encode= is the multiplier itself and amax= what it would follow from. Give one.")
         if given.seed is None and draws:
             raise UnsupportedConfig(
                 f"{self} rounds stochastically and needs seed=, an int64 tensor [seed, step] that advances every step."
@@ -193,7 +203,8 @@ class Quantizer(Value):
         missing = any(q is not None and a is None for q, a in zip(pair, amax, strict=True))
         if self.two_pass and given.encode is None and missing:
             amax = twin.amax(x, *specs, given.skip)
-        twin.cast(x, *pair, Given(amax, given.encode, given.seed, given.skip, given.observed))
+        encode = None if given.encode is None else given.encode.detach()
+        twin.cast(x, *pair, Given(amax, encode, given.seed, given.skip, given.observed))
 
     def _check_amax(self, amax: Pair, pair: tuple[QTensor | None, QTensor | None]) -> Pair:
         if any(a is not None for a in amax) and any(
@@ -209,7 +220,7 @@ class Quantizer(Value):
                         f"amax= must be float32 {want} on {q.device}, as amax(x, axis) returns it; "
                         f"got {a.dtype} {tuple(a.shape)} on {a.device}."
                     )
-                a = a.contiguous()
+                a = a.detach().contiguous()
             checked.append(a)
         return checked[0], checked[1]
 
@@ -236,12 +247,16 @@ class Quantizer(Value):
 
     def dequantize(self, q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
         """Values of the codes, saturated to what the dtype holds: a scale rounded up may decode past it."""
-        dtype = q.dtype if dtype is None else dtype
+        dtype = check_float(q.dtype if dtype is None else dtype, "dequantize")
         values = self.values(q)
         if q.global_scale is not None:
             values = values * q.global_scale
-        finite = torch.finfo(dtype).max
-        return blocks.no_larger(values[:, : q.columns], finite).to(dtype).view(q.shape)
+        inside = self.turned_back(values)[:, : q.columns]
+        return blocks.no_larger(inside, torch.finfo(dtype).max).to(dtype).view(q.shape)
+
+    def turned_back(self, values: Tensor) -> Tensor:
+        """Values in x's own basis."""
+        return values
 
     def transpose(self, q: QTensor) -> QTensor:
         """The other orientation, from the codes alone. Only where that is lossless: square blocks."""
@@ -271,7 +286,7 @@ def as_matrix(x: Tensor) -> Tensor:
     m, k = math.prod(x.shape[:-1]), (x.shape[-1] if x.dim() else 1)
     if max(m, k) > MAX_DIM:
         raise UnsupportedShape(
-            f"A quantizer takes at most 2^31-1 rows and columns, got {m} x {k} from shape {tuple(x.shape)}. "
+            f"A quantizer takes at most 2^31-256 rows and columns, got {m} x {k} from shape {tuple(x.shape)}. "
             "Quantize it in pieces."
         )
     return x.detach().reshape(m, k)
@@ -304,6 +319,12 @@ def oriented_shape(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
     if not is_column(len(shape), axis):
         return shape
     return shape[-1], math.prod(shape[:-1])
+
+
+def check_float(dtype: torch.dtype, what: str) -> torch.dtype:
+    if dtype not in FLOATS:
+        raise UnsupportedDtype(f"{what} gives float32, bfloat16 or float16, got {dtype}. Cast the result instead.")
+    return dtype
 
 
 def check_flag(skip: Tensor | None, x: Tensor) -> Tensor | None:

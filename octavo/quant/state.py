@@ -18,12 +18,17 @@ import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
-from octavo.formats import Format
+from octavo.formats import E4M3, E5M2, Format
 from octavo.quant.scale import FLOAT32_MAX, encode_scale
 from octavo.quant.tensorwise import Tensorwise
 
 ALGORITHMS = ("max", "most_recent")
 COLD_STARTS = ("one", "current")
+
+
+def check_margin(margin: object, *, what: str) -> None:
+    if type(margin) is not int or abs(margin) > 64:
+        raise UnsupportedConfig(f"{what} is an int from -64 to 64, got {margin!r}.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +60,9 @@ class DelayedState:
     def update(self, formats: tuple[Format, ...], *, algorithm: str = "max", margin: int = 0) -> None:
         """End the step: one format a slot."""
         check_choice(algorithm, ALGORITHMS, what="amax algorithm")
+        check_margin(margin, what="margin")
+        for fmt in formats:
+            check_choice(fmt, (E4M3, E5M2), what="a slot's format")
         if len(formats) != self.current.numel():
             raise UnsupportedConfig(
                 f"update takes one format a slot: {self.current.numel()} slots, {len(formats)} formats."
@@ -78,9 +86,10 @@ class DelayedState:
     def _multiplier(a: Tensor, fmt: Format, margin: int) -> Tensor:
         """The overflow test comes after the margin: (fp8_max/a)/2^margin may overflow though fp8_max/a did not."""
         s = torch.full_like(a, fmt.max) / a * 2.0**-margin
-        return torch.where(s.isinf(), FLOAT32_MAX, s)
+        # a multiplier of zero would decode to NaN: the smallest normal is the least there is
+        return torch.where(s.isinf(), FLOAT32_MAX, s.clamp_min(torch.finfo(torch.float32).tiny))
 
-    def encode_for(self, slot: int, spec: Tensorwise, x: Tensor, *, cold_start: str = "one") -> Tensor:
+    def encode_for(self, slot: int, spec: Tensorwise, x: Tensor, *, cold_start: str = "one", margin: int = 0) -> Tensor:
         """The multiplier [1] to cast x with. With cold_start="current" a slot that has seen nothing yet takes it from x
         itself: a multiplier of 1 would flush gradients below 2^-17 to zero on the first step."""
         check_choice(cold_start, COLD_STARTS, what="cold_start")
@@ -91,4 +100,4 @@ class DelayedState:
         just_in_time = encode_scale(
             spec.amax(x, skip=warm).view(1), spec.fmt.max, eps=spec.eps, ceiling=FLOAT32_MAX, pow2=spec.pow2
         )
-        return torch.where(warm, kept, just_in_time)
+        return torch.where(warm, kept, just_in_time * 2.0**-margin)

@@ -5,6 +5,7 @@ at once where the skip flag says so. Casts to FP8 are the hardware's: round to n
 `/` is Triton's fast divide, so every division here is `tl.div_rn`.
 """
 
+import math
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -63,7 +64,7 @@ def spec_of(kind: type[S], row: QTensor | None, column: QTensor | None) -> S:
     return spec
 
 
-def bytes_of(q: QTensor | None) -> Tensor | None:
+def codes_of(q: QTensor | None) -> Tensor | None:
     return None if q is None else q.codes
 
 
@@ -87,11 +88,9 @@ def load_tile(x, M, K, stride_m, stride_k, rows, columns):
 
 
 @triton.jit
-def store_codes(codes, tile, M, K, rows, columns, VECTOR: tl.constexpr = None):
+def store_codes(codes, tile, M, K, rows, columns):
     """tile -> codes[rows, columns] of a contiguous [M, K]."""
     at = rows.to(tl.int64)[:, None] * K + columns[None, :]
-    if VECTOR is not None:
-        at = tl.max_contiguous(at, (1, VECTOR))
     tl.store(codes + at, tile, mask=(rows < M)[:, None] & (columns < K)[None, :])
 
 
@@ -111,14 +110,20 @@ def encode_scale(amax, MAX: tl.constexpr, EPS: tl.constexpr, CEILING: tl.constex
         return s, divide(1.0, s)
 
 
+@triton.constexpr_function
+def exponent_of(value):
+    """The exponent of the power of two at or below a positive number."""
+    return math.frexp(value)[1] - 1
+
+
 @triton.jit
 def _power_of_two(a, MAX: tl.constexpr, CEILING: tl.constexpr):
     """The same rule in integers, a tenth of the instructions. FP8 maxima are 1.75 * 2^n, so MAX / a has the exponent
     n - exponent(a), less one where a's mantissa exceeds 1.75; rounding the quotient never carries it further."""
     bits = a.to(tl.int32, bitcast=True)
-    n: tl.constexpr = 8 if MAX == 448.0 else 15
-    biased = 254 + n - ((bits + 0x1FFFFF) >> 23)  # the sum carries into the exponent from 1.75 on
-    top: tl.constexpr = 142 if CEILING == 65504.0 else 254  # the power of two at or below float16's max, or float32's
+    n: tl.constexpr = exponent_of(MAX)
+    biased = 254 + n - ((bits + 0x1FFFFF) >> 23)  # the sum carries into the exponent above 1.75
+    top: tl.constexpr = 127 + exponent_of(CEILING)
     biased = tl.where(biased > 254, top, biased)  # the quotient overflows; every subnormal a is here
     odd = (bits - 1).to(tl.uint32, bitcast=True) >= 0x7F7FFFFF  # 0, Inf or NaN
     biased = tl.where(odd, 127, biased)

@@ -6,7 +6,7 @@ The fastest FP8 recipe, and the one with a state: see `octavo.quant.DelayedState
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.formats import E4M3, E5M2, Format
 from octavo.quant import Tensorwise
-from octavo.quant.state import ALGORITHMS, COLD_STARTS
+from octavo.quant.state import ALGORITHMS, COLD_STARTS, check_margin
 from octavo.recipes.recipe import LinearQuant, Recipe
 from octavo.values import register
 
@@ -39,5 +39,4 @@ class Delayed(Recipe):
         check_choice(self.cold_start, COLD_STARTS, what="Delayed.cold_start")
         if type(self.history) is not int or not 1 <= self.history <= 2**20:
             raise UnsupportedConfig(f"Delayed.history is an int from 1 to 2^20 steps, got {self.history!r}.")
-        if type(self.margin) is not int or abs(self.margin) > 64:
-            raise UnsupportedConfig(f"Delayed.margin is an int from -64 to 64, got {self.margin!r}.")
+        check_margin(self.margin, what="Delayed.margin")

@@ -419,7 +419,9 @@ def test_tensors_on_two_devices_are_refused():
 
 @pytest.mark.parametrize("shape", [(3,), (5,), (1, 4), (4, 1), ()], ids=str)
 def test_a_bias_of_another_shape_is_refused(shape):
-    with pytest.raises(UnsupportedShape, match=r"one element a row of b, \(4,\); got ") as error:
+    with pytest.raises(
+        UnsupportedShape, match=r"one element a row of b, \(4,\), in float32, bfloat16 or float16; got "
+    ) as error:
         gemm(q(Q.MX(), rows=6), q(Q.MX(), rows=4), bias=torch.zeros(shape))
     assert str(shape) in str(error.value)
 
@@ -546,3 +548,26 @@ def test_the_reference_is_far_inside_the_bound_of_every_device(left, right):
     error = (gemm(a, b, out_dtype=torch.bfloat16).double() - x @ w.T).abs()
     rounding = 2.0**-8  # half a step of bfloat16's seven fraction bits, at the bottom of a binade
     assert (error <= 5e-7 * (x.abs() @ w.abs().T) + rounding * (x @ w.T).abs()).all()
+
+
+# -- what must not leak or be misread ---------------------------------------------------------------------------------
+
+
+def test_a_strided_or_expanded_bias_is_read_as_it_stands():
+    a, b = q(Q.MX(), rows=6), q(Q.MX(), rows=4)
+    wide = randn(8)
+    for bias in (wide[::2], wide[:1].expand(4)):
+        assert torch.equal(gemm(a, b, bias=bias), gemm(a, b, bias=bias.clone()))
+
+
+def test_an_integer_bias_is_refused():
+    with pytest.raises(UnsupportedShape, match=r"in float32, bfloat16 or float16; got torch.int32"):
+        gemm(q(Q.MX(), rows=6), q(Q.MX(), rows=4), bias=torch.zeros(4, dtype=torch.int32))
+
+
+def test_no_gradient_flows_through_any_operand():
+    """A layer's backward is written out; half an autograd graph would be a silent wrong gradient."""
+    bias = torch.zeros(4, requires_grad=True)
+    assert not gemm(q(Q.MX(), rows=6), q(Q.MX(), rows=4), bias=bias).requires_grad
+    plain = randn(4, 32).requires_grad_()
+    assert not gemm(plain, plain, bias=bias).requires_grad

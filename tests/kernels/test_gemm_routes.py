@@ -142,3 +142,33 @@ def test_high_precision_operands():
         for out_dtype in (dtype, torch.float32):
             got = gemm(a, b, bias=bias, out_dtype=out_dtype).float()
             assert (got - want).norm() / want.norm() < 5e-3
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "block 1d by 2d", "mx"])
+def test_a_strided_bias_is_read_as_it_stands(name):
+    a, b = operands(PAIRS[name], (48, 80, 256))
+    wide = torch.randn(160, device="cuda", dtype=torch.bfloat16)
+    for bias in (wide[::2], wide[:1].expand(80)):
+        assert torch.equal(gemm(a, b, bias=bias), gemm(a, b, bias=bias.clone()))
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block 1d by 2d", "mx", "nvfp4 rht"])
+def test_column_operands_multiply_like_a_weight_gradient(name):
+    """Both operands quantized along the tokens, as wgrad has them."""
+    left, right = PAIRS[name]
+    right = Block1D() if right == Block2D() else right
+    dy, x = (torch.randn(200, n, device="cuda", dtype=torch.bfloat16) for n in (96, 130))
+    a, b = left.quantize(dy, axis=0), right.quantize(x, axis=0)
+    assert_within(gemm(a, b, out_dtype=torch.float32), a, b, c=2e-4)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_capturable_in_a_cuda_graph(name):
+    a, b = operands(PAIRS[name], (64, 96, 256))
+    want = gemm(a, b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got, values = gemm(a, b), a.dequantize()
+    graph.replay()
+    assert torch.equal(got, want)
+    assert torch.equal(values, a.dequantize())

@@ -10,7 +10,7 @@ import torch
 
 import octavo.quant as Q
 from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
-from octavo.formats import E2M1, E4M3, E5M2, E8M0
+from octavo.formats import E2M1, E4M3, E5M2, E8M0, unpack_nibbles
 from octavo.quant import TensorProto
 
 DETERMINISTIC = [
@@ -457,7 +457,7 @@ def test_more_than_31_bits_of_rows_or_columns_are_refused(spec, ones, shape):
     x = torch.empty(ones).expand(shape)  # no memory behind it
     for entry in entries(spec, x):
         with pytest.raises(
-            UnsupportedShape, match=r"at most 2\^31-1 rows and columns, got \d+ x \d+.*in pieces"
+            UnsupportedShape, match=r"at most 2\^31-256 rows and columns, got \d+ x \d+.*in pieces"
         ) as error:
             entry()
         assert str(shape) in str(error.value)
@@ -632,3 +632,53 @@ def test_refusals_are_also_the_builtin_exceptions():
         with pytest.raises(builtin) as error:
             call()
         assert isinstance(error.value, Unsupported)
+
+
+# -- what would otherwise be ignored, or leak -------------------------------------------------------------------------
+
+
+def test_a_multiplier_and_an_amax_together_are_refused():
+    x, spec = randn(4, 40), Q.Tensorwise()
+    with pytest.raises(UnsupportedConfig, match=r"encode= is the multiplier itself.*Give one"):
+        spec.quantize(x, encode=torch.ones(1), amax=spec.amax(x))
+
+
+def test_amax_of_two_schemes_at_once_is_refused():
+    with pytest.raises(UnsupportedConfig, match="cannot share one read of x"):
+        Q.Tensorwise().amax_both(randn(4, 40), column=Q.Rowwise())
+
+
+@every
+def test_a_reduced_amax_reaches_a_cast_in_place(spec):
+    """A collective may sit between the amax and the refresh of a cached weight."""
+    x, seed = randn(20, 40), seed_for(spec)
+    amax = tuple(2 * a for a in spec.amax_both(x))
+    want = spec.quantize_both(x, amax=amax, seed=seed)
+    pair = spec.quantize_both(x, seed=seed)
+    spec.quantize_into(pair, x, amax=amax, seed=seed)
+    row = spec.quantize(x, seed=seed)
+    spec.quantize_into(row, x, amax=amax[0], seed=seed)
+    for got, expected in ((pair[0], want[0]), (pair[1], want[1]), (row, want[0])):
+        for g, w in zip(got.tensors(), expected.tensors(), strict=True):
+            assert torch.equal(g.reshape(-1).view(torch.uint8), w.reshape(-1).view(torch.uint8))
+
+
+def test_a_multiplier_that_requires_grad_leaves_no_graph():
+    q = Q.Tensorwise().quantize(randn(4, 40), encode=torch.ones(1, requires_grad=True))
+    assert not q.scale.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8], ids=str)
+def test_decoding_into_another_dtype_is_refused(dtype):
+    with pytest.raises(UnsupportedDtype, match=f"dequantize gives float32, bfloat16 or float16, got {dtype}"):
+        Q.MX().quantize(randn(4, 40)).dequantize(dtype)
+
+
+@pytest.mark.parametrize("spec", [Q.NVFP4(), Q.NVFP4(square=True)], ids=str)
+def test_padding_of_packed_codes_is_zero_even_beside_a_nan(spec):
+    x = randn(20, 40)
+    x[3, 39] = float("nan")
+    q = spec.quantize(x)
+    assert (unpack_nibbles(q.codes)[:, 40:] == 0).all()
+    if spec.square:
+        assert torch.equal(q.transpose().codes, spec.quantize(x, axis=0).codes)

@@ -10,7 +10,7 @@ import torch
 
 import octavo.quant as Q
 from octavo.errors import Unsupported, UnsupportedConfig
-from octavo.formats import E4M3, E5M2
+from octavo.formats import E2M1, E4M3, E5M2
 
 INF, NAN = math.inf, math.nan
 F = np.float32
@@ -389,3 +389,28 @@ def test_unknown_settings_are_refused():
         state.encode_for(0, Q.Tensorwise(), torch.ones(1, 1), cold_start="zero")
     with pytest.raises(Unsupported):
         state.update((E4M3, E4M3))  # one format a slot
+
+
+@pytest.mark.parametrize("margin", [65, -65, 0.5, True], ids=str)
+def test_a_margin_without_meaning_is_refused(margin):
+    with pytest.raises(UnsupportedConfig, match="margin is an int from -64 to 64"):
+        Q.DelayedState.create(1, 2).update((E4M3,), margin=margin)
+
+
+def test_a_slot_in_four_bits_is_refused():
+    with pytest.raises(UnsupportedConfig, match="a slot's format must be one of E4M3, E5M2, got E2M1"):
+        Q.DelayedState.create(1, 2).update((E2M1,))
+
+
+def test_a_multiplier_never_underflows_to_zero():
+    """Zero would decode to NaN; the least multiplier is float32's smallest normal."""
+    state = Q.DelayedState.create(1, 2)
+    state.observe(0, torch.tensor(3e38))
+    state.update((E4M3,), margin=64)
+    assert state.encode.item() == torch.finfo(torch.float32).tiny
+
+
+def test_a_cold_start_keeps_the_margin():
+    x, state = torch.full((4, 4), 2.0), Q.DelayedState.create(1, 2)
+    plain = state.encode_for(0, Q.Tensorwise(), x, cold_start="current")
+    assert torch.equal(state.encode_for(0, Q.Tensorwise(), x, cold_start="current", margin=2), plain / 4)

@@ -7,6 +7,7 @@ import torch
 
 from octavo import backend
 from octavo.formats import E4M3, E5M2
+from octavo.kernels.gemm import gemm
 from octavo.quant import MX, NVFP4, Block1D, Block2D, DelayedState, QTensor, Rowwise, TensorProto, Tensorwise
 from octavo.quant.quantizer import Given
 
@@ -169,10 +170,10 @@ def bytes_of(t: torch.Tensor) -> torch.Tensor:
     return t.cpu().reshape(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("spec", [s for s in KERNELS if not s.two_pass], ids=str)
+@pytest.mark.parametrize("spec", [s for s in KERNELS if not s.draws], ids=str)
 def test_given_amax(spec):
     x = wide((200, 330), torch.bfloat16)
-    amax = tuple(2 * a for a in spec.amax_both(x))
+    amax = tuple(factor * a for factor, a in zip((2, 3), spec.amax_both(x), strict=True))  # each side its own
     got = spec.quantize_both(x.cuda(), amax=tuple(a.cuda() for a in amax))
     want = spec.quantize_both(x, amax=amax)
     for g, w in zip(got, want, strict=True):
@@ -221,6 +222,7 @@ def test_offsets_beyond_two_to_the_31():
     for spec in (Block1D(), MX()):
         whole, alone = spec.quantize(x), spec.quantize(x[-1:])
         assert torch.equal(whole.codes[-1:].view(torch.uint8), alone.codes.view(torch.uint8))
+        assert torch.equal(whole.scale[-1], alone.scale[0])
         column = spec.quantize(x, axis=0)
         assert torch.equal(
             column.codes[-64:].view(torch.uint8), spec.quantize(x[:, -64:], axis=0).codes.view(torch.uint8)
@@ -257,6 +259,9 @@ def test_nothing_waits_for_the_device():
         calls.append(
             lambda spec=spec, drawn=drawn: spec.quantize_into(spec.quantize_both(x, **drawn), x, skip, **drawn)
         )
+        other = Block1D() if spec == Block2D() else spec  # two square operands are refused
+        pair = spec.quantize(x, **drawn), other.quantize(x, **drawn)
+        calls += [lambda pair=pair: gemm(*pair), lambda pair=pair: pair[0].dequantize()]
     for call in calls:
         call()  # compiles
         torch.cuda.synchronize()

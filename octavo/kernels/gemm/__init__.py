@@ -38,10 +38,12 @@ def gemm(
     accumulate: bool = False,
     accumulation: str = "precise",
 ) -> Tensor:
-    """a · bᵀ + bias. With `out`, the product is rounded to its dtype and written there, or added with `accumulate`.
+    """a · bᵀ + bias, outside autograd. With `out`, the product is rounded to its dtype and written, or added, there.
     `accumulation="fast"` lets FP8 tensor cores keep ~14 bits of the running sum; "precise" promotes it every 128."""
     check_choice(accumulation, ACCUMULATIONS, what="accumulation")
     dtype = _check(a, b, out_dtype, bias, out, accumulate)
+    a, b = (x.detach() if isinstance(x, Tensor) else x for x in (a, b))
+    bias = None if bias is None else bias.detach().contiguous()
     product = _product(a, b, dtype, bias, accumulation == "fast")
     if out is None:
         return product
@@ -105,8 +107,11 @@ def _check(
     if any(t.device != a.device for t in others):
         found = ", ".join(str(t.device) for t in [a, *others])
         raise UnsupportedDevice(f"gemm takes all its tensors on one device, got {found}. Move them together.")
-    if bias is not None and tuple(bias.shape) != (_rows(b),):
-        raise UnsupportedShape(f"gemm's bias has one element a row of b, ({_rows(b)},); got {tuple(bias.shape)}.")
+    if bias is not None and (tuple(bias.shape) != (_rows(b),) or bias.dtype not in FLOATS):
+        raise UnsupportedShape(
+            f"gemm's bias has one element a row of b, ({_rows(b)},), in float32, bfloat16 or float16; "
+            f"got {bias.dtype} {tuple(bias.shape)}."
+        )
     if out is not None and (tuple(out.shape) != (_rows(a), _rows(b)) or out.dtype != dtype):
         raise UnsupportedShape(
             f"gemm's out must be {dtype} {(_rows(a), _rows(b))}, got {out.dtype} {tuple(out.shape)}."

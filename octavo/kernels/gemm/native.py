@@ -8,6 +8,7 @@ is kept for the process. What the hardware cannot take is padded with zeros, whi
     bias         bfloat16 or float16 results only; otherwise added afterwards
 """
 
+import warnings
 from dataclasses import dataclass
 from functools import cache
 
@@ -46,7 +47,7 @@ def support(a: QTensor, b: QTensor) -> Support:
     """Cached per device and pair of schemes; the first question runs a tile."""
     if a.spec.scale_format is not None or a.spec.block not in _KINDS or b.spec.block not in _KINDS:
         return Support(
-            False, f"no native GEMM for {a.spec} by {b.spec} on this chip; their codes are multiplied exactly"
+            False, f"torch's scaled_mm is not used for {a.spec} by {b.spec}: their codes are multiplied exactly"
         )
     return _probed(a.device, a.spec.block, b.spec.block, a.spec.fmt, b.spec.fmt)
 
@@ -57,28 +58,43 @@ def _probed(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Form
         raise UnsupportedHardware(
             "The first GEMM of a kind runs a probe, which a CUDA graph capture cannot hold. Run one step before it."
         )
+    reason = ""
     try:
-        worst = _probe(device, a, b, a_fmt, b_fmt)
+        worst = max(_probe(device, a, b, a_fmt, b_fmt, dtype, fast) for dtype, fast in _uses(a))
+        if not worst <= 1.0:
+            reason = f"scaled_mm {_name(a)} by {_name(b)} is off its error bound by a factor {worst:.3g}"
+    except torch.cuda.OutOfMemoryError:
+        raise  # says nothing about the chip
     except (RuntimeError, ValueError, TypeError) as error:
-        return Support(False, f"scaled_mm refused {_name(a)} by {_name(b)}: {str(error).splitlines()[0]}")
-    if not worst <= 1.0:
-        return Support(False, f"scaled_mm {_name(a)} by {_name(b)} is off its error bound by a factor {worst:.3g}")
-    return Support(True)
+        reason = f"scaled_mm refused {_name(a)} {a_fmt} by {_name(b)} {b_fmt}: {str(error).splitlines()[0]}"
+    if reason:
+        warnings.warn(f"{reason} On {device} Octavo emulates this GEMM, exactly but slower.", stacklevel=2)
+    return Support(not reason, reason)
 
 
-def _probe(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Format) -> float:
-    """Largest error of one tile, as a fraction of the bound for split accumulation (docs/numerics.md)."""
+def _uses(a: Block) -> tuple[tuple[torch.dtype, bool], ...]:
+    """Every (output dtype, fast accumulation) that `gemm` may ask for; blocks are always promoted."""
+    precise = ((torch.bfloat16, False), (torch.float16, False), (torch.float32, False))
+    return precise if a[1] is not None else (*precise, (torch.bfloat16, True))
+
+
+def _probe(
+    device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Format, dtype: torch.dtype, fast: bool
+) -> float:
+    """Largest error of one tile, bias included, as a fraction of its bound (docs/numerics.md)."""
     m, n, k = _PROBE_SHAPE
     generator = torch.Generator().manual_seed(0)
     operands = []
     for block, fmt, rows in ((a, a_fmt, m), (b, b_fmt, n)):
-        x = torch.randn(rows, k, generator=generator) * torch.exp2(torch.arange(rows) % 7)[:, None]
+        x = torch.randn(rows, k, generator=generator) * torch.exp2(torch.arange(rows) % 4)[:, None]
         operands.append(_with_format(_KINDS[block][1], fmt).quantize(x.to(device, torch.bfloat16)))
     qa, qb = operands
-    got = gemm(qa, qb, torch.bfloat16, None, fast=False).double()
-    want = reference.gemm(qa, qb, torch.float32, None).double()
+    bias = torch.randn(n, generator=generator).to(device, dtype)
+    got = gemm(qa, qb, dtype, bias, fast).double()
+    want = reference.gemm(qa, qb, torch.float32, bias).double()
     size = qa.dequantize(torch.float32).abs().double() @ qb.dequantize(torch.float32).abs().double().T
-    return ((got - want).abs() / (2e-4 * size + 2**-8 * want.abs() + 1e-30)).max().item()
+    relative = max(2e-4, 1e-6 * k) if fast else 2e-4
+    return float(((got - want).abs() / (relative * size + 2**-8 * (want.abs() + bias.abs()))).max())
 
 
 def _with_format(spec: Quantizer, fmt: Format) -> Quantizer:
@@ -98,7 +114,7 @@ def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: 
     b_scale = b_scale.T if b_kind in ("RowWise", "BlockWise128x128") else b_scale  # these two are B's own way round
     y = F.scaled_mm(
         a_codes, b_codes.T, a_scale, getattr(F.ScalingType, a_kind), b_scale, getattr(F.ScalingType, b_kind),
-        bias=fused_bias, output_dtype=dtype, use_fast_accum=fast,
+        bias=fused_bias, output_dtype=dtype, use_fast_accum=fast and not blocks,
     )  # fmt: skip
     y = y[:m, :n] if y.shape != (m, n) else y
     return y if bias is None or fused_bias is not None else (y.float() + bias.float()).to(dtype)

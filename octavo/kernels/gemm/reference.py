@@ -1,8 +1,9 @@
 """The GEMM that defines the others: float64 throughout, one rounding to float32, bias added there, then the out dtype.
 
-Products of FP8 codes span 2^-18 to 2^18, so for K up to 2^16 their sum is exact in float64: the result does not depend
+Products of E4M3 codes span 2^-18 to 2^18, so for K up to 2^16 their sum is exact in float64: the result does not depend
 on shape, threads or order, and a row computed alone equals the row in a batch. Float32 has none of these properties.
-Block scales are folded into the values first; powers of two keep that exact, float32 scales round at 2^-53.
+E5M2 by E4M3 spans 2^-25 to 2^25, and block scales are folded into the values first: there a sum may round at 2^-53, far
+below the one rounding to float32 that follows.
 """
 
 import torch

@@ -72,7 +72,7 @@ def _operand(
         group = first // REACH + tl.arange(0, groups)
         scale_rows = (rows // SCALE_ROWS).to(tl.int64)
         stored = tl.load(
-            scale + scale_rows[:, None] * scale_row_stride + group[None, :] * scale_block_stride,
+            scale + scale_rows[:, None] * scale_row_stride + group.to(tl.int64)[None, :] * scale_block_stride,
             mask=live & (group < tl.cdiv(K, REACH))[None, :], other=0,
         )  # fmt: skip
         s = _scale_values(stored, KIND)
@@ -88,9 +88,9 @@ def _operand(
 def _row_scales(scale, rows, block, COUNT, row_stride, block_stride, SCALE_ROWS: tl.constexpr):
     """float32 [R]: the scale of each row in one block of columns. SCALE_ROWS 0: one scale for all rows."""
     if SCALE_ROWS == 0:
-        at = rows * 0 + block * block_stride
+        at = rows * 0 + tl.cast(block, tl.int64) * block_stride
     else:
-        at = (rows // SCALE_ROWS).to(tl.int64) * row_stride + block * block_stride
+        at = (rows // SCALE_ROWS).to(tl.int64) * row_stride + tl.cast(block, tl.int64) * block_stride
     return tl.load(scale + at, mask=rows < COUNT, other=0.0)
 
 

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
-from octavo.quant import tile, turned
+from octavo.quant import dual, tile
 from octavo.quant.mx import MANTISSA_BITS, MX
 from octavo.quant.mx.reference import amax as amax
 from octavo.quant.qtensor import QTensor
@@ -64,7 +64,7 @@ def _orientation(
     at = rows.to(gl.int64)[:, None] * scale_row_stride + groups.to(gl.int64)[None, :] * scale_group_stride
     gl.store(scale + at, byte.to(gl.uint8), mask=live)
     s = gl.expand_dims(gl.expand_dims(_multiplier(byte), 1), 3)
-    turned.store_codes(codes, gl.reshape(blocks.to(gl.float32) * s, (R, C)), M, K, first_row, first_column, R, C, W)
+    dual.store_codes(codes, gl.reshape(blocks.to(gl.float32) * s, (R, C)), M, K, first_row, first_column, R, C, W)
 
 
 @gluon.jit
@@ -78,7 +78,7 @@ def _cast_kernel(
         if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    v = turned.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
+    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
     if row is not None:
         _orientation(
             v, row, row_scale, row_amax, M, K, pm * ROWS, pk * COLUMNS, row_scale_stride, row_group_stride,
@@ -86,7 +86,7 @@ def _cast_kernel(
         )  # fmt: skip
     if column is not None:
         _orientation(
-            turned.turn(v, ROWS, W), column, column_scale, column_amax, K, M, pk * COLUMNS, pm * ROWS,
+            dual.transpose(v, ROWS, W), column, column_scale, column_amax, K, M, pk * COLUMNS, pm * ROWS,
             column_scale_stride, column_group_stride, MAX, EMAX, MANTISSA, ROUNDING, SQUARE, COLUMNS, ROWS, W,
         )  # fmt: skip
 
@@ -95,7 +95,7 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, c
     spec = tile.spec_of(MX, row, column)
     strides = [(0, 0) if q is None else q.scale.stride() for q in (row, column)]
     _cast_kernel[tile.tiles(x, config)](
-        x, tile.bytes_of(row), tile.bytes_of(column), tile.scales_of(row), tile.scales_of(column),
+        x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
         *given.amax, given.skip, *x.shape, *x.stride(), *strides[0], *strides[1],
         MAX=spec.fmt.max, EMAX=spec.fmt.emax, MANTISSA=MANTISSA_BITS[spec.fmt.name], ROUNDING=spec.rounding,
         SQUARE=spec.square, ROWS=config.rows, COLUMNS=config.columns, W=config.warps, num_warps=config.warps,

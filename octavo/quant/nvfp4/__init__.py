@@ -20,13 +20,11 @@ Two options serve gradients and the weight-gradient GEMM:
 Codes are padded with zeros to whole blocks of 16, two to a byte, the low nibble first.
 """
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.formats import E2M1, E4M3, pack_nibbles, unpack_nibbles
-from octavo.quant import blocks
 from octavo.quant.nvfp4.hadamard import turn_back
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Quantizer
@@ -73,13 +71,8 @@ class NVFP4(Quantizer):
     def fuses_with(self, column: Quantizer) -> bool:
         return isinstance(column, NVFP4) and column.square == self.square
 
-    def dequantize(self, q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
-        if not self.rht:
-            return super().dequantize(q, dtype)
-        assert q.global_scale is not None
-        dtype = q.dtype if dtype is None else dtype
-        values = turn_back(self.values(q) * q.global_scale)[:, : q.columns]
-        return blocks.no_larger(values, torch.finfo(dtype).max).to(dtype).view(q.shape)
+    def turned_back(self, values: Tensor) -> Tensor:
+        return turn_back(values) if self.rht else values
 
     def _transposed_codes(self, q: QTensor) -> Tensor:
         codes = unpack_nibbles(q.codes)[:, : q.columns].T

@@ -23,7 +23,9 @@ def _butterfly(v: Tensor) -> Tensor:
 
 
 def _signs(like: Tensor) -> Tensor:
-    return torch.tensor(SIGNS, dtype=torch.float32, device=like.device)
+    """Made on the device: a tensor from a list would be a copy from the host, which no graph can capture."""
+    negative = (NEGATIVE >> torch.arange(SIZE, device=like.device)) & 1
+    return 1.0 - 2.0 * negative.float()
 
 
 def turn(x: Tensor) -> Tensor:

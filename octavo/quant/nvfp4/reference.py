@@ -81,4 +81,6 @@ def _cast(v: Tensor, q: QTensor, g: Tensor, given: Given, stream: int) -> None:
         codes = round_stochastically(scaled, r)
     else:
         codes = E2M1.encode(scaled)
+    if not spec.rht:  # turned padding holds values; otherwise it is zero, in a block of NaN too
+        codes[:, q.columns :] = 0
     write(q, given.skip, codes=pack_nibbles(codes), scale=s_b.view(torch.uint8), global_scale=global_scale)

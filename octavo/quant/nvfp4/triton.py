@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from octavo.formats import E2M1, E4M3
-from octavo.quant import tile, turned
+from octavo.quant import dual, tile
 from octavo.quant.nvfp4 import NVFP4
 from octavo.quant.nvfp4.hadamard import NEGATIVE
 from octavo.quant.qtensor import QTensor
@@ -156,6 +156,11 @@ def _orientation(
         quantized = _round_up_by(scaled, _random_bytes(seed, index, scaled, STREAM))
     else:
         quantized = _code(scaled)
+    if not RHT:  # turned padding holds values; otherwise it is zero, in a block of NaN too
+        along: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, quantized.type.layout))
+        block_start = first_column + gl.arange(0, groups, layout=along) * 16
+        at_column = gl.expand_dims(gl.expand_dims(block_start, 0), 2) + _within_block(quantized)
+        quantized = gl.where(at_column < K, quantized, 0)
     _store_packed(codes, quantized, M, across * 8, first_row, first_column // 2, R, C)
 
 
@@ -180,7 +185,7 @@ def _amax_kernel(
         if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    v = turned.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
+    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
     if row is not None:
         along = v
         if RHT_ROW:
@@ -189,7 +194,7 @@ def _amax_kernel(
     if column is not None:
         down = v
         if RHT_COLUMN:
-            down = _turn(turned.turn(v, ROWS, W), COLUMNS, ROWS, NEGATIVE)
+            down = _turn(dual.transpose(v, ROWS, W), COLUMNS, ROWS, NEGATIVE)
         gl.atomic_max(column, amax_bits(down), sem="relaxed")
 
 
@@ -205,7 +210,7 @@ def _cast_kernel(
         if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    v = turned.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
+    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
     if row is not None:
         s_enc, global_scale = _tensor_scales(gl.load(row_amax), TOP, LARGEST)
         if gl.program_id(0) == 0:
@@ -219,7 +224,7 @@ def _cast_kernel(
         if gl.program_id(0) == 0:
             gl.store(column_global, global_scale)
         _orientation(
-            turned.turn(v, ROWS, W), column, column_scale, s_enc, seed, K, M, pk * COLUMNS, pm * ROWS,
+            dual.transpose(v, ROWS, W), column, column_scale, s_enc, seed, K, M, pk * COLUMNS, pm * ROWS,
             SQUARE, RHT_COLUMN, SR_COLUMN, 1, NEGATIVE, LARGEST, COLUMNS, ROWS,
         )  # fmt: skip
 
@@ -248,7 +253,7 @@ def amax(
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     first, second = _options(*(None if q is None else q.spec for q in (row, column)))
     _cast_kernel[tile.tiles(x, config)](
-        x, tile.bytes_of(row), tile.bytes_of(column), tile.scales_of(row), tile.scales_of(column),
+        x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
         row and row.global_scale, column and column.global_scale, *given.amax,
         given.seed, given.skip, *x.shape, *x.stride(),
         SQUARE=first.square, RHT_ROW=first.rht, RHT_COLUMN=second.rht,

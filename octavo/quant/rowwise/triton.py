@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
-from octavo.quant import tile, turned
+from octavo.quant import dual, tile
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given, Pair, Quantizer
 from octavo.quant.rowwise import Rowwise
@@ -36,14 +36,14 @@ def _amax_kernel(
         if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    v = turned.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
+    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
     # integer maxima commute, so atomics give the same bits in any order
     if row is not None:
         bits = float_bits(gl.max(magnitude_bits(v), 1), v)
         rows = pm * ROWS + gl.arange(0, ROWS, layout=bits.type.layout)
         gl.atomic_max(row + rows, bits, mask=rows < M, sem="relaxed")
     if column is not None:
-        bits = float_bits(gl.max(magnitude_bits(turned.turn(v, ROWS, W)), 1), v)
+        bits = float_bits(gl.max(magnitude_bits(dual.transpose(v, ROWS, W)), 1), v)
         columns = pk * COLUMNS + gl.arange(0, COLUMNS, layout=bits.type.layout)
         gl.atomic_max(column + columns, bits, mask=columns < K, sem="relaxed")
 
@@ -94,7 +94,7 @@ def amax(
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     spec = tile.spec_of(Rowwise, row, column)
     _cast_kernel[tile.tiles(x, config)](
-        x, tile.bytes_of(row), tile.bytes_of(column), tile.scales_of(row), tile.scales_of(column),
+        x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
         *given.amax, given.skip, *x.shape, *x.stride(),
         MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2,
         ROWS=config.rows, COLUMNS=config.columns, num_warps=config.warps,

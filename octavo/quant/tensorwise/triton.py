@@ -72,7 +72,7 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, c
         return
     observed = None if given.observed is None else given.observed.view(torch.int32)
     _cast_kernel[tile.tiles(x, config)](
-        x, tile.bytes_of(row), tile.bytes_of(column), tile.scales_of(row), tile.scales_of(column),
+        x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
         None if given.encode is not None else found, given.encode, observed, given.skip,
         *x.shape, *x.stride(),
         MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2,

@@ -31,7 +31,7 @@ def load_tile(x, M, K, stride_m, stride_k, first_row, first_column, R: gl.conste
 
 
 @gluon.jit
-def turn(v, R: gl.constexpr, W: gl.constexpr):
+def transpose(v, R: gl.constexpr, W: gl.constexpr):
     """v [R, C] -> its transpose [C, R], laid out like any other tile."""
     return gl.convert_layout(gl.permute(v, (1, 0)), row_layout(R, W))
 
