@@ -129,8 +129,8 @@ def _probe_gemm(pair: tuple[Part, Part], device: torch.device, delayed: bool, ac
     got = gemm(a, b, out_dtype=torch.bfloat16, accumulation=accumulation).double()
     left, right = ((q.dequantize(torch.float32) if isinstance(q, QTensor) else q).double() for q in (a, b))
     want, size = left @ right.T, left.abs() @ right.abs().T
-    relative = max(2e-4, 1e-6 * left.shape[1]) if accumulation == "fast" else 2e-4
-    worst = float(((got - want).abs() / (relative * size + 2**-8 * want.abs() + 1e-30)).max())
+    # what FP8 tensor cores lose depends on the spread of the terms, which is wide here; a wrong scale is far beyond this
+    worst = float(((got - want).abs() / (1e-3 * size + 2**-8 * want.abs() + 1e-30)).max())
     status = route(a, b)
     if not worst <= 1.0:
         return Cell("failed", f"{status} GEMM is off its error bound by a factor {worst:.3g}")

@@ -18,6 +18,7 @@ PAIRS = {
     "rowwise by tensorwise": (Rowwise(), Tensorwise()),
     "block 1d by 2d": (Block1D(), Block2D()),
     "block 1d by 1d": (Block1D(), Block1D()),
+    "block 2d by 1d": (Block2D(), Block1D()),
     "block fp32": (Block1D(scale="fp32"), Block2D(scale="fp32")),
     "mx": (MX(), MX()),
     "mx square": (MX(), MX(square=True)),

@@ -66,9 +66,9 @@ def _probed(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Form
     except torch.cuda.OutOfMemoryError:
         raise  # says nothing about the chip
     except (RuntimeError, ValueError, TypeError) as error:
-        reason = f"scaled_mm refused {_name(a)} {a_fmt} by {_name(b)} {b_fmt}: {str(error).splitlines()[0]}"
+        reason = f"scaled_mm refused {_name(a)} {a_fmt} by {_name(b)} {b_fmt}: {str(error).splitlines()[0].rstrip('.')}"
     if reason:
-        warnings.warn(f"{reason} On {device} Octavo emulates this GEMM, exactly but slower.", stacklevel=2)
+        warnings.warn(f"{reason}. On {device} Octavo emulates this GEMM, exactly but slower.", stacklevel=2)
     return Support(not reason, reason)
 
 
@@ -111,7 +111,7 @@ def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: 
         fused_bias = F.pad(fused_bias, (0, b_codes.shape[0] - n))
     a_scale, a_kind = _scale(a, b, a_codes.shape[0])
     b_scale, b_kind = _scale(b, a, b_codes.shape[0])
-    b_scale = b_scale.T if b_kind in ("RowWise", "BlockWise128x128") else b_scale  # these two are B's own way round
+    b_scale = b_scale.T if b_kind == "RowWise" else b_scale  # [1, N]
     y = F.scaled_mm(
         a_codes, b_codes.T, a_scale, getattr(F.ScalingType, a_kind), b_scale, getattr(F.ScalingType, b_kind),
         bias=fused_bias, output_dtype=dtype, use_fast_accum=fast and not blocks,
@@ -137,7 +137,8 @@ def _scale(q: QTensor, other: QTensor, rows: int) -> tuple[Tensor, str]:
         return _pad_rows(q.scale.expand(q.rows, 1), rows).contiguous(), "RowWise"
     if block == (1, 128):
         return _rows_fastest(_pad_rows(q.scale, rows)), "BlockWise1x128"
-    return F.pad(q.scale, (0, -q.scale.shape[1] % 4)).contiguous(), "BlockWise128x128"
+    # [K/128 padded to 4, rows/128], K fastest, on either side
+    return F.pad(q.scale, (0, -q.scale.shape[1] % 4)).contiguous().T, "BlockWise128x128"
 
 
 def _pad_rows(scale: Tensor, rows: int) -> Tensor:
