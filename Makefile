@@ -24,7 +24,7 @@ gpu-test:
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Octavo needs Python 3.11 or newer, this is {sys.version.split()[0]}. Run make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	# a CUDA build of torch brings its own triton; a CPU build brings none, and the kernels are still compiled and read
 	$(BIN)/python -c 'import triton' 2>/dev/null \

@@ -20,8 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"octavo {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        summary = (module.__doc__ or "").splitlines()[0]
-        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+        text = module.__doc__ or ""
+        command = commands.add_parser(
+            name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(command)
     arguments = parser.parse_args(argv)
     try:
         code: int = COMMANDS[arguments.command].run(arguments)

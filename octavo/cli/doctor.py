@@ -1,7 +1,10 @@
 """Which recipe runs how on this machine, each cell proven by running a tile against the reference.
 
-native     the chip's own instructions        emulated   the true codes, multiplied in bfloat16, float32 accumulation
-reference  plain torch, float64 accumulation  failed     the tile came out wrong or raised: exit code 1
+native      the chip's own instructions
+emulated    the true codes, multiplied in bfloat16 with float32 accumulation
+reference   plain torch, float64 accumulation
+failed      the tile came out wrong, or raised: exit code 1
+absent      not part of this version             -   nothing to quantize
 """
 
 import argparse
@@ -129,7 +132,7 @@ def _probe_gemm(pair: tuple[Part, Part], device: torch.device, delayed: bool, ac
     got = gemm(a, b, out_dtype=torch.bfloat16, accumulation=accumulation).double()
     left, right = ((q.dequantize(torch.float32) if isinstance(q, QTensor) else q).double() for q in (a, b))
     want, size = left @ right.T, left.abs() @ right.abs().T
-    # what FP8 tensor cores lose depends on the spread of the terms, which is wide here; a wrong scale is far beyond this
+    # what FP8 tensor cores lose grows with the spread of the terms, wide here; a wrong scale is far beyond this bound
     worst = float(((got - want).abs() / (1e-3 * size + 2**-8 * want.abs() + 1e-30)).max())
     status = route(a, b)
     if not worst <= 1.0:
