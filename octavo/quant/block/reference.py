@@ -5,16 +5,10 @@ from torch import Tensor
 
 from octavo.quant import blocks, scale
 from octavo.quant.block import _Blocks
+from octavo.quant.maxima import amax as amax
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Pair, Quantizer
+from octavo.quant.quantizer import Given
 from octavo.quant.writing import write
-
-
-def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
-    return (
-        None if row is None else blocks.amax(x, row.block),
-        None if column is None else blocks.amax(x.T, column.block),
-    )
 
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:

@@ -8,8 +8,8 @@ from triton.experimental.gluon import language as gl
 from octavo.formats import E4M3, E5M2
 from octavo.quant import dual, tile
 from octavo.quant.block import BLOCK, _Blocks
-from octavo.quant.block.reference import amax as amax
 from octavo.quant.blocks import is_square
+from octavo.quant.maxima import amax as amax
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given
 from octavo.quant.tile import Config, Variant, amax_along, amax_bits, encode_scale, tile_index

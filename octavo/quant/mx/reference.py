@@ -5,9 +5,10 @@ from torch import Tensor
 
 from octavo.formats import E8M0, E8M0_NAN, Format
 from octavo.quant import blocks
+from octavo.quant.maxima import amax as amax
 from octavo.quant.mx import MANTISSA_BITS, MX
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Pair, Quantizer
+from octavo.quant.quantizer import Given
 from octavo.quant.writing import write
 
 
@@ -35,13 +36,6 @@ def _shifted_exponent(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
 def encode_multiplier(byte: Tensor) -> Tensor:
     """2^(127-b), exactly: the decoding of 254-b. For b = 254 it is a float32 subnormal, for 255 NaN."""
     return E8M0.decode(torch.where(byte == E8M0_NAN, E8M0_NAN, 254 - byte.to(torch.int32)).to(torch.uint8))
-
-
-def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
-    return (
-        None if row is None else blocks.amax(x, row.block),
-        None if column is None else blocks.amax(x.T, column.block),
-    )
 
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:

@@ -9,8 +9,8 @@ from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
 from octavo.quant import dual, tile
+from octavo.quant.maxima import amax as amax
 from octavo.quant.mx import MANTISSA_BITS, MX
-from octavo.quant.mx.reference import amax as amax
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given
 from octavo.quant.tile import Config, Variant, float_bits, magnitude_bits, tile_index

@@ -1,0 +1,14 @@
+"""The amax of a scheme whose every scale follows from its own block, in plain torch on any device."""
+
+from torch import Tensor
+
+from octavo.quant import blocks
+from octavo.quant.quantizer import Pair, Quantizer
+
+
+def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
+    """Largest magnitude of each block, in each orientation whose quantizer is given."""
+    return (
+        None if row is None else blocks.amax(x, row.block),
+        None if column is None else blocks.amax(x.T, column.block),
+    )
