@@ -116,7 +116,7 @@ def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: 
         a_codes, b_codes.T, a_scale, getattr(F.ScalingType, a_kind), b_scale, getattr(F.ScalingType, b_kind),
         bias=fused_bias, output_dtype=dtype, use_fast_accum=fast and not blocks,
     )  # fmt: skip
-    y = y[:m, :n] if y.shape != (m, n) else y
+    y = y[:m, :n].contiguous() if y.shape != (m, n) else y
     return y if bias is None or fused_bias is not None else (y.float() + bias.float()).to(dtype)
 
 
