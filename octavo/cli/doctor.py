@@ -26,8 +26,6 @@ from octavo.recipes import SHIPPED, Recipe, recipe
 
 COLUMNS = ("quantize", "fprop", "dgrad", "wgrad", "grouped")
 TILE = (160, 192, 256)  # tokens, out, in: not multiples of 128, so that edges are crossed
-
-
 CPU = torch.device("cpu")
 Part = tuple[Tensor, int, Quantizer | None]
 

@@ -40,10 +40,6 @@ def spread(values: Tensor, block: Block, rows: int, columns: int) -> Tensor:
     return values
 
 
-def transposed(block: Block) -> Block:
-    return block[1], block[0]
-
-
 def is_square(block: Block) -> bool:
     return block[0] == block[1]
 

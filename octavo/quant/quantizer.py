@@ -222,7 +222,8 @@ class Quantizer(Value):
                     )
                 a = a.detach().contiguous()
             checked.append(a)
-        return checked[0], checked[1]
+        # one amax for both stays one: a tensorwise cast then reads x once
+        return checked[0], checked[0] if amax[0] is amax[1] else checked[1]
 
     def amax_shape(self, q: QTensor) -> tuple[int, ...]:
         return (1,) if self.two_level else tuple(q.scale.shape)

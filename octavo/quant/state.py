@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
 from octavo.formats import E4M3, E5M2, Format
-from octavo.quant.scale import FLOAT32_MAX, encode_scale
+from octavo.quant.scale import FLOAT32_MAX, divide, encode_scale
 from octavo.quant.tensorwise import Tensorwise
 
 ALGORITHMS = ("max", "most_recent")
@@ -29,6 +29,13 @@ COLD_STARTS = ("one", "current")
 def check_margin(margin: object, *, what: str) -> None:
     if type(margin) is not int or abs(margin) > 64:
         raise UnsupportedConfig(f"{what} is an int from -64 to 64, got {margin!r}.")
+
+
+def with_margin(encode: Tensor, margin: int) -> Tensor:
+    """encode / 2^margin, kept in float32's range afterwards: the quotient may leave it though encode did not, and a
+    multiplier of zero would decode to NaN."""
+    s = encode * 2.0**-margin
+    return torch.where(s.isinf(), FLOAT32_MAX, s.clamp_min(torch.finfo(torch.float32).tiny))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +79,7 @@ class DelayedState:
         self.nonfinite.add_(~finite)
         self._write_window(entering)
         a = self.current if algorithm == "most_recent" else self.history.amax(1)
-        fresh = torch.stack([self._multiplier(a[i], fmt, margin) for i, fmt in enumerate(formats)])
+        fresh = torch.stack([with_margin(divide(fmt.max, a[i]), margin) for i, fmt in enumerate(formats)])
         self.encode.copy_(torch.where(entering & (a > 0), fresh, self.encode))
         self.current.zero_()
 
@@ -82,17 +89,11 @@ class DelayedState:
         self.history.scatter_(1, at, newest)
         self.head.add_(entering)
 
-    @staticmethod
-    def _multiplier(a: Tensor, fmt: Format, margin: int) -> Tensor:
-        """The overflow test comes after the margin: (fp8_max/a)/2^margin may overflow though fp8_max/a did not."""
-        s = torch.full_like(a, fmt.max) / a * 2.0**-margin
-        # a multiplier of zero would decode to NaN: the smallest normal is the least there is
-        return torch.where(s.isinf(), FLOAT32_MAX, s.clamp_min(torch.finfo(torch.float32).tiny))
-
     def encode_for(self, slot: int, spec: Tensorwise, x: Tensor, *, cold_start: str = "one", margin: int = 0) -> Tensor:
         """The multiplier [1] to cast x with. With cold_start="current" a slot that has seen nothing yet takes it from x
         itself: a multiplier of 1 would flush gradients below 2^-17 to zero on the first step."""
         check_choice(cold_start, COLD_STARTS, what="cold_start")
+        check_margin(margin, what="margin")
         kept = self.encode[slot : slot + 1].clone()
         if cold_start == "one":
             return kept
@@ -100,4 +101,4 @@ class DelayedState:
         just_in_time = encode_scale(
             spec.amax(x, skip=warm).view(1), spec.fmt.max, eps=spec.eps, ceiling=FLOAT32_MAX, pow2=spec.pow2
         )
-        return torch.where(warm, kept, just_in_time * 2.0**-margin)
+        return torch.where(warm, kept, with_margin(just_in_time, margin))

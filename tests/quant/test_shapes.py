@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import octavo.quant as Q
 from octavo.formats import E4M3, E5M2
+from tests.quant.sameness import assert_same
 
 SIZES = (1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 300)
 FLOAT32_MAX = np.finfo(np.float32).max
@@ -198,17 +199,6 @@ def wide(m, k, dtype=torch.float32, *, low=-20, high=14, seed=0):
     x[rng.random((m, k)) < 0.02] = -0.0
     limit = torch.finfo(dtype).max
     return torch.from_numpy(x.astype(np.float32)).clamp(-limit, limit).to(dtype)
-
-
-def bytes_of(q):
-    """Everything a QTensor holds, as comparable bytes in logical order."""
-    return [(t.view(torch.uint8) if t.element_size() == 1 else t).numpy().tobytes() for t in q.tensors()]
-
-
-def assert_same(a, b):
-    assert a.codes.shape == b.codes.shape
-    assert a.scale.shape == b.scale.shape
-    assert bytes_of(a) == bytes_of(b)
 
 
 def ids(specs):

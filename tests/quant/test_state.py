@@ -414,3 +414,12 @@ def test_a_cold_start_keeps_the_margin():
     x, state = torch.full((4, 4), 2.0), Q.DelayedState.create(1, 2)
     plain = state.encode_for(0, Q.Tensorwise(), x, cold_start="current")
     assert torch.equal(state.encode_for(0, Q.Tensorwise(), x, cold_start="current", margin=2), plain / 4)
+
+
+def test_a_cold_start_stays_in_range_and_checks_its_margin():
+    tiny, huge = torch.full((2, 2), 1e-38), torch.full((2, 2), 3e38)
+    state, spec = Q.DelayedState.create(1, 2), Q.Tensorwise()
+    assert state.encode_for(0, spec, tiny, cold_start="current", margin=-64).isfinite()
+    assert state.encode_for(0, spec, huge, cold_start="current", margin=64).item() > 0
+    with pytest.raises(UnsupportedConfig, match="margin is an int from -64 to 64"):
+        state.encode_for(0, spec, tiny, margin=100)
