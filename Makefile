@@ -10,6 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 demo: $(STAMP)
 	$(BIN)/octavo doctor
+	$(BIN)/octavo train
 
 test: lint
 	$(BIN)/python -m pytest -q

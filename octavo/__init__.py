@@ -3,6 +3,38 @@
 from octavo.version import __version__  # isort: skip  (checks the version of torch first)
 
 from octavo import backend, errors, formats, quant, recipes
+from octavo.modules import (
+    Linear,
+    attach,
+    autocast,
+    convert,
+    load_state_dict,
+    quantize_weights,
+    refresh_weights,
+    revert,
+    state_dict,
+    step,
+)
+from octavo.quant import QTensor
 from octavo.recipes import recipe
 
-__all__ = ["__version__", "backend", "errors", "formats", "quant", "recipe", "recipes"]
+__all__ = [
+    "Linear",
+    "QTensor",
+    "__version__",
+    "attach",
+    "autocast",
+    "backend",
+    "convert",
+    "errors",
+    "formats",
+    "load_state_dict",
+    "quant",
+    "quantize_weights",
+    "recipe",
+    "recipes",
+    "refresh_weights",
+    "revert",
+    "state_dict",
+    "step",
+]

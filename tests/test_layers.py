@@ -12,6 +12,7 @@ ORDER = (
     "formats",
     "values",
     "backend",
+    "launch",
     "quant",
     "kernels",
     "recipes",

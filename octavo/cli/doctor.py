@@ -136,7 +136,7 @@ def _probe_gemm(pair: tuple[Part, Part], device: torch.device, delayed: bool, ac
     if not worst <= 1.0:
         return Cell("failed", f"{status} GEMM is off its error bound by a factor {worst:.3g}")
     if status == "emulated" and isinstance(a, QTensor) and isinstance(b, QTensor):
-        return Cell(status, native.support(a, b).reason)
+        return Cell(status, native.support(a.spec, b.spec, a.device).reason)
     return Cell(status)
 
 

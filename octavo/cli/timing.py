@@ -7,6 +7,7 @@ take a hundred. What the host takes is measured on its own.
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -43,3 +44,19 @@ def host_us(call: Callable[[], object], *, repeats: int = REPEATS) -> float:
         readings.append((time.perf_counter() - start) * 1e6)
     torch.cuda.synchronize()
     return statistics.median(readings)
+
+
+def eager_ms(call: Callable[[], object], *, warmup: int = WARMUP, repeats: int = REPEATS) -> tuple[float, list[float]]:
+    """Median milliseconds from one call's start on the device to the next one's, calls issued without waiting: the
+    device's time, or the host's where that is longer; and every reading."""
+    for _ in range(warmup):
+        call()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    for mark in marks[:-1]:
+        mark.record()
+        call()
+    marks[-1].record()
+    torch.cuda.synchronize()
+    readings = [a.elapsed_time(b) for a, b in pairwise(marks)]
+    return statistics.median(readings), readings

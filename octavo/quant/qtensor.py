@@ -9,13 +9,15 @@ The operand that the other GEMM needs, contracted over the other dim, is another
 It is not a `torch.Tensor`: an operation that does not know it fails loudly instead of computing on codes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
+from octavo.errors import UnsupportedShape
 from octavo.quant.proto import TensorProto
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class QTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype  # what `dequantize` returns unless told otherwise
     global_scale: Tensor | None = None  # [1] float32, second level of NVFP4
+    token: Tensor | None = None  # of this shape and dtype, all one element: what the gradient of the values flows into
 
     @property
     def device(self) -> torch.device:
@@ -61,6 +64,30 @@ class QTensor:
 
     def transpose(self) -> "QTensor":
         return self.spec.transpose(self)
+
+    def __getitem__(self, rows: slice) -> "QTensor":
+        """A range of rows as views, where it cuts no block: `q[128:256]`."""
+        if not isinstance(rows, slice) or rows.step not in (None, 1) or len(self.shape) != 2:
+            raise UnsupportedShape(f"A QTensor matrix is sliced by a range of rows, q[a:b]; got {rows!r} of {self!r}.")
+        start, stop, _ = rows.indices(self.rows)
+        height = self.spec.block[0]
+        if height is not None and (start % height or (stop % height and stop != self.rows)):
+            raise UnsupportedShape(
+                f"q[{start}:{stop}] cuts blocks of {height} rows that share a scale. Slice at multiples of {height}, "
+                "or dequantize() first."
+            )
+        scale = self.scale if height is None else self.scale[start // height : -(-stop // height)]
+        shape = (max(stop - start, 0), self.shape[1])
+        return QTensor(self.codes[start:stop], scale, self.spec, shape, self.dtype, self.global_scale)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "A QTensor is not pickled: save its tensors (codes, scale) and str(spec), and build it with spec.assemble."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "QTensor":
+        parts = [t.clone() for t in self.tensors()]
+        return self.spec.assemble(parts, self.shape, self.dtype)
 
     def __repr__(self) -> str:
         return f"QTensor({'x'.join(map(str, self.shape))}, {self.spec.key}, {self.device})"
@@ -93,3 +120,16 @@ class QProto:
             pairs.append(("global_scale", self.global_scale, q.global_scale))
         found = ((name, proto.refusal(tensor)) for name, proto, tensor in pairs)
         return "; ".join(f"{name} with {why}" for name, why in found if why)
+
+
+def _flatten(q: QTensor) -> tuple[list[Tensor | None], tuple[Any, ...]]:
+    return [q.codes, q.scale, q.global_scale, q.token], (q.spec, q.shape, q.dtype)
+
+
+def _unflatten(tensors: Iterable[Any], settings: tuple[Any, ...]) -> QTensor:
+    codes, scale, global_scale, token = tensors
+    spec, shape, dtype = settings
+    return QTensor(codes, scale, spec, shape, dtype, global_scale, token)
+
+
+register_pytree_node(QTensor, _flatten, _unflatten)  # a tree of tensors to torch.func, DDP and the compiler

@@ -13,8 +13,9 @@ A scheme's twins define two functions over a matrix x [M, K], with the same sign
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +32,7 @@ MAX_DIM = 2**31 - 256  # kernels count rows and columns in 32 bits, rounded up t
 Pair = tuple[Tensor | None, Tensor | None]
 
 
-@dataclass(frozen=True)
-class Given:
+class Given(NamedTuple):
     """Tensors that a caller brings to a cast."""
 
     amax: Pair = (None, None)  # row's, column's
@@ -68,6 +68,11 @@ class Quantizer(Value):
         level2 = TensorProto((1,), torch.float32, x.device) if self.two_level else None
         return QProto(codes, scale, self, shape, x.dtype, level2)
 
+    def assemble(self, parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> QTensor:
+        """The QTensor of that shape whose `tensors()` these are; codes may come as plain bytes."""
+        codes = parts[0] if parts[0].dtype == self.fmt.dtype else parts[0].view(self.fmt.dtype)
+        return QTensor(codes, parts[1], self, shape, dtype, parts[2] if self.two_level else None)
+
     def code_columns(self, k: int) -> int:
         """Stored elements of a row of k codes. Packed codes are padded with zeros to whole blocks."""
         if self.fmt.packed == 1:
@@ -92,11 +97,12 @@ class Quantizer(Value):
         seed: Tensor | None = None,
     ) -> QTensor:
         """Codes and scales for a contraction over the last dim (axis=-1), or over all the others (axis=0): x.T's."""
-        matrix, column = as_matrix(x), is_column(x.dim(), axis)
-        out = self.proto(TensorProto.of(x), axis).empty()
+        column = is_column(check_tensor(x).dim(), axis)
         given = Given((None, amax) if column else (amax, None), encode, seed)
-        self._fill(matrix, (None, out) if column else (out, None), given)
-        return out
+        row, other = (None, self) if column else (self, None)
+        found = quantize_pair(x, row, other, self.checked(given, x, row, other))[column]
+        assert found is not None
+        return found
 
     def quantize_both(
         self,
@@ -108,12 +114,11 @@ class Quantizer(Value):
         column: "Quantizer | None" = None,
     ) -> tuple[QTensor, QTensor]:
         """Both orientations from one read of x. `column` quantizes the second one, if not by the same settings."""
-        matrix, column = as_matrix(x), self if column is None else column
+        column = self if column is None else column
         self._check_fuses(column)
-        like = TensorProto.of(x)
-        pair = self.proto(like).empty(), column.proto(like, axis=column_axis(x.dim())).empty()
-        self._fill(matrix, pair, Given(amax, encode, seed))
-        return pair
+        pair = quantize_pair(x, self, column, self.checked(Given(amax, encode, seed), check_tensor(x), self, column))
+        assert pair[0] is not None and pair[1] is not None
+        return pair[0], pair[1]
 
     def quantize_into(
         self,
@@ -141,7 +146,8 @@ class Quantizer(Value):
             pair = (None, out) if is_column(x.dim(), axis) else (out, None)
         if not isinstance(amax, tuple):
             amax = (None, amax) if pair[0] is None else (amax, None)
-        self._fill(matrix, pair, Given(amax, encode, seed, check_flag(skip, x)))
+        specs = [None if q is None else q.spec for q in pair]
+        self.fill(matrix, pair, self.checked(Given(amax, encode, seed, check_flag(skip, x)), matrix, *specs))
 
     def amax(self, x: Tensor, axis: int = -1, *, skip: Tensor | None = None) -> Tensor:
         """The largest magnitudes that `quantize(x, axis, amax=...)` would compute: reduce them across ranks first.
@@ -171,53 +177,53 @@ class Quantizer(Value):
         """Whether one kernel serves this orientation and `column` of the same x."""
         return column == self
 
-    def check_given(self, given: Given, x: Tensor, draws: bool) -> None:
-        """Refuse a tensor that this cast would ignore, and the lack of one that it needs."""
+    def checked(self, given: Given, x: Tensor, row: "Quantizer | None", column: "Quantizer | None") -> Given:
+        """`given`, once nothing stands against casting x with it: no tensor that the cast would ignore, none missing
+        that it needs, each of the right size."""
+        self._check_multiplier(given, x)
+        self._check_seed(given, x, any(spec is not None and spec.draws for spec in (row, column)))
+        encode = None if given.encode is None else given.encode.detach()
+        return given._replace(amax=self._checked_amax(given.amax, x, row, column), encode=encode)
+
+    def _check_multiplier(self, given: Given, x: Tensor) -> None:
         if given.encode is not None and not self.takes_encode:
             raise UnsupportedConfig(f"{self} derives its scales from the data; encode= is for Tensorwise.")
         if given.encode is not None and any(a is not None for a in given.amax):
             raise UnsupportedConfig("encode= is the multiplier itself and amax= what it would follow from. Give one.")
+        encode = given.encode
+        if encode is not None and (encode.numel() != 1 or encode.dtype != torch.float32 or encode.device != x.device):
+            raise UnsupportedShape(
+                f"encode= is the multiplier into codes, one float32 on {x.device}; "
+                f"got {encode.dtype} {tuple(encode.shape)} on {encode.device}."
+            )
+
+    def _check_seed(self, given: Given, x: Tensor, draws: bool) -> None:
         if given.seed is None and draws:
             raise UnsupportedConfig(
                 f"{self} rounds stochastically and needs seed=, an int64 tensor [seed, step] that advances every step."
             )
         if given.seed is not None and not draws:
             raise UnsupportedConfig(f"{self} rounds to nearest; seed= is for NVFP4(stochastic=True).")
-        encode, seed = given.encode, given.seed
-        if encode is not None and (encode.numel() != 1 or encode.dtype != torch.float32 or encode.device != x.device):
-            raise UnsupportedShape(
-                f"encode= is the multiplier into codes, one float32 on {x.device}; "
-                f"got {encode.dtype} {tuple(encode.shape)} on {encode.device}."
-            )
+        seed = given.seed
         if seed is not None and (tuple(seed.shape) != (2,) or seed.dtype != torch.int64 or seed.device != x.device):
             raise UnsupportedShape(
                 f"seed= is an int64 tensor [seed, step] on {x.device}; "
                 f"got {seed.dtype} {tuple(seed.shape)} on {seed.device}."
             )
 
-    def _fill(self, x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: Given) -> None:
-        specs = [None if q is None else q.spec for q in pair]
-        self.check_given(given, x, any(s is not None and s.draws for s in specs))
-        twin = backend.twin(self.package, x)
-        amax = self._check_amax(given.amax, pair)
-        missing = any(q is not None and a is None for q, a in zip(pair, amax, strict=True))
-        if self.two_pass and given.encode is None and missing:
-            amax = twin.amax(x, *specs, given.skip)
-        encode = None if given.encode is None else given.encode.detach()
-        twin.cast(x, *pair, Given(amax, encode, given.seed, given.skip, given.observed))
-
-    def _check_amax(self, amax: Pair, pair: tuple[QTensor | None, QTensor | None]) -> Pair:
-        if any(a is not None for a in amax) and any(
-            (q is None) != (a is None) for q, a in zip(pair, amax, strict=True)
-        ):
+    def _checked_amax(self, amax: Pair, x: Tensor, row: "Quantizer | None", column: "Quantizer | None") -> Pair:
+        if amax[0] is None and amax[1] is None:
+            return amax
+        if any((spec is None) != (a is None) for spec, a in zip((row, column), amax, strict=True)):
             raise UnsupportedConfig("Give amax= for both orientations, as amax_both(x) returns them, or for neither.")
         checked = []
-        for q, a in zip(pair, amax, strict=True):
-            if q is not None and a is not None:
-                want = self.amax_shape(q)
-                if tuple(a.shape) != want or a.dtype != torch.float32 or a.device != q.device:
+        for spec, a, axis in ((row, amax[0], -1), (column, amax[1], column_axis(x.dim()))):
+            if spec is not None and a is not None:
+                scale = cached_proto(spec, x.shape, x.dtype, x.device, axis).scale
+                want = (1,) if spec.two_level else scale.shape
+                if tuple(a.shape) != want or a.dtype != torch.float32 or a.device != x.device:
                     raise UnsupportedShape(
-                        f"amax= must be float32 {want} on {q.device}, as amax(x, axis) returns it; "
+                        f"amax= must be float32 {want} on {x.device}, as amax(x, axis) returns it; "
                         f"got {a.dtype} {tuple(a.shape)} on {a.device}."
                     )
                 a = a.detach().contiguous()
@@ -225,8 +231,14 @@ class Quantizer(Value):
         # one amax for both stays one: a tensorwise cast then reads x once
         return checked[0], checked[0] if amax[0] is amax[1] else checked[1]
 
-    def amax_shape(self, q: QTensor) -> tuple[int, ...]:
-        return (1,) if self.two_level else tuple(q.scale.shape)
+    def fill(self, x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: Given) -> None:
+        """Cast the matrix x into the orientations that are there, which must fit it. Checks nothing."""
+        twin = backend.twin(self.package, x)
+        if self.two_pass and given.encode is None and given.amax[0] is None and given.amax[1] is None:
+            row, column = pair
+            specs = None if row is None else row.spec, None if column is None else column.spec
+            given = given._replace(amax=twin.amax(x, *specs, given.skip))
+        twin.cast(x, *pair, given)
 
     # -- and back ------------------------------------------------------------------------------------------------
 
@@ -278,19 +290,59 @@ class Quantizer(Value):
         return q.codes.view(torch.uint8).T
 
 
+def quantize_pair(
+    x: Tensor, row: Quantizer | None, column: Quantizer | None, given: Given
+) -> tuple[QTensor | None, QTensor | None]:
+    """The orientations that have a quantizer, from one read of x where one kernel serves both. `given` is taken as it
+    is: tensors from outside go through `Quantizer.checked` first."""
+    matrix = as_matrix(x)
+    pair = (
+        None if row is None else cached_proto(row, x.shape, x.dtype, x.device, -1).empty(),
+        None if column is None else cached_proto(column, x.shape, x.dtype, x.device, column_axis(x.dim())).empty(),
+    )
+    fill_pair(matrix, pair, given)
+    return pair
+
+
+def fill_pair(x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: Given) -> None:
+    """Cast the matrix x into the orientations that are there, each by its own quantizer."""
+    row, column = pair
+    if row is not None and column is not None and not row.spec.fuses_with(column.spec):
+        row.spec.fill(x, (row, None), given._replace(amax=(given.amax[0], None)))
+        column.spec.fill(x, (None, column), given._replace(amax=(None, given.amax[1])))
+    elif row is not None:
+        row.spec.fill(x, pair, given)
+    elif column is not None:
+        column.spec.fill(x, pair, given)
+
+
+@lru_cache(maxsize=4096)
+def cached_proto(
+    spec: Quantizer, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, axis: int
+) -> QProto:
+    """`spec.proto`, remembered: an eager layer asks for the same few at every step."""
+    return spec.proto(TensorProto(tuple(shape), dtype, device), axis)
+
+
 def as_matrix(x: Tensor) -> Tensor:
     """x as [M, K], a view where its strides allow one: leading dims are rows."""
-    if not isinstance(x, Tensor):
-        raise UnsupportedDtype(f"A quantizer takes a torch.Tensor, got {type(x).__name__}. Use torch.as_tensor first.")
-    if x.dtype not in FLOATS:
-        raise UnsupportedDtype(f"A quantizer takes float32, bfloat16 or float16, got {x.dtype}. Cast x first.")
+    check_tensor(x)
     m, k = math.prod(x.shape[:-1]), (x.shape[-1] if x.dim() else 1)
     if max(m, k) > MAX_DIM:
         raise UnsupportedShape(
             f"A quantizer takes at most 2^31-256 rows and columns, got {m} x {k} from shape {tuple(x.shape)}. "
             "Quantize it in pieces."
         )
-    return x.detach().reshape(m, k)
+    x = x.detach() if x.requires_grad else x
+    return x if x.dim() == 2 else x.reshape(m, k)
+
+
+def check_tensor(x: Tensor) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise UnsupportedDtype(f"A quantizer takes a torch.Tensor, got {type(x).__name__}. Use torch.as_tensor first.")
+    if x.dtype not in FLOATS:
+        raise UnsupportedDtype(f"A quantizer takes float32, bfloat16 or float16, got {x.dtype}. Cast x first.")
+    return x
 
 
 def is_column(dim: int, axis: int) -> bool:

@@ -12,14 +12,15 @@ Nothing here reads a value on the host, so an update can be captured in a graph.
 would freeze the scale for as long as the window lasts.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
 from octavo.formats import E4M3, E5M2, Format
-from octavo.quant.scale import FLOAT32_MAX, divide, encode_scale
+from octavo.quant.scale import FLOAT32_MAX, encode_scale
 from octavo.quant.tensorwise import Tensorwise
 
 ALGORITHMS = ("max", "most_recent")
@@ -40,46 +41,54 @@ def with_margin(encode: Tensor, margin: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DelayedState:
-    """State of S slots. Only `observe` and `update` mutate the tensors, in place: their addresses never change."""
+    """State of S slots. Only `observe`, `update` and `restore` mutate the tensors, in place: their addresses never
+    change."""
 
     history: Tensor  # [S, L] float32: ring buffer of amaxes
     head: Tensor  # [S] int64: amaxes ever written; the next goes to head % L
     encode: Tensor  # [S] float32: the multiplier into codes, 1 at first
     current: Tensor  # [S] float32: this step's amax so far
     nonfinite: Tensor  # [S] int64: steps whose amax was Inf or NaN
+    limit: Tensor  # [S] float32: the largest value of each slot's format
 
     @classmethod
-    def create(cls, slots: int, length: int = 1024, device: torch.device | str | None = None) -> "DelayedState":
-        if slots < 1 or length < 1:
-            raise UnsupportedShape(f"A delayed state has at least one slot and one entry, got {slots} and {length}.")
+    def create(
+        cls, formats: tuple[Format, ...], length: int = 1024, device: torch.device | str | None = None
+    ) -> "DelayedState":
+        """A fresh state with a slot for each format."""
+        if not formats or length < 1:
+            raise UnsupportedShape(
+                f"A delayed state has at least one slot and one entry, got {len(formats)} and {length}."
+            )
+        for fmt in formats:
+            check_choice(fmt, (E4M3, E5M2), what="a slot's format")
+        slots = len(formats)
         return cls(
             history=torch.zeros(slots, length, dtype=torch.float32, device=device),
             head=torch.zeros(slots, dtype=torch.int64, device=device),
             encode=torch.ones(slots, dtype=torch.float32, device=device),
             current=torch.zeros(slots, dtype=torch.float32, device=device),
             nonfinite=torch.zeros(slots, dtype=torch.int64, device=device),
+            limit=torch.tensor([fmt.max for fmt in formats], dtype=torch.float32, device=device),
         )
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def observe(self, slot: int, amax: Tensor) -> None:
         """Fold an amax of this step into its slot. NaN wins over everything, so that it is counted."""
         self.current[slot].copy_(torch.maximum(self.current[slot], amax.view(())))
 
-    def update(self, formats: tuple[Format, ...], *, algorithm: str = "max", margin: int = 0) -> None:
-        """End the step: one format a slot."""
+    def update(self, *, algorithm: str = "max", margin: int = 0) -> None:
+        """End the step."""
         check_choice(algorithm, ALGORITHMS, what="amax algorithm")
         check_margin(margin, what="margin")
-        for fmt in formats:
-            check_choice(fmt, (E4M3, E5M2), what="a slot's format")
-        if len(formats) != self.current.numel():
-            raise UnsupportedConfig(
-                f"update takes one format a slot: {self.current.numel()} slots, {len(formats)} formats."
-            )
         finite = self.current.isfinite()
         entering = finite & (self.current > 0)
         self.nonfinite.add_(~finite)
         self._write_window(entering)
         a = self.current if algorithm == "most_recent" else self.history.amax(1)
-        fresh = torch.stack([with_margin(divide(fmt.max, a[i]), margin) for i, fmt in enumerate(formats)])
+        fresh = with_margin(self.limit / a, margin)
         self.encode.copy_(torch.where(entering & (a > 0), fresh, self.encode))
         self.current.zero_()
 
@@ -90,15 +99,73 @@ class DelayedState:
         self.head.add_(entering)
 
     def encode_for(self, slot: int, spec: Tensorwise, x: Tensor, *, cold_start: str = "one", margin: int = 0) -> Tensor:
-        """The multiplier [1] to cast x with. With cold_start="current" a slot that has seen nothing yet takes it from x
-        itself: a multiplier of 1 would flush gradients below 2^-17 to zero on the first step."""
+        """The multiplier [1] to cast x with."""
         check_choice(cold_start, COLD_STARTS, what="cold_start")
         check_margin(margin, what="margin")
         kept = self.encode[slot : slot + 1].clone()
-        if cold_start == "one":
-            return kept
-        warm = self.head[slot : slot + 1] > 0
-        just_in_time = encode_scale(
-            spec.amax(x, skip=warm).view(1), spec.fmt.max, eps=spec.eps, ceiling=FLOAT32_MAX, pow2=spec.pow2
-        )
-        return torch.where(warm, kept, with_margin(just_in_time, margin))
+        return kept if cold_start == "one" else warm_encode(kept, self.head[slot : slot + 1], spec, x, margin)
+
+    def export(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps, as copies, the window turned so that it reads oldest to newest."""
+        length = self.history.shape[1]
+        first = torch.where(self.head >= length, self.head % length, 0)
+        order = (first[:, None] + torch.arange(length, device=self.head.device)) % length
+        kept = {"history": self.history.gather(1, order)}
+        return kept | {name: getattr(self, name).clone() for name in ("head", "encode", "current", "nonfinite")}
+
+    def restore(self, kept: dict[str, Tensor]) -> None:
+        """Take over what `export` gave. A window of another length keeps its newest entries."""
+        self._check_kept(kept)
+        length, device = self.history.shape[1], self.history.device
+        history, head = kept["history"].to(device), kept["head"].to(device)
+        filled = head.clamp_max(history.shape[1])  # entries 0 ... filled, oldest to newest
+        keep = filled.clamp_max(length)
+        age = torch.arange(length, device=device)[None, :]  # of `length` places, 0 the oldest kept
+        taken = history.gather(1, ((filled - keep)[:, None] + age).clamp_max(history.shape[1] - 1))
+        places = ((head - keep)[:, None] + age) % length
+        self.history.scatter_(1, places, torch.where(age < keep[:, None], taken, 0.0))
+        for name in ("head", "encode", "current", "nonfinite"):
+            getattr(self, name).copy_(kept[name])
+
+    def _check_kept(self, kept: dict[str, Tensor]) -> None:
+        slots = self.current.numel()
+        for name in ("history", "head", "encode", "current", "nonfinite"):
+            own, found = getattr(self, name), kept.get(name)
+            fits = isinstance(found, Tensor) and found.dtype == own.dtype and found.dim() == own.dim()
+            if not fits or found.shape[0] != slots or found.numel() < slots:  # type: ignore[union-attr]
+                what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+                raise UnsupportedShape(
+                    f"A delayed state of {slots} slots takes {name} as {own.dtype} with {slots} rows, got {what}."
+                )
+
+
+def warm_encode(encode: Tensor, head: Tensor, spec: Tensorwise, x: Tensor, margin: int) -> Tensor:
+    """The slot's multiplier, or for a slot that has seen nothing yet (head 0) one from x itself: a multiplier of 1
+    would flush gradients below 2^-17 to zero on the first step."""
+    warm = head > 0
+    just_in_time = encode_scale(
+        spec.amax(x, skip=warm).view(1), spec.fmt.max, eps=spec.eps, ceiling=FLOAT32_MAX, pow2=spec.pow2
+    )
+    return torch.where(warm, encode, with_margin(just_in_time, margin))
+
+
+def update_all(
+    states: Sequence[DelayedState],
+    *,
+    algorithm: str = "max",
+    margin: int = 0,
+    reduce: Callable[[Tensor], None] | None = None,
+) -> None:
+    """`update` of many states of one window length and device at once, in a fixed number of launches. `reduce` may take
+    the maximum of all their amaxes over processes, in place."""
+    if not states:
+        return
+    names = tuple(states[0].tensors())
+    stacked = DelayedState(**{name: torch.cat([getattr(s, name) for s in states]) for name in names})
+    if reduce is not None:
+        reduce(stacked.current)
+    stacked.update(algorithm=algorithm, margin=margin)
+    sizes = [s.current.numel() for s in states]
+    for name in names:
+        if name != "limit":
+            torch._foreach_copy_([getattr(s, name) for s in states], list(getattr(stacked, name).split(sizes)))

@@ -6,6 +6,7 @@ at once where the skip flag says so. Casts to FP8 are the hardware's: round to n
 """
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.launch import Launch
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Quantizer
 
@@ -50,17 +52,18 @@ POINTERS = {
 }
 
 
-def tiles(x: Tensor, config: Config) -> tuple[int]:
+def tiles(shape: tuple[int, ...], config: Config) -> int:
     """The grid: at least one tile each way, so that scales of empty tensors are written too."""
-    m, k = x.shape
-    return (max(1, triton.cdiv(m, config.rows)) * max(1, triton.cdiv(k, config.columns)),)
+    m, k = shape
+    return max(1, -(-m // config.rows)) * max(1, -(-k // config.columns))
 
 
 def spec_of(kind: type[S], row: QTensor | None, column: QTensor | None) -> S:
     """The quantizer that both orientations share."""
-    specs = {q.spec for q in (row, column) if q is not None}
-    spec = specs.pop()
-    assert not specs and isinstance(spec, kind)
+    lead = column if row is None else row
+    assert lead is not None
+    spec = lead.spec
+    assert isinstance(spec, kind) and (column is None or column.spec is spec or column.spec == spec)
     return spec
 
 
@@ -70,6 +73,10 @@ def codes_of(q: QTensor | None) -> Tensor | None:
 
 def scales_of(q: QTensor | None) -> Tensor | None:
     return None if q is None else q.scale
+
+
+def scale_strides(q: QTensor | None) -> tuple[int, ...]:
+    return (0, 0) if q is None else q.scale.stride()
 
 
 @triton.jit
@@ -184,12 +191,18 @@ def _tensor_amax_kernel(x, out, skip, M, K, stride_m, stride_k, ROWS: tl.constex
 AMAX_CONFIGS = (Config(64, 256, 8), Config(128, 128, 8))
 
 
+@lru_cache(maxsize=4096)
+def _amax_launch(shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
+    return Launch(
+        _tensor_amax_kernel, tiles(shape, config), (*shape, *strides),
+        num_warps=config.warps, ROWS=config.rows, COLUMNS=config.columns,
+    )  # fmt: skip
+
+
 def tensor_amax(x: Tensor, skip: Tensor | None, config: Config = AMAX_CONFIGS[0]) -> Tensor:
     """max|x| as float32 [1]. An atomic max of integers: the same bits in any order."""
     out = torch.zeros(1, dtype=torch.int32, device=x.device)
-    _tensor_amax_kernel[tiles(x, config)](
-        x, out, skip, *x.shape, *x.stride(), ROWS=config.rows, COLUMNS=config.columns, num_warps=config.warps
-    )
+    _amax_launch(x.shape, x.stride(), config)(x, out, skip)
     return out.view(torch.float32)
 
 

@@ -8,6 +8,7 @@ A `Recipe` is what a user picks; `linear()` resolves it to a `LinearQuant`, whic
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.quant.quantizer import Quantizer
@@ -82,6 +83,10 @@ class Recipe(Value):
 
     def linear(self) -> LinearQuant:
         """The recipe resolved: every operand's quantizer, overrides applied."""
+        return self._resolved
+
+    @cached_property
+    def _resolved(self) -> LinearQuant:
         quant = self.gemms()
         backward = getattr(self, "backward", "quantized")
         modes = {"fprop": "quantized", "dgrad": backward, "wgrad": backward}

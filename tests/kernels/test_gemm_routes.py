@@ -87,7 +87,7 @@ def test_emulated_single_row_float16_and_bias(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_native_within_split_accumulation(name, dtype):
     a, b = operands(PAIRS[name], (64, 64, 512))
-    verdict = native.support(a, b)
+    verdict = native.support(a.spec, b.spec, a.device)
     if torch.cuda.get_device_capability() == (9, 0):
         assert verdict.ok, verdict.reason
     for shape in SHAPES:

@@ -11,6 +11,7 @@ import torch
 import octavo.quant as Q
 from octavo.errors import Unsupported, UnsupportedConfig
 from octavo.formats import E2M1, E4M3, E5M2
+from octavo.quant.state import update_all
 
 INF, NAN = math.inf, math.nan
 F = np.float32
@@ -73,10 +74,10 @@ def assert_window(state, slot: int, expected: Slot) -> None:
     assert held == sorted([0.0] * (length - len(expected.window)) + list(expected.window))
 
 
-def step_once(state, amaxes: dict[int, float], formats=HYBRID, **settings) -> None:
+def step_once(state, amaxes: dict[int, float], **settings) -> None:
     for slot, amax in amaxes.items():
         state.observe(slot, torch.full((1, 1), amax))
-    state.update(formats, **settings)
+    state.update(**settings)
 
 
 def snapshot(state) -> list[torch.Tensor]:
@@ -92,7 +93,7 @@ def assert_unchanged(state, before: list[torch.Tensor]) -> None:
 
 
 def test_a_fresh_state_multiplies_by_one():
-    state = Q.DelayedState.create(3, 16)
+    state = Q.DelayedState.create(HYBRID, 16)
     assert state.encode.tolist() == [1.0] * 3
     assert not state.history.any() and not state.current.any() and not state.nonfinite.any()
     assert state.history.shape == (3, 16)
@@ -103,7 +104,7 @@ def test_a_fresh_state_multiplies_by_one():
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_a_trace_follows_the_oracle(algorithm, length, margin):
     steps = max(60, length + length // 2)  # every step that is not empty moves the ring: enough to go round
-    state = Q.DelayedState.create(3, length)
+    state = Q.DelayedState.create(HYBRID, length)
     slots = [Slot(length, fmt, algorithm, margin) for fmt in HYBRID]
     traces = [amax_trace(steps, seed) for seed in range(3)]
     for step in range(steps):
@@ -112,7 +113,7 @@ def test_a_trace_follows_the_oracle(algorithm, length, margin):
                 slot.observe(amax)
                 state.observe(i, torch.tensor([[amax]]))
             slot.update()
-        state.update(HYBRID, algorithm=algorithm, margin=margin)
+        state.update(algorithm=algorithm, margin=margin)
         for i, slot in enumerate(slots):
             assert_matches(state, i, slot, step)
     for i, slot in enumerate(slots):
@@ -123,19 +124,19 @@ def test_a_trace_follows_the_oracle(algorithm, length, margin):
 
 @pytest.mark.parametrize("length", [1, 2, 16])
 def test_the_maximum_is_forgotten_exactly_when_the_window_has_passed_it(length):
-    state = Q.DelayedState.create(1, length)
-    step_once(state, {0: 100.0}, (E4M3,))
+    state = Q.DelayedState.create((E4M3,), length)
+    step_once(state, {0: 100.0})
     for _ in range(length - 1):
-        step_once(state, {0: 1.0}, (E4M3,))
+        step_once(state, {0: 1.0})
         assert state.encode.item() == float(F(4.48))
-    step_once(state, {0: 1.0}, (E4M3,))
+    step_once(state, {0: 1.0})
     assert state.encode.item() == 448.0
 
 
 def test_most_recent_looks_at_nothing_but_the_newest():
-    state = Q.DelayedState.create(1, 4)
+    state = Q.DelayedState.create((E4M3,), 4)
     for amax in (100.0, 1.0, 7.0, 0.5):
-        step_once(state, {0: amax}, (E4M3,), algorithm="most_recent")
+        step_once(state, {0: amax}, algorithm="most_recent")
         assert state.encode.item() == float(F(448) / F(amax))
 
 
@@ -158,26 +159,26 @@ def test_most_recent_looks_at_nothing_but_the_newest():
     ],
 )
 def test_the_multiplier_is_the_range_over_the_amax_over_the_margin(fmt, amax, margin, encode):
-    state = Q.DelayedState.create(1, 4)
-    step_once(state, {0: amax}, (fmt,), margin=margin)
+    state = Q.DelayedState.create((fmt,), 4)
+    step_once(state, {0: amax}, margin=margin)
     assert state.encode.tolist() == [encode]
 
 
 def test_observations_of_one_step_accumulate_by_maximum():
     """A module called twice in a step, in either order, counts once, with its larger amax."""
     for amaxes in ((2.0, 7.0, 3.5), (7.0, 2.0, 3.5), (3.5, 2.0, 7.0)):
-        state = Q.DelayedState.create(1, 4)
+        state = Q.DelayedState.create((E4M3,), 4)
         for amax in amaxes:
             state.observe(0, torch.tensor([[amax]]))
         assert state.current.item() == 7.0
         assert state.encode.item() == 1.0  # not before the step ends
-        state.update((E4M3,))
+        state.update()
         assert state.encode.item() == 64.0
         assert sorted(state.history[0].tolist()) == [0.0, 0.0, 0.0, 7.0]
 
 
 def test_slots_do_not_touch_each_other():
-    state = Q.DelayedState.create(3, 4)
+    state = Q.DelayedState.create(HYBRID, 4)
     step_once(state, {1: 7.0})
     assert state.encode.tolist() == [1.0, 64.0, 1.0]
     assert not state.history[0].any() and not state.history[2].any()
@@ -187,7 +188,7 @@ def test_slots_do_not_touch_each_other():
 
 def test_the_tensors_stay_where_they_are():
     """A captured graph holds their addresses."""
-    state = Q.DelayedState.create(3, 4)
+    state = Q.DelayedState.create(HYBRID, 4)
     tensors = (state.history, state.head, state.encode, state.current, state.nonfinite)
     addresses = [t.data_ptr() for t in tensors]
     for amax in (1.0, 0.0, INF, 2.0, 3.0, 4.0, 5.0):
@@ -203,21 +204,21 @@ def test_the_tensors_stay_where_they_are():
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("observed", [True, False], ids=["zero-seen", "nothing-seen"])
 def test_a_zero_amax_neither_rolls_the_window_nor_moves_the_multiplier(observed, algorithm):
-    state = Q.DelayedState.create(1, 2)
-    step_once(state, {0: 100.0}, (E4M3,), algorithm=algorithm)
-    step_once(state, {0: 7.0}, (E4M3,), algorithm=algorithm)
+    state = Q.DelayedState.create((E4M3,), 2)
+    step_once(state, {0: 100.0}, algorithm=algorithm)
+    step_once(state, {0: 7.0}, algorithm=algorithm)
     before = snapshot(state)
     for _ in range(5):  # more than the window is long: a roll would push 100 and 7 out
-        step_once(state, {0: 0.0} if observed else {}, (E4M3,), algorithm=algorithm)
+        step_once(state, {0: 0.0} if observed else {}, algorithm=algorithm)
         assert_unchanged(state, before)
-    step_once(state, {0: 1.0}, (E4M3,), algorithm=algorithm)
+    step_once(state, {0: 1.0}, algorithm=algorithm)
     assert sorted(state.history[0].tolist()) == [1.0, 7.0]  # 100, the oldest, was the one replaced
 
 
-def test_a_zero_does_not_apply_a_new_margin_or_format_either():
-    state = Q.DelayedState.create(1, 2)
-    step_once(state, {0: 7.0}, (E4M3,))
-    step_once(state, {}, (E5M2,), margin=3)
+def test_a_zero_does_not_apply_a_new_margin_either():
+    state = Q.DelayedState.create((E4M3,), 2)
+    step_once(state, {0: 7.0})
+    step_once(state, {}, margin=3)
     assert state.encode.item() == 64.0
 
 
@@ -225,7 +226,7 @@ def test_a_cached_weight_gives_every_microbatch_the_same_bytes():
     """The weight is cast and observed in microbatch 0 only; the updates between must not change what it is cast to."""
     w = torch.randn(32, 48, generator=torch.Generator().manual_seed(0))
     spec = Q.Tensorwise()
-    state = Q.DelayedState.create(3, 4)
+    state = Q.DelayedState.create(HYBRID, 4)
     step_once(state, {1: 3.0})
     first = spec.quantize(w, encode=state.encode_for(1, spec, w))
     for microbatch in range(6):
@@ -241,37 +242,37 @@ def test_a_cached_weight_gives_every_microbatch_the_same_bytes():
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("bad", [INF, NAN])
 def test_a_non_finite_step_is_counted_and_leaves_no_other_mark(bad, algorithm):
-    state = Q.DelayedState.create(1, 4)
-    step_once(state, {0: 7.0}, (E4M3,), algorithm=algorithm)
+    state = Q.DelayedState.create((E4M3,), 4)
+    step_once(state, {0: 7.0}, algorithm=algorithm)
     history, head, encode, _, _ = snapshot(state)
-    step_once(state, {0: bad}, (E4M3,), algorithm=algorithm)
+    step_once(state, {0: bad}, algorithm=algorithm)
     assert torch.equal(state.history, history) and torch.equal(state.head, head)
     assert torch.equal(state.encode, encode)
     assert state.nonfinite.tolist() == [1]
     assert state.current.item() == 0.0
     # recovery is immediate: upstream keeps Inf for a whole window
-    step_once(state, {0: 14.0}, (E4M3,), algorithm=algorithm)
+    step_once(state, {0: 14.0}, algorithm=algorithm)
     assert state.encode.item() == 32.0
     assert state.nonfinite.tolist() == [1]
 
 
 @pytest.mark.parametrize("amaxes", [(NAN, 5.0), (5.0, NAN), (INF, 5.0), (5.0, INF), (NAN, INF), (INF, NAN), (NAN, 0.0)])
 def test_one_bad_observation_spoils_its_step(amaxes):
-    state = Q.DelayedState.create(2, 4)
-    step_once(state, {0: 7.0, 1: 7.0}, (E4M3, E4M3))
+    state = Q.DelayedState.create((E4M3, E4M3), 4)
+    step_once(state, {0: 7.0, 1: 7.0})
     for amax in amaxes:
         state.observe(0, torch.tensor([[amax]]))
     state.observe(1, torch.tensor([[14.0]]))
-    state.update((E4M3, E4M3))
+    state.update()
     assert state.nonfinite.tolist() == [1, 0]
     assert state.encode.tolist() == [64.0, 32.0]
     assert 5.0 not in state.history[0].tolist()
 
 
 def test_every_bad_step_counts():
-    state = Q.DelayedState.create(1, 2)
+    state = Q.DelayedState.create((E4M3,), 2)
     for bad in (INF, NAN, INF):
-        step_once(state, {0: bad}, (E4M3,))
+        step_once(state, {0: bad})
     assert state.nonfinite.tolist() == [3]
     assert state.encode.tolist() == [1.0]
     assert not state.history.any()
@@ -281,7 +282,7 @@ def test_every_bad_step_counts():
 
 
 def test_a_cold_slot_multiplies_by_one_by_default():
-    state = Q.DelayedState.create(1, 4)
+    state = Q.DelayedState.create((E4M3,), 4)
     x = torch.full((2, 2), 7.0)
     for cold_start in ({}, {"cold_start": "one"}):
         encode = state.encode_for(0, Q.Tensorwise(), x, **cold_start)
@@ -289,7 +290,7 @@ def test_a_cold_slot_multiplies_by_one_by_default():
 
 
 def test_a_cold_slot_may_take_its_multiplier_from_the_tensor_at_hand():
-    state = Q.DelayedState.create(3, 4)
+    state = Q.DelayedState.create(HYBRID, 4)
     before = snapshot(state)
     for spec, amax, expected in (
         (Q.Tensorwise(), 7.0, 64.0),
@@ -309,8 +310,8 @@ def test_a_cold_slot_may_take_its_multiplier_from_the_tensor_at_hand():
 
 
 def test_a_warm_slot_ignores_the_tensor_at_hand():
-    state = Q.DelayedState.create(2, 4)
-    step_once(state, {0: 7.0}, (E4M3, E4M3))
+    state = Q.DelayedState.create((E4M3, E4M3), 4)
+    step_once(state, {0: 7.0})
     x = torch.full((2, 2), 1.0)
     for cold_start in ("one", "current"):
         assert state.encode_for(0, Q.Tensorwise(), x, cold_start=cold_start).tolist() == [64.0]
@@ -318,27 +319,27 @@ def test_a_warm_slot_ignores_the_tensor_at_hand():
 
 
 def test_a_slot_stays_cold_until_an_amax_has_entered_its_window():
-    state = Q.DelayedState.create(1, 2)
+    state = Q.DelayedState.create((E4M3,), 2)
     x = torch.full((2, 2), 7.0)
     for nothing in (0.0, INF, NAN):
-        step_once(state, {0: nothing}, (E4M3,))
+        step_once(state, {0: nothing})
         assert state.encode_for(0, Q.Tensorwise(), x, cold_start="current").tolist() == [64.0], nothing
-    step_once(state, {0: 14.0}, (E4M3,))
+    step_once(state, {0: 14.0})
     assert state.encode_for(0, Q.Tensorwise(), x, cold_start="current").tolist() == [32.0]
 
 
 def test_a_slot_stays_warm_however_often_its_ring_goes_round():
     """A head that wraps to 0 looks like a fresh one."""
-    state = Q.DelayedState.create(1, 2)
+    state = Q.DelayedState.create((E4M3,), 2)
     x = torch.full((2, 2), 1.0)
     for _ in range(9):
-        step_once(state, {0: 7.0}, (E4M3,))
+        step_once(state, {0: 7.0})
         assert state.encode_for(0, Q.Tensorwise(), x, cold_start="current").tolist() == [64.0]
 
 
 def test_cold_start_current_keeps_gradients_that_one_would_flush():
     dy = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * 1e-7
-    state, spec = Q.DelayedState.create(1, 4), Q.Tensorwise(fmt=E5M2)
+    state, spec = Q.DelayedState.create((E5M2,), 4), Q.Tensorwise(fmt=E5M2)
     cast = {c: spec.quantize(dy, encode=state.encode_for(0, spec, dy, cold_start=c)) for c in ("one", "current")}
     assert not (cast["one"].codes.view(torch.uint8) & 0x7F).any()
     error = cast["current"].dequantize(torch.float32) - dy
@@ -350,7 +351,7 @@ def test_cold_start_current_keeps_gradients_that_one_would_flush():
 
 def test_steps_of_casting_with_the_last_steps_scale():
     """Every step casts with what the steps before have led to, and reports its amax for the next."""
-    spec, state, slot = Q.Tensorwise(), Q.DelayedState.create(1, 2), Slot(2, E4M3)
+    spec, state, slot = Q.Tensorwise(), Q.DelayedState.create((E4M3,), 2), Slot(2, E4M3)
     for step in range(6):
         x = torch.randn(16, 16, generator=torch.Generator().manual_seed(step)) * 10.0 ** (step % 3)
         row, _, amax = spec.observe(x, state.encode_for(0, spec, x))
@@ -359,7 +360,7 @@ def test_steps_of_casting_with_the_last_steps_scale():
         assert np.array_equal(row.codes.view(torch.uint8).numpy(), expected), step
         assert row.scale.item() == float(F(1) / F(slot.encode)), step
         state.observe(0, amax)
-        state.update((E4M3,))
+        state.update()
         slot.observe(x.abs().max().item())
         slot.update()
         assert_matches(state, 0, slot, step)
@@ -367,12 +368,12 @@ def test_steps_of_casting_with_the_last_steps_scale():
 
 def test_a_saved_cast_is_not_changed_by_a_later_update():
     """The backward pass decodes with the scale of its own forward."""
-    spec, state = Q.Tensorwise(), Q.DelayedState.create(1, 2)
+    spec, state = Q.Tensorwise(), Q.DelayedState.create((E4M3,), 2)
     x = torch.full((4, 4), 3.0)
-    step_once(state, {0: 7.0}, (E4M3,))
+    step_once(state, {0: 7.0})
     q = spec.quantize(x, encode=state.encode_for(0, spec, x))
     encode, before = state.encode_for(0, spec, x), q.dequantize(torch.float32)
-    step_once(state, {0: 1000.0}, (E4M3,))
+    step_once(state, {0: 1000.0})
     assert encode.item() == 64.0  # a value, not a window on the state
     assert torch.equal(q.dequantize(torch.float32), before)
     assert q.scale.item() == 1 / 64
@@ -382,44 +383,108 @@ def test_a_saved_cast_is_not_changed_by_a_later_update():
 
 
 def test_unknown_settings_are_refused():
-    state = Q.DelayedState.create(1, 2)
+    state = Q.DelayedState.create((E4M3,), 2)
     with pytest.raises(UnsupportedConfig):
-        state.update((E4M3,), algorithm="mean")
+        state.update(algorithm="mean")
     with pytest.raises(UnsupportedConfig):
         state.encode_for(0, Q.Tensorwise(), torch.ones(1, 1), cold_start="zero")
     with pytest.raises(Unsupported):
-        state.update((E4M3, E4M3))  # one format a slot
+        Q.DelayedState.create((), 2)  # no slot
 
 
 @pytest.mark.parametrize("margin", [65, -65, 0.5, True], ids=str)
 def test_a_margin_without_meaning_is_refused(margin):
     with pytest.raises(UnsupportedConfig, match="margin is an int from -64 to 64"):
-        Q.DelayedState.create(1, 2).update((E4M3,), margin=margin)
+        Q.DelayedState.create((E4M3,), 2).update(margin=margin)
 
 
 def test_a_slot_in_four_bits_is_refused():
     with pytest.raises(UnsupportedConfig, match="a slot's format must be one of E4M3, E5M2, got E2M1"):
-        Q.DelayedState.create(1, 2).update((E2M1,))
+        Q.DelayedState.create((E2M1,), 2)
 
 
 def test_a_multiplier_never_underflows_to_zero():
     """Zero would decode to NaN; the least multiplier is float32's smallest normal."""
-    state = Q.DelayedState.create(1, 2)
+    state = Q.DelayedState.create((E4M3,), 2)
     state.observe(0, torch.tensor(3e38))
-    state.update((E4M3,), margin=64)
+    state.update(margin=64)
     assert state.encode.item() == torch.finfo(torch.float32).tiny
 
 
 def test_a_cold_start_keeps_the_margin():
-    x, state = torch.full((4, 4), 2.0), Q.DelayedState.create(1, 2)
+    x, state = torch.full((4, 4), 2.0), Q.DelayedState.create((E4M3,), 2)
     plain = state.encode_for(0, Q.Tensorwise(), x, cold_start="current")
     assert torch.equal(state.encode_for(0, Q.Tensorwise(), x, cold_start="current", margin=2), plain / 4)
 
 
 def test_a_cold_start_stays_in_range_and_checks_its_margin():
     tiny, huge = torch.full((2, 2), 1e-38), torch.full((2, 2), 3e38)
-    state, spec = Q.DelayedState.create(1, 2), Q.Tensorwise()
+    state, spec = Q.DelayedState.create((E4M3,), 2), Q.Tensorwise()
     assert state.encode_for(0, spec, tiny, cold_start="current", margin=-64).isfinite()
     assert state.encode_for(0, spec, huge, cold_start="current", margin=64).item() > 0
     with pytest.raises(UnsupportedConfig, match="margin is an int from -64 to 64"):
         state.encode_for(0, spec, tiny, margin=100)
+
+
+# ------------------------------------------------------------------------------------------------ many, kept, restored
+
+
+def states_after(steps: int, seed: int, length: int = 4):
+    """Three states of one to three slots with a past, and amaxes waiting."""
+    generator = torch.Generator().manual_seed(seed)
+    states = [Q.DelayedState.create(HYBRID[: n + 1], length) for n in range(3)]
+    for state in states:
+        for _ in range(steps):
+            step_once(state, {0: float(torch.rand((), generator=generator) * 9)})
+        state.current.copy_(torch.rand(state.current.shape, generator=generator))
+    return states
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_many_states_update_as_each_alone(algorithm):
+    together, alone = states_after(6, 1), states_after(6, 1)
+    addresses = [t.data_ptr() for state in together for t in state.tensors().values()]
+    update_all(together, algorithm=algorithm, margin=1)
+    for one, other in zip(together, alone, strict=True):
+        other.update(algorithm=algorithm, margin=1)
+        for name, tensor in one.tensors().items():
+            assert torch.equal(tensor, other.tensors()[name]), name
+    assert addresses == [t.data_ptr() for state in together for t in state.tensors().values()]
+
+
+def test_a_reduction_sees_every_amax_of_the_step_before_it_enters():
+    states = states_after(2, 3)
+    update_all(states, reduce=lambda current: current.fill_(2.0))
+    assert all(state.encode[0].item() == F(448.0) / F(max(state.history[0].tolist())) for state in states)
+    assert all(2.0 in state.history[-1].tolist() for state in states)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 4, 5, 11])
+def test_a_restored_state_goes_on_as_the_one_it_came_from(steps):
+    for original in states_after(steps, steps):
+        copy = Q.DelayedState.create(HYBRID[: original.current.numel()], 4)
+        copy.restore(original.export())
+        for amax in (3.0, 0.5, 0.0, 7.0, 0.25, 1.0, 2.0):
+            for state in (original, copy):
+                step_once(state, {0: amax})
+            assert torch.equal(original.encode, copy.encode)
+            assert sorted(original.history[0].tolist()) == sorted(copy.history[0].tolist())
+        assert torch.equal(original.head > 0, copy.head > 0)
+
+
+def test_an_exported_window_reads_oldest_to_newest():
+    state = Q.DelayedState.create((E4M3,), 4)
+    for amax in range(1, 8):
+        step_once(state, {0: float(amax)})
+    assert state.export()["history"].tolist() == [[4.0, 5.0, 6.0, 7.0]]
+
+
+@pytest.mark.parametrize(("length", "kept"), [(2, [6.0, 7.0]), (6, [0.0, 0.0, 4.0, 5.0, 6.0, 7.0])])
+def test_a_window_of_another_length_keeps_the_newest(length, kept):
+    state, other = Q.DelayedState.create((E4M3,), 4), Q.DelayedState.create((E4M3,), length)
+    for amax in range(1, 8):
+        step_once(state, {0: float(amax)})
+    other.restore(state.export())
+    assert other.export()["history"].tolist() == [kept]
+    step_once(other, {0: 8.0})
+    assert 8.0 in other.history[0].tolist() and 7.0 in other.history[0].tolist()

@@ -275,12 +275,12 @@ def test_nothing_waits_for_the_device():
 def test_delayed_state_updates_inside_a_cuda_graph():
     """Replays advance the window exactly as the CPU does, an infinite step and an unused slot included."""
     formats, amax = (E4M3, E5M2), torch.zeros(2, device="cuda")
-    here, there = DelayedState.create(2, 3, "cuda"), DelayedState.create(2, 3)
+    here, there = DelayedState.create(formats, 3, "cuda"), DelayedState.create(formats, 3)
 
     def step(state: DelayedState, values: torch.Tensor) -> None:
         for slot in range(2):
             state.observe(slot, values[slot])
-        state.update(formats, margin=1)
+        state.update(margin=1)
 
     amax.fill_(1.0)
     step(here, amax)

@@ -13,8 +13,6 @@ Three routes, one meaning (`route` says which one a call takes, and `native.supp
     reference   float64, anywhere; also every GEMM on a CPU
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.formats import E5M2, FLOATS
 from octavo.kernels.gemm import native, reference
 from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Quantizer
 
 ACCUMULATIONS = ("fast", "precise")
 Operand = Tensor | QTensor
@@ -44,10 +43,10 @@ def gemm(
     dtype = _check(a, b, out_dtype, bias, out, accumulate)
     a, b = (x.detach() if isinstance(x, Tensor) else x for x in (a, b))
     bias = None if bias is None else bias.detach().contiguous()
-    product = _product(a, b, dtype, bias, accumulation == "fast")
+    found = product(a, b, dtype, bias, accumulation)
     if out is None:
-        return product
-    return out.add_(product) if accumulate else out.copy_(product)
+        return found
+    return out.add_(found) if accumulate else out.copy_(found)
 
 
 def route(a: Operand, b: Operand) -> str:
@@ -56,10 +55,18 @@ def route(a: Operand, b: Operand) -> str:
         return "reference"
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return "native"
-    return "native" if native.support(a, b).ok else "emulated"
+    return spec_route(a.spec, b.spec, a.device)
 
 
-def _product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, fast: bool) -> Tensor:
+def spec_route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str:
+    """`route` of operands that such quantizers would make there; None stands for an unquantized operand."""
+    if backend.choose(device) == "reference":
+        return "reference"
+    return "native" if a is None or b is None or native.support(a, b, device).ok else "emulated"
+
+
+def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, accumulation: str) -> Tensor:
+    """`gemm` into a fresh tensor, of operands that are known to fit: what a layer calls."""
     m, n = _rows(a), _rows(b)
     if m == 0 or n == 0:
         return torch.empty(m, n, dtype=dtype, device=a.device)
@@ -70,13 +77,13 @@ def _product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, fa
         return native.high_precision(a, b, dtype, bias)
     assert isinstance(a, QTensor) and isinstance(b, QTensor)
     if way == "native":
-        return native.gemm(a, b, dtype, bias, fast)
-    product: Tensor = backend.twin(__name__, a.codes).gemm(a, b, dtype, bias)
-    return product
+        return native.gemm(a, b, dtype, bias, accumulation == "fast")
+    found: Tensor = backend.twin(__name__, a.codes).gemm(a, b, dtype, bias)
+    return found
 
 
 def _rows(x: Operand) -> int:
-    return x.rows if isinstance(x, QTensor) else math.prod(x.shape[:-1])
+    return x.rows if isinstance(x, QTensor) else x.shape[0]
 
 
 def _columns(x: Operand) -> int:

@@ -43,13 +43,11 @@ class Support:
     reason: str = ""
 
 
-def support(a: QTensor, b: QTensor) -> Support:
+def support(a: Quantizer, b: Quantizer, device: torch.device) -> Support:
     """Cached per device and pair of schemes; the first question runs a tile."""
-    if a.spec.scale_format is not None or a.spec.block not in _KINDS or b.spec.block not in _KINDS:
-        return Support(
-            False, f"torch's scaled_mm is not used for {a.spec} by {b.spec}: their codes are multiplied exactly"
-        )
-    return _probed(a.device, a.spec.block, b.spec.block, a.spec.fmt, b.spec.fmt)
+    if a.scale_format is not None or a.block not in _KINDS or b.block not in _KINDS:
+        return Support(False, f"torch's scaled_mm is not used for {a} by {b}: their codes are multiplied exactly")
+    return _probed(device, a.block, b.block, a.fmt, b.fmt)
 
 
 @cache
@@ -106,17 +104,22 @@ def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: 
     rows, multiple = (16, 128) if blocks else (1, 16)
     m, n = a.rows, b.rows
     a_codes, b_codes = _pad(a.codes, rows, multiple), _pad(b.codes, 16, multiple)
-    fused_bias = bias if bias is not None and dtype != torch.float32 and bias.dtype == dtype else None
-    if fused_bias is not None:
-        fused_bias = F.pad(fused_bias, (0, b_codes.shape[0] - n))
+    fused_bias = None
+    if bias is not None and dtype != torch.float32 and bias.dtype == dtype:
+        fused_bias = F.pad(bias, (0, b_codes.shape[0] - n)) if b_codes.shape[0] != n else bias
     a_scale, a_kind = _scale(a, b, a_codes.shape[0])
     b_scale, b_kind = _scale(b, a, b_codes.shape[0])
-    b_scale = b_scale.T if b_kind == "RowWise" else b_scale  # [1, N]
-    y = F.scaled_mm(
-        a_codes, b_codes.T, a_scale, getattr(F.ScalingType, a_kind), b_scale, getattr(F.ScalingType, b_kind),
-        bias=fused_bias, output_dtype=dtype, use_fast_accum=fast and not blocks,
-    )  # fmt: skip
-    y = y[:m, :n].contiguous() if y.shape != (m, n) else y
+    if a_kind == "TensorWise" or a_kind == "RowWise":
+        # the same kernels as scaled_mm's, a third of its host time less
+        b_scale = b_scale.T if b_kind == "RowWise" else b_scale  # [1, N]
+        y = torch._scaled_mm(a_codes, b_codes.T, a_scale, b_scale, fused_bias, None, dtype, fast)
+    else:
+        kinds = getattr(F.ScalingType, a_kind), getattr(F.ScalingType, b_kind)
+        y = F.scaled_mm(
+            a_codes, b_codes.T, a_scale, kinds[0], b_scale, kinds[1], bias=fused_bias, output_dtype=dtype
+        )  # fmt: skip
+    if b_codes.shape[0] != n or a_codes.shape[0] != m:
+        y = y[:m, :n].contiguous()
     return y if bias is None or fused_bias is not None else (y.float() + bias.float()).to(dtype)
 
 

@@ -9,14 +9,18 @@ Where the scale enters depends on how far it reaches along K:
                   for E8M0 bytes 3...246; below, values under 2^-133 are rounded away, above they saturate
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import E4M3, E8M0
+from octavo.launch import Launch
 from octavo.quant import tile
 from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Quantizer
 from octavo.quant.tile import Variant
 
 Config = tuple[int, int, int, int, int]  # rows of a, rows of b, K, warps, stages
@@ -136,16 +140,24 @@ def _gemm_kernel(
 
 def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, config: Config | None = None) -> Tensor:
     reach = a.spec.block[1] or 0
-    bm, bn, bk, warps, stages = config or _choose(reach, a.rows, b.rows)
     y = torch.empty(a.rows, b.rows, dtype=dtype, device=a.device)
-    grid = (triton.cdiv(a.rows, bm) * triton.cdiv(b.rows, bn),)
-    _gemm_kernel[grid](
-        a.codes, b.codes, y, a.scale, b.scale, a.global_scale, b.global_scale, bias,
-        a.rows, b.rows, a.columns, a.codes.stride(0), b.codes.stride(0), *a.scale.stride(), *b.scale.stride(),
-        REACH=reach, A_ROWS=a.spec.block[0] or 0, B_ROWS=b.spec.block[0] or 0, KIND=_SCALES[a.spec.scale_format],
-        PACKED=a.spec.fmt.packed == 2, BM=bm, BN=bn, BK=bk, num_warps=warps, num_stages=stages,
+    sizes = (
+        a.rows, b.rows, a.columns, a.codes.stride(0), b.codes.stride(0), *a.scale.stride(), *b.scale.stride()
     )  # fmt: skip
+    _gemm_launch(a.spec, b.spec, sizes, config or _choose(reach, a.rows, b.rows))(
+        a.codes, b.codes, y, a.scale, b.scale, a.global_scale, b.global_scale, bias
+    )
     return y
+
+
+@lru_cache(maxsize=4096)
+def _gemm_launch(a: Quantizer, b: Quantizer, sizes: tuple[int, ...], config: Config) -> Launch:
+    bm, bn, bk, warps, stages = config
+    return Launch(
+        _gemm_kernel, triton.cdiv(sizes[0], bm) * triton.cdiv(sizes[1], bn), sizes, num_warps=warps, num_stages=stages,
+        REACH=a.block[1] or 0, A_ROWS=a.block[0] or 0, B_ROWS=b.block[0] or 0, KIND=_SCALES[a.scale_format],
+        PACKED=a.fmt.packed == 2, BM=bm, BN=bn, BK=bk,
+    )  # fmt: skip
 
 
 def _choose(reach: int, m: int, n: int) -> Config:

@@ -1,11 +1,14 @@
 """Block scaling on the GPU, in one pass: a tile is a block both ways, so every amax is known once it is loaded."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
+from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.block import BLOCK, _Blocks
 from octavo.quant.blocks import is_square
@@ -69,12 +72,21 @@ def _cast_kernel(
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     spec = tile.spec_of(_Blocks, row, column)
-    strides = [(0, 0) if q is None else q.scale.stride() for q in (row, column)]
-    _cast_kernel[tile.tiles(x, config)](
+    strides = (*x.stride(), *tile.scale_strides(row), *tile.scale_strides(column))
+    _cast_launch(spec, x.shape, strides, x.dtype, config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *given.amax, given.skip, *x.shape, *x.stride(), *strides[0], *strides[1],
-        MAX=spec.fmt.max, EPS=spec.eps, CEILING=torch.finfo(x.dtype).max, POW2=spec.pow2,
-        SQUARE=is_square(spec.block), TILE=BLOCK, W=config.warps, num_warps=config.warps,
+        *given.amax, given.skip,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _cast_launch(
+    spec: _Blocks, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, config: Config
+) -> Launch:
+    return Launch(
+        _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
+        MAX=spec.fmt.max, EPS=spec.eps, CEILING=torch.finfo(dtype).max, POW2=spec.pow2,
+        SQUARE=is_square(spec.block), TILE=BLOCK, W=config.warps,
     )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """MX on the GPU, in one pass over tiles whose sides are multiples of 32."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -8,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
+from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.maxima import amax as amax
 from octavo.quant.mx import MANTISSA_BITS, MX
@@ -93,12 +96,19 @@ def _cast_kernel(
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     spec = tile.spec_of(MX, row, column)
-    strides = [(0, 0) if q is None else q.scale.stride() for q in (row, column)]
-    _cast_kernel[tile.tiles(x, config)](
+    strides = (*x.stride(), *tile.scale_strides(row), *tile.scale_strides(column))
+    _cast_launch(spec, x.shape, strides, config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *given.amax, given.skip, *x.shape, *x.stride(), *strides[0], *strides[1],
+        *given.amax, given.skip,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _cast_launch(spec: MX, shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
+    return Launch(
+        _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
         MAX=spec.fmt.max, EMAX=spec.fmt.emax, MANTISSA=MANTISSA_BITS[spec.fmt.name], ROUNDING=spec.rounding,
-        SQUARE=spec.square, ROWS=config.rows, COLUMNS=config.columns, W=config.warps, num_warps=config.warps,
+        SQUARE=spec.square, ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
     )  # fmt: skip
 
 

@@ -4,6 +4,8 @@ No chip below SM100 converts to E2M1 in hardware, so codes are cut out of a floa
 reference's own sequence of additions. The bits do not depend on where it runs.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -12,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from octavo.formats import E2M1, E4M3
+from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.nvfp4 import NVFP4
 from octavo.quant.nvfp4.hadamard import NEGATIVE
@@ -241,25 +244,43 @@ def amax(
 ) -> Pair:
     first, second = _options(row, column)
     found = torch.zeros(2, 1, dtype=torch.int32, device=x.device)
-    _amax_kernel[tile.tiles(x, config)](
-        x, found[0] if row else None, found[1] if column else None, skip, *x.shape, *x.stride(),
-        RHT_ROW=first.rht, RHT_COLUMN=second.rht, NEGATIVE=NEGATIVE,
-        ROWS=config.rows, COLUMNS=config.columns, W=config.warps, num_warps=config.warps,
-    )  # fmt: skip
+    _amax_launch(first.rht, second.rht, x.shape, x.stride(), config)(
+        x, found[0] if row else None, found[1] if column else None, skip
+    )
     values = found.view(torch.float32)
     return (values[0] if row else None), (values[1] if column else None)
 
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     first, second = _options(*(None if q is None else q.spec for q in (row, column)))
-    _cast_kernel[tile.tiles(x, config)](
+    _cast_launch(first, second, x.shape, x.stride(), config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        row and row.global_scale, column and column.global_scale, *given.amax,
-        given.seed, given.skip, *x.shape, *x.stride(),
+        None if row is None else row.global_scale, None if column is None else column.global_scale,
+        *given.amax, given.seed, given.skip,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _amax_launch(
+    row_rht: bool, column_rht: bool, shape: tuple[int, ...], strides: tuple[int, ...], config: Config
+) -> Launch:
+    return Launch(
+        _amax_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
+        RHT_ROW=row_rht, RHT_COLUMN=column_rht, NEGATIVE=NEGATIVE,
+        ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _cast_launch(
+    first: NVFP4, second: NVFP4, shape: tuple[int, ...], strides: tuple[int, ...], config: Config
+) -> Launch:
+    return Launch(
+        _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
         SQUARE=first.square, RHT_ROW=first.rht, RHT_COLUMN=second.rht,
         SR_ROW=first.stochastic, SR_COLUMN=second.stochastic,
         NEGATIVE=NEGATIVE, TOP=E2M1.max * E4M3.max, LARGEST=FLOAT32_MAX,
-        ROWS=config.rows, COLUMNS=config.columns, W=config.warps, num_warps=config.warps,
+        ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
     )  # fmt: skip
 
 

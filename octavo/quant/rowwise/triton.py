@@ -1,5 +1,7 @@
 """Rowwise on the GPU: one pass for the amax of every row and column together, one for the cast."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -8,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
+from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given, Pair, Quantizer
@@ -83,21 +86,32 @@ def amax(
     found = torch.zeros((m if row else 0) + (k if column else 0), dtype=torch.int32, device=x.device)
     row_bits = found[:m] if row else None
     column_bits = found[-k:] if column and k else (found[:0] if column else None)
-    _amax_kernel[tile.tiles(x, config)](
-        x, row_bits, column_bits, skip, m, k, *x.stride(),
-        ROWS=config.rows, COLUMNS=config.columns, W=config.warps, num_warps=config.warps,
-    )  # fmt: skip
+    _amax_launch(x.shape, x.stride(), config)(x, row_bits, column_bits, skip)
     views = [None if bits is None else bits.view(torch.float32)[:, None] for bits in (row_bits, column_bits)]
     return views[0], views[1]
 
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     spec = tile.spec_of(Rowwise, row, column)
-    _cast_kernel[tile.tiles(x, config)](
+    _cast_launch(spec, x.shape, x.stride(), config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *given.amax, given.skip, *x.shape, *x.stride(),
-        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2,
-        ROWS=config.rows, COLUMNS=config.columns, num_warps=config.warps,
+        *given.amax, given.skip,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _amax_launch(shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
+    return Launch(
+        _amax_kernel, tile.tiles(shape, config), (*shape, *strides),
+        num_warps=config.warps, ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _cast_launch(spec: Rowwise, shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
+    return Launch(
+        _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
+        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2, ROWS=config.rows, COLUMNS=config.columns,
     )  # fmt: skip
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from octavo.errors import check_choice, check_not_negative
 from octavo.formats import E4M3, E5M2, Format
-from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Quantizer, as_matrix, column_axis
+from octavo.quant.quantizer import Given, Quantizer, check_tensor, quantize_pair
 from octavo.values import register
 
 
@@ -40,11 +39,7 @@ class Tensorwise(Quantizer):
     ) -> tuple[QTensor | None, QTensor | None, Tensor]:
         """Delayed scaling: cast with the multiplier of earlier steps and measure this step's amax, in one read of x.
         Returns row, column and amax [1, 1]."""
-        matrix, like = as_matrix(x), TensorProto.of(x)
-        pair = (
-            self.proto(like).empty() if row else None,
-            self.proto(like, column_axis(x.dim())).empty() if column else None,
-        )
         observed = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
-        self._fill(matrix, pair, Given(encode=encode, observed=observed))
-        return *pair, observed
+        pair = self if row else None, self if column else None
+        given = self.checked(Given(encode=encode, observed=observed), check_tensor(x), *pair)
+        return *quantize_pair(x, *pair, given), observed

@@ -17,7 +17,7 @@ def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tenso
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
     if given.observed is not None:
-        torch.maximum(given.observed, blocks.amax(x, (None, None)), out=given.observed)
+        given.observed.copy_(torch.maximum(given.observed, blocks.amax(x, (None, None)).view_as(given.observed)))
     for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
         if q is not None:
             encode = _encode(q.spec, found, given.encode)

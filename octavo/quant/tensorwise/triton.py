@@ -1,11 +1,14 @@
 """Tensorwise on the GPU: one pass for the amax when the scale comes from the data, one for the cast."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from octavo.formats import E4M3, E5M2
+from octavo.launch import Launch
 from octavo.quant import tile
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given, Pair, Quantizer
@@ -71,12 +74,17 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, c
         cast(x, None, column, given, config)
         return
     observed = None if given.observed is None else given.observed.view(torch.int32)
-    _cast_kernel[tile.tiles(x, config)](
+    _cast_launch(spec, x.shape, x.stride(), config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
         None if given.encode is not None else found, given.encode, observed, given.skip,
-        *x.shape, *x.stride(),
-        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2,
-        ROWS=config.rows, COLUMNS=config.columns, num_warps=config.warps,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _cast_launch(spec: Tensorwise, shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
+    return Launch(
+        _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
+        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2, ROWS=config.rows, COLUMNS=config.columns,
     )  # fmt: skip
 
 

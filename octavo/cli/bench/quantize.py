@@ -1,46 +1,28 @@
-"""Timings on this machine's GPU, with the floor and a baseline from the same run.
-
-    quantize    both orientations of one bfloat16 matrix, every scheme, against a plain device copy
+"""Both orientations of one bfloat16 matrix, every scheme, against a plain device copy.
 
 Bytes are counted as they must be moved: one read of x plus every write of codes and scales. A scheme that has to read x
 twice (tensorwise and rowwise scales from the data) is charged for one read, so its ratio has a ceiling of 2/3.
 """
 
-import argparse
-import json
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from octavo.cli import machine, table
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, host_us
-from octavo.errors import UnsupportedHardware
 from octavo.formats import E4M3, E5M2
 from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, Tensorwise
 
-SUITES = ("quantize",)
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("suite", choices=SUITES)
+def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--columns", type=int, default=8192)
-    parser.add_argument("--json", type=Path, default=None, help="also write the raw figures to this file")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    if not torch.cuda.is_available():
-        raise UnsupportedHardware("A bench times a GPU, and torch sees none here. Run it on a machine that has one.")
-    report = bench_quantize(arguments.rows, arguments.columns)
-    print(render(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
-
-
-def bench_quantize(rows: int, columns: int) -> dict[str, Any]:
+def measure(arguments: Namespace) -> dict[str, Any]:
+    rows, columns = arguments.rows, arguments.columns
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(x)
     copy_ms, copy_all = device_ms(lambda: target.copy_(x))

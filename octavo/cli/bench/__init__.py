@@ -1,0 +1,40 @@
+"""Timings on this machine's GPU, with the floor and a baseline from the same run.
+
+    quantize    both orientations of a matrix, every scheme, against a plain copy
+    linear      forward and backward of a linear layer, every recipe, against bf16, peers and the floor
+
+A suite is a file here with `add_arguments`, `measure(arguments) -> report` and `render(report) -> text`.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from octavo.cli.bench import linear, quantize
+from octavo.errors import UnsupportedHardware
+
+SUITES = {"quantize": quantize, "linear": linear}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
+    for name, module in SUITES.items():
+        text = module.__doc__ or ""
+        suite = suites.add_parser(
+            name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        module.add_arguments(suite)
+        suite.add_argument("--json", type=Path, default=None, help="also write the raw figures to this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        raise UnsupportedHardware("A bench times a GPU, and torch sees none here. Run it on a machine that has one.")
+    suite = SUITES[arguments.suite]
+    report = suite.measure(arguments)
+    print(suite.render(report))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0

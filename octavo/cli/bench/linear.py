@@ -1,0 +1,193 @@
+"""Forward and backward of one linear layer: bf16, every recipe, and other libraries where they can be imported.
+
+ms          one eager step after another, gradients dropped between them, as training runs it
+graph ms    the same step replayed from a CUDA graph: what the device alone takes (peers are not captured)
+of floor    floor / ms. The floor is the chip's stock FP8 GEMMs, timed here (fast accumulation in fprop only), and
+            the bytes that quantizing once must move, at the rate of a plain copy, timed here; for bf16 its GEMMs
+host us     what the host takes to issue one step of a tiny layer
+saved       bytes kept from forward to backward, parameters not counted; peak: most that was allocated beyond them
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.cli import machine, table
+from octavo.cli.bench import peers
+from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, host_us
+from octavo.formats import E4M3, E5M2
+from octavo.modules import Linear
+from octavo.recipes import SHIPPED
+
+SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (16384, 8192, 8192))  # tokens, in, out
+TINY = (16, 256, 256)
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--shape", action="append", default=None, help="tokens,in,out; may be repeated")
+    parser.add_argument("--recipes", default=",".join(SHIPPED), help="comma-separated; default: all")
+    parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
+
+
+def measure(arguments: Namespace) -> dict[str, Any]:
+    shapes = [tuple(map(int, s.split(","))) for s in arguments.shape or ()] or list(SHAPES)
+    makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": _stock}
+    makers |= {f"octavo {name}": partial(_octavo, recipe=name) for name in arguments.recipes.split(",")}
+    if not arguments.no_peers:
+        makers |= peers.linears()
+    hosts = {name: _host(make) for name, make in makers.items()}
+    return {
+        "suite": "linear",
+        "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
+        "dtype": "bfloat16",
+        "bias": False,
+        "peers": peers.versions(),
+        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
+        "host_shape": list(TINY),
+        "host_us": hosts,
+        "shapes": [_shape_report(shape, makers) for shape in shapes],  # type: ignore[arg-type]
+    }
+
+
+def _stock(k: int, n: int) -> nn.Module:
+    return nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+
+
+def _octavo(k: int, n: int, recipe: str) -> nn.Module:
+    return Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16, recipe=recipe)
+
+
+def _step(module: nn.Module, tokens: int, k: int, n: int) -> Callable[[], None]:
+    """One forward and backward, from gradients that are None to gradients that are there."""
+    x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) * 1e-2
+    parameters = list(module.parameters())
+
+    def step() -> None:
+        x.grad = None
+        for p in parameters:
+            p.grad = None
+        module(x).backward(dy)
+
+    return step
+
+
+def _host(make: Callable[[int, int], nn.Module]) -> float:
+    tokens, k, n = TINY
+    step = _step(make(k, n), tokens, k, n)
+    for _ in range(WARMUP):
+        step()
+    return host_us(step, repeats=200)
+
+
+def _shape_report(shape: tuple[int, int, int], makers: dict[str, Callable[[int, int], nn.Module]]) -> dict[str, Any]:
+    tokens, k, n = shape
+    floors = _floors(*shape)
+    results = []
+    for name, make in makers.items():
+        module = make(k, n)
+        step = _step(module, *shape)
+        ms, readings = eager_ms(step)
+        row: dict[str, Any] = {"case": name, "ms": ms, "readings_ms": readings, **_memory(module, step)}
+        floor = floors["bf16_ms"] if name in ("nn.Linear", "octavo bf16") else floors["fp8_ms"]
+        row |= {"floor_ms": floor, "of_floor": floor / ms, "tflops": 6 * tokens * k * n / ms / 1e9}
+        if name == "nn.Linear" or name.startswith("octavo"):
+            row["graph_ms"], row["graph_readings_ms"] = device_ms(step)
+        results.append(row)
+        del module, step
+        torch.cuda.empty_cache()
+    return {"shape": list(shape), "floors": floors, "results": results}
+
+
+def _floors(tokens: int, k: int, n: int) -> dict[str, float]:
+    """Stock GEMMs of this shape, and the bytes of three tensors read once and written twice as bytes."""
+    bf16 = {name: device_ms(call)[0] for name, call in _gemms(tokens, k, n, quantized=False).items()}
+    fp8 = {name: device_ms(call)[0] for name, call in _gemms(tokens, k, n, quantized=True).items()}
+    source = torch.empty(tokens, k, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    copy_rate = 2 * source.nbytes / device_ms(lambda: target.copy_(source))[0]
+    moved = 4 * (tokens * k + n * k + tokens * n)
+    return {
+        **{f"bf16_{name}_ms": ms for name, ms in bf16.items()},
+        **{f"fp8_{name}_ms": ms for name, ms in fp8.items()},
+        "quantize_ms": moved / copy_rate,
+        "bf16_ms": sum(bf16.values()),
+        "fp8_ms": sum(fp8.values()) + moved / copy_rate,
+    }
+
+
+def _gemms(tokens: int, k: int, n: int, *, quantized: bool) -> dict[str, Callable[[], Tensor]]:
+    x, w, dy = (
+        torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+        for rows, columns in ((tokens, k), (n, k), (tokens, n))
+    )
+    if not quantized:
+        return {"fprop": lambda: x @ w.T, "dgrad": lambda: dy @ w, "wgrad": lambda: dy.T @ x}
+    one = torch.ones(1, device="cuda")
+    codes = {
+        "x": x.to(E4M3.dtype), "xt": x.T.contiguous().to(E4M3.dtype), "w": w.to(E4M3.dtype),
+        "wt": w.T.contiguous().to(E4M3.dtype), "dy": dy.to(E5M2.dtype), "dyt": dy.T.contiguous().to(E5M2.dtype),
+    }  # fmt: skip
+
+    def product(a: str, b: str, fast: bool) -> Callable[[], Tensor]:
+        kind = F.ScalingType.TensorWise
+        return lambda: F.scaled_mm(
+            codes[a], codes[b].T, one, kind, one, kind, output_dtype=torch.bfloat16, use_fast_accum=fast
+        )
+
+    return {
+        "fprop": product("x", "w", True),
+        "dgrad": product("dy", "wt", False),
+        "wgrad": product("dyt", "xt", False),
+    }
+
+
+def _memory(module: nn.Module, step: Callable[[], None]) -> dict[str, float]:
+    """MiB kept for backward, each storage once, parameters apart; and the peak of one step beyond what was there."""
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return {"saved_mib": sum(kept.values()) / 2**20, "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
+
+
+def render(report: dict[str, Any]) -> str:
+    facts = report["machine"]
+    parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
+    for entry in report["shapes"]:
+        tokens, k, n = entry["shape"]
+        floors = entry["floors"]
+        rows = [
+            [
+                r["case"],
+                f"{r['ms']:.3f}",
+                f"{r['graph_ms']:.3f}" if "graph_ms" in r else "-",
+                f"{r['of_floor']:.2f}",
+                f"{r['tflops']:.0f}",
+                f"{r['saved_mib']:.0f}",
+                f"{r['peak_mib']:.0f}",
+                f"{report['host_us'][r['case']]:.0f}",
+            ]
+            for r in entry["results"]
+        ]
+        header = ("case", "ms", "graph ms", "of floor", "TFLOP/s", "saved MiB", "peak MiB", "host us")
+        title = f"{tokens} x {k} -> {n}: floor {floors['fp8_ms']:.3f} ms in FP8, {floors['bf16_ms']:.3f} in bf16"
+        parts.append(title + "\n" + table.render(header, rows))
+    return "\n\n".join(parts)

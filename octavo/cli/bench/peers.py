@@ -1,0 +1,58 @@
+"""Other libraries' linear layers, for the same table: those that can be imported here."""
+
+import importlib.util
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.cli import machine
+
+PACKAGES = ("torchao", "transformer_engine")
+
+
+def versions() -> dict[str, str | None]:
+    return {name: machine.installed(name) for name in PACKAGES}
+
+
+def linears() -> dict[str, Callable[[int, int], nn.Module]]:
+    found: dict[str, Callable[[int, int], nn.Module]] = {}
+    if importlib.util.find_spec("torchao") is not None:
+        found |= {f"torchao {name} compiled": partial(_torchao, recipe=name) for name in ("tensorwise", "rowwise")}
+    if importlib.util.find_spec("transformer_engine") is not None:
+        found |= {f"TE {name}": partial(_transformer_engine, recipe=name) for name in ("delayed", "current", "block")}
+    return found
+
+
+def _torchao(k: int, n: int, recipe: str) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = nn.Sequential(nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16))
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+    model.compile()  # type: ignore[no-untyped-call]
+    return model
+
+
+def _transformer_engine(k: int, n: int, recipe: str) -> nn.Module:
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
+    kinds = {
+        "delayed": recipes.DelayedScaling,
+        "current": recipes.Float8CurrentScaling,
+        "block": recipes.Float8BlockScaling,
+    }
+    return _UnderAutocast(te, te.Linear(k, n, bias=False, params_dtype=torch.bfloat16), kinds[recipe]())
+
+
+class _UnderAutocast(nn.Module):
+    def __init__(self, te: Any, inner: nn.Module, recipe: Any) -> None:
+        super().__init__()
+        self.inner = inner
+        self._enter = lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        with self._enter():
+            return self.inner(x)

@@ -1,0 +1,120 @@
+"""A byte-level GPT, small enough to read in a minute: pre-norm blocks, causal attention with rotary positions, GELU.
+
+Every matrix product outside attention is a plain nn.Linear, so a conversion reaches all of them. Tensors are [B, T, C]:
+sequences, positions, width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.errors import UnsupportedShape
+
+BYTES = 256
+LONGEST_TURN = 100.0  # positions per radian of the slowest pair of channels: contexts are a hundred bytes or so
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a GPT."""
+
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    context: int = 128
+
+    def __post_init__(self) -> None:
+        if min(self.width, self.layers, self.heads, self.context) < 1 or self.width % (2 * self.heads):
+            raise UnsupportedShape(
+                f"A GPT has sizes from 1 up and an even number of channels in each head, got {self}."
+            )
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Pairs of channels turned by an angle that grows with the position: products of two then know their distance."""
+    t, d = x.shape[-2:]
+    speed = LONGEST_TURN ** (-torch.arange(0, d, 2, device=x.device) / d)
+    angle = torch.arange(t, device=x.device)[:, None] * speed  # [T, D/2]
+    left, right = x.float().chunk(2, dim=-1)
+    turned = (left * angle.cos() - right * angle.sin(), left * angle.sin() + right * angle.cos())
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Each position reads those before it."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
+        self.out = nn.Linear(shape.width, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)  # [B, heads, T, D]
+        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        mixed: Tensor = self.out(y.transpose(1, 2).reshape(b, t, c))
+        return mixed
+
+
+class MLP(nn.Module):
+    """Each position alone, through four times the width."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False)
+        self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+class Block(nn.Module):
+    """Attention and MLP, each added to what it read."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm, self.attention = nn.RMSNorm(shape.width), Attention(shape)
+        self.mlp_norm, self.mlp = nn.RMSNorm(shape.width), MLP(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
+
+
+class GPT(nn.Module):
+    """Bytes [B, T] to logits of each next byte, [B, T, 256]."""
+
+    def __init__(self, shape: Shape, *, seed: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.bytes = nn.Embedding(BYTES, shape.width)
+        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
+        self.norm = nn.RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, BYTES, bias=False)
+        self.reset(seed)
+
+    def reset(self, seed: int) -> None:
+        """Weights drawn anew: the same for the same seed, on any device."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                std = self._std(name, weight.shape[1])
+                weight.data.copy_(torch.randn(weight.shape, generator=generator) * std)
+
+    def _std(self, name: str, inputs: int) -> float:
+        if name == "bytes.weight":
+            return 0.5
+        if name == "head.weight":
+            return 0.02  # small logits: the first loss is that of a guess
+        # what ends in the residual stream is drawn smaller: 2 x layers such terms add up there
+        terms = 2 * self.shape.layers if name.endswith(("out.weight", "down.weight")) else 1
+        return float((inputs * terms) ** -0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.blocks(self.bytes(tokens))))
+        return logits

@@ -1,0 +1,42 @@
+"""A progress bar in plain text: one line rewritten in place on a terminal, a few lines anywhere else."""
+
+import sys
+import time
+from typing import TextIO
+
+BAR, LINES = 24, 4  # characters of a bar; lines of a whole run where no line can be rewritten
+INTERVAL = 0.1  # seconds between two states of a bar
+
+
+class Progress:
+    """`if due(done): show(done, text)` after each of `total` steps; what the text needs may be costly to know."""
+
+    def __init__(self, title: str, total: int, stream: TextIO | None = None) -> None:
+        self.title, self.total = title, total
+        self.stream = sys.stderr if stream is None else stream
+        self.live = self.stream.isatty()
+        self.started = time.perf_counter()
+        self.shown = self.started - INTERVAL
+
+    def due(self, done: int) -> bool:
+        if done == self.total:
+            return True
+        if self.live:
+            return time.perf_counter() - self.shown >= INTERVAL
+        return done * LINES // self.total > (done - 1) * LINES // self.total
+
+    def show(self, done: int, text: str) -> None:
+        self.shown = time.perf_counter()
+        spent = self.shown - self.started
+        left = "" if done == self.total else f", {spent / done * (self.total - done):.0f} s left"
+        line = f"{self.title}  {self._bar(done)} {done}/{self.total}  {text}  {spent:.0f} s{left}"
+        if self.live:
+            end = "\n" if done == self.total else ""
+            self.stream.write(f"\r\x1b[K{line}{end}")  # erases the rest of a longer line before it
+        else:
+            self.stream.write(line + "\n")
+        self.stream.flush()
+
+    def _bar(self, done: int) -> str:
+        filled = BAR * done // self.total
+        return "[" + "#" * filled + "." * (BAR - filled) + "]"

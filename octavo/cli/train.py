@@ -1,0 +1,224 @@
+"""Train a small GPT on a book in bf16 and in a recipe, from the same start on the same batches, and compare them.
+
+The model reads bytes of "Alice's Adventures in Wonderland"; its loss on the last tenth, which it never trained on, is
+what the table shows. Master weights are float32 in both runs and activations bfloat16 (torch.autocast). bf16 is plain
+torch; the recipe is applied to every linear layer, the output head too. One small run says that a recipe trains, not
+which of two is better: gaps of a percent either way are the noise of this size.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.cli import corpus, machine, table
+from octavo.cli.gpt import GPT, Shape
+from octavo.cli.progress import Progress
+from octavo.errors import UnsupportedConfig, UnsupportedHardware
+from octavo.modules import attach, convert
+from octavo.recipes import Recipe, recipe
+
+RATE, WARMUP, CLIP = 4e-3, 20, 1.0  # AdamW's peak learning rate, the steps up to it, the largest gradient norm
+COMPILERS = ("g++", "clang++", "c++")
+BASELINE = "bf16 (torch)"
+EVALUATED = 16  # windows in a batch of the evaluation
+SHAPE, CPU = Shape(), torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What two runs have in common. Equal plans give equal batches and equal first weights."""
+
+    steps: int = 200
+    batch: int = 8
+    seed: int = 0
+    device: torch.device = CPU
+    compile: bool = False
+    shape: Shape = SHAPE
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.batch < 1:
+            raise UnsupportedConfig(f"--steps and --batch must be 1 or more, got {self.steps} and {self.batch}.")
+
+    def tokens(self) -> int:
+        """Bytes predicted in one step."""
+        return self.batch * self.shape.context
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run: its loss on the text held out, its loss at every step, and its speed."""
+
+    recipe: str
+    loss: float
+    losses: list[float]
+    tokens_per_s: float
+    seconds: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--recipe", default="fp8-current", help="name or canonical string; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=Plan.steps, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=Plan.batch, help="sequences in a step; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=Plan.seed, help="of weights and batches; default: %(default)s")
+    parser.add_argument("--device", default=None, help="cpu or cuda[:index]; default: the GPU if there is one")
+    parser.add_argument("--compile", action="store_true", help="under torch.compile")
+    parser.add_argument("--json", type=Path, default=None, help="also write every step's loss to this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    chosen = recipe(arguments.recipe)
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise UnsupportedConfig(f"--json writes into a folder that exists, got {arguments.json}. Make it first.")
+    device = machine.parse_device(arguments.device)
+    if arguments.compile:
+        check_compiler(device)
+    plan = Plan(arguments.steps, arguments.batch, arguments.seed, device, arguments.compile, SHAPE)
+    report = compare(plan, chosen)
+    print(render(report))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def check_compiler(device: torch.device) -> None:
+    """torch.compile writes C++ for a CPU: say so before it fails in the middle."""
+    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))):
+        raise UnsupportedHardware(
+            f"torch.compile on a CPU needs a C++ compiler, and none of {', '.join(COMPILERS)} is here. "
+            "Install one, or leave out --compile."
+        )
+
+
+def compare(plan: Plan, chosen: Recipe) -> dict[str, Any]:
+    """Both runs, as plain data."""
+    baseline, outcome = train(plan, None, show=True), train(plan, chosen, show=True)
+    return {
+        "machine": machine.describe(plan.device),
+        "plan": asdict(plan) | {"device": str(plan.device)},
+        "bf16": asdict(baseline),
+        "recipe": asdict(outcome),
+        "gap_percent": gap(outcome, baseline),
+    }
+
+
+def gap(outcome: Outcome, baseline: Outcome) -> float:
+    """How much higher the loss is than the baseline's, in percent."""
+    return 100 * (outcome.loss / baseline.loss - 1)
+
+
+def train(plan: Plan, chosen: Recipe | None, *, show: bool = False) -> Outcome:
+    """One run from fresh weights to its loss on the text held out. None is the baseline: the model as it is."""
+    name = BASELINE if chosen is None else str(chosen)
+    text, held_out = corpus.load()
+    torch.manual_seed(plan.seed)  # stochastic rounding follows torch's own seed
+    model = GPT(plan.shape, seed=plan.seed).to(plan.device)
+    if chosen is not None:
+        convert(model, chosen)
+    call = torch.compile(model) if plan.compile else model
+    clock, progress = Clock(plan), Progress(name.ljust(len(BASELINE)), plan.steps)
+    losses: list[Tensor] = []
+
+    def note(step: int, loss: Tensor) -> None:
+        losses.append(loss)
+        clock.tick(step)
+        if show and progress.due(step):
+            progress.show(step, f"loss {loss.item():.3f}")
+
+    data = corpus.batches(text, steps=plan.steps, batch=plan.batch, context=plan.shape.context, seed=plan.seed)
+    optimize(model, call, data, plan, note)
+    loss = evaluate(call, corpus.windows(held_out, context=plan.shape.context), plan)
+    return Outcome(name, loss, torch.stack(losses).tolist(), clock.rate(), clock.seconds())
+
+
+def optimize(
+    model: nn.Module,
+    call: Callable[[Tensor], Tensor],
+    data: Iterable[Tensor],
+    plan: Plan,
+    note: Callable[[int, Tensor], None],
+) -> None:
+    """AdamW on each batch in turn. `call` is the model, or its compiled form; `note(step, loss)` follows every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
+    attached = attach(model, optimizer)  # delayed scaling ends its step with the optimizer's
+    for step, batch in enumerate(data, start=1):
+        loss = loss_of(call, batch.to(plan.device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        note(step, loss.detach())
+    attached.remove()
+
+
+def rate(step: int, steps: int) -> float:
+    """The share of the peak learning rate: up in a line, then down in a line to a tenth."""
+    return min((step + 1) / WARMUP, 1 - 0.9 * step / steps)
+
+
+def loss_of(call: Callable[[Tensor], Tensor], batch: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Mean cross entropy of a batch's next bytes, activations in `dtype`."""
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    with nullcontext() if dtype == torch.float32 else torch.autocast(batch.device.type, dtype):
+        return F.cross_entropy(call(inputs).flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def evaluate(call: Callable[[Tensor], Tensor], held_out: Tensor, plan: Plan) -> float:
+    """Mean loss over every window."""
+    total = 0.0
+    for batch in torch.split(held_out, EVALUATED):
+        total += loss_of(call, batch.to(plan.device)).item() * len(batch)
+    return total / len(held_out)
+
+
+class Clock:
+    """Tokens a second over the second half of the steps: what warms up or compiles is left out."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.half = plan, plan.steps // 2
+        self.started = self.middle = self.ended = time.perf_counter()
+
+    def tick(self, step: int) -> None:
+        if step in (self.half, self.plan.steps):
+            if self.plan.device.type == "cuda":
+                torch.cuda.synchronize(self.plan.device)
+            self.ended = time.perf_counter()
+        if step == self.half:
+            self.middle = self.ended
+
+    def rate(self) -> float:
+        return (self.plan.steps - self.half) * self.plan.tokens() / (self.ended - self.middle)
+
+    def seconds(self) -> float:
+        return self.ended - self.started
+
+
+def render(report: dict[str, Any]) -> str:
+    facts, plan = report["machine"], report["plan"]
+    runs = [report["bf16"], report["recipe"]]
+    gaps = ["", f"{report['gap_percent']:+.2f} %"]
+    rows = [
+        [r["recipe"], f"{r['loss']:.4f}", gap_text, f"{r['tokens_per_s']:.0f}"]
+        for r, gap_text in zip(runs, gaps, strict=True)
+    ]
+    head = (
+        f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}; {plan['steps']} steps of "
+        f"{plan['batch']} x {plan['shape']['context']} bytes, seed {plan['seed']}"
+    )
+    parts = [head, table.render(("recipe", "loss", "gap", "tokens/s"), rows)]
+    if facts["gpu"] is None:
+        parts.append("A CPU runs the reference: the same codes and scales as a GPU, products in float64, no speed.")
+    return "\n\n".join(parts)

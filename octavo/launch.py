@@ -1,0 +1,69 @@
+"""Launching a Triton kernel without Triton's own Python in the way.
+
+`kernel[grid](...)` binds, specializes and formats a cache key in Python at every call: tens of microseconds, as long as
+a small kernel runs. A `Launch` is all of a call but its tensors, made once and kept by whoever calls it (`lru_cache`
+over settings and sizes). What is left to ask at each call is which tensors there are, their dtypes, and whether they
+are aligned to 16 bytes, since a kernel is compiled for those; from the second time on the compiled kernel is called
+directly, pointers as integers.
+
+The direct call is private to Triton, so it is used with the versions it was tried on; others take the public way. A
+`Launch` holds compiled kernels and never a tensor.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+
+TRIED = ("3.6.",)  # versions whose CompiledKernel.run takes the arguments below
+_DIRECT = triton.__version__.startswith(TRIED)
+
+Pointers = tuple[Tensor | None, ...]
+
+
+class Launch:
+    """`kernel` over `grid` programs with these sizes and constants. Its parameters are pointers, then sizes, then
+    constants, in that order."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: int,
+        sizes: tuple[int, ...],
+        *,
+        num_warps: int,
+        num_stages: int = 3,
+        **constants: Any,
+    ) -> None:
+        self.kernel, self.grid, self.sizes = kernel, grid, sizes
+        self.options = {**constants, "num_warps": num_warps, "num_stages": num_stages}
+        self._tail = (*sizes, *constants.values())
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, *pointers: Tensor | None) -> None:
+        """Run it on the device of the first pointer, which is never None."""
+        first = pointers[0]
+        assert first is not None
+        index = first.device.index
+        if index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self(*pointers)
+        addresses = [0 if t is None else t.data_ptr() for t in pointers]
+        ends = 0
+        for address in addresses:
+            ends |= address
+        key: tuple[Any, ...] = (index, *[None if t is None else t.dtype for t in pointers])
+        if ends & 15:
+            key = (*key, *[address & 15 == 0 for address in addresses])
+        compiled = self._compiled.get(key)
+        if compiled is None or knobs.runtime.launch_enter_hook.calls:  # a profiler wants to be told
+            compiled = self.kernel[(self.grid,)](*pointers, *self.sizes, **self.options)
+            if _DIRECT:
+                self._compiled[key] = compiled
+            return
+        compiled.run(
+            self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(index), compiled.function, compiled.packed_metadata,
+            None, None, None, *addresses, *self._tail,
+        )  # fmt: skip

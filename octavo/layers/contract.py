@@ -1,0 +1,43 @@
+"""What a differentiable layer is: a frozen config and four pure functions over tensors, in one file.
+
+    forward (config, inputs)                   -> Made: outputs, extras, fresh
+    protos  (config, inputs without data)      -> the same, data-free
+    save    (config, inputs, made)             -> the tensors backward needs, out of inputs and made
+    backward(config, saved, buffers, grads)    -> one gradient for each input, None where there is none
+
+`inputs` is the layer's own NamedTuple, None for what a call does not have. `grads` has one entry for each output.
+`buffers` is a NamedTuple of what backward writes besides its results, in place: a gradient buffer to add to, a running
+amax, a random counter. Forward never sees them.
+
+These functions read nothing but their arguments: no module, no global, no environment, no clock. A config holds no
+shapes and no tensors; it crosses into a graph as the string that `octavo.values.parse` reads back. `octavo.lower` runs
+the contract, in eager mode and elsewhere.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Made(NamedTuple):
+    """What forward made. Of `protos`, the same with a TensorProto for each tensor."""
+
+    outputs: tuple[Any, ...]  # the caller's, differentiable
+    extras: tuple[Any, ...]  # the caller's, without a gradient: amaxes to remember, codes of a quantized output
+    fresh: tuple[Any, ...]  # for backward alone
+
+
+class Layer(Protocol):
+    """A module of `octavo.layers`."""
+
+    Inputs: Any  # the NamedTuple of its inputs
+
+    def forward(self, config: Any, inputs: Any) -> Made: ...
+
+    def protos(self, config: Any, inputs: Any) -> Made: ...
+
+    def save(self, config: Any, inputs: Any, made: Made) -> tuple[Tensor | None, ...]: ...
+
+    def backward(
+        self, config: Any, saved: tuple[Tensor | None, ...], buffers: Any, grads: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor | None, ...]: ...

@@ -1,0 +1,418 @@
+"""The linear layer: y = x · wᵀ + bias, dx = dy · w, dw = dyᵀ · x, each GEMM as the recipe says.
+
+What is quantized when, for x [M, K], w [N, K], dy [M, N] ("column" is the other orientation, contracted over M or N):
+
+    forward    x row and column, w row and column, each from one read       y  = gemm(x row, w row)
+    backward   dy row and column, from one read                              dx = gemm(dy row, w column)
+                                                                             dw = gemm(dy column, x column)
+
+A column that no gradient needs is not made. Backward keeps x's column codes and w's, an eighth to a half of what bf16
+would take; an operand of a GEMM in high precision is kept as it is, by reference, and "dequantized" backward GEMMs run
+on the row codes of forward. Operands may also arrive as codes: x from a layer that made them, w from a cache.
+"""
+
+import math
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo import backend, values
+from octavo.errors import UnsupportedShape
+from octavo.kernels.gemm import gemm, product
+from octavo.layers.contract import Made
+from octavo.quant.blocks import is_square
+from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import QProto, QTensor
+from octavo.quant.quantizer import Given, Quantizer, column_axis, quantize_pair
+from octavo.quant.state import warm_encode
+from octavo.quant.tensorwise import Tensorwise
+from octavo.recipes import BF16, LinearQuant, Recipe
+from octavo.values import Value, register
+
+Parts = tuple[Tensor, ...]  # the tensors of a QTensor, or none
+Slots = tuple[Tensor | None, Tensor | None, Tensor | None]  # the same in a fixed number of places
+Operand = Tensor | QTensor
+NOTHING: Slots = (None, None, None)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@register("linear")
+class Config(Value):
+    """Everything that decides what a call does, but for its tensors."""
+
+    recipe: Recipe = BF16()
+    dtype: str = "float32"  # of y
+    weight_dtype: str = "float32"
+    bias_dtype: str = ""  # empty: no bias
+    grads: str = ""  # which gradients are wanted: letters of "xwb"
+    x: str = "plain"  # or "codes"
+    weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
+    observe: bool = False  # measure the amaxes that delayed scaling remembers
+    quantize_output: bool = False
+    main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
+    dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
+    delay: bool = False  # dw's operands are handed over instead
+
+    @cached_property
+    def quant(self) -> LinearQuant:
+        return self.recipe.linear()
+
+    @cached_property
+    def wgrad_mode(self) -> str:
+        """The recipe's, but x that came as codes in long blocks cannot be turned around: its values are used."""
+        spec = self.quant.fprop.left
+        if self.x == "codes" and self.quant.wgrad.mode != "dequantized":
+            turns = self.quant.wgrad.mode == "quantized" and spec is not None and is_square(spec.block)
+            return "quantized" if turns else "dequantized"
+        return self.quant.wgrad.mode
+
+    @cached_property
+    def kept_x(self) -> str:
+        """What backward needs of x: "" or "plain", "row", "column"."""
+        if "w" not in self.grads:
+            return ""
+        if self.x == "codes":
+            return "row"
+        return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.wgrad_mode]
+
+    @cached_property
+    def kept_w(self) -> str:
+        """What backward needs of w."""
+        if "x" not in self.grads:
+            return ""
+        if self.weight == "held" and self.quant.dgrad.mode != "quantized":
+            return "row"
+        return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.quant.dgrad.mode]
+
+    @cached_property
+    def x_pair(self) -> tuple[Quantizer | None, Quantizer | None]:
+        """Quantizers of the orientations of x that forward makes."""
+        if self.x == "codes":
+            return None, None
+        return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
+
+    @cached_property
+    def w_pair(self) -> tuple[Quantizer | None, Quantizer | None]:
+        if self.weight != "plain":
+            return None, None
+        return self.quant.fprop.right, self.quant.dgrad.right if self.kept_w == "column" else None
+
+    @cached_property
+    def dy_pair(self) -> tuple[Quantizer | None, Quantizer | None]:
+        return (
+            self.quant.dgrad.left if "x" in self.grads else None,
+            self.quant.wgrad.left if "w" in self.grads and self.wgrad_mode == "quantized" else None,
+        )
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether backward rounds stochastically."""
+        return any(spec is not None and spec.draws for spec in self.dy_pair)
+
+    @cached_property
+    def y_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+@lru_cache(maxsize=4096)
+def config(key: str) -> Config:
+    """The config whose string this is."""
+    found = values.parse(key)
+    assert isinstance(found, Config)
+    return found
+
+
+class Inputs(NamedTuple):
+    x: Tensor | None  # [..., K]; of a quantized input the token that carries its gradient, if it has one
+    weight: Tensor  # [N, K]; where codes are all there is, the token that receives its gradient
+    bias: Tensor | None = None  # [N]
+    x_codes: Parts = ()  # of a quantized input [M, K]
+    w_row: Parts = ()  # of a weight given as codes: w's [N, K] ...
+    w_column: Parts = ()  # ... and wᵀ's [K, N]
+    scaling: Parts = ()  # delayed: the multipliers of x, w, dy, [1] each; for a cold start also what each has seen
+
+
+class Target(Protocol):
+    """Where dw is accumulated."""
+
+    def open(self, rows: int, columns: int) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class Mail(Protocol):
+    """Where the operands of a delayed dw are left."""
+
+    def put(self, config: Config, dy: Operand, x: Operand) -> None: ...
+
+
+class Buffers(NamedTuple):
+    """What backward writes besides its results."""
+
+    main_grad: Target | None = None
+    amax: Tensor | None = None  # [1]: the amax of dy, folded by maximum
+    seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
+    mail: Mail | None = None
+
+
+# -- forward ---------------------------------------------------------------------------------------------------------
+
+
+def forward(config: Config, inputs: Inputs) -> Made:
+    amax = torch.zeros(2, dtype=torch.float32, device=inputs.weight.device) if config.observe else None
+    x_row, x_column = _quantized_x(config, inputs, None if amax is None else amax[:1])
+    w_row, w_column = _quantized_w(config, inputs, None if amax is None else amax[1:])
+    y = product(
+        _matrix(inputs.x, config.y_dtype) if x_row is None else x_row,
+        inputs.weight.to(config.y_dtype) if w_row is None else w_row,
+        config.y_dtype,
+        inputs.bias,
+        config.quant.fprop.accumulation,
+    )
+    if inputs.x is not None and inputs.x.dim() != 2:
+        y = y.view(*inputs.x.shape[:-1], y.shape[-1])
+    extras: Parts = () if amax is None else (amax,)
+    if config.quantize_output:
+        y, extras = _quantized_output(config, y, extras)
+    x_kept = _kept(config.kept_x, x_row, x_column) if config.x == "plain" else NOTHING
+    w_kept = _kept(config.kept_w, w_row, w_column) if config.weight == "plain" else NOTHING
+    fresh = (*x_kept, *w_kept)
+    return Made((y,), extras, fresh)
+
+
+def _matrix(x: Tensor | None, dtype: torch.dtype) -> Tensor:
+    assert x is not None
+    return flat(x).to(dtype)
+
+
+def flat(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _quantized_x(config: Config, inputs: Inputs, observed: Tensor | None) -> tuple[QTensor | None, QTensor | None]:
+    if config.x == "codes":
+        spec = config.quant.fprop.left
+        assert spec is not None
+        shape = (inputs.x_codes[0].shape[0], inputs.weight.shape[1])
+        return spec.assemble(inputs.x_codes, shape, config.y_dtype), None
+    assert inputs.x is not None
+    return _quantize(config, inputs.x, config.x_pair, inputs.scaling, 0, observed)
+
+
+def _quantized_w(config: Config, inputs: Inputs, observed: Tensor | None) -> tuple[QTensor | None, QTensor | None]:
+    if config.weight == "plain":
+        return _quantize(config, inputs.weight, config.w_pair, inputs.scaling, 1, observed)
+    spec = config.quant.fprop.right
+    n, k = inputs.weight.shape
+    return (None if spec is None else spec.assemble(inputs.w_row, (n, k), inputs.weight.dtype)), None
+
+
+def _quantize(
+    config: Config,
+    x: Tensor,
+    pair: tuple[Quantizer | None, Quantizer | None],
+    scaling: Parts,
+    slot: int,
+    observed: Tensor | None,
+    seed: Tensor | None = None,
+) -> tuple[QTensor | None, QTensor | None]:
+    """The orientations that a pair of quantizers asks for, by the multiplier of its slot if scaling is delayed."""
+    if pair[0] is None and pair[1] is None:
+        return None, None
+    if not config.recipe.stateful:
+        return quantize_pair(x, *pair, Given(seed=seed))
+    encode = scaling[slot]
+    if len(scaling) > 3:
+        spec = pair[0] or pair[1]
+        assert isinstance(spec, Tensorwise)
+        encode = warm_encode(encode, scaling[slot + 3], spec, x, config.recipe.margin)  # type: ignore[attr-defined]
+    return quantize_pair(x, *pair, Given(encode=encode, observed=observed))
+
+
+def _quantized_output(config: Config, y: Tensor, extras: Parts) -> tuple[Tensor, Parts]:
+    """A token that carries the gradient, and the codes of y in front of the extras. The scale is y's own."""
+    spec = config.quant.fprop.left
+    assert spec is not None
+    return y.new_zeros(1).expand(y.shape), (*spec.quantize(y).tensors(), *extras)
+
+
+def _kept(form: str, row: QTensor | None, column: QTensor | None) -> Slots:
+    q = column if form == "column" else row if form == "row" else None
+    return NOTHING if q is None else (q.codes, q.scale, q.global_scale)
+
+
+def protos(config: Config, inputs: Inputs) -> Made:
+    """What forward makes, from inputs that are TensorProtos."""
+    weight: Any = inputs.weight
+    like: Any = inputs.x if inputs.x is not None else inputs.x_codes[0]
+    lead = tuple(like.shape[:-1])
+    y = TensorProto((*lead, weight.shape[0]), config.y_dtype, weight.device)
+    outputs: tuple[TensorProto, ...] = (y,)
+    extras: tuple[TensorProto, ...] = ()
+    if config.quantize_output:
+        spec = config.quant.fprop.left
+        assert spec is not None
+        outputs, extras = (TensorProto(y.shape, y.dtype, y.device, (0,) * len(y.shape)),), _proto_parts(spec.proto(y))
+    if config.observe:
+        extras = (*extras, TensorProto((2,), torch.float32, weight.device))
+    kept: list[TensorProto | None] = []
+    for source, given, pair, form in (
+        (inputs.x, config.x == "codes", config.x_pair, config.kept_x),
+        (inputs.weight, config.weight != "plain", config.w_pair, config.kept_w),
+    ):
+        spec = None if given else {"row": pair[0], "column": pair[1]}.get(form)
+        tensor: Any = source
+        if spec is None:
+            kept += [None] * 3
+        else:
+            q = spec.proto(tensor, column_axis(len(tensor.shape)) if form == "column" else -1)
+            kept += [q.codes, q.scale, q.global_scale]
+    return Made(outputs, extras, tuple(kept))
+
+
+def _proto_parts(q: QProto) -> tuple[TensorProto, ...]:
+    return tuple(p for p in (q.codes, q.scale, q.global_scale) if p is not None)
+
+
+# -- backward --------------------------------------------------------------------------------------------------------
+
+
+class Saved(NamedTuple):
+    """x as dw needs it, w as dx needs it (a QTensor's tensors, or one plain tensor), dy's delayed multiplier."""
+
+    x: Slots = NOTHING
+    w: Slots = NOTHING
+    weight: Tensor | None = None  # for its shape alone
+    scaling: tuple[Tensor | None, Tensor | None] = (None, None)
+
+
+def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...]:
+    x, w = made.fresh[:3], made.fresh[3:6]
+    if config.kept_x == "plain":
+        x = (inputs.x, None, None)
+    elif config.kept_x and config.x == "codes":
+        x = _padded(inputs.x_codes)
+    if config.kept_w == "plain":
+        w = (inputs.weight, None, None)
+    elif config.kept_w and config.weight != "plain":
+        w = _padded(inputs.w_row if config.kept_w == "row" else inputs.w_column)
+    # packed codes do not tell how many columns they stand for
+    shape = inputs.weight if "row" in (config.kept_x, config.kept_w) else None
+    scaling: tuple[Tensor | None, Tensor | None] = (None, None)
+    if inputs.scaling and (config.dy_pair[0] or config.dy_pair[1]):
+        scaling = (inputs.scaling[2], inputs.scaling[5] if len(inputs.scaling) > 3 else None)
+    return (*x, *w, shape, *scaling)
+
+
+def _padded(parts: Parts) -> Slots:
+    return (parts[0], parts[1], parts[2] if len(parts) > 2 else None)
+
+
+def backward(
+    config: Config, saved: tuple[Tensor | None, ...], buffers: Buffers, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    dy = grads[0]
+    if dy is None:
+        return (None,) * len(Inputs._fields)
+    kept = Saved(saved[:3], saved[3:6], saved[6], saved[7:9])  # type: ignore[arg-type]
+    observed = None if buffers.amax is None else torch.zeros_like(buffers.amax)
+    row, column = _quantized_dy(config, dy, kept, observed, buffers.seed)
+    dx = _input_gradient(config, dy, row, kept) if "x" in config.grads else None
+    db = _bias_gradient(dy, DTYPES[config.bias_dtype]) if "b" in config.grads else None
+    dw = None
+    # buffers are written last: a backward that fails on the way leaves them as they were
+    if "w" in config.grads:
+        left: Operand = flat(dy).T if column is None else column
+        right = _x_operand(config, kept, flat(dy))
+        if config.delay:
+            assert buffers.mail is not None
+            buffers.mail.put(config, left, right)
+        else:
+            dw = weight_gradient(config, left, right, buffers.main_grad)
+    if observed is not None and buffers.amax is not None:
+        torch.maximum(buffers.amax, observed, out=buffers.amax)
+    if config.draws and buffers.seed is not None:
+        buffers.seed[1:].add_(1)
+    return dx, dw, db, None, None, None, None
+
+
+def _quantized_dy(
+    config: Config, dy: Tensor, kept: Saved, observed: Tensor | None, seed: Tensor | None
+) -> tuple[QTensor | None, QTensor | None]:
+    scaling: Any = (None, None, kept.scaling[0])
+    if kept.scaling[1] is not None:
+        scaling = (*scaling, None, None, kept.scaling[1])
+    return _quantize(config, dy, config.dy_pair, scaling, 2, observed, seed if config.draws else None)
+
+
+def _input_gradient(config: Config, dy: Tensor, row: QTensor | None, kept: Saved) -> Tensor:
+    n = dy.shape[-1]
+    codes = kept.w[0]
+    assert codes is not None
+    right: Operand
+    if config.kept_w == "plain":
+        right = codes.to(dy.dtype).T
+    elif config.kept_w == "row":
+        assert config.quant.fprop.right is not None
+        shape = (n, _columns_of(kept, config.quant.fprop.right, codes))
+        right = _assembled(config.quant.fprop.right, kept.w, shape, dy.dtype).dequantize().T
+    else:
+        assert config.quant.dgrad.right is not None
+        right = _assembled(config.quant.dgrad.right, kept.w, (codes.shape[0], n), dy.dtype)
+    left = flat(dy) if row is None else row
+    dx = product(left, right, dy.dtype, None, config.quant.dgrad.accumulation)
+    return dx if dy.dim() == 2 else dx.view(*dy.shape[:-1], dx.shape[-1])
+
+
+def _columns_of(kept: Saved, spec: Quantizer, codes: Tensor) -> int:
+    return codes.shape[1] if spec.fmt.packed == 1 or kept.weight is None else kept.weight.shape[1]
+
+
+def _x_operand(config: Config, kept: Saved, dy: Tensor) -> Operand:
+    """xᵀ, contracted over the tokens, as dw's second operand."""
+    codes = kept.x[0]
+    assert codes is not None
+    if config.kept_x == "plain":
+        return flat(codes).to(dy.dtype).T
+    if config.kept_x == "column":
+        assert config.quant.wgrad.right is not None
+        return _assembled(config.quant.wgrad.right, kept.x, (codes.shape[0], dy.shape[0]), dy.dtype)
+    spec = config.quant.fprop.left
+    assert spec is not None and kept.weight is not None
+    q = _assembled(spec, kept.x, (codes.shape[0], kept.weight.shape[1]), dy.dtype)
+    return q.transpose() if config.wgrad_mode == "quantized" else q.dequantize().T
+
+
+def _assembled(spec: Quantizer, slots: Slots, shape: tuple[int, ...], dtype: torch.dtype) -> QTensor:
+    return spec.assemble([t for t in slots if t is not None], shape, dtype)
+
+
+def weight_gradient(config: Config, dy: Operand, x: Operand, target: Target | None) -> Tensor | None:
+    """dw from its operands, both contracted over the tokens: a tensor, or what stands for one that went to a buffer."""
+    accumulation = config.quant.wgrad.accumulation
+    if target is None:
+        return product(dy, x, DTYPES[config.weight_dtype], None, accumulation)
+    n, k = (q.rows if isinstance(q, QTensor) else q.shape[0] for q in (dy, x))
+    out = target.open(n, k)
+    gemm(dy, x, out=out, accumulate=config.main_grad == "add", accumulation=accumulation)
+    target.close()
+    return torch.zeros(n, k, dtype=DTYPES[config.weight_dtype], device=out.device) if config.dummy_grad else None
+
+
+def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over tokens, in float64 on the reference and in float32 elsewhere, rounded once."""
+    columns = flat(dy)
+    if backend.choose(dy.device) == "reference":
+        return columns.double().sum(0).to(dtype)
+    return columns.sum(0, dtype=torch.float32).to(dtype)
+
+
+def check_features(x_shape: tuple[int, ...], in_features: int) -> None:
+    if not x_shape or x_shape[-1] != in_features:
+        raise UnsupportedShape(
+            f"This Linear takes inputs [..., {in_features}], got {tuple(x_shape)}. "
+            "Check the layer before it, or in_features."
+        )

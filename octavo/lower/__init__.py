@@ -1,0 +1,5 @@
+"""The one driver of the layer contract (`octavo.layers.contract`)."""
+
+from octavo.lower.eager import run
+
+__all__ = ["run"]

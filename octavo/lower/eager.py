@@ -1,0 +1,50 @@
+"""The layer contract in eager mode: one thin autograd function, and none at all where nothing needs a gradient.
+
+What backward writes besides its results does not pass through `save_for_backward`: a hook that moves saved tensors
+away would otherwise hand backward a copy to write to, and two forwards in flight would trip its version check.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from octavo.layers.contract import Layer
+
+_ANCHOR = torch.empty(0, requires_grad=True)
+
+
+class _Run(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, *inputs: Any
+    ) -> tuple[Tensor, ...]:
+        named = layer.Inputs._make(inputs)
+        made = layer.forward(config, named)
+        ctx.save_for_backward(*layer.save(config, named, made))
+        ctx.layer, ctx.config, ctx.buffers = layer, config, buffers
+        ctx.outputs = len(made.outputs)
+        ctx.set_materialize_grads(False)
+        if made.extras:
+            ctx.mark_non_differentiable(*made.extras)
+        return *made.outputs, *made.extras
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        found = ctx.layer.backward(ctx.config, ctx.saved_tensors, ctx.buffers, grads[: ctx.outputs])
+        return None, None, None, None, *found
+
+
+def run(
+    layer: Layer, config: Any, inputs: Any, buffers: Any, *, differentiable: bool, anchored: bool = False
+) -> tuple[Tensor, ...]:
+    """Outputs, then extras, of one call. `differentiable` says whether any gradient can be asked for; `anchored` makes
+    backward run for what it writes to `buffers`, even where no input takes a gradient."""
+    if not differentiable:
+        with torch.no_grad():
+            made = layer.forward(config, inputs)
+        return *made.outputs, *made.extras
+    tensors: tuple[Tensor, ...] = _Run.apply(layer, config, buffers, _ANCHOR if anchored else None, *inputs)  # type: ignore[no-untyped-call]
+    return tensors

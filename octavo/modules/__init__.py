@@ -1,0 +1,19 @@
+"""Modules: parameters, state as buffers, and one layer call."""
+
+from octavo.modules.ambient import autocast
+from octavo.modules.convert import convert, revert
+from octavo.modules.linear import Linear
+from octavo.modules.model import attach, load_state_dict, quantize_weights, refresh_weights, state_dict, step
+
+__all__ = [
+    "Linear",
+    "attach",
+    "autocast",
+    "convert",
+    "load_state_dict",
+    "quantize_weights",
+    "refresh_weights",
+    "revert",
+    "state_dict",
+    "step",
+]

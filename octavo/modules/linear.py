@@ -1,0 +1,357 @@
+"""`octavo.Linear`: an `nn.Linear` whose three GEMMs follow a recipe.
+
+The parameters, their names, their initialisation and the state dict are `nn.Linear`'s. What a recipe needs besides is
+kept in buffers that no checkpoint of weights sees: codes of the weight (`weights.py`), delayed scaling's memory
+(`scaling.py`), the counter of stochastic rounding. `forward` gathers these and calls `octavo.layers.linear`.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import UnsupportedConfig, UnsupportedDtype
+from octavo.formats import FLOATS
+from octavo.layers import linear as layer
+from octavo.lower import run
+from octavo.modules import scaling, weights
+from octavo.modules.ambient import ambient
+from octavo.modules.mailbox import Mailbox
+from octavo.modules.main_grad import MainGrad
+from octavo.quant import QTensor
+from octavo.quant.quantizer import Given
+from octavo.recipes import BF16, Recipe
+from octavo.recipes import recipe as resolve
+
+UNQUANTIZED = BF16()
+_NAMES = {dtype: name for name, dtype in layer.DTYPES.items()}
+_NO_BUFFERS = layer.Buffers()
+SEED = "rounding_seed"
+
+
+class Linear(nn.Linear):
+    """y = x · Wᵀ + b in low precision.
+
+    recipe                     a name, a canonical string or a Recipe; None follows `octavo.autocast`, else bf16
+    return_bias                forward returns (y without the bias, bias)
+    fuse_wgrad_accumulation    dW is added to `weight.main_grad` (octavo.modules.main_grad)
+    delay_wgrad_compute        dW waits until `backward_dw()`
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | Recipe | None = None,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+    ) -> None:
+        _refuse_parallel(parallel_mode, sequence_parallel, tp_group)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self._set_up(recipe, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute)
+
+    def _set_up(
+        self,
+        recipe: str | Recipe | None,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        path: str = "",
+    ) -> None:
+        """What makes an nn.Linear an octavo.Linear."""
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self._codes = weights.Codes()
+        self._scaling = scaling.Scaling()
+        self._mailbox = Mailbox()
+        self._recipe: Recipe | None = None
+        self._seed = _seed_of(self, path)
+        self.recipe = recipe  # type: ignore[assignment]
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, spec: str | Recipe | None) -> None:
+        found = None if spec is None else resolve(spec)
+        if self._codes.held and found != self._codes.recipe:
+            raise UnsupportedConfig(
+                f"This layer's weight is held as codes of {self._codes.recipe}; {found} cannot read them. "
+                "octavo.revert(model) restores the weight they stand for."
+            )
+        self._recipe = found
+        if found is not None:
+            self._prepare(found)
+
+    def _prepare(self, recipe: Recipe) -> None:
+        """The buffers that a recipe needs, made when they are missing."""
+        if recipe.stateful:
+            self._scaling.install(self, recipe, self.weight)
+        if SEED not in self._buffers and any(spec is not None and spec.draws for spec in _gradient_specs(recipe)):
+            with torch.inference_mode(False):  # made there, it must still serve training
+                seed = torch.tensor([self._seed, 0], device=self.weight.device)
+            self.register_buffer(SEED, seed, persistent=False)
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor | QTensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
+    ) -> Any:
+        recipe = self._recipe or ambient.recipe or UNQUANTIZED
+        if recipe is not self._recipe:
+            self._prepare(recipe)
+        weight, bias = self.weight, self.bias
+        added = None if self.return_bias else bias
+        source, codes, dtype, shape = _input(x, recipe, self.in_features)
+        grads = _wanted(source, weight, added)
+        observe = recipe.stateful and self.training and grads != ""
+        kind = self._weight_codes(weight, recipe, is_first_microbatch, grads, observe)
+        main_grad, dummy = self._gradient_target(weight) if "w" in grads else ("", False)
+        delay = self.delay_wgrad_compute and "w" in grads
+        if fp8_output and recipe.linear().fprop.left is None:
+            raise UnsupportedConfig(
+                f"fp8_output=True quantizes y as the next layer's fprop would, and {recipe} quantizes nothing there. "
+                "Leave fp8_output out, or choose a recipe with a quantized fprop."
+            )
+        config = layer.config(
+            f"linear(recipe={recipe.key},dtype='{_NAMES[dtype]}',weight_dtype='{_NAMES[weight.dtype]}',"
+            f"bias_dtype='{'' if added is None else _NAMES[added.dtype]}',grads='{grads}',"
+            f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe={observe},quantize_output={fp8_output},"
+            f"main_grad='{main_grad}',dummy_grad={dummy},delay={delay})"
+        )
+        # a weight whose gradient goes elsewhere stays out of the graph: its hooks would see a gradient of None
+        elsewhere = delay or (main_grad != "" and not dummy)
+        stored = self._codes
+        inputs = layer.Inputs(
+            source, weight.detach() if elsewhere else weight, added, codes,
+            stored.parts(self, "row") if kind != "plain" else (),
+            stored.parts(self, "column") if kind != "plain" else (),
+            self._scaling.inputs(self) if recipe.stateful else (),
+        )  # fmt: skip
+        buffers = self._written(weight, config) if grads else _NO_BUFFERS
+        made = run(layer, config, inputs, buffers, differentiable=grads != "", anchored=elsewhere)  # type: ignore[arg-type]
+        if observe:
+            self._remember(made[-1], weight)
+        y = _output(config, made, shape)
+        return (y, bias) if self.return_bias else y
+
+    def _weight_codes(self, weight: Tensor, recipe: Recipe, first: bool | None, grads: str, observe: bool) -> str:
+        """How the layer gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or "held"."""
+        stored = self._codes
+        if stored.held:
+            if recipe != stored.recipe:
+                raise UnsupportedConfig(f"A weight held as codes of {stored.recipe} cannot run in {recipe}.")
+            return "held"
+        quant = recipe.linear()
+        if first is None or (quant.fprop.right is None and quant.dgrad.right is None):
+            return "plain"
+        column = "x" in grads and quant.dgrad.right is not None
+        missing = stored.recipe != recipe or (column and not stored.has(self, "column"))
+        if first or missing:
+            self._refresh(recipe, column=column, observe=observe)
+        else:
+            stored.check_fresh(weight)
+        return "codes"
+
+    def _refresh(self, recipe: Recipe, *, column: bool, observe: bool) -> None:
+        given = Given()
+        if recipe.stateful:
+            encode = self._scaling.inputs(self)
+            state = self._scaling.state(self, "forward")
+            multiplier = encode[1]
+            if len(encode) > 3:
+                multiplier = state.encode_for(1, recipe.gemms().fprop.right, self.weight, cold_start="current")  # type: ignore[arg-type]
+            given = Given(encode=multiplier, observed=state.current[1:] if observe else None)
+        self._codes.fill(self, self.weight, recipe, given, column=column)
+
+    def _gradient_target(self, weight: Tensor) -> tuple[str, bool]:
+        if not self.fuse_wgrad_accumulation:
+            return "", False
+        mode = "overwrite" if getattr(weight, "overwrite_main_grad", False) else "add"
+        return mode, hasattr(weight, "grad_added_to_main_grad")
+
+    def _written(self, weight: Tensor, config: layer.Config) -> layer.Buffers:
+        amax = self._buffers[scaling.NAMES["backward"]["current"]] if config.observe else None
+        seed = self._buffers.get(SEED)
+        target = MainGrad(weight) if config.main_grad else None
+        return layer.Buffers(target, amax, seed, self._mailbox if config.delay else None)
+
+    def _remember(self, amax: Tensor, weight: Tensor) -> None:
+        current = self._buffers[scaling.NAMES["forward"]["current"]]
+        assert current is not None
+        with torch.no_grad():
+            torch.maximum(current, amax, out=current)
+        self._scaling.watch(weight)
+
+    # -- gradients put off -----------------------------------------------------------------------------------------
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradient of the oldest backward that left it out, and add it to `weight.grad` or to
+        `weight.main_grad`. Hooks of the weight fire here, once."""
+        weight = self.weight
+        if not self.delay_wgrad_compute or not weight.requires_grad:
+            return
+        letter = self._mailbox.take()
+        target = MainGrad(weight) if letter.config.main_grad else None
+        with torch.no_grad():
+            dw = layer.weight_gradient(letter.config, letter.dy, letter.x, target)
+        if dw is not None:
+            torch.autograd.backward(weight, dw)  # accumulates as any backward does, hooks included
+
+    # -- weights held as codes -------------------------------------------------------------------------------------
+
+    def hold_codes(self) -> None:
+        """Keep the weight as codes of this layer's recipe, in both orientations, and let the rest of it go."""
+        recipe = self._recipe
+        if self._codes.held:
+            return
+        if recipe is None or recipe.linear().fprop.right is None:
+            raise UnsupportedConfig(
+                f"A weight is held as the codes its fprop multiplies, and this layer's recipe is {recipe}. "
+                "Give it one whose fprop is quantized: octavo.convert(model, recipe) or Linear(recipe=...)."
+            )
+        self._codes.drop(self)
+        self._refresh(recipe, column=True, observe=False)
+        self._codes.held = True
+        self.weight = weights.token(self.weight, self.weight.requires_grad)
+
+    def release_codes(self) -> None:
+        """Back to a weight, of the values that the codes stand for."""
+        if self._codes.held:
+            values = self._codes.values(self, self.weight.dtype)
+            self._codes.held = False
+            self._codes.drop(self)
+            self.weight = nn.Parameter(values, requires_grad=self.weight.requires_grad)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._codes.held:
+            destination[prefix + "weight"] = self._codes.values(self, self.weight.dtype)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        key = prefix + "weight"
+        loaded = state_dict.get(key)
+        if not self._codes.held or loaded is None or loaded.shape != self.weight.shape:
+            super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+            return
+        recipe = self._codes.recipe
+        assert recipe is not None
+        self._codes.fill(self, loaded.to(self.weight.device, self.weight.dtype), recipe, Given(), column=True)
+        # the rest of nn.Linear's loading sees a weight that already is what it would become
+        super()._load_from_state_dict({**state_dict, key: self.weight.detach()}, prefix, *rest)  # type: ignore[no-untyped-call]
+
+    # -- what nn.Module does to a module ------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
+        """Buffers follow the module's device, never its dtype: a scale in half precision is another scale."""
+        if not self._codes.held:
+            self._codes.drop(self)
+        unborn = self.weight.is_meta
+        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in kept.items():
+            after = self._buffers[name]
+            if after is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        if self._codes.held and self.weight.stride() != (0, 0):
+            self.weight = weights.token(self.weight, self.weight.requires_grad)
+        if unborn and not self.weight.is_meta:
+            self._reset_state()
+        return self
+
+    def _reset_state(self) -> None:
+        """State as it was at construction: storage that comes from the meta device holds nothing yet."""
+        remembered = self._scaling.recipe
+        self._scaling.drop(self)
+        self._buffers.pop(SEED, None)
+        for recipe in (remembered, self._recipe):
+            if recipe is not None:
+                self._prepare(recipe)
+
+    def extra_repr(self) -> str:
+        recipe = "from octavo.autocast" if self._recipe is None else self._recipe.key
+        return f"{super().extra_repr()}, recipe={recipe}" + (", weight held as codes" if self._codes.held else "")
+
+
+def _refuse_parallel(parallel_mode: str | None, sequence_parallel: bool, tp_group: Any) -> None:
+    for name, value in (
+        ("parallel_mode", parallel_mode),
+        ("sequence_parallel", sequence_parallel),
+        ("tp_group", tp_group),
+    ):
+        if value not in (None, False):
+            raise UnsupportedConfig(
+                f"Linear({name}={value!r}) asks for tensor parallelism, which is not part of this version. "
+                "Leave it out, and shard with FSDP or DDP."
+            )
+
+
+def _input(
+    x: Tensor | QTensor, recipe: Recipe, in_features: int
+) -> tuple[Tensor | None, layer.Parts, torch.dtype, tuple[int, ...] | None]:
+    """(tensor or token, codes, dtype of y, leading dims if the token does not tell them)."""
+    if isinstance(x, QTensor):
+        spec = recipe.linear().fprop.left
+        if x.spec != spec:
+            raise UnsupportedConfig(
+                f"This layer's fprop takes codes of {spec} ({recipe}), and the input was quantized by {x.spec}. "
+                "Use one recipe for both layers, or pass x.dequantize()."
+            )
+        layer.check_features(x.shape, in_features)
+        lead = None if x.token is not None or len(x.shape) == 2 else x.shape[:-1]
+        return x.token, tuple(x.tensors()), x.dtype, lead
+    if x.dtype not in FLOATS:
+        raise UnsupportedDtype(f"Linear takes float32, bfloat16 or float16 activations, got {x.dtype}. Cast x first.")
+    layer.check_features(x.shape, in_features)
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    return x, (), x.dtype, None
+
+
+def _wanted(x: Tensor | None, weight: Tensor, bias: Tensor | None) -> str:
+    """Which gradients can be asked for."""
+    if not torch.is_grad_enabled():
+        return ""
+    return (
+        ("x" if x is not None and x.requires_grad else "")
+        + ("w" if weight.requires_grad else "")
+        + ("b" if bias is not None and bias.requires_grad else "")
+    )
+
+
+def _output(config: layer.Config, made: tuple[Tensor, ...], lead: tuple[int, ...] | None) -> Tensor | QTensor:
+    y = made[0]
+    if lead is not None:
+        y = y.view(*lead, y.shape[-1])
+    if not config.quantize_output:
+        return y
+    spec = config.quant.fprop.left
+    assert spec is not None
+    parts = made[1 : -1 if config.observe else None]
+    q = spec.assemble(parts, tuple(y.shape), config.y_dtype)
+    return QTensor(q.codes, q.scale, spec, q.shape, q.dtype, q.global_scale, token=y)
+
+
+def _gradient_specs(recipe: Recipe) -> tuple[Any, Any]:
+    quant = recipe.linear()
+    return quant.dgrad.left, quant.wgrad.left
+
+
+def _seed_of(module: nn.Linear, path: str) -> int:
+    """The seed of stochastic rounding, from where torch's generator stands after the parameters were drawn and from the
+    layer's place. It draws nothing, so that parameters and dropout come out as they would without it."""
+    state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    return state << 30 | zlib.crc32(f"{path} {module.out_features}x{module.in_features}".encode()) >> 2

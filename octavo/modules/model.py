@@ -1,0 +1,116 @@
+"""What is done to a whole model, once a step or once a run: every `octavo.Linear` in it, by its path."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from octavo.errors import UnsupportedConfig
+from octavo.modules.linear import SEED, Linear
+from octavo.modules.scaling import SIDES
+from octavo.quant import DelayedState
+from octavo.quant.state import update_all
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """(path, layer), each once."""
+    for path, module in model.named_modules():
+        if isinstance(module, Linear):
+            yield path, module
+
+
+def step(model: nn.Module, group: Any = None) -> None:
+    """End a training step: delayed scales follow the amaxes that were observed since the last one.
+
+    With a process `group` the amaxes are first reduced by maximum over it, so that its ranks keep equal scales; every
+    rank must then hold the same layers. None reduces nothing."""
+    batches: dict[tuple[Any, ...], list[DelayedState]] = {}
+    for _, module in layers(model):
+        scaling = module._scaling
+        if scaling.recipe is not None:
+            recipe = scaling.recipe
+            key = (recipe.history, recipe.algorithm, recipe.margin, module.weight.device)
+            batches.setdefault(key, []).extend(scaling.state(module, side) for side in SIDES)
+            scaling.stepped()
+    for (_, algorithm, margin, _), states in batches.items():
+        update_all(states, algorithm=algorithm, margin=margin, reduce=None if group is None else _maximum_over(group))
+
+
+def _maximum_over(group: Any) -> Any:
+    return lambda amaxes: dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+
+
+def refresh_weights(model: nn.Module) -> None:
+    """Quantize again every weight that is cached, in place: after the optimizer changed them."""
+    for _, module in layers(model):
+        stored = module._codes
+        if stored.recipe is not None and not stored.held:
+            module._refresh(stored.recipe, column=False, observe=stored.recipe.stateful and module.training)
+
+
+def quantize_weights(model: nn.Module) -> None:
+    """Hold the weights as codes only, in both orientations: for weights that nobody trains, or that are trained by one
+    who updates codes: an optimizer that writes to them raises."""
+    found = list(layers(model))
+    if not found:
+        raise UnsupportedConfig("quantize_weights found no octavo.Linear. Call octavo.convert(model, recipe) first.")
+    for _, module in found:
+        module.hold_codes()
+
+
+def attach(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any = None) -> Any:
+    """After every `optimizer.step()`: `step(model, group)` and `refresh_weights(model)`. Returns a handle with
+    `.remove()`."""
+
+    def after(*_: Any) -> None:
+        step(model, group)
+        refresh_weights(model)
+
+    return optimizer.register_step_post_hook(after)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """What a resumed run needs besides the weights, as plain tensors: delayed scaling's windows and multipliers, and
+    the counters of stochastic rounding. Empty for recipes that remember nothing."""
+    found: dict[str, Tensor] = {}
+    for path, module in layers(model):
+        prefix = f"{path}." if path else ""
+        if module._scaling.recipe is not None:
+            for side in SIDES:
+                kept = module._scaling.state(module, side).export()
+                found |= {f"{prefix}scaling.{side}.{name}": tensor for name, tensor in kept.items()}
+        if SEED in module._buffers:
+            found[f"{prefix}rounding.seed"] = module.get_buffer(SEED).clone()
+    return found
+
+
+def load_state_dict(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
+    """Take over what `state_dict` gave. Strict: the model must want exactly these tensors."""
+    wanted = state_dict(model)
+    missing, unknown = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
+    if strict and (missing or unknown):
+        raise UnsupportedConfig(
+            f"This model's recipes and the state do not match: missing {_some(missing)}, unknown {_some(unknown)}. "
+            "Convert the model with the recipe it was saved with, or pass strict=False."
+        )
+    for path, module in layers(model):
+        prefix = f"{path}." if path else ""
+        if module._scaling.recipe is not None:
+            for side in SIDES:
+                current = module._scaling.state(module, side)
+                names = {name: f"{prefix}scaling.{side}.{name}" for name in current.export()}
+                if all(key in state for key in names.values()):
+                    current.restore({name: state[key] for name, key in names.items()})
+        key = f"{prefix}rounding.seed"
+        if SEED in module._buffers and key in state:
+            module.get_buffer(SEED).copy_(state[key])
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) or "nothing"
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -1,0 +1,98 @@
+"""A module's delayed-scaling memory: two `DelayedState`s in its buffers, and a watch over whether anybody steps them.
+
+forward     slots x and w        observed in forward
+backward    slot dy              observed in backward, in a buffer that forward never writes
+"""
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import UnsupportedConfig
+from octavo.quant import DelayedState
+from octavo.recipes import Delayed, Recipe
+
+FIELDS = ("history", "head", "encode", "current", "nonfinite", "limit")
+SIDES = ("forward", "backward")
+PATIENCE = 1024  # training forwards without a step before it is said
+
+
+def buffer_name(side: str, field: str) -> str:
+    return f"scaling_{side}_{field}"
+
+
+NAMES = {side: {field: buffer_name(side, field) for field in FIELDS} for side in SIDES}
+
+
+class Scaling:
+    """Which recipe a module's memory follows, and what happened since it was last stepped. Holds no tensor."""
+
+    def __init__(self) -> None:
+        self.recipe: Delayed | None = None
+        self._forwards = 0
+        self._version: int | None = None  # of the weight, when it was last seen
+        self._updates = 0  # of the weight since the last step
+        self._said = False
+
+    def install(self, module: nn.Module, recipe: Recipe, weight: Tensor) -> None:
+        """Make the buffers, once."""
+        if self.recipe == recipe:
+            return
+        if self.recipe is not None:
+            raise UnsupportedConfig(
+                f"This layer remembers amaxes for {self.recipe}, and is now asked to follow {recipe}: one window "
+                "cannot serve both. Give each delayed recipe a layer of its own, or octavo.revert and convert again."
+            )
+        assert isinstance(recipe, Delayed)
+        quant = recipe.gemms()
+        first, second = quant.fprop.left, quant.dgrad.left
+        assert first is not None and second is not None
+        formats = {"forward": (first.fmt, first.fmt), "backward": (second.fmt,)}
+        with torch.inference_mode(False):  # made at a first forward there, it must still serve training
+            for side in SIDES:
+                state = DelayedState.create(formats[side], recipe.history, weight.device)
+                for field, tensor in state.tensors().items():
+                    module.register_buffer(NAMES[side][field], tensor, persistent=False)
+        self.recipe = recipe
+
+    def drop(self, module: nn.Module) -> None:
+        for names in NAMES.values():
+            for name in names.values():
+                module._buffers.pop(name, None)
+                module._non_persistent_buffers_set.discard(name)
+        self.__init__()  # type: ignore[misc]
+
+    def state(self, module: nn.Module, side: str) -> DelayedState:
+        return DelayedState(**{field: getattr(module, name) for field, name in NAMES[side].items()})
+
+    def inputs(self, module: nn.Module) -> tuple[Tensor, ...]:
+        """Multipliers of x, w, dy, and for a cold start how many amaxes each has seen: views of the buffers."""
+        assert self.recipe is not None
+        fields = ("encode",) if self.recipe.cold_start == "one" else ("encode", "head")
+        found: list[Tensor] = []
+        for field in fields:
+            pair = module._buffers[NAMES["forward"][field]]
+            single = module._buffers[NAMES["backward"][field]]
+            assert pair is not None and single is not None
+            found += [pair[:1], pair[1:], single]
+        return tuple(found)
+
+    def watch(self, weight: Tensor) -> None:
+        """Say once that `octavo.step` is never called: multipliers that stay at 1 are wrong, and silent."""
+        self._forwards += 1
+        version = None if weight.is_inference() else weight._version
+        if version != self._version:
+            self._updates += self._version is not None
+            self._version = version
+        if not self._said and (self._updates >= 2 or self._forwards >= PATIENCE):
+            self._said = True
+            warnings.warn(
+                "fp8-delayed: weights were updated, or a thousand forwards run, and octavo.step(model) was not called, "
+                "so the scales still are what they were. Call it once after every optimizer.step(), or "
+                "octavo.attach(model, optimizer) once.",
+                stacklevel=4,
+            )
+
+    def stepped(self) -> None:
+        self._forwards = self._updates = 0

@@ -1,0 +1,220 @@
+"""`octavo train`: what it prints and writes, what it refuses, and the small things it is made of."""
+
+import io
+import json
+
+import pytest
+import torch
+
+from octavo.cli import corpus, main, train
+from octavo.cli.gpt import BYTES, GPT, Shape
+from octavo.cli.progress import LINES, Progress
+from octavo.errors import UnsupportedShape
+from octavo.recipes import SHIPPED, recipe
+
+SMALL = Shape(width=32, layers=1, heads=2, context=16)
+
+
+COMMAND = ("train", "--device", "cpu", "--steps", "6", "--batch", "2")
+TEXT, HELD_OUT = corpus.load()
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """A model and a text of a moment's work."""
+    monkeypatch.setattr(train, "SHAPE", SMALL)
+    monkeypatch.setattr(corpus, "load", lambda: (TEXT[:4000], HELD_OUT[:500]))
+
+
+def trained(name, *, seed=0, steps=4):
+    return train.train(train.Plan(steps, 2, seed, shape=SMALL), recipe(name) if name else None)
+
+
+def test_ends_with_a_table_of_both_runs(capsys):
+    assert main(COMMAND) == 0
+    printed = capsys.readouterr()
+    lines = {line.split("  ")[0]: line.split() for line in printed.out.splitlines() if line}
+    assert lines["recipe"] == ["recipe", "loss", "gap", "tokens/s"]
+    assert 4 < float(lines["bf16 (torch)"][2]) < 6
+    assert 4 < float(lines["fp8-current"][1]) < 6
+    assert lines["fp8-current"][3] == "%"
+    assert printed.err.count("bf16 (torch)") == printed.err.count("fp8-current") == LINES
+
+
+def test_json_has_every_step(tmp_path):
+    path = tmp_path / "run.json"
+    assert main([*COMMAND, "--recipe", "fp8-block(scale='fp32')", "--seed", "3", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["plan"] == {
+        "steps": 6, "batch": 2, "seed": 3, "device": "cpu", "compile": False,
+        "shape": {"width": 32, "layers": 1, "heads": 2, "context": 16},
+    }  # fmt: skip
+    assert report["recipe"]["recipe"] == "fp8-block(scale='fp32')"
+    assert report["machine"]["torch"] == torch.__version__
+    for run in (report["bf16"], report["recipe"]):
+        assert len(run["losses"]) == 6
+        assert run["losses"][0] > run["losses"][-1]
+        assert run["tokens_per_s"] > 0 and run["seconds"] > 0
+    assert report["gap_percent"] == pytest.approx(100 * (report["recipe"]["loss"] / report["bf16"]["loss"] - 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--recipe", "fp9"], "There is no recipe 'fp9'. Names: bf16, fp8-block"),
+        (["--steps", "0"], "--steps and --batch must be 1 or more, got 0 and 8."),
+        (["--batch", "0"], "--steps and --batch must be 1 or more, got 200 and 0."),
+        (["--device", "abacus"], "There is no device called 'abacus'. Use cpu or cuda[:index]."),
+        (["--json", "nowhere/run.json"], "--json writes into a folder that exists, got nowhere/run.json."),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_refusal_is_a_sentence(arguments, sentence, capsys):
+    assert main(["train", "--device", "cpu", *arguments]) == 2
+    assert f"octavo train: {sentence}" in capsys.readouterr().err
+
+
+def test_compiling_without_a_compiler_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(train.shutil, "which", lambda name: None)
+    assert main(["train", "--device", "cpu", "--compile"]) == 2
+    assert "needs a C++ compiler, and none of g++, clang++, c++ is here. Install one, or" in capsys.readouterr().err
+
+
+def test_compile_compiles_both_runs(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(train.shutil, "which", lambda name: name)
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
+    assert main([*COMMAND, "--compile"]) == 0
+    assert [type(model) for model in compiled] == [GPT, GPT]
+
+
+@pytest.mark.parametrize("name", [None, *SHIPPED])
+def test_a_seed_fixes_a_run(name):
+    first, again, other = trained(name), trained(name), trained(name, seed=1)
+    assert first.losses == again.losses
+    assert first.loss == again.loss
+    assert first.losses[0] != other.losses[0]
+
+
+def test_every_recipe_starts_from_the_same_weights_and_batches():
+    losses = {name: trained(name, steps=1).losses[0] for name in (None, *SHIPPED)}
+    assert max(losses.values()) / min(losses.values()) < 1.005
+    assert len({round(loss, 7) for loss in losses.values()}) > 3  # and each quantizes in its own way
+
+
+@pytest.mark.filterwarnings("error")
+def test_delayed_scaling_is_stepped():
+    """A run that forgot octavo.step would be warned."""
+    trained("fp8-delayed", steps=6)
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_a_position_reads_only_those_before_it():
+    model, tokens = GPT(SMALL, seed=0), torch.randint(BYTES, (1, 16))
+    changed = tokens.clone()
+    changed[0, 9] = (changed[0, 9] + 1) % BYTES
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:] != after[:, 9:]).any(dim=-1).all()
+
+
+def test_attention_knows_the_order():
+    model = GPT(SMALL, seed=0)
+    there, back = model(torch.tensor([[1, 2, 3]])), model(torch.tensor([[2, 1, 3]]))
+    assert not torch.allclose(there[0, -1], back[0, -1], atol=1e-6)
+
+
+def test_the_first_loss_is_that_of_a_guess():
+    loss = train.loss_of(GPT(Shape(), seed=0), torch.randint(BYTES, (4, 65)), torch.float32)
+    assert loss.item() == pytest.approx(torch.tensor(BYTES).log().item(), rel=0.02)
+
+
+def test_weights_come_from_the_seed_alone():
+    weights = []
+    for seed, noise in ((5, 0), (5, 1), (6, 0)):
+        torch.manual_seed(noise)
+        weights.append(torch.cat([p.detach().flatten() for p in GPT(SMALL, seed=seed).parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("sizes", [{"width": 30, "heads": 4}, {"width": 12, "heads": 4}, {"layers": 0}], ids=str)
+def test_sizes_without_meaning_are_refused(sizes):
+    with pytest.raises(UnsupportedShape, match="an even number of channels in each head, got Shape"):
+        Shape(**sizes)
+
+
+# -- the text --------------------------------------------------------------------------------------------------------
+
+
+def test_the_book_is_clean_and_all_there():
+    book = bytes(torch.cat([TEXT, HELD_OUT]).tolist()).decode("ascii")
+    assert book.strip().startswith("ALICE'S ADVENTURES IN WONDERLAND") and book.strip().endswith("THE END")
+    assert book.count("CHAPTER ") == 12
+    assert set(book) <= set(map(chr, range(32, 127))) | {"\n"}
+    assert not any(word in book.lower() for word in ("gutenberg", "copyright", "license", "edition"))
+    assert len(HELD_OUT) == pytest.approx(0.1 * len(book), abs=1)
+
+
+def test_batches_are_pieces_of_the_text_shifted_by_one():
+    text = torch.arange(200, dtype=torch.uint8)
+    found = list(corpus.batches(text, steps=50, batch=4, context=10, seed=0))
+    assert len(found) == 50
+    for batch in found:
+        assert batch.shape == (4, 11) and batch.dtype == torch.int64
+        assert torch.equal(batch[:, 1:], batch[:, :-1] + 1)
+    every = torch.cat(found)
+    assert every.min() == 0 and every.max() == 199  # both ends are reached
+
+
+def test_windows_predict_each_byte_once():
+    found = corpus.windows(torch.arange(100, dtype=torch.uint8), context=9)
+    assert found[:, 1:].flatten().tolist() == list(range(1, 100))
+
+
+def test_a_context_longer_than_the_text_is_refused():
+    for call in (
+        lambda t: corpus.windows(t, context=20),
+        lambda t: next(corpus.batches(t, steps=1, batch=1, context=20, seed=0)),
+    ):
+        with pytest.raises(UnsupportedShape, match="shorter than its text of 20 bytes, got 20"):
+            call(torch.zeros(20, dtype=torch.uint8))
+
+
+# -- the bar ---------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 4, 7, 200])
+def test_a_file_gets_a_few_lines(total):
+    stream = io.StringIO()
+    progress = Progress("bf16", total, stream)
+    for step in range(1, total + 1):
+        if progress.due(step):
+            progress.show(step, "loss 1.000")
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == min(total, LINES)
+    assert lines[-1].startswith(f"bf16  [{'#' * 24}] {total}/{total}  loss 1.000")
+    assert "\r" not in stream.getvalue() and "left" not in lines[-1]
+
+
+def test_a_terminal_gets_one_line_rewritten(monkeypatch):
+    stream, now = Terminal(), [0.0]
+    monkeypatch.setattr("octavo.cli.progress.time.perf_counter", lambda: now[0])
+    progress = Progress("bf16", 100, stream)
+    shown = []
+    for step in range(1, 101):
+        now[0] += 0.03
+        if progress.due(step):
+            shown.append(step)
+            progress.show(step, "loss 1.000")
+    assert shown[:3] == [1, 5, 9] and shown[-1] == 100
+    assert stream.getvalue().count("\r") == len(shown)
+    assert stream.getvalue().count("\n") == 1 and stream.getvalue().endswith("\n")
+    assert "50 s left" not in stream.getvalue() and "3 s left" in stream.getvalue()

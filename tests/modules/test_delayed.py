@@ -1,0 +1,263 @@
+"""Delayed scaling end to end: which amaxes are seen, when they take effect, and what must leave no mark."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.errors import UnsupportedConfig
+from tests.modules.oracle import Memory, assert_result, assert_same, check, make, run, spiky
+
+RECIPE = "fp8-delayed(history=4)"
+
+
+def batch(i, m=21, dtype=torch.float32):
+    """Magnitudes that go up and down by powers of about three."""
+    return spiky(m, 48, seed=10 + i, dtype=dtype) * 3.0 ** (i * 7 % 5 - 2), spiky(m, 40, seed=20 + i, dtype=dtype) * (
+        3.0 ** (i * 5 % 7 - 6)
+    )
+
+
+def change(layer, i):
+    with torch.no_grad():
+        layer.weight.mul_(0.5 + 0.3 * (i % 4))
+
+
+def snapshot(model):
+    return {name: value.clone() for name, value in octavo.state_dict(model).items()}
+
+
+def assert_unmoved(model, before):
+    now = octavo.state_dict(model)
+    assert list(now) == list(before)
+    for name, value in now.items():
+        assert_same(value, before[name], name)
+
+
+class Traced:
+    """A layer and its oracle, stepped together."""
+
+    def __init__(self, recipe, **settings):
+        self.recipe, self.layer, self.memory = recipe, make(recipe, **settings), Memory(recipe)
+
+    def microbatch(self, x, dy, **settings):
+        found = check(self.layer, self.recipe, x, dy, encode=self.memory.encode, **settings)
+        self.memory.observe(x=x, w=self.layer.weight, dy=dy)
+        return found
+
+    def step(self):
+        octavo.step(self.layer)
+        self.memory.step()
+        self.memory.assert_state(octavo.state_dict(self.layer))
+
+
+# -- G1 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize(("length", "margin"), [(1, 0), (2, 1), (4, -1), (4, 0), (1024, 0)])
+def test_a_run_follows_the_oracle(length, margin, algorithm, dtype):
+    """Seven steps of two microbatches: every result to the bit, and the windows after each step."""
+    traced = Traced(f"fp8-delayed(history={length},algorithm='{algorithm}',margin={margin})", dtype=dtype)
+    for i in range(7):
+        traced.microbatch(*batch(2 * i, dtype=dtype))
+        traced.microbatch(*batch(2 * i + 1, dtype=dtype))
+        traced.step()
+        change(traced.layer, i)
+    encodes = traced.memory.encode
+    assert all(e not in (0.0, 1.0) for e in encodes.values())
+
+
+@pytest.mark.parametrize("override", ["wgrad='bf16'", "dgrad='bf16'", "fprop='bf16'", "backward='dequantized'"])
+def test_a_run_with_an_override(override):
+    """Operands that an override leaves out are not seen, or not used: either way what is quantized is right."""
+    recipe = f"fp8-delayed(history=4,{override})"
+    traced = Traced(recipe)
+    x, dy = batch(0)
+    traced.microbatch(x, dy)
+    octavo.step(traced.layer)
+    traced.memory.step()
+    traced.microbatch(x, dy)
+
+
+def test_scales_change_at_step_and_not_before():
+    layer, (x, dy) = make(RECIPE), batch(1)
+    first = run(layer, x, dy)
+    assert_result(run(layer, x, dy), first)
+    octavo.step(layer)
+    assert not torch.equal(run(layer, x, dy).y, first.y)
+
+
+def test_a_cold_start_from_the_tensor_itself_is_current_scaling():
+    x, dy = batch(1)
+    current = run(make("fp8-current"), x, dy)
+    assert_result(run(make("fp8-delayed(cold_start='current')"), x, dy), current)
+
+
+# -- G2, G4: several calls a step ------------------------------------------------------------------------------------
+
+
+def test_a_layer_called_twice_in_a_step_remembers_the_larger():
+    traced = Traced(RECIPE)
+    traced.microbatch(*batch(4))
+    traced.microbatch(*batch(0))
+    traced.step()
+    layer = traced.layer
+    x0, x1 = batch(2)[0].requires_grad_(), batch(3)[0]
+    (layer(x0) + layer(x1)).sum().backward()  # in one graph, too
+    ones = torch.ones(21, 40)
+    traced.memory.observe(x=torch.stack((x0.detach(), x1)), w=layer.weight, dy=ones)
+    traced.step()
+
+
+def test_cached_weights_keep_every_microbatch_equal_to_the_first():
+    """The weight's amax enters once a step, and a step without a refresh does not roll its window."""
+    traced = Traced(RECIPE)
+    x, dy = batch(1)
+    for step in range(4):
+        first = None
+        for flag in (True, False, False):
+            found = check(traced.layer, RECIPE, x, dy, encode=traced.memory.encode, is_first_microbatch=flag)
+            first = found if first is None else first
+            assert_result(found, first)
+        traced.memory.observe(x=x, w=traced.layer.weight, dy=dy)
+        traced.step()
+        change(traced.layer, step)
+
+
+def test_a_step_of_cached_weights_alone_leaves_their_window():
+    traced = Traced(RECIPE)
+    x, dy = batch(1)
+    traced.microbatch(x, dy, is_first_microbatch=True)
+    traced.step()
+    w_codes = traced.memory.encode["w"]
+    for _ in range(2):  # the same codes, so the multiplier they were made with
+        run(traced.layer, x, dy, is_first_microbatch=False)
+        traced.memory.observe(x=x, dy=dy)
+        traced.step()
+    assert traced.memory.encode["w"] == w_codes
+
+
+def test_a_layer_that_was_not_used_keeps_its_scales():
+    model = nn.ModuleList([make(RECIPE), make(RECIPE)])
+    run(model[0], *batch(0))
+    octavo.step(model)
+    before = snapshot(model[1])
+    for i in range(3):
+        run(model[0], *batch(i))
+        octavo.step(model)
+    assert_unmoved(model[1], before)
+
+
+# -- G3 ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")], ids=str)
+@pytest.mark.parametrize("where", ["x", "dy"])
+def test_a_non_finite_step_is_forgotten(bad, where):
+    """Against a layer that skipped the step: same scales, same windows, same bits afterwards."""
+    traced = Traced(RECIPE)
+    traced.microbatch(*batch(0))
+    traced.step()
+    x, dy = batch(1)
+    (x if where == "x" else dy)[3, 5] = bad
+    run(traced.layer, x, dy)
+    traced.memory.observe(x=x, w=traced.layer.weight, dy=dy)
+    traced.step()
+    for i in range(2, 4):
+        traced.microbatch(*batch(i))
+        traced.step()
+    assert all(torch.isfinite(v).all() for v in octavo.state_dict(traced.layer).values())
+
+
+# -- G5: recompute -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_is_seen_once_and_gives_the_same_bytes(reentrant):
+    def model():
+        return nn.Sequential(make(RECIPE, 48, 40, seed=1), nn.GELU(), make(RECIPE, 40, 48, seed=3))
+
+    plain, again = model(), model()
+    for i in range(4):
+        results = []
+        for m in (plain, again):
+            x = batch(i)[0].requires_grad_()
+            y = m(x) if m is plain else checkpoint(m, x, use_reentrant=reentrant)
+            y.square().mean().backward()
+            results.append([y.detach(), x.grad, *(p.grad for p in m.parameters())])
+            m.zero_grad()
+            octavo.step(m)
+        for a, b in zip(*results, strict=True):
+            assert_same(a, b)
+        assert_unmoved(again, snapshot(plain))
+
+
+# -- G7: what does not move it ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("training", [True, False])
+def test_forwards_without_grad_use_the_scales_and_do_not_move_them(mode, training):
+    traced = Traced(RECIPE)
+    x, dy = batch(0)
+    traced.microbatch(x, dy)
+    traced.step()
+    before = snapshot(traced.layer)
+    traced.layer.train(training)
+    with mode():
+        y = traced.layer(x)
+        traced.layer(1000 * x)
+    assert_unmoved(traced.layer, before)
+    traced.layer.train()
+    assert_same(traced.microbatch(x, dy).y, y)
+    traced.step()  # the 1000 did not enter
+
+
+def test_evaluation_with_grad_does_not_move_them_either():
+    layer, (x, _) = make(RECIPE).eval(), batch(0)
+    layer(x.requires_grad_())
+    octavo.step(layer)
+    assert not octavo.state_dict(layer)["scaling.forward.history"].any()
+
+
+def test_a_first_use_without_grad_leaves_a_fresh_state():
+    layer, (x, dy) = make(RECIPE), batch(1)
+    with torch.no_grad():
+        layer(1000 * x)
+    octavo.step(layer)
+    check(layer, RECIPE, x, dy)
+
+
+# -- one delayed recipe a module -------------------------------------------------------------------------------------
+
+
+def test_a_second_delayed_recipe_is_refused_and_the_first_goes_on():
+    layer, (x, dy) = make(None), batch(0)
+    with octavo.autocast(RECIPE):
+        check(layer, RECIPE, x, dy)
+    with octavo.autocast("fp8-delayed(history=8)"), pytest.raises(UnsupportedConfig, match="delayed"):
+        layer(x)
+    with octavo.autocast("fp8-block"):
+        check(layer, "fp8-block", x, dy)
+    octavo.step(layer)
+    memory = Memory(RECIPE)
+    memory.observe(x=x, w=layer.weight, dy=dy)
+    memory.step()
+    memory.assert_state(octavo.state_dict(layer))
+    with octavo.autocast(RECIPE):
+        check(layer, RECIPE, x, dy, encode=memory.encode)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_casting_the_module_leaves_the_state_in_float32(dtype):
+    traced = Traced(RECIPE)
+    traced.microbatch(*batch(1))
+    traced.step()
+    before = snapshot(traced.layer)
+    traced.layer.to(dtype)
+    assert_unmoved(traced.layer, before)
+    traced.microbatch(*batch(2, dtype=dtype))
+    traced.step()

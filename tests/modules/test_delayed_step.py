@@ -1,0 +1,107 @@
+"""octavo.step: forgetting it is said, an optimizer can call it, and a process group can share its amaxes."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import octavo
+from tests.modules.oracle import Memory, make, spiky
+
+RECIPE = "fp8-delayed(history=4)"
+
+
+def batch(i, m=21):
+    return spiky(m, 48, seed=10 + i), spiky(m, 40, seed=20 + i)
+
+
+def train(layer, steps, step=False, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(layer.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(steps):
+            layer(batch(i)[0]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step:
+                octavo.step(layer)
+    return [w for w in caught if "octavo.step" in str(w.message)]
+
+
+def test_a_scale_that_is_never_updated_is_said_once():
+    (said,) = train(make(RECIPE), 6)
+    assert issubclass(said.category, UserWarning)
+
+
+def test_a_run_that_steps_is_not_warned():
+    assert not train(make(RECIPE), 6, step=True)
+
+
+def test_an_attached_optimizer_steps():
+    layer = make(RECIPE)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    octavo.attach(layer, optimizer)
+    assert not train(layer, 6, optimizer=optimizer)
+    assert octavo.state_dict(layer)["scaling.forward.history"].all()
+
+
+def test_many_forwards_without_a_step_are_said_once_too():
+    layer, x = make(RECIPE, 4, 4), torch.ones(1, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(1100):
+            layer(x)
+            if i == 1000:
+                assert not caught
+    assert ["octavo.step" in str(w.message) for w in caught] == [True]
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4", "bf16"])
+def test_recipes_without_a_state_are_never_warned(recipe):
+    layer = make(recipe)
+    assert not train(layer, 6)
+    octavo.step(layer)  # and stepping them is nothing
+
+
+# -- across ranks --------------------------------------------------------------------------------------------------
+
+RANK = """
+import sys, torch, octavo
+import torch.distributed as dist
+from tests.modules.oracle import make, run, spiky
+rank, store, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+layer, lonely = make("fp8-delayed(history=4)"), make("fp8-delayed(history=4)")
+for i in range(2):
+    x, dy = spiky(21, 48, seed=10 * i + rank) * (1 + 3 * rank), spiky(21, 40, seed=10 * i + 2 + rank) * (4 - 3 * rank)
+    run(layer, x, dy), run(lonely, x, dy)
+    octavo.step(layer, group=dist.group.WORLD), octavo.step(lonely)
+torch.save([octavo.state_dict(m) for m in (layer, lonely)], f"{out}/{rank}.pt")
+dist.destroy_process_group()
+"""
+
+
+def test_a_group_shares_the_largest_amax_and_no_group_shares_nothing(tmp_path):
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", RANK]
+    environment = {**os.environ, "PYTHONPATH": root}
+    ranks = [subprocess.Popen([*command, str(r), f"{tmp_path}/store", str(tmp_path)], env=environment) for r in (0, 1)]
+    assert [r.wait(120) for r in ranks] == [0, 0]
+    shared, own = Memory(RECIPE), [Memory(RECIPE), Memory(RECIPE)]
+    for i in range(2):
+        for rank in (0, 1):
+            x = spiky(21, 48, seed=10 * i + rank) * (1 + 3 * rank)
+            dy = spiky(21, 40, seed=10 * i + 2 + rank) * (4 - 3 * rank)
+            for memory in (shared, own[rank]):
+                memory.observe(x=x, w=make(RECIPE).weight, dy=dy)
+        for memory in (shared, *own):
+            memory.step()
+    for rank in (0, 1):
+        layer, lonely = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        shared.assert_state(layer)
+        own[rank].assert_state(lonely)
+    assert own[0].slots["x"].history() != own[1].slots["x"].history()

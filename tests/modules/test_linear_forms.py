@@ -1,0 +1,214 @@
+"""Linear is an nn.Linear: same constructor, parameters and initial values; any leading dims and strides; odd forms."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedShape
+from octavo.recipes import SHIPPED
+from tests.modules.oracle import (
+    Memory,
+    Result,
+    assert_result,
+    assert_same,
+    check,
+    expected,
+    make,
+    randn,
+    run,
+    seed_of,
+    spiky,
+)
+
+every = pytest.mark.parametrize("recipe", SHIPPED)
+
+
+# -- construction --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [None, *SHIPPED])
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_are_those_of_nn_linear(recipe, bias):
+    torch.manual_seed(7)
+    want = nn.Linear(48, 40, bias=bias, dtype=torch.bfloat16)
+    torch.manual_seed(7)
+    layer = octavo.Linear(48, 40, bias=bias, dtype=torch.bfloat16, recipe=recipe)
+    assert isinstance(layer, nn.Linear)
+    assert [name for name, _ in layer.named_parameters()] == [name for name, _ in want.named_parameters()]
+    for found, p in zip(layer.parameters(), want.parameters(), strict=True):
+        assert type(found) is nn.Parameter
+        assert found.requires_grad
+        assert_same(found.detach(), p.detach())
+    assert (layer.in_features, layer.out_features) == (48, 40)
+
+
+def test_the_constructor_takes_what_nn_linear_takes_in_its_order():
+    ours, theirs = (list(inspect.signature(c.__init__).parameters.values()) for c in (octavo.Linear, nn.Linear))
+    assert [p.name for p in ours[: len(theirs)]] == [p.name for p in theirs]
+    more = {p.name: p for p in ours[len(theirs) :]}
+    assert all(p.kind is p.KEYWORD_ONLY for p in more.values())
+    assert list(more) == [
+        "recipe", "return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute",
+        "parallel_mode", "sequence_parallel", "tp_group",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "setting", [{"parallel_mode": "column"}, {"parallel_mode": "row"}, {"sequence_parallel": True}, {"tp_group": "tp"}]
+)
+def test_tensor_parallelism_is_refused_until_it_lands(setting):
+    with pytest.raises(UnsupportedConfig, match=next(iter(setting))):
+        octavo.Linear(8, 8, **setting)
+
+
+# -- shapes and strides --------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("lead", [(), (1,), (2, 3), (2, 1, 5), (3, 2, 2, 2)], ids=str)
+def test_any_leading_dims(recipe, lead):
+    x, dy = spiky(*lead, 80), spiky(*lead, 44, seed=2)
+    check(make(recipe, 80, 44), recipe, x, dy)
+
+
+@every
+@pytest.mark.parametrize("lead", [(0,), (2, 0), (0, 3, 1)], ids=str)
+def test_no_tokens_give_zero_gradients(recipe, lead):
+    layer = make(recipe)
+    found = run(layer, torch.zeros(*lead, 48), torch.zeros(*lead, 40))
+    want = Result(torch.zeros(*lead, 40), torch.zeros(*lead, 48), torch.zeros(40, 48), torch.zeros(40))
+    assert_result(found, want)
+    octavo.step(layer)
+    encode = None
+    if recipe == "fp8-delayed":  # nothing was seen of x and dy: their scales stay
+        memory = Memory(recipe)
+        memory.observe(w=layer.weight)
+        memory.step()
+        encode = memory.encode
+    check(layer, recipe, spiky(8, 48), spiky(8, 40, seed=2), encode=encode)
+
+
+LAYOUTS = {
+    "transposed": lambda x: x.T.contiguous().T,
+    "every second row": lambda x: torch.stack((x, -x), 1).flatten(0, 1)[::2],
+    "every second column": lambda x: torch.stack((x, -x), 2).flatten(1)[:, ::2],
+    "part of a wider row": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
+    "an offset": lambda x: torch.cat((x[:1], x))[1:],
+}
+
+
+@every
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_strides_of_x_and_dy_do_not_matter(recipe, layout):
+    x, dy = spiky(21, 48, dtype=torch.bfloat16), spiky(21, 40, dtype=torch.bfloat16, seed=2)
+    strided_x, strided_dy = layout(x), layout(dy)
+    assert torch.equal(strided_x, x) and torch.equal(strided_dy, dy)
+    check(make(recipe, dtype=torch.bfloat16), recipe, strided_x, strided_dy)
+
+
+@every
+def test_a_permuted_batch_of_sequences(recipe):
+    x = spiky(5, 3, 48).transpose(0, 1)
+    check(make(recipe), recipe, x, spiky(5, 3, 40, seed=2).transpose(0, 1))
+
+
+@every
+def test_an_expanded_input(recipe):
+    layer, row, dy = make(recipe), spiky(1, 48), spiky(21, 40, seed=2)
+    seed = seed_of(layer)
+    leaf = row.clone().requires_grad_()
+    layer(leaf.expand(21, 48)).backward(dy)
+    want = expected(recipe, row.expand(21, 48), layer.weight, layer.bias, dy, seed=seed)
+    assert_same(layer.weight.grad, want.dw)
+    assert torch.allclose(leaf.grad, want.dx.sum(0, keepdim=True), atol=1e-4)
+
+
+@every
+@pytest.mark.parametrize("lead", [(21,), (3, 7)], ids=str)
+def test_an_expanded_gradient(recipe, lead):
+    """out.sum().backward() hands over one element with strides of zero."""
+    layer, x = make(recipe), spiky(*lead, 48)
+    seed = seed_of(layer)
+    leaf = x.clone().requires_grad_()
+    y = layer(leaf)
+    y.sum().backward()
+    want = expected(recipe, x, layer.weight, layer.bias, torch.ones(*lead, 40), seed=seed)
+    assert_result(Result(y.detach(), leaf.grad, layer.weight.grad, layer.bias.grad), want)
+
+
+def test_a_transposed_weight():
+    """Weights whose own strides are not row-major, as some checkpoints leave them."""
+    layer = make("fp8-rowwise")
+    layer.weight = nn.Parameter(layer.weight.detach().T.contiguous().T)
+    check(layer, "fp8-rowwise", spiky(21, 48), spiky(21, 40, seed=2))
+
+
+@every
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (1, 40), (48, 1), (7, 13), (129, 257)], ids=str)
+def test_odd_features(recipe, k, n):
+    check(make(recipe, k, n), recipe, spiky(5, k), spiky(5, n, seed=2))
+
+
+@every
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_no_features(recipe):
+    layer = octavo.Linear(0, 40, recipe=recipe)
+    with torch.no_grad():
+        layer.bias.copy_(randn(40))
+    found = run(layer, torch.zeros(3, 0), torch.ones(3, 40))
+    want = Result(layer.bias.detach().expand(3, 40), torch.zeros(3, 0), torch.zeros(40, 0), torch.full((40,), 3.0))
+    assert_result(found, want)
+    found = run(octavo.Linear(48, 0, recipe=recipe), randn(3, 48), torch.zeros(3, 0))
+    assert_result(found, Result(torch.zeros(3, 0), torch.zeros(3, 48), torch.zeros(0, 48), torch.zeros(0)))
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+@every
+def test_an_input_of_another_width_is_refused_with_both_numbers(recipe):
+    with pytest.raises(UnsupportedShape, match=r"(?s)(?=.*\b48\b)(?=.*\b47\b)"):
+        make(recipe)(randn(3, 47))
+
+
+@every
+@pytest.mark.parametrize("x", [torch.zeros(3, 48, dtype=torch.int64), torch.zeros(3, 48, dtype=torch.float64)], ids=str)
+def test_an_input_of_another_dtype_is_refused(recipe, x):
+    with pytest.raises(Unsupported, match=str(x.dtype)):
+        make(recipe)(x)
+
+
+@every
+def test_an_input_on_another_device_is_refused(recipe):
+    with pytest.raises((Unsupported, RuntimeError)):
+        make(recipe)(torch.zeros(3, 48, device="meta"))
+
+
+# -- return_bias ---------------------------------------------------------------------------------------------------
+
+
+@every
+def test_return_bias_leaves_the_addition_to_the_caller(recipe):
+    layer = make(recipe, return_bias=True)
+    x, dy, seed = spiky(21, 48), spiky(21, 40, seed=2), seed_of(layer)
+    leaf = x.clone().requires_grad_()
+    y, bias = layer(leaf)
+    assert bias is layer.bias
+    y.backward(dy)
+    want = expected(recipe, x, layer.weight, None, dy, seed=seed)
+    assert_result(Result(y.detach(), leaf.grad, layer.weight.grad, layer.bias.grad), want)
+
+
+def test_return_bias_lets_the_bias_train_where_it_is_added():
+    layer = make("fp8-current", return_bias=True)
+    y, bias = layer(spiky(21, 48))
+    (y + bias).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((40,), 21.0))
+
+
+def test_return_bias_without_a_bias():
+    y, bias = make("fp8-current", return_bias=True, bias=False)(spiky(21, 48))
+    assert bias is None and y.shape == (21, 40)

@@ -1,0 +1,136 @@
+"""Every recipe trains: its gradients follow float32's step for step, and its loss ends where bf16's does.
+
+Lock-step: weights are taken at several points of a run in plain bf16, and the gradient of one batch is computed from
+them in float32 and in each recipe. This is deterministic and tells a right recipe from a wrong one; the loss of a small
+run cannot, since any change of rounding moves it by up to a percent.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import octavo
+from benchmarks import parity
+from octavo.cli import corpus, train
+from octavo.cli.gpt import GPT
+from octavo.recipes import SHIPPED
+
+CHECKPOINTS = (10, 30, 60, 100)  # steps of the run in bf16
+PLAN = train.Plan(steps=CHECKPOINTS[-1], batch=8)
+WARMUP = 3  # batches that a delayed scale sees before it is used
+GATES = {  # least cosine, largest relative error of the whole gradient, of the loss
+    "bf16": (0.9999, 0.01, 1e-4),
+    "nvfp4": (0.97, 0.30, 5e-3),
+} | dict.fromkeys(("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8"), (0.997, 0.085, 1e-3))
+RESULTS = sorted((Path(parity.__file__).parent / "results").glob("parity-*.json"))
+
+
+def batches(steps, batch, seed):
+    text, _ = corpus.load()
+    return corpus.batches(text, steps=steps, batch=batch, context=PLAN.shape.context, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def checkpoints():
+    """The weights at each checkpoint of one run in plain bf16."""
+    model, found = GPT(PLAN.shape, seed=0), []
+
+    def keep(step, loss):
+        if step in CHECKPOINTS:
+            found.append({name: weight.clone() for name, weight in model.state_dict().items()})
+
+    train.optimize(model, model, batches(PLAN.steps, PLAN.batch, 0), PLAN, keep)
+    return found
+
+
+@pytest.fixture(scope="module")
+def exact(checkpoints):
+    """Loss and gradient in float32 at each checkpoint."""
+    return [lockstep(weights, None) for weights in checkpoints]
+
+
+def lockstep(weights, recipe):
+    """Loss and whole gradient of one batch from these weights; recipe None is float32."""
+    torch.manual_seed(0)  # of stochastic rounding
+    model = GPT(PLAN.shape, seed=0)
+    model.load_state_dict(weights)
+    *warmup, batch = batches(WARMUP + 1, 16, 1)
+    if recipe is not None:
+        octavo.convert(model, recipe)
+        if octavo.recipe(recipe).stateful:
+            for before in warmup:
+                train.loss_of(model, before).backward()
+                octavo.step(model)
+            model.zero_grad()
+    loss = train.loss_of(model, batch, torch.float32 if recipe is None else torch.bfloat16)
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten().double() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_gradients_in_lock_step(recipe, checkpoints, exact):
+    cosine, relative, loss_error = GATES[recipe]
+    for weights, (loss, gradient) in zip(checkpoints, exact, strict=True):
+        found_loss, found = lockstep(weights, recipe)
+        assert torch.cosine_similarity(found, gradient, dim=0).item() >= cosine
+        assert ((found - gradient).norm() / gradient.norm()).item() <= relative
+        assert abs(found_loss / loss - 1) <= loss_error
+
+
+def test_lock_step_tells_a_worse_recipe_apart(checkpoints, exact):
+    """MX scales rounded down instead of up clip the largest values: the same gate must not let it pass."""
+    errors = []
+    for weights, (_, gradient) in zip(checkpoints, exact, strict=True):
+        _, found = lockstep(weights, "mxfp8(rounding='floor')")
+        errors.append(((found - gradient).norm() / gradient.norm()).item())
+    assert max(errors) > GATES["mxfp8"][1]
+
+
+# -- 400 steps, four seeds -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parity
+def test_losses_after_400_steps():
+    assert parity.main([]) == 0
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_measured_parity_is_within_its_limits(path):
+    report = json.loads(path.read_text())
+    assert (report["steps"], tuple(report["seeds"])) == (parity.STEPS, parity.SEEDS)
+    assert [row["recipe"] for row in report["results"]] == list(SHIPPED)
+    for row in report["results"]:
+        gaps = [100 * (loss / base - 1) for loss, base in zip(row["losses"], report["bf16"]["losses"], strict=True)]
+        assert gaps == pytest.approx(row["gaps_percent"])
+        assert parity.limit_of(row["recipe"]).admits(gaps), row["recipe"]
+
+
+@pytest.mark.parametrize(
+    ("name", "gaps", "ok"),
+    [
+        ("fp8-block", [1.9, -1.0, 1.0, 1.0], True),
+        ("fp8-block", [2.1, -1.0, 0.0, 0.0], False),  # one run too far off
+        ("fp8-block", [-1.1] * 4, False),  # lower is as suspicious as higher
+        ("nvfp4", [4.9, 3.0, 2.0, 2.0], True),
+        ("nvfp4", [3.1] * 4, False),
+        ("nvfp4(stochastic=False)", [-9.0] * 4, True),
+    ],
+)
+def test_limits_on_gaps(name, gaps, ok):
+    assert parity.limit_of(name).admits(gaps) is ok
+
+
+def test_parity_measures_seed_by_seed(tmp_path, capsys, monkeypatch):
+    """The script end to end, where two steps take no time; a gap beyond its limit is exit code 1."""
+    monkeypatch.setattr(train, "SHAPE", PLAN.shape)
+    path = tmp_path / "parity.json"
+    small = ["--device", "cpu", "--steps", "2", "--batch", "1", "--seeds", "4", "7", "--recipes", "bf16", "fp8-current"]
+    assert parity.main([*small, "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["seeds"] == [4, 7] and len(report["bf16"]["losses"]) == 2
+    assert [len(row["gaps_percent"]) for row in report["results"]] == [2, 2]
+    assert "fp8-current" in capsys.readouterr().out
+    monkeypatch.setattr(parity, "FP8", parity.Limit(0.0, 0.0))
+    assert parity.main(small) == 1
