@@ -54,7 +54,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
         q, k, v = self.qkv(x).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)  # [B, heads, T, D]
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        q, k = (rotate(F.rms_norm(z, z.shape[-1:])) for z in (q, k))  # bounded products: rounding shifts them little
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         mixed: Tensor = self.out(y.transpose(1, 2).reshape(b, t, c))
         return mixed
 

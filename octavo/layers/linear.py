@@ -223,13 +223,13 @@ def _quantize(
     if pair[0] is None and pair[1] is None:
         return None, None
     if not config.recipe.stateful:
-        return quantize_pair(x, *pair, Given(seed=seed))
+        return quantize_pair(x, *pair, Given(seed=seed), one_scale=True)
     encode = scaling[slot]
     if len(scaling) > 3:
         spec = pair[0] or pair[1]
         assert isinstance(spec, Tensorwise)
         encode = warm_encode(encode, scaling[slot + 3], spec, x, config.recipe.margin)  # type: ignore[attr-defined]
-    return quantize_pair(x, *pair, Given(encode=encode, observed=observed))
+    return quantize_pair(x, *pair, Given(encode=encode, observed=observed), one_scale=True)
 
 
 def _quantized_output(config: Config, y: Tensor, extras: Parts) -> tuple[Tensor, Parts]:

@@ -31,10 +31,18 @@ class _Run(torch.autograd.Function):
         return *made.outputs, *made.extras
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        found = ctx.layer.backward(ctx.config, ctx.saved_tensors, ctx.buffers, grads[: ctx.outputs])
-        return None, None, None, None, *found
+        return _once(ctx, *grads) if torch.is_grad_enabled() else _backward(ctx, *grads)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    found = ctx.layer.backward(ctx.config, ctx.saved_tensors, ctx.buffers, grads[: ctx.outputs])
+    return None, None, None, None, *found
+
+
+_once = once_differentiable(
+    _backward
+)  # under create_graph: what differentiates the result again is told that it cannot
 
 
 def run(

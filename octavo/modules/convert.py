@@ -83,6 +83,8 @@ _OWN = (
     "_mailbox",
     "_recipe",
     "_seed",
+    "_last",
+    "_pending",
 )
 
 

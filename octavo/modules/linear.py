@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import UnsupportedConfig, UnsupportedDtype
+from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.layers import linear as layer
 from octavo.lower import run
@@ -76,6 +76,8 @@ class Linear(nn.Linear):
         self._scaling = scaling.Scaling()
         self._mailbox = Mailbox()
         self._recipe: Recipe | None = None
+        self._last: Recipe | None = None  # the ambient recipe of the last forward
+        self._pending: dict[str, Tensor] = {}  # state loaded before the recipe it belongs to was seen
         self._seed = _seed_of(self, path)
         self.recipe = recipe  # type: ignore[assignment]
 
@@ -103,15 +105,15 @@ class Linear(nn.Linear):
             with torch.inference_mode(False):  # made there, it must still serve training
                 seed = torch.tensor([self._seed, 0], device=self.weight.device)
             self.register_buffer(SEED, seed, persistent=False)
+        if self._pending:
+            self._pending = self.load_recipe_state(self._pending)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(  # type: ignore[override]
         self, x: Tensor | QTensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
     ) -> Any:
-        recipe = self._recipe or ambient.recipe or UNQUANTIZED
-        if recipe is not self._recipe:
-            self._prepare(recipe)
+        recipe = self._recipe or self._followed(ambient.recipe)
         weight, bias = self.weight, self.bias
         added = None if self.return_bias else bias
         source, codes, dtype, shape = _input(x, recipe, self.in_features)
@@ -146,6 +148,20 @@ class Linear(nn.Linear):
             self._remember(made[-1], weight)
         y = _output(config, made, shape)
         return (y, bias) if self.return_bias else y
+
+    def _followed(self, recipe: Recipe | None) -> Recipe:
+        """The ambient recipe, for a layer without one of its own."""
+        if recipe is None and self._last is not None and torch._C._current_graph_task_id() != -1:
+            raise UnsupportedConfig(
+                f"This layer ran under octavo.autocast({str(self._last)!r}) and is run again during backward, by a "
+                "checkpoint that recomputes, where no recipe is in force. Enter octavo.autocast inside the checkpointed "
+                "function, or give the layer its recipe: octavo.convert(model, recipe)."
+            )
+        if recipe is not None:
+            self._prepare(recipe)
+        if recipe is not self._last:
+            self._last = recipe
+        return UNQUANTIZED if recipe is None else recipe
 
     def _weight_codes(self, weight: Tensor, recipe: Recipe, first: bool | None, grads: str, observe: bool) -> str:
         """How the layer gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or "held"."""
@@ -210,6 +226,35 @@ class Linear(nn.Linear):
         if dw is not None:
             torch.autograd.backward(weight, dw)  # accumulates as any backward does, hooks included
 
+    # -- what a checkpoint keeps besides the weights ----------------------------------------------------------------
+
+    def recipe_state(self) -> dict[str, Tensor]:
+        """Copies of the state that recipes made here: delayed scaling's memory, the counter of stochastic rounding."""
+        found: dict[str, Tensor] = {}
+        if self._scaling.recipe is not None:
+            for side in scaling.SIDES:
+                kept = self._scaling.state(self, side).export()
+                found |= {f"scaling.{side}.{name}": tensor for name, tensor in kept.items()}
+        if SEED in self._buffers:
+            found["rounding.seed"] = self.get_buffer(SEED).clone()
+        return found
+
+    def load_recipe_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take over what there is a place for, and return the rest."""
+        rest = dict(state)
+        if self._scaling.recipe is not None:
+            for side in scaling.SIDES:
+                prefix = f"scaling.{side}."
+                kept = {k.removeprefix(prefix): rest.pop(k) for k in list(rest) if k.startswith(prefix)}
+                if kept:
+                    self._scaling.state(self, side).restore(kept)
+        if SEED in self._buffers and "rounding.seed" in rest:
+            seed = rest.pop("rounding.seed")
+            if not isinstance(seed, Tensor) or seed.shape != (2,) or seed.dtype != torch.int64:
+                raise UnsupportedShape(f"rounding.seed is an int64 tensor [seed, step], got {seed!r}.")
+            self.get_buffer(SEED).copy_(seed)
+        return rest
+
     # -- weights held as codes -------------------------------------------------------------------------------------
 
     def hold_codes(self) -> None:
@@ -253,6 +298,13 @@ class Linear(nn.Linear):
         super()._load_from_state_dict({**state_dict, key: self.weight.detach()}, prefix, *rest)  # type: ignore[no-untyped-call]
 
     # -- what nn.Module does to a module ------------------------------------------------------------------------------
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "_seed" in self.__dict__:  # nn.Linear's constructor calls this before there is one
+            self._seed = _seed_of(self, "")
+            if SEED in self._buffers:
+                self.get_buffer(SEED).copy_(torch.tensor([self._seed, 0]))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Linear":
         """Buffers follow the module's device, never its dtype: a scale in half precision is another scale."""

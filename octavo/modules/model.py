@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig
-from octavo.modules.linear import SEED, Linear
+from octavo.modules.linear import Linear
 from octavo.modules.scaling import SIDES
 from octavo.quant import DelayedState
 from octavo.quant.state import update_all
@@ -77,38 +77,37 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any = None
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """What a resumed run needs besides the weights, as plain tensors: delayed scaling's windows and multipliers, and
     the counters of stochastic rounding. Empty for recipes that remember nothing."""
-    found: dict[str, Tensor] = {}
-    for path, module in layers(model):
-        prefix = f"{path}." if path else ""
-        if module._scaling.recipe is not None:
-            for side in SIDES:
-                kept = module._scaling.state(module, side).export()
-                found |= {f"{prefix}scaling.{side}.{name}": tensor for name, tensor in kept.items()}
-        if SEED in module._buffers:
-            found[f"{prefix}rounding.seed"] = module.get_buffer(SEED).clone()
-    return found
+    return {_key(path, name): t for path, module in layers(model) for name, t in module.recipe_state().items()}
 
 
 def load_state_dict(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
-    """Take over what `state_dict` gave. Strict: the model must want exactly these tensors."""
-    wanted = state_dict(model)
-    missing, unknown = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
+    """Take over what `state_dict` gave. A layer that follows `octavo.autocast` and has not run yet keeps its part until
+    it does. Strict: the model must want exactly these tensors."""
+    plan, rest = [], dict(state)
+    for path, module in layers(model):
+        plan.append((path, module, {name: rest.pop(key) for key in list(rest) if (name := _name(path, key))}))
+    missing = [_key(path, n) for path, module, own in plan for n in module.recipe_state() if n not in own]
+    unknown = [*rest, *(_key(path, n) for path, module, own in plan if module.recipe for n in own
+                        if n not in module.recipe_state())]  # fmt: skip
     if strict and (missing or unknown):
         raise UnsupportedConfig(
             f"This model's recipes and the state do not match: missing {_some(missing)}, unknown {_some(unknown)}. "
             "Convert the model with the recipe it was saved with, or pass strict=False."
         )
-    for path, module in layers(model):
-        prefix = f"{path}." if path else ""
-        if module._scaling.recipe is not None:
-            for side in SIDES:
-                current = module._scaling.state(module, side)
-                names = {name: f"{prefix}scaling.{side}.{name}" for name in current.export()}
-                if all(key in state for key in names.values()):
-                    current.restore({name: state[key] for name, key in names.items()})
-        key = f"{prefix}rounding.seed"
-        if SEED in module._buffers and key in state:
-            module.get_buffer(SEED).copy_(state[key])
+    for _, module, own in plan:
+        left = module.load_recipe_state(own)
+        module._pending = left if module.recipe is None else {}
+
+
+def _key(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _name(path: str, key: str) -> str:
+    """The key's name within the layer at this path; empty if it is not of that layer."""
+    name = key.removeprefix(f"{path}.") if path else key
+    mine = name != key or not path
+    return name if mine and name.startswith(("scaling.", "rounding.")) else ""
 
 
 def _some(names: list[str]) -> str:

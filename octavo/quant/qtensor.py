@@ -104,10 +104,11 @@ class QProto:
     dtype: torch.dtype
     global_scale: TensorProto | None = None
 
-    def empty(self) -> QTensor:
-        """Storage for the real thing, uncomputed."""
+    def empty(self, scale: Tensor | None = None) -> QTensor:
+        """Storage for the real thing, uncomputed; with this scale, if it is somebody's already."""
         level2 = None if self.global_scale is None else self.global_scale.empty()
-        return QTensor(self.codes.empty(), self.scale.empty(), self.spec, self.shape, self.dtype, level2)
+        scale = self.scale.empty() if scale is None else scale
+        return QTensor(self.codes.empty(), scale, self.spec, self.shape, self.dtype, level2)
 
     def refusal(self, q: QTensor) -> str:
         """How `q` differs from this, in words; empty when it fits."""

@@ -291,15 +291,20 @@ class Quantizer(Value):
 
 
 def quantize_pair(
-    x: Tensor, row: Quantizer | None, column: Quantizer | None, given: Given
+    x: Tensor, row: Quantizer | None, column: Quantizer | None, given: Given, *, one_scale: bool = False
 ) -> tuple[QTensor | None, QTensor | None]:
     """The orientations that have a quantizer, from one read of x where one kernel serves both. `given` is taken as it
-    is: tensors from outside go through `Quantizer.checked` first."""
+    is: tensors from outside go through `Quantizer.checked` first. With `one_scale`, orientations that have the same
+    scale also have the same tensor for it: one allocation less for who keeps neither to write to."""
     matrix = as_matrix(x)
-    pair = (
-        None if row is None else cached_proto(row, x.shape, x.dtype, x.device, -1).empty(),
-        None if column is None else cached_proto(column, x.shape, x.dtype, x.device, column_axis(x.dim())).empty(),
-    )
+    first = second = None
+    if row is not None:
+        first = cached_proto(row, x.shape, x.dtype, x.device, -1).empty()
+    if column is not None:
+        proto = cached_proto(column, x.shape, x.dtype, x.device, column_axis(x.dim()))
+        shared = one_scale and first is not None and row is column and column.block == (None, None)
+        second = proto.empty(first.scale if shared and first is not None else None)
+    pair = first, second
     fill_pair(matrix, pair, given)
     return pair
 
@@ -327,14 +332,14 @@ def cached_proto(
 def as_matrix(x: Tensor) -> Tensor:
     """x as [M, K], a view where its strides allow one: leading dims are rows."""
     check_tensor(x)
-    m, k = math.prod(x.shape[:-1]), (x.shape[-1] if x.dim() else 1)
-    if max(m, k) > MAX_DIM:
+    matrix = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
+    m, k = matrix.shape
+    if m > MAX_DIM or k > MAX_DIM:
         raise UnsupportedShape(
             f"A quantizer takes at most 2^31-256 rows and columns, got {m} x {k} from shape {tuple(x.shape)}. "
             "Quantize it in pieces."
         )
-    x = x.detach() if x.requires_grad else x
-    return x if x.dim() == 2 else x.reshape(m, k)
+    return matrix.detach() if matrix.requires_grad else matrix
 
 
 def check_tensor(x: Tensor) -> Tensor:

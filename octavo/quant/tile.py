@@ -95,13 +95,6 @@ def load_tile(x, M, K, stride_m, stride_k, rows, columns):
 
 
 @triton.jit
-def store_codes(codes, tile, M, K, rows, columns):
-    """tile -> codes[rows, columns] of a contiguous [M, K]."""
-    at = rows.to(tl.int64)[:, None] * K + columns[None, :]
-    tl.store(codes + at, tile, mask=(rows < M)[:, None] & (columns < K)[None, :])
-
-
-@triton.jit
 def encode_scale(amax, MAX: tl.constexpr, EPS: tl.constexpr, CEILING: tl.constexpr, POW2: tl.constexpr):
     """(multiplier into codes, its reciprocal): the twin of octavo.quant.scale.encode_scale and decode_scale."""
     a = amax
@@ -177,6 +170,12 @@ def amax_bits(v):
 
 
 @triton.jit
+def raise_amax(amax, bits):
+    """*amax = max(*amax, bits), float32 read as integers: the same bits in any order, NaN above all."""
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), bits, sem="relaxed")
+
+
+@triton.jit
 def _tensor_amax_kernel(x, out, skip, M, K, stride_m, stride_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     if skip is not None:
         if tl.load(skip) != 0:
@@ -185,7 +184,7 @@ def _tensor_amax_kernel(x, out, skip, M, K, stride_m, stride_k, ROWS: tl.constex
     rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
     v = load_tile(x, M, K, stride_m, stride_k, rows, columns)
     # widened first: an integer max in 32 bits takes fewer instructions than one in 16
-    tl.atomic_max(out, amax_bits(v.to(tl.float32)), sem="relaxed")
+    raise_amax(out, amax_bits(v.to(tl.float32)))
 
 
 AMAX_CONFIGS = (Config(64, 256, 8), Config(128, 128, 8))
@@ -200,10 +199,10 @@ def _amax_launch(shape: tuple[int, ...], strides: tuple[int, ...], config: Confi
 
 
 def tensor_amax(x: Tensor, skip: Tensor | None, config: Config = AMAX_CONFIGS[0]) -> Tensor:
-    """max|x| as float32 [1]. An atomic max of integers: the same bits in any order."""
-    out = torch.zeros(1, dtype=torch.int32, device=x.device)
+    """max|x| as float32 [1, 1]."""
+    out = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
     _amax_launch(x.shape, x.stride(), config)(x, out, skip)
-    return out.view(torch.float32)
+    return out
 
 
 SIZES = {"M": "i32", "K": "i32", "stride_m": "i32"}
@@ -215,7 +214,7 @@ def variants() -> list[Variant]:
         Variant(
             f"tensor_amax {dtype} {config}",
             _tensor_amax_kernel,
-            {"x": POINTERS[dtype], "out": "*i32", **SIZES},
+            {"x": POINTERS[dtype], "out": "*fp32", **SIZES},
             {"skip": None, **CONTIGUOUS, "ROWS": config.rows, "COLUMNS": config.columns},
             config.warps,
         )

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.errors import UnsupportedConfig
@@ -175,6 +176,40 @@ def test_state_made_under_inference_mode_serves_training(recipe):
         layer(X)
         check(layer, recipe, X, DY)
     octavo.step(layer)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_that_would_recompute_without_the_recipe_is_refused(reentrant):
+    layer, leaf = make(None), X.clone().requires_grad_()
+    with octavo.autocast("fp8-current"):
+        y = checkpoint(layer, leaf, use_reentrant=reentrant)
+    with pytest.raises(UnsupportedConfig, match="inside the checkpointed function"):
+        y.backward(DY)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_function_may_enter_the_recipe_itself(reentrant):
+    layer, leaf = make(None), X.clone().requires_grad_()
+
+    def block(x):
+        with octavo.autocast("fp8-current"):
+            return layer(x)
+
+    y = checkpoint(block, leaf, use_reentrant=reentrant)
+    y.backward(DY)
+    want = expected("fp8-current", X, layer.weight, layer.bias, DY)
+    assert_result(Result(y.detach(), leaf.grad, layer.weight.grad, layer.bias.grad), want)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed(history=2)", "nvfp4"])
+def test_a_run_under_autocast_resumes_in_a_fresh_model(recipe):
+    straight, resumed = make(None), make(None)
+    with octavo.autocast(recipe):
+        run(straight, X, DY)
+    octavo.step(straight)
+    octavo.load_state_dict(resumed, octavo.state_dict(straight))
+    with octavo.autocast(recipe):
+        assert_result(run(resumed, X, DY), run(straight, X, DY))
 
 
 def test_delayed_state_made_under_autocast_lasts():

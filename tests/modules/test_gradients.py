@@ -59,6 +59,14 @@ def test_two_stochastic_layers_draw_differently():
     assert not torch.equal(run(one, x, dy).dx, run(two, x, dy).dx)
 
 
+def test_two_stochastic_layers_from_the_meta_device_draw_differently():
+    layers = [octavo.Linear(48, 40, device="meta", recipe="nvfp4") for _ in range(2)]
+    for layer in layers:
+        layer.to_empty(device="cpu")
+        layer.reset_parameters()
+    assert not torch.equal(seed_of(layers[0]), seed_of(layers[1]))
+
+
 def test_manual_seed_fixes_stochastic_rounding():
     results = []
     for _ in range(2):

@@ -51,7 +51,7 @@ class _UnderAutocast(nn.Module):
     def __init__(self, te: Any, inner: nn.Module, recipe: Any) -> None:
         super().__init__()
         self.inner = inner
-        self._enter = lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe)
+        self._enter: Any = lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe)
 
     def forward(self, x: torch.Tensor) -> Any:
         with self._enter():

@@ -71,13 +71,13 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, acc
     if m == 0 or n == 0:
         return torch.empty(m, n, dtype=dtype, device=a.device)
     way = route(a, b)
+    if way == "native" and isinstance(a, QTensor) and isinstance(b, QTensor) and a.codes.shape[1] != 0:
+        return native.gemm(a, b, dtype, bias, accumulation == "fast")
     if way == "reference" or _columns(a) == 0:  # an empty sum; no GEMM library takes one
         return reference.gemm(a, b, dtype, bias)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return native.high_precision(a, b, dtype, bias)
     assert isinstance(a, QTensor) and isinstance(b, QTensor)
-    if way == "native":
-        return native.gemm(a, b, dtype, bias, accumulation == "fast")
     found: Tensor = backend.twin(__name__, a.codes).gemm(a, b, dtype, bias)
     return found
 

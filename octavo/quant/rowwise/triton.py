@@ -3,8 +3,6 @@
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,13 +19,11 @@ from octavo.quant.tile import (
     Variant,
     encode_scale,
     float_bits,
-    load_tile,
     magnitude_bits,
-    store_codes,
     tile_index,
 )
 
-CONFIGS = (Config(64, 128, 4), Config(128, 64, 4))
+CONFIGS = (Config(128, 128, 8), Config(64, 128, 4))
 AMAX_CONFIGS = (Config(128, 128, 4), Config(64, 256, 8))
 
 
@@ -51,27 +47,41 @@ def _amax_kernel(
         gl.atomic_max(column + columns, bits, mask=columns < K, sem="relaxed")
 
 
-@triton.jit
+@gluon.jit
+def _orientation(
+    v, codes, scale, amax, M, K, first_row, first_column, is_first,
+    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr,
+    R: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """v, [R, C] of an [M, K] orientation -> its codes; whoever holds the first columns writes the rows' scales."""
+    rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, dual.row_layout(C, W)))
+    s, undo = encode_scale(gl.load(amax + rows, mask=rows < M, other=0.0), MAX, EPS, CEILING, POW2)
+    gl.store(scale + rows, undo, mask=(rows < M) & is_first)
+    dual.store_codes(codes, v.to(gl.float32) * s[:, None], M, K, first_row, first_column, R, C, W)
+
+
+@gluon.jit
 def _cast_kernel(
     x, row, column, row_scale, column_scale, row_amax, column_amax, skip,
     M, K, stride_m, stride_k,
-    MAX: tl.constexpr, EPS: tl.constexpr, CEILING: tl.constexpr, POW2: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
-        if tl.load(skip) != 0:
+        if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
-    v = load_tile(x, M, K, stride_m, stride_k, rows, columns)
+    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
     if row is not None:
-        s, undo = encode_scale(tl.load(row_amax + rows, mask=rows < M, other=0.0), MAX, EPS, CEILING, POW2)
-        tl.store(row_scale + rows, undo, mask=(rows < M) & (pk == 0))
-        store_codes(row, (v.to(tl.float32) * s[:, None]).to(row.dtype.element_ty), M, K, rows, columns)
+        _orientation(
+            v, row, row_scale, row_amax, M, K, pm * ROWS, pk * COLUMNS, pk == 0,
+            MAX, EPS, CEILING, POW2, ROWS, COLUMNS, W,
+        )  # fmt: skip
     if column is not None:
-        s, undo = encode_scale(tl.load(column_amax + columns, mask=columns < K, other=0.0), MAX, EPS, CEILING, POW2)
-        tl.store(column_scale + columns, undo, mask=(columns < K) & (pm == 0))
-        store_codes(column, tl.trans((v.to(tl.float32) * s[None, :]).to(column.dtype.element_ty)), K, M, columns, rows)
+        _orientation(
+            dual.transpose(v, ROWS, W), column, column_scale, column_amax, K, M, pk * COLUMNS, pm * ROWS, pm == 0,
+            MAX, EPS, CEILING, POW2, COLUMNS, ROWS, W,
+        )  # fmt: skip
 
 
 def amax(
@@ -111,7 +121,8 @@ def _amax_launch(shape: tuple[int, ...], strides: tuple[int, ...], config: Confi
 def _cast_launch(spec: Rowwise, shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
     return Launch(
         _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
-        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2, ROWS=config.rows, COLUMNS=config.columns,
+        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2,
+        ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
     )  # fmt: skip
 
 
@@ -127,7 +138,7 @@ def variants() -> list[Variant]:
             },
             {
                 "skip": None, **tile.CONTIGUOUS, "MAX": fmt.max, "EPS": 1e-12, "CEILING": FLOAT32_MAX, "POW2": True,
-                "ROWS": config.rows, "COLUMNS": config.columns,
+                "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
             },
             config.warps,
         )

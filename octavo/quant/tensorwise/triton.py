@@ -3,13 +3,13 @@
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch
-from octavo.quant import tile
+from octavo.quant import dual, tile
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given, Pair, Quantizer
 from octavo.quant.scale import FLOAT32_MAX
@@ -20,48 +20,47 @@ from octavo.quant.tile import (
     amax_bits,
     divide,
     encode_scale,
-    load_tile,
-    store_codes,
+    raise_amax,
     tile_index,
 )
 
-CONFIGS = (Config(256, 64, 8), Config(64, 128, 4))
+CONFIGS = (Config(128, 128, 8), Config(64, 128, 4))
 
 
-@triton.jit
+@gluon.jit
 def _cast_kernel(
     x, row, column, row_scale, column_scale, amax, encode, observed, skip,
     M, K, stride_m, stride_k,
-    MAX: tl.constexpr, EPS: tl.constexpr, CEILING: tl.constexpr, POW2: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
-        if tl.load(skip) != 0:
+        if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
-    v = load_tile(x, M, K, stride_m, stride_k, rows, columns)
+    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
     if encode is not None:
-        s = tl.load(encode)
+        s = gl.load(encode)
         undo = divide(1.0, s)
     else:
-        s, undo = encode_scale(tl.load(amax), MAX, EPS, CEILING, POW2)
+        s, undo = encode_scale(gl.load(amax), MAX, EPS, CEILING, POW2)
     if observed is not None:
-        tl.atomic_max(observed, amax_bits(v), sem="relaxed")
-    if tl.program_id(0) == 0:
+        raise_amax(observed, amax_bits(v))
+    if gl.program_id(0) == 0:
         if row is not None:
-            tl.store(row_scale, undo)
+            gl.store(row_scale, undo)
         if column is not None:
-            tl.store(column_scale, undo)
-    scaled = v.to(tl.float32) * s
+            gl.store(column_scale, undo)
     if row is not None:
-        store_codes(row, scaled.to(row.dtype.element_ty), M, K, rows, columns)
+        dual.store_codes(row, v.to(gl.float32) * s, M, K, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
     if column is not None:
-        store_codes(column, tl.trans(scaled.to(column.dtype.element_ty)), K, M, columns, rows)
+        # turned around before the cast: plain Triton, turning the codes, wrote wrong bytes for float32 tiles
+        down = dual.transpose(v, ROWS, W).to(gl.float32) * s
+        dual.store_codes(column, down, K, M, pk * COLUMNS, pm * ROWS, COLUMNS, ROWS, W)
 
 
 def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
-    found = tile.tensor_amax(x, skip).view(1, 1)
+    found = tile.tensor_amax(x, skip)
     return (None if row is None else found), (None if column is None else found)
 
 
@@ -73,10 +72,9 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, c
         cast(x, row, None, given, config)
         cast(x, None, column, given, config)
         return
-    observed = None if given.observed is None else given.observed.view(torch.int32)
     _cast_launch(spec, x.shape, x.stride(), config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        None if given.encode is not None else found, given.encode, observed, given.skip,
+        None if given.encode is not None else found, given.encode, given.observed, given.skip,
     )  # fmt: skip
 
 
@@ -84,7 +82,8 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, c
 def _cast_launch(spec: Tensorwise, shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
     return Launch(
         _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
-        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2, ROWS=config.rows, COLUMNS=config.columns,
+        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2,
+        ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
     )  # fmt: skip
 
 
@@ -96,12 +95,12 @@ def variants() -> list[Variant]:
             {
                 "x": tile.POINTERS[dtype], "row": tile.POINTERS[fmt.dtype], "column": tile.POINTERS[fmt.dtype],
                 "row_scale": "*fp32", "column_scale": "*fp32",
-                **({"encode": "*fp32", "observed": "*i32"} if given else {"amax": "*fp32"}), **tile.SIZES,
+                **({"encode": "*fp32", "observed": "*fp32"} if given else {"amax": "*fp32"}), **tile.SIZES,
             },
             {
                 **({"amax": None} if given else {"encode": None, "observed": None}), "skip": None, **tile.CONTIGUOUS,
                 "MAX": fmt.max, "EPS": 0.0, "CEILING": FLOAT32_MAX, "POW2": False,
-                "ROWS": config.rows, "COLUMNS": config.columns,
+                "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
             },
             config.warps,
         )
