@@ -93,11 +93,11 @@ def choose(device: torch.device) -> str:
     return "reference"
 
 
-@cache
-def _load(package: str, name: str) -> ModuleType:
-    return importlib.import_module(f"{package}.{name}")
-
-
 def twin(package: str, like: Tensor) -> ModuleType:
     """The module of `package` that serves tensors like this one. Triton is imported only when it is used."""
-    return _load(package, choose(like.device))
+    return _twin(package, like.device, _forces[-1].name if _forces else "auto")
+
+
+@cache
+def _twin(package: str, device: torch.device, force: str) -> ModuleType:
+    return importlib.import_module(f"{package}.{choose(device)}")

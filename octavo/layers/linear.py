@@ -161,9 +161,12 @@ class Buffers(NamedTuple):
 
 
 def forward(config: Config, inputs: Inputs) -> Made:
-    amax = torch.zeros(2, dtype=torch.float32, device=inputs.weight.device) if config.observe else None
-    x_row, x_column = _quantized_x(config, inputs, None if amax is None else amax[:1])
-    w_row, w_column = _quantized_w(config, inputs, None if amax is None else amax[1:])
+    amax, of_x, of_w = None, None, None
+    if config.observe:
+        amax = torch.zeros(2, dtype=torch.float32, device=inputs.weight.device)
+        of_x, of_w = amax.split(1)  # type: ignore[no-untyped-call]
+    x_row, x_column = _quantized_x(config, inputs, of_x)
+    w_row, w_column = _quantized_w(config, inputs, of_w)
     y = product(
         _matrix(inputs.x, config.y_dtype) if x_row is None else x_row,
         inputs.weight.to(config.y_dtype) if w_row is None else w_row,

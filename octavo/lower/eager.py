@@ -23,8 +23,7 @@ class _Run(torch.autograd.Function):
         named = layer.Inputs._make(inputs)
         made = layer.forward(config, named)
         ctx.save_for_backward(*layer.save(config, named, made))
-        ctx.layer, ctx.config, ctx.buffers = layer, config, buffers
-        ctx.outputs = len(made.outputs)
+        ctx.call = layer, config, buffers, len(made.outputs)
         ctx.set_materialize_grads(False)
         if made.extras:
             ctx.mark_non_differentiable(*made.extras)
@@ -36,7 +35,8 @@ class _Run(torch.autograd.Function):
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    found = ctx.layer.backward(ctx.config, ctx.saved_tensors, ctx.buffers, grads[: ctx.outputs])
+    layer, config, buffers, outputs = ctx.call
+    found = layer.backward(config, ctx.saved_tensors, buffers, grads[:outputs])
     return None, None, None, None, *found
 
 

@@ -154,8 +154,8 @@ class Linear(nn.Linear):
         if recipe is None and self._last is not None and torch._C._current_graph_task_id() != -1:
             raise UnsupportedConfig(
                 f"This layer ran under octavo.autocast({str(self._last)!r}) and is run again during backward, by a "
-                "checkpoint that recomputes, where no recipe is in force. Enter octavo.autocast inside the checkpointed "
-                "function, or give the layer its recipe: octavo.convert(model, recipe)."
+                "checkpoint that recomputes, where no recipe is in force. Enter octavo.autocast inside the "
+                "checkpointed function, or give the layer its recipe: octavo.convert(model, recipe)."
             )
         if recipe is not None:
             self._prepare(recipe)
@@ -207,8 +207,7 @@ class Linear(nn.Linear):
     def _remember(self, amax: Tensor, weight: Tensor) -> None:
         current = self._buffers[scaling.NAMES["forward"]["current"]]
         assert current is not None
-        with torch.no_grad():
-            torch.maximum(current, amax, out=current)
+        torch.maximum(current, amax, out=current)
         self._scaling.watch(weight)
 
     # -- gradients put off -----------------------------------------------------------------------------------------
@@ -244,10 +243,9 @@ class Linear(nn.Linear):
         rest = dict(state)
         if self._scaling.recipe is not None:
             for side in scaling.SIDES:
-                prefix = f"scaling.{side}."
-                kept = {k.removeprefix(prefix): rest.pop(k) for k in list(rest) if k.startswith(prefix)}
-                if kept:
-                    self._scaling.state(self, side).restore(kept)
+                state_here, prefix = self._scaling.state(self, side), f"scaling.{side}."
+                if all(prefix + name in rest for name in state_here.export()):
+                    state_here.restore({name: rest.pop(prefix + name) for name in state_here.export()})
         if SEED in self._buffers and "rounding.seed" in rest:
             seed = rest.pop("rounding.seed")
             if not isinstance(seed, Tensor) or seed.shape != (2,) or seed.dtype != torch.int64:

@@ -75,7 +75,7 @@ class Scaling:
             pair = module._buffers[NAMES["forward"][field]]
             single = module._buffers[NAMES["backward"][field]]
             assert pair is not None and single is not None
-            found += [pair[:1], pair[1:], single]
+            found += [*pair.split(1), single]  # type: ignore[no-untyped-call]
         return tuple(found)
 
     def watch(self, weight: Tensor) -> None:

@@ -1,6 +1,8 @@
 """Tensors without data: what fakes and allocations are made from, so that each shape rule is stated once."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -19,10 +21,12 @@ class TensorProto:
     def of(cls, x: Tensor) -> "TensorProto":
         return cls(tuple(x.shape), x.dtype, x.device, None if x.is_contiguous() else x.stride())
 
-    def empty(self) -> Tensor:
+    @cached_property
+    def empty(self) -> Callable[[], Tensor]:
+        """Storage for the real thing, uncomputed: called at every step, so without Python of its own."""
         if self.strides is None:
-            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+            return partial(torch.empty, self.shape, dtype=self.dtype, device=self.device)
+        return partial(torch.empty_strided, self.shape, self.strides, dtype=self.dtype, device=self.device)
 
     def refusal(self, x: Tensor) -> str:
         """How `x` differs from this, in words; empty when it fits. Strides of a dim of one element do not count."""

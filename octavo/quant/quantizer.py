@@ -296,16 +296,21 @@ def quantize_pair(
     """The orientations that have a quantizer, from one read of x where one kernel serves both. `given` is taken as it
     is: tensors from outside go through `Quantizer.checked` first. With `one_scale`, orientations that have the same
     scale also have the same tensor for it: one allocation less for who keeps neither to write to."""
-    matrix = as_matrix(x)
+    matrix = x if x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()) else as_matrix(x)
     first = second = None
     if row is not None:
         first = cached_proto(row, x.shape, x.dtype, x.device, -1).empty()
     if column is not None:
-        proto = cached_proto(column, x.shape, x.dtype, x.device, column_axis(x.dim()))
-        shared = one_scale and first is not None and row is column and column.block == (None, None)
-        second = proto.empty(first.scale if shared and first is not None else None)
+        proto = cached_proto(column, x.shape, x.dtype, x.device, 0 if x.dim() >= 2 else column_axis(x.dim()))
+        if one_scale and first is not None and row is column and column.block == (None, None):
+            second = proto.empty(first.scale)
+        else:
+            second = proto.empty()
     pair = first, second
-    fill_pair(matrix, pair, given)
+    if first is not None and (second is None or row is column):
+        first.spec.fill(matrix, pair, given)
+    else:
+        fill_pair(matrix, pair, given)
     return pair
 
 
@@ -325,7 +330,8 @@ def fill_pair(x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: Giv
 def cached_proto(
     spec: Quantizer, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, axis: int
 ) -> QProto:
-    """`spec.proto`, remembered: an eager layer asks for the same few at every step."""
+    """`spec.proto`, remembered, once the size was found good: an eager layer asks for the same few at every step."""
+    check_size(math.prod(shape[:-1]), shape[-1] if shape else 1, shape)
     return spec.proto(TensorProto(tuple(shape), dtype, device), axis)
 
 
@@ -333,13 +339,16 @@ def as_matrix(x: Tensor) -> Tensor:
     """x as [M, K], a view where its strides allow one: leading dims are rows."""
     check_tensor(x)
     matrix = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
-    m, k = matrix.shape
+    check_size(matrix.shape[0], matrix.shape[1], x.shape)
+    return matrix.detach() if matrix.requires_grad else matrix
+
+
+def check_size(m: int, k: int, shape: tuple[int, ...]) -> None:
     if m > MAX_DIM or k > MAX_DIM:
         raise UnsupportedShape(
-            f"A quantizer takes at most 2^31-256 rows and columns, got {m} x {k} from shape {tuple(x.shape)}. "
+            f"A quantizer takes at most 2^31-256 rows and columns, got {m} x {k} from shape {tuple(shape)}. "
             "Quantize it in pieces."
         )
-    return matrix.detach() if matrix.requires_grad else matrix
 
 
 def check_tensor(x: Tensor) -> Tensor:

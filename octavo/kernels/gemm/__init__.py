@@ -13,6 +13,8 @@ Three routes, one meaning (`route` says which one a call takes, and `native.supp
     reference   float64, anywhere; also every GEMM on a CPU
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -67,12 +69,13 @@ def spec_route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, accumulation: str) -> Tensor:
     """`gemm` into a fresh tensor, of operands that are known to fit: what a layer calls."""
+    if isinstance(a, QTensor) and isinstance(b, QTensor) and a.codes.numel() and b.codes.numel():
+        if _way(a.spec, b.spec, a.codes.device, backend.forced()) == "native":
+            return native.gemm(a, b, dtype, bias, accumulation == "fast")
     m, n = _rows(a), _rows(b)
     if m == 0 or n == 0:
         return torch.empty(m, n, dtype=dtype, device=a.device)
     way = route(a, b)
-    if way == "native" and isinstance(a, QTensor) and isinstance(b, QTensor) and a.codes.shape[1] != 0:
-        return native.gemm(a, b, dtype, bias, accumulation == "fast")
     if way == "reference" or _columns(a) == 0:  # an empty sum; no GEMM library takes one
         return reference.gemm(a, b, dtype, bias)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -80,6 +83,12 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, acc
     assert isinstance(a, QTensor) and isinstance(b, QTensor)
     found: Tensor = backend.twin(__name__, a.codes).gemm(a, b, dtype, bias)
     return found
+
+
+@lru_cache(maxsize=1024)
+def _way(a: Quantizer, b: Quantizer, device: torch.device, force: str) -> str:
+    """`spec_route`, remembered for each backend that may be forced."""
+    return spec_route(a, b, device)
 
 
 def _rows(x: Operand) -> int:

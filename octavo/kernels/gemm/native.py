@@ -100,6 +100,9 @@ def _with_format(spec: Quantizer, fmt: Format) -> Quantizer:
 
 
 def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: bool) -> Tensor:
+    one_scale = a.spec.block == b.spec.block == (None, None)
+    if one_scale and bias is None and (b.codes.shape[0] | a.codes.shape[1]) & 15 == 0:  # nothing to pad or lay out
+        return torch._scaled_mm(a.codes, b.codes.T, a.scale, b.scale, None, None, dtype, fast)
     blocks = a.spec.block[1] is not None
     rows, multiple = (16, 128) if blocks else (1, 16)
     m, n = a.rows, b.rows
@@ -109,15 +112,15 @@ def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: 
         fused_bias = F.pad(bias, (0, b_codes.shape[0] - n)) if b_codes.shape[0] != n else bias
     a_scale, a_kind = _scale(a, b, a_codes.shape[0])
     b_scale, b_kind = _scale(b, a, b_codes.shape[0])
-    if a_kind == "TensorWise" or a_kind == "RowWise":
-        # the same kernels as scaled_mm's, a third of its host time less
-        b_scale = b_scale.T if b_kind == "RowWise" else b_scale  # [1, N]
-        y = torch._scaled_mm(a_codes, b_codes.T, a_scale, b_scale, fused_bias, None, dtype, fast)
-    else:
+    if blocks:
         kinds = getattr(F.ScalingType, a_kind), getattr(F.ScalingType, b_kind)
         y = F.scaled_mm(
             a_codes, b_codes.T, a_scale, kinds[0], b_scale, kinds[1], bias=fused_bias, output_dtype=dtype
         )  # fmt: skip
+    else:
+        # the kernels of F.scaled_mm, a third of its host time less
+        b_scale = b_scale.T if b_kind == "RowWise" else b_scale  # [1, N]
+        y = torch._scaled_mm(a_codes, b_codes.T, a_scale, b_scale, fused_bias, None, dtype, fast)
     if b_codes.shape[0] != n or a_codes.shape[0] != m:
         y = y[:m, :n].contiguous()
     return y if bias is None or fused_bias is not None else (y.float() + bias.float()).to(dtype)

@@ -65,21 +65,24 @@ def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tenso
 
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
-    spec = tile.spec_of(Tensorwise, row, column)
-    found = given.amax[0] if row is not None else given.amax[1]
-    if row is not None and column is not None and given.encode is None and given.amax[0] is not given.amax[1]:
+    lead = column if row is None else row
+    assert lead is not None
+    found = None if given.encode is not None else given.amax[0] if row is not None else given.amax[1]
+    if row is not None and column is not None and found is not None and found is not given.amax[1]:
         # the caller reduced the two on its own: each orientation keeps its scale
         cast(x, row, None, given, config)
         cast(x, None, column, given, config)
         return
-    _cast_launch(spec, x.shape, x.stride(), config)(
-        x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        None if given.encode is not None else found, given.encode, given.observed, given.skip,
+    _cast_launch(lead.spec, x.shape, x.stride(), config)(
+        x, None if row is None else row.codes, None if column is None else column.codes,
+        None if row is None else row.scale, None if column is None else column.scale,
+        found, given.encode, given.observed, given.skip,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _cast_launch(spec: Tensorwise, shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
+def _cast_launch(spec: Quantizer, shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
+    assert isinstance(spec, Tensorwise)
     return Launch(
         _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
         MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2,
