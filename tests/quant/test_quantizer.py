@@ -686,3 +686,52 @@ def test_padding_of_packed_codes_is_zero_even_beside_a_nan(spec):
     assert (unpack_nibbles(q.codes)[:, 40:] == 0).all()
     if spec.square:
         assert torch.equal(q.transpose().codes, spec.quantize(x, axis=0).codes)
+
+
+# ------------------------------------------------------------------------------------------------- QTensors as values
+
+
+@pytest.mark.parametrize("spec", [Q.Tensorwise(), Q.Rowwise(), Q.Block1D(), Q.MX(), Q.NVFP4()], ids=str)
+def test_rows_can_be_sliced_as_views(spec):
+    q = spec.quantize(randn(12, 64))
+    part = q[3:7]
+    assert tuple(part.shape) == (4, 64)
+    assert torch.equal(part.dequantize(), q.dequantize()[3:7])
+    assert part.codes.untyped_storage().data_ptr() == q.codes.untyped_storage().data_ptr()
+
+
+def test_a_slice_that_cuts_a_block_is_refused_with_the_way_out():
+    q = Q.Block2D().quantize(randn(300, 256))
+    assert torch.equal(q[128:300].dequantize(), q.dequantize()[128:])
+    with pytest.raises(UnsupportedShape, match="cuts blocks of 128 rows.*multiples of 128"):
+        q[100:300]
+    for index in (3, slice(0, 8, 2), (slice(0, 2), slice(0, 2))):
+        with pytest.raises(UnsupportedShape, match="range of rows"):
+            q[index]
+
+
+def test_a_qtensor_is_a_tree_of_tensors_and_is_not_pickled():
+    q = Q.NVFP4().quantize(randn(12, 64))
+    leaves, tree = torch.utils._pytree.tree_flatten(q)
+    again = torch.utils._pytree.tree_unflatten(leaves, tree)
+    assert (again.spec, again.shape, again.dtype) == (q.spec, q.shape, q.dtype)
+    assert torch.equal(again.dequantize(), q.dequantize())
+    with pytest.raises(TypeError, match="save its tensors"):
+        pickle.dumps(q)
+    copied = copy.deepcopy(q)
+    copied.codes.zero_()
+    assert not torch.equal(copied.codes, q.codes)
+
+
+def test_a_qtensor_cannot_be_changed():
+    q = Q.Tensorwise().quantize(randn(4, 16))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        q.codes = q.codes
+
+
+@pytest.mark.parametrize("spec", [Q.Tensorwise(), Q.Block1D(), Q.MX(), Q.NVFP4()], ids=str)
+def test_assembled_from_plain_bytes_it_is_the_same(spec):
+    q = spec.quantize(randn(12, 70))
+    codes, *rest = q.tensors()
+    again = spec.assemble([codes.view(torch.uint8), *rest], q.shape, q.dtype)
+    assert torch.equal(again.dequantize(), q.dequantize())

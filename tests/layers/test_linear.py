@@ -1,0 +1,125 @@
+"""The contract of the linear layer, without a module around it: what forward makes is what protos says, backward needs
+no more than save kept, inputs stay as they were, and a config is its string."""
+
+import itertools
+
+import pytest
+import torch
+
+from octavo.layers import linear
+from octavo.layers.linear import Buffers, Config, Inputs
+from octavo.quant import TensorProto
+from octavo.quant.quantizer import Given, quantize_pair
+from octavo.recipes import SHIPPED, recipe
+
+M, K, N = 20, 33, 40
+RECIPES = [*SHIPPED, "fp8-delayed(cold_start='current')", "mxfp8(backward='dequantized')", "fp8-block(wgrad='bf16')"]
+GRADS = ["", "x", "w", "b", "xw", "wb", "xwb"]
+
+
+def inputs_for(config: Config, lead=(M,)) -> Inputs:
+    """Random tensors, and codes where the config says they come as codes."""
+    quant = config.quant
+    x, w = torch.randn(*lead, K), torch.randn(N, K)
+    x_codes = row = column = scaling = ()
+    given = Given(encode=torch.full((1,), 3.0)) if config.recipe.stateful else Given()
+    if config.recipe.stateful:
+        scaling = tuple(torch.full((1,), v) for v in (2.0, 3.0, 4.0))
+        if config.recipe.cold_start == "current":
+            scaling = (*scaling, *(torch.tensor([n]) for n in (0, 1, 0)))
+    if config.x == "codes":
+        x_codes = tuple(quantize_pair(x, quant.fprop.left, None, given)[0].tensors())
+    if config.weight != "plain":
+        pair = quantize_pair(w, quant.fprop.right, quant.dgrad.right, given)
+        row, column = (() if q is None else tuple(q.tensors()) for q in pair)
+    bias = torch.randn(N) if config.bias_dtype else None
+    return Inputs(x, w, bias, x_codes, row, column, scaling)
+
+
+def configs():
+    for name, grads, x, weight, observe, output in itertools.product(
+        RECIPES, GRADS, ("plain", "codes"), ("plain", "codes"), (False, True), (False, True)
+    ):
+        subject = recipe(name)
+        quantizes = subject.linear().fprop.mode == "quantized"
+        if (x == "codes" or weight == "codes" or output) and not quantizes:
+            continue
+        if observe and not subject.stateful:
+            continue
+        yield Config(
+            subject, bias_dtype="float32", grads=grads, x=x, weight=weight, observe=observe, quantize_output=output
+        )
+
+
+ALL = list(configs())
+
+
+def flatten(inputs: Inputs) -> list[torch.Tensor]:
+    return [t for entry in inputs for t in (entry if isinstance(entry, tuple) else (entry,)) if t is not None]
+
+
+def protos_of(inputs: Inputs) -> Inputs:
+    def of(entry):
+        if isinstance(entry, tuple):
+            return tuple(map(TensorProto.of, entry))
+        return None if entry is None else TensorProto.of(entry)
+
+    return Inputs(*map(of, inputs))
+
+
+@pytest.mark.parametrize("lead", [(M,), (2, 3, 5), (0,)], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_protos_say_what_forward_makes(name, lead):
+    for config in (c for c in ALL if c.recipe == recipe(name)):
+        inputs = inputs_for(config, lead)
+        made, said = linear.forward(config, inputs), linear.protos(config, protos_of(inputs))
+        for kind in ("outputs", "extras", "fresh"):
+            tensors, protos = getattr(made, kind), getattr(said, kind)
+            assert len(tensors) == len(protos), (config, kind)
+            for tensor, proto in zip(tensors, protos, strict=True):
+                assert (tensor is None) == (proto is None), (config, kind)
+                assert tensor is None or proto.refusal(tensor) == "", (config, kind)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_backward_lives_on_what_save_kept_and_gives_a_gradient_for_each_input(name):
+    for config in (c for c in ALL if c.recipe == recipe(name)):
+        inputs = inputs_for(config)
+        before = [t.clone() for t in flatten(inputs)]
+        made = linear.forward(config, inputs)
+        saved = linear.save(config, inputs, made)
+        known = {id(t) for t in [*flatten(inputs), *made.outputs, *made.extras, *made.fresh] if t is not None}
+        assert all(t is None or id(t) in known for t in saved), config
+        seed = torch.tensor([5, 6]) if config.draws else None
+        buffers = Buffers(amax=torch.zeros(1) if config.observe else None, seed=seed)
+        grads = linear.backward(config, saved, buffers, (torch.randn(M, N),))
+        assert len(grads) == len(inputs)
+        for letter, grad, shape in zip("xwb", grads, ((M, K), (N, K), (N,)), strict=False):
+            assert (grad is not None) == (letter in config.grads), config
+            assert grad is None or tuple(grad.shape) == shape
+        for old, new in zip(before, flatten(inputs), strict=True):
+            assert torch.equal(old.float(), new.float()), config
+        assert seed is None or seed.tolist() == [5, 7]
+        if config.observe and (config.dy_pair[0] or config.dy_pair[1]):
+            assert buffers.amax.item() > 0
+
+
+def test_no_gradient_in_no_gradient_out():
+    config = Config(recipe("fp8-current"), grads="xw")
+    inputs = inputs_for(config)
+    saved = linear.save(config, inputs, linear.forward(config, inputs))
+    assert linear.backward(config, saved, Buffers(), (None,)) == (None,) * len(inputs)
+
+
+def test_a_config_is_its_string():
+    for config in ALL[::17]:
+        assert linear.config(config.key) == config
+        assert linear.config(config.key) is linear.config(config.key)
+
+
+def test_a_layer_keeps_no_more_than_one_orientation_of_codes():
+    """x's column and w's, in FP8 an element a byte; nothing of x itself."""
+    config = Config(recipe("fp8-current"), grads="xw")
+    inputs = inputs_for(config)
+    saved = [t for t in linear.save(config, inputs, linear.forward(config, inputs)) if t is not None]
+    assert sum(t.numel() * t.element_size() for t in saved) == K * M + 4 + K * N + 4
