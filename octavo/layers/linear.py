@@ -131,7 +131,7 @@ class Inputs(NamedTuple):
     x_codes: Parts = ()  # of a quantized input [M, K]
     w_row: Parts = ()  # of a weight given as codes: w's [N, K] ...
     w_column: Parts = ()  # ... and wᵀ's [K, N]
-    scaling: Parts = ()  # delayed: the multipliers of x, w, dy, [1] each; for a cold start also what each has seen
+    scaling: Parts = ()  # delayed: the multipliers of x, w, dy, one element each; for a cold start also what each has seen
 
 
 class Target(Protocol):
@@ -164,7 +164,7 @@ def forward(config: Config, inputs: Inputs) -> Made:
     amax, of_x, of_w = None, None, None
     if config.observe:
         amax = torch.zeros(2, dtype=torch.float32, device=inputs.weight.device)
-        of_x, of_w = amax.split(1)  # type: ignore[no-untyped-call]
+        of_x, of_w = amax.unbind()
     x_row, x_column = _quantized_x(config, inputs, of_x)
     w_row, w_column = _quantized_w(config, inputs, of_w)
     y = product(

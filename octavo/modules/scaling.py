@@ -75,7 +75,7 @@ class Scaling:
             pair = module._buffers[NAMES["forward"][field]]
             single = module._buffers[NAMES["backward"][field]]
             assert pair is not None and single is not None
-            found += [*pair.split(1), single]  # type: ignore[no-untyped-call]
+            found += [*pair.unbind(), single]
         return tuple(found)
 
     def watch(self, weight: Tensor) -> None:

@@ -703,7 +703,7 @@ def test_rows_can_be_sliced_as_views(spec):
 def test_a_slice_that_cuts_a_block_is_refused_with_the_way_out():
     q = Q.Block2D().quantize(randn(300, 256))
     assert torch.equal(q[128:300].dequantize(), q.dequantize()[128:])
-    with pytest.raises(UnsupportedShape, match="cuts blocks of 128 rows.*multiples of 128"):
+    with pytest.raises(UnsupportedShape, match=r"cuts blocks of 128 rows.*multiples of 128"):
         q[100:300]
     for index in (3, slice(0, 8, 2), (slice(0, 2), slice(0, 2))):
         with pytest.raises(UnsupportedShape, match="range of rows"):

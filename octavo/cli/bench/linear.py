@@ -4,7 +4,8 @@ ms          one eager step after another, gradients dropped between them, as tra
 graph ms    the same step replayed from a CUDA graph: what the device alone takes (peers are not captured)
 of floor    floor / ms. The floor is the chip's stock FP8 GEMMs, timed here (fast accumulation in fprop only), and
             the bytes that quantizing once must move, at the rate of a plain copy, timed here; for bf16 its GEMMs
-host us     what the host takes to issue one step of a tiny layer
+host us     what the host takes to issue one step of a tiny layer: alone, and its share in a stack of sixteen,
+            where backward's change of threads is paid once
 saved       bytes kept from forward to backward, parameters not counted; peak: most that was allocated beyond them
 """
 
@@ -25,7 +26,7 @@ from octavo.modules import Linear
 from octavo.recipes import SHIPPED
 
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (16384, 8192, 8192))  # tokens, in, out
-TINY = (16, 256, 256)
+TINY, STACK = (16, 256, 256), 16
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -40,7 +41,7 @@ def measure(arguments: Namespace) -> dict[str, Any]:
     makers |= {f"octavo {name}": partial(_octavo, recipe=name) for name in arguments.recipes.split(",")}
     if not arguments.no_peers:
         makers |= peers.linears()
-    hosts = {name: _host(make) for name, make in makers.items()}
+    hosts = {name: {"alone": _host(make, 1), "in a stack": _host(make, STACK)} for name, make in makers.items()}
     return {
         "suite": "linear",
         "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
@@ -49,6 +50,7 @@ def measure(arguments: Namespace) -> dict[str, Any]:
         "peers": peers.versions(),
         "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
         "host_shape": list(TINY),
+        "host_stack": STACK,
         "host_us": hosts,
         "shapes": [_shape_report(shape, makers) for shape in shapes],  # type: ignore[arg-type]
     }
@@ -77,12 +79,13 @@ def _step(module: nn.Module, tokens: int, k: int, n: int) -> Callable[[], None]:
     return step
 
 
-def _host(make: Callable[[int, int], nn.Module]) -> float:
+def _host(make: Callable[[int, int], nn.Module], layers: int) -> float:
+    """Microseconds a layer."""
     tokens, k, n = TINY
-    step = _step(make(k, n), tokens, k, n)
+    step = _step(nn.Sequential(*[make(k, n) for _ in range(layers)]), tokens, k, n)
     for _ in range(WARMUP):
         step()
-    return host_us(step, repeats=200)
+    return host_us(step, repeats=200 // layers + 10) / layers
 
 
 def _shape_report(shape: tuple[int, int, int], makers: dict[str, Callable[[int, int], nn.Module]]) -> dict[str, Any]:
@@ -183,11 +186,20 @@ def render(report: dict[str, Any]) -> str:
                 f"{r['tflops']:.0f}",
                 f"{r['saved_mib']:.0f}",
                 f"{r['peak_mib']:.0f}",
-                f"{report['host_us'][r['case']]:.0f}",
+                ", ".join(f"{us:.0f}" for us in report["host_us"][r["case"]].values()),
             ]
             for r in entry["results"]
         ]
-        header = ("case", "ms", "graph ms", "of floor", "TFLOP/s", "saved MiB", "peak MiB", "host us")
+        header = (
+            "case",
+            "ms",
+            "graph ms",
+            "of floor",
+            "TFLOP/s",
+            "saved MiB",
+            "peak MiB",
+            "host us alone / in a stack",
+        )
         title = f"{tokens} x {k} -> {n}: floor {floors['fp8_ms']:.3f} ms in FP8, {floors['bf16_ms']:.3f} in bf16"
         parts.append(title + "\n" + table.render(header, rows))
     return "\n\n".join(parts)
