@@ -5,6 +5,8 @@ STAMP := $(VENV)/.installed
 BIN := $(VENV)/bin
 
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+# threads that wait give their core away: with spinning ones, a second busy process made training ten times slower
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test lint gpu-test clean
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from octavo import backend, values
-from octavo.errors import UnsupportedShape
+from octavo import values
+from octavo.kernels.columns import column_sums
 from octavo.kernels.gemm import gemm, product
 from octavo.layers.contract import Made
 from octavo.quant.blocks import is_square
@@ -87,6 +87,12 @@ class Config(Value):
         return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.quant.dgrad.mode]
 
     @cached_property
+    def keeps_width(self) -> bool:
+        """Whether K must be kept by itself: packed row codes do not tell how many columns they stand for."""
+        packed = self.quant.fprop.left is not None and self.quant.fprop.left.fmt.packed > 1
+        return packed and "row" in (self.kept_x, self.kept_w)
+
+    @cached_property
     def x_pair(self) -> tuple[Quantizer | None, Quantizer | None]:
         """Quantizers of the orientations of x that forward makes."""
         if self.x == "codes":
@@ -131,7 +137,7 @@ class Inputs(NamedTuple):
     x_codes: Parts = ()  # of a quantized input [M, K]
     w_row: Parts = ()  # of a weight given as codes: w's [N, K] ...
     w_column: Parts = ()  # ... and wᵀ's [K, N]
-    scaling: Parts = ()  # delayed: the multipliers of x, w, dy, one element each; for a cold start also what each has seen
+    scaling: Parts = ()  # delayed: multipliers of x, w, dy, one element each; for a cold start also what each has seen
 
 
 class Target(Protocol):
@@ -181,8 +187,8 @@ def forward(config: Config, inputs: Inputs) -> Made:
         y, extras = _quantized_output(config, y, extras)
     x_kept = _kept(config.kept_x, x_row, x_column) if config.x == "plain" else NOTHING
     w_kept = _kept(config.kept_w, w_row, w_column) if config.weight == "plain" else NOTHING
-    fresh = (*x_kept, *w_kept)
-    return Made((y,), extras, fresh)
+    width = inputs.weight.new_empty(0, inputs.weight.shape[1]) if config.keeps_width else None
+    return Made((y,), extras, (*x_kept, *w_kept, width))
 
 
 def _matrix(x: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -273,6 +279,7 @@ def protos(config: Config, inputs: Inputs) -> Made:
         else:
             q = spec.proto(tensor, column_axis(len(tensor.shape)) if form == "column" else -1)
             kept += [q.codes, q.scale, q.global_scale]
+    kept.append(TensorProto((0, weight.shape[1]), weight.dtype, weight.device) if config.keeps_width else None)
     return Made(outputs, extras, tuple(kept))
 
 
@@ -288,7 +295,7 @@ class Saved(NamedTuple):
 
     x: Slots = NOTHING
     w: Slots = NOTHING
-    weight: Tensor | None = None  # for its shape alone
+    width: Tensor | None = None  # [0, K], for its shape alone
     scaling: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
@@ -302,12 +309,10 @@ def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...
         w = (inputs.weight, None, None)
     elif config.kept_w and config.weight != "plain":
         w = _padded(inputs.w_row if config.kept_w == "row" else inputs.w_column)
-    # packed codes do not tell how many columns they stand for
-    shape = inputs.weight if "row" in (config.kept_x, config.kept_w) else None
     scaling: tuple[Tensor | None, Tensor | None] = (None, None)
     if inputs.scaling and (config.dy_pair[0] or config.dy_pair[1]):
         scaling = (inputs.scaling[2], inputs.scaling[5] if len(inputs.scaling) > 3 else None)
-    return (*x, *w, shape, *scaling)
+    return (*x, *w, made.fresh[6], *scaling)
 
 
 def _padded(parts: Parts) -> Slots:
@@ -324,7 +329,7 @@ def backward(
     observed = None if buffers.amax is None else torch.zeros_like(buffers.amax)
     row, column = _quantized_dy(config, dy, kept, observed, buffers.seed)
     dx = _input_gradient(config, dy, row, kept) if "x" in config.grads else None
-    db = _bias_gradient(dy, DTYPES[config.bias_dtype]) if "b" in config.grads else None
+    db = column_sums(flat(dy), DTYPES[config.bias_dtype]) if "b" in config.grads else None
     dw = None
     # buffers are written last: a backward that fails on the way leaves them as they were
     if "w" in config.grads:
@@ -360,7 +365,7 @@ def _input_gradient(config: Config, dy: Tensor, row: QTensor | None, kept: Saved
         right = codes.to(dy.dtype).T
     elif config.kept_w == "row":
         assert config.quant.fprop.right is not None
-        shape = (n, _columns_of(kept, config.quant.fprop.right, codes))
+        shape = (n, _columns_of(kept, codes))
         right = _assembled(config.quant.fprop.right, kept.w, shape, dy.dtype).dequantize().T
     else:
         assert config.quant.dgrad.right is not None
@@ -370,8 +375,8 @@ def _input_gradient(config: Config, dy: Tensor, row: QTensor | None, kept: Saved
     return dx if dy.dim() == 2 else dx.view(*dy.shape[:-1], dx.shape[-1])
 
 
-def _columns_of(kept: Saved, spec: Quantizer, codes: Tensor) -> int:
-    return codes.shape[1] if spec.fmt.packed == 1 or kept.weight is None else kept.weight.shape[1]
+def _columns_of(kept: Saved, codes: Tensor) -> int:
+    return codes.shape[1] if kept.width is None else kept.width.shape[1]
 
 
 def _x_operand(config: Config, kept: Saved, dy: Tensor) -> Operand:
@@ -384,8 +389,8 @@ def _x_operand(config: Config, kept: Saved, dy: Tensor) -> Operand:
         assert config.quant.wgrad.right is not None
         return _assembled(config.quant.wgrad.right, kept.x, (codes.shape[0], dy.shape[0]), dy.dtype)
     spec = config.quant.fprop.left
-    assert spec is not None and kept.weight is not None
-    q = _assembled(spec, kept.x, (codes.shape[0], kept.weight.shape[1]), dy.dtype)
+    assert spec is not None
+    q = _assembled(spec, kept.x, (codes.shape[0], _columns_of(kept, codes)), dy.dtype)
     return q.transpose() if config.wgrad_mode == "quantized" else q.dequantize().T
 
 
@@ -403,19 +408,3 @@ def weight_gradient(config: Config, dy: Operand, x: Operand, target: Target | No
     gemm(dy, x, out=out, accumulate=config.main_grad == "add", accumulation=accumulation)
     target.close()
     return torch.zeros(n, k, dtype=DTYPES[config.weight_dtype], device=out.device) if config.dummy_grad else None
-
-
-def _bias_gradient(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over tokens, in float64 on the reference and in float32 elsewhere, rounded once."""
-    columns = flat(dy)
-    if backend.choose(dy.device) == "reference":
-        return columns.double().sum(0).to(dtype)
-    return columns.sum(0, dtype=torch.float32).to(dtype)
-
-
-def check_features(x_shape: tuple[int, ...], in_features: int) -> None:
-    if not x_shape or x_shape[-1] != in_features:
-        raise UnsupportedShape(
-            f"This Linear takes inputs [..., {in_features}], got {tuple(x_shape)}. "
-            "Check the layer before it, or in_features."
-        )

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from octavo.errors import UnsupportedConfig
+from octavo.formats import FLOATS
 from octavo.kernels.gemm import native, spec_route
-from octavo.modules.linear import SEED, Linear
+from octavo.modules.linear import Linear
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 
@@ -50,46 +51,35 @@ def convert(model: nn.Module, recipe: str | Recipe, policy: Policy | None = None
     cannot be converted and is not left alone by the policy is an error; otherwise it is reported as skipped."""
     default = resolve(recipe)
     planned = [(path, module, _choice(policy, path, module, default)) for path, module in _linears(model)]
-    refused = [(path, why) for path, module, choice in planned if choice and (why := _refusal(module))]
+    refused = [(path, why) for path, module, choice in planned if choice and (why := _refusal(module, choice))]
+    refused += _disagreements(planned)
     if strict and refused:
         path, why = refused[0]
         raise UnsupportedConfig(
             f"convert cannot take {path or 'the model'}: {why}. Leave it out with policy=lambda path, module: "
             f"path != {path!r}, or pass strict=False."
         )
-    return Report(tuple(_converted(path, module, choice) for path, module, choice in planned))
+    shared = {path: why for path, why in refused}
+    return Report(tuple(_converted(path, module, choice, shared.get(path, "")) for path, module, choice in planned))
 
 
 def revert(model: nn.Module) -> None:
     """Make every octavo.Linear an nn.Linear again; weights held as codes become what the codes stand for."""
-    for _, module in list(_linears(model)):
-        if type(module) is Linear:
-            module.release_codes()
-            module._codes.drop(module)
-            module._scaling.drop(module)
-            module._buffers.pop(SEED, None)
-            module._non_persistent_buffers_set.discard(SEED)
-            for name in _OWN:
-                del module.__dict__[name]
-            module.__class__ = nn.Linear  # type: ignore[assignment]
-
-
-_OWN = (
-    "return_bias",
-    "fuse_wgrad_accumulation",
-    "delay_wgrad_compute",
-    "_codes",
-    "_scaling",
-    "_mailbox",
-    "_recipe",
-    "_seed",
-    "_last",
-    "_pending",
-)
+    found = [(path, module) for path, module in model.named_modules() if type(module) is Linear]
+    for path, module in found:
+        if len(module._mailbox):
+            raise UnsupportedConfig(
+                f"{path or 'The model'} has {len(module._mailbox)} weight gradients pending, which would be lost. "
+                "Call backward_dw() for each first."
+            )
+    for _, module in found:
+        module._tear_down()
+        module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    for path, module in model.named_modules():
+    """Every path to a linear layer: a shared one has several."""
+    for path, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Linear):
             yield path, module
 
@@ -101,17 +91,32 @@ def _choice(policy: Policy | None, path: str, module: nn.Linear, default: Recipe
     return default if wish is None or wish is True else resolve(wish)
 
 
-def _refusal(module: nn.Linear) -> str:
-    """Why a module cannot change its class; empty if it can."""
-    if type(module) in (nn.Linear, Linear):
-        return ""
-    return f"it is a {type(module).__qualname__}, whose own behaviour would be lost"
+def _refusal(module: nn.Linear, choice: Recipe) -> str:
+    """Why a module cannot become an octavo.Linear of this recipe; empty if it can."""
+    if type(module) not in (nn.Linear, Linear):
+        return f"it is a {type(module).__qualname__}, whose own behaviour would be lost"
+    if isinstance(module, Linear):
+        return module.refusal(choice)
+    if module.weight.dtype not in FLOATS:
+        return f"its weight is {module.weight.dtype}, and float32, bfloat16 or float16 can be quantized"
+    return ""
 
 
-def _converted(path: str, module: nn.Linear, choice: Recipe | None) -> Row:
+def _disagreements(planned: list[tuple[str, nn.Linear, Recipe | None]]) -> list[tuple[str, str]]:
+    """(path, why) for each path of a shared layer that is to be something else than at its first path."""
+    first: dict[int, tuple[str, Recipe | None]] = {}
+    found = []
+    for path, module, choice in planned:
+        there, other = first.setdefault(id(module), (path, choice))
+        if other != choice:
+            found.append((path, f"it is the same layer as {there}, for which the policy chose {other}"))
+    return found
+
+
+def _converted(path: str, module: nn.Linear, choice: Recipe | None, why: str) -> Row:
     if choice is None:
-        return Row(path, "", "skipped", "left alone by the policy")
-    if why := _refusal(module):
+        return Row(path, "", "skipped", why or "left alone by the policy")
+    if why:
         return Row(path, "", "skipped", why)
     if isinstance(module, Linear):
         module.recipe = choice  # type: ignore[assignment]

@@ -5,14 +5,15 @@ kept in buffers that no checkpoint of weights sees: codes of the weight (`weight
 (`scaling.py`), the counter of stochastic rounding. `forward` gathers these and calls `octavo.layers.linear`.
 """
 
+import copy
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.layers import linear as layer
 from octavo.lower import run
@@ -20,9 +21,9 @@ from octavo.modules import scaling, weights
 from octavo.modules.ambient import ambient
 from octavo.modules.mailbox import Mailbox
 from octavo.modules.main_grad import MainGrad
-from octavo.quant import QTensor
+from octavo.quant import DelayedState, QTensor, Tensorwise
 from octavo.quant.quantizer import Given
-from octavo.recipes import BF16, Recipe
+from octavo.recipes import BF16, Delayed, Recipe
 from octavo.recipes import recipe as resolve
 
 UNQUANTIZED = BF16()
@@ -76,10 +77,22 @@ class Linear(nn.Linear):
         self._scaling = scaling.Scaling()
         self._mailbox = Mailbox()
         self._recipe: Recipe | None = None
-        self._last: Recipe | None = None  # the ambient recipe of the last forward
+        self._follows = False  # whether it ever ran in an ambient recipe
         self._pending: dict[str, Tensor] = {}  # state loaded before the recipe it belongs to was seen
         self._seed = _seed_of(self, path)
         self.recipe = recipe  # type: ignore[assignment]
+
+    def _tear_down(self) -> None:
+        """The opposite: nothing is left but an nn.Linear's own."""
+        self.release_codes()
+        self._codes.drop(self)
+        self._scaling.drop(self)
+        weights.drop_buffers(self, [SEED])
+        for name in (
+            "return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute",
+            "_codes", "_scaling", "_mailbox", "_recipe", "_follows", "_pending", "_seed",
+        ):  # fmt: skip
+            del self.__dict__[name]
 
     @property
     def recipe(self) -> Recipe | None:
@@ -88,14 +101,21 @@ class Linear(nn.Linear):
     @recipe.setter
     def recipe(self, spec: str | Recipe | None) -> None:
         found = None if spec is None else resolve(spec)
-        if self._codes.held and found != self._codes.recipe:
-            raise UnsupportedConfig(
-                f"This layer's weight is held as codes of {self._codes.recipe}; {found} cannot read them. "
-                "octavo.revert(model) restores the weight they stand for."
-            )
-        self._recipe = found
+        if why := self.refusal(found):
+            raise UnsupportedConfig(f"This layer cannot run in {found}: {why}. octavo.revert(model) starts afresh.")
         if found is not None:
+            if not found.stateful:
+                self._scaling.drop(self)
             self._prepare(found)
+        self._recipe = found
+
+    def refusal(self, recipe: Recipe | None) -> str:
+        """Why this layer cannot take over a recipe; empty if it can."""
+        if self._codes.held and recipe != self._codes.recipe:
+            return f"its weight is held as codes of {self._codes.recipe}"
+        if self.weight.dtype not in FLOATS:
+            return f"its weight is {self.weight.dtype}, and float32, bfloat16 or float16 can be quantized"
+        return self._scaling.refusal(recipe) if recipe is not None and recipe.stateful else ""
 
     def _prepare(self, recipe: Recipe) -> None:
         """The buffers that a recipe needs, made when they are missing."""
@@ -116,9 +136,9 @@ class Linear(nn.Linear):
         recipe = self._recipe or self._followed(ambient.recipe)
         weight, bias = self.weight, self.bias
         added = None if self.return_bias else bias
-        source, codes, dtype, shape = _input(x, recipe, self.in_features)
+        source, codes, dtype, shape = _input(x, recipe, weight)
         grads = _wanted(source, weight, added)
-        observe = recipe.stateful and self.training and grads != ""
+        observe = recipe.stateful and self.training and torch.is_grad_enabled()
         kind = self._weight_codes(weight, recipe, is_first_microbatch, grads, observe)
         main_grad, dummy = self._gradient_target(weight) if "w" in grads else ("", False)
         delay = self.delay_wgrad_compute and "w" in grads
@@ -151,46 +171,48 @@ class Linear(nn.Linear):
 
     def _followed(self, recipe: Recipe | None) -> Recipe:
         """The ambient recipe, for a layer without one of its own."""
-        if recipe is None and self._last is not None and torch._C._current_graph_task_id() != -1:
-            raise UnsupportedConfig(
-                f"This layer ran under octavo.autocast({str(self._last)!r}) and is run again during backward, by a "
-                "checkpoint that recomputes, where no recipe is in force. Enter octavo.autocast inside the "
-                "checkpointed function, or give the layer its recipe: octavo.convert(model, recipe)."
-            )
-        if recipe is not None:
-            self._prepare(recipe)
-        if recipe is not self._last:
-            self._last = recipe
-        return UNQUANTIZED if recipe is None else recipe
+        if recipe is None:
+            if self._follows and torch._C._current_graph_task_id() != -1:
+                raise UnsupportedConfig(
+                    "This layer follows octavo.autocast, and is run during a backward, by a checkpoint that "
+                    "recomputes, where no recipe is in force. Enter octavo.autocast inside the checkpointed function, "
+                    "or give the layer its recipe: octavo.convert(model, recipe)."
+                )
+            return UNQUANTIZED
+        self._prepare(recipe)
+        if not self._follows:
+            self._follows = True
+        return recipe
 
     def _weight_codes(self, weight: Tensor, recipe: Recipe, first: bool | None, grads: str, observe: bool) -> str:
         """How the layer gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or "held"."""
         stored = self._codes
         if stored.held:
-            if recipe != stored.recipe:
-                raise UnsupportedConfig(f"A weight held as codes of {stored.recipe} cannot run in {recipe}.")
+            if not weights.is_token(weight):
+                raise UnsupportedConfig(
+                    f"This layer's weight is held as codes, and it was given another of {tuple(weight.shape)}, which "
+                    "forward would not read. octavo.revert(model) first, or load_state_dict, which quantizes."
+                )
             return "held"
         quant = recipe.linear()
         if first is None or (quant.fprop.right is None and quant.dgrad.right is None):
             return "plain"
         column = "x" in grads and quant.dgrad.right is not None
-        missing = stored.recipe != recipe or (column and not stored.has(self, "column"))
-        if first or missing:
-            self._refresh(recipe, column=column, observe=observe)
-        else:
+        if not first and stored.recipe == recipe and not stored.is_cold:
             stored.check_fresh(weight)
+            if not column or stored.has(self, "column"):
+                return "codes"
+        self._refresh(weight, recipe, column=column, observe=observe)
         return "codes"
 
-    def _refresh(self, recipe: Recipe, *, column: bool, observe: bool) -> None:
+    def _refresh(self, weight: Tensor, recipe: Recipe, *, column: bool, observe: bool) -> None:
         given = Given()
         if recipe.stateful:
-            encode = self._scaling.inputs(self)
-            state = self._scaling.state(self, "forward")
-            multiplier = encode[1]
-            if len(encode) > 3:
-                multiplier = state.encode_for(1, recipe.gemms().fprop.right, self.weight, cold_start="current")  # type: ignore[arg-type]
-            given = Given(encode=multiplier, observed=state.current[1:] if observe else None)
-        self._codes.fill(self, self.weight, recipe, given, column=column)
+            state, spec = self._scaling.state(self, "forward"), recipe.gemms().fprop.right
+            assert isinstance(recipe, Delayed) and isinstance(spec, Tensorwise)
+            encode = state.encode_for(1, spec, weight, cold_start=recipe.cold_start, margin=recipe.margin)
+            given = Given(encode=encode, observed=state.current[1:] if observe else None)
+        self._codes.fill(self, weight, recipe, given, column=column)
 
     def _gradient_target(self, weight: Tensor) -> tuple[str, bool]:
         if not self.fuse_wgrad_accumulation:
@@ -238,19 +260,32 @@ class Linear(nn.Linear):
             found["rounding.seed"] = self.get_buffer(SEED).clone()
         return found
 
-    def load_recipe_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Take over what there is a place for, and return the rest."""
-        rest = dict(state)
+    def _places(self, state: dict[str, Tensor]) -> Iterator[tuple[DelayedState, str]]:
+        """(memory, prefix of its keys) for each side that the state has in full."""
         if self._scaling.recipe is not None:
             for side in scaling.SIDES:
-                state_here, prefix = self._scaling.state(self, side), f"scaling.{side}."
-                if all(prefix + name in rest for name in state_here.export()):
-                    state_here.restore({name: rest.pop(prefix + name) for name in state_here.export()})
+                memory, prefix = self._scaling.state(self, side), f"scaling.{side}."
+                if all(prefix + name in state for name in memory.export()):
+                    yield memory, prefix
+
+    def check_recipe_state(self, state: dict[str, Tensor]) -> None:
+        """Refuse what `load_recipe_state` could not write."""
+        for memory, prefix in self._places(state):
+            memory.check({name: state[prefix + name] for name in memory.export()})
+        seed = state.get("rounding.seed")
+        if "rounding.seed" in state and not (
+            isinstance(seed, Tensor) and seed.shape == (2,) and seed.dtype == torch.int64
+        ):
+            raise UnsupportedShape(f"rounding.seed is an int64 tensor [seed, step], got {seed!r}.")
+
+    def load_recipe_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take over what there is a place for, and return the rest."""
+        self.check_recipe_state(state)
+        rest = dict(state)
+        for memory, prefix in self._places(state):
+            memory.restore({name: rest.pop(prefix + name) for name in memory.export()})
         if SEED in self._buffers and "rounding.seed" in rest:
-            seed = rest.pop("rounding.seed")
-            if not isinstance(seed, Tensor) or seed.shape != (2,) or seed.dtype != torch.int64:
-                raise UnsupportedShape(f"rounding.seed is an int64 tensor [seed, step], got {seed!r}.")
-            self.get_buffer(SEED).copy_(seed)
+            self.get_buffer(SEED).copy_(rest.pop("rounding.seed"))
         return rest
 
     # -- weights held as codes -------------------------------------------------------------------------------------
@@ -266,9 +301,10 @@ class Linear(nn.Linear):
                 "Give it one whose fprop is quantized: octavo.convert(model, recipe) or Linear(recipe=...)."
             )
         self._codes.drop(self)
-        self._refresh(recipe, column=True, observe=False)
+        # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
+        self._codes.fill(self, self.weight, recipe, Given(), column=True)
         self._codes.held = True
-        self.weight = weights.token(self.weight, self.weight.requires_grad)
+        self.weight = weights.token(self.weight)
 
     def release_codes(self) -> None:
         """Back to a weight, of the values that the codes stand for."""
@@ -297,7 +333,17 @@ class Linear(nn.Linear):
 
     # -- what nn.Module does to a module ------------------------------------------------------------------------------
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Linear":
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if new._codes.held:  # a parameter's copy is dense
+            new.weight = weights.token(new.weight)
+        return new
+
     def reset_parameters(self) -> None:
+        if "_codes" in self.__dict__ and self._codes.held:
+            raise UnsupportedConfig("A weight held as codes is not drawn anew. octavo.revert(model) first.")
         super().reset_parameters()
         if "_seed" in self.__dict__:  # nn.Linear's constructor calls this before there is one
             self._seed = _seed_of(self, "")
@@ -315,8 +361,8 @@ class Linear(nn.Linear):
             after = self._buffers[name]
             if after is not None and after.dtype != before.dtype:
                 self._buffers[name] = before.to(after.device)
-        if self._codes.held and self.weight.stride() != (0, 0):
-            self.weight = weights.token(self.weight, self.weight.requires_grad)
+        if self._codes.held and not weights.is_token(self.weight):
+            self.weight = weights.token(self.weight)
         if unborn and not self.weight.is_meta:
             self._reset_state()
         return self
@@ -349,7 +395,7 @@ def _refuse_parallel(parallel_mode: str | None, sequence_parallel: bool, tp_grou
 
 
 def _input(
-    x: Tensor | QTensor, recipe: Recipe, in_features: int
+    x: Tensor | QTensor, recipe: Recipe, weight: Tensor
 ) -> tuple[Tensor | None, layer.Parts, torch.dtype, tuple[int, ...] | None]:
     """(tensor or token, codes, dtype of y, leading dims if the token does not tell them)."""
     if isinstance(x, QTensor):
@@ -359,16 +405,28 @@ def _input(
                 f"This layer's fprop takes codes of {spec} ({recipe}), and the input was quantized by {x.spec}. "
                 "Use one recipe for both layers, or pass x.dequantize()."
             )
-        layer.check_features(x.shape, in_features)
+        _check_fits(x, weight)
         lead = None if x.token is not None or len(x.shape) == 2 else x.shape[:-1]
         return x.token, tuple(x.tensors()), x.dtype, lead
     if x.dtype not in FLOATS:
         raise UnsupportedDtype(f"Linear takes float32, bfloat16 or float16 activations, got {x.dtype}. Cast x first.")
-    layer.check_features(x.shape, in_features)
+    _check_fits(x, weight)
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):
+    if kind != "meta" and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     return x, (), x.dtype, None
+
+
+def _check_fits(x: Tensor | QTensor, weight: Tensor) -> None:
+    if not x.shape or x.shape[-1] != weight.shape[1]:
+        raise UnsupportedShape(
+            f"This Linear takes inputs [..., {weight.shape[1]}], got {tuple(x.shape)}. "
+            "Check the layer before it, or in_features."
+        )
+    if x.device != weight.device:
+        raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
+    if weight.dtype not in FLOATS:
+        raise UnsupportedDtype(f"Linear takes float32, bfloat16 or float16 weights, got {weight.dtype}. Cast them.")
 
 
 def _wanted(x: Tensor | None, weight: Tensor, bias: Tensor | None) -> str:

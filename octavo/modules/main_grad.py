@@ -51,9 +51,13 @@ def _as_matrix(buffer: Tensor, rows: int, columns: int, device: torch.device) ->
             f"weight.main_grad must hold {rows} x {columns} = {rows * columns} elements on {device}, got {found}."
         )
     try:
-        return buffer.detach().view(rows, columns)
+        overlaps = any(n > 1 and step == 0 for n, step in zip(buffer.shape, buffer.stride(), strict=True))
+        matrix = None if overlaps else buffer.detach().view(rows, columns)
     except RuntimeError:
+        matrix = None
+    if matrix is None:
         raise UnsupportedShape(
             f"weight.main_grad must be viewable as {(rows, columns)}, so that dw lands in it and not in a copy; got "
             f"{found}. Make it contiguous."
-        ) from None
+        )
+    return matrix

@@ -47,15 +47,32 @@ def refresh_weights(model: nn.Module) -> None:
     for _, module in layers(model):
         stored = module._codes
         if stored.recipe is not None and not stored.held:
-            module._refresh(stored.recipe, column=False, observe=stored.recipe.stateful and module.training)
+            observe = stored.recipe.stateful and module.training
+            module._refresh(module.weight, stored.recipe, column=False, observe=observe)
 
 
 def quantize_weights(model: nn.Module) -> None:
     """Hold the weights as codes only, in both orientations: for weights that nobody trains, or that are trained by one
     who updates codes: an optimizer that writes to them raises."""
-    found = list(layers(model))
+    found = [
+        (path, module)
+        for path, module in layers(model)
+        if module.recipe is not None and module.recipe.linear().fprop.right is not None
+    ]
     if not found:
-        raise UnsupportedConfig("quantize_weights found no octavo.Linear. Call octavo.convert(model, recipe) first.")
+        raise UnsupportedConfig(
+            "quantize_weights found no octavo.Linear with a recipe that quantizes. Call octavo.convert(model, recipe)."
+        )
+    owners: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            owners.setdefault(id(parameter), []).append(_key(path, name))
+    for path, module in found:
+        if len(owners[id(module.weight)]) > 1:
+            raise UnsupportedConfig(
+                f"{_key(path, 'weight')} is also {', '.join(set(owners[id(module.weight)]) - {_key(path, 'weight')})}, "
+                "which would go on with a weight of its own. Untie them, or convert that layer with recipe bf16."
+            )
     for _, module in found:
         module.hold_codes()
 
@@ -94,6 +111,8 @@ def load_state_dict(model: nn.Module, state: dict[str, Tensor], strict: bool = T
             f"This model's recipes and the state do not match: missing {_some(missing)}, unknown {_some(unknown)}. "
             "Convert the model with the recipe it was saved with, or pass strict=False."
         )
+    for _, module, own in plan:
+        module.check_recipe_state(own)  # all of them before any is written
     for _, module, own in plan:
         left = module.load_recipe_state(own)
         module._pending = left if module.recipe is None else {}

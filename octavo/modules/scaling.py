@@ -5,24 +5,19 @@ backward    slot dy              observed in backward, in a buffer that forward 
 """
 
 import warnings
+from dataclasses import fields
 
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig
+from octavo.modules.weights import drop_buffers
 from octavo.quant import DelayedState
 from octavo.recipes import Delayed, Recipe
 
-FIELDS = ("history", "head", "encode", "current", "nonfinite", "limit")
 SIDES = ("forward", "backward")
+NAMES = {side: {field.name: f"scaling_{side}_{field.name}" for field in fields(DelayedState)} for side in SIDES}
 PATIENCE = 1024  # training forwards without a step before it is said
-
-
-def buffer_name(side: str, field: str) -> str:
-    return f"scaling_{side}_{field}"
-
-
-NAMES = {side: {field: buffer_name(side, field) for field in FIELDS} for side in SIDES}
 
 
 class Scaling:
@@ -35,14 +30,20 @@ class Scaling:
         self._updates = 0  # of the weight since the last step
         self._said = False
 
+    def refusal(self, recipe: Recipe) -> str:
+        """Why this memory cannot follow a recipe; empty if it can."""
+        if self.recipe is None or self.recipe == recipe:
+            return ""
+        return f"it remembers amaxes for {self.recipe}, and one window cannot follow {recipe} too"
+
     def install(self, module: nn.Module, recipe: Recipe, weight: Tensor) -> None:
         """Make the buffers, once."""
         if self.recipe == recipe:
             return
-        if self.recipe is not None:
+        if why := self.refusal(recipe):
             raise UnsupportedConfig(
-                f"This layer remembers amaxes for {self.recipe}, and is now asked to follow {recipe}: one window "
-                "cannot serve both. Give each delayed recipe a layer of its own, or octavo.revert and convert again."
+                f"This layer cannot run in {recipe}: {why}. Give each delayed recipe a layer of its own, or "
+                "octavo.revert(model) and convert again."
             )
         assert isinstance(recipe, Delayed)
         quant = recipe.gemms()
@@ -57,11 +58,9 @@ class Scaling:
         self.recipe = recipe
 
     def drop(self, module: nn.Module) -> None:
-        for names in NAMES.values():
-            for name in names.values():
-                module._buffers.pop(name, None)
-                module._non_persistent_buffers_set.discard(name)
-        self.__init__()  # type: ignore[misc]
+        drop_buffers(module, [name for names in NAMES.values() for name in names.values()])
+        self.recipe = None
+        self.stepped()
 
     def state(self, module: nn.Module, side: str) -> DelayedState:
         return DelayedState(**{field: getattr(module, name) for field, name in NAMES[side].items()})
@@ -69,9 +68,8 @@ class Scaling:
     def inputs(self, module: nn.Module) -> tuple[Tensor, ...]:
         """Multipliers of x, w, dy, and for a cold start how many amaxes each has seen: views of the buffers."""
         assert self.recipe is not None
-        fields = ("encode",) if self.recipe.cold_start == "one" else ("encode", "head")
         found: list[Tensor] = []
-        for field in fields:
+        for field in ("encode",) if self.recipe.cold_start == "one" else ("encode", "head"):
             pair = module._buffers[NAMES["forward"][field]]
             single = module._buffers[NAMES["backward"][field]]
             assert pair is not None and single is not None
@@ -91,7 +89,7 @@ class Scaling:
                 "fp8-delayed: weights were updated, or a thousand forwards run, and octavo.step(model) was not called, "
                 "so the scales still are what they were. Call it once after every optimizer.step(), or "
                 "octavo.attach(model, optimizer) once.",
-                stacklevel=4,
+                stacklevel=6,  # past this, the layer, and the two frames in which torch calls it
             )
 
     def stepped(self) -> None:

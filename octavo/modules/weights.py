@@ -8,10 +8,14 @@ The buffers are not persistent (a checkpoint keeps weights, not codes of them), 
 `module.half()` leaves them alone.
 """
 
+import weakref
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.linear import Parts
@@ -24,11 +28,7 @@ SIDES = ("row", "column")
 PARTS = ("codes", "scale", "level2")
 
 
-def buffer_name(side: str, part: str) -> str:
-    return f"weight_{side}_{part}"
-
-
-NAMES = {side: tuple(buffer_name(side, part) for part in PARTS) for side in SIDES}
+NAMES = {side: tuple(f"weight_{side}_{part}" for part in PARTS) for side in SIDES}
 
 
 class Codes:
@@ -37,7 +37,12 @@ class Codes:
     def __init__(self) -> None:
         self.held = False
         self.recipe: Recipe | None = None  # that they were made by; None: there are none
-        self.source: tuple[int, int] | None = None  # version and address of the weight they were made from
+        self._weight: weakref.ref[Tensor] | None = None  # that they were made from,
+        self._state: tuple[int, int] | None = None  # and its version and address then
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy's weight is another tensor: its cache is cold."""
+        return {**self.__dict__, "_weight": None, "_state": None}
 
     def parts(self, module: nn.Module, side: str) -> Parts:
         buffers = module._buffers
@@ -47,11 +52,8 @@ class Codes:
         return module._buffers.get(NAMES[side][0]) is not None
 
     def drop(self, module: nn.Module) -> None:
-        for names in NAMES.values():
-            for name in names:
-                module._buffers.pop(name, None)
-                module._non_persistent_buffers_set.discard(name)
-        self.recipe = self.source = None
+        drop_buffers(module, [name for names in NAMES.values() for name in names])
+        self.recipe = self._weight = self._state = None
 
     def fill(self, module: nn.Module, weight: Tensor, recipe: Recipe, given: Given, *, column: bool) -> None:
         """Quantize `weight` into the buffers, making those that are missing. A column that is there stays in use."""
@@ -59,17 +61,17 @@ class Codes:
             self.drop(module)
         quant = recipe.linear()
         row_spec, column_spec = quant.fprop.right, quant.dgrad.right
-        wants_column = column_spec is not None and (column or self.has(module, "column"))
+        wants_column = column or self.has(module, "column")
         pair = (
             None if row_spec is None else self._storage(module, "row", row_spec, weight),
-            self._storage(module, "column", column_spec, weight) if wants_column and column_spec else None,
+            None if column_spec is None or not wants_column else self._storage(module, "column", column_spec, weight),
         )
-        self.source = None  # unknown until the cast is done
+        self._weight = None  # unknown until the cast is done
         with torch.no_grad():
             fill_pair(as_matrix(weight), pair, given)
             # a backward that still waits for the old codes must notice
             torch.autograd.graph.increment_version([t for q in pair if q is not None for t in q.tensors()])
-        self.recipe, self.source = recipe, source_of(weight)
+        self.recipe, self._weight, self._state = recipe, weakref.ref(weight), state_of(weight)
 
     def _storage(self, module: nn.Module, side: str, spec: Quantizer, weight: Tensor) -> QTensor:
         shape = (weight.shape[0], weight.shape[1])
@@ -81,13 +83,23 @@ class Codes:
                     module.register_buffer(name, stored, persistent=False)
         return spec.assemble(self.parts(module, side), shape if side == "row" else shape[::-1], weight.dtype)
 
+    @property
+    def is_cold(self) -> bool:
+        """Whether it is not known what they were made from."""
+        return self._weight is None
+
     def check_fresh(self, weight: Tensor) -> None:
-        if self.source != source_of(weight):
-            raise UnsupportedConfig(
-                f"is_first_microbatch=False uses cached codes of a weight that has changed since: they were made from "
-                f"version {self.source and self.source[0]}, it is at {source_of(weight)[0]}. Pass "
-                "is_first_microbatch=True once a step, or call octavo.refresh_weights(model) after the optimizer's."
-            )
+        then, now = self._state, state_of(weight)
+        if self._weight is None or self._weight() is not weight:
+            what = "it is another tensor"
+        elif then is not None and then != now:
+            what = f"from version {then[0]} to {now[0]}" if then[0] != now[0] else "it has another storage"
+        else:
+            return
+        raise UnsupportedConfig(
+            f"is_first_microbatch=False uses cached codes of a weight that has changed since ({what}). Pass "
+            "is_first_microbatch=True once a step, or call octavo.refresh_weights(model) after the optimizer's."
+        )
 
     def values(self, module: nn.Module, dtype: torch.dtype) -> Tensor:
         """The weight that held codes stand for."""
@@ -98,13 +110,45 @@ class Codes:
         return spec.assemble(self.parts(module, "row"), tuple(weight.shape), dtype).dequantize(dtype)
 
 
-def source_of(weight: Tensor) -> tuple[int, int]:
+def state_of(weight: Tensor) -> tuple[int, int]:
     """Version and address: what changes when the weight does. Inference tensors have no version."""
     return (-1 if weight.is_inference() else weight._version), weight.data_ptr()
 
 
-def token(weight: Tensor, requires_grad: bool) -> nn.Parameter:
-    """A parameter of one element that looks like the weight and receives its gradient. An optimizer that writes to it
-    raises: codes are not updated in place."""
+def drop_buffers(module: nn.Module, names: Iterable[str]) -> None:
+    for name in names:
+        module._buffers.pop(name, None)
+        module._non_persistent_buffers_set.discard(name)
+
+
+# -- tokens ----------------------------------------------------------------------------------------------------------
+
+
+def token(weight: Tensor) -> nn.Parameter:
+    """A parameter of one element that looks like the weight, has its attributes and receives its gradient."""
+    _refuse_updates()
     one = torch.zeros(1, dtype=weight.dtype, device=weight.device)
-    return nn.Parameter(one.expand(weight.shape), requires_grad=requires_grad)
+    found = nn.Parameter(one.expand(weight.shape), requires_grad=weight.requires_grad)
+    found.__dict__.update(weight.__dict__)
+    return found
+
+
+def is_token(weight: Tensor) -> bool:
+    return weight.is_meta or weight.untyped_storage().nbytes() == weight.element_size()
+
+
+@cache
+def _refuse_updates() -> None:
+    """Optimizers raise before they write to a token. Torch's plain ones would anyway; its fused ones would write a
+    whole weight over one element's memory."""
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.dim() == 2 and p.numel() > 1 and is_token(p):
+                    raise UnsupportedConfig(
+                        f"A weight of {tuple(p.shape)} is held as codes (octavo.quantize_weights), which an optimizer "
+                        "cannot update. Leave it out of the optimizer, or octavo.revert(model) and train the weight."
+                    )
+
+    register_optimizer_step_pre_hook(check)

@@ -24,6 +24,19 @@ if TYPE_CHECKING:
     from octavo.quant.quantizer import Quantizer
 
 
+class _Join(torch.autograd.Function):
+    """Values, with their gradient sent to a token."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, token: Tensor) -> Tensor:
+        ctx.dtype = token.dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:  # type: ignore[override]
+        return None, dy.to(ctx.dtype)
+
+
 @dataclass(frozen=True, eq=False)
 class QTensor:
     """Codes and scales of one matrix, frozen. `shape` is the tensor's own; its leading dims are folded in `codes`."""
@@ -60,7 +73,8 @@ class QTensor:
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        return self.spec.dequantize(self, dtype)
+        values = self.spec.dequantize(self, dtype)
+        return values if self.token is None else _Join.apply(values, self.token)  # type: ignore[no-untyped-call]
 
     def transpose(self) -> "QTensor":
         return self.spec.transpose(self)
@@ -78,7 +92,8 @@ class QTensor:
             )
         scale = self.scale if height is None else self.scale[start // height : -(-stop // height)]
         shape = (max(stop - start, 0), self.shape[1])
-        return QTensor(self.codes[start:stop], scale, self.spec, shape, self.dtype, self.global_scale)
+        token = None if self.token is None else self.token[start:stop]
+        return QTensor(self.codes[start:stop], scale, self.spec, shape, self.dtype, self.global_scale, token)
 
     def __reduce__(self) -> Any:
         raise TypeError(

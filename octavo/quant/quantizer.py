@@ -39,7 +39,7 @@ class Given(NamedTuple):
     encode: Tensor | None = None  # [1] float32: the multiplier itself (delayed scaling)
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding
     skip: Tensor | None = None  # [1] bool or number: where it is not zero, nothing is written
-    observed: Tensor | None = None  # [1] float32, zeroed: receives the amax of x
+    observed: Tensor | None = None  # one float32, not negative: raised to the amax of x
 
 
 class Quantizer(Value):

@@ -25,6 +25,7 @@ from octavo.quant.tensorwise import Tensorwise
 
 ALGORITHMS = ("max", "most_recent")
 COLD_STARTS = ("one", "current")
+KEPT = ("history", "head", "encode", "current", "nonfinite")  # what a checkpoint needs of a state
 
 
 def check_margin(margin: object, *, what: str) -> None:
@@ -111,11 +112,11 @@ class DelayedState:
         first = torch.where(self.head >= length, self.head % length, 0)
         order = (first[:, None] + torch.arange(length, device=self.head.device)) % length
         kept = {"history": self.history.gather(1, order)}
-        return kept | {name: getattr(self, name).clone() for name in ("head", "encode", "current", "nonfinite")}
+        return kept | {name: getattr(self, name).clone() for name in KEPT[1:]}
 
     def restore(self, kept: dict[str, Tensor]) -> None:
         """Take over what `export` gave. A window of another length keeps its newest entries."""
-        self._check_kept(kept)
+        self.check(kept)
         length, device = self.history.shape[1], self.history.device
         history, head = kept["history"].to(device), kept["head"].to(device)
         filled = head.clamp_max(history.shape[1])  # entries 0 ... filled, oldest to newest
@@ -124,12 +125,13 @@ class DelayedState:
         taken = history.gather(1, ((filled - keep)[:, None] + age).clamp_max(history.shape[1] - 1))
         places = ((head - keep)[:, None] + age) % length
         self.history.scatter_(1, places, torch.where(age < keep[:, None], taken, 0.0))
-        for name in ("head", "encode", "current", "nonfinite"):
+        for name in KEPT[1:]:
             getattr(self, name).copy_(kept[name])
 
-    def _check_kept(self, kept: dict[str, Tensor]) -> None:
+    def check(self, kept: dict[str, Tensor]) -> None:
+        """Refuse what `restore` cannot take."""
         slots = self.current.numel()
-        for name in ("history", "head", "encode", "current", "nonfinite"):
+        for name in KEPT:
             own, found = getattr(self, name), kept.get(name)
             fits = isinstance(found, Tensor) and found.dtype == own.dtype and found.dim() == own.dim()
             if not fits or found.shape[0] != slots or found.numel() < slots:  # type: ignore[union-attr]

@@ -44,7 +44,7 @@ def test_json_has_the_same_verdicts(capsys):
 def test_a_wrong_product_is_a_failed_probe(monkeypatch, capsys):
     """Off by a hundredth is far outside rounding: every GEMM cell must fail, and the exit code say so."""
     right = gemm.reference.gemm
-    monkeypatch.setattr(gemm, "_product", lambda a, b, dtype, bias, fast: right(a, b, dtype, bias) * 1.01)
+    monkeypatch.setattr(gemm, "product", lambda a, b, dtype, bias, fast: right(a, b, dtype, bias) * 1.01)
     assert main(["doctor", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("off its error bound by a factor") == 21

@@ -194,11 +194,14 @@ def test_the_weight_itself_takes_no_memory(recipe):
 
 
 @quantized
-def test_an_optimizer_step_on_codes_is_loud(recipe):
+@pytest.mark.parametrize("settings", [{}, {"fused": True}, {"foreach": True}], ids=str)
+def test_an_optimizer_step_on_codes_is_loud(recipe, settings):
+    """A fused one would write a weight over the memory of one element."""
     _, layer = held(recipe)
     layer(batch()[0]).sum().backward()
-    with pytest.raises(RuntimeError):
-        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        with pytest.raises(UnsupportedConfig, match="held as codes"):
+            kind(layer.parameters(), lr=0.1, **settings).step()
 
 
 @stateless

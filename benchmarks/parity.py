@@ -1,0 +1,134 @@
+"""Does a recipe train as bf16 does? The loss gap of every recipe after 400 steps, over four seeds.
+
+    python3 -m benchmarks.parity --json benchmarks/results/parity-cpu.json
+    python3 -m benchmarks.parity --device cuda --recipes fp8-block nvfp4
+
+The runs are those of `octavo train`: a small GPT on a book, float32 master weights, the loss on text held out, and a
+baseline in plain torch bf16 of the same seed. One gap is noise of a percent either way; the mean over seeds is what is
+held against a limit, and single runs against a wider one. The recipe "bf16" is the control: the same arithmetic as the
+baseline but for the order of sums, so its gaps are what rounding alone does. Exit code 1 if a limit is passed.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from octavo.cli import machine, table
+from octavo.cli.train import Outcome, Plan, gap, train
+from octavo.errors import Unsupported
+from octavo.recipes import SHIPPED, recipe
+
+STEPS, BATCH, SEEDS = 400, 16, (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How large a gap may be, in percent: the mean over seeds, and any one of them."""
+
+    mean: float
+    single: float
+    either_way: bool = True  # whether a loss below the baseline's is held against it as one above is
+
+    def admits(self, gaps: list[float]) -> bool:
+        size = [abs(g) if self.either_way else g for g in gaps]
+        mean = statistics.fmean(gaps)
+        return max(size) <= self.single and (abs(mean) if self.either_way else mean) <= self.mean
+
+
+FP8, NVFP4 = Limit(1.0, 2.0), Limit(3.0, 5.0, either_way=False)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks.parity", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", default=None, help="cpu or cuda[:index]; default: the GPU if there is one")
+    parser.add_argument("--recipes", nargs="+", default=list(SHIPPED))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
+    parser.add_argument("--json", type=Path, default=None, help="write the figures here, after every seed")
+    arguments = parser.parse_args(argv)
+    try:
+        report = measure(arguments)
+    except Unsupported as refusal:
+        print(f"{parser.prog}: {refusal}", file=sys.stderr)
+        return 2
+    print(render(report))
+    return 0 if all(row["ok"] for row in report["results"]) else 1
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Every run, seed by seed, so that an interrupted measurement leaves whole seeds behind."""
+    device = machine.parse_device(arguments.device)
+    chosen = {name: recipe(name) for name in arguments.recipes}
+    outcomes: dict[str, list[Outcome]] = {name: [] for name in chosen}
+    baselines: list[Outcome] = []
+    report: dict[str, Any] = {}
+    for seed in arguments.seeds:
+        plan = Plan(arguments.steps, arguments.batch, seed, device)
+        print(f"seed {seed}", file=sys.stderr)
+        baselines.append(train(plan, None, show=True))
+        for name, subject in chosen.items():
+            outcomes[name].append(train(plan, subject, show=True))
+        report = {
+            "machine": machine.describe(device),
+            "steps": plan.steps,
+            "tokens_per_step": plan.tokens(),
+            "seeds": arguments.seeds[: len(baselines)],
+            "bf16": {"losses": [b.loss for b in baselines]},
+            "results": [judge(name, found, baselines) for name, found in outcomes.items()],
+        }
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def judge(name: str, found: list[Outcome], baselines: list[Outcome]) -> dict[str, Any]:
+    """A recipe's gaps, and whether they are within its limit."""
+    gaps = [gap(outcome, baseline) for outcome, baseline in zip(found, baselines, strict=True)]
+    limit = limit_of(name)
+    return {
+        "recipe": name,
+        "losses": [outcome.loss for outcome in found],
+        "gaps_percent": gaps,
+        "mean_percent": statistics.fmean(gaps),
+        "stdev_percent": statistics.stdev(gaps) if len(gaps) > 1 else None,
+        "limit": asdict(limit),
+        "ok": limit.admits(gaps),
+        "tokens_per_s": statistics.median(outcome.tokens_per_s for outcome in found),
+    }
+
+
+def limit_of(name: str) -> Limit:
+    return NVFP4 if name.startswith("nvfp4") else FP8
+
+
+def render(report: dict[str, Any]) -> str:
+    facts = report["machine"]
+    head = (
+        f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}; {report['steps']} steps of "
+        f"{report['tokens_per_step']} bytes\n"
+        f"seeds {numbers(report['seeds'], 'd')}; bf16 losses {numbers(report['bf16']['losses'], '.4f')}"
+    )
+    rows = [
+        [
+            row["recipe"],
+            numbers(row["gaps_percent"], "+.2f"),
+            f"{row['mean_percent']:+.2f}",
+            "" if row["stdev_percent"] is None else f"{row['stdev_percent']:.2f}",
+            "yes" if row["ok"] else "NO",
+        ]
+        for row in report["results"]
+    ]
+    return head + "\n\n" + table.render(("recipe", "gap of each seed, %", "mean", "stdev", "within limits"), rows)
+
+
+def numbers(values: list[float], form: str) -> str:
+    return " ".join(format(value, form) for value in values)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
