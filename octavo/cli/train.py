@@ -26,7 +26,7 @@ from octavo.cli import corpus, machine, table
 from octavo.cli.gpt import GPT, Shape
 from octavo.cli.progress import Progress
 from octavo.errors import UnsupportedConfig, UnsupportedHardware
-from octavo.modules import Linear, attach, convert
+from octavo.modules import attach, convert
 from octavo.recipes import Recipe, recipe
 
 RATE, WARMUP, CLIP = 4e-3, 20, 1.0  # AdamW's peak learning rate, the steps up to it, the largest gradient norm
@@ -126,7 +126,7 @@ def train(plan: Plan, chosen: Recipe | None, *, show: bool = False) -> Outcome:
     model = GPT(plan.shape, seed=plan.seed).to(plan.device)
     if chosen is not None:
         convert(model, chosen, policy=but_head)
-    call = compiled(model) if plan.compile else model
+    call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True) if plan.compile else model
     clock, progress = Clock(plan), Progress(name.ljust(len(BASELINE)), plan.steps)
     losses: list[Tensor] = []
 
@@ -140,16 +140,6 @@ def train(plan: Plan, chosen: Recipe | None, *, show: bool = False) -> Outcome:
     optimize(model, call, data, plan, note)
     loss = evaluate(call, corpus.windows(held_out, context=plan.shape.context), plan)
     return Outcome(name, loss, torch.stack(losses).tolist(), clock.rate(), clock.seconds())
-
-
-def compiled(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The model under torch.compile. Octavo's layers stay outside its graphs: in this version they are no nodes of a
-    graph, and torch 2.11 may trace their autograd.Function to wrong gradients."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign, no-untyped-call]
-    call: Callable[[Tensor], Tensor] = torch.compile(model)
-    return call
 
 
 def but_head(path: str, module: nn.Module) -> bool:

@@ -154,6 +154,19 @@ class Mail(Protocol):
     def put(self, config: Config, dy: Operand, x: Operand) -> None: ...
 
 
+class Fixed:
+    """A target whose buffer is known from the start: in a graph."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+
+    def open(self, rows: int, columns: int) -> Tensor:
+        return self.buffer.view(rows, columns)
+
+    def close(self) -> None:
+        pass
+
+
 class Buffers(NamedTuple):
     """What backward writes besides its results."""
 
@@ -161,6 +174,11 @@ class Buffers(NamedTuple):
     amax: Tensor | None = None  # [1]: the amax of dy, folded by maximum
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
     mail: Mail | None = None
+
+
+def graph_buffers(main_grad: Tensor | None, amax: Tensor | None, seed: Tensor | None) -> Buffers:
+    """Buffers from the tensors that a graph passes along."""
+    return Buffers(None if main_grad is None else Fixed(main_grad), amax, seed)
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
@@ -285,6 +303,39 @@ def protos(config: Config, inputs: Inputs) -> Made:
 
 def _proto_parts(q: QProto) -> tuple[TensorProto, ...]:
     return tuple(p for p in (q.codes, q.scale, q.global_scale) if p is not None)
+
+
+FLAT = (1, 4)  # of what forward makes fresh: the scales
+
+
+def wants(config: Config) -> tuple[bool, ...]:
+    """Which inputs backward gives a gradient for."""
+    w = "w" in config.grads and not config.delay and (not config.main_grad or config.dummy_grad)
+    return "x" in config.grads, w, "b" in config.grads, False, False, False, False
+
+
+def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> tuple[TensorProto | None, ...]:
+    """What backward returns, without data."""
+    x, w, b, *rest = wants(config)
+    n, k = dy.shape[-1], _width(config, saved)
+    return (
+        TensorProto((*dy.shape[:-1], k), dy.dtype, dy.device) if x else None,
+        TensorProto((n, k), DTYPES[config.weight_dtype], dy.device) if w else None,
+        TensorProto((n,), DTYPES[config.bias_dtype], dy.device) if b else None,
+        *[None] * len(rest),
+    )
+
+
+def _width(config: Config, saved: tuple[Tensor | None, ...]) -> int:
+    """K, from whatever was kept."""
+    x, w, width = saved[0], saved[3], saved[6]
+    if width is not None:
+        return width.shape[1]
+    if w is not None:
+        return w.shape[0] if config.kept_w == "column" else w.shape[1]
+    if x is not None:
+        return x.shape[0] if config.kept_x == "column" else x.shape[-1]
+    return 0
 
 
 # -- backward --------------------------------------------------------------------------------------------------------

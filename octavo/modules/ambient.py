@@ -6,8 +6,9 @@ whenever it runs.
 
 import threading
 from types import TracebackType
+from typing import Any
 
-from octavo.recipes import Recipe, recipe
+from octavo.recipes import SHIPPED, Recipe, recipe
 
 
 class _Ambient(threading.local):
@@ -25,7 +26,7 @@ class autocast:
     """Run layers without a recipe of their own in this one. Nests, can be entered again, and ends with its block."""
 
     def __init__(self, recipe: str | Recipe) -> None:
-        self.recipe = _recipe(recipe)
+        self.recipe = _SHIPPED[recipe] if recipe in _SHIPPED else _recipe(recipe)
 
     def __enter__(self) -> "autocast":
         ambient.outer = (ambient.recipe, ambient.outer)
@@ -39,3 +40,5 @@ class autocast:
 
 
 _recipe = recipe  # the parameter above has the same name
+# by name, resolved beforehand: a compiler that traces a `with` statement reads them here and need not parse
+_SHIPPED: dict[Any, Recipe] = {name: recipe(name) for name in SHIPPED}

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.layers import linear as layer
-from octavo.lower import run
+from octavo.lower import run, run_in_graph
 from octavo.modules import scaling, weights
 from octavo.modules.ambient import ambient
 from octavo.modules.mailbox import Mailbox
-from octavo.modules.main_grad import MainGrad
+from octavo.modules.main_grad import MainGrad, graph_buffer
 from octavo.quant import DelayedState, QTensor, Tensorwise
 from octavo.quant.quantizer import Given
 from octavo.recipes import BF16, Delayed, Recipe
@@ -28,7 +28,6 @@ from octavo.recipes import recipe as resolve
 
 UNQUANTIZED = BF16()
 _NAMES = {dtype: name for name, dtype in layer.DTYPES.items()}
-_NO_BUFFERS = layer.Buffers()
 SEED = "rounding_seed"
 
 
@@ -119,9 +118,17 @@ class Linear(nn.Linear):
 
     def _prepare(self, recipe: Recipe) -> None:
         """The buffers that a recipe needs, made when they are missing."""
+        draws = SEED not in self._buffers and recipe.linear().draws
+        if torch.compiler.is_compiling():
+            if draws or (recipe.stateful and self._scaling.recipe != recipe):
+                raise UnsupportedConfig(
+                    f"A graph cannot make the state that {recipe} needs. Run one forward under it before compiling, or "
+                    "give the layer its recipe: octavo.convert(model, recipe)."
+                )
+            return
         if recipe.stateful:
             self._scaling.install(self, recipe, self.weight)
-        if SEED not in self._buffers and any(spec is not None and spec.draws for spec in _gradient_specs(recipe)):
+        if draws:
             with torch.inference_mode(False):  # made there, it must still serve training
                 seed = torch.tensor([self._seed, 0], device=self.weight.device)
             self.register_buffer(SEED, seed, persistent=False)
@@ -139,6 +146,11 @@ class Linear(nn.Linear):
         source, codes, dtype, shape = _input(x, recipe, weight)
         grads = _wanted(source, weight, added)
         observe = recipe.stateful and self.training and torch.is_grad_enabled()
+        if torch.compiler.is_compiling() and (is_first_microbatch is not None or self.delay_wgrad_compute):
+            raise UnsupportedConfig(
+                "Under torch.compile a Linear takes no is_first_microbatch and no delay_wgrad_compute in this version. "
+                "Leave them out, or run the layer in eager mode."
+            )
         kind = self._weight_codes(weight, recipe, is_first_microbatch, grads, observe)
         main_grad, dummy = self._gradient_target(weight) if "w" in grads else ("", False)
         delay = self.delay_wgrad_compute and "w" in grads
@@ -147,7 +159,7 @@ class Linear(nn.Linear):
                 f"fp8_output=True quantizes y as the next layer's fprop would, and {recipe} quantizes nothing there. "
                 "Leave fp8_output out, or choose a recipe with a quantized fprop."
             )
-        config = layer.config(
+        key = (
             f"linear(recipe={recipe.key},dtype='{_NAMES[dtype]}',weight_dtype='{_NAMES[weight.dtype]}',"
             f"bias_dtype='{'' if added is None else _NAMES[added.dtype]}',grads='{grads}',"
             f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe={observe},quantize_output={fp8_output},"
@@ -162,12 +174,23 @@ class Linear(nn.Linear):
             stored.parts(self, "column") if kind != "plain" else (),
             self._scaling.inputs(self) if recipe.stateful else (),
         )  # fmt: skip
-        buffers = self._written(weight, config) if grads else _NO_BUFFERS
-        made = run(layer, config, inputs, buffers, differentiable=grads != "", anchored=elsewhere)  # type: ignore[arg-type]
+        amax = self._buffers[scaling.NAMES["backward"]["current"]] if observe and grads else None
+        seed = self._buffers.get(SEED) if grads else None
+        if torch.compiler.is_compiling():
+            target = graph_buffer(weight) if main_grad else None
+            made = run_in_graph("linear", key, inputs._replace(weight=weight), (target, amax, seed))
+        else:
+            config = layer.config(key)
+            buffers = layer.Buffers(
+                MainGrad(weight) if main_grad else None, amax, seed, self._mailbox if delay else None
+            )
+            made = run(layer, config, inputs, buffers, differentiable=grads != "", anchored=elsewhere)  # type: ignore[arg-type,assignment]
+        parts = () if not fp8_output else tuple(made[1 : 1 + recipe.linear().parts])
         if observe:
-            self._remember(made[-1], weight)
-        y = _output(config, made, shape)
-        return (y, bias) if self.return_bias else y
+            self._remember(made[1 + len(parts)], weight)
+        y = made[0] if shape is None else made[0].view(*shape, made[0].shape[-1])
+        out = _quantized_output(recipe, parts, y) if fp8_output else y
+        return (out, bias) if self.return_bias else out
 
     def _followed(self, recipe: Recipe | None) -> Recipe:
         """The ambient recipe, for a layer without one of its own."""
@@ -180,7 +203,7 @@ class Linear(nn.Linear):
                 )
             return UNQUANTIZED
         self._prepare(recipe)
-        if not self._follows:
+        if not torch.compiler.is_compiling() and not self._follows:  # a graph would guard on it
             self._follows = True
         return recipe
 
@@ -194,8 +217,10 @@ class Linear(nn.Linear):
                     "forward would not read. octavo.revert(model) first, or load_state_dict, which quantizes."
                 )
             return "held"
+        if first is None:
+            return "plain"
         quant = recipe.linear()
-        if first is None or (quant.fprop.right is None and quant.dgrad.right is None):
+        if quant.fprop.right is None and quant.dgrad.right is None:
             return "plain"
         column = "x" in grads and quant.dgrad.right is not None
         if not first and stored.recipe == recipe and not stored.is_cold:
@@ -220,17 +245,14 @@ class Linear(nn.Linear):
         mode = "overwrite" if getattr(weight, "overwrite_main_grad", False) else "add"
         return mode, hasattr(weight, "grad_added_to_main_grad")
 
-    def _written(self, weight: Tensor, config: layer.Config) -> layer.Buffers:
-        amax = self._buffers[scaling.NAMES["backward"]["current"]] if config.observe else None
-        seed = self._buffers.get(SEED)
-        target = MainGrad(weight) if config.main_grad else None
-        return layer.Buffers(target, amax, seed, self._mailbox if config.delay else None)
-
     def _remember(self, amax: Tensor, weight: Tensor) -> None:
         current = self._buffers[scaling.NAMES["forward"]["current"]]
         assert current is not None
-        torch.maximum(current, amax, out=current)
-        self._scaling.watch(weight)
+        if torch.compiler.is_compiling():
+            current.copy_(torch.maximum(current, amax))
+        else:
+            torch.maximum(current, amax, out=current)
+            self._scaling.watch(weight)
 
     # -- gradients put off -----------------------------------------------------------------------------------------
 
@@ -440,22 +462,11 @@ def _wanted(x: Tensor | None, weight: Tensor, bias: Tensor | None) -> str:
     )
 
 
-def _output(config: layer.Config, made: tuple[Tensor, ...], lead: tuple[int, ...] | None) -> Tensor | QTensor:
-    y = made[0]
-    if lead is not None:
-        y = y.view(*lead, y.shape[-1])
-    if not config.quantize_output:
-        return y
-    spec = config.quant.fprop.left
+def _quantized_output(recipe: Recipe, parts: layer.Parts, token: Tensor) -> QTensor:
+    spec = recipe.linear().fprop.left
     assert spec is not None
-    parts = made[1 : -1 if config.observe else None]
-    q = spec.assemble(parts, tuple(y.shape), config.y_dtype)
-    return QTensor(q.codes, q.scale, spec, q.shape, q.dtype, q.global_scale, token=y)
-
-
-def _gradient_specs(recipe: Recipe) -> tuple[Any, Any]:
-    quant = recipe.linear()
-    return quant.dgrad.left, quant.wgrad.left
+    q = spec.assemble(parts, tuple(token.shape), token.dtype)
+    return QTensor(q.codes, q.scale, spec, q.shape, q.dtype, q.global_scale, token=token)
 
 
 def _seed_of(module: nn.Linear, path: str) -> int:

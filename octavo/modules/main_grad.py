@@ -29,6 +29,12 @@ class MainGrad:
             self.weight.grad_added_to_main_grad = True
 
 
+def graph_buffer(weight: Tensor) -> Tensor:
+    """The buffer, for a graph that is being traced: it must be there already."""
+    buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    return buffer
+
+
 def _find(weight: Tensor) -> Tensor:
     getter = getattr(weight, "get_main_grad", None)
     buffer = getter() if getter is not None else getattr(weight, "main_grad", None)

@@ -134,7 +134,7 @@ def token(weight: Tensor) -> nn.Parameter:
 
 
 def is_token(weight: Tensor) -> bool:
-    return weight.is_meta or weight.untyped_storage().nbytes() == weight.element_size()
+    return all(n == 1 or step == 0 for n, step in zip(weight.shape, weight.stride(), strict=True))
 
 
 @cache

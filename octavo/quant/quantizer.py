@@ -69,9 +69,13 @@ class Quantizer(Value):
         return QProto(codes, scale, self, shape, x.dtype, level2)
 
     def assemble(self, parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> QTensor:
-        """The QTensor of that shape whose `tensors()` these are; codes may come as plain bytes."""
+        """The QTensor of that shape whose `tensors()` these are; codes may come as plain bytes, the scale flat."""
         codes = parts[0] if parts[0].dtype == self.fmt.dtype else parts[0].view(self.fmt.dtype)
-        return QTensor(codes, parts[1], self, shape, dtype, parts[2] if self.two_level else None)
+        scale = parts[1]
+        if scale.dim() == 1:  # it came flat
+            grid = blocks.grid(codes.shape[0], shape[-1], self.block)
+            scale = scale.as_strided(grid, self.scale_strides(*grid) or (grid[1], 1))
+        return QTensor(codes, scale, self, shape, dtype, parts[2] if self.two_level else None)
 
     def code_columns(self, k: int) -> int:
         """Stored elements of a row of k codes. Packed codes are padded with zeros to whole blocks."""

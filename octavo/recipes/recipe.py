@@ -8,7 +8,7 @@ A `Recipe` is what a user picks; `linear()` resolves it to a `LinearQuant`, whic
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import ClassVar
 
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.quant.quantizer import Quantizer
@@ -51,6 +51,17 @@ class LinearQuant:
     dgrad: GemmQuant  # dy, w
     wgrad: GemmQuant  # dy, x
 
+    @property
+    def parts(self) -> int:
+        """How many tensors x's codes are: codes, scale, and of two-level schemes a global scale."""
+        return 3 if self.fprop.left is not None and self.fprop.left.two_level else 2
+
+    @property
+    def draws(self) -> bool:
+        """Whether backward rounds stochastically."""
+        row, column = self.dgrad.left, self.wgrad.left
+        return (row is not None and row.draws) or (column is not None and column.draws)
+
     @classmethod
     def of(
         cls,
@@ -77,6 +88,7 @@ class Recipe(Value):
     forward codes stand for, so that the gradient is exactly that of the quantized forward."""
 
     stateful = False  # needs a DelayedState
+    _resolved: ClassVar[LinearQuant]
 
     def gemms(self) -> LinearQuant:
         raise NotImplementedError(f"{type(self).__name__} must define gemms() -> LinearQuant")
@@ -85,8 +97,11 @@ class Recipe(Value):
         """The recipe resolved: every operand's quantizer, overrides applied."""
         return self._resolved
 
-    @cached_property
-    def _resolved(self) -> LinearQuant:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "_resolved", self._resolve())  # at construction, so that traced code only reads it
+
+    def _resolve(self) -> LinearQuant:
         quant = self.gemms()
         backward = getattr(self, "backward", "quantized")
         modes = {"fprop": "quantized", "dgrad": backward, "wgrad": backward}

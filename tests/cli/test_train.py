@@ -80,21 +80,22 @@ def test_compiling_without_a_compiler_says_what_to_do(monkeypatch, capsys):
     assert "needs a C++ compiler, and none of g++, clang++, c++ is here. Install one, or" in capsys.readouterr().err
 
 
-def test_compile_compiles_both_runs_around_the_converted_layers(monkeypatch):
+def test_compile_takes_both_runs_whole(monkeypatch):
     """By a compiler that only traces: no code is generated, so that none needs to be here."""
     graphs, compile_ = [], torch.compile
 
     def backend(graph, inputs):
-        graphs.append(graph)
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
         return graph.forward
 
     monkeypatch.setattr(train.shutil, "which", lambda name: name)
-    monkeypatch.setattr(torch, "compile", lambda model: compile_(model, backend=backend))
+    monkeypatch.setattr(torch, "compile", lambda model, **settings: compile_(model, backend=backend, **settings))
     plan = train.Plan(4, 2, shape=SMALL, compile=True)
     assert train.train(plan, None).losses == pytest.approx(trained(None).losses, rel=1e-4)
     whole = len(graphs)
     assert train.train(plan, recipe("fp8-current")).losses == pytest.approx(trained("fp8-current").losses, rel=1e-4)
-    assert 0 < whole < len(graphs) - whole  # cut at every converted layer
+    assert len(graphs) == 2 * whole
+    assert {sum("octavo.run" in name for name in graph) for graph in graphs[whole:]} == {4 * SMALL.layers}
 
 
 @pytest.mark.parametrize("name", [None, *SHIPPED])

@@ -1,0 +1,180 @@
+"""The layer contract as nodes of a compiled graph: one differentiable forward node, one backward node, for any layer.
+
+    octavo::run     (Tensor[] tensors, str plan) -> Tensor[]     outputs, extras, fresh
+    octavo::run_bwd (Tensor[] tensors, str plan) -> Tensor[]     the gradients that were asked for
+
+The plan is `layer|presence|buffers|config`: which of the layer's inputs are in the list, how many buffers follow them,
+and the config's string, led by a digest of this package's sources. A compiler's disk cache keys on the graph, and a
+graph that calls the same op with the same string looks the same after `backward` was edited: hence the digest.
+
+Codes leave a node as bytes and scales flat (`layer.FLAT`): bytes have no gradient by dtype, and a flat scale's size is
+not specialised for small batches. What backward writes besides its results is not declared to the compiler: a buffer
+that passed through forward cannot be mutated by a declared op once two microbatches are in flight. It is written under
+a preserved version counter, by a node that is marked to have effects.
+"""
+
+import hashlib
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.fx.node import has_side_effect
+
+from octavo.layers import linear
+from octavo.layers.contract import Made
+from octavo.quant.proto import TensorProto
+
+LAYERS: dict[str, Any] = {"linear": linear}
+
+
+@cache
+def digest() -> str:
+    """Eight hex digits of every source file of the package that a node's result may depend on."""
+    root, seen = Path(__file__).parent.parent, hashlib.sha256()
+    for folder in ("formats.py", "quant", "kernels", "recipes", "layers", "lower"):
+        for path in sorted([root / folder] if folder.endswith(".py") else (root / folder).rglob("*.py")):
+            seen.update(path.read_bytes())
+    return seen.hexdigest()[:8]
+
+
+DIGEST = digest()
+
+
+class _Plan:
+    """A plan string taken apart."""
+
+    def __init__(self, text: str) -> None:
+        _, name, presence, buffers, key = text.split("|", 4)
+        self.layer = LAYERS[name]
+        self.config = self.layer.config(key)
+        self.presence = presence  # for each input "0" or "1", or for a tuple of tensors "t" and how many
+        self.buffers = [c == "1" for c in buffers]
+
+    def inputs(self, tensors: list[Any]) -> Any:
+        """The layer's inputs, from the head of the list."""
+        rest, fields = iter(tensors), list[Any]()
+        for mark in self.presence.split(","):
+            if mark.startswith("t"):
+                fields.append(tuple(next(rest) for _ in range(int(mark[1:]))))
+            else:
+                fields.append(next(rest) if mark == "1" else None)
+        return self.layer.Inputs._make(fields)
+
+    def count(self) -> int:
+        return sum(int(mark.removeprefix("t")) for mark in self.presence.split(","))
+
+    def buffers_of(self, tensors: list[Tensor]) -> Any:
+        """The layer's buffers, from what follows the inputs."""
+        rest = iter(tensors)
+        return self.layer.graph_buffers(*[next(rest) if here else None for here in self.buffers])
+
+
+@lru_cache(maxsize=4096)
+def _plan(text: str) -> _Plan:
+    return _Plan(text)
+
+
+def _crossing(layer: Any, made: Made) -> list[Tensor]:
+    """What forward made, as it leaves a node."""
+    fresh = [_flat(t) if i in layer.FLAT and t is not None else t for i, t in enumerate(made.fresh)]
+    return [_bytes(t) for t in (*made.outputs, *made.extras, *fresh) if t is not None]
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.as_strided((t.numel(),), (1,))
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.view(torch.uint8) if t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else t
+
+
+@torch.library.custom_op("octavo::run", mutates_args=())
+def _run(tensors: list[Tensor], plan: str) -> list[Tensor]:
+    parsed = _plan(plan)
+    return _crossing(parsed.layer, parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
+
+
+@_run.register_fake
+def _(tensors: list[Tensor], plan: str) -> list[Tensor]:
+    return _crossing(_plan(plan).layer, _fakes(_plan(plan), tensors))
+
+
+def _fakes(parsed: _Plan, tensors: list[Tensor]) -> Made:
+    said = parsed.layer.protos(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
+    return Made(*(tuple(None if p is None else p.empty() for p in group) for group in said))
+
+
+@torch.library.custom_op("octavo::run_bwd", mutates_args=())
+def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
+    parsed = _plan(plan)
+    written = tensors[: sum(parsed.buffers)]
+    rest = iter(tensors[len(written) :])
+    saved = tuple(next(rest) if here == "1" else None for here in mask)
+    with _unsafe_preserve_version_counter(tuple(written)):
+        grads = parsed.layer.backward(parsed.config, saved, parsed.buffers_of(written), (next(rest),))
+    return [g for g in grads if g is not None]
+
+
+@_run_bwd.register_fake
+def _(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
+    parsed = _plan(plan)
+    rest = iter(tensors[sum(parsed.buffers) :])
+    saved = tuple(next(rest) if here == "1" else None for here in mask)
+    return [p.empty() for p in parsed.layer.gradient_protos(parsed.config, saved, next(rest)) if p is not None]
+
+
+has_side_effect(torch.ops.octavo.run_bwd.default)
+
+
+def _set_up(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
+    tensors, plan = inputs
+    parsed = _plan(plan)
+    said = parsed.layer.protos(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
+    rest = iter(output)
+    made = Made(*(tuple(None if p is None else next(rest) for p in group) for group in said))
+    saved = parsed.layer.save(parsed.config, parsed.inputs(tensors), made)
+    ctx.mask = "".join("0" if t is None else "1" for t in saved)
+    ctx.save_for_backward(*tensors[parsed.count() :], *[t for t in saved if t is not None])
+    ctx.plan, ctx.total = plan, len(tensors)
+    ctx.mark_non_differentiable(*output[len(said.outputs) :])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    found: list[Tensor | None] = [None] * ctx.total
+    if grads[0] is not None:
+        parsed = _plan(ctx.plan)
+        results = iter(torch.ops.octavo.run_bwd([*ctx.saved_tensors, grads[0]], ctx.plan, ctx.mask))
+        position = 0
+        for mark, wanted in zip(parsed.presence.split(","), parsed.layer.wants(parsed.config), strict=True):
+            if wanted:
+                found[position] = next(results)
+            position += int(mark.removeprefix("t"))
+    return found, None
+
+
+_run.register_autograd(_backward, setup_context=_set_up)
+
+
+def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
+    """Outputs, extras and fresh tensors of one call, as one node of the graph being traced."""
+    tensors: list[Tensor] = []
+    presence: list[str] = []
+    for entry in inputs:
+        if isinstance(entry, tuple):
+            presence.append("t" + str(len(entry)))
+            tensors.extend(entry)
+        else:
+            presence.append("0" if entry is None else "1")
+            if entry is not None:
+                tensors.append(entry)
+    for buffer in buffers:
+        if buffer is not None:
+            tensors.append(buffer)
+    marks = "".join(["0" if b is None else "1" for b in buffers])
+    plan = DIGEST + "|" + name + "|" + ",".join(presence) + "|" + marks + "|" + key
+    found: list[Tensor] = torch.ops.octavo.run(tensors, plan)
+    return found
