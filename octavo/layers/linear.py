@@ -12,6 +12,7 @@ on the row codes of forward. Operands may also arrive as codes: x from a layer t
 """
 
 import math
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +26,7 @@ from octavo.layers.contract import Made
 from octavo.quant.blocks import is_square
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
-from octavo.quant.quantizer import Given, Quantizer, column_axis, quantize_pair
+from octavo.quant.quantizer import Given, Quantizer, as_matrix, column_axis, fill_pair, quantize_pair
 from octavo.quant.state import warm_encode
 from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import BF16, LinearQuant, Recipe
@@ -336,6 +337,31 @@ def _width(config: Config, saved: tuple[Tensor | None, ...]) -> int:
     if x is not None:
         return x.shape[0] if config.kept_x == "column" else x.shape[-1]
     return 0
+
+
+# -- cached weights --------------------------------------------------------------------------------------------------
+
+
+def refresh(
+    config: Config, weight: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], amaxes: Sequence[Tensor],
+    scaling: Sequence[Tensor],
+) -> None:  # fmt: skip
+    """Overwrite cached codes of a weight. Delayed: `scaling` is w's multiplier, and for a cold start what it has seen;
+    `amaxes` [2], if they are observed, those of x and w so far."""
+    n, k = weight.shape
+    specs = config.quant.fprop.right, config.quant.dgrad.right
+    pair = (
+        None if specs[0] is None or not row else specs[0].assemble(row, (n, k), weight.dtype),
+        None if specs[1] is None or not column else specs[1].assemble(column, (k, n), weight.dtype),
+    )
+    given = Given()
+    if scaling:
+        encode, spec = scaling[0], specs[0] or specs[1]
+        if len(scaling) > 1:
+            assert isinstance(spec, Tensorwise)
+            encode = warm_encode(encode, scaling[1], spec, weight, config.recipe.margin)  # type: ignore[attr-defined]
+        given = Given(encode=encode, observed=amaxes[0][1:] if amaxes else None)
+    fill_pair(as_matrix(weight), pair, given)
 
 
 # -- backward --------------------------------------------------------------------------------------------------------

@@ -159,6 +159,22 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
 _run.register_autograd(_backward, setup_context=_set_up)
 
 
+@torch.library.custom_op("octavo::refresh", mutates_args=("row", "column", "amaxes"))
+def refresh(
+    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor], key: str
+) -> None:
+    """Quantize a weight into cached codes, in place: the node before the layer's own. `amaxes` and `scaling` are
+    delayed scaling's, or empty."""
+    linear.refresh(linear.config(key.split("|", 1)[1]), weight, row, column, amaxes, scaling)
+
+
+@refresh.register_fake
+def _(
+    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor], key: str
+) -> None:
+    return None
+
+
 def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
     """Outputs, extras and fresh tensors of one call, as one node of the graph being traced."""
     tensors: list[Tensor] = []

@@ -6,6 +6,7 @@ kept in buffers that no checkpoint of weights sees: codes of the weight (`weight
 """
 
 import copy
+import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,19 +17,21 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.layers import linear as layer
-from octavo.lower import run, run_in_graph
+from octavo.lower import DIGEST, refresh_in_graph, run, run_in_graph
 from octavo.modules import scaling, weights
 from octavo.modules.ambient import ambient
 from octavo.modules.mailbox import Mailbox
 from octavo.modules.main_grad import MainGrad, graph_buffer
-from octavo.quant import DelayedState, QTensor, Tensorwise
-from octavo.quant.quantizer import Given
-from octavo.recipes import BF16, Delayed, Recipe
+from octavo.quant import DelayedState, QTensor
+from octavo.recipes import BF16, Recipe
 from octavo.recipes import recipe as resolve
 
 UNQUANTIZED = BF16()
 _NAMES = {dtype: name for name, dtype in layer.DTYPES.items()}
 SEED = "rounding_seed"
+_LIVING: "weakref.WeakValueDictionary[int, Linear]" = (
+    weakref.WeakValueDictionary()
+)  # by id, for code that has only that
 
 
 class Linear(nn.Linear):
@@ -79,6 +82,7 @@ class Linear(nn.Linear):
         self._follows = False  # whether it ever ran in an ambient recipe
         self._pending: dict[str, Tensor] = {}  # state loaded before the recipe it belongs to was seen
         self._seed = _seed_of(self, path)
+        _LIVING[id(self)] = self
         self.recipe = recipe  # type: ignore[assignment]
 
     def _tear_down(self) -> None:
@@ -146,10 +150,10 @@ class Linear(nn.Linear):
         source, codes, dtype, shape = _input(x, recipe, weight)
         grads = _wanted(source, weight, added)
         observe = recipe.stateful and self.training and torch.is_grad_enabled()
-        if torch.compiler.is_compiling() and (is_first_microbatch is not None or self.delay_wgrad_compute):
+        if torch.compiler.is_compiling() and self.delay_wgrad_compute:
             raise UnsupportedConfig(
-                "Under torch.compile a Linear takes no is_first_microbatch and no delay_wgrad_compute in this version. "
-                "Leave them out, or run the layer in eager mode."
+                "Under torch.compile a Linear takes no delay_wgrad_compute in this version. "
+                "Leave it out, or run the layer in eager mode."
             )
         kind = self._weight_codes(weight, recipe, is_first_microbatch, grads, observe)
         main_grad, dummy = self._gradient_target(weight) if "w" in grads else ("", False)
@@ -223,6 +227,9 @@ class Linear(nn.Linear):
         if quant.fprop.right is None and quant.dgrad.right is None:
             return "plain"
         column = "x" in grads and quant.dgrad.right is not None
+        if torch.compiler.is_compiling():
+            self._refresh_in_graph(weight, recipe, first, column, observe)
+            return "codes"
         if not first and stored.recipe == recipe and not stored.is_cold:
             stored.check_fresh(weight)
             if not column or stored.has(self, "column"):
@@ -231,13 +238,25 @@ class Linear(nn.Linear):
         return "codes"
 
     def _refresh(self, weight: Tensor, recipe: Recipe, *, column: bool, observe: bool) -> None:
-        given = Given()
-        if recipe.stateful:
-            state, spec = self._scaling.state(self, "forward"), recipe.gemms().fprop.right
-            assert isinstance(recipe, Delayed) and isinstance(spec, Tensorwise)
-            encode = state.encode_for(1, spec, weight, cold_start=recipe.cold_start, margin=recipe.margin)
-            given = Given(encode=encode, observed=state.current[1:] if observe else None)
-        self._codes.fill(self, weight, recipe, given, column=column)
+        amaxes, slots = self._weight_scaling(recipe, observe)
+        self._codes.fill(self, weight, recipe, column=column, amaxes=amaxes, scaling=slots)
+
+    def _refresh_in_graph(self, weight: Tensor, recipe: Recipe, first: bool, column: bool, observe: bool) -> None:
+        """The same, while a graph is traced: buffers that are missing are made and filled now, once; the graph
+        refreshes them where it is told to. Whether a weight has changed is not for a graph to see."""
+        _make_cache(id(self), recipe.key, column)
+        if first:
+            amaxes, slots = self._weight_scaling(recipe, observe)
+            row, columns = self._codes.parts(self, "row"), self._codes.parts(self, "column")
+            key = DIGEST + "|linear(recipe=" + recipe.key + ")"
+            with torch.no_grad():
+                refresh_in_graph(weight.detach(), list(row), list(columns), amaxes, slots, key)
+
+    def _weight_scaling(self, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """What delayed scaling brings to a weight's cast: amaxes to raise, and w's multiplier."""
+        current = self._buffers.get(scaling.NAMES["forward"]["current"])
+        slots = self._scaling.inputs(self)[1::3] if recipe.stateful else ()
+        return [current] if observe and current is not None else [], list(slots)
 
     def _gradient_target(self, weight: Tensor) -> tuple[str, bool]:
         if not self.fuse_wgrad_accumulation:
@@ -324,7 +343,7 @@ class Linear(nn.Linear):
             )
         self._codes.drop(self)
         # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
-        self._codes.fill(self, self.weight, recipe, Given(), column=True)
+        self._codes.fill(self, self.weight, recipe, column=True)
         self._codes.held = True
         self.weight = weights.token(self.weight)
 
@@ -349,7 +368,7 @@ class Linear(nn.Linear):
             return
         recipe = self._codes.recipe
         assert recipe is not None
-        self._codes.fill(self, loaded.to(self.weight.device, self.weight.dtype), recipe, Given(), column=True)
+        self._codes.fill(self, loaded.to(self.weight.device, self.weight.dtype), recipe, column=True)
         # the rest of nn.Linear's loading sees a weight that already is what it would become
         super()._load_from_state_dict({**state_dict, key: self.weight.detach()}, prefix, *rest)  # type: ignore[no-untyped-call]
 
@@ -359,9 +378,14 @@ class Linear(nn.Linear):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        _LIVING[id(new)] = new
         if new._codes.held:  # a parameter's copy is dense
             new.weight = weights.token(new.weight)
         return new
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _LIVING[id(self)] = self
 
     def reset_parameters(self) -> None:
         if "_codes" in self.__dict__ and self._codes.held:
@@ -401,6 +425,16 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         recipe = "from octavo.autocast" if self._recipe is None else self._recipe.key
         return f"{super().extra_repr()}, recipe={recipe}" + (", weight held as codes" if self._codes.held else "")
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # runs while a graph is traced
+def _make_cache(layer_id: int, recipe_key: str, column: bool) -> bool:
+    """Give a layer the cache that a graph is about to use."""
+    module, recipe = _LIVING[layer_id], resolve(recipe_key)
+    stored = module._codes
+    if stored.recipe != recipe or stored.is_cold or (column and not stored.has(module, "column")):
+        module._refresh(module.weight, recipe, column=column, observe=False)
+    return True
 
 
 def _refuse_parallel(parallel_mode: str | None, sequence_parallel: bool, tp_group: Any) -> None:

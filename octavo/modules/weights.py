@@ -9,7 +9,7 @@ The buffers are not persistent (a checkpoint keeps weights, not codes of them), 
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers.linear import Parts
+from octavo.layers.linear import Parts, config, refresh
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Quantizer, as_matrix, fill_pair
+from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
 
 SIDES = ("row", "column")
@@ -55,33 +54,38 @@ class Codes:
         drop_buffers(module, [name for names in NAMES.values() for name in names])
         self.recipe = self._weight = self._state = None
 
-    def fill(self, module: nn.Module, weight: Tensor, recipe: Recipe, given: Given, *, column: bool) -> None:
-        """Quantize `weight` into the buffers, making those that are missing. A column that is there stays in use."""
+    def fill(
+        self,
+        module: nn.Module,
+        weight: Tensor,
+        recipe: Recipe,
+        *,
+        column: bool,
+        amaxes: Sequence[Tensor] = (),
+        scaling: Sequence[Tensor] = (),
+    ) -> None:
+        """Quantize `weight` into the buffers, making those that are missing. A column that is there stays in use.
+        Without `scaling` a delayed recipe's scale is the weight's own."""
         if self.recipe != recipe:
             self.drop(module)
         quant = recipe.linear()
-        row_spec, column_spec = quant.fprop.right, quant.dgrad.right
-        wants_column = column or self.has(module, "column")
-        pair = (
-            None if row_spec is None else self._storage(module, "row", row_spec, weight),
-            None if column_spec is None or not wants_column else self._storage(module, "column", column_spec, weight),
-        )
+        for side, spec, wanted in (("row", quant.fprop.right, True), ("column", quant.dgrad.right, column)):
+            if spec is not None and wanted and not self.has(module, side):
+                self._reserve(module, side, spec, weight)
+        row, column_parts = self.parts(module, "row"), self.parts(module, "column")
         self._weight = None  # unknown until the cast is done
         with torch.no_grad():
-            fill_pair(as_matrix(weight), pair, given)
+            refresh(config(f"linear(recipe={recipe.key})"), weight, row, column_parts, amaxes, scaling)
             # a backward that still waits for the old codes must notice
-            torch.autograd.graph.increment_version([t for q in pair if q is not None for t in q.tensors()])
+            torch.autograd.graph.increment_version([*row, *column_parts])
         self.recipe, self._weight, self._state = recipe, weakref.ref(weight), state_of(weight)
 
-    def _storage(self, module: nn.Module, side: str, spec: Quantizer, weight: Tensor) -> QTensor:
-        shape = (weight.shape[0], weight.shape[1])
-        if not self.has(module, side):
-            with torch.inference_mode(False):  # made there, it must still serve training
-                made = spec.proto(TensorProto.of(weight.detach()), 0 if side == "column" else -1).empty()
-                for name, tensor in zip(NAMES[side], made.tensors(), strict=False):
-                    stored = tensor.view(torch.uint8) if name == NAMES[side][0] else tensor
-                    module.register_buffer(name, stored, persistent=False)
-        return spec.assemble(self.parts(module, side), shape if side == "row" else shape[::-1], weight.dtype)
+    def _reserve(self, module: nn.Module, side: str, spec: Quantizer, weight: Tensor) -> None:
+        with torch.inference_mode(False):  # made there, it must still serve training
+            made = spec.proto(TensorProto.of(weight.detach()), 0 if side == "column" else -1).empty()
+            for name, tensor in zip(NAMES[side], made.tensors(), strict=False):
+                stored = tensor.view(torch.uint8) if name == NAMES[side][0] else tensor
+                module.register_buffer(name, stored, persistent=False)
 
     @property
     def is_cold(self) -> bool:

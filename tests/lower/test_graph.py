@@ -2,6 +2,7 @@
 
 import copy
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -285,12 +286,67 @@ def test_equal_layers_share_and_a_changed_recipe_recompiles_once():
     assert counters["stats"]["unique_graphs"] == 2
 
 
-@pytest.mark.parametrize("setting", ["is_first_microbatch", "delay_wgrad_compute"])
-def test_what_a_graph_cannot_serve_yet_is_said(setting):
-    layer = make("fp8-current", delay_wgrad_compute=setting == "delay_wgrad_compute")
-    given = {"is_first_microbatch": True} if setting == "is_first_microbatch" else {}
-    with pytest.raises(Exception, match=setting):
-        compiled(layer)(batch(0)[0], **given)
+def minibatch(model, call, data, deferred):
+    """Microbatches that share one quantization of the weight; outputs, input gradients and the weight's."""
+    model.zero_grad()
+    leaves, outputs = [x.clone().requires_grad_() for x, _ in data], []
+    for i, leaf in enumerate(leaves):
+        outputs.append(call(leaf, is_first_microbatch=i == 0))
+        if not deferred:
+            outputs[i].backward(data[i][1])
+    if deferred:
+        for y, (_, dy) in zip(outputs, data, strict=True):
+            y.backward(dy)
+    return [*[y.detach() for y in outputs], *[leaf.grad for leaf in leaves], model.weight.grad.clone()]
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["interleaved", "deferred"])
+@pytest.mark.parametrize("recipe", [*QUANTIZED, "fp8-delayed(cold_start='current',margin=1)"])
+def test_the_weight_cache_from_a_cold_start(recipe, deferred):
+    """No eager forward comes first; weights change between minibatches; a graph for each value of the flag."""
+    layer = make(recipe)
+    twin = copy.deepcopy(layer)
+    call, addresses = compiled(layer), set()
+    for step in range(3):
+        data = [batch(3 * step + i) for i in range(3)]
+        for a, b in zip(minibatch(layer, call, data, deferred), minibatch(twin, twin, data, deferred), strict=True):
+            assert_same(a, b)
+        for m in (layer, twin):
+            with torch.no_grad():
+                m.weight.sub_(m.weight.grad * 0.01)
+            octavo.step(m)
+        addresses.add(layer.weight_row_codes.data_ptr())
+    same_state(layer, twin)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert len(addresses) == 1
+
+
+def test_a_cold_cache_is_filled_for_a_later_microbatch():
+    layer = make("fp8-current")
+    x = batch(0)[0]
+    assert_same(compiled(layer)(x, is_first_microbatch=False), make("fp8-current")(x))
+
+
+def test_refreshed_weights_serve_a_graph():
+    layer = make("mxfp8")
+    call, x = compiled(layer), batch(0)[0]
+    call(x, is_first_microbatch=True)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    octavo.refresh_weights(layer)
+    assert_same(call(x, is_first_microbatch=False), layer(x))
+
+
+def test_a_copied_and_a_pickled_layer_compile_with_a_cache_of_their_own():
+    layer, x = make("fp8-current"), batch(0)[0]
+    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert_same(compiled(other)(x, is_first_microbatch=True), layer(x))
+
+
+def test_what_a_graph_cannot_serve_yet_is_said():
+    layer = make("fp8-current", delay_wgrad_compute=True)
+    with pytest.raises(Exception, match="delay_wgrad_compute"):
+        compiled(layer)(batch(0)[0])
 
 
 @every
