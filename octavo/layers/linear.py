@@ -29,7 +29,7 @@ from octavo.quant.qtensor import QProto, QTensor
 from octavo.quant.quantizer import Given, Quantizer, as_matrix, column_axis, fill_pair, quantize_pair
 from octavo.quant.state import warm_encode
 from octavo.quant.tensorwise import Tensorwise
-from octavo.recipes import BF16, LinearQuant, Recipe
+from octavo.recipes import BF16, Delayed, LinearQuant, Recipe
 from octavo.values import Value, register
 
 Parts = tuple[Tensor, ...]  # the tensors of a QTensor, or none
@@ -252,12 +252,16 @@ def _quantize(
         return None, None
     if not config.recipe.stateful:
         return quantize_pair(x, *pair, Given(seed=seed), one_scale=True)
-    encode = scaling[slot]
-    if len(scaling) > 3:
-        spec = pair[0] or pair[1]
-        assert isinstance(spec, Tensorwise)
-        encode = warm_encode(encode, scaling[slot + 3], spec, x, config.recipe.margin)  # type: ignore[attr-defined]
+    encode = _multiplier(config, x, pair[0] or pair[1], scaling[slot::3])
     return quantize_pair(x, *pair, Given(encode=encode, observed=observed), one_scale=True)
+
+
+def _multiplier(config: Config, x: Tensor, spec: Quantizer | None, slot: Sequence[Tensor]) -> Tensor:
+    """Delayed: the multiplier that a slot holds; of (multiplier, amaxes seen) x's own, as long as none was seen."""
+    if len(slot) == 1:
+        return slot[0]
+    assert isinstance(spec, Tensorwise) and isinstance(config.recipe, Delayed)
+    return warm_encode(slot[0], slot[1], spec, x, config.recipe.margin)
 
 
 def _quantized_output(config: Config, y: Tensor, extras: Parts) -> tuple[Tensor, Parts]:
@@ -356,10 +360,7 @@ def refresh(
     )
     given = Given()
     if scaling:
-        encode, spec = scaling[0], specs[0] or specs[1]
-        if len(scaling) > 1:
-            assert isinstance(spec, Tensorwise)
-            encode = warm_encode(encode, scaling[1], spec, weight, config.recipe.margin)  # type: ignore[attr-defined]
+        encode = _multiplier(config, weight, specs[0] or specs[1], scaling)
         given = Given(encode=encode, observed=amaxes[0][1:] if amaxes else None)
     fill_pair(as_matrix(weight), pair, given)
 

@@ -30,8 +30,17 @@ class MainGrad:
 
 
 def graph_buffer(weight: Tensor) -> Tensor:
-    """The buffer, for a graph that is being traced: it must be there already."""
-    buffer: Tensor = weight.main_grad  # type: ignore[attr-defined]
+    """The buffer, for a graph that is being traced: it must be there already, and no attribute is set later."""
+    if (
+        not hasattr(weight, "main_grad")
+        or hasattr(weight, "get_main_grad")
+        or hasattr(weight, "grad_added_to_main_grad")
+    ):
+        raise UnsupportedConfig(
+            "Under torch.compile, fuse_wgrad_accumulation needs weight.main_grad before forward, and weights without "
+            "get_main_grad and grad_added_to_main_grad, which a graph cannot call or set. Run the layer in eager mode."
+        )
+    buffer: Tensor = weight.main_grad
     return buffer
 
 

@@ -349,6 +349,16 @@ def test_what_a_graph_cannot_serve_yet_is_said():
         compiled(layer)(batch(0)[0])
 
 
+@pytest.mark.parametrize("attribute", [None, "get_main_grad", "grad_added_to_main_grad"])
+def test_a_gradient_buffer_that_a_graph_cannot_serve_is_said(attribute):
+    layer = make("fp8-current", fuse_wgrad_accumulation=True)
+    if attribute is not None:
+        layer.weight.main_grad = torch.zeros(40, 48)
+        setattr(layer.weight, attribute, lambda: layer.weight.main_grad)
+    with pytest.raises(Exception, match=r"needs weight\.main_grad before forward"):
+        compiled(layer)(batch(0)[0])
+
+
 @every
 def test_the_ops_pass_opcheck(recipe):
     layer = make(recipe)
