@@ -3,11 +3,13 @@
 from octavo.version import __version__  # isort: skip  (checks the version of torch first)
 
 from octavo import backend, errors, formats, quant, recipes
+from octavo.lower import sac_save_ops
 from octavo.modules import (
     Linear,
     attach,
     autocast,
     convert,
+    explain,
     load_state_dict,
     quantize_weights,
     refresh_weights,
@@ -27,6 +29,7 @@ __all__ = [
     "backend",
     "convert",
     "errors",
+    "explain",
     "formats",
     "load_state_dict",
     "quant",
@@ -35,6 +38,7 @@ __all__ = [
     "recipes",
     "refresh_weights",
     "revert",
+    "sac_save_ops",
     "state_dict",
     "step",
 ]

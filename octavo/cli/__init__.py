@@ -8,11 +8,11 @@ from collections.abc import Sequence
 # oneDNN on some virtual machines picks AMX instructions that die with SIGILL; it reads this at its first matmul
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-from octavo.cli import bench, doctor, train
+from octavo.cli import bench, doctor, explain, train
 from octavo.errors import Unsupported
 from octavo.version import __version__
 
-COMMANDS = {"doctor": doctor, "train": train, "bench": bench}
+COMMANDS = {"doctor": doctor, "train": train, "bench": bench, "explain": explain}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

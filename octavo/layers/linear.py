@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from octavo import values
+from octavo.errors import UnsupportedDtype, UnsupportedShape
 from octavo.kernels.columns import column_sums
 from octavo.kernels.gemm import gemm, product
 from octavo.layers.contract import Made
@@ -54,7 +55,7 @@ class Config(Value):
     quantize_output: bool = False
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
-    delay: bool = False  # dw's operands are handed over instead
+    delay: str = ""  # dw is put off: its operands go to a "mailbox", or in a graph to the "post" (see `posted`)
 
     @cached_property
     def quant(self) -> LinearQuant:
@@ -119,6 +120,19 @@ class Config(Value):
         return any(spec is not None and spec.draws for spec in self.dy_pair)
 
     @cached_property
+    def slots(self) -> int:
+        """How many tensors wait for dy in the post."""
+        spec = self.dy_pair[1]
+        return 0 if self.delay != "post" else 1 if spec is None else 4 if spec.two_level else 3
+
+    @cached_property
+    def posted(self) -> tuple[int, int]:
+        """Where among all that forward makes, as a flat list, the post is: dy's slots, then the codes of x."""
+        start = 1 + self.observe + (self.quant.parts if self.quantize_output else 0)
+        spec = dict(zip(("row", "column"), self.x_pair, strict=True)).get(self.kept_x)
+        return start, start + self.slots + (0 if spec is None else 3 if spec.two_level else 2)
+
+    @cached_property
     def y_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
@@ -162,10 +176,32 @@ class Fixed:
         self.buffer = buffer
 
     def open(self, rows: int, columns: int) -> Tensor:
-        return self.buffer.view(rows, columns)
+        return gradient_matrix(self.buffer, rows, columns, self.buffer.device)
 
     def close(self) -> None:
         pass
+
+
+def gradient_matrix(buffer: Tensor, rows: int, columns: int, device: torch.device) -> Tensor:
+    """A weight's gradient buffer as [rows, columns], a view."""
+    found = f"{buffer.dtype} {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
+    if buffer.dtype not in (torch.float32, torch.bfloat16):
+        raise UnsupportedDtype(f"weight.main_grad must be float32 or bfloat16, got {found}.")
+    if buffer.device != device or buffer.numel() != rows * columns:
+        raise UnsupportedShape(
+            f"weight.main_grad must hold {rows} x {columns} = {rows * columns} elements on {device}, got {found}."
+        )
+    try:
+        overlaps = any(n > 1 and step == 0 for n, step in zip(buffer.shape, buffer.stride(), strict=True))
+        matrix = None if overlaps else buffer.detach().view(rows, columns)
+    except RuntimeError:
+        matrix = None
+    if matrix is None:
+        raise UnsupportedShape(
+            f"weight.main_grad must be viewable as {(rows, columns)}, so that dw lands in it and not in a copy; got "
+            f"{found}. Make it contiguous."
+        )
+    return matrix
 
 
 class Buffers(NamedTuple):
@@ -204,6 +240,8 @@ def forward(config: Config, inputs: Inputs) -> Made:
     extras: Parts = () if amax is None else (amax,)
     if config.quantize_output:
         y, extras = _quantized_output(config, y, extras)
+    if config.slots:
+        extras = (*extras, *_empty_slots(config, y))
     x_kept = _kept(config.kept_x, x_row, x_column) if config.x == "plain" else NOTHING
     w_kept = _kept(config.kept_w, w_row, w_column) if config.weight == "plain" else NOTHING
     width = inputs.weight.new_empty(0, inputs.weight.shape[1]) if config.keeps_width else None
@@ -250,10 +288,23 @@ def _quantize(
     """The orientations that a pair of quantizers asks for, by the multiplier of its slot if scaling is delayed."""
     if pair[0] is None and pair[1] is None:
         return None, None
-    if not config.recipe.stateful:
-        return quantize_pair(x, *pair, Given(seed=seed), one_scale=True)
-    encode = _multiplier(config, x, pair[0] or pair[1], scaling[slot::3])
-    return quantize_pair(x, *pair, Given(encode=encode, observed=observed), one_scale=True)
+    return quantize_pair(x, *pair, _given(config, x, pair, scaling, slot, observed, seed), one_scale=True)
+
+
+def _given(
+    config: Config,
+    x: Tensor,
+    pair: tuple[Quantizer | None, Quantizer | None],
+    scaling: Parts,
+    slot: int,
+    observed: Tensor | None,
+    seed: Tensor | None,
+) -> Given:
+    """What the layer brings to a cast of x."""
+    spec = pair[0] or pair[1]
+    if spec is None or not config.recipe.stateful:
+        return Given(seed=seed)
+    return Given(encode=_multiplier(config, x, spec, scaling[slot::3]), observed=observed)
 
 
 def _multiplier(config: Config, x: Tensor, spec: Quantizer | None, slot: Sequence[Tensor]) -> Tensor:
@@ -290,6 +341,8 @@ def protos(config: Config, inputs: Inputs) -> Made:
         outputs, extras = (TensorProto(y.shape, y.dtype, y.device, (0,) * len(y.shape)),), _proto_parts(spec.proto(y))
     if config.observe:
         extras = (*extras, TensorProto((2,), torch.float32, weight.device))
+    if config.slots:
+        extras = (*extras, *_slot_protos(config, y))
     kept: list[TensorProto | None] = []
     for source, given, pair, form in (
         (inputs.x, config.x == "codes", config.x_pair, config.kept_x),
@@ -319,6 +372,11 @@ def wants(config: Config) -> tuple[bool, ...]:
     return "x" in config.grads, w, "b" in config.grads, False, False, False, False
 
 
+def fills(config: Config) -> bool:
+    """Whether backward writes to something that forward made."""
+    return config.slots > 0
+
+
 def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> tuple[TensorProto | None, ...]:
     """What backward returns, without data."""
     x, w, b, *rest = wants(config)
@@ -331,6 +389,18 @@ def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor
     )
 
 
+def flops(config: Config, inputs: Inputs) -> int:
+    """Of forward's GEMM."""
+    lead = (inputs.x if inputs.x is not None else inputs.x_codes[0]).shape[:-1]
+    return 2 * math.prod(lead) * inputs.weight.shape[0] * inputs.weight.shape[1]
+
+
+def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> int:
+    """Of backward's."""
+    gemms = ("x" in config.grads) + ("w" in config.grads and not config.delay)
+    return gemms * 2 * dy.numel() * _width(config, saved)
+
+
 def _width(config: Config, saved: tuple[Tensor | None, ...]) -> int:
     """K, from whatever was kept."""
     x, w, width = saved[0], saved[3], saved[6]
@@ -341,6 +411,47 @@ def _width(config: Config, saved: tuple[Tensor | None, ...]) -> int:
     if x is not None:
         return x.shape[0] if config.kept_x == "column" else x.shape[-1]
     return 0
+
+
+# -- gradients put off in a graph ------------------------------------------------------------------------------------
+#
+# A graph cannot hand Python objects over, and its memory is its own: forward makes room for the codes of dy and lets it
+# leave the graph beside those of x, backward fills it in, and `posted_operands` reads both when dw is due.
+
+
+def _slot_protos(config: Config, y: TensorProto) -> tuple[TensorProto, ...]:
+    """Room for dy as dw needs it: plain; or codes, scale (flat), second-level scale, and [M, 0] for its size alone."""
+    spec = config.dy_pair[1]
+    if spec is None:
+        return (y,)
+    q = spec.proto(y, column_axis(len(y.shape)))
+    scale = TensorProto((math.prod(q.scale.shape),), q.scale.dtype, y.device)
+    level2 = () if q.global_scale is None else (q.global_scale,)
+    return (q.codes, scale, *level2, TensorProto((q.shape[1], 0), y.dtype, y.device))
+
+
+def _empty_slots(config: Config, y: Tensor) -> Parts:
+    """NaN until backward comes: a dw that is asked for without one must not look like one."""
+    made = tuple(p.empty() for p in _slot_protos(config, TensorProto(tuple(y.shape), y.dtype, y.device)))
+    for scale in made[1:] or made:
+        scale.fill_(255 if scale.dtype == torch.uint8 else math.nan)  # NaN as an E8M0 and as an E4M3 too
+    return made
+
+
+def _slot(config: Config, slots: Sequence[Tensor], rows: int) -> QTensor:
+    """dy's slots as the column codes [N, M] that they are."""
+    spec = config.dy_pair[1]
+    assert spec is not None
+    return spec.assemble(slots[:-1], (rows, slots[-1].shape[0]), config.y_dtype)
+
+
+def posted_operands(config: Config, mail: Parts, x: Parts, weight: Tensor) -> tuple[Operand, Operand]:
+    """dw's operands from the post, and from `x` as it was given where no codes of it were made."""
+    slots, codes = mail[: config.slots], mail[config.slots :] or x
+    dy: Operand = flat(slots[0]).T if config.slots == 1 else _slot(config, slots, weight.shape[0])
+    tokens = dy.columns if isinstance(dy, QTensor) else dy.shape[1]
+    kept = Saved(_padded(codes), width=weight.detach()[:0])
+    return dy, _x_operand(config, kept, tokens, config.y_dtype)
 
 
 # -- cached weights --------------------------------------------------------------------------------------------------
@@ -375,11 +486,14 @@ class Saved(NamedTuple):
     w: Slots = NOTHING
     width: Tensor | None = None  # [0, K], for its shape alone
     scaling: tuple[Tensor | None, Tensor | None] = (None, None)
+    slots: tuple[Tensor | None, ...] = ()  # for dy, in the post
 
 
 def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...]:
     x, w = made.fresh[:3], made.fresh[3:6]
-    if config.kept_x == "plain":
+    if config.slots:
+        x = NOTHING  # it is in the post
+    elif config.kept_x == "plain":
         x = (inputs.x, None, None)
     elif config.kept_x and config.x == "codes":
         x = _padded(inputs.x_codes)
@@ -390,11 +504,13 @@ def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...
     scaling: tuple[Tensor | None, Tensor | None] = (None, None)
     if inputs.scaling and (config.dy_pair[0] or config.dy_pair[1]):
         scaling = (inputs.scaling[2], inputs.scaling[5] if len(inputs.scaling) > 3 else None)
-    return (*x, *w, made.fresh[6], *scaling)
+    start = config.posted[0] - 1
+    return (*x, *w, made.fresh[6], *scaling, *made.extras[start : start + config.slots])
 
 
 def _padded(parts: Parts) -> Slots:
-    return (parts[0], parts[1], parts[2] if len(parts) > 2 else None)
+    first, second, third = (*parts, None, None)[:3]
+    return first, second, third
 
 
 def backward(
@@ -403,7 +519,7 @@ def backward(
     dy = grads[0]
     if dy is None:
         return (None,) * len(Inputs._fields)
-    kept = Saved(saved[:3], saved[3:6], saved[6], saved[7:9])  # type: ignore[arg-type]
+    kept = Saved(saved[:3], saved[3:6], saved[6], saved[7:9], saved[9:])  # type: ignore[arg-type]
     observed = None if buffers.amax is None else torch.zeros_like(buffers.amax)
     row, column = _quantized_dy(config, dy, kept, observed, buffers.seed)
     dx = _input_gradient(config, dy, row, kept) if "x" in config.grads else None
@@ -411,18 +527,28 @@ def backward(
     dw = None
     # buffers are written last: a backward that fails on the way leaves them as they were
     if "w" in config.grads:
-        left: Operand = flat(dy).T if column is None else column
-        right = _x_operand(config, kept, flat(dy))
-        if config.delay:
-            assert buffers.mail is not None
-            buffers.mail.put(config, left, right)
-        else:
-            dw = weight_gradient(config, left, right, buffers.main_grad)
+        dw = _delivered(config, flat(dy), column, kept, buffers)
     if observed is not None and buffers.amax is not None:
         torch.maximum(buffers.amax, observed, out=buffers.amax)
     if config.draws and buffers.seed is not None:
         buffers.seed[1:].add_(1)
     return dx, dw, db, None, None, None, None
+
+
+def _delivered(config: Config, dy: Tensor, column: QTensor | None, kept: Saved, buffers: Buffers) -> Tensor | None:
+    """dw; or its operands brought to where they are waited for."""
+    if config.slots:
+        room = kept.slots[0]
+        if column is None and room is not None:  # codes are in their place already
+            room.copy_(dy.view(room.shape))
+        return None
+    left: Operand = dy.T if column is None else column
+    right = _x_operand(config, kept, dy.shape[0], dy.dtype)
+    if config.delay:
+        assert buffers.mail is not None
+        buffers.mail.put(config, left, right)
+        return None
+    return weight_gradient(config, left, right, buffers.main_grad)
 
 
 def _quantized_dy(
@@ -431,7 +557,16 @@ def _quantized_dy(
     scaling: Any = (None, None, kept.scaling[0])
     if kept.scaling[1] is not None:
         scaling = (*scaling, None, None, kept.scaling[1])
-    return _quantize(config, dy, config.dy_pair, scaling, 2, observed, seed if config.draws else None)
+    row, column = config.dy_pair
+    drawn = seed if config.draws else None
+    if config.slots < 2 or column is None:
+        return _quantize(config, dy, config.dy_pair, scaling, 2, observed, drawn)
+    found = (
+        None if row is None else row.proto(TensorProto.of(dy)).empty(),
+        _slot(config, kept.slots, dy.shape[-1]),  # type: ignore[arg-type]
+    )
+    fill_pair(as_matrix(dy), found, _given(config, dy, config.dy_pair, scaling, 2, observed, drawn))
+    return found
 
 
 def _input_gradient(config: Config, dy: Tensor, row: QTensor | None, kept: Saved) -> Tensor:
@@ -457,18 +592,18 @@ def _columns_of(kept: Saved, codes: Tensor) -> int:
     return codes.shape[1] if kept.width is None else kept.width.shape[1]
 
 
-def _x_operand(config: Config, kept: Saved, dy: Tensor) -> Operand:
+def _x_operand(config: Config, kept: Saved, tokens: int, dtype: torch.dtype) -> Operand:
     """xᵀ, contracted over the tokens, as dw's second operand."""
     codes = kept.x[0]
     assert codes is not None
     if config.kept_x == "plain":
-        return flat(codes).to(dy.dtype).T
+        return flat(codes).to(dtype).T
     if config.kept_x == "column":
         assert config.quant.wgrad.right is not None
-        return _assembled(config.quant.wgrad.right, kept.x, (codes.shape[0], dy.shape[0]), dy.dtype)
+        return _assembled(config.quant.wgrad.right, kept.x, (codes.shape[0], tokens), dtype)
     spec = config.quant.fprop.left
     assert spec is not None
-    q = _assembled(spec, kept.x, (codes.shape[0], _columns_of(kept, codes)), dy.dtype)
+    q = _assembled(spec, kept.x, (codes.shape[0], _columns_of(kept, codes)), dtype)
     return q.transpose() if config.wgrad_mode == "quantized" else q.dequantize().T
 
 

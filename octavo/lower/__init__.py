@@ -1,8 +1,8 @@
 """The one driver of the layer contract (`octavo.layers.contract`)."""
 
 from octavo.lower.eager import run
-from octavo.lower.graph import DIGEST
+from octavo.lower.graph import DIGEST, is_graph, is_inside_operator, sac_save_ops
 from octavo.lower.graph import refresh as refresh_in_graph
 from octavo.lower.graph import run as run_in_graph
 
-__all__ = ["DIGEST", "refresh_in_graph", "run", "run_in_graph"]
+__all__ = ["DIGEST", "is_graph", "is_inside_operator", "refresh_in_graph", "run", "run_in_graph", "sac_save_ops"]

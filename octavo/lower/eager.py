@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from octavo.layers.contract import Layer
 
@@ -36,7 +37,13 @@ class _Run(torch.autograd.Function):
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     layer, config, buffers, outputs = ctx.call
-    found = layer.backward(config, ctx.saved_tensors, buffers, grads[:outputs])
+    # a graph of the same layer may be in flight, and have the same buffers among what it saved
+    written = tuple([t for t in buffers if isinstance(t, Tensor)])
+    if written:
+        with _unsafe_preserve_version_counter(written):
+            found = layer.backward(config, ctx.saved_tensors, buffers, grads[:outputs])
+    else:
+        found = layer.backward(config, ctx.saved_tensors, buffers, grads[:outputs])
     return None, None, None, None, *found
 
 

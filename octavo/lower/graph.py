@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.fx.node import has_side_effect
+from torch.utils.flop_counter import register_flop_formula
 
+from octavo.errors import UnsupportedConfig
 from octavo.layers import linear
 from octavo.layers.contract import Made
 from octavo.quant.proto import TensorProto
@@ -52,6 +54,7 @@ class _Plan:
         self.config = self.layer.config(key)
         self.presence = presence  # for each input "0" or "1", or for a tuple of tensors "t" and how many
         self.buffers = [c == "1" for c in buffers]
+        self.writes = any(self.buffers) or self.layer.fills(self.config)  # backward, to what is saved for it
 
     def inputs(self, tensors: list[Any]) -> Any:
         """The layer's inputs, from the head of the list."""
@@ -67,7 +70,7 @@ class _Plan:
         return sum(int(mark.removeprefix("t")) for mark in self.presence.split(","))
 
     def buffers_of(self, tensors: list[Tensor]) -> Any:
-        """The layer's buffers, from what follows the inputs."""
+        """The layer's buffers, from the head of the list."""
         rest = iter(tensors)
         return self.layer.graph_buffers(*[next(rest) if here else None for here in self.buffers])
 
@@ -94,7 +97,21 @@ def _bytes(t: Tensor) -> Tensor:
 @torch.library.custom_op("octavo::run", mutates_args=())
 def _run(tensors: list[Tensor], plan: str) -> list[Tensor]:
     parsed = _plan(plan)
+    if parsed.writes:
+        _refuse_hooks()
     return _crossing(parsed.layer, parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
+
+
+def _refuse_hooks() -> None:
+    """A hook that keeps saved tensors elsewhere hands backward copies, and what is written to those is lost. A
+    checkpoint's hook does not: it runs forward again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks and hooks[0].__module__ != "torch.utils.checkpoint":
+        raise UnsupportedConfig(
+            "In a graph, saved_tensors_hooks (save_on_cpu) do not go with what backward writes besides its results: "
+            "fp8-delayed's amax, nvfp4's counter, main_grad, delay_wgrad_compute. Leave the hooks out, or run the "
+            "layer in eager mode, where both work."
+        )
 
 
 @_run.register_fake
@@ -110,23 +127,26 @@ def _fakes(parsed: _Plan, tensors: list[Tensor]) -> Made:
 @torch.library.custom_op("octavo::run_bwd", mutates_args=())
 def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
     parsed = _plan(plan)
-    written = tensors[: sum(parsed.buffers)]
-    rest = iter(tensors[len(written) :])
-    saved = tuple(next(rest) if here == "1" else None for here in mask)
-    with _unsafe_preserve_version_counter(tuple(written)):
-        grads = parsed.layer.backward(parsed.config, saved, parsed.buffers_of(written), (next(rest),))
+    saved, dy = _saved(parsed, tensors, mask)
+    with _unsafe_preserve_version_counter(tuple(tensors)):
+        grads = parsed.layer.backward(parsed.config, saved, parsed.buffers_of(tensors), (dy,))
     return [g for g in grads if g is not None]
 
 
 @_run_bwd.register_fake
 def _(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
     parsed = _plan(plan)
+    return [p.empty() for p in parsed.layer.gradient_protos(parsed.config, *_saved(parsed, tensors, mask)) if p]
+
+
+def _saved(parsed: _Plan, tensors: list[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], Tensor]:
+    """What `save` chose, and the gradient, out of buffers, saved tensors and gradient."""
     rest = iter(tensors[sum(parsed.buffers) :])
-    saved = tuple(next(rest) if here == "1" else None for here in mask)
-    return [p.empty() for p in parsed.layer.gradient_protos(parsed.config, saved, next(rest)) if p is not None]
+    return tuple(next(rest) if here == "1" else None for here in mask), next(rest)
 
 
 has_side_effect(torch.ops.octavo.run_bwd.default)
+UNDECLARED_WRITES = (torch.ops.octavo.run_bwd.default,)  # all operators whose schema does not tell what they write
 
 
 def _set_up(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
@@ -157,6 +177,19 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
 
 
 _run.register_autograd(_backward, setup_context=_set_up)
+
+
+@register_flop_formula(torch.ops.octavo.run, get_raw=True)  # type: ignore[untyped-decorator]
+def _(tensors: list[Tensor], plan: str, **_: Any) -> int:
+    parsed = _plan(plan)
+    return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors)))
+
+
+@register_flop_formula(torch.ops.octavo.run_bwd, get_raw=True)  # type: ignore[untyped-decorator]
+def _(tensors: list[Tensor], plan: str, mask: str, **_: Any) -> int:
+    parsed = _plan(plan)
+    saved, dy = _saved(parsed, tensors, mask)
+    return int(parsed.layer.gradient_flops(parsed.config, saved, dy))
 
 
 @torch.library.custom_op("octavo::refresh", mutates_args=("row", "column", "amaxes"))
@@ -194,3 +227,31 @@ def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
     plan = DIGEST + "|" + name + "|" + ",".join(presence) + "|" + marks + "|" + key
     found: list[Tensor] = torch.ops.octavo.run(tensors, plan)
     return found
+
+
+def sac_save_ops() -> tuple[Any, ...]:
+    """The operators to save in a selective checkpoint's policy: a layer's forward is then not run again.
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in octavo.sac_save_ops() else CheckpointPolicy.PREFER_RECOMPUTE
+    """
+    return (torch.ops.octavo.run.default,)
+
+
+def is_graph() -> bool:
+    """Whether a call must be nodes: a compiler traces it, or a dispatch mode (fake tensors, selective checkpointing, a
+    FLOP counter) wants to see it."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def is_inside_operator() -> bool:
+    """Whether the code being traced is the body of a higher-order operator, such as a checkpoint: what it leaves behind
+    in Python would be lost."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # seconds to import, and only a tracer gets here
+
+    try:
+        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    except AttributeError:  # torch.export traces without one
+        return False
+    return tracer.parent is not None

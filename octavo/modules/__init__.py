@@ -2,6 +2,7 @@
 
 from octavo.modules.ambient import autocast
 from octavo.modules.convert import convert, revert
+from octavo.modules.explain import explain
 from octavo.modules.linear import Linear
 from octavo.modules.model import attach, load_state_dict, quantize_weights, refresh_weights, state_dict, step
 
@@ -10,6 +11,7 @@ __all__ = [
     "attach",
     "autocast",
     "convert",
+    "explain",
     "load_state_dict",
     "quantize_weights",
     "refresh_weights",

@@ -6,7 +6,8 @@ whenever it runs.
 
 import threading
 from types import TracebackType
-from typing import Any
+
+import torch
 
 from octavo.recipes import SHIPPED, Recipe, recipe
 
@@ -26,7 +27,11 @@ class autocast:
     """Run layers without a recipe of their own in this one. Nests, can be entered again, and ends with its block."""
 
     def __init__(self, recipe: str | Recipe) -> None:
-        self.recipe = _SHIPPED[recipe] if recipe in _SHIPPED else _recipe(recipe)
+        if isinstance(recipe, str):
+            _learn(recipe)
+            self.recipe = _KNOWN[recipe]
+        else:
+            self.recipe = recipe
 
     def __enter__(self) -> "autocast":
         ambient.outer = (ambient.recipe, ambient.outer)
@@ -39,6 +44,12 @@ class autocast:
         ambient.recipe, ambient.outer = ambient.outer  # type: ignore[misc,assignment]
 
 
-_recipe = recipe  # the parameter above has the same name
-# by name, resolved beforehand: a compiler that traces a `with` statement reads them here and need not parse
-_SHIPPED: dict[Any, Recipe] = {name: recipe(name) for name in SHIPPED}
+# by what was written: a compiler that traces a `with` statement reads them here, and does not trace the parser
+_KNOWN: dict[str, Recipe] = {name: recipe(name) for name in SHIPPED}
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _learn(text: str) -> bool:
+    if text not in _KNOWN:
+        _KNOWN[text] = recipe(text)
+    return True

@@ -48,7 +48,8 @@ def convert(model: nn.Module, recipe: str | Recipe, policy: Policy | None = None
     """Make every nn.Linear in the model an octavo.Linear with this recipe.
 
     policy(path, module) may return False to leave one alone, or a recipe of its own for it. Strict: a linear layer that
-    cannot be converted and is not left alone by the policy is an error; otherwise it is reported as skipped."""
+    cannot be converted and is not left alone by the policy is an error, and so is, later, a setting of a converted one
+    that torch.compile cannot hold. Otherwise the former is reported as skipped, the latter run outside the graph."""
     default = resolve(recipe)
     planned = [(path, module, _choice(policy, path, module, default)) for path, module in _linears(model)]
     refused = [(path, why) for path, module, choice in planned if choice and (why := _refusal(module, choice))]
@@ -60,7 +61,9 @@ def convert(model: nn.Module, recipe: str | Recipe, policy: Policy | None = None
             f"path != {path!r}, or pass strict=False."
         )
     shared = {path: why for path, why in refused}
-    return Report(tuple(_converted(path, module, choice, shared.get(path, "")) for path, module, choice in planned))
+    return Report(
+        tuple(_converted(path, module, choice, shared.get(path, ""), strict) for path, module, choice in planned)
+    )
 
 
 def revert(model: nn.Module) -> None:
@@ -113,20 +116,21 @@ def _disagreements(planned: list[tuple[str, nn.Linear, Recipe | None]]) -> list[
     return found
 
 
-def _converted(path: str, module: nn.Linear, choice: Recipe | None, why: str) -> Row:
+def _converted(path: str, module: nn.Linear, choice: Recipe | None, why: str, strict: bool) -> Row:
     if choice is None:
         return Row(path, "", "skipped", why or "left alone by the policy")
     if why:
         return Row(path, "", "skipped", why)
     if isinstance(module, Linear):
         module.recipe = choice  # type: ignore[assignment]
+        module.strict = strict
     else:
         module.__class__ = Linear
-        module._set_up(choice, path=path)  # type: ignore[operator]
-    return Row(path, str(choice), *_route(module, choice))
+        module._set_up(choice, strict=strict, path=path)  # type: ignore[operator]
+    return Row(path, str(choice), *route(module, choice))
 
 
-def _route(module: nn.Linear, recipe: Recipe) -> tuple[str, str]:
+def route(module: nn.Linear, recipe: Recipe) -> tuple[str, str]:
     """How the layer's GEMMs run on the device it is on."""
     device, quant = module.weight.device, recipe.linear()
     if device.type == "meta":

@@ -6,6 +6,8 @@ kept in buffers that no checkpoint of weights sees: codes of the weight (`weight
 """
 
 import copy
+import ctypes
+import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,11 +19,11 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.layers import linear as layer
-from octavo.lower import DIGEST, refresh_in_graph, run, run_in_graph
+from octavo.lower import DIGEST, is_graph, is_inside_operator, refresh_in_graph, run, run_in_graph
 from octavo.modules import scaling, weights
 from octavo.modules.ambient import ambient
-from octavo.modules.mailbox import Mailbox
-from octavo.modules.main_grad import MainGrad, graph_buffer
+from octavo.modules.mailbox import Mailbox, Posted
+from octavo.modules.main_grad import MainGrad, graph_buffer, has_buffer
 from octavo.quant import DelayedState, QTensor
 from octavo.recipes import BF16, Recipe
 from octavo.recipes import recipe as resolve
@@ -41,6 +43,7 @@ class Linear(nn.Linear):
     return_bias                forward returns (y without the bias, bias)
     fuse_wgrad_accumulation    dW is added to `weight.main_grad` (octavo.modules.main_grad)
     delay_wgrad_compute        dW waits until `backward_dw()`
+    strict                     what torch.compile cannot hold is an error; otherwise it runs outside, and says so
     """
 
     def __init__(
@@ -55,13 +58,14 @@ class Linear(nn.Linear):
         return_bias: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        strict: bool = True,
         parallel_mode: str | None = None,
         sequence_parallel: bool = False,
         tp_group: Any = None,
     ) -> None:
         _refuse_parallel(parallel_mode, sequence_parallel, tp_group)
         super().__init__(in_features, out_features, bias, device, dtype)
-        self._set_up(recipe, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute)
+        self._set_up(recipe, return_bias, fuse_wgrad_accumulation, delay_wgrad_compute, strict)
 
     def _set_up(
         self,
@@ -69,12 +73,16 @@ class Linear(nn.Linear):
         return_bias: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        strict: bool = True,
         path: str = "",
     ) -> None:
         """What makes an nn.Linear an octavo.Linear."""
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
+        self.strict = strict
+        self._path = path  # for messages
+        self._warned = False
         self._codes = weights.Codes()
         self._scaling = scaling.Scaling()
         self._mailbox = Mailbox()
@@ -92,8 +100,8 @@ class Linear(nn.Linear):
         self._scaling.drop(self)
         weights.drop_buffers(self, [SEED])
         for name in (
-            "return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute",
-            "_codes", "_scaling", "_mailbox", "_recipe", "_follows", "_pending", "_seed",
+            "return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute", "strict",
+            "_codes", "_scaling", "_mailbox", "_recipe", "_follows", "_pending", "_seed", "_path", "_warned",
         ):  # fmt: skip
             del self.__dict__[name]
 
@@ -122,17 +130,15 @@ class Linear(nn.Linear):
 
     def _prepare(self, recipe: Recipe) -> None:
         """The buffers that a recipe needs, made when they are missing."""
-        draws = SEED not in self._buffers and recipe.linear().draws
         if torch.compiler.is_compiling():
-            if draws or (recipe.stateful and self._scaling.recipe != recipe):
-                raise UnsupportedConfig(
-                    f"A graph cannot make the state that {recipe} needs. Run one forward under it before compiling, or "
-                    "give the layer its recipe: octavo.convert(model, recipe)."
-                )
-            return
+            _make_state(id(self), recipe.key)
+        else:
+            self._install(recipe)
+
+    def _install(self, recipe: Recipe) -> None:
         if recipe.stateful:
             self._scaling.install(self, recipe, self.weight)
-        if draws:
+        if SEED not in self._buffers and recipe.linear().draws:
             with torch.inference_mode(False):  # made there, it must still serve training
                 seed = torch.tensor([self._seed, 0], device=self.weight.device)
             self.register_buffer(SEED, seed, persistent=False)
@@ -144,20 +150,21 @@ class Linear(nn.Linear):
     def forward(  # type: ignore[override]
         self, x: Tensor | QTensor, is_first_microbatch: bool | None = None, fp8_output: bool = False
     ) -> Any:
+        if torch.compiler.is_compiling() and (why := self._graph_refusal()):
+            if is_inside_operator():
+                _refuse(id(self), why)  # what follows would not be reached: all of the operator falls back to eager
+            torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
+            return _outside(self, why, x, is_first_microbatch, fp8_output)
+        in_graph = is_graph()
         recipe = self._recipe or self._followed(ambient.recipe)
         weight, bias = self.weight, self.bias
         added = None if self.return_bias else bias
         source, codes, dtype, shape = _input(x, recipe, weight)
         grads = _wanted(source, weight, added)
         observe = recipe.stateful and self.training and torch.is_grad_enabled()
-        if torch.compiler.is_compiling() and self.delay_wgrad_compute:
-            raise UnsupportedConfig(
-                "Under torch.compile a Linear takes no delay_wgrad_compute in this version. "
-                "Leave it out, or run the layer in eager mode."
-            )
-        kind = self._weight_codes(weight, recipe, is_first_microbatch, grads, observe)
+        kind = self._weight_codes(weight, recipe, is_first_microbatch, grads, observe, in_graph)
         main_grad, dummy = self._gradient_target(weight) if "w" in grads else ("", False)
-        delay = self.delay_wgrad_compute and "w" in grads
+        delay = "" if not self.delay_wgrad_compute or "w" not in grads else "post" if in_graph else "mailbox"
         if fp8_output and recipe.linear().fprop.left is None:
             raise UnsupportedConfig(
                 f"fp8_output=True quantizes y as the next layer's fprop would, and {recipe} quantizes nothing there. "
@@ -167,10 +174,10 @@ class Linear(nn.Linear):
             f"linear(recipe={recipe.key},dtype='{_NAMES[dtype]}',weight_dtype='{_NAMES[weight.dtype]}',"
             f"bias_dtype='{'' if added is None else _NAMES[added.dtype]}',grads='{grads}',"
             f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe={observe},quantize_output={fp8_output},"
-            f"main_grad='{main_grad}',dummy_grad={dummy},delay={delay})"
+            f"main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}')"
         )
         # a weight whose gradient goes elsewhere stays out of the graph: its hooks would see a gradient of None
-        elsewhere = delay or (main_grad != "" and not dummy)
+        elsewhere = delay != "" or (main_grad != "" and not dummy)
         stored = self._codes
         inputs = layer.Inputs(
             source, weight.detach() if elsewhere else weight, added, codes,
@@ -180,9 +187,11 @@ class Linear(nn.Linear):
         )  # fmt: skip
         amax = self._buffers[scaling.NAMES["backward"]["current"]] if observe and grads else None
         seed = self._buffers.get(SEED) if grads else None
-        if torch.compiler.is_compiling():
-            target = graph_buffer(weight) if main_grad else None
+        if in_graph:
+            target = graph_buffer(weight) if main_grad and not delay else None
             made = run_in_graph("linear", key, inputs._replace(weight=weight), (target, amax, seed))
+            if delay:
+                self._post(key, made, source, codes)
         else:
             config = layer.config(key)
             buffers = layer.Buffers(
@@ -191,10 +200,54 @@ class Linear(nn.Linear):
             made = run(layer, config, inputs, buffers, differentiable=grads != "", anchored=elsewhere)  # type: ignore[arg-type,assignment]
         parts = () if not fp8_output else tuple(made[1 : 1 + recipe.linear().parts])
         if observe:
-            self._remember(made[1 + len(parts)], weight)
+            self._remember(made[1 + len(parts)], weight, in_graph)
         y = made[0] if shape is None else made[0].view(*shape, made[0].shape[-1])
         out = _quantized_output(recipe, parts, y) if fp8_output else y
         return (out, bias) if self.return_bias else out
+
+    def _graph_refusal(self) -> str:
+        """Why a graph that is being traced cannot hold this layer; empty if it can."""
+        if not self.weight.requires_grad or not torch.is_grad_enabled():
+            return ""
+        why = ""
+        fused = self.fuse_wgrad_accumulation
+        if self.delay_wgrad_compute and is_inside_operator():
+            why = (
+                "delay_wgrad_compute=True inside torch.utils.checkpoint would leave the operands of dw with a forward "
+                "that is run again. Leave one of the two out"
+            )
+        elif fused and not self.delay_wgrad_compute and not has_buffer(self.weight):
+            why = (
+                "fuse_wgrad_accumulation=True needs weight.main_grad, or weight.get_main_grad(), before forward. "
+                "Set it first"
+            )
+        elif (
+            self.delay_wgrad_compute or (fused and not hasattr(self.weight, "grad_added_to_main_grad"))
+        ) and _has_hooks(id(self)):
+            why = (
+                "its weight has hooks, and gets its gradient elsewhere (delay_wgrad_compute, fuse_wgrad_accumulation), "
+                "so that every backward of a graph would call them with None. Remove the hooks, or set "
+                "weight.grad_added_to_main_grad, with which they get zeros"
+            )
+        return why and f"{self._title()} does not compile: {why}, or build the layer with strict=False, to run outside."
+
+    def _refuse(self, why: str) -> None:
+        if self.strict:
+            raise UnsupportedConfig(why)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"Running outside the graph. {why}", stacklevel=3)
+
+    def _title(self) -> str:
+        sizes = f"Linear({self.in_features}, {self.out_features})"
+        return f"{sizes} at {self._path!r}" if self._path else sizes
+
+    def _post(self, key: str, made: Any, source: Tensor | None, codes: layer.Parts) -> None:
+        """Leave what dw needs for `backward_dw`. The mailbox is written without being read: a read is a guard."""
+        start, stop, plain = _post_span(key)
+        given = codes if codes else (source.detach(),) if plain and source is not None else ()
+        box = self._mailbox
+        box.posted = (Posted(key, tuple(made[start:stop]), given), box.posted)
 
     def _followed(self, recipe: Recipe | None) -> Recipe:
         """The ambient recipe, for a layer without one of its own."""
@@ -211,7 +264,9 @@ class Linear(nn.Linear):
             self._follows = True
         return recipe
 
-    def _weight_codes(self, weight: Tensor, recipe: Recipe, first: bool | None, grads: str, observe: bool) -> str:
+    def _weight_codes(
+        self, weight: Tensor, recipe: Recipe, first: bool | None, grads: str, observe: bool, in_graph: bool
+    ) -> str:
         """How the layer gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or "held"."""
         stored = self._codes
         if stored.held:
@@ -227,7 +282,7 @@ class Linear(nn.Linear):
         if quant.fprop.right is None and quant.dgrad.right is None:
             return "plain"
         column = "x" in grads and quant.dgrad.right is not None
-        if torch.compiler.is_compiling():
+        if in_graph:
             self._refresh_in_graph(weight, recipe, first, column, observe)
             return "codes"
         if not first and stored.recipe == recipe and not stored.is_cold:
@@ -244,7 +299,7 @@ class Linear(nn.Linear):
     def _refresh_in_graph(self, weight: Tensor, recipe: Recipe, first: bool, column: bool, observe: bool) -> None:
         """The same, while a graph is traced: buffers that are missing are made and filled now, once; the graph
         refreshes them where it is told to. Whether a weight has changed is not for a graph to see."""
-        _make_cache(id(self), recipe.key, column)
+        _make_cache(id(self), recipe.key, column, observe and not first)
         if first:
             amaxes, slots = self._weight_scaling(recipe, observe)
             row, columns = self._codes.parts(self, "row"), self._codes.parts(self, "column")
@@ -264,10 +319,10 @@ class Linear(nn.Linear):
         mode = "overwrite" if getattr(weight, "overwrite_main_grad", False) else "add"
         return mode, hasattr(weight, "grad_added_to_main_grad")
 
-    def _remember(self, amax: Tensor, weight: Tensor) -> None:
+    def _remember(self, amax: Tensor, weight: Tensor, in_graph: bool) -> None:
         current = self._buffers[scaling.NAMES["forward"]["current"]]
         assert current is not None
-        if torch.compiler.is_compiling():
+        if in_graph:
             current.copy_(torch.maximum(current, amax))
         else:
             torch.maximum(current, amax, out=current)
@@ -281,10 +336,9 @@ class Linear(nn.Linear):
         weight = self.weight
         if not self.delay_wgrad_compute or not weight.requires_grad:
             return
-        letter = self._mailbox.take()
-        target = MainGrad(weight) if letter.config.main_grad else None
+        config, dy, x = self._mailbox.take(weight)
         with torch.no_grad():
-            dw = layer.weight_gradient(letter.config, letter.dy, letter.x, target)
+            dw = layer.weight_gradient(config, dy, x, MainGrad(weight) if config.main_grad else None)
         if dw is not None:
             torch.autograd.backward(weight, dw)  # accumulates as any backward does, hooks included
 
@@ -427,13 +481,51 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={recipe}" + (", weight held as codes" if self._codes.held else "")
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # runs while a graph is traced
-def _make_cache(layer_id: int, recipe_key: str, column: bool) -> bool:
+# -- what runs while a graph is traced, and is not part of it ----------------------------------------------------------
+
+_now = torch._dynamo.assume_constant_result
+
+
+@_now  # type: ignore[untyped-decorator]
+def _make_state(layer_id: int, recipe_key: str) -> bool:
+    """Give a layer the buffers of a recipe that it meets for the first time in a graph."""
+    _LIVING[layer_id]._install(resolve(recipe_key))
+    return True
+
+
+@_now  # type: ignore[untyped-decorator]
+def _refuse(layer_id: int, why: str) -> bool:
+    _LIVING[layer_id]._refuse(why)
+    return True
+
+
+@_now  # type: ignore[untyped-decorator]
+def _has_hooks(layer_id: int) -> bool:
+    weight: Any = _LIVING[layer_id].weight
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+
+@_now  # type: ignore[untyped-decorator]
+def _post_span(key: str) -> tuple[int, int, bool]:
+    """Where in what a node makes the post is, and whether x goes there as it is."""
+    config = layer.config(key)
+    return *config.posted, config.kept_x == "plain"
+
+
+@torch.compiler.disable(reason="octavo: this layer cannot be part of a graph")  # type: ignore[untyped-decorator,no-untyped-call]
+def _outside(module: "Linear", why: str, *arguments: Any) -> Any:
+    """What a graph cannot hold: an error, or eager mode with a word about it."""
+    module._refuse(why)
+    return module.forward(*arguments)
+
+
+@_now  # type: ignore[untyped-decorator]
+def _make_cache(layer_id: int, recipe_key: str, column: bool, observe: bool) -> bool:
     """Give a layer the cache that a graph is about to use."""
     module, recipe = _LIVING[layer_id], resolve(recipe_key)
     stored = module._codes
     if stored.recipe != recipe or stored.is_cold or (column and not stored.has(module, "column")):
-        module._refresh(module.weight, recipe, column=column, observe=False)
+        module._refresh(module.weight, recipe, column=column, observe=observe)
     return True
 
 
@@ -475,8 +567,9 @@ def _input(
 
 def _check_fits(x: Tensor | QTensor, weight: Tensor) -> None:
     if not x.shape or x.shape[-1] != weight.shape[1]:
+        found = tuple([len(range(n)) for n in x.shape])  # numbers, also where a compiler thinks in symbols
         raise UnsupportedShape(
-            f"This Linear takes inputs [..., {weight.shape[1]}], got {tuple(x.shape)}. "
+            f"This Linear takes inputs [..., {weight.shape[1]}], got {found}. "
             "Check the layer before it, or in_features."
         )
     if x.device != weight.device:
@@ -506,5 +599,6 @@ def _quantized_output(recipe: Recipe, parts: layer.Parts, token: Tensor) -> QTen
 def _seed_of(module: nn.Linear, path: str) -> int:
     """The seed of stochastic rounding, from where torch's generator stands after the parameters were drawn and from the
     layer's place. It draws nothing, so that parameters and dropout come out as they would without it."""
-    state = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+    generator = torch.get_rng_state()
+    state = zlib.crc32(ctypes.string_at(generator.data_ptr(), generator.nbytes))  # real, also among fake tensors
     return state << 30 | zlib.crc32(f"{path} {module.out_features}x{module.in_features}".encode()) >> 2

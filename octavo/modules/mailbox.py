@@ -1,12 +1,17 @@
-"""Weight gradients put off: backward leaves the operands here, `backward_dw()` takes them, oldest first."""
+"""Weight gradients put off: backward leaves the operands here, `backward_dw()` takes them, oldest first.
+
+A graph cannot put anything into a queue, and Python does not run when a captured one is replayed. Its forward therefore
+links what it will have posted (`octavo.layers.linear`, "gradients put off in a graph") in front of what was there,
+without looking at it: a compiler that saw a queue grow would make a new graph for every length.
+"""
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers.linear import Config, Operand
+from octavo.layers.linear import Config, Operand, Parts, config, posted_operands
 
 
 class Letter(NamedTuple):
@@ -18,30 +23,54 @@ class Letter(NamedTuple):
     versions: tuple[int, ...]  # of the operands that are the caller's own tensors
 
 
+class Posted(NamedTuple):
+    """The same, from a graph."""
+
+    key: str  # of its config
+    mail: Parts
+    x: Parts  # as it was given, where no codes of it were made
+
+
 def _versions(*operands: Operand) -> tuple[int, ...]:
     return tuple(t._version for t in operands if isinstance(t, Tensor))
 
 
 class Mailbox:
     def __init__(self) -> None:
-        self._letters: deque[Letter] = deque()
+        self._letters: deque[Letter | Posted] = deque()
+        self.posted: Any = None  # (newest Posted, (the one before, ...)), of graphs since the last look
 
     def __len__(self) -> int:
+        self._collect()
         return len(self._letters)
 
     def put(self, config: Config, dy: Operand, x: Operand) -> None:
+        self._collect()
         self._letters.append(Letter(config, dy, x, _versions(dy, x)))
 
-    def take(self) -> Letter:
+    def _collect(self) -> None:
+        """Move what graphs have posted to the queue."""
+        newest_first = []
+        while self.posted is not None:
+            letter, self.posted = self.posted
+            newest_first.append(letter)
+        self._letters.extend(reversed(newest_first))
+
+    def take(self, weight: Tensor) -> tuple[Config, Operand, Operand]:
+        """Config, dy and x of the oldest microbatch."""
+        self._collect()
         if not self._letters:
             raise UnsupportedConfig(
                 "backward_dw() has no backward to finish: each call takes one backward that has run with "
                 "delay_wgrad_compute=True, oldest first. Call it once for each."
             )
         letter = self._letters.popleft()
+        if isinstance(letter, Posted):
+            found = config(letter.key)
+            return found, *posted_operands(found, letter.mail, letter.x, weight)
         if letter.versions != _versions(letter.dy, letter.x):
             raise UnsupportedConfig(
                 "backward_dw() needs the unquantized x and dy of that backward, and one of them was written to since. "
                 "Call it before their buffers are used again, or let wgrad be quantized: codes are copies."
             )
-        return letter
+        return letter.config, letter.dy, letter.x

@@ -8,10 +8,12 @@ The protocol is the one Megatron and its relatives speak, with attributes of the
     grad_added_to_main_grad    where it exists it is set to True, and `.grad` receives zeros so that hooks fire
 """
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
-from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
+from octavo.errors import UnsupportedConfig
+from octavo.layers.linear import gradient_matrix
 
 
 class MainGrad:
@@ -22,25 +24,24 @@ class MainGrad:
 
     def open(self, rows: int, columns: int) -> Tensor:
         """The buffer as [rows, columns], a view."""
-        return _as_matrix(_find(self.weight), rows, columns, self.weight.device)
+        return gradient_matrix(_find(self.weight), rows, columns, self.weight.device)
 
     def close(self) -> None:
         if hasattr(self.weight, "grad_added_to_main_grad"):
             self.weight.grad_added_to_main_grad = True
 
 
-def graph_buffer(weight: Tensor) -> Tensor:
-    """The buffer, for a graph that is being traced: it must be there already, and no attribute is set later."""
-    if (
-        not hasattr(weight, "main_grad")
-        or hasattr(weight, "get_main_grad")
-        or hasattr(weight, "grad_added_to_main_grad")
-    ):
-        raise UnsupportedConfig(
-            "Under torch.compile, fuse_wgrad_accumulation needs weight.main_grad before forward, and weights without "
-            "get_main_grad and grad_added_to_main_grad, which a graph cannot call or set. Run the layer in eager mode."
-        )
-    buffer: Tensor = weight.main_grad
+def has_buffer(weight: Tensor) -> bool:
+    """Whether a graph that is being traced will find one."""
+    return hasattr(weight, "get_main_grad") or getattr(weight, "main_grad", None) is not None
+
+
+def graph_buffer(weight: Any) -> Tensor:
+    """The buffer, for a graph that is being traced: its address is the graph's from here on. The flag is set as early:
+    a graph's backward cannot, and whoever reads it reads it after backward."""
+    buffer: Tensor = weight.get_main_grad() if hasattr(weight, "get_main_grad") else weight.main_grad
+    if hasattr(weight, "grad_added_to_main_grad"):
+        weight.grad_added_to_main_grad = True
     return buffer
 
 
@@ -55,24 +56,3 @@ def _find(weight: Tensor) -> Tensor:
             "backward, or build the layer without fuse_wgrad_accumulation."
         )
     return buffer
-
-
-def _as_matrix(buffer: Tensor, rows: int, columns: int, device: torch.device) -> Tensor:
-    found = f"{buffer.dtype} {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
-    if buffer.dtype not in (torch.float32, torch.bfloat16):
-        raise UnsupportedDtype(f"weight.main_grad must be float32 or bfloat16, got {found}.")
-    if buffer.device != device or buffer.numel() != rows * columns:
-        raise UnsupportedShape(
-            f"weight.main_grad must hold {rows} x {columns} = {rows * columns} elements on {device}, got {found}."
-        )
-    try:
-        overlaps = any(n > 1 and step == 0 for n, step in zip(buffer.shape, buffer.stride(), strict=True))
-        matrix = None if overlaps else buffer.detach().view(rows, columns)
-    except RuntimeError:
-        matrix = None
-    if matrix is None:
-        raise UnsupportedShape(
-            f"weight.main_grad must be viewable as {(rows, columns)}, so that dw lands in it and not in a copy; got "
-            f"{found}. Make it contiguous."
-        )
-    return matrix

@@ -2,6 +2,7 @@
 
     quantize    both orientations of a matrix, every scheme, against a plain copy
     linear      forward and backward of a linear layer, every recipe, against bf16, peers and the floor
+    block       a compiled transformer block against bf16 and peers; host time of a layer in CUDA graphs
 
 A suite is a file here with `add_arguments`, `measure(arguments) -> report` and `render(report) -> text`.
 """
@@ -12,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from octavo.cli.bench import linear, quantize
+from octavo.cli.bench import block, linear, quantize
 from octavo.errors import UnsupportedHardware
 
-SUITES = {"quantize": quantize, "linear": linear}
+SUITES = {"quantize": quantize, "linear": linear, "block": block}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and getattr(arguments, "device", None) != "cpu":
         raise UnsupportedHardware("A bench times a GPU, and torch sees none here. Run it on a machine that has one.")
     suite = SUITES[arguments.suite]
     report = suite.measure(arguments)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from octavo.cli import machine, table
 from octavo.cli.bench import peers
+from octavo.cli.bench.step import peak_mib, training_step
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, host_us
 from octavo.formats import E4M3, E5M2
 from octavo.modules import Linear
@@ -37,8 +38,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def measure(arguments: Namespace) -> dict[str, Any]:
     shapes = [tuple(map(int, s.split(","))) for s in arguments.shape or ()] or list(SHAPES)
-    makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": _stock}
-    makers |= {f"octavo {name}": partial(_octavo, recipe=name) for name in arguments.recipes.split(",")}
+    makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": stock}
+    makers |= {f"octavo {name}": partial(low, recipe=name) for name in arguments.recipes.split(",")}
     if not arguments.no_peers:
         makers |= peers.linears()
     hosts = {name: {"alone": _host(make, 1), "in a stack": _host(make, STACK)} for name, make in makers.items()}
@@ -56,27 +57,18 @@ def measure(arguments: Namespace) -> dict[str, Any]:
     }
 
 
-def _stock(k: int, n: int) -> nn.Module:
-    return nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+def stock(k: int, n: int, device: torch.device | str = "cuda") -> nn.Module:
+    return nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
 
 
-def _octavo(k: int, n: int, recipe: str) -> nn.Module:
-    return Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16, recipe=recipe)
+def low(k: int, n: int, recipe: str, device: torch.device | str = "cuda") -> nn.Module:
+    return Linear(k, n, bias=False, device=device, dtype=torch.bfloat16, recipe=recipe)
 
 
 def _step(module: nn.Module, tokens: int, k: int, n: int) -> Callable[[], None]:
-    """One forward and backward, from gradients that are None to gradients that are there."""
     x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) * 1e-2
-    parameters = list(module.parameters())
-
-    def step() -> None:
-        x.grad = None
-        for p in parameters:
-            p.grad = None
-        module(x).backward(dy)
-
-    return step
+    return training_step(module, x, dy)
 
 
 def _host(make: Callable[[int, int], nn.Module], layers: int) -> float:
@@ -163,12 +155,7 @@ def _memory(module: nn.Module, step: Callable[[], None]) -> dict[str, float]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return {"saved_mib": sum(kept.values()) / 2**20, "peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
+    return {"saved_mib": sum(kept.values()) / 2**20, "peak_mib": peak_mib(step)}
 
 
 def render(report: dict[str, Any]) -> str:

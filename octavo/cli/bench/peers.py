@@ -26,11 +26,22 @@ def linears() -> dict[str, Callable[[int, int], nn.Module]]:
     return found
 
 
-def _torchao(k: int, n: int, recipe: str) -> nn.Module:
+def conversions() -> dict[str, Callable[[nn.Module], None]]:
+    """What makes a model's nn.Linears another library's, in place; the model is compiled as a whole afterwards."""
+    if importlib.util.find_spec("torchao") is None:
+        return {}
+    return {"torchao tensorwise": partial(_to_torchao, recipe="tensorwise")}
+
+
+def _to_torchao(model: nn.Module, recipe: str) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    model = nn.Sequential(nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16))
     convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+
+
+def _torchao(k: int, n: int, recipe: str) -> nn.Module:
+    model = nn.Sequential(nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16))
+    _to_torchao(model, recipe)
     model.compile()  # type: ignore[no-untyped-call]
     return model
 

@@ -1,0 +1,216 @@
+"""A transformer block, forward and backward, compiled: bf16, recipes, and other libraries where they can be imported.
+
+ms          one step after another, gradients dropped between them; the block taken whole by torch.compile
+of bf16     ms / the compiled bf16 block's
+eager ms    the same block, not compiled
+compile s   the first compiled step, without what a later one takes; caches of earlier runs are not read, but the
+            kernels of octavo's own were compiled by then
+peak MiB    most that one step allocates beyond what is there between steps
+
+Then one tiny layer under mode="reduce-overhead", which replays CUDA graphs:
+
+host us     what the host takes to issue one step; median of rounds in which the layers take turns
+skips       graphs that the compiler left without a CUDA graph
+
+On a CPU (--device cpu --size tiny) this only shows that it runs: backend aot_eager, which generates no code, and times
+by the clock.
+"""
+
+import statistics
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.cli import machine, table
+from octavo.cli.bench import linear, peers
+from octavo.cli.bench.step import peak_mib, training_step
+from octavo.cli.bench.transformer import Block, Size
+from octavo.cli.timing import REPEATS, WARMUP, eager_ms, host_us
+from octavo.modules import convert
+from octavo.modules import step as end_step
+from octavo.recipes import SHIPPED
+
+SIZES = {"full": Size(2, 4096, 4096, 32, 14336), "tiny": Size(2, 16, 32, 2, 64)}
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
+HOST_REPEATS, HOST_ROUNDS, CPU_REPEATS = 4, 100, 3
+
+Conversion = Callable[[nn.Module], object]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--size", choices=tuple(SIZES), default="full", help="full: 8192 tokens of width 4096")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="of the block, comma-separated")
+    parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
+
+
+def measure(arguments: Namespace) -> dict[str, Any]:
+    device, size = machine.parse_device(arguments.device), SIZES[arguments.size]
+    conversions: dict[str, Conversion] = {"bf16": lambda model: None}
+    conversions |= {f"octavo {name}": partial(convert, recipe=name) for name in arguments.recipes.split(",")}
+    if not arguments.no_peers:
+        conversions |= peers.conversions()
+    results = [_case(name, conversion, size, device) for name, conversion in conversions.items()]
+    for row in results:
+        row["of_bf16"] = row["ms"] / results[0]["ms"]
+    return {
+        "suite": "block",
+        "machine": machine.describe(device),
+        "dtype": "bfloat16",
+        "bias": False,
+        "size": vars(size),
+        "backend": _backend(device),
+        "peers": peers.versions(),
+        "method": {
+            "warmup": WARMUP,
+            "repeats": REPEATS,
+            "host_repeats": HOST_REPEATS,
+            "host_rounds": HOST_ROUNDS,
+            "statistic": "median",
+        },
+        "results": results,
+        "host_shape": list(linear.TINY),
+        "host": _hosts(device),
+    }
+
+
+# -- the block -------------------------------------------------------------------------------------------------------
+
+
+def _case(name: str, conversion: Conversion, size: Size, device: torch.device) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Block(size).to(device, torch.bfloat16)
+    conversion(model)
+    x = torch.randn(size.batch, size.length, size.width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x).detach() * 1e-2
+    step = training_step(model, x, dy)
+    step()
+    end_step(model)  # delayed scaling: scales that follow the data, as in training
+    row: dict[str, Any] = {"case": name}
+    row["eager_ms"], row["eager_readings_ms"] = _ms(step, device)
+    row["eager_peak_mib"] = _peak_mib(step, device)
+    torch._dynamo.reset()
+    with _no_caches(device):
+        step = training_step(model, x, dy, compiled(model, device))
+        first = _seconds(step, device)
+        row["ms"], row["readings_ms"] = _ms(step, device)
+        row["peak_mib"] = _peak_mib(step, device)
+    row["compile_s"] = first - row["ms"] / 1e3
+    return row
+
+
+def compiled(module: nn.Module, device: torch.device, mode: str = "default") -> Callable[..., Any]:
+    """The module taken whole by the compiler."""
+    settings: dict[str, Any] = {"mode": mode} if device.type == "cuda" else {"backend": _backend(device)}
+    call: Callable[..., Any] = torch.compile(module, fullgraph=True, **settings)
+    return call
+
+
+def _backend(device: torch.device) -> str:
+    return "inductor" if device.type == "cuda" else "aot_eager"
+
+
+def _no_caches(device: torch.device) -> AbstractContextManager[Any]:
+    if device.type != "cuda":
+        return nullcontext()
+    from torch._inductor.utils import fresh_cache  # seconds to import, which other commands need not wait for
+
+    return fresh_cache()
+
+
+def _ms(step: Callable[[], None], device: torch.device) -> tuple[float, list[float]]:
+    if device.type == "cuda":
+        return eager_ms(step)
+    readings = [_seconds(step, device) * 1e3 for _ in range(CPU_REPEATS)]
+    return statistics.median(readings), readings
+
+
+def _seconds(step: Callable[[], None], device: torch.device) -> float:
+    """Seconds by the clock until one step is done."""
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _peak_mib(step: Callable[[], None], device: torch.device) -> float | None:
+    return peak_mib(step) if device.type == "cuda" else None
+
+
+# -- the host --------------------------------------------------------------------------------------------------------
+
+
+def _hosts(device: torch.device) -> list[dict[str, Any]]:
+    """One tiny layer of each kind under reduce-overhead. They take turns: a host drifts, and differences are wanted."""
+    torch._dynamo.reset()
+    makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": partial(linear.stock, device=device)}
+    makers |= {f"octavo {name}": partial(linear.low, recipe=name, device=device) for name in SHIPPED}
+    steps = {name: _tiny_step(make, device) for name, make in makers.items()}
+    readings: dict[str, list[float]] = {name: [] for name in makers}
+    for _ in range(HOST_ROUNDS if device.type == "cuda" else 1):
+        for name, (step, _) in steps.items():
+            readings[name].append(_host_us(step, device))
+    return [
+        {"case": name, "us": statistics.median(readings[name]), "rounds_us": readings[name], "skips": skips}
+        for name, (_, skips) in steps.items()
+    ]
+
+
+def _tiny_step(make: Callable[[int, int], nn.Module], device: torch.device) -> tuple[Callable[[], None], int]:
+    """One step of a tiny layer, compiled and warmed up, and how many graphs were skipped on the way."""
+    tokens, k, n = linear.TINY
+    module = make(k, n)
+    x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, n, device=device, dtype=torch.bfloat16) * 1e-2
+    skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    step = training_step(module, x, dy, compiled(module, device, "reduce-overhead"))
+    for _ in range(WARMUP if device.type == "cuda" else 1):
+        step()
+    return step, torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] - skips
+
+
+def _host_us(step: Callable[[], None], device: torch.device) -> float:
+    return host_us(step, repeats=HOST_REPEATS) if device.type == "cuda" else _ms(step, device)[0] * 1e3
+
+
+# -- as text ---------------------------------------------------------------------------------------------------------
+
+
+def render(report: dict[str, Any]) -> str:
+    facts, size = report["machine"], report["size"]
+    head = (
+        f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, forward + backward, "
+        f"torch.compile(fullgraph=True), backend {report['backend']}\n"
+        f"block of width {size['width']}, {size['heads']} heads, MLP {size['hidden']}; "
+        f"{size['batch']} x {size['length']} tokens"
+    )
+    tokens, k, n = report["host_shape"]
+    tail = f'layer {tokens} x {k} -> {n}, mode="reduce-overhead"'
+    return "\n\n".join((head + "\n" + _block_table(report["results"]), tail + "\n" + _host_table(report["host"])))
+
+
+def _block_table(results: list[dict[str, Any]]) -> str:
+    rows = [
+        [
+            r["case"],
+            f"{r['ms']:.3f}",
+            f"{r['of_bf16']:.2f}",
+            f"{r['eager_ms']:.3f}",
+            f"{r['compile_s']:.1f}",
+            *("-" if mib is None else f"{mib:.0f}" for mib in (r["peak_mib"], r["eager_peak_mib"])),
+        ]
+        for r in results
+    ]
+    return table.render(("case", "ms", "of bf16", "eager ms", "compile s", "peak MiB", "eager peak MiB"), rows)
+
+
+def _host_table(hosts: list[dict[str, Any]]) -> str:
+    rows = [[r["case"], f"{r['us']:.0f}", f"{r['us'] - hosts[0]['us']:+.0f}", str(r["skips"])] for r in hosts]
+    return table.render(("case", "host us", "over nn.Linear", "skips"), rows)

@@ -1,0 +1,60 @@
+"""A transformer block with a language model's proportions, its projections plain nn.Linears: what a conversion and then
+a compiler are given. Tensors are [B, T, C]: sequences, positions, width."""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Size:
+    batch: int
+    length: int
+    width: int
+    heads: int
+    hidden: int
+
+
+class Attention(nn.Module):
+    """Causal, by torch's own kernel; q, k and v from one projection."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, heads, T, D]
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y: Tensor = self.out(mixed.transpose(1, 2).flatten(-2))
+        return y
+
+
+class SwiGLU(nn.Module):
+    """Gate and value from one projection."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.up = nn.Linear(size.width, 2 * size.hidden, bias=False)
+        self.down = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, dim=-1)
+        y: Tensor = self.down(F.silu(gate) * value)
+        return y
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and added to what it read."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(nn.RMSNorm(size.width), Attention(size))
+        self.mlp = nn.Sequential(nn.RMSNorm(size.width), SwiGLU(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        y: Tensor = x + self.mlp(x)
+        return y

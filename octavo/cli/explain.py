@@ -1,0 +1,134 @@
+"""What torch.compile makes of a model: graphs, breaks, recompiles, CUDA graph skips, and how each layer runs.
+
+    octavo explain package.module:function --fail-on break,recompile,skip
+
+The function takes no arguments and returns what is to be called, either way:
+
+    model, x, y                           one call, model(x, y)
+    model, [(x1, y1), (x2, y2)]           a call for each tuple of the list: another size shows its recompile
+
+It is looked for in the current folder and where Python looks. Forward and backward run on a copy of the model: under
+Inductor on a GPU, with CUDA graphs unless --mode says otherwise; on a CPU the graphs are taken and no code is
+generated, unless --mode is given. Exit code 1: a condition of --fail-on is met.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo.cli.train import check_compiler
+from octavo.errors import UnsupportedConfig
+from octavo.modules import explain
+from octavo.modules.report import Report, plural
+
+CONDITIONS: dict[str, tuple[str, Callable[[Report], Sequence[object]]]] = {
+    "break": ("graph break", lambda report: report.breaks),
+    "recompile": ("recompile", lambda report: report.recompiles),
+    "skip": ("cudagraph skip", lambda report: report.skips),
+}
+Batches = list[tuple[Any, ...]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="module:function", help="what makes the model and its inputs")
+    parser.add_argument("--mode", default=None, help="of torch.compile, such as default or reduce-overhead")
+    parser.add_argument("--fail-on", default="", metavar="WHAT", help=f"a list of: {','.join(CONDITIONS)}")
+    parser.add_argument("--json", default=None, metavar="FILE", help="also write the report there; - prints it instead")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    conditions = parse_conditions(arguments.fail_on)
+    if arguments.json not in (None, "-") and not Path(arguments.json).parent.is_dir():
+        raise UnsupportedConfig(f"--json writes into a folder that exists, got {arguments.json}. Make it first.")
+    with redirect_stdout(sys.stderr), _here():  # what the model prints is no part of the report
+        model, batches = load(arguments.target)
+        if arguments.mode is not None:
+            check_compiler(_device(model))
+        report = explain(model, *batches[0], then=batches[1:], mode=arguments.mode)
+    text = json.dumps(report.as_dict(), indent=1)
+    print(text if arguments.json == "-" else report)
+    if arguments.json not in (None, "-"):
+        Path(arguments.json).write_text(text + "\n")
+    failed = failures(report, conditions)
+    for sentence in failed:
+        print(f"octavo explain: {sentence}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def parse_conditions(text: str) -> list[str]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if word not in CONDITIONS:
+            raise UnsupportedConfig(f"--fail-on takes a list of {', '.join(CONDITIONS)}, got {word!r}. Correct it.")
+    return words
+
+
+def failures(report: Report, conditions: Sequence[str]) -> list[str]:
+    """A sentence for each condition that is met."""
+    sentences = []
+    for word in conditions:
+        noun, find = CONDITIONS[word]
+        if found := find(report):
+            sentences.append(f"--fail-on {word}: {plural(len(found), noun)}. The first: {found[0]}")
+    return sentences
+
+
+def load(target: str) -> tuple[nn.Module, Batches]:
+    """The model, and the arguments of each call."""
+    name, _, attribute = target.partition(":")
+    if not name or not attribute:
+        raise UnsupportedConfig(f"The target is module:function, got {target!r}. For example: mymodel:example.")
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise UnsupportedConfig(
+            f"{name} cannot be imported: {error}. Run this in the folder it lies in, or install it."
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise UnsupportedConfig(f"{name} has no function {attribute}. Define one that returns (model, *inputs).")
+    return _checked(target, function())
+
+
+def _checked(target: str, found: Any) -> tuple[nn.Module, Batches]:
+    model, *inputs = found if isinstance(found, tuple) and found else (found,)
+    batches = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], list) else [tuple(inputs)]
+    if not isinstance(model, nn.Module) or not inputs:
+        raise UnsupportedConfig(
+            f"{target} must return (model, *inputs), a torch.nn.Module first, got {_kinds(found)}. Or (model, "
+            "[(x1, y1), (x2, y2)])."
+        )
+    if not batches or not all(isinstance(batch, tuple) for batch in batches):
+        raise UnsupportedConfig(
+            f"{target} returned a list after the model, which is one tuple of arguments for each call, got a list of "
+            f"{_kinds(tuple(batches))}. Write [(x,)], or (model, x) for a single call."
+        )
+    return model, batches
+
+
+def _kinds(found: Any) -> str:
+    if isinstance(found, tuple):
+        return f"({', '.join(type(entry).__name__ for entry in found)})"
+    return type(found).__name__
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def _here() -> Iterator[None]:
+    """The current folder first in Python's path, as for `python -m`."""
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.path.remove("")

@@ -1,0 +1,156 @@
+"""What `octavo.explain` found, as values: plain data for a program, text for a person."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SHOWN = 5  # breaks, recompiles or skips of which a text shows each; JSON has them all
+WIDTH = 200  # of a line that quotes the compiler
+
+
+@dataclass(frozen=True)
+class Break:
+    """A place where a graph ends before the call does."""
+
+    reason: str
+    where: str  # file:line, and where it ends inside a function, its name
+    uncompiled: str = ""  # the function that runs without any graph because of it; empty: another graph goes on
+
+    def __str__(self) -> str:
+        lost = f", and all of {self.uncompiled} runs uncompiled" if self.uncompiled else ""
+        return f"{self.where}{lost}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """A call that no graph made before would serve."""
+
+    guard: str  # the condition that failed
+    where: str  # file:line of the function that was compiled again, and its name
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.guard}"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The operators of one captured graph, and how often it calls each."""
+
+    direction: str  # forward, backward; inference where nothing asks for a gradient
+    nodes: tuple[tuple[str, int], ...]  # ours
+    others: tuple[tuple[str, int], ...]
+
+    def count(self, name: str) -> int:
+        return dict(self.nodes + self.others).get(name, 0)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"direction": self.direction, "nodes": dict(self.nodes), "others": dict(self.others)}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One octavo.Linear."""
+
+    path: str
+    recipe: str  # the key of its own, or "from octavo.autocast" and the one that was in force
+    routes: tuple[tuple[str, str], ...]  # for each GEMM: native, emulated, reference
+    why: str = ""  # where a GEMM is emulated
+    uncompiled: str = ""  # why it is in no graph; empty if it is in one
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**vars(self), "routes": dict(self.routes)}
+
+
+@dataclass(frozen=True)
+class Report:
+    compiler: str  # what took the graphs
+    cudagraphs: bool  # whether CUDA graphs were asked for: nothing is skipped that was not
+    breaks: tuple[Break, ...]
+    recompiles: tuple[Recompile, ...]
+    skips: tuple[str, ...]  # why a graph does not run as a CUDA graph, once for each that does not
+    graphs: int
+    captured: tuple[Graph, ...]  # forward and backward, in the order in which they were made
+    layers: tuple[Layer, ...]
+
+    def count(self, name: str, direction: str = "") -> int:
+        """How many nodes of this name there are, in all graphs or in those of one direction."""
+        return sum(graph.count(name) for graph in self.captured if direction in ("", graph.direction))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "compiler": self.compiler,
+            "cudagraphs": self.cudagraphs,
+            "graphs": self.graphs,
+            "breaks": [dict(vars(b)) for b in self.breaks],
+            "recompiles": [dict(vars(r)) for r in self.recompiles],
+            "skips": list(self.skips),
+            "captured": [graph.as_dict() for graph in self.captured],
+            "layers": [layer.as_dict() for layer in self.layers],
+        }
+
+    def __str__(self) -> str:
+        skipped = plural(len(self.skips), "cudagraph skip") if self.cudagraphs else "no CUDA graphs asked for"
+        counts = [plural(self.graphs, "graph"), plural(len(self.breaks), "break")]
+        counts += [plural(len(self.recompiles), "recompile"), skipped]
+        parts = [f"{self.compiler}: {', '.join(counts)}"]
+        for name, found in (("break", self.breaks), ("recompile", self.recompiles), ("skip", self.skips)):
+            parts += _entries(name, [str(entry) for entry in found])
+        return "\n".join([*parts, "", *_graph_lines(self.captured), "", *_layer_lines(self.layers)])
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def _entries(name: str, found: Sequence[str]) -> list[str]:
+    """A line each, with how often where that is more than once."""
+    once = list(dict.fromkeys(found))
+    lines = [text + (f" ({found.count(text)} times)" if found.count(text) > 1 else "") for text in once[:SHOWN]]
+    lines = [f"  {name}  {text if len(text) <= WIDTH else text[: WIDTH - 3] + '...'}" for text in lines]
+    return lines + ([f"  and {plural(len(once) - SHOWN, name)} more"] if len(once) > SHOWN else [])
+
+
+def _graph_lines(captured: tuple[Graph, ...]) -> list[str]:
+    """A row for each different graph."""
+    equal: dict[Graph, int] = {}
+    for graph in captured:
+        equal[graph] = equal.get(graph, 0) + 1
+    rows = [(g.direction, str(n), _counts(g.nodes), _counts(g.others)) for g, n in equal.items()]
+    lines = _columns([("graph", "count", "our nodes", "others"), *rows[:SHOWN]])
+    return lines + ([f"and {len(rows) - SHOWN} other kinds"] if len(rows) > SHOWN else [])
+
+
+def _counts(nodes: tuple[tuple[str, int], ...]) -> str:
+    shown = ", ".join(f"{name} {count}" for name, count in nodes[:SHOWN]) or "none"
+    return shown if len(nodes) <= SHOWN else f"{shown}, and {len(nodes) - SHOWN} more kinds"
+
+
+def _layer_lines(layers: tuple[Layer, ...]) -> list[str]:
+    """A row for layers that differ in nothing but their paths, and under it what is to be said of them."""
+    if not layers:
+        return ["There is no octavo.Linear in this model."]
+    equal: dict[tuple[Any, ...], list[str]] = {}
+    for layer in layers:
+        equal.setdefault((layer.recipe, layer.routes, layer.why, layer.uncompiled), []).append(layer.path)
+    rows = [("layers", "count", "recipe", *(gemm for gemm, _ in layers[0].routes))]
+    notes = []
+    for (recipe, routes, why, uncompiled), paths in equal.items():
+        name = _paths(paths)
+        rows.append((name, str(len(paths)), recipe, *(route for _, route in routes)))
+        notes += [f"{name}: {text}" for text in (why, uncompiled and f"not compiled: {uncompiled}") if text]
+    return [*_columns(rows), *notes]
+
+
+def _paths(paths: Iterable[str]) -> str:
+    """Paths that differ in their numbers only are one, with stars."""
+    kinds: dict[str, list[str]] = {}
+    for path in paths:
+        kinds.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", path), []).append(path or "(model)")
+    names = [kind if len(found) > 1 else found[0] for kind, found in kinds.items()]
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,45 @@
+"""What our operators are called with in one compiled step: (operator, arguments), for torch.library.opcheck."""
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Recorder(TorchDispatchMode):
+    """Notes calls of our operators, with copies of what they were given."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "octavo":
+            self.calls.append((func, pytree.tree_map_only(torch.Tensor, copied, args)))
+        return func(*args, **(kwargs or {}))
+
+
+def copied(tensor):
+    """With its strides and device, and with whether it wants a gradient."""
+    own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return own.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def recorded(layer, x, dy, **flags):
+    """Every call in one forward and backward. The graph is run as it was traced, so that its operators are seen."""
+    calls = []
+
+    def backend(gm, _):
+        def run(*args):
+            with Recorder(calls):
+                return gm(*args)
+
+        return run
+
+    y = torch.compile(layer, fullgraph=True, backend=backend)(x, **flags)
+    with Recorder(calls):
+        y.backward(dy)
+    return calls
+
+
+def without_gradients(args):
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), args)
