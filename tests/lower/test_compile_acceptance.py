@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -23,10 +24,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._inductor import config as inductor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import octavo
@@ -36,10 +35,12 @@ from octavo.errors import UnsupportedConfig
 from octavo.kernels.gemm import reference as gemm_reference
 from octavo.lower import graph
 from octavo.recipes import SHIPPED
+from tests.lower.recorder import Recorder, without_gradients
 from tests.modules.oracle import OTHERS, QUANTIZED, assert_same, make, seed_of, spiky
 from tests.quant.sameness import assert_same as assert_same_codes
 
 K, N, M = 48, 40, 24
+ALL_RECIPES = len(SHIPPED)
 every = pytest.mark.parametrize("recipe", SHIPPED)
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
 sample = pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "nvfp4"])
@@ -126,22 +127,22 @@ def refused(call, *args, words):
 class Bank(nn.Module):
     """A layer of every recipe side by side, each with its own slice of x: one compilation for all of them."""
 
-    def __init__(self, **options):
+    def __init__(self, recipes=SHIPPED, **options):
         super().__init__()
-        self.layers = nn.ModuleList([make(recipe, seed=i, **options) for i, recipe in enumerate(SHIPPED)])
+        self.layers = nn.ModuleList([make(recipe, seed=i, **options) for i, recipe in enumerate(recipes)])
 
     def forward(self, x, **flags):
         return torch.stack([layer(x[i], **flags) for i, layer in enumerate(self.layers)])
 
 
-def bank(**options):
-    model = Bank(**options)
+def bank(*recipes, **options):
+    model = Bank(recipes or SHIPPED, **options)
     return model, copy.deepcopy(model)
 
 
-def batches(i, m=M):
+def batches(i, m=M, layers=ALL_RECIPES):
     """Slices of x and dy for a bank."""
-    return spiky(len(SHIPPED), m, K, seed=100 + i), spiky(len(SHIPPED), m, N, seed=500 + i)
+    return spiky(layers, m, K, seed=100 + i), spiky(layers, m, N, seed=500 + i)
 
 
 def test_a_batch_marked_dynamic_has_one_graph_after_one_call():
@@ -169,10 +170,10 @@ def test_sizes_found_dynamic_on_the_way_take_two_graphs_at_most():
 
 
 def test_no_token_and_one_token_through_a_callable_compiled_for_many():
-    model, twin = bank()
+    model, twin = bank("bf16", "fp8-delayed", "fp8-block", "nvfp4")
     call = compiled(model, dynamic=True)
     for i, m in enumerate((24, 0, 1, 9, 0)):
-        assert_step((model, twin), (call, twin), batches(i, m))
+        assert_step((model, twin), (call, twin), batches(i, m, 4))
         stepped(model, twin)
     assert_state(model, twin)
     assert 1 <= graphs() <= 3
@@ -201,7 +202,7 @@ def test_a_wrong_number_of_features_is_said_with_both_numbers(dynamic):
         assert_step((layer, twin), (call, twin), batch(i))  # and is as good as before
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["nvfp4"])
 def test_inputs_and_gradients_that_are_not_contiguous(recipe):
     layer, twin = pair(recipe, bias=False)
     call = compiled(layer)
@@ -237,18 +238,20 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-@torch._dynamo.config.patch(recompile_limit=12)
-def test_twelve_different_layers_compiled_one_by_one_take_a_graph_each():
-    """All layers of a class are one function to torch, nn.Linear too, and it takes eight: docs/compile.md."""
-    assert len({*DIFFERENT}) == 12
-    kept = []
-    for i, (recipe, k, n) in enumerate(DIFFERENT):
-        layer, twin = pair(recipe, k, n)
-        kept.append((layer, twin, compiled(layer)))
-        assert_step((layer, twin), (kept[-1][2], twin), batch(i, 9, k, n))
-    for i, (layer, twin, call) in enumerate(kept):  # and each still has its own graph
-        assert_step((layer, twin), (call, twin), batch(20 + i, 9, layer.in_features, layer.out_features))
-    assert not [reason for reason in counters["graph_break"] if "limit" in reason]
+def test_twelve_different_layers_compiled_one_by_one():
+    """All layers of a class are one function to torch, and that takes eight sets of guards: docs/compile.md."""
+    assert len({*DIFFERENT}) == 12 > torch._dynamo.config.recompile_limit
+    isolates = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # from torch 2.13 on
+    options, kept = {"isolate_recompiles": True} if isolates else {}, []
+    with torch._dynamo.config.patch({} if isolates else {"recompile_limit": 12}):
+        for i, (recipe, k, n) in enumerate(DIFFERENT):
+            layer, twin = pair(recipe, k, n)
+            kept.append((layer, twin, compiled(layer, **options)))
+            assert_step((layer, twin), (kept[-1][2], twin), batch(i, 9, k, n))
+        assert graphs() == 12
+        for i, (layer, twin, call) in enumerate(kept):  # and each still has its own graph
+            assert_step((layer, twin), (call, twin), batch(20 + i, 9, layer.in_features, layer.out_features))
+        assert graphs() == 12
 
 
 def test_twelve_different_layers_in_one_compiled_model_are_one_graph():
@@ -422,14 +425,13 @@ def test_recipes_around_the_calls_each_keep_their_own_backward():
 # -- 11-14: the weight cache -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("filled", ["eager", "compiled"])
-def test_a_cache_filled_without_gradients_is_completed_by_a_compiled_training_step(filled):
+def test_a_cache_filled_without_gradients_is_completed_by_a_compiled_training_step():
     model, twin = bank()
     call = compiled(model)
     x = batches(9)[0]
     with torch.no_grad():
-        (call if filled == "compiled" else model)(x, is_first_microbatch=True)
-        twin(x, is_first_microbatch=True)
+        for m in (model, twin):
+            m(x, is_first_microbatch=True)
     for i in range(2):
         assert_step((model, twin), (call, twin), batches(i), is_first_microbatch=False)
     with torch.no_grad():  # and inference reads what training left
@@ -722,21 +724,45 @@ def test_a_frozen_weight_has_no_delayed_dw():
     assert layer.weight.grad is None
 
 
+def test_forwards_without_gradients_leave_no_dw_pending():
+    layer, twin = make("fp8-current", delay_wgrad_compute=True), make("fp8-current")
+    call = compiled(layer)
+    with torch.no_grad():
+        call(batch(1)[0])
+    assert_nothing_pending(layer)
+    x, dy = batch(2)
+    call(x).backward(dy)
+    layer.backward_dw()
+    assert_same(layer.weight.grad, results(twin, twin, x, dy)["weight"])
+
+
+def test_a_delayed_dw_whose_backward_never_came_is_nan():
+    """Not a number that could pass for a gradient."""
+    layer = make("fp8-current", delay_wgrad_compute=True)
+    compiled(layer)(batch(0)[0])
+    layer.backward_dw()
+    assert layer.weight.grad.isnan().all()
+
+
 @pytest.mark.parametrize(("recipe", "order"), [("fp8-current", "compiled first"), ("nvfp4", "eager first")])
-def test_eager_and_compiled_microbatches_share_one_queue(recipe, order):
+def test_eager_and_compiled_microbatches_each_give_their_dw_once(recipe, order):
+    """In whichever order: docs/compile.md."""
     layer, twin = pair(recipe, delay_wgrad_compute=True)
     runs = [compiled(layer), layer]
     if order == "eager first":
         runs.reverse()
-    data, sums = [batch(i, 8 + i) for i in range(4)], []
+    data, logs = [batch(i, 8 + i) for i in range(4)], []
     for m, calls in ((layer, runs * 2), (twin, [twin] * 4)):
         for y, (_, dy) in zip([run(x) for run, (x, _) in zip(calls, data, strict=True)], data, strict=True):
             y.backward(dy)
-        m.weight.grad = None
+        logs.append([])
         for _ in data:
+            m.weight.grad = None
             m.backward_dw()
-        sums.append(m.weight.grad.double())
-    torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-6)  # which comes first is not said
+            logs[-1].append(m.weight.grad)
+        assert_nothing_pending(m)
+    found, want = (sorted(log, key=lambda dw: dw.sum().item()) for log in logs)
+    assert_logs(found, want)
     assert_state(layer, twin)
 
 
@@ -765,26 +791,28 @@ def test_two_backwards_in_reverse_order_give_the_same_sum():
     assert_same(layer.weight.grad, twin.weight.grad)
 
 
-class Residual(nn.Module):
-    """Exact under any fusion; the last sum may be written over what a layer gave."""
+class Mixed(nn.Module):
+    """Products between the layers, whose memory Inductor plans and uses again; bf16 keeps x itself for its dw."""
 
-    def __init__(self, recipe, depth=4, **options):
+    def __init__(self, recipes, **options):
         super().__init__()
-        self.layers = nn.Sequential(*[make(recipe, K, K, seed=i, **options) for i in range(depth)])
+        self.layers = nn.ModuleList([make(recipe, K, K, seed=i, **options) for i, recipe in enumerate(recipes)])
+        self.register_buffer("mix", torch.eye(K).roll(1, 0))  # a permutation: exact in any order of sums
 
     def forward(self, x):
-        return self.layers(x) + x
+        for layer in self.layers:
+            x = layer(x @ self.mix)
+        return x @ self.mix
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@inductor.patch(compile_threads=1)  # no pool of processes for two small kernels
-def test_a_model_of_four_layers_that_delay_their_dw(backend):
-    model = Residual("fp8-current", delay_wgrad_compute=True)
+def test_a_model_of_four_layers_that_delay_their_dw_under_inductor():
+    model = Mixed(("bf16", "fp8-current", "bf16", "nvfp4"), delay_wgrad_compute=True)
     twin = copy.deepcopy(model)
-    call = compiled(model, backend=backend, dynamic=True)
+    call = compiled(model, backend="inductor", dynamic=True)
     for step in range(2):
         data = [batch(3 * step + i, (8, 12, 20)[i], n=K) for i in range(3)]
         assert_logs(flight_of(model, call, data), flight_of(twin, twin, data))
+    assert_state(model, twin)
     assert graphs() == 1
 
 
@@ -803,58 +831,80 @@ def test_what_was_pending_is_released_after_a_compiled_step():
 
 # -- 23, 24, 27: what a graph cannot serve ----------------------------------------------------------------------------
 
-REASON = ("delay_wgrad_compute", "checkpoint")
-
 
 def recomputed(layer):
-    """What a graph cannot serve: the recomputed forward would leave a second dw pending."""
+    """The recomputed forward would leave a second dw pending."""
     return functools.partial(checkpoint, layer, use_reentrant=False)
 
 
-@pytest.mark.parametrize("fullgraph", [True, False])
-def test_strict_is_the_default_and_raises_with_a_reason(fullgraph):
-    layer = make("fp8-current", delay_wgrad_compute=True)
-    block = recomputed(layer)
-    call = torch.compile(lambda x: block(x), fullgraph=fullgraph, backend="aot_eager")
-    assert refused(call, batch(0)[0], words=REASON)
+def hooked_weight(layer):
+    """A graph would call these with None in every backward."""
+    layer.fired = []
+    layer.weight.main_grad = torch.zeros(N, K)
+    layer.weight.register_hook(lambda g: layer.fired.append(g.clone()))
+    layer.weight.register_post_accumulate_grad_hook(lambda p: layer.fired.append(p.grad.clone()))
+    return layer
 
 
-def converted(strict):
-    model = nn.Sequential(nn.Linear(K, N))
-    octavo.convert(model, "fp8-current", strict=strict)
-    model[0].delay_wgrad_compute = True
-    return model[0]
-
-
-RELAXED = {
-    "Linear": lambda: make("fp8-current", strict=False, delay_wgrad_compute=True),
-    "convert": lambda: converted(strict=False),
+CANNOT = {
+    "checkpoint": (recomputed, {"delay_wgrad_compute": True}, ("delay_wgrad_compute", "checkpoint")),
+    "hooks of a delayed dw": (hooked_weight, {"delay_wgrad_compute": True}, ("delay_wgrad_compute", "hooks")),
+    "hooks of main_grad": (hooked_weight, {"fuse_wgrad_accumulation": True}, ("fuse_wgrad_accumulation", "hooks")),
+    "no main_grad": (lambda layer: layer, {"fuse_wgrad_accumulation": True}, ("fuse_wgrad_accumulation", "main_grad")),
 }
 
 
-@pytest.mark.parametrize("form", RELAXED)
-def test_strict_false_runs_eagerly_with_one_warning_that_has_the_reason(form):
-    layer = RELAXED[form]()
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("what", CANNOT)
+def test_strict_is_the_default_and_raises_with_a_reason(what, fullgraph):
+    prepare, options, words = CANNOT[what]
+    block = prepare(make("fp8-current", **options))
+    call = torch.compile(lambda x: block(x), fullgraph=fullgraph, backend="aot_eager")
+    sentence = refused(call, batch(0)[0], words=(*words, "Linear(48, 40)"))
+    assert "strict=False" in sentence, "the way out"
+
+
+def converted(options):
+    model = nn.Sequential(nn.Linear(K, N))
+    octavo.convert(model, "fp8-current", strict=False)
+    for name in options:
+        setattr(model[0], name, True)
+    return model[0]
+
+
+RELAXED = {"Linear": lambda options: make("fp8-current", strict=False, **options), "convert": converted}
+
+
+@pytest.mark.parametrize(("what", "form"), [
+    ("checkpoint", "Linear"), ("checkpoint", "convert"), ("hooks of a delayed dw", "Linear"),
+    ("hooks of main_grad", "convert")])  # fmt: skip
+def test_strict_false_runs_eagerly_with_one_warning_that_has_the_reason(what, form):
+    prepare, options, words = CANNOT[what]
+    layer = RELAXED[form](options)
     twin = copy.deepcopy(layer)
-    block = recomputed(layer)
+    block, eager = prepare(layer), prepare(twin)
     call = torch.compile(lambda x: block(x), backend="aot_eager")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for i in range(3):
-            assert_step((layer, twin), (call, recomputed(twin)), batch(i))
+            assert_step((layer, twin), (call, eager), batch(i))
             for m in (layer, twin):
                 m.backward_dw()
             assert_same(layer.weight.grad, twin.weight.grad)
-    relevant = [w for w in caught if issubclass(w.category, UserWarning) and "delay_wgrad_compute" in str(w.message)]
+    if prepare is hooked_weight:
+        assert_same(layer.weight.main_grad, twin.weight.main_grad)
+        assert len(layer.fired) == (6 if "delay_wgrad_compute" in options else 0)
+        assert_logs(layer.fired, twin.fired)
+    relevant = [w for w in caught if issubclass(w.category, UserWarning) and words[0] in str(w.message)]
     assert len(relevant) == 1, [str(w.message) for w in caught]
     torch._dynamo.reset()
-    reason = refused(compiled(lambda x: block(x)), batch(0)[0], words=REASON)
+    reason = refused(compiled(lambda x: block(x)), batch(0)[0], words=words)
     assert str(relevant[0].message).partition("Linear(")[2] == reason.partition("Linear(")[2] != ""
 
 
 @pytest.mark.parametrize("form", RELAXED)
 def test_strict_false_changes_nothing_where_a_graph_serves(form):
-    layer = RELAXED[form]()
+    layer = RELAXED[form]({"delay_wgrad_compute": True})
     twin = copy.deepcopy(layer)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -982,7 +1032,7 @@ def products(monkeypatch):
 
 
 SELECTED = [(recipe, "eager") for recipe in SHIPPED]
-SELECTED += [(recipe, "compiled") for recipe in ("bf16", "fp8-delayed", "fp8-block", "nvfp4")]
+SELECTED += [(recipe, "compiled") for recipe in ("fp8-delayed", "nvfp4")]
 
 
 @pytest.mark.parametrize(("recipe", "mode"), SELECTED)
@@ -1183,25 +1233,6 @@ def test_what_backward_needed_is_released_by_it():
 # -- 51: the operators -----------------------------------------------------------------------------------------------
 
 
-class Recorder(TorchDispatchMode):
-    """Calls of our operators, with copies of what they were given."""
-
-    def __init__(self, calls):
-        super().__init__()
-        self.calls = calls
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "octavo":
-            self.calls.append((func, pytree.tree_map_only(torch.Tensor, own, args)))
-        return func(*args, **(kwargs or {}))
-
-
-def own(tensor):
-    """A copy of a tensor with its strides, and with whether it wants a gradient."""
-    copied = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor.detach())
-    return copied.requires_grad_(tensor.requires_grad)
-
-
 def recorded(layer, x, dy, **flags):
     """Every call of our operators in one forward and backward: [(operator, args)]. A mode sees them in eager too."""
     calls = []
@@ -1212,10 +1243,6 @@ def recorded(layer, x, dy, **flags):
         if y.requires_grad:
             y.backward(dy)
     return calls
-
-
-def without_grad(args):
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach(), args)
 
 
 ALL = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -1245,7 +1272,7 @@ def test_opcheck_of_every_operator_of_a_step(recipe, way):
         if op is torch.ops.octavo.run.default:
             assert [t.requires_grad for t in args[0]][:2] == [True, True], "x and the weight"
         else:
-            args = without_grad(args)
+            args = without_gradients(args)
         assert set(torch.library.opcheck(op, args, test_utils=tests).values()) == {"SUCCESS"}
 
 
@@ -1275,7 +1302,7 @@ def facts(tensor):
 
 
 def assert_fakes_agree(op, args):
-    args = without_grad(args)
+    args = without_gradients(args)
     with FakeTensorMode() as mode:
         fake = op(*pytree.tree_map_only(torch.Tensor, mode.from_tensor, args))
     real = op(*args)
@@ -1327,7 +1354,7 @@ def inductor_step():
     counted = {f"{group}.{key}": counters[group][key]
                for group in ("aot_autograd", "inductor") for key in counters[group] if "cache_" in key}  # fmt: skip
     digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in found.values())).hexdigest()
-    return {"digest": digest, "counters": counted}
+    return {"digest": digest, "counters": counted, "sources": graph.DIGEST}
 
 
 ROOT = Path(octavo.__file__).parent.parent
@@ -1347,6 +1374,7 @@ def test_a_second_process_finds_the_graphs_in_the_disk_cache(tmp_path, monkeypat
     script = f"import json; from {__name__} import inductor_step; print(json.dumps(inductor_step()))"
     second = json.loads(process(script).splitlines()[-1])
     print(first, second)
+    assert first["sources"] == second["sources"], "somebody edits octavo/ while this test runs"
 
     def count(run, what):
         return sum(value for key, value in run["counters"].items() if what in key)
@@ -1361,28 +1389,27 @@ def test_a_second_process_finds_the_graphs_in_the_disk_cache(tmp_path, monkeypat
 
 
 def test_an_old_torch_is_said_in_one_sentence_at_import():
-    """A newer minor version of two or three digits is newer, whatever its text compares as."""
+    """Before anything else of torch is touched: here it has nothing but a version."""
     script = """
-        import json, sys, torch, warnings
-        warnings.simplefilter("error")
-        real, said = torch.__version__, {}
-        for version in ("2.10.0", "2.9.1+cpu", "2.10.1a0+git1234", "1.13.1", "2.100.0a0+git1234"):
-            torch.__version__ = version
+        import json, sys, types
+        said = {}
+        for version in ("2.10.0", "2.9.1+cpu", "2.10.1a0+git1234", "1.13.1", "2.11.0", "2.100.0a0+git1234", "3.0.0"):
+            sys.modules["torch"] = types.ModuleType("torch")
+            sys.modules["torch"].__version__ = version
             try:
                 import octavo
-                said[version] = None
             except Exception as error:
                 said[version] = str(error)
-                for name in [name for name in sys.modules if name.partition(".")[0] == "octavo"]:
-                    del sys.modules[name]
+            for name in [name for name in sys.modules if name.partition(".")[0] == "octavo"]:
+                del sys.modules[name]
         print(json.dumps(said))
     """
     messages = json.loads(process(script).splitlines()[-1])
-    assert messages.pop("2.100.0a0+git1234") is None
-    assert len(messages) == 4
+    assert len(messages) == 7
     for version, message in messages.items():
-        assert message, f"imported with torch {version}"
-        assert version.split("+")[0] in message and "2.11" in message and "\n" not in message.strip()
+        number = version.split("+")[0]
+        old = number.startswith(("2.10.", "2.9.", "1."))
+        assert (number in message and "2.11" in message and "\n" not in message) == old, f"{version}: {message}"
 
 
 # -- 43-47: values ---------------------------------------------------------------------------------------------------
@@ -1449,7 +1476,7 @@ def test_quantizing_fakes_gives_fakes_of_the_real_shapes(spec, usage):
             return [*spec.quantize_both(x)]
         return [spec.quantize(x, -1 if usage == "row" else 0)]
 
-    for shape in ((12, 70), (33, 129)):
+    for shape in ((33, 129),):
         real = quantize(spiky(*shape))
         with FakeTensorMode() as mode:
             fake = quantize(mode.from_tensor(spiky(*shape)))
