@@ -5,6 +5,7 @@ from octavo.version import __version__  # isort: skip  (checks the version of to
 from octavo import backend, errors, formats, quant, recipes
 from octavo.lower import sac_save_ops
 from octavo.modules import (
+    GroupedLinear,
     Linear,
     attach,
     autocast,
@@ -21,6 +22,7 @@ from octavo.quant import QTensor
 from octavo.recipes import recipe
 
 __all__ = [
+    "GroupedLinear",
     "Linear",
     "QTensor",
     "__version__",

@@ -25,11 +25,11 @@ from torch.fx.node import has_side_effect
 from torch.utils.flop_counter import register_flop_formula
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers import linear
+from octavo.layers import grouped_linear, linear
 from octavo.layers.contract import Made
 from octavo.quant.proto import TensorProto
 
-LAYERS: dict[str, Any] = {"linear": linear}
+LAYERS: dict[str, Any] = {"grouped-linear": grouped_linear, "linear": linear}
 
 
 @cache

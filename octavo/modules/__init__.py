@@ -3,10 +3,12 @@
 from octavo.modules.ambient import autocast
 from octavo.modules.convert import convert, revert
 from octavo.modules.explain import explain
+from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.linear import Linear
 from octavo.modules.model import attach, load_state_dict, quantize_weights, refresh_weights, state_dict, step
 
 __all__ = [
+    "GroupedLinear",
     "Linear",
     "attach",
     "autocast",

@@ -24,6 +24,7 @@ from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS, Format, unpack_nibbles
 from octavo.quant import blocks
+from octavo.quant.groups import Groups
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
 from octavo.values import Value
@@ -40,6 +41,7 @@ class Given(NamedTuple):
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding
     skip: Tensor | None = None  # [1] bool or number: where it is not zero, nothing is written
     observed: Tensor | None = None  # one float32, not negative: raised to the amax of x
+    groups: Groups | None = None  # rows of x belong to these, and are cast into blocks that each group has to itself
 
 
 class Quantizer(Value):
@@ -51,6 +53,7 @@ class Quantizer(Value):
     two_level: ClassVar[bool] = False  # a [1] global_scale besides the block scales
     two_pass: ClassVar[bool] = False  # the cast needs an amax that is known only after all of x was read
     takes_encode: ClassVar[bool] = False  # the multiplier may be given instead of found
+    takes_groups: ClassVar[bool] = False  # a cast can follow groups of rows
     draws: bool = False  # rounds stochastically, from a seed
     basis: str = ""  # how values are turned along the contraction before they are rounded; operands must agree
     package: ClassVar[str]  # where the twins live

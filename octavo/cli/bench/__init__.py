@@ -3,6 +3,7 @@
     quantize    both orientations of a matrix, every scheme, against a plain copy
     linear      forward and backward of a linear layer, every recipe, against bf16, peers and the floor
     block       a compiled transformer block against bf16 and peers; host time of a layer in CUDA graphs
+    grouped     forward and backward of a layer of many experts against bf16 and peers
 
 A suite is a file here with `add_arguments`, `measure(arguments) -> report` and `render(report) -> text`.
 """
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from octavo.cli.bench import block, linear, quantize
+from octavo.cli.bench import block, grouped, linear, quantize
 from octavo.errors import UnsupportedHardware
 
-SUITES = {"quantize": quantize, "linear": linear, "block": block}
+SUITES = {"quantize": quantize, "linear": linear, "block": block, "grouped": grouped}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from octavo.cli import machine
 
@@ -31,6 +31,27 @@ def conversions() -> dict[str, Callable[[nn.Module], None]]:
     if importlib.util.find_spec("torchao") is None:
         return {}
     return {"torchao tensorwise": partial(_to_torchao, recipe="tensorwise")}
+
+
+def grouped() -> dict[str, Callable[[Tensor, int, int], nn.Module]]:
+    """Layers of many experts, by their splits and sizes."""
+    if importlib.util.find_spec("torchao") is None:
+        return {}
+    return {"torchao rowwise, sizes in 16s": _TorchaoExperts}
+
+
+class _TorchaoExperts(nn.Module):
+    def __init__(self, splits: Tensor, k: int, n: int) -> None:
+        super().__init__()
+        self.ends = (splits.cumsum(0) // 16 * 16).to(torch.int32)  # it takes no others
+        self.weight = nn.Parameter(torch.randn(len(splits), n, k, device="cuda", dtype=torch.bfloat16) * 0.02)
+
+    def forward(self, x: Tensor) -> Any:
+        from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm
+
+        return _to_fp8_rowwise_then_scaled_grouped_mm(
+            x, self.weight.transpose(-2, -1), self.ends, pad_token_groups_for_grouped_mm=False
+        )
 
 
 def _to_torchao(model: nn.Module, recipe: str) -> None:

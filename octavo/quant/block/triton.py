@@ -48,7 +48,7 @@ def _orientation(
 
 @gluon.jit
 def _cast_kernel(
-    x, row, column, row_scale, column_scale, row_amax, column_amax, skip,
+    x, row, column, row_scale, column_scale, row_amax, column_amax, skip, source, live,
     M, K, stride_m, stride_k, row_stride, row_block_stride, column_stride, column_block_stride,
     MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, SQUARE: gl.constexpr,
     TILE: gl.constexpr, W: gl.constexpr,
@@ -57,7 +57,13 @@ def _cast_kernel(
         if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, TILE)
-    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * TILE, pk * TILE, TILE, TILE, W)
+    if source is not None:  # rows in groups: this block of them begins elsewhere, and may be short
+        first, count = gl.load(source + pm), gl.load(live + pm)
+        if count == 0:
+            return
+        v = dual.load_tile(x, first + count, K, stride_m, stride_k, first, pk * TILE, TILE, TILE, W)
+    else:
+        v = dual.load_tile(x, M, K, stride_m, stride_k, pm * TILE, pk * TILE, TILE, TILE, W)
     if row is not None:
         _orientation(
             v, row, row_scale, row_amax, M, K, pm * TILE, pk, row_stride, row_block_stride,
@@ -73,9 +79,11 @@ def _cast_kernel(
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     spec = tile.spec_of(_Blocks, row, column)
     strides = (*x.stride(), *tile.scale_strides(row), *tile.scale_strides(column))
-    _cast_launch(spec, x.shape, strides, x.dtype, config)(
+    groups = given.groups
+    shape = x.shape if groups is None else (groups.padded, x.shape[1])
+    _cast_launch(spec, shape, strides, x.dtype, config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *given.amax, given.skip,
+        *given.amax, given.skip, *((None, None) if groups is None else (groups.source, groups.live)),
     )  # fmt: skip
 
 
@@ -108,7 +116,8 @@ def variants() -> list[Variant]:
                             **tile.SIZES, **{name: "i32" for name in strides if name not in fastest},
                         },
                         {
-                            "row_amax": None, "column_amax": None, "skip": None, **tile.CONTIGUOUS, **fastest,
+                            "row_amax": None, "column_amax": None, "skip": None, "source": None, "live": None,
+                            **tile.CONTIGUOUS, **fastest,
                             "MAX": fmt.max, "EPS": 0.0, "CEILING": torch.finfo(dtype).max, "POW2": pow2,
                             "SQUARE": square, "TILE": BLOCK, "W": config.warps,
                         },

@@ -1,0 +1,86 @@
+"""Ragged groups of rows: how many rows each group has is known on the device alone.
+
+The caller's rows are packed, one group after the other, in a tensor of a fixed number of rows; what comes after the
+last group is the tail, which nobody reads. Inside, a group begins at a multiple of 128 rows and is filled up with
+zeros, so that a block of 128 belongs to one group: GEMMs then see whole tiles, and scale blocks along the rows start
+anew with every group. `Groups` says where everything is:
+
+    start   [G + 1]   packed row at which a group begins; the last entry is where the tail begins
+    block   [G + 1]   block at which it begins inside
+    owner   [B]       the group that a block belongs to; -1 past the last
+    source  [B]       packed row at which a block begins
+    live    [B]       how many of its rows are the group's; 0 past the last
+
+B is fixed: as many blocks as any split of that many rows can need. Sizes that do not fit are cut off at the end, and
+negative ones are empty, so that no kernel leaves its tensors, whatever the device holds.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo import backend
+from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
+from octavo.quant.proto import TensorProto
+
+BLOCK = 128
+MAX_GROUPS = 4096
+
+
+class Groups(NamedTuple):
+    start: Tensor
+    block: Tensor
+    owner: Tensor
+    source: Tensor
+    live: Tensor
+    rows: int  # of the packed tensor, tail included
+
+    @property
+    def number(self) -> int:
+        return self.start.shape[0] - 1
+
+    @property
+    def padded(self) -> int:
+        """Rows inside."""
+        return self.owner.shape[0] * BLOCK
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self[:5]
+
+    def sizes(self) -> list[int]:
+        """Rows of each group. Reads the device, which waits for it."""
+        return self.start.diff().tolist()  # type: ignore[no-any-return]
+
+
+def blocks_for(rows: int, groups: int) -> int:
+    """The most blocks that `groups` groups of `rows` rows together can fill."""
+    return (rows + (BLOCK - 1) * groups) // BLOCK
+
+
+def protos(rows: int, groups: int, device: torch.device) -> tuple[TensorProto, ...]:
+    """`Groups.tensors()` without data."""
+    b = blocks_for(rows, groups)
+    return tuple(TensorProto((n,), torch.int32, device) for n in (groups + 1, groups + 1, b, b, b))
+
+
+def split(splits: Tensor, rows: int) -> Groups:
+    """Groups of these sizes, one element each, in a tensor of `rows` rows. Nothing is read on the host."""
+    _check(splits, rows)
+    made = tuple(p.empty() for p in protos(rows, splits.shape[0], splits.device))
+    backend.twin(__name__, splits).split(splits, rows, *made)
+    return Groups._make((*made, rows))
+
+
+def _check(splits: Tensor, rows: int) -> None:
+    if splits.dtype not in (torch.int32, torch.int64):
+        raise UnsupportedDtype(f"Group sizes are int32 or int64, got {splits.dtype}. Use splits.to(torch.int32).")
+    if splits.dim() != 1 or not 1 <= splits.shape[0] <= MAX_GROUPS:
+        raise UnsupportedShape(
+            f"Group sizes are a vector of 1 to {MAX_GROUPS} elements, got {tuple(splits.shape)}. "
+            "Give one size for each group."
+        )
+    if splits.device.type == "meta":
+        raise UnsupportedDevice("Group sizes on the meta device have no values. Put them on the device of x.")
+    if rows >= 2**31 - BLOCK * (MAX_GROUPS + 1):
+        raise UnsupportedShape(f"Rows are counted in 32 bits, got {rows}. Run them in pieces.")

@@ -1,0 +1,75 @@
+"""The layout of groups in one launch of one program: there are a few hundred numbers."""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.launch import Launch
+from octavo.quant import tile
+from octavo.quant.groups import BLOCK
+from octavo.quant.tile import Variant
+
+_WORK = 16384  # comparisons of blocks with groups at a time
+
+
+@triton.jit
+def _split_kernel(
+    splits, start, block, owner, source, live,
+    ROWS, G, B,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    g = tl.arange(0, GROUPS)
+    inside = g < G
+    n = tl.load(splits + g, mask=inside, other=0).to(tl.int64)
+    n = tl.where(n < 0, 0, n)
+    total = tl.cumsum(n, 0)
+    ends = tl.where(total < ROWS, total, ROWS)
+    begins = tl.where(total - n < ROWS, total - n, ROWS)
+    blocks = (ends - begins + SIZE - 1) // SIZE
+    last = tl.cumsum(blocks, 0)
+    first = last - blocks
+    tl.store(start + g, begins.to(tl.int32), mask=inside)
+    tl.store(block + g, first.to(tl.int32), mask=inside)
+    tl.store(start + G, tl.max(ends, 0).to(tl.int32))
+    tl.store(block + G, tl.max(last, 0).to(tl.int32))
+    for chunk in range(0, B, CHUNK):
+        b = chunk + tl.arange(0, CHUNK).to(tl.int64)
+        group = tl.sum(((last[None, :] <= b[:, None]) & inside[None, :]).to(tl.int32), 1)
+        mine = g[None, :] == group[:, None]
+        at = tl.sum(tl.where(mine, begins[None, :] + (b[:, None] - first[None, :]) * SIZE, 0), 1)
+        left = tl.sum(tl.where(mine, ends[None, :], 0), 1) - at
+        used = group < G
+        tl.store(owner + b, tl.where(used, group, -1), mask=b < B)
+        tl.store(source + b, tl.where(used, at, 0).to(tl.int32), mask=b < B)
+        tl.store(live + b, tl.where(used, tl.minimum(left, SIZE), 0).to(tl.int32), mask=b < B)
+
+
+def split(splits: Tensor, rows: int, start: Tensor, block: Tensor, owner: Tensor, source: Tensor, live: Tensor) -> None:
+    _split_launch(rows, splits.shape[0], owner.shape[0])(splits.contiguous(), start, block, owner, source, live)
+
+
+@lru_cache(maxsize=4096)
+def _split_launch(rows: int, groups: int, blocks: int) -> Launch:
+    width = triton.next_power_of_2(groups)
+    return Launch(
+        _split_kernel, 1, (rows, groups, blocks), num_warps=4,
+        SIZE=BLOCK, GROUPS=width, CHUNK=max(_WORK // width, 1),
+    )  # fmt: skip
+
+
+def variants() -> list[Variant]:
+    pointers = dict.fromkeys(("start", "block", "owner", "source", "live"), tile.POINTERS[torch.int32])
+    return [
+        Variant(
+            f"split {kind} {groups} groups",
+            _split_kernel,
+            {"splits": kind, **pointers, "ROWS": "i32", "G": "i32", "B": "i32"},
+            {"SIZE": BLOCK, "GROUPS": groups, "CHUNK": max(_WORK // groups, 1)},
+            4,
+        )
+        for kind in ("*i32", "*i64")
+        for groups in (8, 256)
+    ]
