@@ -331,13 +331,13 @@ def assert_all_within(found: Layer, bias: torch.Tensor | None = None, dtype: tor
     of_y, of_dx = pieces(y, found.sizes), pieces(dx, found.sizes)
     x_row, x_column, dy_row, dy_column = (q.members() for q in (*found.x_both, *found.dy_both))
     n, k = found.w.shape[1:]
+    w_row, w_column = (values(q) for q in found.w_both)
     for g, size in enumerate(found.sizes):
-        w_row = values(found.w_both[0])[g * found.height : g * found.height + n]
-        w_column = values(found.w_both[1])[:, g * found.height : g * found.height + n]
-        a, b = values(x_row[g]), w_row
+        own = slice(g * found.height, g * found.height + n)
+        a, b = values(x_row[g]), w_row[own]
         want = a @ b.T if bias is None else a @ b.T + bias[g].double()
         assert_within(of_y[g], want, a.abs() @ b.abs().T)
-        a, b = values(dy_row[g]), w_column
+        a, b = values(dy_row[g]), w_column[:, own]
         assert_within(of_dx[g], a @ b.T, a.abs() @ b.abs().T)
         a, b = values(dy_column[g])[:n], values(x_column[g])[:k]
         assert_within(dw[g], a @ b.T, a.abs() @ b.abs().T)
@@ -507,6 +507,20 @@ def test_a_right_operand_in_one_row_blocks_on_the_device():
     for got, (x, _, _), right in zip(pieces(out, found.sizes), alone(found), w, strict=True):
         a, b = values(Block1D().quantize(x)), values(Block1D().quantize(right))
         assert_within(got, a @ b.T, a.abs() @ b.abs().T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [16, 8, pytest.param(1, marks=pytest.mark.xfail(reason="a descriptor of it"))])
+@pytest.mark.parametrize("n", [128, 144])
+def test_a_gradient_into_a_view_of_a_larger_allocation(n, offset):
+    found = spoiled(layer([65, 128, 0, 97], n, 272, device="cuda"))
+    for dtype in DTYPES:
+        flat = torch.full((offset + found.w.numel() + 50,), float("nan"), dtype=dtype, device="cuda")
+        view = flat[offset : offset + found.w.numel()].view(found.w.shape)
+        want = wgrad(found, dtype)
+        assert_exact(wgrad(found, out=view), want)
+        assert flat[:offset].isnan().all() and flat[offset + found.w.numel() :].isnan().all()
+        assert_exact(wgrad(found, out=view, accumulate=True), want + want)
 
 
 NO_BLOCKS = pytest.mark.xfail(strict=True, reason="no block is allocated, and no tensor descriptor has zero columns")

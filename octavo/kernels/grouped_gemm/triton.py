@@ -90,6 +90,16 @@ def _barriers():
     return ready, empty
 
 
+@gluon.jit
+def _product(HALF: gl.constexpr, left, right, stage):
+    """One half of a tile's rows by the tile across, begun."""
+    H: gl.constexpr = SIZE // 2
+    zero = gl.zeros((H, SIZE), gl.float32, layout=_sum_layout())
+    mine = left.index(stage).slice(HALF * H, H, dim=0)
+    across = right.index(stage).permute((1, 0))
+    return warpgroup_mma(mine, across, warpgroup_mma_init(zero), use_acc=False, is_async=True)
+
+
 # -- groups of rows, each by its own matrix ----------------------------------------------------------------------------
 
 
@@ -133,17 +143,28 @@ def _multiply_rows(
         next_group, next_row, next_column = _tile_of_rows(t + gl.num_programs(0), tiles, owner, block, across)
         start, count = gl.load(source + row), gl.load(live + row)
         total = gl.zeros((H, SIZE), gl.float32, layout=SUM)
-        for step in range(0, steps):
+        for step in range(1, steps, 2):  # two at a time: the second is made while the first is scaled and added
             mbarrier.wait(ready.index(stage), phase)
-            part = warpgroup_mma_init(gl.zeros((H, SIZE), gl.float32, layout=SUM))
-            mine = left.index(stage).slice(HALF * H, H, dim=0)
-            part = warpgroup_mma(mine, right.index(stage).permute((1, 0)), part, use_acc=False, is_async=True)
+            part = _product(HALF, left, right, stage)
+            second, second_phase = _next(stage, phase)
+            mbarrier.wait(ready.index(second), second_phase)
+            other = _product(HALF, left, right, second)
             now = scale
-            later = gl.minimum(step + 1, steps - 1)  # read while the product is made
+            then = gl.load(at_a + step.to(gl.int64) * a_scale_stride) * gl.load(at_b + step * b_scale_columns)
+            later = gl.minimum(step + 1, steps - 1)
             scale = gl.load(at_a + later.to(gl.int64) * a_scale_stride) * gl.load(at_b + later * b_scale_columns)
-            product = warpgroup_mma_wait(0, deps=[part])
+            done = warpgroup_mma_wait(1, deps=[part])
             mbarrier.arrive(empty.index(stage), count=1)
-            total += product * now[:, None]
+            total += done * now[:, None]
+            done = warpgroup_mma_wait(0, deps=[other])
+            mbarrier.arrive(empty.index(second), count=1)
+            total += done * then[:, None]
+            stage, phase = _next(second, second_phase)
+        if steps % 2 == 1:
+            mbarrier.wait(ready.index(stage), phase)
+            done = warpgroup_mma_wait(0, deps=[_product(HALF, left, right, stage)])
+            mbarrier.arrive(empty.index(stage), count=1)
+            total += done * scale[:, None]
             stage, phase = _next(stage, phase)
         at_a, at_b = a_scale + next_row * SIZE + lanes, b_scale + next_group * b_group + next_column * b_scale_rows
         scale = gl.load(at_a) * gl.load(at_b)
@@ -210,7 +231,7 @@ def _load_depth(a, b, b_scale, left, right, scales, ready, empty, block, G, N, K
 
 @gluon.jit
 def _multiply_depth(
-    HALF: gl.constexpr, left, right, scales, ready, empty, out, a_scale, block, G, N, K, a_scale_stride,
+    HALF: gl.constexpr, left, right, scales, ready, empty, out, whole, a_scale, block, G, N, K, a_scale_stride,
     ADD: gl.constexpr,
 ):  # fmt: skip
     H: gl.constexpr = SIZE // 2
@@ -223,48 +244,73 @@ def _multiply_depth(
     first, end = _depth_of(gl.program_id(0), tiles, block, down * across)
     rows = (gl.program_id(0) // across) % down * SIZE + lanes
     scale = gl.load(a_scale + first.to(gl.int64) * a_scale_stride + rows, mask=(rows < N) & (first < end), other=0.0)
+    if whole is not None:
+        room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         group, m, n = t // (down * across), (t // across) % down, t % across
         next_first, next_end = _depth_of(t + gl.num_programs(0), tiles, block, down * across)
         total = gl.zeros((H, SIZE), gl.float32, layout=SUM)
-        for step in range(first, end):
+        for step in range(first + 1, end, 2):
             mbarrier.wait(ready.index(stage), phase)
-            part = warpgroup_mma_init(gl.zeros((H, SIZE), gl.float32, layout=SUM))
-            mine = left.index(stage).slice(HALF * H, H, dim=0)
-            part = warpgroup_mma(mine, right.index(stage).permute((1, 0)), part, use_acc=False, is_async=True)
-            across_scale = scales.index(stage).load(SUM)  # [1, SIZE]
+            part = _product(HALF, left, right, stage)
+            second, second_phase = _next(stage, phase)
+            mbarrier.wait(ready.index(second), second_phase)
+            other = _product(HALF, left, right, second)
             now = scale
-            later = gl.minimum(step + 1, end - 1).to(gl.int64)  # read while the product is made
+            at_a = a_scale + step.to(gl.int64) * a_scale_stride + rows
+            then = gl.load(at_a, mask=rows < N, other=0.0)
+            later = gl.minimum(step + 1, end - 1).to(gl.int64)
             scale = gl.load(a_scale + later * a_scale_stride + rows, mask=rows < N, other=0.0)
-            product = warpgroup_mma_wait(0, deps=[part])
+            done = warpgroup_mma_wait(1, deps=[part])
+            across_scale = scales.index(stage).load(SUM)  # [1, SIZE]
             mbarrier.arrive(empty.index(stage), count=1)
-            total += (product * now[:, None]) * across_scale
+            total += (done * now[:, None]) * across_scale
+            done = warpgroup_mma_wait(0, deps=[other])
+            across_scale = scales.index(second).load(SUM)
+            mbarrier.arrive(empty.index(second), count=1)
+            total += (done * then[:, None]) * across_scale
+            stage, phase = _next(second, second_phase)
+        if (end - first) % 2 == 1:
+            mbarrier.wait(ready.index(stage), phase)
+            part = _product(HALF, left, right, stage)
+            across_scale = scales.index(stage).load(SUM)
+            done = warpgroup_mma_wait(0, deps=[part])
+            mbarrier.arrive(empty.index(stage), count=1)
+            total += (done * scale[:, None]) * across_scale
             stage, phase = _next(stage, phase)
         first, end = next_first, next_end
         rows = ((t + gl.num_programs(0)) // across) % down * SIZE + lanes
         at_a = a_scale + first.to(gl.int64) * a_scale_stride + rows
         scale = gl.load(at_a, mask=(rows < N) & (first < end), other=0.0)
-        y = gl.convert_layout(total.to(out.dtype.element_ty), FLAT)
-        r = m * SIZE + HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, FLAT))
-        c = n * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, FLAT))
-        at = (group.to(gl.int64) * N + r)[:, None] * K + c[None, :]
-        live = (r < N)[:, None] & (c < K)[None, :]
-        if ADD:
-            y += gl.load(out + at, mask=live, other=0.0)
-        gl.store(out + at, y, mask=live)
+        if whole is not None:  # rows of no tile belong to another group: the copy unit writes them, and nobody waits
+            tma.store_wait(0)
+            room.store(total.to(whole.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(whole, [group * N + m * SIZE + HALF * H, n * SIZE], room)
+        else:
+            y = gl.convert_layout(total.to(out.dtype.element_ty), FLAT)
+            r = m * SIZE + HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, FLAT))
+            c = n * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, FLAT))
+            at = (group.to(gl.int64) * N + r)[:, None] * K + c[None, :]
+            live = (r < N)[:, None] & (c < K)[None, :]
+            if ADD:
+                y += gl.load(out + at, mask=live, other=0.0)
+            gl.store(out + at, y, mask=live)
+    if whole is not None:
+        tma.store_wait(0)
 
 
 @gluon.jit
-def _depth_kernel(a, b, b_scale, out, a_scale, block, G, N, K, a_scale_stride, ADD: gl.constexpr):
+def _depth_kernel(a, b, b_scale, out, whole, a_scale, block, G, N, K, a_scale_stride, ADD: gl.constexpr):
     left, right = _codes(a, b)
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SIZE], b_scale.layout)
     ready, empty = _barriers()
     gl.warp_specialize(
         [
-            (_multiply_depth, (0, left, right, scales, ready, empty, out, a_scale, block, G, N, K, a_scale_stride,
-                               ADD)),
-            (_multiply_depth, (1, left, right, scales, ready, empty, out, a_scale, block, G, N, K, a_scale_stride,
-                               ADD)),
+            (_multiply_depth, (0, left, right, scales, ready, empty, out, whole, a_scale, block, G, N, K,
+                               a_scale_stride, ADD)),
+            (_multiply_depth, (1, left, right, scales, ready, empty, out, whole, a_scale, block, G, N, K,
+                               a_scale_stride, ADD)),
             (_load_depth, (a, b, b_scale, left, right, scales, ready, empty, block, G, N, K)),
         ],
         [4, 1],
@@ -275,6 +321,7 @@ def _depth_kernel(a, b, b_scale, out, a_scale, block, G, N, K, a_scale_stride, A
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 _TILE = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], gl.float8e4nv)
+_HALF = gl.NVMMASharedLayout.get_default_for([BLOCK // 2, BLOCK], gl.bfloat16)
 _LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
@@ -285,6 +332,14 @@ def _processors(device: torch.device) -> int:
 
 def _tiles(codes: Tensor) -> TensorDescriptor:
     return TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [BLOCK, BLOCK], _TILE)
+
+
+def _halves(out: Tensor) -> TensorDescriptor | None:
+    """A result [G, N, K] for the copy unit to write, half a tile at a time, where no half lies in two groups."""
+    if out.dtype == torch.float32 or out.shape[1] % BLOCK or out.shape[2] % 8 or not out.is_contiguous():
+        return None
+    flat = out.view(-1, out.shape[2])
+    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [BLOCK // 2, BLOCK], _HALF)
 
 
 def rows(a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, apart: tuple[int, int]) -> None:
@@ -300,7 +355,8 @@ def depth(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> 
     line = b.q.scale.T  # [blocks, K], contiguous
     scales = TensorDescriptor(line, list(line.shape), list(line.stride()), [1, BLOCK], _LINE)
     _depth_kernel[(_processors(out.device),)](
-        _tiles(a.q.codes), _tiles(b.q.codes), scales, out, a.q.scale, a.groups.block,
+        _tiles(a.q.codes), _tiles(b.q.codes), scales, out, None if accumulate else _halves(out), a.q.scale,
+        a.groups.block,
         a.groups.number, out.shape[1], out.shape[2], a.q.scale.stride(1), ADD=accumulate, num_warps=4,
     )  # fmt: skip
 
