@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from octavo import values
 from octavo.errors import UnsupportedDtype, UnsupportedShape
@@ -127,10 +128,11 @@ class Config(Value):
 
     @cached_property
     def posted(self) -> tuple[int, int]:
-        """Where among all that forward makes, as a flat list, the post is: dy's slots, then the codes of x."""
+        """Where among all that forward makes, as a flat list, the post is: dy's slots, then x, as codes or a copy."""
         start = 1 + self.observe + (self.quant.parts if self.quantize_output else 0)
         spec = dict(zip(("row", "column"), self.x_pair, strict=True)).get(self.kept_x)
-        return start, start + self.slots + (0 if spec is None else 3 if spec.two_level else 2)
+        of_x = 1 if self.kept_x == "plain" else 0 if spec is None else 3 if spec.two_level else 2
+        return start, start + self.slots + of_x
 
     @cached_property
     def y_dtype(self) -> torch.dtype:
@@ -213,8 +215,8 @@ class Buffers(NamedTuple):
     mail: Mail | None = None
 
 
-def graph_buffers(main_grad: Tensor | None, amax: Tensor | None, seed: Tensor | None) -> Buffers:
-    """Buffers from the tensors that a graph passes along."""
+def graph_buffers(main_grad: Tensor | None, amax: Tensor | None, seed: Tensor | None, mark: Tensor | None) -> Buffers:
+    """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
     return Buffers(None if main_grad is None else Fixed(main_grad), amax, seed)
 
 
@@ -242,6 +244,8 @@ def forward(config: Config, inputs: Inputs) -> Made:
         y, extras = _quantized_output(config, y, extras)
     if config.slots:
         extras = (*extras, *_empty_slots(config, y))
+        if config.kept_x == "plain" and inputs.x is not None:
+            extras = (*extras, inputs.x.clone(memory_format=torch.contiguous_format))  # who owns x may write to it
     x_kept = _kept(config.kept_x, x_row, x_column) if config.x == "plain" else NOTHING
     w_kept = _kept(config.kept_w, w_row, w_column) if config.weight == "plain" else NOTHING
     width = inputs.weight.new_empty(0, inputs.weight.shape[1]) if config.keeps_width else None
@@ -343,6 +347,8 @@ def protos(config: Config, inputs: Inputs) -> Made:
         extras = (*extras, TensorProto((2,), torch.float32, weight.device))
     if config.slots:
         extras = (*extras, *_slot_protos(config, y))
+        if config.kept_x == "plain":
+            extras = (*extras, TensorProto(tuple(like.shape), like.dtype, like.device))
     kept: list[TensorProto | None] = []
     for source, given, pair, form in (
         (inputs.x, config.x == "codes", config.x_pair, config.kept_x),
@@ -618,6 +624,7 @@ def weight_gradient(config: Config, dy: Operand, x: Operand, target: Target | No
         return product(dy, x, DTYPES[config.weight_dtype], None, accumulation)
     n, k = (q.rows if isinstance(q, QTensor) else q.shape[0] for q in (dy, x))
     out = target.open(n, k)
-    gemm(dy, x, out=out, accumulate=config.main_grad == "add", accumulation=accumulation)
+    with _unsafe_preserve_version_counter(out):  # a graph in flight may have it among what it saved
+        gemm(dy, x, out=out, accumulate=config.main_grad == "add", accumulation=accumulation)
     target.close()
     return torch.zeros(n, k, dtype=DTYPES[config.weight_dtype], device=out.device) if config.dummy_grad else None

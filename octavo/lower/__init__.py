@@ -1,8 +1,29 @@
 """The one driver of the layer contract (`octavo.layers.contract`)."""
 
 from octavo.lower.eager import run
-from octavo.lower.graph import DIGEST, is_graph, is_inside_operator, sac_save_ops
+from octavo.lower.graph import (
+    DIGEST,
+    is_inside_ddp,
+    is_inside_operator,
+    is_watched,
+    recomputes,
+    sac_save_ops,
+    saved_elsewhere,
+    while_tracing,
+)
 from octavo.lower.graph import refresh as refresh_in_graph
 from octavo.lower.graph import run as run_in_graph
 
-__all__ = ["DIGEST", "is_graph", "is_inside_operator", "refresh_in_graph", "run", "run_in_graph", "sac_save_ops"]
+__all__ = [
+    "DIGEST",
+    "is_inside_ddp",
+    "is_inside_operator",
+    "is_watched",
+    "recomputes",
+    "refresh_in_graph",
+    "run",
+    "run_in_graph",
+    "sac_save_ops",
+    "saved_elsewhere",
+    "while_tracing",
+]

@@ -14,14 +14,16 @@ a preserved version counter, by a node that is marked to have effects.
 """
 
 import hashlib
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.fx.node import has_side_effect
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import register_flop_formula
 
 from octavo.errors import UnsupportedConfig
@@ -29,6 +31,7 @@ from octavo.layers import grouped_linear, linear
 from octavo.layers.contract import Made
 from octavo.quant.proto import TensorProto
 
+Call = TypeVar("Call", bound=Callable[..., Any])
 LAYERS: dict[str, Any] = {"grouped-linear": grouped_linear, "linear": linear}
 
 
@@ -98,19 +101,32 @@ def _bytes(t: Tensor) -> Tensor:
 def _run(tensors: list[Tensor], plan: str) -> list[Tensor]:
     parsed = _plan(plan)
     if parsed.writes:
-        _refuse_hooks()
+        _refuse_hooks(parsed)
     return _crossing(parsed.layer, parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
 
 
-def _refuse_hooks() -> None:
-    """A hook that keeps saved tensors elsewhere hands backward copies, and what is written to those is lost. A
-    checkpoint's hook does not: it runs forward again."""
+def saved_elsewhere() -> bool:
+    """Whether hooks keep what is saved for backward somewhere else, and hand out copies of it. A checkpoint's hook does
+    not: it runs forward again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks and hooks[0].__module__ != "torch.utils.checkpoint":
+    return bool(hooks) and hooks[0].__module__ != _CHECKPOINT
+
+
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
+def _refuse_hooks(parsed: _Plan) -> None:
+    """What is written to a copy is lost; and so is what backward was to fill in, if forward is run again."""
+    if saved_elsewhere():
         raise UnsupportedConfig(
             "In a graph, saved_tensors_hooks (save_on_cpu) do not go with what backward writes besides its results: "
             "fp8-delayed's amax, nvfp4's counter, main_grad, delay_wgrad_compute. Leave the hooks out, or run the "
             "layer in eager mode, where both work."
+        )
+    if parsed.layer.fills(parsed.config) and torch._C._autograd._top_saved_tensors_default_hooks(True):
+        raise UnsupportedConfig(
+            "A graph with delay_wgrad_compute=True inside torch.utils.checkpoint would leave the operands of dw with a "
+            "forward that is run again. Leave one of the two out, or run the layer in eager mode."
         )
 
 
@@ -238,13 +254,20 @@ def sac_save_ops() -> tuple[Any, ...]:
     return (torch.ops.octavo.run.default,)
 
 
-def is_graph() -> bool:
-    """Whether a call must be nodes: a compiler traces it, or a dispatch mode (fake tensors, selective checkpointing, a
-    FLOP counter) wants to see it."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+def is_watched() -> bool:
+    """Whether a dispatch mode (fake tensors, selective checkpointing, a FLOP counter) sees the operators of this
+    thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def while_tracing(call: Call) -> Call:
+    """Run when a compiler traces a call of it, as plain Python, and never by the graph; what it returns is a constant
+    there."""
+    found: Call = torch._dynamo.assume_constant_result(call)  # type: ignore[no-untyped-call]
+    return found
+
+
+@while_tracing
 def is_inside_operator() -> bool:
     """Whether the code being traced is the body of a higher-order operator, such as a checkpoint: what it leaves behind
     in Python would be lost."""
@@ -255,3 +278,14 @@ def is_inside_operator() -> bool:
     except AttributeError:  # torch.export traces without one
         return False
     return tracer.parent is not None
+
+
+@while_tracing
+def recomputes() -> bool:
+    """Whether a compiler was told to run parts of forward again to save memory."""
+    return bool(torch._functorch.config.activation_memory_budget < 1)
+
+
+@while_tracing
+def is_inside_ddp() -> bool:
+    return DistributedDataParallel._get_active_ddp_module() is not None  # type: ignore[no-untyped-call]

@@ -7,8 +7,7 @@ whenever it runs.
 import threading
 from types import TracebackType
 
-import torch
-
+from octavo.lower import while_tracing
 from octavo.recipes import SHIPPED, Recipe, recipe
 
 
@@ -48,7 +47,7 @@ class autocast:
 _KNOWN: dict[str, Recipe] = {name: recipe(name) for name in SHIPPED}
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@while_tracing
 def _learn(text: str) -> bool:
     if text not in _KNOWN:
         _KNOWN[text] = recipe(text)

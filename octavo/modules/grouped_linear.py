@@ -10,7 +10,7 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.formats import FLOATS
 from octavo.layers import grouped_linear as layer
 from octavo.layers.linear import DTYPES
-from octavo.lower import is_graph, run, run_in_graph
+from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.ambient import ambient
 from octavo.modules.main_grad import MainGrad, graph_buffer, has_buffer
 from octavo.recipes import BF16, Recipe
@@ -99,7 +99,7 @@ class GroupedLinear(nn.Module):
             f"bias_dtype='{'' if self.bias is None else _NAMES[self.bias.dtype]}',grads='{grads}',"
             f"main_grad='{main_grad}',dummy_grad={dummy},tail='{self.tail}')"
         )
-        if is_graph():
+        if _is_graph():
             inputs = layer.Inputs(rows, self.weight, self.bias, splits)
             y = run_in_graph("grouped-linear", key, inputs, (self._graph_buffer() if main_grad else None,))[0]
         else:
@@ -148,7 +148,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         """By what they say of themselves: nothing is read."""
         given = [(name, b) for name, b in (("out", out), ("dgrad_out", dgrad_out)) if b is not None]
-        if given and (is_graph() or recipe.linear().fprop.left is None):
+        if given and (_is_graph() or recipe.linear().fprop.left is None):
             raise UnsupportedConfig(
                 f"GroupedLinear({given[0][0]}=...) works in eager mode and in CUDA graph capture, with a quantized "
                 "recipe, in this version. Leave it out."
@@ -171,7 +171,7 @@ class GroupedLinear(nn.Module):
         """On the device; from elsewhere they are copied there, which a graph would do only once, at capture."""
         device = self.weight.device
         if not isinstance(splits, Tensor) or splits.device != device:
-            if is_graph() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            if _is_graph() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
                 raise UnsupportedConfig(
                     f"In a graph m_splits must be a tensor on {device}: the sizes of a list, or of a tensor elsewhere, "
                     "would be those of this moment for ever. Put them in a device tensor and overwrite it."
@@ -200,3 +200,7 @@ def _refuse_later(**settings: tuple[Any, Any]) -> None:
     for name, (value, only) in settings.items():
         if value is not only:
             raise UnsupportedConfig(f"GroupedLinear({name}=...) is not part of this version. Leave it at {only}.")
+
+
+def _is_graph() -> bool:
+    return torch.compiler.is_compiling() or is_watched()

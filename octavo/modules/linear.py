@@ -8,7 +8,6 @@ kept in buffers that no checkpoint of weights sees: codes of the weight (`weight
 import copy
 import ctypes
 import warnings
-import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +18,18 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.layers import linear as layer
-from octavo.lower import DIGEST, is_graph, is_inside_operator, refresh_in_graph, run, run_in_graph
+from octavo.lower import (
+    DIGEST,
+    is_inside_ddp,
+    is_inside_operator,
+    is_watched,
+    recomputes,
+    refresh_in_graph,
+    run,
+    run_in_graph,
+    saved_elsewhere,
+    while_tracing,
+)
 from octavo.modules import scaling, weights
 from octavo.modules.ambient import ambient
 from octavo.modules.mailbox import Mailbox, Posted
@@ -31,9 +41,6 @@ from octavo.recipes import recipe as resolve
 UNQUANTIZED = BF16()
 _NAMES = {dtype: name for name, dtype in layer.DTYPES.items()}
 SEED = "rounding_seed"
-_LIVING: "weakref.WeakValueDictionary[int, Linear]" = (
-    weakref.WeakValueDictionary()
-)  # by id, for code that has only that
 
 
 class Linear(nn.Linear):
@@ -90,7 +97,6 @@ class Linear(nn.Linear):
         self._follows = False  # whether it ever ran in an ambient recipe
         self._pending: dict[str, Tensor] = {}  # state loaded before the recipe it belongs to was seen
         self._seed = _seed_of(self, path)
-        _LIVING[id(self)] = self
         self.recipe = recipe  # type: ignore[assignment]
 
     def _tear_down(self) -> None:
@@ -131,11 +137,15 @@ class Linear(nn.Linear):
     def _prepare(self, recipe: Recipe) -> None:
         """The buffers that a recipe needs, made when they are missing."""
         if torch.compiler.is_compiling():
-            _make_state(id(self), recipe.key)
+            self._make_state(recipe.key)
         else:
             self._install(recipe)
 
     def _install(self, recipe: Recipe) -> None:
+        with weights.as_real_as(self.weight):
+            self._install_here(recipe)
+
+    def _install_here(self, recipe: Recipe) -> None:
         if recipe.stateful:
             self._scaling.install(self, recipe, self.weight)
         if SEED not in self._buffers and recipe.linear().draws:
@@ -152,19 +162,22 @@ class Linear(nn.Linear):
     ) -> Any:
         if torch.compiler.is_compiling() and (why := self._graph_refusal()):
             if is_inside_operator():
-                _refuse(id(self), why)  # what follows would not be reached: all of the operator falls back to eager
+                self._refuse_now(why)  # what follows would not be reached: all of the operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return _outside(self, why, x, is_first_microbatch, fp8_output)
-        in_graph = is_graph()
         recipe = self._recipe or self._followed(ambient.recipe)
         weight, bias = self.weight, self.bias
         added = None if self.return_bias else bias
         source, codes, dtype, shape = _input(x, recipe, weight)
         grads = _wanted(source, weight, added)
         observe = recipe.stateful and self.training and torch.is_grad_enabled()
-        kind = self._weight_codes(weight, recipe, is_first_microbatch, grads, observe, in_graph)
+        kind = self._weight_codes(weight, recipe, is_first_microbatch, grads, observe)
         main_grad, dummy = self._gradient_target(weight) if "w" in grads else ("", False)
-        delay = "" if not self.delay_wgrad_compute or "w" not in grads else "post" if in_graph else "mailbox"
+        delayed = self.delay_wgrad_compute and "w" in grads
+        tracing = torch.compiler.is_compiling()
+        # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
+        as_nodes = tracing or (is_watched() and not delayed and not main_grad and not saved_elsewhere())
+        delay = "" if not delayed else "post" if tracing else "mailbox"
         if fp8_output and recipe.linear().fprop.left is None:
             raise UnsupportedConfig(
                 f"fp8_output=True quantizes y as the next layer's fprop would, and {recipe} quantizes nothing there. "
@@ -187,11 +200,13 @@ class Linear(nn.Linear):
         )  # fmt: skip
         amax = self._buffers[scaling.NAMES["backward"]["current"]] if observe and grads else None
         seed = self._buffers.get(SEED) if grads else None
-        if in_graph:
+        if as_nodes:
             target = graph_buffer(weight) if main_grad and not delay else None
-            made = run_in_graph("linear", key, inputs._replace(weight=weight), (target, amax, seed))
+            # room of its own for each call: equal calls would otherwise be one node to a compiler
+            mark = weight.new_empty(0) if delay else None
+            made = run_in_graph("linear", key, inputs._replace(weight=weight), (target, amax, seed, mark))
             if delay:
-                self._post(key, made, source, codes)
+                self._post(key, made, codes)
         else:
             config = layer.config(key)
             buffers = layer.Buffers(
@@ -200,7 +215,7 @@ class Linear(nn.Linear):
             made = run(layer, config, inputs, buffers, differentiable=grads != "", anchored=elsewhere)  # type: ignore[arg-type,assignment]
         parts = () if not fp8_output else tuple(made[1 : 1 + recipe.linear().parts])
         if observe:
-            self._remember(made[1 + len(parts)], weight, in_graph)
+            self._remember(made[1 + len(parts)], weight, tracing)
         y = made[0] if shape is None else made[0].view(*shape, made[0].shape[-1])
         out = _quantized_output(recipe, parts, y) if fp8_output else y
         return (out, bias) if self.return_bias else out
@@ -211,10 +226,15 @@ class Linear(nn.Linear):
             return ""
         why = ""
         fused = self.fuse_wgrad_accumulation
-        if self.delay_wgrad_compute and is_inside_operator():
+        if self.delay_wgrad_compute and (is_inside_operator() or recomputes()):
             why = (
-                "delay_wgrad_compute=True inside torch.utils.checkpoint would leave the operands of dw with a forward "
-                "that is run again. Leave one of the two out"
+                "delay_wgrad_compute=True inside torch.utils.checkpoint, or with a memory budget below 1, would leave "
+                "the operands of dw with a forward that is run again. Leave one of the two out"
+            )
+        elif self.delay_wgrad_compute and is_inside_ddp():
+            why = (
+                "delay_wgrad_compute=True inside DistributedDataParallel, which would take a graph's backward for the "
+                "end of this weight's, and never reduce its gradient. Leave it out"
             )
         elif fused and not self.delay_wgrad_compute and not has_buffer(self.weight):
             why = (
@@ -223,7 +243,7 @@ class Linear(nn.Linear):
             )
         elif (
             self.delay_wgrad_compute or (fused and not hasattr(self.weight, "grad_added_to_main_grad"))
-        ) and _has_hooks(id(self)):
+        ) and self._has_hooks():
             why = (
                 "its weight has hooks, and gets its gradient elsewhere (delay_wgrad_compute, fuse_wgrad_accumulation), "
                 "so that every backward of a graph would call them with None. Remove the hooks, or set "
@@ -238,16 +258,39 @@ class Linear(nn.Linear):
             self._warned = True
             warnings.warn(f"Running outside the graph. {why}", stacklevel=3)
 
+    @while_tracing
+    def _refuse_now(self, why: str) -> bool:
+        self._refuse(why)
+        return True
+
+    @while_tracing
+    def _has_hooks(self) -> bool:
+        weight: Any = self.weight
+        return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+
+    @while_tracing
+    def _make_state(self, recipe_key: str) -> bool:
+        """The buffers of a recipe that the layer meets for the first time in a graph."""
+        self._install(resolve(recipe_key))
+        return True
+
+    @while_tracing
+    def _make_cache(self, recipe_key: str, column: bool, observe: bool) -> bool:
+        """The cache that a graph is about to use."""
+        recipe, stored = resolve(recipe_key), self._codes
+        if stored.recipe != recipe or stored.is_cold or (column and not stored.has(self, "column")):
+            self._refresh(self.weight, recipe, column=column, observe=observe)
+        return True
+
     def _title(self) -> str:
         sizes = f"Linear({self.in_features}, {self.out_features})"
         return f"{sizes} at {self._path!r}" if self._path else sizes
 
-    def _post(self, key: str, made: Any, source: Tensor | None, codes: layer.Parts) -> None:
+    def _post(self, key: str, made: Any, codes: layer.Parts) -> None:
         """Leave what dw needs for `backward_dw`. The mailbox is written without being read: a read is a guard."""
-        start, stop, plain = _post_span(key)
-        given = codes if codes else (source.detach(),) if plain and source is not None else ()
+        start, stop = _post_span(key)
         box = self._mailbox
-        box.posted = (Posted(key, tuple(made[start:stop]), given), box.posted)
+        box.posted = (Posted(key, tuple(made[start:stop]), codes), box.posted)
 
     def _followed(self, recipe: Recipe | None) -> Recipe:
         """The ambient recipe, for a layer without one of its own."""
@@ -264,9 +307,7 @@ class Linear(nn.Linear):
             self._follows = True
         return recipe
 
-    def _weight_codes(
-        self, weight: Tensor, recipe: Recipe, first: bool | None, grads: str, observe: bool, in_graph: bool
-    ) -> str:
+    def _weight_codes(self, weight: Tensor, recipe: Recipe, first: bool | None, grads: str, observe: bool) -> str:
         """How the layer gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or "held"."""
         stored = self._codes
         if stored.held:
@@ -282,7 +323,7 @@ class Linear(nn.Linear):
         if quant.fprop.right is None and quant.dgrad.right is None:
             return "plain"
         column = "x" in grads and quant.dgrad.right is not None
-        if in_graph:
+        if torch.compiler.is_compiling():
             self._refresh_in_graph(weight, recipe, first, column, observe)
             return "codes"
         if not first and stored.recipe == recipe and not stored.is_cold:
@@ -299,7 +340,11 @@ class Linear(nn.Linear):
     def _refresh_in_graph(self, weight: Tensor, recipe: Recipe, first: bool, column: bool, observe: bool) -> None:
         """The same, while a graph is traced: buffers that are missing are made and filled now, once; the graph
         refreshes them where it is told to. Whether a weight has changed is not for a graph to see."""
-        _make_cache(id(self), recipe.key, column, observe and not first)
+        self._make_cache(recipe.key, column, observe and not first)
+        stored = self._codes.recipe
+        assert (
+            stored is not None and stored.key == recipe.key
+        )  # read here, it is a guard: codes of another are not used
         if first:
             amaxes, slots = self._weight_scaling(recipe, observe)
             row, columns = self._codes.parts(self, "row"), self._codes.parts(self, "column")
@@ -319,10 +364,10 @@ class Linear(nn.Linear):
         mode = "overwrite" if getattr(weight, "overwrite_main_grad", False) else "add"
         return mode, hasattr(weight, "grad_added_to_main_grad")
 
-    def _remember(self, amax: Tensor, weight: Tensor, in_graph: bool) -> None:
+    def _remember(self, amax: Tensor, weight: Tensor, tracing: bool) -> None:
         current = self._buffers[scaling.NAMES["forward"]["current"]]
         assert current is not None
-        if in_graph:
+        if tracing:
             current.copy_(torch.maximum(current, amax))
         else:
             torch.maximum(current, amax, out=current)
@@ -432,14 +477,9 @@ class Linear(nn.Linear):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        _LIVING[id(new)] = new
         if new._codes.held:  # a parameter's copy is dense
             new.weight = weights.token(new.weight)
         return new
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        _LIVING[id(self)] = self
 
     def reset_parameters(self) -> None:
         if "_codes" in self.__dict__ and self._codes.held:
@@ -481,35 +521,10 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, recipe={recipe}" + (", weight held as codes" if self._codes.held else "")
 
 
-# -- what runs while a graph is traced, and is not part of it ----------------------------------------------------------
-
-_now = torch._dynamo.assume_constant_result
-
-
-@_now  # type: ignore[untyped-decorator]
-def _make_state(layer_id: int, recipe_key: str) -> bool:
-    """Give a layer the buffers of a recipe that it meets for the first time in a graph."""
-    _LIVING[layer_id]._install(resolve(recipe_key))
-    return True
-
-
-@_now  # type: ignore[untyped-decorator]
-def _refuse(layer_id: int, why: str) -> bool:
-    _LIVING[layer_id]._refuse(why)
-    return True
-
-
-@_now  # type: ignore[untyped-decorator]
-def _has_hooks(layer_id: int) -> bool:
-    weight: Any = _LIVING[layer_id].weight
-    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
-
-
-@_now  # type: ignore[untyped-decorator]
-def _post_span(key: str) -> tuple[int, int, bool]:
-    """Where in what a node makes the post is, and whether x goes there as it is."""
-    config = layer.config(key)
-    return *config.posted, config.kept_x == "plain"
+@while_tracing
+def _post_span(key: str) -> tuple[int, int]:
+    """Where in what a node makes the post is."""
+    return layer.config(key).posted
 
 
 @torch.compiler.disable(reason="octavo: this layer cannot be part of a graph")  # type: ignore[untyped-decorator,no-untyped-call]
@@ -517,16 +532,6 @@ def _outside(module: "Linear", why: str, *arguments: Any) -> Any:
     """What a graph cannot hold: an error, or eager mode with a word about it."""
     module._refuse(why)
     return module.forward(*arguments)
-
-
-@_now  # type: ignore[untyped-decorator]
-def _make_cache(layer_id: int, recipe_key: str, column: bool, observe: bool) -> bool:
-    """Give a layer the cache that a graph is about to use."""
-    module, recipe = _LIVING[layer_id], resolve(recipe_key)
-    stored = module._codes
-    if stored.recipe != recipe or stored.is_cold or (column and not stored.has(module, "column")):
-        module._refresh(module.weight, recipe, column=column, observe=observe)
-    return True
 
 
 def _refuse_parallel(parallel_mode: str | None, sequence_parallel: bool, tp_group: Any) -> None:

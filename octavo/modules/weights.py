@@ -10,11 +10,13 @@ The buffers are not persistent (a checkpoint keeps weights, not codes of them), 
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from octavo.errors import UnsupportedConfig
@@ -66,6 +68,18 @@ class Codes:
     ) -> None:
         """Quantize `weight` into the buffers, making those that are missing. A column that is there stays in use.
         Without `scaling` a delayed recipe's scale is the weight's own."""
+        with as_real_as(weight):
+            self._fill(module, weight, recipe, column, amaxes, scaling)
+
+    def _fill(
+        self,
+        module: nn.Module,
+        weight: Tensor,
+        recipe: Recipe,
+        column: bool,
+        amaxes: Sequence[Tensor],
+        scaling: Sequence[Tensor],
+    ) -> None:
         if self.recipe != recipe:
             self.drop(module)
         quant = recipe.linear()
@@ -117,6 +131,11 @@ class Codes:
 def state_of(weight: Tensor) -> tuple[int, int]:
     """Version and address: what changes when the weight does. Inference tensors have no version."""
     return (-1 if weight.is_inference() else weight._version), weight.data_ptr()
+
+
+def as_real_as(weight: Tensor) -> AbstractContextManager[Any]:
+    """State of a real layer is real, also where a fake mode watches, which would leave fakes behind in it."""
+    return nullcontext() if isinstance(weight, FakeTensor) else unset_fake_temporarily()
 
 
 def drop_buffers(module: nn.Module, names: Iterable[str]) -> None:

@@ -150,7 +150,7 @@ def _multiply_rows(
             mbarrier.wait(ready.index(second), second_phase)
             other = _product(HALF, left, right, second)
             now = scale
-            then = gl.load(at_a + step.to(gl.int64) * a_scale_stride) * gl.load(at_b + step * b_scale_columns)
+            then = gl.load(at_a + gl.cast(step, gl.int64) * a_scale_stride) * gl.load(at_b + step * b_scale_columns)
             later = gl.minimum(step + 1, steps - 1)
             scale = gl.load(at_a + later.to(gl.int64) * a_scale_stride) * gl.load(at_b + later * b_scale_columns)
             done = warpgroup_mma_wait(1, deps=[part])
@@ -257,7 +257,7 @@ def _multiply_depth(
             mbarrier.wait(ready.index(second), second_phase)
             other = _product(HALF, left, right, second)
             now = scale
-            at_a = a_scale + step.to(gl.int64) * a_scale_stride + rows
+            at_a = a_scale + gl.cast(step, gl.int64) * a_scale_stride + rows
             then = gl.load(at_a, mask=rows < N, other=0.0)
             later = gl.minimum(step + 1, end - 1).to(gl.int64)
             scale = gl.load(a_scale + later * a_scale_stride + rows, mask=rows < N, other=0.0)

@@ -55,7 +55,7 @@ class Groups(NamedTuple):
 
 def blocks_for(rows: int, groups: int) -> int:
     """The most blocks that `groups` groups of `rows` rows together can fill."""
-    return (rows + (BLOCK - 1) * groups) // BLOCK
+    return min(rows, (rows + (BLOCK - 1) * groups) // BLOCK)
 
 
 def protos(rows: int, groups: int, device: torch.device) -> tuple[TensorProto, ...]:
@@ -73,6 +73,8 @@ def split(splits: Tensor, rows: int) -> Groups:
 
 
 def _check(splits: Tensor, rows: int) -> None:
+    if not isinstance(splits, Tensor):
+        raise UnsupportedDtype(f"Group sizes are a tensor, got {type(splits).__name__}. Use torch.as_tensor first.")
     if splits.dtype not in (torch.int32, torch.int64):
         raise UnsupportedDtype(f"Group sizes are int32 or int64, got {splits.dtype}. Use splits.to(torch.int32).")
     if splits.dim() != 1 or not 1 <= splits.shape[0] <= MAX_GROUPS:

@@ -7,7 +7,7 @@ from octavo.quant.groups import BLOCK, Groups
 
 
 def split(splits: Tensor, rows: int, start: Tensor, block: Tensor, owner: Tensor, source: Tensor, live: Tensor) -> None:
-    ends = splits.long().clamp_min(0).cumsum(0).clamp_max(rows)
+    ends = splits.long().clamp(0, rows).cumsum(0).clamp_max(rows)
     begins = torch.cat((ends.new_zeros(1), ends[:-1]))
     last = ((ends - begins + BLOCK - 1) // BLOCK).cumsum(0)
     first = torch.cat((last.new_zeros(1), last[:-1]))

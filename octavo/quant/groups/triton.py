@@ -12,7 +12,7 @@ from octavo.quant import tile
 from octavo.quant.groups import BLOCK
 from octavo.quant.tile import Variant
 
-_WORK = 16384  # comparisons of blocks with groups at a time
+_WORK = 4096  # comparisons of blocks with groups at a time: more would not fit in registers
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _split_kernel(
     g = tl.arange(0, GROUPS)
     inside = g < G
     n = tl.load(splits + g, mask=inside, other=0).to(tl.int64)
-    n = tl.where(n < 0, 0, n)
+    n = tl.where(n < 0, 0, tl.where(n < ROWS, n, ROWS))  # so that no sum of them overflows
     total = tl.cumsum(n, 0)
     ends = tl.where(total < ROWS, total, ROWS)
     begins = tl.where(total - n < ROWS, total - n, ROWS)
