@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(text if arguments.json == "-" else report)
     if arguments.json not in (None, "-"):
         Path(arguments.json).write_text(text + "\n")
+    if "skip" in conditions and not report.cudagraphs:
+        print("No CUDA graphs were asked for, so that none can be skipped here.", file=sys.stderr)
     failed = failures(report, conditions)
     for sentence in failed:
         print(f"octavo explain: {sentence}", file=sys.stderr)

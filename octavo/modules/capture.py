@@ -106,6 +106,7 @@ class Capture:
         listener, kept = _Listener(self._skipped), {name: Counter(found) for name, found in counters.items()}
         torch._dynamo.reset()
         counters.clear()
+        limit = utils._compilation_metrics.maxlen
         utils.set_compilation_metrics_limit(COMPILATIONS)
         earlier = len(utils.get_compilation_metrics())
         cudagraphs_log.addHandler(listener)
@@ -116,7 +117,7 @@ class Capture:
             self._breaks, self._skips = list(utils.graph_break_reasons), _skip_count()
         finally:
             cudagraphs_log.removeHandler(listener)
-            utils.set_compilation_metrics_limit(utils.DEFAULT_COMPILATION_METRICS_LIMIT)
+            utils.set_compilation_metrics_limit(limit or utils.DEFAULT_COMPILATION_METRICS_LIMIT)
             torch._dynamo.reset()
             counters.clear()
             counters.update(kept)

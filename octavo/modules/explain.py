@@ -19,6 +19,7 @@ from octavo.modules.ambient import ambient
 from octavo.modules.capture import Capture
 from octavo.modules.convert import route
 from octavo.modules.linear import UNQUANTIZED, Linear
+from octavo.modules.main_grad import has_buffer
 from octavo.modules.model import layers
 from octavo.modules.report import Layer, Report
 from octavo.recipes.recipe import GEMMS
@@ -89,10 +90,13 @@ def _copied(model: Any) -> nn.Module:
             f"explain runs a deep copy, and this {type(model).__name__} has none ({type(error).__name__}: {error}). "
             "Explain the module before it is wrapped, or one block of it."
         ) from error
-    for _, layer in layers(found):
-        layer.strict = False  # what it refuses is reported, and the rest goes on
+    for path, layer in layers(found):
+        layer.strict = False  # what it refuses is reported, by this name, and the rest goes on
+        layer._path = path
     for theirs, ours in zip(model.parameters(), found.parameters(), strict=True):
         ours.__dict__.update({name: _attribute(name, value, ours) for name, value in theirs.__dict__.items()})
+        if theirs.requires_grad and (theirs._backward_hooks or theirs._post_accumulate_grad_hooks):
+            ours.register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]  # hooks are not copied, but a graph may refuse them
     return found
 
 
@@ -127,8 +131,20 @@ def _step(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, ...], ba
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     made = [t for t in tree_leaves(call(*tree_map(_own, batch))) if isinstance(t, Tensor) and t.requires_grad]
     if made and backward:
+        lent = _lend_buffers(model)
         torch.autograd.backward(made, [torch.ones_like(t) for t in made])
+        for weight in lent:
+            del weight.main_grad
     model.zero_grad()
+
+
+def _lend_buffers(model: nn.Module) -> list[Any]:
+    """Weights that miss their main_grad, with one: it was a graph's reason to refuse at forward, and is no reason for
+    the report to end here."""
+    found: list[Any] = [m.weight for _, m in layers(model) if m.fuse_wgrad_accumulation and not has_buffer(m.weight)]
+    for weight in found:
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    return found
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -148,6 +164,6 @@ def _layer(path: str, layer: Linear, capture: Capture) -> Layer:
 
 
 def _why_uncompiled(path: str, refusals: tuple[str, ...]) -> str:
-    """The refusal that names the layer, or any there is."""
-    own = [text for text in refusals if repr(path) in text] or [*refusals]
+    """The refusal that names the layer."""
+    own = [text for text in refusals if f"at {path!r}" in text]
     return own[0] if own else "it was not called, or ran outside of the graphs"

@@ -202,8 +202,8 @@ class Linear(nn.Linear):
         seed = self._buffers.get(SEED) if grads else None
         if as_nodes:
             target = graph_buffer(weight) if main_grad and not delay else None
-            # room of its own for each call: equal calls would otherwise be one node to a compiler
-            mark = weight.new_empty(0) if delay else None
+            # equal calls would be one node to a compiler, with room for one dy; what torch.empty makes is never merged
+            mark = torch.empty(0, device=weight.device) if delay else None
             made = run_in_graph("linear", key, inputs._replace(weight=weight), (target, amax, seed, mark))
             if delay:
                 self._post(key, made, codes)
@@ -477,6 +477,8 @@ class Linear(nn.Linear):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if new._scaling.recipe is not None:
+            scaling.listen(new)
         if new._codes.held:  # a parameter's copy is dense
             new.weight = weights.token(new.weight)
         return new

@@ -5,10 +5,14 @@ backward    slot dy              observed in backward, in a buffer that forward 
 """
 
 import warnings
+import weakref
 from dataclasses import fields
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.errors import UnsupportedConfig
 from octavo.modules.weights import drop_buffers
@@ -18,6 +22,26 @@ from octavo.recipes import Delayed, Recipe
 SIDES = ("forward", "backward")
 NAMES = {side: {field.name: f"scaling_{side}_{field.name}" for field in fields(DelayedState)} for side in SIDES}
 PATIENCE = 1024  # training forwards without a step before it is said
+
+
+_LISTENERS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # modules whose memory somebody should step
+
+
+def listen(module: nn.Module) -> None:
+    """Count the steps of whatever optimizer has this module's weight."""
+    _hear_optimizers()
+    _LISTENERS.add(module)
+
+
+@cache
+def _hear_optimizers() -> None:
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        moved = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        for module in list(_LISTENERS):
+            if id(module.weight) in moved and module._scaling.recipe is not None:
+                module._scaling.updated()
+
+    register_optimizer_step_post_hook(after)
 
 
 class Scaling:
@@ -56,6 +80,7 @@ class Scaling:
                 for field, tensor in state.tensors().items():
                     module.register_buffer(NAMES[side][field], tensor, persistent=False)
         self.recipe = recipe
+        listen(module)
 
     def drop(self, module: nn.Module) -> None:
         drop_buffers(module, [name for names in NAMES.values() for name in names.values()])
@@ -83,6 +108,15 @@ class Scaling:
         if version != self._version:
             self._updates += self._version is not None
             self._version = version
+        self._say()
+
+    def updated(self) -> None:
+        """The same, told by an optimizer: a graph counts nothing."""
+        self._updates += 1
+        self._version = None
+        self._say()
+
+    def _say(self) -> None:
         if not self._said and (self._updates >= 2 or self._forwards >= PATIENCE):
             self._said = True
             warnings.warn(

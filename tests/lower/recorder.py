@@ -4,6 +4,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import octavo
+
 
 class Recorder(TorchDispatchMode):
     """Notes calls of our operators, with copies of what they were given."""
@@ -35,9 +37,13 @@ def recorded(layer, x, dy, **flags):
 
         return run
 
+    torch._dynamo.reset()
     y = torch.compile(layer, fullgraph=True, backend=backend)(x, **flags)
-    with Recorder(calls):
-        y.backward(dy)
+    y = y[0] if isinstance(y, tuple) else y
+    y = y.token if isinstance(y, octavo.QTensor) else y
+    if y.requires_grad:
+        with Recorder(calls):
+            y.backward(dy)
     return calls
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import warnings
 
 import pytest
 import torch
@@ -165,3 +166,34 @@ def test_data_parallel_training_and_weight_gradients_put_off_are_refused(tmp_pat
             DistributedDataParallel(compiled(layer))(spiky(24, 48))
     finally:
         dist.destroy_process_group()
+
+
+def test_scales_that_nobody_steps_are_said_for_compiled_layers_too():
+    layer = make("fp8-delayed")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-4)
+    call = compiled(layer)
+
+    def train(steps):
+        for i in range(steps):
+            call(spiky(24, 48, seed=i)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match=r"octavo\.step"):
+        train(3)
+
+
+def test_scales_that_are_stepped_are_not():
+    for attached in (False, True):
+        layer = make("fp8-delayed")
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1e-4)
+        if attached:
+            octavo.attach(layer, optimizer)
+        call = compiled(layer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for i in range(4):
+                call(spiky(24, 48, seed=i)).square().sum().backward()
+                optimizer.step()
+                if not attached:
+                    octavo.step(layer)

@@ -176,7 +176,7 @@ def test_a_layer_that_refuses_says_why():
     report = octavo.explain(Refusing(), spiky(8, 48))
     taken, refused = report.layers
     assert (taken.path, taken.uncompiled) == ("taken", "")
-    assert "delay_wgrad_compute=True inside torch.utils.checkpoint would" in refused.uncompiled
+    assert "delay_wgrad_compute=True inside torch.utils.checkpoint" in refused.uncompiled
     assert refused.uncompiled in [found.reason for found in report.breaks]
     assert f"refused: not compiled: {refused.uncompiled}" in str(report)
 
