@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.errors import UnsupportedConfig, UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.groups.reference import pack
 from octavo.quant.proto import TensorProto
@@ -52,6 +52,8 @@ def quantize_groups(
     matrix = as_matrix(x)
     if matrix.shape[0] != groups.rows:
         raise UnsupportedShape(f"These groups are of {groups.rows} rows, tail included, and x has {matrix.shape[0]}.")
+    if groups.start.device != x.device:
+        raise UnsupportedDevice(f"x is on {x.device} and its groups on {groups.start.device}. Move the sizes first.")
     for spec in (row, column):
         if spec is not None and not spec.takes_groups:
             raise UnsupportedConfig(f"{spec} cannot quantize rows in groups in this version. Use fp8-block or bf16.")
@@ -60,7 +62,8 @@ def quantize_groups(
         None if row is None else row.proto(like).empty(),
         None if column is None else column.proto(like, axis=0).empty(),
     )
-    fill_pair(matrix, pair, Given(groups=groups))
+    if groups.padded:
+        fill_pair(matrix, pair, Given(groups=groups))
     return (
         None if pair[0] is None else GroupedTensor(pair[0], groups, "row"),
         None if pair[1] is None else GroupedTensor(pair[1], groups, "column"),

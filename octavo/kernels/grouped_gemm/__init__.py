@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from octavo import backend
-from octavo.errors import UnsupportedConfig, UnsupportedHardware
+from octavo.errors import UnsupportedConfig, UnsupportedHardware, UnsupportedShape, check_choice
+from octavo.formats import E5M2
+from octavo.quant.blocks import Block
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.qtensor import QTensor
@@ -24,17 +26,21 @@ def rows(
     a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None = None, *, height: int, along: str = "rows"
 ) -> Tensor:
     """Fill `out` [rows, N]: fprop with `along="rows"`, dgrad with `along="columns"`: where b's matrices are stacked."""
-    _check(a.q, b)
+    check_choice(along, ("rows", "columns"), what="along")
+    _check(a.q, b, (BLOCK, BLOCK), out)
     if height % BLOCK:
         raise UnsupportedConfig(f"Stacked matrices begin at multiples of {BLOCK}, got a height of {height}. Pad them.")
-    if out.numel():
+    if out.numel() and a.groups.padded:
+        bias = None if bias is None else bias.contiguous()
         _twin(out).rows(a, b, out, bias, (height, 0) if along == "rows" else (0, height))
     return out
 
 
 def depth(a: GroupedTensor, b: GroupedTensor, out: Tensor, *, accumulate: bool = False) -> Tensor:
     """Fill `out` [G, N, K], or add to it."""
-    _check(a.q, b.q)
+    _check(a.q, b.q, (1, BLOCK), out)
+    if a.groups.padded == 0:  # not one row, so not one step of a contraction
+        return out if accumulate else out.zero_()
     if out.numel():
         _twin(out).depth(a, b, out, accumulate)
     return out
@@ -54,6 +60,7 @@ def plain_depth(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
 
 def zero_tail(out: Tensor, groups: Groups) -> None:
     """Zero the rows after the last group."""
+    _check_out(out)
     if out.numel():
         _twin(out).zero_tail(out, groups)
 
@@ -73,11 +80,21 @@ def _twin(out: Tensor):  # type: ignore[no-untyped-def]
     return backend.twin(__name__, out)
 
 
-def _check(a: QTensor, b: QTensor) -> None:
-    if a.spec.block != (1, BLOCK) or b.spec.block not in ((1, BLOCK), (BLOCK, BLOCK)):
+def _check(a: QTensor, b: QTensor, block: Block, out: Tensor) -> None:
+    if a.spec.block != (1, BLOCK) or b.spec.block != block:
         raise UnsupportedConfig(
-            f"Grouped GEMMs multiply 1x128 blocks by 1x128 or 128x128 ones in this version, got {a.spec} by {b.spec}. "
-            "Use fp8-block."
+            f"This grouped GEMM multiplies 1x128 blocks by {block[0]}x{block[1]} ones in this version, got {a.spec} by "
+            f"{b.spec}. Use fp8-block."
+        )
+    if a.spec.fmt == E5M2 and b.spec.fmt == E5M2:
+        raise UnsupportedConfig("No chip multiplies E5M2 by E5M2. Keep one operand in E4M3.")
+    _check_out(out)
+
+
+def _check_out(out: Tensor) -> None:
+    if not out.is_contiguous():
+        raise UnsupportedShape(
+            f"A grouped GEMM writes contiguous results, got {tuple(out.shape)} with strides {out.stride()}."
         )
 
 

@@ -331,12 +331,16 @@ def _processors(device: torch.device) -> int:
 
 
 def _tiles(codes: Tensor) -> TensorDescriptor:
+    if codes.shape[1] % 16:
+        raise UnsupportedShape(
+            f"Grouped GEMMs copy rows of 16 codes, got {tuple(codes.shape)}. Pad the columns with zeros first."
+        )
     return TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [BLOCK, BLOCK], _TILE)
 
 
 def _halves(out: Tensor) -> TensorDescriptor | None:
     """A result [G, N, K] for the copy unit to write, half a tile at a time, where no half lies in two groups."""
-    if out.dtype == torch.float32 or out.shape[1] % BLOCK or out.shape[2] % 8 or not out.is_contiguous():
+    if out.dtype == torch.float32 or out.shape[1] % BLOCK or out.shape[2] % 8 or out.data_ptr() % 16:
         return None
     flat = out.view(-1, out.shape[2])
     return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [BLOCK // 2, BLOCK], _HALF)
