@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,6 +22,7 @@ import octavo
 from octavo.layers import linear
 from octavo.lower import graph
 from octavo.recipes import SHIPPED
+from tests.lower.recorder import recorded
 from tests.modules.oracle import QUANTIZED, assert_same, make, spiky
 
 every = pytest.mark.parametrize("recipe", SHIPPED)
@@ -399,6 +402,25 @@ def test_the_ops_pass_opcheck(recipe):
     plan = f"{graph.DIGEST}|linear|1,1,1,t0,t0,t0,t{len(inputs.scaling)}|00{int(seed is not None)}|{key}"
     torch.library.opcheck(torch.ops.octavo.run.default, (tensors, plan), test_utils=(
         "test_schema", "test_autograd_registration", "test_faketensor"))  # fmt: skip
+
+
+def on_a_gpu(tensor):
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)], ids=str)
+@every
+def test_fakes_are_the_same_on_every_chip(recipe, capability, monkeypatch):
+    """Which route a chip takes is decided when an operator runs, and never shows in what it makes."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    layer = make(recipe)
+    x, dy = batch(0)
+    for op, args in recorded(layer, x.requires_grad_(), dy):
+        with FakeTensorMode(), torch.no_grad():
+            fakes = op(*pytree.tree_map_only(torch.Tensor, on_a_gpu, args))
+        for fake, real in zip(fakes, op(*args), strict=True):
+            assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+            assert fake.device.type == "cuda"
 
 
 def test_an_edited_source_changes_every_plan(tmp_path):

@@ -263,7 +263,7 @@ def test_a_gpu_agrees_with_the_reference(splits):
         want = step(model, model, x, dy, sizes)
     for name, bound in magnitudes(model, x, dy, splits).items():
         error = (found[name].double() - want[name].double()).abs()
-        assert (error <= 4e-4 * bound + 2**-7 * want[name].double().abs()).all(), name
+        assert (error <= 1e-3 * bound + 2**-7 * want[name].double().abs()).all(), name
     assert not found["y"][sum(splits) :].any()
     assert not found["dx"][sum(splits) :].any()
 
