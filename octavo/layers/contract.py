@@ -7,7 +7,11 @@
 
 `inputs` is the layer's own NamedTuple, None for what a call does not have. `grads` has one entry for each output.
 `buffers` is a NamedTuple of what backward writes besides its results, in place: a gradient buffer to add to, a running
-amax, a random counter. Forward never sees them.
+amax, a random counter. Forward never sees them; all it may write to is an input that is the caller's memory for y.
+
+A graph asks for more, all of it without data: `gradient_protos` (what backward returns), `wants` (which inputs have a
+gradient), `FLAT` (which fresh tensors are scales), `graph_buffers` (buffers from plain tensors), `fills` (whether
+backward writes to what forward made), `flops` and `gradient_flops`.
 
 These functions read nothing but their arguments: no module, no global, no environment, no clock. A config holds no
 shapes and no tensors; it crosses into a graph as the string that `octavo.values.parse` reads back. `octavo.lower` runs
@@ -31,6 +35,7 @@ class Layer(Protocol):
     """A module of `octavo.layers`."""
 
     Inputs: Any  # the NamedTuple of its inputs
+    FLAT: tuple[int, ...]
 
     def forward(self, config: Any, inputs: Any) -> Made: ...
 

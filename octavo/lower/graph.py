@@ -1,7 +1,7 @@
 """The layer contract as nodes of a compiled graph: one differentiable forward node, one backward node, for any layer.
 
-    octavo::run     (Tensor[] tensors, str plan) -> Tensor[]     outputs, extras, fresh
-    octavo::run_bwd (Tensor[] tensors, str plan) -> Tensor[]     the gradients that were asked for
+    octavo::run     (Tensor[] tensors, str plan) -> Tensor[]              outputs, extras, fresh
+    octavo::run_bwd (Tensor[] tensors, str plan, str mask) -> Tensor[]    the gradients that were asked for
 
 The plan is `layer|presence|buffers|config`: which of the layer's inputs are in the list, how many buffers follow them,
 and the config's string, led by a digest of this package's sources. A compiler's disk cache keys on the graph, and a
@@ -39,9 +39,11 @@ LAYERS: dict[str, Any] = {"grouped-linear": grouped_linear, "linear": linear}
 def digest() -> str:
     """Eight hex digits of every source file of the package that a node's result may depend on."""
     root, seen = Path(__file__).parent.parent, hashlib.sha256()
-    for folder in ("formats.py", "quant", "kernels", "recipes", "layers", "lower"):
-        for path in sorted([root / folder] if folder.endswith(".py") else (root / folder).rglob("*.py")):
-            seen.update(path.read_bytes())
+    files = [root / name for name in ("formats.py", "values.py", "backend.py", "launch.py")]
+    for folder in ("quant", "kernels", "recipes", "layers", "lower"):
+        files += sorted((root / folder).rglob("*.py"))
+    for path in files:
+        seen.update(path.read_bytes())
     return seen.hexdigest()[:8]
 
 
@@ -109,10 +111,7 @@ def saved_elsewhere() -> bool:
     """Whether hooks keep what is saved for backward somewhere else, and hand out copies of it. A checkpoint's hook does
     not: it runs forward again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return bool(hooks) and hooks[0].__module__ != _CHECKPOINT
-
-
-_CHECKPOINT = "torch.utils.checkpoint"
+    return bool(hooks) and hooks[0].__module__ != "torch.utils.checkpoint"
 
 
 def _refuse_hooks(parsed: _Plan) -> None:
