@@ -36,12 +36,16 @@ class GroupedTensor:
         return [self._member(BLOCK * first, size) for first, size in zip(firsts, sizes, strict=True)]
 
     def _member(self, start: int, size: int) -> QTensor:
-        q = self.q
+        q, rows = self.q, slice(start, start + size)
         if self.side == "row":
-            return q[start : start + size]
-        blocks = -(-size // BLOCK)
-        scale = q.scale[:, start // BLOCK : start // BLOCK + blocks]
-        return QTensor(q.codes[:, start : start + size], scale, q.spec, (q.rows, size), q.dtype)
+            height = q.spec.block[0] or 1
+            return QTensor(q.codes[rows], q.scale[_blocks(rows, height)], q.spec, (size, q.columns), q.dtype)
+        return QTensor(q.codes[:, rows], q.scale[:, _blocks(rows, BLOCK)], q.spec, (q.rows, size), q.dtype)
+
+
+def _blocks(part: slice, length: int) -> slice:
+    """The blocks that a range, which begins with one, has elements of."""
+    return slice(part.start // length, -(-part.stop // length))
 
 
 def quantize_groups(

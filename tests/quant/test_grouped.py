@@ -112,7 +112,6 @@ def test_square_blocks_start_anew_with_every_group():
         assert_same(column.members()[g], want_column)
 
 
-@pytest.mark.xfail(strict=True, reason="members() of a row orientation slices at the size, which cuts a square block")
 def test_square_blocks_have_members_too():
     row, _ = grouped(wide(300, 200, torch.bfloat16), [65, 128, 0, 97], Block2D(), None)
     for part, found in zip(pieces(wide(300, 200, torch.bfloat16), [65, 128, 0, 97]), row.members(), strict=True):
