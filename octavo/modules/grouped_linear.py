@@ -99,7 +99,9 @@ class GroupedLinear(nn.Module):
             f"bias_dtype='{'' if self.bias is None else _NAMES[self.bias.dtype]}',grads='{grads}',"
             f"main_grad='{main_grad}',dummy_grad={dummy},tail='{self.tail}')"
         )
-        if _is_graph():
+        # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
+        plain = main_grad == "" and out is None and dgrad_out is None
+        if torch.compiler.is_compiling() or (is_watched() and plain):
             inputs = layer.Inputs(rows, self.weight, self.bias, splits)
             y = run_in_graph("grouped-linear", key, inputs, (self._graph_buffer() if main_grad else None,))[0]
         else:
@@ -148,7 +150,7 @@ class GroupedLinear(nn.Module):
     ) -> None:
         """By what they say of themselves: nothing is read."""
         given = [(name, b) for name, b in (("out", out), ("dgrad_out", dgrad_out)) if b is not None]
-        if given and (_is_graph() or recipe.linear().fprop.left is None):
+        if given and (torch.compiler.is_compiling() or recipe.linear().fprop.left is None):
             raise UnsupportedConfig(
                 f"GroupedLinear({given[0][0]}=...) works in eager mode and in CUDA graph capture, with a quantized "
                 "recipe, in this version. Leave it out."
@@ -171,7 +173,8 @@ class GroupedLinear(nn.Module):
         """On the device; from elsewhere they are copied there, which a graph would do only once, at capture."""
         device = self.weight.device
         if not isinstance(splits, Tensor) or splits.device != device:
-            if _is_graph() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if torch.compiler.is_compiling() or captured:
                 raise UnsupportedConfig(
                     f"In a graph m_splits must be a tensor on {device}: the sizes of a list, or of a tensor elsewhere, "
                     "would be those of this moment for ever. Put them in a device tensor and overwrite it."
@@ -200,7 +203,3 @@ def _refuse_later(**settings: tuple[Any, Any]) -> None:
     for name, (value, only) in settings.items():
         if value is not only:
             raise UnsupportedConfig(f"GroupedLinear({name}=...) is not part of this version. Leave it at {only}.")
-
-
-def _is_graph() -> bool:
-    return torch.compiler.is_compiling() or is_watched()

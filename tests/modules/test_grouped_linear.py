@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
@@ -140,6 +141,22 @@ def test_sizes_of_any_kind_leading_dims_and_gradients_of_any_stride(recipe):
         model(x, [10, 20, 0, 9]).backward(gradient)
         gradients.append(model.weight.grad.clone())
     assert_same(*gradients)
+
+
+def test_a_mode_that_watches_changes_nothing():
+    """A list of sizes, a caller's buffer, a main_grad that comes after forward; and what is plain is seen."""
+    model, twin = experts("fp8-block", fuse_wgrad_accumulation=True), experts("fp8-block")
+    x, dy = batch((10, 20, 0, 9))
+    want = step(twin, twin, x, dy, torch.tensor((10, 20, 0, 9)))
+    with FlopCounterMode(display=False):
+        y = model(x, [10, 20, 0, 9], out=torch.zeros(46, 40))
+        model.weight.main_grad = torch.zeros(4, 40, 48)
+        y.backward(dy)
+    with FlopCounterMode(display=False) as counter:
+        twin(x, [10, 20, 0, 9])
+    assert counter.get_total_flops() == 2 * 46 * 40 * 48
+    assert_same(y.detach()[:39], want["y"][:39])
+    assert_same(model.weight.main_grad, want["dw"])
 
 
 @pytest.mark.parametrize("given", [("out",), ("dgrad_out",), ("out", "dgrad_out")], ids=str)
