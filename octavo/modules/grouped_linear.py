@@ -152,8 +152,8 @@ class GroupedLinear(nn.Module):
         given = [(name, b) for name, b in (("out", out), ("dgrad_out", dgrad_out)) if b is not None]
         if given and (torch.compiler.is_compiling() or recipe.linear().fprop.left is None):
             raise UnsupportedConfig(
-                f"GroupedLinear({given[0][0]}=...) works in eager mode and in CUDA graph capture, with a quantized "
-                "recipe, in this version. Leave it out."
+                f"GroupedLinear({given[0][0]}=...) works in eager mode with a quantized recipe in this "
+                "version. Leave it out."
             )
         for name, buffer in given:
             want = (x.shape[0], self.out_features if name == "out" else self.in_features)

@@ -142,16 +142,15 @@ class Linear(nn.Linear):
             self._install(recipe)
 
     def _install(self, recipe: Recipe) -> None:
-        with weights.as_real_as(self.weight):
-            self._install_here(recipe)
-
-    def _install_here(self, recipe: Recipe) -> None:
-        if recipe.stateful:
-            self._scaling.install(self, recipe, self.weight)
-        if SEED not in self._buffers and recipe.linear().draws:
-            with torch.inference_mode(False):  # made there, it must still serve training
-                seed = torch.tensor([self._seed, 0], device=self.weight.device)
-            self.register_buffer(SEED, seed, persistent=False)
+        remembers = recipe.stateful and self._scaling.recipe != recipe
+        draws = SEED not in self._buffers and recipe.linear().draws
+        if remembers or draws:  # asked at every forward of a layer that follows an ambient recipe, and seldom true
+            with weights.as_real_as(self.weight), torch.inference_mode(False):  # made there, it must still train
+                if remembers:
+                    self._scaling.install(self, recipe, self.weight)
+                if draws:
+                    seed = torch.tensor([self._seed, 0], device=self.weight.device)
+                    self.register_buffer(SEED, seed, persistent=False)
         if self._pending:
             self._pending = self.load_recipe_state(self._pending)
 
@@ -342,9 +341,8 @@ class Linear(nn.Linear):
         refreshes them where it is told to. Whether a weight has changed is not for a graph to see."""
         self._make_cache(recipe.key, column, observe and not first)
         stored = self._codes.recipe
-        assert (
-            stored is not None and stored.key == recipe.key
-        )  # read here, it is a guard: codes of another are not used
+        if stored is None or stored.key != recipe.key:  # never now; read here, it is a guard of the graph
+            raise UnsupportedConfig(f"The weight cache holds codes of {stored}, and {recipe} is in force.")
         if first:
             amaxes, slots = self._weight_scaling(recipe, observe)
             row, columns = self._codes.parts(self, "row"), self._codes.parts(self, "column")

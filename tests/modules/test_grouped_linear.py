@@ -14,7 +14,6 @@ from tests.modules.oracle import assert_same, spiky
 RECIPES = ("bf16", "fp8-block", "fp8-block(scale='fp32')")
 SPLITS = ((65, 128, 0, 97), (0, 1, 2, 300), (15, 1, 1011, 0), (0, 0, 0, 0), (128, 128, 128, 128))
 every = pytest.mark.parametrize("recipe", RECIPES)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def experts(recipe, groups=4, k=48, n=40, seed=0, **settings):

@@ -10,6 +10,8 @@ the one before, a multiple of 128.
 On a GPU these are kernels for Hopper; elsewhere the reference, which reads the sizes of the groups on the host.
 """
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -62,16 +64,16 @@ def zero_tail(out: Tensor, groups: Groups) -> None:
     """Zero the rows after the last group."""
     _check_out(out)
     if out.numel():
-        _twin(out).zero_tail(out, groups)
+        backend.twin(__name__, out).zero_tail(out, groups)
 
 
 def column_sums_of(dy: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
     """[rows, N] -> [G, N]: each group's sums, in one order whatever runs beside it."""
-    found: Tensor = _twin(dy).column_sums(dy, groups, dtype)
+    found: Tensor = backend.twin(__name__, dy).column_sums(dy, groups, dtype)
     return found
 
 
-def _twin(out: Tensor):  # type: ignore[no-untyped-def]
+def _twin(out: Tensor) -> ModuleType:
     if backend.choose(out.device) == "triton" and torch.cuda.get_device_capability(out.device)[0] != 9:
         raise UnsupportedHardware(
             f"Grouped FP8 GEMMs are written for Hopper (SM90), {torch.cuda.get_device_name(out.device)} is not. "
