@@ -3,7 +3,7 @@
 from octavo.version import __version__  # isort: skip  (checks the version of torch first)
 
 from octavo import backend, errors, formats, quant, recipes
-from octavo.lower import sac_save_ops
+from octavo.lower import buffer, sac_save_ops
 from octavo.modules import (
     GroupedLinear,
     Linear,
@@ -29,6 +29,7 @@ __all__ = [
     "attach",
     "autocast",
     "backend",
+    "buffer",
     "convert",
     "errors",
     "explain",

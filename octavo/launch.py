@@ -10,6 +10,7 @@ The direct call is private to Triton, so it is used with the versions it was tri
 `Launch` holds compiled kernels and never a tensor.
 """
 
+import threading
 from typing import Any
 
 import torch
@@ -67,3 +68,57 @@ class Launch:
             self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(index), compiled.function, compiled.packed_metadata,
             None, None, None, *addresses, *self._tail,
         )  # fmt: skip
+
+
+class Tiles:
+    """A matrix that a kernel copies by tiles: what Triton's TensorDescriptor says, without its checks at every call.
+    Rows begin at multiples of 16 bytes."""
+
+    __slots__ = ("base", "block_shape", "layout", "padding", "shape", "strides")
+
+    def __init__(self, base: Tensor, block_shape: list[int], layout: Any) -> None:
+        self.base, self.block_shape, self.layout, self.padding = base, block_shape, layout, "zero"
+        self.shape, self.strides = base.shape, base.stride()
+
+    def checked(self) -> Any:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        return TensorDescriptor(self.base, list(self.shape), list(self.strides), self.block_shape, self.layout)
+
+
+class TiledLaunch(Launch):
+    """A launch some of whose leading arguments are `Tiles`."""
+
+    def __call__(self, *arguments: Tensor | Tiles | None) -> None:  # type: ignore[override]
+        bases = [t.base if isinstance(t, Tiles) else t for t in arguments]
+        first = bases[0]
+        assert first is not None
+        index = first.device.index
+        if index != torch._C._cuda_getDevice():
+            with torch.cuda.device(index):
+                return self(*arguments)
+        _enter_context(index)
+        key = (index, *[None if t is None else (t.dtype, t.data_ptr() & 15 == 0) for t in bases])
+        compiled = self._compiled.get(key)
+        if compiled is None or knobs.runtime.launch_enter_hook.calls:
+            whole = [t.checked() if isinstance(t, Tiles) else t for t in arguments]
+            compiled = self.kernel[(self.grid,)](*whole, *self.sizes, **self.options)
+            if _DIRECT:
+                self._compiled[key] = compiled
+            return
+        given = [0 if t is None else t if isinstance(t, Tiles) else t.data_ptr() for t in arguments]
+        compiled.run(
+            self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(index), compiled.function, compiled.packed_metadata,
+            None, None, None, *given, *self._tail,
+        )  # fmt: skip
+
+
+_threads = threading.local()
+
+
+def _enter_context(index: int) -> None:
+    """A tensor map is made by the driver, which unlike the runtime does not give a new thread, such as autograd's, its
+    context: whoever comes first must."""
+    if getattr(_threads, "context", None) != index:
+        torch._C._cuda_setDevice(index)
+        _threads.context = index

@@ -30,65 +30,171 @@ TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
 def variants() -> list:
-    """Every configuration as it stands, and each kernel once in every other way it may be called."""
+    """Every configuration as it stands and for rows in groups, and each kernel once in every other way it may be
+    called."""
     found = [v for name in MODULES for v in importlib.import_module(name).variants()]
     first = {v.kernel.fn.__module__ + v.kernel.fn.__name__: v for v in reversed(found)}
-    return found + [other for v in first.values() for other in called_otherwise(v)] + grouped_gemms()
+    others = [other for v in first.values() for other in called_otherwise(v)]
+    return found + [in_groups(v) for v in found if follows_groups(v)] + others + grouped_gemms()
 
 
 def grouped_gemms() -> list:
-    """What the grouped GEMMs launch. Matrices of codes come as tensor descriptors, whose type names their layout."""
-    from octavo.kernels.grouped_gemm import triton as module
+    """What the grouped GEMMs launch."""
+    return [*grouped_for_hopper(), *grouped_emulated(), *grouped_plain(), *grouped_around()]
+
+
+BIASES = (("", None, None), (", bias", "*bf16", None), (", scaled bias", "*bf16", "*fp32"))
+WHERE = dict.fromkeys(("owner", "block", "source", "live"), "*i32")
+
+
+def some(pointers: dict) -> tuple[dict, dict]:
+    """(signature, constants) of pointers that may be missing."""
+    there = {name: kind for name, kind in pointers.items() if kind is not None}
+    return there, {name: None for name, kind in pointers.items() if kind is None}
+
+
+def grouped_for_hopper() -> list:
+    """Matrices come as tensor descriptors, whose type names their layout."""
+    from octavo.kernels.grouped_gemm import hopper
     from octavo.quant.tile import Variant
 
-    def tiles(kind: str) -> str:
-        return f"tensordesc<{kind}[128, 128],{module._TILE!r}>"
-
-    where, sizes = dict.fromkeys(("owner", "block", "source", "live"), "*i32"), dict.fromkeys(("G", "N", "K"), "i32")
     found = []
+    sizes = dict.fromkeys(("G", "N", "K"), "i32")
+
+    def tiles(kind: str) -> str:
+        return f"tensordesc<{kind}[128, 128],{hopper._TILE!r}>"
+
+    def add(name: str, kernel, pointers: dict, numbers: dict, **constants) -> None:
+        signature, missing = some(pointers)
+        found.append(Variant(name, kernel, signature | numbers, missing | constants, 4, is_matmul=True))
+
     for left, right, out in (
         ("fp8e4nv", "fp8e4nv", "bf16"),
         ("fp8e5", "fp8e4nv", "fp16"),
         ("fp8e4nv", "fp8e4nv", "fp32"),
     ):
-        codes, name = {"a": tiles(left), "b": tiles(right)}, f"{left} by {right} to {out}"
-        strides = dict.fromkeys(("a_scale_stride", "b_scale_rows", "group_rows", "group_columns"), "i32")
-        scales = {"a_scale": "*fp32", "b_scale": "*fp32"}
-        for biased in (False, True):
-            found.append(
-                Variant(
-                    f"grouped rows {name}{', bias' if biased else ''}",
-                    module._rows_kernel,
-                    {**codes, "out": f"*{out}", **scales, **where, **sizes, **strides}
-                    | ({"bias": "*bf16"} if biased else {}),
-                    {"b_scale_columns": 1} | ({} if biased else {"bias": None}),
-                    4,
-                    is_matmul=True,
+        codes, name = {"a": tiles(left), "b": tiles(right), "out": f"*{out}"}, f"{left} by {right} to {out}"
+        scales, apart = {"a_scale": "*fp32", "b_scale": "*fp32"}, dict.fromkeys(("group_rows", "group_columns"), "i32")
+        steps = dict.fromkeys(("a_scale_step", "b_scale_row"), "i32")
+        groups = {"a_scale_group": "i32", "b_scale_group": "i32"}
+        line, half = f"tensordesc<fp32[1, 128],{hopper._LINE!r}>", f"tensordesc<{out}[64, 128],{hopper._HALF!r}>"
+        for way, bias, scaled in BIASES:
+            whole = None if out == "fp32" else half
+            pointers = {**codes, "whole": whole, "bias": bias, "scales": scaled, **scales, **WHERE}
+            add(f"grouped rows {name}{way}", hopper._rows_kernel, pointers, sizes | steps | apart, b_scale_step=1)
+            for each in (False, True):
+                kind, own = ("rowwise" if each else "tensorwise"), {"A_EACH": each, "B_EACH": each}
+                numbers = sizes | groups | apart
+                add(f"grouped {kind} rows {name}{way}", hopper._whole_rows_kernel, pointers, numbers, **own)
+        for way, adds, whole in (("", False, None), (", added", True, None), (", by halves", False, half)):
+            if whole is None or out != "fp32":
+                pointers = {**codes, "lines": line, "whole": whole, "a_scale": "*fp32", "block": "*i32"}
+                numbers = sizes | {"a_scale_stride": "i32"}
+                add(f"grouped depth {name}{way}", hopper._depth_kernel, pointers, numbers, ADD=adds)
+                pointers = {**codes, "whole": whole, **scales, "block": "*i32"}
+                for each in (False, True):
+                    kind, own = ("rowwise" if each else "tensorwise"), {"A_EACH": each, "B_EACH": each}
+                    kernel, numbers = hopper._whole_depth_kernel, sizes | groups
+                    add(f"grouped {kind} depth {name}{way}", kernel, pointers, numbers, ADD=adds, **own)
+    for kind, out, across, stages in (("bf16", "bf16", 256, 4), ("fp16", "fp16", 128, 6), ("bf16", "fp32", 128, 6)):
+        for turned in (False, True):
+            shapes = {"a": [128, 64], "b": [64, across] if turned else [across, 64]}
+            matrices = {n: f"tensordesc<{kind}{s},{hopper.plain_layout(s)!r}>" for n, s in shapes.items()}
+            for way, bias, scaled in BIASES:
+                name = f"grouped plain rows {kind} to {out}, 128x{across}{', turned' if turned else ''}{way}"
+                pointers = {**matrices, "out": f"*{out}", "bias": bias, "scales": scaled, **WHERE}
+                add(name, hopper._plain_rows_kernel, pointers, sizes, TURNED=turned, COUNT=stages)
+    return found
+
+
+def grouped_emulated() -> list:
+    from octavo.kernels.grouped_gemm import emulated
+    from octavo.quant.tile import Variant
+
+    found = []
+    where = {name: "*i32" for name in ("owner", "source", "live")}
+    strides = dict.fromkeys(("N", "K", "a_stride", "b_stride"), "i32") | {
+        f"{side}_scale_{step}": "i32" for side in "ab" for step in ("group", "row", "block")
+    }
+    for reach, left, right, scale, kind, tall in (  # tall: rows of b's blocks
+        (0, "fp8e4nv", "fp8e5", "fp32", "float32", 1),
+        (128, "fp8e4nv", "fp8e4nv", "fp32", "float32", 128),
+        (32, "fp8e4nv", "fp8e4nv", "u8", "e8m0", 32),
+        (16, "u8", "u8", "u8", "e4m3", 16),
+    ):
+        bm, bn, bk, warps, stages = emulated.CODES[reach]
+        level2 = "*fp32" if reach == 16 else None
+        operands = {
+            "a": f"*{left}", "b": f"*{right}", "a_scale": f"*{scale}", "b_scale": f"*{scale}",
+            "a_global": level2, "b_global": level2,
+        }  # fmt: skip
+        for out in ("bf16", "fp32"):
+            for part in ("rows", "depth"):
+                kernel = emulated._rows_kernel if part == "rows" else emulated._depth_kernel
+                signature, missing = some(
+                    {**operands, "out": f"*{out}", "bias": "*bf16", "scales": "*fp32", **where}
+                    if part == "rows"
+                    else {**operands, "out": f"*{out}", "start": "*i32", "block": "*i32"}
                 )
-            )
-        line, half = (f"tensordesc<fp32[1, 128],{module._LINE!r}>", f"tensordesc<{out}[64, 128],{module._HALF!r}>")
-        depth = {**codes, "b_scale": line, "out": f"*{out}", "a_scale": "*fp32", "block": "*i32", **sizes}
-        depth["a_scale_stride"] = "i32"
-        ways = [("", False, None), (", added", True, None)] + [(", by halves", False, half)] * (out != "fp32")
-        for way, add, whole in ways:
-            signature = depth if whole is None else depth | {"whole": whole}
-            constants = {"ADD": add} if whole else {"ADD": add, "whole": None}
-            found.append(
-                Variant(f"grouped depth {name}{way}", module._depth_kernel, signature, constants, 4, is_matmul=True)
-            )
-        found.append(
-            Variant(
-                f"grouped zero_tail {out}",
-                module._zero_tail_kernel,
-                {"out": f"*{out}", "block_end": "*i32", "ROWS": "i32", "N": "i32"},
-                {"SIZE": 2048},
-                4,
-            )
-        )
+                constants = missing | {
+                    "REACH": reach, "A_ROWS": 1, "B_ROWS": tall if part == "rows" else 1, "KIND": kind,
+                    "PACKED": reach == 16, "BM": bm, "BN": bn, "BK": bk, "SIZE": 128,
+                }  # fmt: skip
+                signature |= strides | ({"apart": "i32"} if part == "rows" else {})
+                constants |= {} if part == "rows" else {"ADD": out == "fp32"}
+                name = f"grouped emulated {part} reach={reach} {kind} to {out}"
+                found.append(Variant(name, kernel, signature, constants, warps, stages, is_matmul=True))
+    return found
+
+
+def grouped_plain() -> list:
+    import torch
+
+    from octavo.kernels.grouped_gemm import emulated
+    from octavo.quant.tile import Variant
+
+    found = []
+    where = {name: "*i32" for name in ("owner", "source", "live")}
+    for kind, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        bm, bn, bk, warps, stages = emulated.PLAIN[dtype]
+        shape = {"BM": bm, "BN": bn, "BK": bk}
+        matrices = {"a": f"*{kind}", "b": f"*{kind}", "out": f"*{kind}"}
+        sizes = dict.fromkeys(("N", "K", "a_row", "b_row"), "i32")
+        for contiguous, other in (("b_k", "b_row"), ("b_row", "b_k")):
+            signature = {**matrices, "bias": "*bf16", "scales": "*fp32", **where, **sizes, "b_group": "i32"}
+            signature = {k: v for k, v in signature.items() if k != contiguous} | {other: "i32"}
+            constants = {"a_k": 1, contiguous: 1, **shape, "SIZE": 128}
+            name = f"grouped plain rows in Triton {kind}, {contiguous} = 1"
+            kernel = emulated._plain_rows_kernel
+            found.append(Variant(name, kernel, signature, constants, warps, stages, is_matmul=kind != "fp32"))
+        for out in {kind, "fp32"}:
+            signature = {**matrices, "out": f"*{out}", "start": "*i32", **sizes}
+            constants = {"a_column": 1, "b_column": 1, "ADD": out != kind, **shape}
+            name = f"grouped plain depth in Triton {kind} to {out}"
+            kernel = emulated._plain_depth_kernel
+            found.append(Variant(name, kernel, signature, constants, warps, stages, is_matmul=kind != "fp32"))
+    return found
+
+
+def grouped_around() -> list:
+    from octavo.kernels.grouped_gemm import triton as module
+    from octavo.quant.tile import Variant
+
+    found = []
+    for out in ("bf16", "fp16", "fp32"):
+        signature = {"out": f"*{out}", "start": "*i32", "ROWS": "i32", "N": "i32", "G": "i32"}
+        found.append(Variant(f"grouped zero_tail {out}", module._zero_tail_kernel, signature, {"SIZE": 2048}, 4))
     for dy in ("bf16", "fp32"):
-        pointers = {"dy": f"*{dy}", "out": "*fp32", "start": "*i32", "N": "i32", "stride_m": "i32"}
-        constants = {"stride_n": 1, "ROWS": 32, "COLUMNS": 128}
-        found.append(Variant(f"grouped column_sums {dy}", module._column_sums_kernel, pointers, constants, 4))
+        strides = {"N": "i32", "stride_m": "i32"}
+        for way, scales in (("", None), (", scaled", "*fp32")):
+            signature, missing = some({"dy": f"*{dy}", "out": "*fp32", "start": "*i32", "scales": scales})
+            constants = missing | {"stride_n": 1, "ROWS": 32, "COLUMNS": 128}
+            kernel = module._column_sums_kernel
+            found.append(Variant(f"grouped column_sums {dy}{way}", kernel, signature | strides, constants, 4))
+        signature = {"dy": f"*{dy}", "bias": "*bf16", "out": "*fp32"} | strides
+        signature |= {name: "*i32" for name in ("owner", "source", "live")}
+        constants = {"stride_n": 1, "ROWS": 16, "COLUMNS": 256, "SIZE": 128}
+        found.append(Variant(f"grouped bias_products {dy}", module._bias_products_kernel, signature, constants, 4))
     return found
 
 
@@ -102,29 +208,40 @@ def jobs() -> list[tuple[int, int]]:
     return [(i, sm) for i, v in found for sm in ARCHITECTURES if sm == 90 or not has_descriptors(v)]
 
 
+def with_pointers(variant, what: str, names: list[str], pointer: str):
+    constants = {k: c for k, c in variant.constants.items() if k not in names}
+    signature = variant.signature | dict.fromkeys(names, pointer)
+    return variant._replace(name=f"{variant.name}, {what}", signature=signature, constants=constants)
+
+
+def follows_groups(variant) -> bool:
+    return "source" in variant.constants
+
+
+def in_groups(variant):
+    names = [n for n in ("start", "block", "owner", "source", "live") if n in variant.constants]
+    constants = variant.constants | ({"GROUPS": 8} if "GROUPS" in variant.constants else {})
+    return with_pointers(variant._replace(constants=constants), "in groups", names, "*i32")
+
+
 def called_otherwise(variant):
-    """With a skip flag, with a given amax, for rows in groups, with strided x, and for one orientation alone."""
-
-    def with_pointers(what: str, names: list[str], pointer: str):
-        constants = {k: c for k, c in variant.constants.items() if k not in names}
-        signature = variant.signature | dict.fromkeys(names, pointer)
-        return variant._replace(name=f"{variant.name}, {what}", signature=signature, constants=constants)
-
+    """With a skip flag, with a given amax, with strided x, and for one orientation alone, in groups too."""
     absent = [name for name, value in variant.constants.items() if value is None]
     if "skip" in absent:
-        yield with_pointers("skip", ["skip"], "*fp32")
+        yield with_pointers(variant, "skip", ["skip"], "*fp32")
     if given := [name for name in absent if name.endswith("amax")]:
-        yield with_pointers("given amax", given, "*fp32")
-    if "source" in absent:
-        yield with_pointers("in groups", ["source", "live"], "*i32")
+        yield with_pointers(variant, "given amax", given, "*fp32")
     if "stride_k" in variant.constants:
-        yield with_pointers("strided", ["stride_k"], "i64")
+        yield with_pointers(variant, "strided", ["stride_k"], "i64")
     for side in ("row", "column"):
         gone = {name for name in variant.signature if name == side or name in (f"{side}_scale", f"{side}_global")}
         if side in gone:
             signature = {k: p for k, p in variant.signature.items() if k not in gone}
             constants = variant.constants | dict.fromkeys(gone)
-            yield variant._replace(name=f"{variant.name}, no {side}", signature=signature, constants=constants)
+            alone = variant._replace(name=f"{variant.name}, no {side}", signature=signature, constants=constants)
+            yield alone
+            if follows_groups(alone):
+                yield in_groups(alone)
 
 
 def ptx_of(variant, architecture: int) -> str:

@@ -3,33 +3,49 @@
     y[g] = x[g] · w[g]ᵀ + bias[g]        dx[g] = dy[g] · w[g]        dw[g] = dy[g]ᵀ · x[g]
 
 How many rows a group has is on the device, in `splits`, and is never read back: shapes follow from x, whose rows after
-the last group are a tail that nothing reads. Each group is quantized as if it were alone. Backward keeps the column
-codes of x and of w.
+the last group are a tail that nothing reads. Each group is quantized as if it were alone, weights too, which are groups
+of equal size. Backward keeps the column codes of x and of w; an operand of a GEMM in high precision is kept as it is.
+A bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[t].
 """
 
 import math
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from octavo import values
 from octavo.errors import check_choice
 from octavo.kernels import grouped_gemm
 from octavo.layers.contract import Made
-from octavo.layers.linear import DTYPES, Fixed, Target
-from octavo.quant.grouped import GroupedTensor, quantize_groups
-from octavo.quant.groups import BLOCK, Groups, split
+from octavo.layers.linear import DTYPES, NOTHING, Parts, Slots
+from octavo.layers.targets import Fixed, Mail, Target
+from octavo.quant.grouped import (
+    GroupedTensor,
+    fill_groups,
+    grouped_assemble,
+    grouped_proto,
+    groups_amax,
+    quantize_groups,
+)
+from octavo.quant.groups import BLOCK, Groups, equal, split
 from octavo.quant.groups import protos as group_protos
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Quantizer, quantize_pair
-from octavo.recipes import BF16, LinearQuant, Recipe
+from octavo.quant.qtensor import QProto, QTensor
+from octavo.quant.quantizer import Given, Quantizer
+from octavo.quant.state import warm_encode
+from octavo.quant.tensorwise import Tensorwise
+from octavo.recipes import BF16, Delayed, LinearQuant, Recipe
 from octavo.values import Value, register
 
 ALIGNED = 16  # columns of codes, for the GEMM's copies; missing ones are zeros
+Pair = tuple[Quantizer | None, Quantizer | None]
+Operand = Tensor | GroupedTensor
+Operands = tuple[Operand, Operand, Groups]  # of dw: dy, x, where a plain one is packed
 
 
 @register("grouped-linear")
@@ -40,9 +56,14 @@ class Config(Value):
     dtype: str = "float32"  # of y
     weight_dtype: str = "float32"
     bias_dtype: str = ""  # empty: no bias
-    grads: str = ""  # which gradients are wanted: letters of "xwb"
+    scales_dtype: str = ""  # of the bias' scales; empty: the bias is added as it is
+    grads: str = ""  # which gradients are wanted: letters of "xwbs"
+    weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
+    observe: bool = False  # measure the amaxes that delayed scaling remembers
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
+    delay: str = ""  # dw is put off: its operands go to a "mailbox", or in a graph to the "post"
+    dgrad_out: bool = False  # dx goes to a buffer of the caller's
     tail: str = "zero"  # rows of y and dx after the last group; or "untouched": whatever is there
 
     def validate(self) -> None:
@@ -53,8 +74,54 @@ class Config(Value):
         return self.recipe.linear()
 
     @cached_property
-    def is_quantized(self) -> bool:
-        return self.quant.fprop.left is not None
+    def kept_x(self) -> str:
+        """What backward needs of x: "" or "plain", "column"."""
+        return "" if "w" not in self.grads else "plain" if self.quant.wgrad.left is None else "column"
+
+    @cached_property
+    def kept_w(self) -> str:
+        """What backward needs of w; "row" where its values are known from row codes alone."""
+        if "x" not in self.grads:
+            return ""
+        if self.quant.dgrad.left is not None:
+            return "column"
+        return "row" if self.weight == "held" else "plain"
+
+    @cached_property
+    def x_pair(self) -> Pair:
+        return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
+
+    @cached_property
+    def w_pair(self) -> Pair:
+        if self.weight != "plain":
+            return None, None
+        return self.quant.fprop.right, self.quant.dgrad.right if self.kept_w == "column" else None
+
+    @cached_property
+    def dy_pair(self) -> Pair:
+        return (
+            self.quant.dgrad.left if "x" in self.grads else None,
+            self.quant.wgrad.left if "w" in self.grads else None,
+        )
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether backward rounds stochastically."""
+        return any(spec is not None and spec.draws for spec in self.dy_pair)
+
+    @cached_property
+    def slots(self) -> int:
+        """How many tensors wait for dy in the post."""
+        spec = self.dy_pair[1]
+        return 0 if self.delay != "post" else 1 if spec is None else 4 if spec.two_level else 3
+
+    @cached_property
+    def posted(self) -> tuple[int, int]:
+        """Where among all that forward makes, as a flat list, the post is: dy's slots, x as codes or a copy, groups."""
+        start = 1 + self.observe
+        spec = self.x_pair[1]
+        of_x = 1 if self.kept_x == "plain" else 0 if spec is None else 3 if spec.two_level else 2
+        return start, start + self.slots + of_x + len(Groups._fields) - 1
 
     @cached_property
     def y_dtype(self) -> torch.dtype:
@@ -64,12 +131,9 @@ class Config(Value):
 def refusal(recipe: Recipe) -> str:
     """Why groups cannot run in a recipe; empty if they can."""
     quant = recipe.linear()
-    specs = [s for gemm in (quant.fprop, quant.dgrad, quant.wgrad) for s in (gemm.left, gemm.right)]
-    if all(s is None for s in specs):
-        return ""
-    if any(s is None for s in specs):
-        return "all three GEMMs must be quantized, or none"
-    return "" if all(s.takes_groups for s in specs if s is not None) else "it has no grouped kernels in this version"
+    if any(gemm.mode == "dequantized" for gemm in (quant.fprop, quant.dgrad, quant.wgrad)):
+        return "a backward on dequantized codes has no grouped kernels in this version"
+    return ""
 
 
 @lru_cache(maxsize=4096)
@@ -82,10 +146,14 @@ def config(key: str) -> Config:
 
 class Inputs(NamedTuple):
     x: Tensor  # [rows, K]
-    weight: Tensor  # [G, N, K]
+    weight: Tensor  # [G, N, K]; where codes are all there is, the token that receives its gradient
     bias: Tensor | None  # [G, N]
     splits: Tensor  # [G] int32 or int64
+    scales: Tensor | None = None  # [rows], of the bias
     out: Tensor | None = None  # [rows, N], the caller's: y is written there, and its tail is left alone
+    w_row: Parts = ()  # of a weight given as codes
+    w_column: Parts = ()
+    scaling: Parts = ()  # delayed: multipliers [G] of x, w, dy; for a cold start also what each has seen
 
 
 class Buffers(NamedTuple):
@@ -93,33 +161,99 @@ class Buffers(NamedTuple):
 
     main_grad: Target | None = None
     dgrad_out: Tensor | None = None  # [rows, K], the caller's: dx is written there, and its tail is left alone
+    amax: Tensor | None = None  # [G]: the amaxes of dy, folded by maximum
+    seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
+    mail: Mail | None = None
+
+
+def graph_buffers(
+    config: Config,
+    main_grad: Parts,
+    dgrad_out: Tensor | None,
+    amax: Tensor | None,
+    seed: Tensor | None,
+    mark: Tensor | None,
+) -> Buffers:
+    """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
+    return Buffers(Fixed(main_grad, config.main_grad) if main_grad else None, dgrad_out, amax, seed)
+
+
+def returned_elsewhere(config: Config) -> dict[int, int]:
+    """Inputs whose gradient is one of the buffers: x's, where the caller has one for it."""
+    return {0: 1} if config.dgrad_out else {}
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
 def forward(config: Config, inputs: Inputs) -> Made:
-    groups = split(inputs.splits, inputs.x.shape[0])
-    if not config.is_quantized:
-        x, weight = inputs.x.to(config.y_dtype), inputs.weight.to(config.y_dtype)
-        plain = grouped_gemm.plain_rows(x, weight, inputs.bias, groups)
-        return Made((_finished(config, plain, groups),), (), (None,) * 4 + groups.tensors())
+    x, number = inputs.x, inputs.weight.shape[0]
+    groups = split(inputs.splits, x.shape[0])
+    amax, of_x, of_w = None, None, None
+    if config.observe:
+        amax = torch.zeros(2 * number, dtype=torch.float32, device=x.device)
+        of_x, of_w = amax.view(2, number).unbind()
+    given = _given(config, x, config.x_pair, groups, inputs.scaling, 0, of_x)
+    x_row, x_column = _quantized(x, config.x_pair, groups, given)
+    w_row, w_column = _quantized_weight(config, inputs, of_w)
     y = inputs.out
     if y is None:
-        y = torch.empty(inputs.x.shape[0], inputs.weight.shape[1], dtype=config.y_dtype, device=inputs.x.device)
-    quant = config.quant
-    x_row, x_column = quantize_groups(
-        _aligned(inputs.x), quant.fprop.left, quant.wgrad.right if "w" in config.grads else None, groups
-    )
-    w_row, w_column = _quantized_weights(config, inputs.weight)
-    assert x_row is not None and w_row is not None
-    grouped_gemm.rows(x_row, w_row, y, inputs.bias, height=_height(inputs.weight))
-    kept = (*_parts(None if x_column is None else x_column.q), *_parts(w_column))
-    return Made((y if inputs.out is not None else _finished(config, y, groups),), (), kept + groups.tensors())
+        y = torch.empty(x.shape[0], inputs.weight.shape[1], dtype=config.y_dtype, device=x.device)
+    scales = inputs.scales
+    if x_row is None or w_row is None:
+        weight = inputs.weight.to(config.y_dtype)
+        grouped_gemm.plain_rows(x.to(config.y_dtype), weight, y, groups, inputs.bias, scales)
+    else:
+        grouped_gemm.rows(x_row, w_row, y, inputs.bias, scales, height=_height(inputs.weight))
+    y = _finished(config, y, groups) if inputs.out is None else y.data  # no view of the caller's: other slices may move
+    extras: Parts = () if amax is None else (amax,)
+    if config.slots:
+        extras = (*extras, *_empty_slots(config, y, groups))
+        if config.kept_x == "plain":
+            extras = (*extras, x.clone(memory_format=torch.contiguous_format))  # who owns x may write to it
+    x_kept = _parts(None if x_column is None else x_column.q)
+    w_kept = _parts(w_column)
+    width = x.new_empty(0, inputs.weight.shape[2])
+    return Made((y,), extras, (*x_kept, *groups.tensors(), *w_kept, width))
+
+
+def _quantized(
+    x: Tensor, pair: Pair, groups: Groups, given: Given
+) -> tuple[GroupedTensor | None, GroupedTensor | None]:
+    if pair[0] is None and pair[1] is None:
+        return None, None
+    return quantize_groups(_aligned(x), *pair, groups, given)
+
+
+def _given(
+    config: Config, x: Tensor, pair: Pair, groups: Groups, scaling: Parts, slot: int, observed: Tensor | None,
+    seed: Tensor | None = None,
+) -> Given:  # fmt: skip
+    """What the layer brings to a cast of x."""
+    spec = pair[0] or pair[1]
+    if spec is None or not config.recipe.stateful:
+        return Given(seed=seed)
+    return Given(encode=_multipliers(config, x, spec, groups, scaling[slot::3]), observed=observed)
+
+
+def _multipliers(config: Config, x: Tensor, spec: Quantizer, groups: Groups, slot: Sequence[Tensor]) -> Tensor:
+    """Delayed: the multipliers [G] that a slot holds; of (multipliers, amaxes seen), x's own for groups that have seen
+    none."""
+    encode = slot[0].view(groups.number)
+    if len(slot) == 1:
+        return encode
+    assert isinstance(spec, Tensorwise) and isinstance(config.recipe, Delayed)
+    amax = groups_amax(x, spec, None, groups)[0]
+    assert amax is not None
+    return warm_encode(encode, slot[1].view(groups.number) > 0, amax, spec, config.recipe.margin)
 
 
 def _aligned(x: Tensor) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % ALIGNED)) if x.shape[-1] % ALIGNED else x
+
+
+def _wide(columns: int) -> int:
+    return -(-columns // ALIGNED) * ALIGNED
 
 
 def _height(weight: Tensor | TensorProto) -> int:
@@ -127,17 +261,30 @@ def _height(weight: Tensor | TensorProto) -> int:
     return -(-weight.shape[1] // BLOCK) * BLOCK
 
 
-def _quantized_weights(config: Config, weight: Tensor) -> tuple[QTensor | None, QTensor | None]:
-    """Row codes [G * height, K] and, for dx, column codes [K, G * height]: no block of 128 has two experts in it."""
-    quant = config.quant
-    missing = _height(weight) - weight.shape[1], -weight.shape[2] % ALIGNED
-    w = F.pad(weight, (0, missing[1], 0, missing[0])) if any(missing) else weight
-    column = quant.dgrad.right if "x" in config.grads else None
-    return quantize_pair(w.reshape(-1, w.shape[2]), quant.fprop.right, column, Given())
+def _quantized_weight(config: Config, inputs: Inputs, observed: Tensor | None) -> tuple[QTensor | None, QTensor | None]:
+    """Row codes [G * height, K] and column codes [K, G * height], given or made."""
+    weight, spec = inputs.weight, config.quant.fprop.right
+    if config.weight != "plain":
+        number, _, k = weight.shape
+        if spec is None:
+            return None, None
+        return grouped_assemble(spec, inputs.w_row, number, "row", _wide(k), weight.dtype), None
+    if config.w_pair[0] is None and config.w_pair[1] is None:
+        return None, None
+    matrix, groups = _stacked(weight)
+    given = _given(config, matrix, config.w_pair, groups, inputs.scaling, 1, observed)
+    row, column = _quantized(matrix, config.w_pair, groups, given)
+    return (None if row is None else row.q), (None if column is None else column.q)
 
 
-def _parts(q: QTensor | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if q is None else (q.codes, q.scale)
+def _stacked(weight: Tensor) -> tuple[Tensor, Groups]:
+    """Weights [G, N, K] as rows in groups."""
+    number, n, k = weight.shape
+    return weight.detach().reshape(number * n, k), equal(number, n, weight.device)
+
+
+def _parts(q: QTensor | None) -> Slots:
+    return NOTHING if q is None else (q.codes, q.scale, q.global_scale)
 
 
 def _finished(config: Config, out: Tensor, groups: Groups) -> Tensor:
@@ -148,61 +295,171 @@ def _finished(config: Config, out: Tensor, groups: Groups) -> Tensor:
 
 def protos(config: Config, inputs: Inputs) -> Made:
     """What forward makes, from inputs that are TensorProtos."""
-    x, weight = inputs.x, inputs.weight
-    rows, (number, n, k) = x.shape[0], weight.shape
-    y = TensorProto((rows, n), config.y_dtype, x.device)
-    groups = group_protos(rows, number, x.device)
-    if not config.is_quantized:
-        return Made((y,), (), (None,) * 4 + groups)
-    wide = -(-k // ALIGNED) * ALIGNED
-    padded = TensorProto((groups[2].shape[0] * BLOCK, wide), x.dtype, x.device)
-    stacked = TensorProto((number * _height(weight), wide), weight.dtype, x.device)
-    kept: list[TensorProto | None] = []
-    for wanted, spec, like in (
-        ("w" in config.grads, config.quant.wgrad.right, padded),
-        ("x" in config.grads, config.quant.dgrad.right, stacked),
-    ):
-        q = spec.proto(like, axis=0) if wanted and spec is not None else None
-        kept += [None, None] if q is None else [q.codes, q.scale]
-    return Made((y,), (), (*kept, *groups))
+    x: Any = inputs.x
+    weight: Any = inputs.weight
+    number, n, k = weight.shape
+    y = TensorProto((x.shape[0], n), config.y_dtype, x.device)
+    groups = group_protos(x.shape[0], number, x.device)
+    padded = groups[2].shape[0] * BLOCK
+    extras: tuple[TensorProto, ...] = ()
+    if config.observe:
+        extras = (TensorProto((2 * number,), torch.float32, x.device),)
+    if config.slots:
+        extras = (*extras, *_slot_protos(config, y, padded, number))
+        if config.kept_x == "plain":
+            extras = (*extras, TensorProto(tuple(x.shape), x.dtype, x.device))
+    of_x, of_w = NOTHING, NOTHING
+    if config.x_pair[1] is not None:
+        of_x = _proto_parts(grouped_proto(config.x_pair[1], padded, number, _wide(k), "column", x.dtype, x.device))
+    if config.w_pair[1] is not None:
+        of_w = _proto_parts(_weight_proto(config.w_pair[1], "column", weight))
+    return Made((y,), extras, (*of_x, *groups, *of_w, TensorProto((0, k), x.dtype, x.device)))
 
 
-FLAT = (1, 3)  # of what forward makes fresh: the scales
+def _proto_parts(q: QProto) -> Any:
+    return q.codes, q.scale, q.global_scale
+
+
+FLAT = (1, 9)  # of what forward makes fresh: the scales
 
 
 def wants(config: Config) -> tuple[bool, ...]:
     """Which inputs backward gives a gradient for."""
-    w = "w" in config.grads and (not config.main_grad or config.dummy_grad)
-    return "x" in config.grads, w, "b" in config.grads, False, False
+    w = "w" in config.grads and not config.delay and (not config.main_grad or config.dummy_grad)
+    grads = config.grads
+    return "x" in grads, w, "b" in grads, False, "s" in grads, False, False, False, False
 
 
 def fills(config: Config) -> bool:
-    return False
+    """Whether backward writes to something that forward made."""
+    return config.slots > 0
 
 
-def graph_buffers(main_grad: Tensor | None) -> Buffers:
-    """Buffers from the tensors that a graph passes along."""
-    return Buffers(None if main_grad is None else Fixed(main_grad))
+# -- gradients put off in a graph (see octavo.layers.linear) ---------------------------------------------------------
+
+
+def _slot_protos(config: Config, y: TensorProto, padded: int, number: int) -> tuple[TensorProto, ...]:
+    """Room for dy as dw needs it: plain; or codes, scale (flat), second-level scale, and [rows, 0] for its size."""
+    spec = config.dy_pair[1]
+    if spec is None:
+        return (y,)
+    q = grouped_proto(spec, padded, number, _wide(y.shape[1]), "column", y.dtype, y.device)
+    scale = TensorProto((math.prod(q.scale.shape),), q.scale.dtype, y.device)
+    level2 = () if q.global_scale is None else (q.global_scale,)
+    return (q.codes, scale, *level2, TensorProto((y.shape[0], 0), y.dtype, y.device))
+
+
+def _empty_slots(config: Config, y: Tensor, groups: Groups) -> Parts:
+    """NaN until backward comes: a dw that is asked for without one must not look like one."""
+    like = TensorProto(tuple(y.shape), y.dtype, y.device)
+    made = tuple(p.empty() for p in _slot_protos(config, like, groups.padded, groups.number))
+    for scale in made[1:] or made:
+        scale.fill_(255 if scale.dtype == torch.uint8 else math.nan)  # NaN as an E8M0 and as an E4M3 too
+    return made
+
+
+def _slot(config: Config, slots: Sequence[Tensor], groups: Groups) -> GroupedTensor:
+    """dy's slots as the column codes that they are."""
+    spec = config.dy_pair[1]
+    assert spec is not None
+    q = grouped_assemble(spec, slots[:-1], groups.number, "column", slots[0].shape[0], config.y_dtype)
+    return GroupedTensor(q, groups, "column")
+
+
+def posted_operands(config: Config, mail: Parts, x: Parts, weight: Tensor) -> Operands:
+    """dw's operands from the post."""
+    count = len(Groups._fields) - 1
+    slots, codes = mail[: config.slots], mail[config.slots : -count]
+    groups = Groups._make((*mail[-count:], slots[-1].shape[0]))
+    dy: Operand = slots[0] if config.slots == 1 else _slot(config, slots, groups)
+    return dy, _x_operand(config, codes, groups, config.y_dtype), groups
+
+
+# -- cached weights --------------------------------------------------------------------------------------------------
+
+
+def _weight_proto(spec: Quantizer, side: str, weight: Tensor | TensorProto) -> QProto:
+    number, _, k = weight.shape
+    return grouped_proto(spec, number * _height(weight), number, _wide(k), side, weight.dtype, weight.device)
+
+
+def weight_protos(config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
+    """Row and column codes of the stacked weights, without data."""
+    row, column = config.quant.fprop.right, config.quant.dgrad.right
+    return (
+        None if row is None else _weight_proto(row, "row", weight),
+        None if column is None else _weight_proto(column, "column", weight),
+    )
+
+
+def weight_values(config: Config, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The weights that row codes stand for."""
+    number, n, k = shape
+    spec = config.quant.fprop.right
+    assert spec is not None
+    q = grouped_assemble(spec, row, number, "row", _wide(k), dtype)
+    return GroupedTensor(q, equal(number, n, q.device), "row").dequantize(dtype).view(number, n, -1)[..., :k]
+
+
+def refresh(
+    config: Config, weight: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], amaxes: Sequence[Tensor],
+    scaling: Sequence[Tensor], skip: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Overwrite cached codes of the weights, unless `skip`, on the device, says not to. Delayed: `scaling` is w's
+    multipliers, and for a cold start what they have seen; `amaxes` [2 G], if observed, those of x and w so far."""
+    specs, (number, _, k) = (config.quant.fprop.right, config.quant.dgrad.right), weight.shape
+    matrix, groups = _stacked(weight)
+    pair = tuple(
+        GroupedTensor(grouped_assemble(spec, parts, number, side, _wide(k), weight.dtype), groups, side)
+        if spec is not None and parts
+        else None
+        for spec, parts, side in zip(specs, (row, column), ("row", "column"), strict=True)
+    )
+    given = Given(skip=skip)
+    spec = specs[0] or specs[1]
+    if scaling and spec is not None:
+        encode = _multipliers(config, matrix, spec, groups, scaling)
+        given = Given(encode=encode, skip=skip, observed=amaxes[0][number:] if amaxes else None)
+    fill_groups(_aligned(matrix), (pair[0], pair[1]), given)
 
 
 # -- backward --------------------------------------------------------------------------------------------------------
 
 
 class Saved(NamedTuple):
-    x: Tensor | None  # column codes, or plain
-    x_scale: Tensor | None
-    w: Tensor | None
-    w_scale: Tensor | None
-    shape: Tensor  # the weight itself, for its shape alone
+    x: Slots  # column codes, or plain
+    w: Slots
+    width: Tensor  # [0, K], for its shape alone
+    bias: Tensor | None
+    scales: Tensor | None
+    scaling: tuple[Tensor | None, Tensor | None]  # dy's delayed multipliers
     groups: tuple[Tensor, ...]
+    slots: tuple[Tensor | None, ...]  # for dy, in the post
 
 
 def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...]:
-    x, x_scale, w, w_scale, *groups = made.fresh
-    if not config.is_quantized:
-        x = inputs.x if "w" in config.grads else None
-        w = inputs.weight if "x" in config.grads else None
-    return x, x_scale, w, w_scale, inputs.weight, *groups
+    x, groups, w, width = made.fresh[:3], made.fresh[3:8], made.fresh[8:11], made.fresh[11]
+    if config.slots:
+        x = NOTHING  # it is in the post
+    elif config.kept_x == "plain":
+        x = (inputs.x, None, None)
+    if config.kept_w == "plain":
+        w = (inputs.weight, None, None)
+    elif config.kept_w and config.weight != "plain":
+        given = inputs.w_row if config.kept_w == "row" else inputs.w_column
+        w = (*given, None, None)[:3]
+    bias = inputs.bias if "s" in config.grads else None
+    scales = inputs.scales if "b" in config.grads else None
+    scaling: tuple[Tensor | None, Tensor | None] = (None, None)
+    if inputs.scaling and (config.dy_pair[0] or config.dy_pair[1]):
+        scaling = (inputs.scaling[2], inputs.scaling[5] if len(inputs.scaling) > 3 else None)
+    start = config.posted[0] - 1
+    slots = made.extras[start : start + config.slots]
+    return (*x, *w, width, bias, scales, *scaling, *groups, *slots)
+
+
+def _kept(saved: tuple[Any, ...]) -> Saved:
+    return Saved(saved[:3], saved[3:6], saved[6], saved[7], saved[8], saved[9:11], saved[11:16], saved[16:])
 
 
 def backward(
@@ -211,81 +468,129 @@ def backward(
     dy = grads[0]
     if dy is None:
         return (None,) * len(Inputs._fields)
-    kept = Saved._make((*saved[:5], saved[5:]))
+    kept = _kept(saved)
     dy = dy.contiguous()  # expanded and turned gradients too: every kernel reads rows
     groups = Groups._make((*kept.groups, dy.shape[0]))
-    row, column = _quantized_dy(config, dy, groups)
-    dx = dw = db = None
+    observed = None if buffers.amax is None else torch.zeros_like(buffers.amax)
+    row, column = _quantized_dy(config, dy, kept, groups, observed, buffers.seed)
+    dx = dw = db = ds = None
     if "x" in config.grads:
         dx = _input_gradient(config, dy, row, kept, groups, buffers.dgrad_out)
     if "b" in config.grads:
-        db = grouped_gemm.column_sums_of(dy, groups, DTYPES[config.bias_dtype])
+        db = grouped_gemm.column_sums_of(dy, groups, DTYPES[config.bias_dtype], kept.scales)
+    if "s" in config.grads:
+        assert kept.bias is not None
+        ds = grouped_gemm.bias_products(dy, kept.bias, groups, DTYPES[config.scales_dtype])
     if "w" in config.grads:  # buffers are written last
-        dw = _weight_gradient(config, dy, column, kept, groups, buffers.main_grad)
-    return dx, dw, db, None, None
+        dw = _delivered(config, dy, column, kept, groups, buffers)
+    if observed is not None and buffers.amax is not None:
+        torch.maximum(buffers.amax, observed, out=buffers.amax)
+    if config.draws and buffers.seed is not None:
+        buffers.seed[1:].add_(1)
+    return dx, dw, db, None, ds, None, None, None, None
 
 
-def _quantized_dy(config: Config, dy: Tensor, groups: Groups) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    if not config.is_quantized:
-        return None, None
-    row: Quantizer | None = config.quant.dgrad.left if "x" in config.grads else None
-    column = config.quant.wgrad.left if "w" in config.grads else None
-    return (None, None) if row is None and column is None else quantize_groups(_aligned(dy), row, column, groups)
+def _quantized_dy(
+    config: Config, dy: Tensor, kept: Saved, groups: Groups, observed: Tensor | None, seed: Tensor | None
+) -> tuple[GroupedTensor | None, GroupedTensor | None]:
+    scaling: Any = (None, None, kept.scaling[0])
+    if kept.scaling[1] is not None:
+        scaling = (*scaling, None, None, kept.scaling[1])
+    drawn = seed if config.draws else None
+    given = _given(config, dy, config.dy_pair, groups, scaling, 2, observed, drawn)
+    spec, into = config.dy_pair
+    if config.slots < 2 or into is None:
+        return _quantized(dy, config.dy_pair, groups, given)
+    row = None
+    if spec is not None:
+        like = grouped_proto(spec, groups.padded, groups.number, _wide(dy.shape[1]), "row", dy.dtype, dy.device)
+        row = GroupedTensor(like.empty(), groups, "row")
+    found = row, _slot(config, kept.slots, groups)  # type: ignore[arg-type]
+    fill_groups(_aligned(dy), found, given)
+    return found
 
 
 def _input_gradient(
     config: Config, dy: Tensor, row: GroupedTensor | None, kept: Saved, groups: Groups, out: Tensor | None
 ) -> Tensor:
-    assert kept.w is not None
+    number, n, k = groups.number, dy.shape[1], kept.width.shape[1]
+    dx = torch.empty(dy.shape[0], k, dtype=dy.dtype, device=dy.device) if out is None else out
     if row is None:
-        dx = grouped_gemm.plain_rows(dy, kept.w.to(dy.dtype).transpose(1, 2), None, groups)
-        return _finished(config, dx, groups)
-    dx = torch.empty(dy.shape[0], kept.shape.shape[2], dtype=dy.dtype, device=dy.device) if out is None else out
-    spec, height = config.quant.dgrad.right, _height(kept.shape)
-    assert spec is not None and kept.w_scale is not None
-    w = spec.assemble((kept.w, kept.w_scale), (kept.w.shape[0], groups.number * height), dy.dtype)
-    grouped_gemm.rows(row, w, dx, height=height, along="columns")
+        weight = kept.w[0]
+        if config.kept_w == "row":
+            weight = weight_values(config, [t for t in kept.w if t is not None], (number, n, k), dy.dtype)
+        assert weight is not None
+        grouped_gemm.plain_rows(dy, weight.to(dy.dtype).transpose(1, 2), dx, groups)
+    else:
+        spec = config.quant.dgrad.right
+        assert spec is not None
+        w = grouped_assemble(spec, [t for t in kept.w if t is not None], number, "column", _wide(k), dy.dtype)
+        grouped_gemm.rows(row, w, dx, height=-(-n // BLOCK) * BLOCK, along="columns")
     return _finished(config, dx, groups) if out is None else dx
 
 
-def _weight_gradient(
-    config: Config, dy: Tensor, column: GroupedTensor | None, kept: Saved, groups: Groups, target: Target | None
+def _delivered(
+    config: Config, dy: Tensor, column: GroupedTensor | None, kept: Saved, groups: Groups, buffers: Buffers
 ) -> Tensor | None:
-    number, n, k = kept.shape.shape
-    dtype = DTYPES[config.weight_dtype]
-    if target is None:
-        out = torch.empty(number, n, k, dtype=dtype, device=dy.device)
-        return _fill_weight_gradient(config, dy, column, kept, groups, out, accumulate=False)
-    out = target.open(number * n, k).view(number, n, k)
-    _fill_weight_gradient(config, dy, column, kept, groups, out, accumulate=config.main_grad == "add")
-    target.close()
-    return torch.zeros(number, n, k, dtype=dtype, device=dy.device) if config.dummy_grad else None
+    """dw; or its operands brought to where they are waited for."""
+    if config.slots:
+        room = kept.slots[0]
+        if column is None and room is not None:  # codes are in their place already
+            room.copy_(dy)
+        return None
+    right = _x_operand(config, [t for t in kept.x if t is not None], groups, dy.dtype)
+    operands = (dy if column is None else column, right, groups)
+    if config.delay:
+        assert buffers.mail is not None
+        buffers.mail.put(config, *operands)
+        return None
+    return weight_gradient(config, operands, buffers.main_grad, (groups.number, dy.shape[1], kept.width.shape[1]))
 
 
-def _fill_weight_gradient(
-    config: Config, dy: Tensor, column: GroupedTensor | None, kept: Saved, groups: Groups, out: Tensor, *,
-    accumulate: bool,
-) -> Tensor:  # fmt: skip
-    assert kept.x is not None
-    if column is None:
-        dw = grouped_gemm.plain_depth(dy, kept.x.to(dy.dtype), groups)
-        return out.add_(dw) if accumulate else out.copy_(dw)
+def _x_operand(config: Config, parts: Sequence[Tensor], groups: Groups, dtype: torch.dtype) -> Operand:
+    if config.kept_x == "plain":
+        return parts[0].to(dtype)
     spec = config.quant.wgrad.right
-    assert spec is not None and kept.x_scale is not None
-    q = spec.assemble((kept.x, kept.x_scale), (kept.x.shape[0], groups.padded), dy.dtype)
-    return grouped_gemm.depth(column, GroupedTensor(q, groups, "column"), out, accumulate=accumulate)
+    assert spec is not None
+    q = grouped_assemble(spec, parts, groups.number, "column", parts[0].shape[0], dtype)
+    return GroupedTensor(q, groups, "column")
+
+
+def weight_gradient(config: Config, operands: Operands, target: Target | None, shape: tuple[int, ...]) -> Tensor | None:
+    """dw [G, N, K] from its operands: a tensor, or what stands for one that went to a buffer."""
+    number, n, k = shape
+    dtype, device = DTYPES[config.weight_dtype], operands[2].start.device
+    if target is None:
+        dy, x, groups = operands
+        if isinstance(dy, Tensor) and isinstance(x, Tensor):
+            return grouped_gemm.fresh_depth(dy, x, groups, dtype)
+        return _fill_weight_gradient(operands, torch.empty(shape, dtype=dtype, device=device), accumulate=False)
+    out = target.open(number * n, k).view(number, n, k)
+    with _unsafe_preserve_version_counter(out):  # a graph in flight may have it among what it saved
+        _fill_weight_gradient(operands, out, accumulate=config.main_grad == "add")
+    target.close()
+    return torch.zeros(shape, dtype=dtype, device=device) if config.dummy_grad else None
+
+
+def _fill_weight_gradient(operands: Operands, out: Tensor, *, accumulate: bool) -> Tensor:
+    dy, x, groups = operands
+    if isinstance(dy, GroupedTensor) and isinstance(x, GroupedTensor):
+        return grouped_gemm.depth(dy, x, out, accumulate=accumulate)
+    assert isinstance(dy, Tensor) and isinstance(x, Tensor)
+    return grouped_gemm.plain_depth(dy, x, out, groups, accumulate=accumulate)
 
 
 def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> tuple[TensorProto | None, ...]:
     """What backward returns, without data."""
-    weight = saved[4]
-    assert weight is not None
-    x, w, b, *rest = wants(config)
-    number, n, k = weight.shape
+    kept = _kept(saved)
+    number, n, k = kept.groups[0].shape[0] - 1, dy.shape[1], kept.width.shape[1]
+    x, w, b, _, s, *rest = wants(config)
     return (
-        TensorProto((dy.shape[0], k), dy.dtype, dy.device) if x else None,
+        TensorProto((dy.shape[0], k), dy.dtype, dy.device) if x and not config.dgrad_out else None,
         TensorProto((number, n, k), DTYPES[config.weight_dtype], dy.device) if w else None,
         TensorProto((number, n), DTYPES[config.bias_dtype], dy.device) if b else None,
+        None,
+        TensorProto((dy.shape[0],), DTYPES[config.scales_dtype], dy.device) if s else None,
         *[None] * len(rest),
     )
 
@@ -297,6 +602,5 @@ def flops(config: Config, inputs: Inputs) -> int:
 
 def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> int:
     """Of backward's."""
-    weight = saved[4]
-    assert weight is not None
-    return sum(letter in config.grads for letter in "xw") * 2 * dy.shape[0] * math.prod(weight.shape[1:])
+    gemms = ("x" in config.grads) + ("w" in config.grads and not config.delay)
+    return gemms * 2 * dy.numel() * _kept(saved).width.shape[1]

@@ -14,17 +14,17 @@ on the row codes of forward. Operands may also arrive as codes: x from a layer t
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from octavo import values
-from octavo.errors import UnsupportedDtype, UnsupportedShape
 from octavo.kernels.columns import column_sums
 from octavo.kernels.gemm import gemm, product
 from octavo.layers.contract import Made
+from octavo.layers.targets import Fixed, Mail, Target
 from octavo.quant.blocks import is_square
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
@@ -37,6 +37,7 @@ from octavo.values import Value, register
 Parts = tuple[Tensor, ...]  # the tensors of a QTensor, or none
 Slots = tuple[Tensor | None, Tensor | None, Tensor | None]  # the same in a fixed number of places
 Operand = Tensor | QTensor
+Operands = tuple[Operand, Operand]  # of dw: dy, x
 NOTHING: Slots = (None, None, None)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -157,55 +158,6 @@ class Inputs(NamedTuple):
     scaling: Parts = ()  # delayed: multipliers of x, w, dy, one element each; for a cold start also what each has seen
 
 
-class Target(Protocol):
-    """Where dw is accumulated."""
-
-    def open(self, rows: int, columns: int) -> Tensor: ...
-
-    def close(self) -> None: ...
-
-
-class Mail(Protocol):
-    """Where the operands of a delayed dw are left."""
-
-    def put(self, config: Config, dy: Operand, x: Operand) -> None: ...
-
-
-class Fixed:
-    """A target whose buffer is known from the start: in a graph."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-
-    def open(self, rows: int, columns: int) -> Tensor:
-        return gradient_matrix(self.buffer, rows, columns, self.buffer.device)
-
-    def close(self) -> None:
-        pass
-
-
-def gradient_matrix(buffer: Tensor, rows: int, columns: int, device: torch.device) -> Tensor:
-    """A weight's gradient buffer as [rows, columns], a view."""
-    found = f"{buffer.dtype} {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
-    if buffer.dtype not in (torch.float32, torch.bfloat16):
-        raise UnsupportedDtype(f"weight.main_grad must be float32 or bfloat16, got {found}.")
-    if buffer.device != device or buffer.numel() != rows * columns:
-        raise UnsupportedShape(
-            f"weight.main_grad must hold {rows} x {columns} = {rows * columns} elements on {device}, got {found}."
-        )
-    try:
-        overlaps = any(n > 1 and step == 0 for n, step in zip(buffer.shape, buffer.stride(), strict=True))
-        matrix = None if overlaps else buffer.detach().view(rows, columns)
-    except RuntimeError:
-        matrix = None
-    if matrix is None:
-        raise UnsupportedShape(
-            f"weight.main_grad must be viewable as {(rows, columns)}, so that dw lands in it and not in a copy; got "
-            f"{found}. Make it contiguous."
-        )
-    return matrix
-
-
 class Buffers(NamedTuple):
     """What backward writes besides its results."""
 
@@ -215,9 +167,16 @@ class Buffers(NamedTuple):
     mail: Mail | None = None
 
 
-def graph_buffers(main_grad: Tensor | None, amax: Tensor | None, seed: Tensor | None, mark: Tensor | None) -> Buffers:
+def graph_buffers(
+    config: Config, main_grad: Parts, amax: Tensor | None, seed: Tensor | None, mark: Tensor | None
+) -> Buffers:
     """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
-    return Buffers(None if main_grad is None else Fixed(main_grad), amax, seed)
+    return Buffers(Fixed(main_grad, config.main_grad) if main_grad else None, amax, seed)
+
+
+def returned_elsewhere(config: Config) -> dict[int, int]:
+    """Inputs whose gradient is one of the buffers: none."""
+    return {}
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
@@ -316,7 +275,8 @@ def _multiplier(config: Config, x: Tensor, spec: Quantizer | None, slot: Sequenc
     if len(slot) == 1:
         return slot[0]
     assert isinstance(spec, Tensorwise) and isinstance(config.recipe, Delayed)
-    return warm_encode(slot[0], slot[1], spec, x, config.recipe.margin)
+    warm = slot[1] > 0
+    return warm_encode(slot[0], warm, spec.amax(x, skip=warm).view(1), spec, config.recipe.margin)
 
 
 def _quantized_output(config: Config, y: Tensor, extras: Parts) -> tuple[Tensor, Parts]:
@@ -451,7 +411,7 @@ def _slot(config: Config, slots: Sequence[Tensor], rows: int) -> QTensor:
     return spec.assemble(slots[:-1], (rows, slots[-1].shape[0]), config.y_dtype)
 
 
-def posted_operands(config: Config, mail: Parts, x: Parts, weight: Tensor) -> tuple[Operand, Operand]:
+def posted_operands(config: Config, mail: Parts, x: Parts, weight: Tensor) -> Operands:
     """dw's operands from the post, and from `x` as it was given where no codes of it were made."""
     slots, codes = mail[: config.slots], mail[config.slots :] or x
     dy: Operand = flat(slots[0]).T if config.slots == 1 else _slot(config, slots, weight.shape[0])
@@ -463,22 +423,35 @@ def posted_operands(config: Config, mail: Parts, x: Parts, weight: Tensor) -> tu
 # -- cached weights --------------------------------------------------------------------------------------------------
 
 
+def weight_protos(config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
+    """Row and column codes of a weight, without data."""
+    row, column = config.quant.fprop.right, config.quant.dgrad.right
+    return (None if row is None else row.proto(weight)), (None if column is None else column.proto(weight, 0))
+
+
+def weight_values(config: Config, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The weight that row codes stand for."""
+    spec = config.quant.fprop.right
+    assert spec is not None
+    return spec.assemble(row, shape, dtype).dequantize(dtype)
+
+
 def refresh(
     config: Config, weight: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], amaxes: Sequence[Tensor],
-    scaling: Sequence[Tensor],
+    scaling: Sequence[Tensor], skip: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Overwrite cached codes of a weight. Delayed: `scaling` is w's multiplier, and for a cold start what it has seen;
-    `amaxes` [2], if they are observed, those of x and w so far."""
+    """Overwrite cached codes of a weight, unless `skip`, on the device, says not to. Delayed: `scaling` is w's
+    multiplier, and for a cold start what it has seen; `amaxes` [2], if they are observed, those of x and w so far."""
     n, k = weight.shape
     specs = config.quant.fprop.right, config.quant.dgrad.right
     pair = (
         None if specs[0] is None or not row else specs[0].assemble(row, (n, k), weight.dtype),
         None if specs[1] is None or not column else specs[1].assemble(column, (k, n), weight.dtype),
     )
-    given = Given()
+    given = Given(skip=skip)
     if scaling:
         encode = _multiplier(config, weight, specs[0] or specs[1], scaling)
-        given = Given(encode=encode, observed=amaxes[0][1:] if amaxes else None)
+        given = Given(encode=encode, skip=skip, observed=amaxes[0][1:] if amaxes else None)
     fill_pair(as_matrix(weight), pair, given)
 
 
@@ -554,7 +527,7 @@ def _delivered(config: Config, dy: Tensor, column: QTensor | None, kept: Saved, 
         assert buffers.mail is not None
         buffers.mail.put(config, left, right)
         return None
-    return weight_gradient(config, left, right, buffers.main_grad)
+    return weight_gradient(config, (left, right), buffers.main_grad)
 
 
 def _quantized_dy(
@@ -617,12 +590,13 @@ def _assembled(spec: Quantizer, slots: Slots, shape: tuple[int, ...], dtype: tor
     return spec.assemble([t for t in slots if t is not None], shape, dtype)
 
 
-def weight_gradient(config: Config, dy: Operand, x: Operand, target: Target | None) -> Tensor | None:
+def weight_gradient(config: Config, operands: Operands, target: Target | None) -> Tensor | None:
     """dw from its operands, both contracted over the tokens: a tensor, or what stands for one that went to a buffer."""
+    dy, x = operands
     accumulation = config.quant.wgrad.accumulation
     if target is None:
         return product(dy, x, DTYPES[config.weight_dtype], None, accumulation)
-    n, k = (q.rows if isinstance(q, QTensor) else q.shape[0] for q in (dy, x))
+    n, k = (q.rows if isinstance(q, QTensor) else q.shape[0] for q in operands)
     out = target.open(n, k)
     with _unsafe_preserve_version_counter(out):  # a graph in flight may have it among what it saved
         gemm(dy, x, out=out, accumulate=config.main_grad == "add", accumulation=accumulation)

@@ -2,9 +2,11 @@
 
 from octavo.lower.eager import run
 from octavo.lower.graph import (
-    DIGEST,
+    buffer,
+    is_captured,
     is_inside_ddp,
     is_inside_operator,
+    is_static,
     is_watched,
     recomputes,
     sac_save_ops,
@@ -13,16 +15,20 @@ from octavo.lower.graph import (
 )
 from octavo.lower.graph import refresh as refresh_in_graph
 from octavo.lower.graph import run as run_in_graph
+from octavo.lower.graph import run_into as run_into_in_graph
 
 __all__ = [
-    "DIGEST",
+    "buffer",
+    "is_captured",
     "is_inside_ddp",
     "is_inside_operator",
+    "is_static",
     "is_watched",
     "recomputes",
     "refresh_in_graph",
     "run",
     "run_in_graph",
+    "run_into_in_graph",
     "sac_save_ops",
     "saved_elsewhere",
     "while_tracing",

@@ -3,9 +3,15 @@
     octavo::run     (Tensor[] tensors, str plan) -> Tensor[]              outputs, extras, fresh
     octavo::run_bwd (Tensor[] tensors, str plan, str mask) -> Tensor[]    the gradients that were asked for
 
-The plan is `layer|presence|buffers|config`: which of the layer's inputs are in the list, how many buffers follow them,
+The plan is `layer|presence|buffers|config`: which of the layer's inputs are in the list, which buffers follow them,
 and the config's string, led by a digest of this package's sources. A compiler's disk cache keys on the graph, and a
 graph that calls the same op with the same string looks the same after `backward` was edited: hence the digest.
+
+A forward that writes y to memory of the caller's is two nodes, since an operator that mutates has no gradient:
+
+    octavo::run_into (Tensor[] tensors, Tensor(a!) out, str plan) -> (Tensor, ...)    extras and fresh, in MADE places
+    octavo::attach   (Tensor[] tensors, str plan) -> Tensor                           one element that looks like y, and
+                                                                                      carries its gradient to run_bwd
 
 Codes leave a node as bytes and scales flat (`layer.FLAT`): bytes have no gradient by dtype, and a flat scale's size is
 not specialised for small batches. What backward writes besides its results is not declared to the compiler: a buffer
@@ -30,6 +36,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.layers import grouped_linear, linear
 from octavo.layers.contract import Made
 from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import Join
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 LAYERS: dict[str, Any] = {"grouped-linear": grouped_linear, "linear": linear}
@@ -57,27 +64,35 @@ class _Plan:
         _, name, presence, buffers, key = text.split("|", 4)
         self.layer = LAYERS[name]
         self.config = self.layer.config(key)
-        self.presence = presence  # for each input "0" or "1", or for a tuple of tensors "t" and how many
-        self.buffers = [c == "1" for c in buffers]
-        self.writes = any(self.buffers) or self.layer.fills(self.config)  # backward, to what is saved for it
+        self.presence = presence.split(",")  # for each input "0" or "1", or for a tuple of tensors "t" and how many
+        self.buffers = buffers.split(",")  # the same for each buffer
+        self.count, self.written = _total(self.presence), _total(self.buffers)
+        self.writes = self.written > 0 or self.layer.fills(self.config)  # backward, to what is saved for it
+        # inputs whose gradient is a buffer of the caller's, and where among the buffers it is
+        self.elsewhere = {i: _total(self.buffers[:at]) for i, at in self.layer.returned_elsewhere(self.config).items()}
 
     def inputs(self, tensors: list[Any]) -> Any:
         """The layer's inputs, from the head of the list."""
-        rest, fields = iter(tensors), list[Any]()
-        for mark in self.presence.split(","):
-            if mark.startswith("t"):
-                fields.append(tuple(next(rest) for _ in range(int(mark[1:]))))
-            else:
-                fields.append(next(rest) if mark == "1" else None)
-        return self.layer.Inputs._make(fields)
-
-    def count(self) -> int:
-        return sum(int(mark.removeprefix("t")) for mark in self.presence.split(","))
+        return self.layer.Inputs._make(_fields(self.presence, tensors))
 
     def buffers_of(self, tensors: list[Tensor]) -> Any:
         """The layer's buffers, from the head of the list."""
-        rest = iter(tensors)
-        return self.layer.graph_buffers(*[next(rest) if here else None for here in self.buffers])
+        return self.layer.graph_buffers(self.config, *_fields(self.buffers, tensors))
+
+
+def _total(marks: list[str]) -> int:
+    return sum(int(mark.removeprefix("t")) for mark in marks)
+
+
+def _fields(marks: list[str], tensors: list[Any]) -> list[Any]:
+    """What marks stand for, from the head of the list."""
+    rest, fields = iter(tensors), list[Any]()
+    for mark in marks:
+        if mark.startswith("t"):
+            fields.append(tuple(next(rest) for _ in range(int(mark[1:]))))
+        else:
+            fields.append(next(rest) if mark == "1" else None)
+    return fields
 
 
 @lru_cache(maxsize=4096)
@@ -145,7 +160,7 @@ def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
     saved, dy = _saved(parsed, tensors, mask)
     with _unsafe_preserve_version_counter(tuple(tensors)):
         grads = parsed.layer.backward(parsed.config, saved, parsed.buffers_of(tensors), (dy,))
-    return [g for g in grads if g is not None]
+    return [g for i, g in enumerate(grads) if g is not None and i not in parsed.elsewhere]
 
 
 @_run_bwd.register_fake
@@ -156,7 +171,7 @@ def _(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
 
 def _saved(parsed: _Plan, tensors: list[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """What `save` chose, and the gradient, out of buffers, saved tensors and gradient."""
-    rest = iter(tensors[sum(parsed.buffers) :])
+    rest = iter(tensors[parsed.written :])
     return tuple(next(rest) if here == "1" else None for here in mask), next(rest)
 
 
@@ -166,28 +181,37 @@ UNDECLARED_WRITES = (torch.ops.octavo.run_bwd.default,)  # all operators whose s
 
 def _set_up(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
     tensors, plan = inputs
+    outputs = _save(ctx, tensors, plan, output)
+    ctx.mark_non_differentiable(*output[outputs:])
+
+
+def _save(ctx: Any, tensors: list[Tensor], plan: str, made: list[Tensor]) -> int:
+    """Keep what the layer's `save` chooses out of inputs, and of what forward made. How many outputs that has."""
     parsed = _plan(plan)
     said = parsed.layer.protos(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
-    rest = iter(output)
-    made = Made(*(tuple(None if p is None else next(rest) for p in group) for group in said))
-    saved = parsed.layer.save(parsed.config, parsed.inputs(tensors), made)
+    rest = iter(made)
+    found = Made(*(tuple(None if p is None else next(rest) for p in group) for group in said))
+    saved = parsed.layer.save(parsed.config, parsed.inputs(tensors), found)
     ctx.mask = "".join("0" if t is None else "1" for t in saved)
-    ctx.save_for_backward(*tensors[parsed.count() :], *[t for t in saved if t is not None])
+    buffers = tensors[parsed.count : parsed.count + parsed.written]
+    ctx.save_for_backward(*buffers, *[t for t in saved if t is not None])
     ctx.plan, ctx.total = plan, len(tensors)
-    ctx.mark_non_differentiable(*output[len(said.outputs) :])
     ctx.set_materialize_grads(False)
+    return len(said.outputs)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
     found: list[Tensor | None] = [None] * ctx.total
     if grads[0] is not None:
-        parsed = _plan(ctx.plan)
-        results = iter(torch.ops.octavo.run_bwd([*ctx.saved_tensors, grads[0]], ctx.plan, ctx.mask))
+        parsed, kept = _plan(ctx.plan), ctx.saved_tensors
+        results = iter(torch.ops.octavo.run_bwd([*kept, grads[0]], ctx.plan, ctx.mask))
         position = 0
-        for mark, wanted in zip(parsed.presence.split(","), parsed.layer.wants(parsed.config), strict=True):
-            if wanted:
+        for i, wanted in enumerate(parsed.layer.wants(parsed.config)):
+            if i in parsed.elsewhere:
+                found[position] = kept[parsed.elsewhere[i]].detach()
+            elif wanted:
                 found[position] = next(results)
-            position += int(mark.removeprefix("t"))
+            position += _total(parsed.presence[i : i + 1])
     return found, None
 
 
@@ -207,41 +231,132 @@ def _(tensors: list[Tensor], plan: str, mask: str, **_: Any) -> int:
     return int(parsed.layer.gradient_flops(parsed.config, saved, dy))
 
 
+# -- y in memory of the caller's -----------------------------------------------------------------------------------
+
+MADE = 18  # places: an operator that mutates returns a fixed number of tensors
+
+
+@torch.library.custom_op(
+    "octavo::run_into",
+    mutates_args=("out",),
+    schema=f"(Tensor[] tensors, Tensor(a!) out, str plan) -> ({', '.join(['Tensor'] * MADE)})",
+)
+def _run_into(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ...]:
+    parsed = _plan(plan)
+    made = parsed.layer.forward(parsed.config, parsed.inputs(tensors)._replace(out=out))
+    return _places(parsed.layer, made, out)
+
+
+@_run_into.register_fake
+def _(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ...]:
+    return _places(_plan(plan).layer, _fakes(_plan(plan), tensors), out)
+
+
+def _places(layer: Any, made: Made, out: Tensor) -> tuple[Tensor, ...]:
+    """Extras and fresh tensors, and nothing in the places that are left."""
+    found = _crossing(layer, made._replace(outputs=()))
+    return (*found, *[out.new_empty(0) for _ in range(MADE - len(found))])
+
+
+@torch.library.custom_op("octavo::attach", mutates_args=())
+def _attach(tensors: list[Tensor], plan: str) -> Tensor:
+    parsed = _plan(plan)
+    if parsed.writes:
+        _refuse_hooks(parsed)
+    return _token(parsed, tensors)
+
+
+@_attach.register_fake
+def _(tensors: list[Tensor], plan: str) -> Tensor:
+    return _token(_plan(plan), tensors)
+
+
+def _token(parsed: _Plan, tensors: list[Tensor]) -> Tensor:
+    y = parsed.layer.protos(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors])).outputs[0]
+    return torch.zeros(1, dtype=y.dtype, device=y.device).expand(y.shape)
+
+
+def _set_up_token(ctx: Any, inputs: tuple[list[Tensor], str], output: Tensor) -> None:
+    tensors, plan = inputs
+    parsed = _plan(plan)
+    _save(ctx, tensors, plan, [output, *tensors[parsed.count + parsed.written :]])
+
+
+_attach.register_autograd(lambda ctx, dy: _backward(ctx, [dy]), setup_context=_set_up_token)
+
+
+@register_flop_formula(torch.ops.octavo.run_into, get_raw=True)  # type: ignore[untyped-decorator]
+def _(tensors: list[Tensor], out: Tensor, plan: str, **_: Any) -> int:
+    parsed = _plan(plan)
+    return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors)))
+
+
+# -- cached weights --------------------------------------------------------------------------------------------------
+
+
 @torch.library.custom_op("octavo::refresh", mutates_args=("row", "column", "amaxes"))
+def _refresh(
+    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
+    skip: Tensor | None, plan: str,
+) -> None:  # fmt: skip
+    _, name, key = plan.split("|", 2)
+    layer = LAYERS[name]
+    layer.refresh(layer.config(key), weight, row, column, amaxes, scaling, skip)
+
+
+@_refresh.register_fake
+def _(
+    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
+    skip: Tensor | None, plan: str,
+) -> None:  # fmt: skip
+    return None
+
+
 def refresh(
-    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor], key: str
-) -> None:
+    name: str, key: str, weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor],
+    scaling: list[Tensor], skip: Tensor | None,
+) -> None:  # fmt: skip
     """Quantize a weight into cached codes, in place: the node before the layer's own. `amaxes` and `scaling` are
     delayed scaling's, or empty."""
-    linear.refresh(linear.config(key.split("|", 1)[1]), weight, row, column, amaxes, scaling)
+    torch.ops.octavo.refresh(weight, row, column, amaxes, scaling, skip, DIGEST + "|" + name + "|" + key)
 
 
-@refresh.register_fake
-def _(
-    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor], key: str
-) -> None:
-    return None
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+def _packed(fields: Any, tensors: list[Tensor]) -> str:
+    """Append the tensors of some fields to a list, and say which there are."""
+    marks: list[str] = []
+    for entry in fields:
+        if isinstance(entry, tuple):
+            marks.append("t" + str(len(entry)))
+            tensors.extend(entry)
+        else:
+            marks.append("0" if entry is None else "1")
+            if entry is not None:
+                tensors.append(entry)
+    return ",".join(marks)
 
 
 def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
     """Outputs, extras and fresh tensors of one call, as one node of the graph being traced."""
     tensors: list[Tensor] = []
-    presence: list[str] = []
-    for entry in inputs:
-        if isinstance(entry, tuple):
-            presence.append("t" + str(len(entry)))
-            tensors.extend(entry)
-        else:
-            presence.append("0" if entry is None else "1")
-            if entry is not None:
-                tensors.append(entry)
-    for buffer in buffers:
-        if buffer is not None:
-            tensors.append(buffer)
-    marks = "".join(["0" if b is None else "1" for b in buffers])
-    plan = DIGEST + "|" + name + "|" + ",".join(presence) + "|" + marks + "|" + key
+    presence = _packed(inputs, tensors)
+    plan = DIGEST + "|" + name + "|" + presence + "|" + _packed(buffers, tensors) + "|" + key
     found: list[Tensor] = torch.ops.octavo.run(tensors, plan)
     return found
+
+
+def run_into(name: str, key: str, inputs: Any, buffers: Any, out: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+    """The same, with y in `out`; what comes first is `out` itself in this shape, as part of the graph."""
+    tensors: list[Tensor] = []
+    presence = _packed(inputs, tensors)
+    plan = DIGEST + "|" + name + "|" + presence + "|" + _packed(buffers, tensors) + "|" + key
+    with torch.no_grad():
+        made = list(torch.ops.octavo.run_into([t.detach() for t in tensors], out, plan))
+    token = torch.ops.octavo.attach([*tensors, *made], plan)
+    # viewed before it is joined: of a view that comes after, the compiler makes a leaf, and its gradient is lost
+    return [Join.apply(out.view(shape), token.view(shape)), *made]  # type: ignore[no-untyped-call]
 
 
 def sac_save_ops() -> tuple[Any, ...]:
@@ -277,6 +392,34 @@ def is_inside_operator() -> bool:
     except AttributeError:  # torch.export traces without one
         return False
     return tracer.parent is not None
+
+
+@while_tracing
+def is_captured() -> bool:
+    """Whether the graph being traced will be replayed as a CUDA graph."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return False
+    while hasattr(compiler, "_torchdynamo_orig_backend") or hasattr(compiler, "_torchdynamo_orig_callable"):
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", None) or compiler._torchdynamo_orig_callable
+    own = getattr(compiler, "config", None) or {}
+    return bool(own.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs))
+
+
+def buffer(*shape: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+    """An uninitialised tensor whose memory stays where it is, as long as it lives: what a CUDA graph may write to."""
+    made = torch.empty(*shape, dtype=dtype, device=device)
+    torch._dynamo.mark_static_address(made)  # type: ignore[no-untyped-call]
+    return made
+
+
+@while_tracing
+def is_static(tensor: Tensor) -> bool:
+    """Whether a CUDA graph may write to a tensor's own memory: who made it promised that it stays."""
+    return hasattr(tensor, "_dynamo_static_input_type")
 
 
 @while_tracing

@@ -208,9 +208,10 @@ def _recipes(graph: GraphModule) -> dict[int, Recipe]:
     places = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
     found: dict[int, Recipe] = {}
     for node in graph.graph.nodes:
-        if _name(node) == f"{OURS}run":
+        if _name(node) in (f"{OURS}run", f"{OURS}attach"):
             config: Any = values.parse(str(node.args[1]).split("|", 4)[-1])
-            found |= {places[given]: config.recipe for given in node.all_input_nodes if given in places}
+            given = [node, *node.all_input_nodes]  # a weight in parts reaches the node through a stack of them
+            found |= {places[n]: config.recipe for g in given for n in (g, *g.all_input_nodes) if n in places}
     return found
 
 

@@ -6,6 +6,7 @@ A module changes its class, not its identity: parameters, hooks, references and 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from octavo.errors import UnsupportedConfig
@@ -77,6 +78,7 @@ def revert(model: nn.Module) -> None:
             )
     for _, module in found:
         module._tear_down()
+        module.__dict__.pop("return_bias", None)
         module.__class__ = nn.Linear  # type: ignore[assignment]
 
 
@@ -127,12 +129,12 @@ def _converted(path: str, module: nn.Linear, choice: Recipe | None, why: str, st
     else:
         module.__class__ = Linear
         module._set_up(choice, strict=strict, path=path)  # type: ignore[operator]
-    return Row(path, str(choice), *route(module, choice))
+    return Row(path, str(choice), *route(module.weight.device, choice))
 
 
-def route(module: nn.Linear, recipe: Recipe) -> tuple[str, str]:
-    """How the layer's GEMMs run on the device it is on."""
-    device, quant = module.weight.device, recipe.linear()
+def route(device: torch.device, recipe: Recipe) -> tuple[str, str]:
+    """How a layer's GEMMs run on a device."""
+    quant = recipe.linear()
     if device.type == "meta":
         return "reference", "on the meta device: moved elsewhere, it runs as that device can"
     routes = {}

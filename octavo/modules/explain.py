@@ -18,9 +18,9 @@ from octavo.kernels.gemm import spec_route
 from octavo.modules.ambient import ambient
 from octavo.modules.capture import Capture
 from octavo.modules.convert import route
-from octavo.modules.linear import UNQUANTIZED, Linear
 from octavo.modules.main_grad import has_buffer
 from octavo.modules.model import layers
+from octavo.modules.quantized import UNQUANTIZED, Quantized
 from octavo.modules.report import Layer, Report
 from octavo.recipes.recipe import GEMMS
 
@@ -141,7 +141,8 @@ def _step(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, ...], ba
 def _lend_buffers(model: nn.Module) -> list[Any]:
     """Weights that miss their main_grad, with one: it was a graph's reason to refuse at forward, and is no reason for
     the report to end here."""
-    found: list[Any] = [m.weight for _, m in layers(model) if m.fuse_wgrad_accumulation and not has_buffer(m.weight)]
+    fused = [m for _, m in layers(model) if m.fuse_wgrad_accumulation]
+    found: list[Any] = [weight for m in fused for weight in m.weight_parts() if not has_buffer([weight])]
     for weight in found:
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     return found
@@ -150,15 +151,16 @@ def _lend_buffers(model: nn.Module) -> list[Any]:
 # -- layers ------------------------------------------------------------------------------------------------------------
 
 
-def _layer(path: str, layer: Linear, capture: Capture) -> Layer:
-    own, seen = layer.recipe, capture.recipes.get(id(layer.weight))
+def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
+    weight = layer.weight_parts()[0]
+    own, seen = layer.recipe, capture.recipes.get(id(weight))
     recipe = own or seen or ambient.recipe or UNQUANTIZED
     gemms = {name: getattr(recipe.linear(), name) for name in GEMMS}
     return Layer(
         path,
         recipe=recipe.key if own else f"{FOLLOWS}: {recipe.key}",
-        routes=tuple((name, spec_route(g.left, g.right, layer.weight.device)) for name, g in gemms.items()),
-        why=route(layer, recipe)[1],
+        routes=tuple((name, spec_route(g.left, g.right, weight.device)) for name, g in gemms.items()),
+        why=route(weight.device, recipe)[1],
         uncompiled="" if seen else _why_uncompiled(path, capture.refusals()),
     )
 

@@ -1,32 +1,50 @@
 """`octavo.GroupedLinear`: one linear layer for each group of rows, such as the tokens of each expert."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
 from octavo.layers import grouped_linear as layer
-from octavo.layers.linear import DTYPES
-from octavo.lower import is_watched, run, run_in_graph
+from octavo.layers.linear import Parts
+from octavo.layers.targets import joined_rows
+from octavo.lower import (
+    is_captured,
+    is_inside_operator,
+    is_static,
+    is_watched,
+    run,
+    run_in_graph,
+    run_into_in_graph,
+    saved_elsewhere,
+)
+from octavo.modules import scaling, weights
 from octavo.modules.ambient import ambient
-from octavo.modules.main_grad import MainGrad, graph_buffer, has_buffer
-from octavo.recipes import BF16, Recipe
-from octavo.recipes import recipe as resolve
-
-UNQUANTIZED = BF16()
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from octavo.modules.main_grad import MainGrad
+from octavo.modules.quantized import NAMES, SEED, Quantized, outside
+from octavo.quant.grouped import GroupedTensor
+from octavo.recipes import Recipe
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(Quantized):
     """y[g] = x[g] · W[g]ᵀ + b[g] for ragged groups of rows, whose sizes stay on the device.
 
     recipe                     a name, a canonical string or a Recipe; None follows `octavo.autocast`, else bf16
+    single_grouped_weight      one parameter `weight` [G, N, K]; otherwise `weight0`, `weight1`, ... [N, K]
+    single_grouped_bias        one parameter `bias` [G, N]; otherwise `bias0`, `bias1`, ... [N]
+    scale_bias                 the bias is multiplied by `scales`, token by token, before it is added
+    delay_wgrad_compute        dW waits until `backward_dw()`
     fuse_wgrad_accumulation    dW is added to `weight.main_grad` (octavo.modules.main_grad)
     tail                       rows of y and dx after the last group: "zero", or "untouched", which may be anything
+    strict                     what torch.compile cannot hold is an error; otherwise it runs outside, and says so
     """
+
+    LAYER: ClassVar[Any] = layer
+    NAME: ClassVar[str] = "grouped-linear"
 
     def __init__(
         self,
@@ -44,37 +62,94 @@ class GroupedLinear(nn.Module):
         delay_wgrad_compute: bool = False,
         fuse_wgrad_accumulation: bool = False,
         tail: str = "zero",
+        strict: bool = True,
     ) -> None:
         super().__init__()
         check_choice(tail, ("zero", "untouched"), what="GroupedLinear.tail")
-        _refuse_later(
-            single_grouped_weight=(single_grouped_weight, True),
-            single_grouped_bias=(single_grouped_bias, True),
-            scale_bias=(scale_bias, False),
-            delay_wgrad_compute=(delay_wgrad_compute, False),
-        )
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.tail = tail
-        self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
+        self.slots = num_groups
+        self.tail, self.scale_bias = tail, scale_bias
+        self._weight_names = _register(
+            self, "weight", torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype),
+            single_grouped_weight,
+        )  # fmt: skip
+        self._bias_names: list[str] = []
         if bias:
-            self.bias = nn.Parameter(torch.empty(num_groups, out_features, device=device, dtype=dtype))
-        else:
+            whole = torch.empty(num_groups, out_features, device=device, dtype=dtype)
+            self._bias_names = _register(self, "bias", whole, single_grouped_bias)
+        elif single_grouped_bias:
             self.register_parameter("bias", None)
-        self.recipe = None if recipe is None else _checked(resolve(recipe))
         self.reset_parameters()
+        self._set_up(recipe, fuse_wgrad_accumulation, delay_wgrad_compute, strict)
 
     def reset_parameters(self) -> None:
-        """As nn.Linear draws them, for each group."""
+        """As nn.Linear draws them, group by group."""
+        if "_codes" in self.__dict__:
+            self._refuse_drawing()
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
+        for names in (self._weight_names, self._bias_names):
+            for name in names:
+                for part in [getattr(self, name)] if len(names) > 1 else getattr(self, name):
+                    nn.init.uniform_(part, -bound, bound)
+        self._reset_seed()
+
+    # -- parameters, one or many -----------------------------------------------------------------------------------
+
+    def weight_parts(self) -> list[nn.Parameter]:
+        return [getattr(self, name) for name in self._weight_names]
+
+    def whole_weight(self) -> Tensor:
+        own = self.weight_parts()
+        if self._is_single:
+            return own[0]
+        if self._codes.held:
+            return own[0].detach()[:1, :1].expand(self.num_groups, self.out_features, self.in_features)
+        joined = None if torch.compiler.is_compiling() else _joined(own)
+        return torch.stack(list(own)) if joined is None else joined
+
+    def set_weights(self, whole: Tensor, *, token: bool) -> None:
+        own = self.weight_parts()
+        parts = [whole] if self._is_single else list(whole.unbind())
+        for name, old, part in zip(self._weight_names, own, parts, strict=True):
+            self.register_parameter(name, weights.token(old) if token else nn.Parameter(part, old.requires_grad))
+
+    @property
+    def _is_single(self) -> bool:
+        return self._weight_names[0] == "weight"
+
+    def _stacked_weight(self) -> Tensor:
+        """The weight [G, N, K], whose gradient goes to the parameters."""
+        own = self.weight_parts()
+        if self._is_single:
+            return own[0]
+        if torch.compiler.is_compiling() or isinstance(own[0], FakeTensor) or is_watched():
+            return torch.stack(list(own))
+        found: Tensor = _Joined.apply(*own)  # type: ignore[no-untyped-call]
+        return found
+
+    def _stacked_bias(self) -> Tensor | None:
+        if not self._bias_names:
+            return None
+        parts: list[Tensor] = [getattr(self, name) for name in self._bias_names]
+        return parts[0] if self._bias_names[0] == "bias" else torch.stack(parts)
+
+    def title(self) -> str:
+        sizes = f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features})"
+        return f"{sizes} at {self._path!r}" if self._path else sizes
+
+    def refusal(self, recipe: Recipe | None) -> str:
+        return ("" if recipe is None else layer.refusal(recipe)) or super().refusal(recipe)
+
+    def _weight_gradient(self, config: Any, operands: Any, target: MainGrad | None) -> Tensor | None:
+        return layer.weight_gradient(config, operands, target, (self.num_groups, self.out_features, self.in_features))
+
+    # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | GroupedTensor,
         m_splits: Tensor | list[int],
-        is_first_microbatch: bool | None = None,
+        is_first_microbatch: bool | Tensor | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
         scales: Tensor | None = None,
@@ -82,59 +157,79 @@ class GroupedLinear(nn.Module):
         """y [..., N] of x [..., K], whose rows, leading dims folded, belong to groups of `m_splits` rows each.
 
         out [rows, N] and dgrad_out [rows, K] are buffers of the caller's that y and the gradient of x are written to,
-        and their tails left alone. What comes back is `out` itself, as part of the graph: for the next step, pass
-        `out.detach()`. `dgrad_out` is the whole gradient only if x is used nowhere else."""
-        _refuse_later(is_first_microbatch=(is_first_microbatch, None), scales=(scales, None))
-        recipe = self.recipe or _checked(ambient.recipe or UNQUANTIZED)
+        and their tails left alone. What comes back is on `out`'s memory, as part of the graph: for the next step, pass
+        the buffer again, not what came back. `dgrad_out` is the whole gradient only if x is used nowhere else."""
+        tracing = torch.compiler.is_compiling()
+        if tracing and (why := self._graph_refusal() or self._buffer_refusal(out, dgrad_out)):
+            if is_inside_operator():
+                self._refuse_now(why)
+            torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
+            found: Tensor = outside(self, why, x, m_splits, is_first_microbatch, out, dgrad_out, scales)
+            return found
+        recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
+        x = self._input(x)
+        splits = self._splits(m_splits)
+        rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], self.out_features)
+        weight, bias = self._stacked_weight(), self._stacked_bias()
+        scales = self._bias_scales(scales, rows)
+        grads = _wanted(rows, self.weight_parts(), bias, scales)
+        self._check_buffers(rows, grads, out, dgrad_out)
+        observe = recipe.stateful and self.training and torch.is_grad_enabled()
+        kind = self._weight_codes(recipe, is_first_microbatch, grads, observe)
+        main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
+        delayed = self.delay_wgrad_compute and "w" in grads
+        delay = "" if not delayed else "post" if tracing else "mailbox"
+        key = (
+            f"grouped-linear(recipe={recipe.key},dtype='{NAMES[x.dtype]}',weight_dtype='{NAMES[weight.dtype]}',"
+            f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',"
+            f"scales_dtype='{'' if scales is None else NAMES[scales.dtype]}',grads='{grads}',weight='{kind}',"
+            f"observe={observe},main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',"
+            f"dgrad_out={dgrad_out is not None},tail='{self.tail}')"
+        )
+        # a weight whose gradient goes elsewhere stays out of the graph: its hooks would see a gradient of None
+        elsewhere = delay != "" or (main_grad != "" and not dummy)
+        inputs = layer.Inputs(
+            rows, weight, bias, splits, scales, None,
+            self._codes.parts(self, "row") if kind != "plain" else (),
+            self._codes.parts(self, "column") if kind != "plain" else (),
+            self._scaling.inputs(self) if recipe.stateful else (),
+        )  # fmt: skip
+        amax = self._buffers[scaling.NAMES["backward"]["current"]] if observe and grads else None
+        seed = self._buffers.get(SEED) if grads else None
+        # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
+        unseen = delayed or main_grad != "" or out is not None or dgrad_out is not None
+        if tracing or (is_watched() and not unseen and not saved_elsewhere()):
+            target: Parts = self._graph_target() if main_grad and not delay else ()
+            # equal calls would be one node to a compiler, with room for one dy; what torch.empty makes is never merged
+            mark = torch.empty(0, device=rows.device) if delay else None
+            buffers = (target, dgrad_out, amax, seed, mark)
+            if out is None:
+                made = run_in_graph("grouped-linear", key, inputs, buffers)
+            else:
+                made = run_into_in_graph("grouped-linear", key, inputs, buffers, out, shape)
+            if delay:
+                self._post(key, made, ())
+        else:
+            inputs = inputs._replace(weight=weight.detach() if elsewhere else weight, out=out)
+            made = run(  # type: ignore[assignment]
+                layer, layer.config(key), inputs,  # type: ignore[arg-type]
+                layer.Buffers(MainGrad(self.weight_parts(), main_grad) if main_grad else None, dgrad_out, amax, seed,
+                              self._mailbox if delay else None),
+                differentiable=grads != "", anchored=elsewhere,
+            )  # fmt: skip
+        if observe:
+            self._remember(made[1], tracing)
+        return made[0] if made[0].dim() == len(shape) else made[0].view(shape)
+
+    def _input(self, x: Tensor | GroupedTensor) -> Tensor:
+        if isinstance(x, GroupedTensor):
+            if x.side != "row":
+                raise UnsupportedShape(
+                    "A GroupedTensor given as x holds rows, and this one holds columns. Quantize the other side."
+                )
+            x = x.dequantize()
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        self._check(x)
-        splits = self._splits(m_splits)
-        rows = x.reshape(-1, x.shape[-1])
-        grads = self._wanted(rows)
-        self._check_buffers(recipe, rows, grads, out, dgrad_out)
-        main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
-        key = (
-            f"grouped-linear(recipe={recipe.key},dtype='{_NAMES[x.dtype]}',weight_dtype='{_NAMES[self.weight.dtype]}',"
-            f"bias_dtype='{'' if self.bias is None else _NAMES[self.bias.dtype]}',grads='{grads}',"
-            f"main_grad='{main_grad}',dummy_grad={dummy},tail='{self.tail}')"
-        )
-        # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
-        plain = main_grad == "" and out is None and dgrad_out is None
-        if torch.compiler.is_compiling() or (is_watched() and plain):
-            inputs = layer.Inputs(rows, self.weight, self.bias, splits)
-            y = run_in_graph("grouped-linear", key, inputs, (self._graph_buffer() if main_grad else None,))[0]
-        else:
-            elsewhere = main_grad != "" and not dummy
-            inputs = layer.Inputs(rows, self.weight.detach() if elsewhere else self.weight, self.bias, splits, out)
-            buffers = layer.Buffers(MainGrad(self.weight) if main_grad else None, dgrad_out)
-            y = run(
-                layer, layer.config(key), inputs, buffers, differentiable=grads != "", anchored=elsewhere  # type: ignore[arg-type]
-            )[0]  # fmt: skip
-        return y.view(*x.shape[:-1], self.out_features)
-
-    def _wanted(self, x: Tensor) -> str:
-        """Which gradients can be asked for."""
-        if not torch.is_grad_enabled():
-            return ""
-        bias = self.bias is not None and self.bias.requires_grad
-        return ("x" if x.requires_grad else "") + ("w" if self.weight.requires_grad else "") + ("b" if bias else "")
-
-    def _gradient_target(self) -> tuple[str, bool]:
-        if not self.fuse_wgrad_accumulation:
-            return "", False
-        mode = "overwrite" if getattr(self.weight, "overwrite_main_grad", False) else "add"
-        return mode, hasattr(self.weight, "grad_added_to_main_grad")
-
-    def _graph_buffer(self) -> Tensor:
-        if not has_buffer(self.weight):
-            raise UnsupportedConfig(
-                "GroupedLinear(fuse_wgrad_accumulation=True) compiles with weight.main_grad, or get_main_grad(), in "
-                "place before forward. Set it first."
-            )
-        return graph_buffer(self.weight)
-
-    def _check(self, x: Tensor) -> None:
         if x.dtype not in FLOATS:
             raise UnsupportedDtype(f"GroupedLinear takes float32, bfloat16 or float16, got {x.dtype}. Cast x first.")
         if x.dim() < 2 or x.shape[-1] != self.in_features:
@@ -142,21 +237,46 @@ class GroupedLinear(nn.Module):
                 f"This GroupedLinear takes inputs [..., {self.in_features}] of two dims or more, got {tuple(x.shape)}. "
                 "Check the layer before it, or in_features."
             )
-        if x.device != self.weight.device:
-            raise UnsupportedDevice(f"x is on {x.device} and the weight on {self.weight.device}. Move them together.")
+        device = self.weight_parts()[0].device
+        if x.device != device:
+            raise UnsupportedDevice(f"x is on {x.device} and the weight on {device}. Move them together.")
+        return x
 
-    def _check_buffers(
-        self, recipe: Recipe, x: Tensor, grads: str, out: Tensor | None, dgrad_out: Tensor | None
-    ) -> None:
-        """By what they say of themselves: nothing is read."""
-        given = [(name, b) for name, b in (("out", out), ("dgrad_out", dgrad_out)) if b is not None]
-        if given and (torch.compiler.is_compiling() or recipe.linear().fprop.left is None):
+    def _bias_scales(self, scales: Tensor | None, rows: Tensor) -> Tensor | None:
+        scaled = self.scale_bias and bool(self._bias_names)
+        if scaled != (scales is not None):
             raise UnsupportedConfig(
-                f"GroupedLinear({given[0][0]}=...) works in eager mode with a quantized recipe in this "
-                "version. Leave it out."
+                "scales= multiply the bias of a layer with scale_bias=True and a bias; "
+                + ("this call has none. Pass scales, one for each row." if scaled else "this layer does not take them.")
             )
-        for name, buffer in given:
-            want = (x.shape[0], self.out_features if name == "out" else self.in_features)
+        if scales is None:
+            return None
+        if scales.numel() != rows.shape[0] or scales.dtype not in FLOATS or scales.device != rows.device:
+            raise UnsupportedShape(
+                f"scales has a float32, bfloat16 or float16 for each of the {rows.shape[0]} rows, on {rows.device}; "
+                f"got {scales.dtype} {tuple(scales.shape)} on {scales.device}."
+            )
+        return scales.reshape(-1)
+
+    def _buffer_refusal(self, out: Tensor | None, dgrad_out: Tensor | None) -> str:
+        """Why a graph that is being traced cannot write to these buffers; empty if it can."""
+        if (out is None and dgrad_out is None) or not is_captured():
+            return ""
+        for name, buffer in (("out", out), ("dgrad_out", dgrad_out)):
+            if buffer is not None and not is_static(buffer):
+                return (
+                    f"{self.title()} does not compile: a CUDA graph writes to the memory it was captured with, and "
+                    f"{name} may be another each time. Make it with octavo.buffer(...), or compile without CUDA "
+                    "graphs, or build the layer with strict=False, to run outside."
+                )
+        return ""
+
+    def _check_buffers(self, x: Tensor, grads: str, out: Tensor | None, dgrad_out: Tensor | None) -> None:
+        """By what they say of themselves: nothing is read."""
+        for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
+            if buffer is None:
+                continue
+            want = (x.shape[0], width)
             if (
                 tuple(buffer.shape) != want or buffer.dtype != x.dtype or buffer.device != x.device
                 or not buffer.is_contiguous() or buffer.requires_grad
@@ -171,7 +291,7 @@ class GroupedLinear(nn.Module):
 
     def _splits(self, splits: Tensor | list[int]) -> Tensor:
         """On the device; from elsewhere they are copied there, which a graph would do only once, at capture."""
-        device = self.weight.device
+        device = self.weight_parts()[0].device
         if not isinstance(splits, Tensor) or splits.device != device:
             captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             if torch.compiler.is_compiling() or captured:
@@ -179,6 +299,8 @@ class GroupedLinear(nn.Module):
                     f"In a graph m_splits must be a tensor on {device}: the sizes of a list, or of a tensor elsewhere, "
                     "would be those of this moment for ever. Put them in a device tensor and overwrite it."
                 )
+            if not isinstance(splits, (Tensor, list, tuple)):
+                raise UnsupportedDtype(f"m_splits is a tensor or a list of sizes, got {type(splits).__name__}.")
             splits = torch.as_tensor(splits).to(device, non_blocking=True)
         if splits.dim() != 1 or splits.shape[0] != self.num_groups:
             raise UnsupportedShape(
@@ -186,20 +308,111 @@ class GroupedLinear(nn.Module):
             )
         return splits
 
+    def _allowed(self, recipe: Recipe) -> Recipe:
+        if why := layer.refusal(recipe):
+            raise UnsupportedConfig(f"GroupedLinear cannot run in {recipe}: {why}. Use backward='quantized'.")
+        return recipe
+
+    # -- what nn.Module does to a module ------------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "GroupedLinear":
+        super()._apply(fn, recurse)
+        own = self.weight_parts()
+        movable = all(type(p.data) is Tensor and not p.is_meta for p in own)
+        if not self._is_single and not self._codes.held and movable and _joined(own) is None:
+            for p, part in zip(own, torch.stack([p.data for p in own]).unbind(), strict=True):
+                p.data = part  # one allocation again: the layer then takes the weights as they lie
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._codes.held:
+            values = self._codes.values(self)
+            for name, part in zip(self._weight_names, [values] if self._is_single else values.unbind(), strict=True):
+                destination[prefix + name] = part
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """One parameter for all groups or one for each: either is read from a checkpoint of either."""
+        found = dict(state_dict)
+        for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)):
+            if names:
+                _convert(found, prefix + kind, self.num_groups, single=names[0] == kind)
+        keys = [prefix + name for name in self._weight_names]
+        parts, own = [found.get(key) for key in keys], self.weight_parts()
+        recipe = self._codes.recipe
+        if self._codes.held and recipe is not None and _fit(parts, own):
+            whole: Any = parts[0] if self._is_single else torch.stack(parts)  # type: ignore[arg-type]
+            self._codes.fill(self, whole.to(own[0].device, own[0].dtype), recipe, column=True)
+            # the rest of the loading sees weights that already are what they would become
+            found |= {key: p.detach() for key, p in zip(keys, own, strict=True)}
+        super()._load_from_state_dict(found, prefix, *rest)  # type: ignore[no-untyped-call]
+
     def extra_repr(self) -> str:
-        recipe = "from octavo.autocast" if self.recipe is None else self.recipe.key
+        recipe = "from octavo.autocast" if self._recipe is None else self._recipe.key
         sizes = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}, recipe={recipe}, tail={self.tail}"
+        held = ", weight held as codes" if self._codes.held else ""
+        return f"{sizes}, bias={bool(self._bias_names)}, recipe={recipe}, tail={self.tail}{held}"
 
 
-def _checked(recipe: Recipe) -> Recipe:
-    if why := layer.refusal(recipe):
-        raise UnsupportedConfig(f"GroupedLinear cannot run in {recipe}: {why}. Use fp8-block or bf16.")
-    return recipe
+class _Joined(torch.autograd.Function):
+    """Parameters of one shape as one tensor; without a copy where they lie one after the other in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        joined = _joined(parts)
+        return torch.stack(parts) if joined is None else joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return tuple(g if needed else None for g, needed in zip(grad.unbind(), ctx.needs_input_grad, strict=True))
 
 
-def _refuse_later(**settings: tuple[Any, Any]) -> None:
-    """What the signature has, and this version does not."""
-    for name, (value, only) in settings.items():
-        if value is not only:
-            raise UnsupportedConfig(f"GroupedLinear({name}=...) is not part of this version. Leave it at {only}.")
+def _joined(parts: Any) -> Tensor | None:
+    """Parts [N, K] as [G, N, K], on their memory but no view of any of them; None where that takes a copy."""
+    first = parts[0].detach()
+    if isinstance(first, FakeTensor) or first.is_meta or weights.is_token(first):
+        return None
+    rows = joined_rows([p.detach() for p in parts])
+    if rows is None:
+        return None
+    shape = (len(parts), *first.shape)
+    whole: Tensor = first.new_empty(0)
+    whole.set_(rows.untyped_storage(), rows.storage_offset(), shape, (first.numel(), *first.stride()))
+    return whole
+
+
+def _register(module: nn.Module, kind: str, whole: Tensor, single: bool) -> list[str]:
+    """One parameter, or one for each group, on the same memory. Returns their names."""
+    if single:
+        module.register_parameter(kind, nn.Parameter(whole))
+        return [kind]
+    names = [f"{kind}{i}" for i in range(whole.shape[0])]
+    for name, part in zip(names, whole.unbind(), strict=True):
+        module.register_parameter(name, nn.Parameter(part))
+    return names
+
+
+def _convert(state: dict[str, Any], key: str, number: int, *, single: bool) -> None:
+    """Bring a parameter of all groups, or of each, to the other form in a checkpoint, if that is what it has."""
+    parts = [f"{key}{i}" for i in range(number)]
+    found = [state[part] for part in parts if part in state]
+    if single and key not in state and len(found) == number and all(t.shape == found[0].shape for t in found):
+        state[key] = torch.stack([state.pop(part) for part in parts])
+    elif not single and key in state and parts[0] not in state and len(state[key]) == number:
+        state |= dict(zip(parts, state.pop(key).unbind(), strict=True))
+
+
+def _fit(parts: list[Tensor | None], own: list[nn.Parameter]) -> bool:
+    return all(part is not None and part.shape == p.shape for part, p in zip(parts, own, strict=True))
+
+
+def _wanted(x: Tensor, weights: list[nn.Parameter], bias: Tensor | None, scales: Tensor | None) -> str:
+    """Which gradients can be asked for."""
+    if not torch.is_grad_enabled():
+        return ""
+    return (
+        ("x" if x.requires_grad else "")
+        + ("w" if any([w.requires_grad for w in weights]) else "")
+        + ("b" if bias is not None and bias.requires_grad else "")
+        + ("s" if scales is not None and scales.requires_grad else "")
+    )

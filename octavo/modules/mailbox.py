@@ -11,15 +11,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers.linear import Config, Operand, Parts, config, posted_operands
 
 
 class Letter(NamedTuple):
     """The operands of one microbatch's dw."""
 
-    config: Config
-    dy: Operand
-    x: Operand
+    config: Any  # of the layer
+    operands: tuple[Any, ...]
     versions: tuple[int, ...]  # of the operands that are the caller's own tensors
 
 
@@ -27,11 +25,11 @@ class Posted(NamedTuple):
     """The same, from a graph."""
 
     key: str  # of its config
-    mail: Parts
-    x: Parts  # as it was given, where no codes of it were made
+    mail: tuple[Tensor, ...]
+    x: tuple[Tensor, ...]  # as it was given, where no codes of it were made
 
 
-def _versions(*operands: Operand) -> tuple[int, ...]:
+def _versions(operands: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(t._version for t in operands if isinstance(t, Tensor))
 
 
@@ -44,9 +42,9 @@ class Mailbox:
         self._collect()
         return len(self._letters)
 
-    def put(self, config: Config, dy: Operand, x: Operand) -> None:
+    def put(self, config: Any, *operands: Any) -> None:
         self._collect()
-        self._letters.append(Letter(config, dy, x, _versions(dy, x)))
+        self._letters.append(Letter(config, operands, _versions(operands)))
 
     def _collect(self) -> None:
         """Move what graphs have posted to the queue."""
@@ -56,8 +54,8 @@ class Mailbox:
             newest_first.append(letter)
         self._letters.extend(reversed(newest_first))
 
-    def take(self, weight: Tensor) -> tuple[Config, Operand, Operand]:
-        """Config, dy and x of the oldest microbatch."""
+    def take(self, layer: Any, weight: Tensor) -> tuple[Any, tuple[Any, ...]]:
+        """Config and operands of the oldest microbatch, for a layer of `octavo.layers` and its weight."""
         self._collect()
         if not self._letters:
             raise UnsupportedConfig(
@@ -66,11 +64,11 @@ class Mailbox:
             )
         letter = self._letters.popleft()
         if isinstance(letter, Posted):
-            found = config(letter.key)
-            return found, *posted_operands(found, letter.mail, letter.x, weight)
-        if letter.versions != _versions(letter.dy, letter.x):
+            found = layer.config(letter.key)
+            return found, layer.posted_operands(found, letter.mail, letter.x, weight)
+        if letter.versions != _versions(letter.operands):
             raise UnsupportedConfig(
                 "backward_dw() needs the unquantized x and dy of that backward, and one of them was written to since. "
                 "Call it before their buffers are used again, or let wgrad be quantized: codes are copies."
             )
-        return letter.config, letter.dy, letter.x
+        return letter.config, letter.operands

@@ -8,44 +8,71 @@ The protocol is the one Megatron and its relatives speak, with attributes of the
     grad_added_to_main_grad    where it exists it is set to True, and `.grad` receives zeros so that hooks fire
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers.linear import gradient_matrix
+from octavo.layers.targets import open_buffers, spread
 
 
 class MainGrad:
-    """A weight's gradient buffer, found when it is opened."""
+    """The gradient buffers of a weight, or of the weights it consists of, found when they are opened."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
+    def __init__(self, weights: Sequence[Any], mode: str) -> None:
+        self.weights, self.mode = weights, mode  # "add" or "overwrite"
+        self._buffers: list[Tensor] = []
+        self._loose: Tensor | None = None
 
     def open(self, rows: int, columns: int) -> Tensor:
-        """The buffer as [rows, columns], a view."""
-        return gradient_matrix(_find(self.weight), rows, columns, self.weight.device)
+        """The buffers as [rows, columns], a view if they lie one after the other in memory."""
+        self._buffers = [_find(weight) if weight.requires_grad else _nothing(weight) for weight in self.weights]
+        matrix, self._loose = open_buffers(self._buffers, rows, columns, self.weights[0].device)
+        return matrix
 
     def close(self) -> None:
-        if hasattr(self.weight, "grad_added_to_main_grad"):
-            self.weight.grad_added_to_main_grad = True
+        if self._loose is not None:
+            spread(self._loose, self._buffers, self.mode)
+        self._buffers, self._loose = [], None
+        _say_added(self.weights)
 
 
-def has_buffer(weight: Tensor) -> bool:
-    """Whether a graph that is being traced will find one."""
-    return hasattr(weight, "get_main_grad") or getattr(weight, "main_grad", None) is not None
+def _say_added(weights: Sequence[Any]) -> None:
+    for weight in weights:
+        if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
 
 
-def graph_buffer(weight: Any) -> Tensor:
-    """The buffer, for a graph that is being traced: its address is the graph's from here on. The flag is set as early:
-    a graph's backward cannot, and whoever reads it reads it after backward."""
-    buffer: Tensor = weight.get_main_grad() if hasattr(weight, "get_main_grad") else weight.main_grad
-    if hasattr(weight, "grad_added_to_main_grad"):
-        weight.grad_added_to_main_grad = True
-    return buffer
+def has_buffer(weights: Sequence[Any]) -> bool:
+    """Whether a graph that is being traced will find one for each."""
+    for weight in weights:
+        has = hasattr(weight, "get_main_grad") or getattr(weight, "main_grad", None) is not None
+        if weight.requires_grad and not has:
+            return False
+    return True
 
 
-def _find(weight: Tensor) -> Tensor:
+def _nothing(weight: Any) -> Tensor:
+    """What stands for a frozen weight's buffer."""
+    return torch.empty(0, dtype=torch.float32, device=weight.device)
+
+
+def graph_buffers(weights: Sequence[Any]) -> list[Tensor]:
+    """The buffers, for a graph that is being traced: their addresses are the graph's from here on. The flag is set as
+    early: a graph's backward cannot, and whoever reads it reads it after backward."""
+    found: list[Tensor] = []
+    for weight in weights:
+        if not weight.requires_grad:
+            found.append(_nothing(weight))
+        else:
+            found.append(weight.get_main_grad() if hasattr(weight, "get_main_grad") else weight.main_grad)
+    _say_added(weights)
+    return found
+
+
+def _find(weight: Any) -> Tensor:
     getter = getattr(weight, "get_main_grad", None)
     buffer = getter() if getter is not None else getattr(weight, "main_grad", None)
     if not isinstance(buffer, Tensor):

@@ -1,4 +1,4 @@
-"""What is done to a whole model, once a step or once a run: every `octavo.Linear` in it, by its path."""
+"""What is done to a whole model, once a step or once a run: every layer of ours in it, by its path."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,16 +8,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig
-from octavo.modules.linear import Linear
+from octavo.modules.quantized import Quantized
 from octavo.modules.scaling import SIDES
 from octavo.quant import DelayedState
 from octavo.quant.state import update_all
 
 
-def layers(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+def layers(model: nn.Module) -> Iterator[tuple[str, Quantized]]:
     """(path, layer), each once."""
     for path, module in model.named_modules():
-        if isinstance(module, Linear):
+        if isinstance(module, Quantized):
             yield path, module
 
 
@@ -31,7 +31,7 @@ def step(model: nn.Module, group: Any = None) -> None:
         scaling = module._scaling
         if scaling.recipe is not None:
             recipe = scaling.recipe
-            key = (recipe.history, recipe.algorithm, recipe.margin, module.weight.device)
+            key = (recipe.history, recipe.algorithm, recipe.margin, module.weight_parts()[0].device)
             batches.setdefault(key, []).extend(scaling.state(module, side) for side in SIDES)
             scaling.stepped()
     for (_, algorithm, margin, _), states in batches.items():
@@ -48,7 +48,7 @@ def refresh_weights(model: nn.Module) -> None:
         stored = module._codes
         if stored.recipe is not None and not stored.held:
             observe = stored.recipe.stateful and module.training
-            module._refresh(module.weight, stored.recipe, column=False, observe=observe)
+            module._refresh(stored.recipe, column=False, observe=observe)
 
 
 def quantize_weights(model: nn.Module) -> None:
@@ -61,18 +61,20 @@ def quantize_weights(model: nn.Module) -> None:
     ]
     if not found:
         raise UnsupportedConfig(
-            "quantize_weights found no octavo.Linear with a recipe that quantizes. Call octavo.convert(model, recipe)."
+            "quantize_weights found no layer whose own recipe quantizes. Call octavo.convert(model, recipe) first."
         )
     owners: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             owners.setdefault(id(parameter), []).append(_key(path, name))
     for path, module in found:
-        if len(owners[id(module.weight)]) > 1:
-            raise UnsupportedConfig(
-                f"{_key(path, 'weight')} is also {', '.join(set(owners[id(module.weight)]) - {_key(path, 'weight')})}, "
-                "which would go on with a weight of its own. Untie them, or convert that layer with recipe bf16."
-            )
+        for weight in module.weight_parts():
+            names = owners[id(weight)]
+            if len(names) > 1:
+                raise UnsupportedConfig(
+                    f"{_key(path, 'weight')} is also {', '.join(set(names) - {_key(path, 'weight')})}, which would go "
+                    "on with a weight of its own. Untie them, or convert that layer with recipe bf16."
+                )
     for _, module in found:
         module.hold_codes()
 

@@ -50,7 +50,7 @@ class Graph:
 
 @dataclass(frozen=True)
 class Layer:
-    """One octavo.Linear."""
+    """One layer of ours."""
 
     path: str
     recipe: str  # the key of its own, or "from octavo.autocast" and the one that was in force
@@ -129,7 +129,7 @@ def _counts(nodes: tuple[tuple[str, int], ...]) -> str:
 def _layer_lines(layers: tuple[Layer, ...]) -> list[str]:
     """A row for layers that differ in nothing but their paths, and under it what is to be said of them."""
     if not layers:
-        return ["There is no octavo.Linear in this model."]
+        return ["There is no layer of Octavo's in this model."]
     equal: dict[tuple[Any, ...], list[str]] = {}
     for layer in layers:
         equal.setdefault((layer.recipe, layer.routes, layer.why, layer.uncompiled), []).append(layer.path)

@@ -38,7 +38,7 @@ def _hear_optimizers() -> None:
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         moved = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         for module in list(_LISTENERS):
-            if id(module.weight) in moved and module._scaling.recipe is not None:
+            if module._scaling.recipe is not None and any(id(weight) in moved for weight in module.weight_parts()):
                 module._scaling.updated()
 
     register_optimizer_step_post_hook(after)
@@ -60,8 +60,8 @@ class Scaling:
             return ""
         return f"it remembers amaxes for {self.recipe}, and one window cannot follow {recipe} too"
 
-    def install(self, module: nn.Module, recipe: Recipe, weight: Tensor) -> None:
-        """Make the buffers, once."""
+    def install(self, module: nn.Module, recipe: Recipe, device: torch.device, slots: int) -> None:
+        """Make the buffers, once; with so many slots for each of x, w and dy."""
         if self.recipe == recipe:
             return
         if why := self.refusal(recipe):
@@ -73,10 +73,10 @@ class Scaling:
         quant = recipe.gemms()
         first, second = quant.fprop.left, quant.dgrad.left
         assert first is not None and second is not None
-        formats = {"forward": (first.fmt, first.fmt), "backward": (second.fmt,)}
+        formats = {"forward": (first.fmt, first.fmt) * slots, "backward": (second.fmt,) * slots}
         with torch.inference_mode(False):  # made at a first forward there, it must still serve training
             for side in SIDES:
-                state = DelayedState.create(formats[side], recipe.history, weight.device)
+                state = DelayedState.create(formats[side], recipe.history, device)
                 for field, tensor in state.tensors().items():
                     module.register_buffer(NAMES[side][field], tensor, persistent=False)
         self.recipe = recipe
@@ -98,7 +98,8 @@ class Scaling:
             pair = module._buffers[NAMES["forward"][field]]
             single = module._buffers[NAMES["backward"][field]]
             assert pair is not None and single is not None
-            found += [*pair.unbind(), single]
+            slots = single.shape[0]
+            found += [*(pair if slots == 1 else pair.view(2, slots)).unbind(), single]
         return tuple(found)
 
     def watch(self, weight: Tensor) -> None:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers.linear import Parts, config, refresh
+from octavo.layers.linear import Parts
 from octavo.quant.proto import TensorProto
-from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
 
 SIDES = ("row", "column")
@@ -38,12 +37,12 @@ class Codes:
     def __init__(self) -> None:
         self.held = False
         self.recipe: Recipe | None = None  # that they were made by; None: there are none
-        self._weight: weakref.ref[Tensor] | None = None  # that they were made from,
-        self._state: tuple[int, int] | None = None  # and its version and address then
+        self._weights: list[weakref.ref[Tensor]] | None = None  # that they were made from,
+        self._states: list[tuple[int, int]] = []  # and their versions and addresses then
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy's weight is another tensor: its cache is cold."""
-        return {**self.__dict__, "_weight": None, "_state": None}
+        return {**self.__dict__, "_weights": None, "_states": []}
 
     def parts(self, module: nn.Module, side: str) -> Parts:
         buffers = module._buffers
@@ -54,78 +53,78 @@ class Codes:
 
     def drop(self, module: nn.Module) -> None:
         drop_buffers(module, [name for names in NAMES.values() for name in names])
-        self.recipe = self._weight = self._state = None
+        self.recipe = self._weights = None
 
     def fill(
         self,
-        module: nn.Module,
+        module: Any,
         weight: Tensor,
         recipe: Recipe,
         *,
         column: bool,
         amaxes: Sequence[Tensor] = (),
         scaling: Sequence[Tensor] = (),
+        skip: Tensor | None = None,
     ) -> None:
-        """Quantize `weight` into the buffers, making those that are missing. A column that is there stays in use.
-        Without `scaling` a delayed recipe's scale is the weight's own."""
-        with as_real_as(weight):
-            self._fill(module, weight, recipe, column, amaxes, scaling)
-
-    def _fill(
-        self,
-        module: nn.Module,
-        weight: Tensor,
-        recipe: Recipe,
-        column: bool,
-        amaxes: Sequence[Tensor],
-        scaling: Sequence[Tensor],
-    ) -> None:
-        if self.recipe != recipe:
-            self.drop(module)
-        quant = recipe.linear()
-        for side, spec, wanted in (("row", quant.fprop.right, True), ("column", quant.dgrad.right, column)):
-            if spec is not None and wanted and not self.has(module, side):
-                self._reserve(module, side, spec, weight)
-        row, column_parts = self.parts(module, "row"), self.parts(module, "column")
-        self._weight = None  # unknown until the cast is done
-        with torch.no_grad():
-            refresh(config(f"linear(recipe={recipe.key})"), weight, row, column_parts, amaxes, scaling)
+        """Quantize `weight` into the module's buffers, making those that are missing. A column that is there stays in
+        use. Without `scaling` a delayed recipe's scale is the weight's own. Where `skip`, on the device, is not zero,
+        codes stay what they are."""
+        with as_real_as(weight), torch.no_grad():
+            if self.recipe != recipe:
+                self.drop(module)
+            config = module.LAYER.config(f"{module.NAME}(recipe={recipe.key})")
+            self._reserve(module, config, weight, column)
+            row, columns = self.parts(module, "row"), self.parts(module, "column")
+            known = self._weights
+            self._weights = None  # unknown until the cast is done
+            module.LAYER.refresh(config, weight, row, columns, amaxes, scaling, skip)
             # a backward that still waits for the old codes must notice
-            torch.autograd.graph.increment_version([*row, *column_parts])
-        self.recipe, self._weight, self._state = recipe, weakref.ref(weight), state_of(weight)
+            torch.autograd.graph.increment_version([*row, *columns])
+        if skip is not None:  # who can tell whether they changed: what was known of them still is
+            self._weights = known
+            return
+        own = module.weight_parts()
+        self.recipe, self._weights, self._states = recipe, [weakref.ref(w) for w in own], [state_of(w) for w in own]
 
-    def _reserve(self, module: nn.Module, side: str, spec: Quantizer, weight: Tensor) -> None:
-        with torch.inference_mode(False):  # made there, it must still serve training
-            made = spec.proto(TensorProto.of(weight.detach()), 0 if side == "column" else -1).empty()
-            for name, tensor in zip(NAMES[side], made.tensors(), strict=False):
-                stored = tensor.view(torch.uint8) if name == NAMES[side][0] else tensor
-                module.register_buffer(name, stored, persistent=False)
+    def _reserve(self, module: Any, config: Any, weight: Tensor, column: bool) -> None:
+        """The buffers that are missing."""
+        row_proto, column_proto = module.LAYER.weight_protos(config, TensorProto.of(weight.detach()))
+        for side, proto, wanted in (("row", row_proto, True), ("column", column_proto, column)):
+            if proto is None or not wanted or self.has(module, side):
+                continue
+            with torch.inference_mode(False):  # made there, it must still serve training
+                for name, tensor in zip(NAMES[side], proto.empty().tensors(), strict=False):
+                    stored = tensor.view(torch.uint8) if name == NAMES[side][0] else tensor
+                    module.register_buffer(name, stored, persistent=False)
 
     @property
     def is_cold(self) -> bool:
         """Whether it is not known what they were made from."""
-        return self._weight is None
+        return self._weights is None
 
-    def check_fresh(self, weight: Tensor) -> None:
-        then, now = self._state, state_of(weight)
-        if self._weight is None or self._weight() is not weight:
-            what = "it is another tensor"
-        elif then is not None and then != now:
-            what = f"from version {then[0]} to {now[0]}" if then[0] != now[0] else "it has another storage"
-        else:
-            return
+    def check_fresh(self, weights: Sequence[Tensor]) -> None:
+        known: Sequence[weakref.ref[Tensor] | None] = self._weights or [None] * len(weights)
+        for ref, then, weight in zip(known, self._states, weights, strict=True):
+            now = state_of(weight)
+            if ref is None or ref() is not weight:
+                self._refuse("it is another tensor")
+            if then != now:
+                other = "it has another storage"
+                self._refuse(f"from version {then[0]} to {now[0]}" if then[0] != now[0] else other)
+
+    def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedConfig(
             f"is_first_microbatch=False uses cached codes of a weight that has changed since ({what}). Pass "
             "is_first_microbatch=True once a step, or call octavo.refresh_weights(model) after the optimizer's."
         )
 
-    def values(self, module: nn.Module, dtype: torch.dtype) -> Tensor:
-        """The weight that held codes stand for."""
+    def values(self, module: Any) -> Tensor:
+        """The whole weight that held codes stand for."""
         assert self.recipe is not None
-        spec = self.recipe.linear().fprop.right
-        weight: Any = module.weight
-        assert spec is not None
-        return spec.assemble(self.parts(module, "row"), tuple(weight.shape), dtype).dequantize(dtype)
+        config = module.LAYER.config(f"{module.NAME}(recipe={self.recipe.key})")
+        weight = module.whole_weight()
+        found: Tensor = module.LAYER.weight_values(config, self.parts(module, "row"), tuple(weight.shape), weight.dtype)
+        return found
 
 
 def state_of(weight: Tensor) -> tuple[int, int]:
@@ -168,7 +167,7 @@ def _refuse_updates() -> None:
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if p.grad is not None and p.dim() == 2 and p.numel() > 1 and is_token(p):
+                if p.grad is not None and p.dim() >= 2 and p.numel() > 1 and is_token(p):
                     raise UnsupportedConfig(
                         f"A weight of {tuple(p.shape)} is held as codes (octavo.quantize_weights), which an optimizer "
                         "cannot update. Leave it out of the optimizer, or octavo.revert(model) and train the weight."

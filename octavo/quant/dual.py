@@ -37,6 +37,15 @@ def transpose(v, R: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
+def only(values, rows, columns):
+    """The first `rows` and `columns` of values [R, C]; zero elsewhere, whatever a multiplier of NaN made of it."""
+    layout: gl.constexpr = values.type.layout
+    is_row = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, layout)) < rows
+    is_column = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout)) < columns
+    return gl.where(is_row[:, None] & is_column[None, :], values, 0.0)
+
+
+@gluon.jit
 def store_codes(codes, values, M, K, first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """values [R, C] -> codes[first_row:, first_column:] of a contiguous [M, K]."""
     layout: gl.constexpr = row_layout(C, W)

@@ -1,16 +1,30 @@
-"""A quantized matrix whose rows come in ragged groups."""
+"""A quantized matrix whose rows come in ragged groups.
 
+    value = code * scale of its block * global scale of its group        as in `octavo.quant.qtensor`
+
+A scheme that has one scale for a whole dim has one for each group where that dim is the grouped one. Blocks of rows
+begin anew with every group, since a group begins at a multiple of 128 rows inside (`octavo.quant.groups`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
+from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
+from octavo.quant import blocks
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.groups.reference import pack
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Quantizer, as_matrix, fill_pair
+from octavo.quant.qtensor import QProto, QTensor
+from octavo.quant.quantizer import Given, Pair, Quantizer, as_matrix, check_flag, check_float, fill_pair
+
+SIDES = ("row", "column")
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,54 +35,241 @@ class GroupedTensor:
     the rows of a group. A group's codes and scales are those that its rows alone would have; what no row stands for is
     zero within a group's last block and undefined past the last group."""
 
-    q: QTensor
+    q: QTensor  # its grid of scales has an entry for each group where the scheme has one for all rows
     groups: Groups
     side: str  # "row" or "column"
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The tensors inside, in a fixed order: those of the codes, then those of the groups."""
+        yield from self.q.tensors()
+        yield from self.groups.tensors()
+
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Values [rows, K], packed; zero in the tail."""
-        values = self.q.dequantize(dtype)
-        return pack(values if self.side == "row" else values.T, self.groups)
+        """Values [rows, K], packed; zero in the tail. Nothing is read on the host."""
+        q, spec, dim = self.q, self.q.spec, SIDES.index(self.side)
+        dtype = check_float(q.dtype if dtype is None else dtype, "dequantize")
+        owner = self.groups.owner.clamp_min(0)[:, None].expand(-1, BLOCK).reshape(-1)
+        scale = spec.scale_values(q)
+        if spec.block[dim] is None:
+            scale = scale.index_select(dim, owner)
+        codes = spec.code_values(q)
+        values = codes * blocks.spread(scale, spec.block, *codes.shape)
+        if q.global_scale is not None:
+            values = values * q.global_scale[owner].unsqueeze(1 - dim)
+        values = spec.finished(values, q.columns, dtype)
+        return pack(values.T if dim else values, self.groups)
 
     def members(self) -> list[QTensor]:
         """Each group's own QTensor, views of this one. Reads the sizes, which waits for the device."""
         sizes, firsts = self.groups.sizes(), self.groups.block[:-1].tolist()
-        return [self._member(BLOCK * first, size) for first, size in zip(firsts, sizes, strict=True)]
+        places = enumerate(zip(firsts, sizes, strict=True))
+        return [member(self.q, self.side, g, BLOCK * first, size) for g, (first, size) in places]
 
-    def _member(self, start: int, size: int) -> QTensor:
-        q, rows = self.q, slice(start, start + size)
-        if self.side == "row":
-            height = q.spec.block[0] or 1
-            return QTensor(q.codes[rows], q.scale[_blocks(rows, height)], q.spec, (size, q.columns), q.dtype)
-        return QTensor(q.codes[:, rows], q.scale[:, _blocks(rows, BLOCK)], q.spec, (q.rows, size), q.dtype)
+    def save(self) -> "tuple[tuple[Tensor, ...], Settings]":
+        """Plain tensors for autograd's save_for_backward, and what `restore` needs besides to make this of them."""
+        return tuple(self.tensors()), (self.q.spec, self.q.shape, self.q.dtype, self.groups.rows, self.side)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("A GroupedTensor is not pickled: pickle what save() gives, with str(spec), and restore() it.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupedTensor":
+        tensors, settings = self.save()
+        return restore([t.clone() for t in tensors], settings)
+
+    def __repr__(self) -> str:
+        width = self.q.columns if self.side == "row" else self.q.rows
+        size = f"{self.groups.rows}x{width} in {self.groups.number} groups"
+        return f"GroupedTensor({size}, {self.side}, {self.q.spec.key}, {self.q.device})"
 
 
-def _blocks(part: slice, length: int) -> slice:
-    """The blocks that a range, which begins with one, has elements of."""
-    return slice(part.start // length, -(-part.stop // length))
+Settings = tuple[Quantizer, tuple[int, ...], torch.dtype, int, str]
+
+
+def restore(tensors: Sequence[Tensor], settings: Settings) -> GroupedTensor:
+    """The GroupedTensor that gave these when it was saved."""
+    spec, shape, dtype, rows, side = settings
+    codes, scale, *more = tensors
+    level2 = more.pop(0) if spec.two_level else None
+    return GroupedTensor(QTensor(codes, scale, spec, shape, dtype, level2), Groups._make((*more, rows)), side)
+
+
+def _flatten(t: GroupedTensor) -> tuple[list[Any], tuple[Any, ...]]:
+    return [t.q, *t.groups.tensors()], (t.groups.rows, t.side)
+
+
+def _unflatten(parts: Iterable[Any], settings: tuple[Any, ...]) -> GroupedTensor:
+    q, *groups = parts
+    rows, side = settings
+    return GroupedTensor(q, Groups._make((*groups, rows)), side)
+
+
+register_pytree_node(GroupedTensor, _flatten, _unflatten)  # a tree of tensors, as a QTensor is
+
+
+# -- shapes, stated once -----------------------------------------------------------------------------------------------
+
+
+def grouped_proto(
+    spec: Quantizer, padded: int, number: int, k: int, side: str, dtype: torch.dtype, device: torch.device
+) -> QProto:
+    """What `number` groups of rows of k, `padded` rows inside, are quantized into, without data."""
+    shape = (padded, k) if side == "row" else (k, padded)
+    codes = TensorProto((shape[0], spec.code_columns(shape[1])), spec.fmt.dtype, device)
+    grid = _grid(spec, shape, number, side)
+    kind = torch.float32 if spec.scale_format is None else torch.uint8
+    scale = TensorProto(grid, kind, device, _strides(spec, grid))
+    level2 = TensorProto((number,), torch.float32, device) if spec.two_level else None
+    return QProto(codes, scale, spec, shape, dtype, level2)
+
+
+_cached_proto = lru_cache(maxsize=4096)(grouped_proto)  # an eager layer asks for the same few at every step
+
+
+def _grid(spec: Quantizer, shape: tuple[int, int], number: int, side: str) -> tuple[int, int]:
+    """Blocks each way; of the grouped dim, whole, there is one for each group."""
+    down, across = blocks.grid(*shape, spec.block)
+    r, c = spec.block
+    return (number if side == "row" and r is None else down), (number if side == "column" and c is None else across)
+
+
+def _strides(spec: Quantizer, grid: tuple[int, int]) -> tuple[int, int] | None:
+    """Of the scale; None for row-major. Rows are fastest where every row has scales of its own, rowwise too: a tile's
+    are then contiguous to write."""
+    return (1, max(grid[0], 1)) if spec.block[0] == 1 else None
+
+
+def grouped_assemble(
+    spec: Quantizer, parts: Sequence[Tensor], number: int, side: str, k: int, dtype: torch.dtype
+) -> QTensor:
+    """The QTensor whose `tensors()` these are; codes may come as plain bytes, the scale flat."""
+    codes = parts[0] if parts[0].dtype == spec.fmt.dtype else parts[0].view(spec.fmt.dtype)
+    shape = (codes.shape[0], k) if side == "row" else (codes.shape[0], codes.shape[1] * spec.fmt.packed)
+    scale = parts[1]
+    if scale.dim() == 1:  # it came flat
+        grid = _grid(spec, shape, number, side)
+        scale = scale.as_strided(grid, _strides(spec, grid) or (grid[1], 1))
+    return QTensor(codes, scale, spec, shape, dtype, parts[2] if spec.two_level else None)
+
+
+def member(q: QTensor, side: str, g: int, start: int, size: int) -> QTensor:
+    """Group g's own QTensor, `size` rows from `start` inside, as views: what its rows alone are quantized into."""
+    dim, spec = SIDES.index(side), q.spec
+    end = start + size
+    if side == "row":
+        codes, shape = q.codes[start:end], (size, q.columns)
+    else:
+        first = start // spec.fmt.packed
+        codes, shape = q.codes[:, first : first + spec.code_columns(size)], (q.rows, size)
+    length = spec.block[dim]
+    part = slice(g, g + 1) if length is None else slice(start // length, blocks.ceil_div(end, length))
+    scale = q.scale[part] if side == "row" else q.scale[:, part]
+    return QTensor(codes, scale, spec, shape, q.dtype, None if q.global_scale is None else q.global_scale[g : g + 1])
+
+
+# -- quantize ----------------------------------------------------------------------------------------------------------
 
 
 def quantize_groups(
-    x: Tensor, row: Quantizer | None, column: Quantizer | None, groups: Groups
+    x: Tensor, row: Quantizer | None, column: Quantizer | None, groups: Groups, given: Given | None = None
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
     """The orientations that have a quantizer, each group by itself, from one read of x [rows, K]. The tail is never
-    read: no amax sees it."""
+    read: no amax sees it. `given` brings what is brought to a cast, multipliers and observed amaxes one for each
+    group."""
+    matrix = _matrix(x, groups)
+    given = _checked(matrix, (row, column), groups, given)
+    first, second = (
+        None if spec is None else _empty(spec, groups, matrix, side)
+        for spec, side in zip((row, column), SIDES, strict=True)
+    )
+    fill_pair(matrix, (None if first is None else first.q, None if second is None else second.q), given)
+    return first, second
+
+
+def _empty(spec: Quantizer, groups: Groups, x: Tensor, side: str) -> GroupedTensor:
+    proto = _cached_proto(spec, groups.padded, groups.number, x.shape[1], side, x.dtype, x.device)
+    return GroupedTensor(proto.empty(), groups, side)
+
+
+def fill_groups(x: Tensor, pair: tuple[GroupedTensor | None, GroupedTensor | None], given: Given | None = None) -> None:
+    """The same into what is there, in place; not at all where the skip flag that is given says so."""
+    lead = pair[1] if pair[0] is None else pair[0]
+    if lead is None:
+        return
+    groups = lead.groups
+    row, column = (None if t is None else t.q for t in pair)
+    matrix = _matrix(x, groups)
+    given = _checked(matrix, [None if q is None else q.spec for q in (row, column)], groups, given)
+    for q, side in zip((row, column), SIDES, strict=True):
+        if q is not None:
+            _check_fits(q, groups, matrix, side)
+    fill_pair(matrix, (row, column), given)
+
+
+def groups_amax(
+    x: Tensor,
+    row: Quantizer | None,
+    column: Quantizer | None,
+    groups: Groups,
+    *,
+    skip: Tensor | None = None,
+) -> Pair:
+    """The largest magnitudes that a cast of these groups would find in a pass of its own; None where it needs none.
+    A float32 [number] for one scale, or one global scale, to a group; rowwise [padded], and [number, K] for columns. A
+    `skip` flag on the device, not zero, means that they are not needed: what comes back is unspecified."""
+    matrix = _matrix(x, groups)
+    row, column = (spec if spec is not None and spec.two_pass else None for spec in (row, column))
+    if row is not None and column is not None and not row.fuses_with(column):
+        return (
+            groups_amax(x, row, None, groups, skip=skip)[0],
+            groups_amax(x, None, column, groups, skip=skip)[1],
+        )
+    lead = column if row is None else row
+    if lead is None:
+        return None, None
+    found: Pair = backend.twin(lead.package, x).amax(matrix, row, column, check_flag(skip, x), groups)
+    return found
+
+
+def _matrix(x: Tensor, groups: Groups) -> Tensor:
     matrix = as_matrix(x)
     if matrix.shape[0] != groups.rows:
         raise UnsupportedShape(f"These groups are of {groups.rows} rows, tail included, and x has {matrix.shape[0]}.")
     if groups.start.device != x.device:
         raise UnsupportedDevice(f"x is on {x.device} and its groups on {groups.start.device}. Move the sizes first.")
-    for spec in (row, column):
-        if spec is not None and not spec.takes_groups:
-            raise UnsupportedConfig(f"{spec} cannot quantize rows in groups in this version. Use fp8-block or bf16.")
-    like = TensorProto((groups.padded, matrix.shape[1]), x.dtype, x.device)
-    pair = (
-        None if row is None else row.proto(like).empty(),
-        None if column is None else column.proto(like, axis=0).empty(),
-    )
-    if groups.padded:
-        fill_pair(matrix, pair, Given(groups=groups))
-    return (
-        None if pair[0] is None else GroupedTensor(pair[0], groups, "row"),
-        None if pair[1] is None else GroupedTensor(pair[1], groups, "column"),
-    )
+    return matrix
+
+
+def _checked(x: Tensor, specs: Sequence[Quantizer | None], groups: Groups, given: Given | None) -> Given:
+    """`given` for these groups, once nothing stands against casting x with it."""
+    if given is None:
+        given = Given()
+    for spec in specs:
+        if spec is not None and spec.draws and given.seed is None:
+            raise UnsupportedConfig(f"{spec} rounds stochastically and needs a seed, an int64 tensor [seed, step].")
+        if spec is not None and given.encode is not None and not spec.takes_encode:
+            raise UnsupportedConfig(f"{spec} derives its scales from the data; a given multiplier is for Tensorwise.")
+    for name, t in (("encode", given.encode), ("observed", given.observed)):
+        if t is not None:
+            _check_vector(t, name, groups.number, x.device)
+    check_flag(given.skip, x)
+    return given._replace(groups=groups)
+
+
+def _check_vector(t: Tensor, name: str, number: int, device: torch.device) -> None:
+    """Kernels read and write one element for each group, next to each other."""
+    if t.shape != (number,) or t.dtype != torch.float32 or t.device != device or not t.is_contiguous():
+        raise UnsupportedShape(
+            f"{name} of {number} groups is float32 [{number}] on {device}, contiguous; "
+            f"got {t.dtype} {tuple(t.shape)} with strides {t.stride()} on {t.device}."
+        )
+
+
+def _check_fits(q: QTensor, groups: Groups, x: Tensor, side: str) -> None:
+    why = _cached_proto(q.spec, groups.padded, groups.number, x.shape[1], side, q.dtype, x.device).refusal(q)
+    if why:
+        raise UnsupportedShape(
+            f"fill_groups cannot write x into {q!r}: it has {why}. Allocate it with grouped_proto(...).empty()."
+        )

@@ -3,11 +3,16 @@
 from torch import Tensor
 
 from octavo.quant import blocks
+from octavo.quant.groups import Groups
+from octavo.quant.groups.reference import in_blocks
 from octavo.quant.quantizer import Pair, Quantizer
 
 
-def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
+def amax(
+    x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None, groups: Groups | None = None
+) -> Pair:
     """Largest magnitude of each block, in each orientation whose quantizer is given."""
+    x = x if groups is None else in_blocks(x, groups)
     return (
         None if row is None else blocks.amax(x, row.block),
         None if column is None else blocks.amax(x.T, column.block),

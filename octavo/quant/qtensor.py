@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from octavo.quant.quantizer import Quantizer
 
 
-class _Join(torch.autograd.Function):
+class Join(torch.autograd.Function):
     """Values, with their gradient sent to a token."""
 
     @staticmethod
@@ -74,7 +74,7 @@ class QTensor:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         values = self.spec.dequantize(self, dtype)
-        return values if self.token is None else _Join.apply(values, self.token)  # type: ignore[no-untyped-call]
+        return values if self.token is None else Join.apply(values, self.token)  # type: ignore[no-untyped-call]
 
     def transpose(self) -> "QTensor":
         return self.spec.transpose(self)

@@ -6,10 +6,13 @@ shape follows from those two here, once.
 
 A scheme's twins define two functions over a matrix x [M, K], with the same signature in both files:
 
-    amax(x, row, column, skip) -> (Tensor | None, Tensor | None)
+    amax(x, row, column, skip, groups=None) -> (Tensor | None, Tensor | None)
         what a collective may reduce before the cast, for each orientation whose quantizer is given
     cast(x, row, column, given) -> None
         fills the codes and scales of the QTensors that are given
+
+Both follow groups of rows (`octavo.quant.groups`), each of which is quantized as if it were alone. The shapes of what
+they then write are in `octavo.quant.grouped`.
 """
 
 import math
@@ -37,10 +40,10 @@ class Given(NamedTuple):
     """Tensors that a caller brings to a cast."""
 
     amax: Pair = (None, None)  # row's, column's
-    encode: Tensor | None = None  # [1] float32: the multiplier itself (delayed scaling)
+    encode: Tensor | None = None  # [1] float32, or one for each group: the multiplier itself (delayed scaling)
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding
     skip: Tensor | None = None  # [1] bool or number: where it is not zero, nothing is written
-    observed: Tensor | None = None  # one float32, not negative: raised to the amax of x
+    observed: Tensor | None = None  # as many float32, not negative: raised to the amax of x, or of each group
     groups: Groups | None = None  # rows of x belong to these, and are cast into blocks that each group has to itself
 
 
@@ -53,7 +56,7 @@ class Quantizer(Value):
     two_level: ClassVar[bool] = False  # a [1] global_scale besides the block scales
     two_pass: ClassVar[bool] = False  # the cast needs an amax that is known only after all of x was read
     takes_encode: ClassVar[bool] = False  # the multiplier may be given instead of found
-    takes_groups: ClassVar[bool] = False  # a cast can follow groups of rows
+    takes_groups: ClassVar[bool] = True  # a cast can follow groups of rows
     draws: bool = False  # rounds stochastically, from a seed
     basis: str = ""  # how values are turned along the contraction before they are rounded; operands must agree
     package: ClassVar[str]  # where the twins live
@@ -244,7 +247,7 @@ class Quantizer(Value):
         if self.two_pass and given.encode is None and given.amax[0] is None and given.amax[1] is None:
             row, column = pair
             specs = None if row is None else row.spec, None if column is None else column.spec
-            given = given._replace(amax=twin.amax(x, *specs, given.skip))
+            given = given._replace(amax=twin.amax(x, *specs, given.skip, given.groups))
         twin.cast(x, *pair, given)
 
     # -- and back ------------------------------------------------------------------------------------------------
@@ -271,8 +274,12 @@ class Quantizer(Value):
         values = self.values(q)
         if q.global_scale is not None:
             values = values * q.global_scale
-        inside = self.turned_back(values)[:, : q.columns]
-        return blocks.no_larger(inside, torch.finfo(dtype).max).to(dtype).view(q.shape)
+        return self.finished(values, q.columns, dtype).view(q.shape)
+
+    def finished(self, values: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """Decoded values in x's own basis and without padding, saturated."""
+        inside = self.turned_back(values)[:, :columns]
+        return blocks.no_larger(inside, torch.finfo(dtype).max).to(dtype)
 
     def turned_back(self, values: Tensor) -> Tensor:
         """Values in x's own basis."""

@@ -104,7 +104,10 @@ class DelayedState:
         check_choice(cold_start, COLD_STARTS, what="cold_start")
         check_margin(margin, what="margin")
         kept = self.encode[slot : slot + 1].clone()
-        return kept if cold_start == "one" else warm_encode(kept, self.head[slot : slot + 1], spec, x, margin)
+        if cold_start == "one":
+            return kept
+        warm = self.head[slot : slot + 1] > 0
+        return warm_encode(kept, warm, spec.amax(x, skip=warm).view(1), spec, margin)
 
     def export(self) -> dict[str, Tensor]:
         """What a checkpoint keeps, as copies, the window turned so that it reads oldest to newest."""
@@ -141,13 +144,10 @@ class DelayedState:
                 )
 
 
-def warm_encode(encode: Tensor, head: Tensor, spec: Tensorwise, x: Tensor, margin: int) -> Tensor:
-    """The slot's multiplier, or for a slot that has seen nothing yet (head 0) one from x itself: a multiplier of 1
-    would flush gradients below 2^-17 to zero on the first step."""
-    warm = head > 0
-    just_in_time = encode_scale(
-        spec.amax(x, skip=warm).view(1), spec.fmt.max, eps=spec.eps, ceiling=FLOAT32_MAX, pow2=spec.pow2
-    )
+def warm_encode(encode: Tensor, warm: Tensor, amax: Tensor, spec: Tensorwise, margin: int) -> Tensor:
+    """The multipliers of slots that are warm; of those that have seen nothing yet, what an amax of the tensor itself
+    leads to: a multiplier of 1 would flush gradients below 2^-17 to zero on the first step."""
+    just_in_time = encode_scale(amax, spec.fmt.max, eps=spec.eps, ceiling=FLOAT32_MAX, pow2=spec.pow2)
     return torch.where(warm, encode, with_margin(just_in_time, margin))
 
 

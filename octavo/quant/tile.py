@@ -3,6 +3,10 @@
 Every kernel runs a one-dimensional grid of tiles, row by row, addresses elements in 64 bits, masks the edges and leaves
 at once where the skip flag says so. Casts to FP8 are the hardware's: round to nearest even, saturate, NaN to 0x7f.
 `/` is Triton's fast divide, so every division here is `tl.div_rn`.
+
+Rows in groups (`octavo.quant.groups`) come with the pointers `owner`, `source` and `live`, and the grid is over the
+rows inside. A tile lies in one block, so all of it is one group's: its rows begin elsewhere in x, and may be fewer.
+Without groups these pointers are None, which a kernel is compiled for: nothing of this is left in it.
 """
 
 import math
@@ -15,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.launch import Launch
+from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Quantizer
 
@@ -67,6 +72,20 @@ def spec_of(kind: type[S], row: QTensor | None, column: QTensor | None) -> S:
     return spec
 
 
+def shape_inside(x: Tensor, groups: Groups | None) -> tuple[int, ...]:
+    """Of what is written: rows in groups fill whole blocks."""
+    return x.shape if groups is None else (groups.padded, x.shape[1])
+
+
+def number_of(groups: Groups | None) -> int:
+    return 0 if groups is None else groups.number
+
+
+def pointers_of(groups: Groups | None) -> tuple[Tensor | None, ...]:
+    """owner, source, live."""
+    return (None, None, None) if groups is None else (groups.owner, groups.source, groups.live)
+
+
 def codes_of(q: QTensor | None) -> Tensor | None:
     return None if q is None else q.codes
 
@@ -85,6 +104,25 @@ def tile_index(K, COLUMNS: tl.constexpr):
     across = tl.maximum(tl.cdiv(K, COLUMNS), 1)
     pid = tl.program_id(0)
     return pid // across, pid % across
+
+
+_ROWS_OF_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def group_tile(source, live, first_row, M):
+    """(packed row at which a tile begins, packed row at which its group or its block ends, rows of its block that are
+    anybody's), of a tile that begins at a row inside. A tile in use may have no row of its own: its codes are zero."""
+    block = first_row // _ROWS_OF_BLOCK
+    used = tl.load(live + block, mask=first_row < M, other=0)  # of no rows at all there is no block to ask about
+    start = tl.load(source + block, mask=first_row < M, other=0)
+    return start + first_row % _ROWS_OF_BLOCK, start + used, used
+
+
+@triton.jit
+def group_of(owner, first_row):
+    """Whose a tile in use is."""
+    return tl.load(owner + first_row // _ROWS_OF_BLOCK)
 
 
 @triton.jit
@@ -176,13 +214,21 @@ def raise_amax(amax, bits):
 
 
 @triton.jit
-def _tensor_amax_kernel(x, out, skip, M, K, stride_m, stride_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _tensor_amax_kernel(
+    x, out, skip, owner, source, live, M, K, stride_m, stride_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
     if skip is not None:
         if tl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
-    v = load_tile(x, M, K, stride_m, stride_k, rows, columns)
+    first, end = pm * ROWS, M
+    if owner is not None:
+        first, end, _ = group_tile(source, live, pm * ROWS, M)
+        if first >= end:
+            return
+        out += group_of(owner, pm * ROWS)
+    rows, columns = first + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
+    v = load_tile(x, end, K, stride_m, stride_k, rows, columns)
     # widened first: an integer max in 32 bits takes fewer instructions than one in 16
     raise_amax(out, amax_bits(v.to(tl.float32)))
 
@@ -198,15 +244,19 @@ def _amax_launch(shape: tuple[int, ...], strides: tuple[int, ...], config: Confi
     )  # fmt: skip
 
 
-def tensor_amax(x: Tensor, skip: Tensor | None, config: Config = AMAX_CONFIGS[0]) -> Tensor:
-    """max|x| as float32 [1, 1]."""
-    out = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
-    _amax_launch(x.shape, x.stride(), config)(x, out, skip)
+def tensor_amax(
+    x: Tensor, skip: Tensor | None, config: Config = AMAX_CONFIGS[0], groups: Groups | None = None
+) -> Tensor:
+    """max|x| as float32 [1, 1], or that of each group [number]."""
+    shape = (1, 1) if groups is None else (groups.number,)
+    out = torch.zeros(shape, dtype=torch.float32, device=x.device)
+    _amax_launch(shape_inside(x, groups), x.stride(), config)(x, out, skip, *pointers_of(groups))
     return out
 
 
 SIZES = {"M": "i32", "K": "i32", "stride_m": "i32"}
 CONTIGUOUS = {"stride_k": 1}
+NO_GROUPS: dict[str, Any] = dict.fromkeys(("owner", "source", "live"))
 
 
 def variants() -> list[Variant]:
@@ -215,7 +265,7 @@ def variants() -> list[Variant]:
             f"tensor_amax {dtype} {config}",
             _tensor_amax_kernel,
             {"x": POINTERS[dtype], "out": "*fp32", **SIZES},
-            {"skip": None, **CONTIGUOUS, "ROWS": config.rows, "COLUMNS": config.columns},
+            {"skip": None, **NO_GROUPS, **CONTIGUOUS, "ROWS": config.rows, "COLUMNS": config.columns},
             config.warps,
         )
         for dtype in (torch.bfloat16, torch.float16, torch.float32)

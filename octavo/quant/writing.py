@@ -8,11 +8,11 @@ from octavo.quant.qtensor import QTensor
 
 def write(q: QTensor, skip: Tensor | None, *, codes: Tensor, scale: Tensor, global_scale: Tensor | None = None) -> None:
     """Copy into q's own tensors. The flag is read by the device, never by the host."""
-    _put(q.codes.view(torch.uint8), codes.view(torch.uint8), skip)
-    _put(q.scale, scale, skip)
+    put(q.codes.view(torch.uint8), codes.view(torch.uint8), skip)
+    put(q.scale, scale, skip)
     if q.global_scale is not None and global_scale is not None:
-        _put(q.global_scale, global_scale, skip)
+        put(q.global_scale, global_scale, skip)
 
 
-def _put(into: Tensor, new: Tensor, skip: Tensor | None) -> None:
+def put(into: Tensor, new: Tensor, skip: Tensor | None) -> None:
     into.copy_(new if skip is None else torch.where(skip.reshape(()) != 0, into, new))

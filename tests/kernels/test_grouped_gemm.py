@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 
 from octavo import backend
-from octavo.errors import UnsupportedConfig
+from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.formats import E5M2
 from octavo.kernels import grouped_gemm
 from octavo.kernels.gemm import gemm
-from octavo.quant import MX, Block1D, Block2D, QTensor, Rowwise, Tensorwise
-from octavo.quant.grouped import GroupedTensor, quantize_groups
-from octavo.quant.groups import Groups, split
+from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, Tensorwise
+from octavo.quant.grouped import GroupedTensor, member, quantize_groups
+from octavo.quant.groups import Groups, equal, split
+from octavo.quant.quantizer import Quantizer
 from tests.quant.ragged import SPLITS, layout, many, no_waiting, pieces
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -28,6 +29,28 @@ def randn(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.bfloat16)
 
 def up(n: int) -> int:
     return -(-n // 128) * 128
+
+
+class Scheme(NamedTuple):
+    """Quantizers of x, w and dy."""
+
+    fine: Quantizer
+    coarse: Quantizer
+    steep: Quantizer
+
+
+BLOCKS = Scheme(Block1D(), Block2D(), Block1D())
+OTHERS = {
+    "tensorwise": Scheme(Tensorwise(), Tensorwise(), Tensorwise(E5M2)),
+    "rowwise": Scheme(Rowwise(), Rowwise(), Rowwise(E5M2)),
+    "mixed": Scheme(Rowwise(), Tensorwise(), Tensorwise(E5M2)),
+    "mx": Scheme(MX(), MX(), MX(E5M2)),
+    "mx-square": Scheme(MX(), MX(square=True), MX()),
+    "nvfp4": Scheme(NVFP4(), NVFP4(square=True), NVFP4()),
+    "nvfp4-rht": Scheme(NVFP4(rht=True), NVFP4(rht=True), NVFP4(rht=True)),
+    "fine-weights": Scheme(Block1D(), Block1D(), Block1D()),
+}
+schemes = pytest.mark.parametrize("scheme", OTHERS.values(), ids=OTHERS)
 
 
 class Layer(NamedTuple):
@@ -48,40 +71,56 @@ class Layer(NamedTuple):
         return layout(self.sizes, self.x.shape[0])[0][-1]
 
 
-def layer(sizes, n, k, *, spare=40, height=None, device="cpu", dtype=torch.bfloat16, scale="pow2", dy_fmt=None):
+def layer(
+    sizes, n, k, *, spare=40, height=None, device="cpu", dtype=torch.bfloat16, scale="pow2", dy_fmt=None, scheme=None
+):
     rows = sum(sizes) + spare
     x, dy, w = randn(rows, k, dtype=dtype), randn(rows, n, dtype=dtype), randn(len(sizes), n, k, dtype=dtype)
     x *= torch.exp2(torch.randint(-4, 4, (rows, 1)))
     x[sum(sizes) :] = float("nan")
     dy[sum(sizes) :] = float("nan")
-    return made(sizes, x.to(device), dy.to(device), w.to(device), height or up(n), scale, dy_fmt)
+    if scheme is None:
+        fine = Block1D(scale=scale)
+        scheme = Scheme(fine, Block2D(scale=scale), fine if dy_fmt is None else Block1D(dy_fmt, scale))
+    return made(sizes, x.to(device), dy.to(device), w.to(device), height or up(n), scheme)
 
 
-def made(sizes, x, dy, w, height, scale="pow2", dy_fmt=None) -> Layer:
+def made(sizes, x, dy, w, height, scheme=BLOCKS) -> Layer:
     groups = split(torch.tensor(sizes, device=x.device), x.shape[0])
-    fine, coarse = Block1D(scale=scale), Block2D(scale=scale)
-    steep = fine if dy_fmt is None else Block1D(dy_fmt, scale)
-    stacked = F.pad(w, (0, 0, 0, height - w.shape[1])).flatten(0, 1)
+    fine, coarse, steep = scheme
     x_both, dy_both = quantize_groups(x, fine, fine, groups), quantize_groups(dy, steep, steep, groups)
-    return Layer(sizes, groups, x, dy, w, height, x_both, dy_both, coarse.quantize_both(stacked))
+    return Layer(sizes, groups, x, dy, w, height, x_both, dy_both, stacked(w, height, coarse))
+
+
+def stacked(w: torch.Tensor, height: int, coarse: Quantizer) -> tuple[QTensor, QTensor]:
+    """Matrices as groups of one size, filled up with zeros."""
+    flat = F.pad(w, (0, 0, 0, height - w.shape[1])).flatten(0, 1)
+    row, column = quantize_groups(flat, coarse, coarse, equal(w.shape[0], height, w.device))
+    return row.q, column.q
 
 
 def spoiled(layer: Layer) -> Layer:
-    """NaN in everything past the last group, which is undefined."""
-    rows = 128 * int(layer.groups.block[-1])
-    for q in (*layer.x_both, *layer.dy_both):
-        codes, scale = q.q.codes.view(torch.uint8), q.q.scale
-        if q.side == "row":
-            codes[rows:], scale[rows:] = 0x7F, float("nan")
+    """NaN in everything past the last group and in scales of empty groups, which are undefined."""
+    rows, empty = 128 * int(layer.groups.block[-1]), [g for g, size in enumerate(layer.sizes) if size == 0]
+    for t in (*layer.x_both, *layer.dy_both):
+        q, dim = t.q, 0 if t.side == "row" else 1
+        first = rows // (q.spec.fmt.packed if dim else 1)
+        q.codes.view(torch.uint8).narrow(dim, first, q.codes.shape[dim] - first).fill_(0x7F)
+        nan = float("nan") if q.scale.dtype == torch.float32 else {32: 0xFF, 16: 0x7F}[q.spec.block[1]]
+        if q.spec.block[dim] is None:
+            q.scale.index_fill_(dim, torch.tensor(empty, dtype=torch.long, device=q.device), nan)
         else:
-            codes[:, rows:], scale[:, rows // 128 :] = 0x7F, float("nan")
+            first = rows // q.spec.block[dim]
+            q.scale.narrow(dim, first, q.scale.shape[dim] - first).fill_(nan)
+        if q.global_scale is not None:
+            q.global_scale[empty] = float("nan")
     return layer
 
 
-def fprop(layer: Layer, dtype=torch.bfloat16, bias=None, out=None) -> torch.Tensor:
+def fprop(layer: Layer, dtype=torch.bfloat16, bias=None, out=None, scales=None) -> torch.Tensor:
     if out is None:
         out = torch.full((layer.x.shape[0], layer.w.shape[1]), SENTINEL, dtype=dtype, device=layer.x.device)
-    return grouped_gemm.rows(layer.x_both[0], layer.w_both[0], out, bias, height=layer.height)
+    return grouped_gemm.rows(layer.x_both[0], layer.w_both[0], out, bias, scales, height=layer.height)
 
 
 def dgrad(layer: Layer, dtype=torch.bfloat16, out=None) -> torch.Tensor:
@@ -178,6 +217,98 @@ def test_a_bias_is_added_in_float32_before_the_one_rounding():
         assert_exact(got, (part + b.float()).bfloat16())
 
 
+@schemes
+@pytest.mark.parametrize("sizes", FEW, ids=str)
+@pytest.mark.parametrize(("n", "k", "height"), [(128, 128, 128), (48, 208, 128), (144, 32, 256)])
+def test_every_scheme_is_gemm_of_each_group(scheme, sizes, n, k, height):
+    found = spoiled(layer(sizes, n, k, height=height, scheme=scheme))
+    fine, coarse, steep = scheme
+    y, dx, dw = fprop(found), dgrad(found), wgrad(found)
+    of_y, of_dx = pieces(y, sizes), pieces(dx, sizes)
+    for g, (x, dy, w) in enumerate(alone(found)):
+        assert_exact(of_y[g], gemm(fine.quantize(x), coarse.quantize(w)))
+        assert_exact(of_dx[g], gemm(steep.quantize(dy), coarse.quantize(w, axis=0)))
+        if sizes[g]:
+            assert_exact(dw[g], gemm(steep.quantize(dy, axis=0), fine.quantize(x, axis=0)))
+        else:
+            assert not dw[g].any() and not dw[g].signbit().any()
+    held = randn(*dw.shape)
+    assert_exact(wgrad(found, out=held.clone(), accumulate=True), held + dw)
+
+
+@schemes
+@pytest.mark.parametrize(("n", "k"), [(41, 35), (130, 120), (200, 300)])
+def test_codes_may_have_rows_and_columns_more_than_the_result(scheme, n, k):
+    """Operands are filled up with zeros to multiples of 16; y, dx and dw have none of that."""
+    sizes = [65, 0, 130]
+    wide = [F.pad(t, (0, -t.shape[-1] % 16)) for t in (randn(195, k), randn(195, n))]
+    w = randn(3, n, k)
+    found = made(sizes, *wide, F.pad(w, (0, -k % 16)), up(n), scheme)
+    y, dx, dw = torch.zeros(195, n), torch.zeros(195, k), torch.zeros(3, n, k)
+    grouped_gemm.rows(found.x_both[0], found.w_both[0], y, height=up(n))
+    grouped_gemm.rows(found.dy_both[0], found.w_both[1], dx, height=up(n), along="columns")
+    grouped_gemm.depth(found.dy_both[1], found.x_both[1], dw)
+    fine, coarse, steep = scheme
+    x_parts, dy_parts = pieces(wide[0], sizes), pieces(wide[1], sizes)
+    for g in (0, 2):
+        down, across = F.pad(w[g], (0, -k % 16)), F.pad(w[g], (0, -k % 16, 0, -n % 16))
+        whole = gemm(steep.quantize(dy_parts[g], axis=0), fine.quantize(x_parts[g], axis=0), out_dtype=torch.float32)
+        assert_exact(pieces(y, sizes)[g], gemm(fine.quantize(x_parts[g]), coarse.quantize(down), out_dtype=y.dtype))
+        to_x = gemm(steep.quantize(dy_parts[g]), coarse.quantize(across, axis=0), out_dtype=y.dtype)
+        assert_exact(pieces(dx, sizes)[g], to_x[:, :k].contiguous())
+        assert_exact(dw[g], whole[:n, :k].contiguous())
+
+
+@splits
+@pytest.mark.parametrize("kind", DTYPES, ids=str)
+def test_a_bias_is_scaled_row_by_row(sizes, kind):
+    found = spoiled(layer(sizes, 48, 130))
+    bias, scales = randn(len(sizes), 48), torch.rand(found.x.shape[0]).to(kind)
+    scales[found.end :] = float("nan")
+    exact, y = fprop(found, torch.float32), fprop(found, bias=bias, scales=scales)
+    for part, b, s, got in zip(
+        pieces(exact, sizes), bias, pieces(scales[:, None], sizes), pieces(y, sizes), strict=True
+    ):
+        assert_exact(got, (part + s.float() * b.float()).bfloat16())
+    assert (y[found.end :] == SENTINEL).all()
+    assert_exact(fprop(found, scales=scales), fprop(found))
+
+
+@splits
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain_groups_are_gemm_of_each(sizes, dtype):
+    rows, count = sum(sizes) + 40, len(sizes)
+    x, dy, w = randn(rows, 35, dtype=dtype), randn(rows, 21, dtype=dtype), randn(count, 21, 35, dtype=dtype)
+    x[sum(sizes) :] = dy[sum(sizes) :] = float("nan")
+    bias, scales, groups = randn(count, 21), torch.rand(rows), split(torch.tensor(sizes), rows)
+    y, dx = torch.full((rows, 21), SENTINEL, dtype=dtype), torch.full((rows, 35), SENTINEL, dtype=dtype)
+    assert grouped_gemm.plain_rows(x, w, y, groups, bias, scales) is y
+    assert grouped_gemm.plain_rows(dy, w.transpose(1, 2), dx, groups) is dx
+    dw = grouped_gemm.plain_depth(dy, x, torch.full((count, 21, 35), float("nan"), dtype=dtype), groups)
+    main_grad = grouped_gemm.plain_depth(dy, x, torch.ones(count, 21, 35), groups, accumulate=True)
+    for g, (xg, dyg, sg) in enumerate(
+        zip(pieces(x, sizes), pieces(dy, sizes), pieces(scales[:, None], sizes), strict=True)
+    ):
+        exact = gemm(xg, w[g], out_dtype=torch.float32)
+        assert_exact(pieces(y, sizes)[g], (exact + sg * bias[g].float()).to(dtype))
+        assert_exact(pieces(dx, sizes)[g], gemm(dyg, w[g].T))
+        assert_exact(dw[g], gemm(dyg.T, xg.T))
+        assert_exact(main_grad[g], 1 + gemm(dyg.T, xg.T, out_dtype=torch.float32))
+    assert (y[sum(sizes) :] == SENTINEL).all() and (dx[sum(sizes) :] == SENTINEL).all()
+
+
+def test_plain_groups_of_nothing():
+    for sizes, n, k in (([0, 0], 5, 3), ([2, 1], 0, 3), ([2, 1], 5, 0)):
+        groups, rows = split(torch.tensor(sizes), sum(sizes)), sum(sizes)
+        y = grouped_gemm.plain_rows(torch.ones(rows, k), torch.ones(2, n, k), torch.ones(rows, n), groups)
+        assert_exact(y, torch.full((rows, n), float(k)))
+        dw = grouped_gemm.plain_depth(torch.ones(rows, n), torch.ones(rows, k), torch.full((2, n, k), SENTINEL), groups)
+        assert_exact(dw, torch.tensor(sizes)[:, None, None].float().expand(2, n, k).contiguous())
+        held = torch.full((2, n, k), SENTINEL)
+        grouped_gemm.plain_depth(torch.ones(rows, n), torch.ones(rows, k), held, groups, accumulate=True)
+        assert_exact(held, dw + SENTINEL)
+
+
 @splits
 def test_the_tail_of_out_keeps_what_it_held(sizes):
     found = spoiled(layer(sizes, 48, 130))
@@ -240,6 +371,21 @@ def test_column_sums_are_each_groups_own(sizes):
     assert_exact(sums, (counts * row.double()).float())
 
 
+@splits
+def test_sums_of_scaled_rows_and_products_with_the_bias(sizes):
+    rows, count = sum(sizes) + 40, len(sizes)
+    dy, scales, bias, groups = randn(rows, 33), torch.rand(rows), randn(count, 33), split(torch.tensor(sizes), rows)
+    dy[sum(sizes) :] = scales[sum(sizes) :] = float("nan")
+    scaled = dy.double() * scales.double()[:, None]
+    want = torch.stack([part.sum(0) for part in pieces(scaled, sizes)])
+    products = [part.double() @ b.double() for part, b in zip(pieces(dy, sizes), bias, strict=True)]
+    for dtype in DTYPES:
+        assert_exact(grouped_gemm.column_sums_of(dy, groups, dtype, scales), want.to(dtype))
+        found = grouped_gemm.bias_products(dy, bias, groups, dtype)
+        assert_exact(found[: sum(sizes)], torch.cat(products).to(dtype))
+        assert found.shape == (rows,) and not found[sum(sizes) :].any()
+
+
 def test_nothing_at_all():
     for sizes, n, k in (([0], 48, 32), ([0, 0], 48, 32), ([0], 0, 32), ([3, 4], 0, 32)):
         found = layer(sizes, n, k, spare=0, height=128)
@@ -254,27 +400,56 @@ def test_nothing_at_all():
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
-WAY_OUT = r"Use fp8-block\."
 
-
-@pytest.mark.parametrize("spec", [Tensorwise(), Rowwise(), MX()], ids=str)
-def test_another_right_operand_is_refused(spec):
+@pytest.mark.parametrize("spec", [Tensorwise(), Rowwise(), MX(), NVFP4()], ids=str)
+def test_operands_that_are_scaled_differently_are_refused(spec):
     found = layer([3, 5], 128, 128)
-    with pytest.raises(UnsupportedConfig) as refused:
+    with pytest.raises(UnsupportedConfig, match="scaled alike along the contraction, got block-1d and"):
         grouped_gemm.rows(found.x_both[0], spec.quantize(found.w.flatten(0, 1)), torch.zeros(48, 128), height=128)
-    assert str(refused.value) == (
-        f"This grouped GEMM multiplies 1x128 blocks by 128x128 ones in this version, got block-1d by {spec}. "
-        "Use fp8-block."
-    )
+    _, other = quantize_groups(found.x, None, spec, found.groups)
+    with pytest.raises(UnsupportedConfig, match="scaled alike along the contraction"):
+        grouped_gemm.depth(found.dy_both[1], other, torch.zeros(2, 128, 128))
 
 
-def test_square_blocks_on_the_left_are_refused():
+def test_square_blocks_on_both_sides_are_refused():
     found = layer([3, 5], 128, 128)
-    square = quantize_groups(found.x, Block2D(), Block2D(), found.groups)
-    with pytest.raises(UnsupportedConfig, match=f"got block-2d by block-2d. {WAY_OUT}"):
-        grouped_gemm.rows(square[0], found.w_both[0], torch.zeros(48, 128), height=128)
-    with pytest.raises(UnsupportedConfig, match=f"got block-2d by block-1d. {WAY_OUT}"):
-        grouped_gemm.depth(square[1], found.x_both[1], torch.zeros(2, 128, 128))
+    row, column = quantize_groups(found.x, Block2D(), Block2D(), found.groups)
+    with pytest.raises(UnsupportedConfig, match="No block GEMM takes 128x128 scales on both sides"):
+        grouped_gemm.rows(row, found.w_both[0], torch.zeros(48, 128), height=128)
+    with pytest.raises(UnsupportedConfig, match="No block GEMM takes 128x128 scales on both sides"):
+        grouped_gemm.depth(column, column, torch.zeros(2, 128, 128))
+
+
+def test_different_bases_are_refused():
+    groups, x = split(torch.tensor([3, 5]), 8), randn(8, 128)
+    (_, turned), (_, plain) = (quantize_groups(x, None, NVFP4(rht=rht), groups) for rht in (True, False))
+    with pytest.raises(UnsupportedConfig, match="same basis"):
+        grouped_gemm.depth(turned, plain, torch.zeros(2, 128, 128))
+
+
+def test_plain_operands_of_two_dtypes_are_refused():
+    groups = split(torch.tensor([3, 5]), 8)
+    with pytest.raises(UnsupportedDtype, match="both operands alike"):
+        grouped_gemm.plain_rows(randn(8, 4), torch.zeros(2, 4, 4), torch.zeros(8, 4), groups)
+    with pytest.raises(UnsupportedShape, match="contiguous"):
+        grouped_gemm.plain_depth(randn(8, 4), randn(8, 4), torch.zeros(2, 4, 4).transpose(1, 2), groups)
+
+
+def test_routes():
+    cpu = torch.device("cpu")
+    for fine, coarse, _ in (BLOCKS, *OTHERS.values()):
+        assert grouped_gemm.route(fine, coarse, cpu) == "reference"
+    assert grouped_gemm.route(None, None, cpu) == "reference"
+
+
+@pytest.mark.gpu
+def test_routes_on_hopper():
+    cuda = torch.device("cuda")
+    found = {name: grouped_gemm.route(s.fine, s.coarse, cuda) for name, s in OTHERS.items()}
+    native = {"tensorwise", "rowwise", "mixed", "fine-weights"}
+    assert found == {name: "native" if name in native else "emulated" for name in OTHERS}
+    assert grouped_gemm.route(BLOCKS.fine, BLOCKS.coarse, cuda) == "native"
+    assert grouped_gemm.route(None, None, cuda) == "native"
 
 
 @pytest.mark.parametrize("height", [1, 100, 129])
@@ -300,13 +475,17 @@ def test_e5m2_by_e5m2_is_refused():
 
 
 def values(q: QTensor) -> torch.Tensor:
-    return q.spec.values(q)[:, : q.columns].double()
+    """What a GEMM multiplies, in the basis that the codes are in."""
+    found = q.spec.values(q).double()
+    return found if q.global_scale is None else found * q.global_scale.double()
 
 
-def assert_within(got: torch.Tensor, want: torch.Tensor, size: torch.Tensor, held: torch.Tensor | None = None) -> None:
+def assert_within(
+    got: torch.Tensor, want: torch.Tensor, size: torch.Tensor, held: torch.Tensor | None = None, drop: float = 8e-4
+) -> None:
     """want and size = |a| @ |b|ᵀ in float64. `held`: what the product, rounded once by then, was added to."""
     step, least = STEP[got.dtype], torch.finfo(got.dtype).tiny * torch.finfo(got.dtype).eps
-    bound = 8e-4 * size + step * want.abs() + least  # what one step of the tensor cores drops: 6e-4 was seen
+    bound = drop * size + step * want.abs() + least  # what one step of the tensor cores drops: 6e-4 was seen
     if held is not None:
         want = want + held.double()
         bound = bound + step * want.abs()
@@ -314,28 +493,35 @@ def assert_within(got: torch.Tensor, want: torch.Tensor, size: torch.Tensor, hel
     assert worst <= 1.0, f"{worst:.3g} times the bound"
 
 
-def assert_all_within(found: Layer, bias: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+def assert_all_within(
+    found: Layer,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    scales: torch.Tensor | None = None,
+) -> None:
     """The three GEMMs against the decoded codes, and what they must leave alone."""
-    y, dx, dw = fprop(found, dtype, bias), dgrad(found, dtype), wgrad(found, dtype)
+    y, dx, dw = fprop(found, dtype, bias, scales=scales), dgrad(found, dtype), wgrad(found, dtype)
+    each = torch.ones(found.x.shape[0], device="cuda") if scales is None else scales
     held = randn(*found.w.shape, dtype=dtype, device="cuda")
     added = wgrad(found, out=held.clone(), accumulate=True)
     of_y, of_dx = pieces(y, found.sizes), pieces(dx, found.sizes)
     x_row, x_column, dy_row, dy_column = (q.members() for q in (*found.x_both, *found.dy_both))
     n, k = found.w.shape[1:]
-    w_row, w_column = (values(q) for q in found.w_both)
+    w_row, w_column = found.w_both
     for g, size in enumerate(found.sizes):
-        own = slice(g * found.height, g * found.height + n)
-        a, b = values(x_row[g]), w_row[own]
-        want = a @ b.T if bias is None else a @ b.T + bias[g].double()
+        a, b = values(x_row[g]), values(member(w_row, "row", g, g * found.height, n))
+        own = pieces(each[:, None], found.sizes)[g].double()
+        want = a @ b.T if bias is None else a @ b.T + own * bias[g].double()
         assert_within(of_y[g], want, a.abs() @ b.abs().T)
-        a, b = values(dy_row[g]), w_column[:, own]
+        a, b = values(dy_row[g]), values(member(w_column, "column", g, g * found.height, n))
         assert_within(of_dx[g], a @ b.T, a.abs() @ b.abs().T)
+        if size == 0:  # of which no scale means anything
+            assert not dw[g].any() and not dw[g].signbit().any()
+            assert_exact(added[g], held[g])
+            continue
         a, b = values(dy_column[g])[:n], values(x_column[g])[:k]
         assert_within(dw[g], a @ b.T, a.abs() @ b.abs().T)
         assert_within(added[g], a @ b.T, a.abs() @ b.abs().T, held[g])
-        if size == 0:
-            assert not dw[g].any()
-            assert_exact(added[g], held[g])
     for out in (y, dx):
         assert (out[found.end :] == SENTINEL).all()
 
@@ -359,6 +545,216 @@ def test_every_dtype_and_setting(dtype, scale, dy_fmt):
 
 
 @pytest.mark.gpu
+@schemes
+@splits
+def test_every_scheme_within_the_bound(scheme, sizes):
+    found = spoiled(layer(sizes, 304, 272, height=384, device="cuda", scheme=scheme))
+    scales = torch.rand(found.x.shape[0], device="cuda")
+    scales[found.end :] = float("nan")
+    assert_all_within(found)
+    assert_all_within(found, randn(len(sizes), 304, device="cuda"), scales=scales)
+
+
+@pytest.mark.gpu
+@schemes
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_scheme_in_every_dtype(scheme, dtype):
+    found = spoiled(layer([65, 128, 0, 97], 128, 528, device="cuda", dtype=dtype, scheme=scheme))
+    for kind in DTYPES:
+        scales = torch.rand(found.x.shape[0], device="cuda").to(kind)
+        assert_all_within(found, randn(4, 128, device="cuda", dtype=kind), dtype, scales)
+
+
+@pytest.mark.gpu
+@schemes
+@pytest.mark.parametrize(("n", "k"), [(33, 40), (257, 129), (1, 1)])
+def test_every_scheme_with_odd_features(scheme, n, k):
+    """Codes of x and dy are then not aligned for the copies of tiles: fprop and dgrad run emulated."""
+    assert_all_within(spoiled(layer([65, 128, 0, 97], n, k, device="cuda", scheme=scheme)))
+
+
+@pytest.mark.gpu
+def test_blocks_with_odd_features():
+    assert_all_within(spoiled(layer([65, 128, 0, 97], 33, 41, device="cuda")))
+
+
+@pytest.mark.gpu
+@schemes
+def test_codes_wider_than_the_result_on_the_device(scheme):
+    wide = [randn(195, size, device="cuda") for size in (304, 208)]
+    found = made([65, 0, 130], *wide, randn(3, 200, 304, device="cuda"), 256, scheme)
+    y, dx, dw = (torch.zeros(*size, device="cuda") for size in ((195, 200), (195, 300), (3, 200, 300)))
+    same = [torch.zeros_like(t) for t in (y, dx, dw)]
+    for a, b, c in ((y, dx, dw), same):
+        with backend.use("auto" if a is y else "reference"):
+            grouped_gemm.rows(found.x_both[0], found.w_both[0], a, height=256)
+            grouped_gemm.rows(found.dy_both[0], found.w_both[1], b, height=256, along="columns")
+            grouped_gemm.depth(found.dy_both[1], found.x_both[1], c)
+    for got, want in zip((y, dx, dw), same, strict=True):
+        assert (got - want).abs().max() <= 2e-3 * want.abs().max()
+
+
+@pytest.mark.gpu
+@schemes
+def test_every_scheme_gives_the_same_bits_every_time(scheme):
+    found = layer([500, 0, 700, 900], 512, 272, device="cuda", scheme=scheme)
+    bias, scales = randn(4, 512, device="cuda"), torch.rand(found.x.shape[0], device="cuda")
+    first = fprop(found, bias=bias, scales=scales), dgrad(found), wgrad(found), wgrad(found, torch.float32)
+    for _ in range(20):
+        again = fprop(found, bias=bias, scales=scales), dgrad(found), wgrad(found), wgrad(found, torch.float32)
+        for got, want in zip(again, first, strict=True):
+            assert_exact(got, want)
+
+
+# -- unquantized, on the device ----------------------------------------------------------------------------------------
+
+
+class Plain(NamedTuple):
+    sizes: list[int]
+    groups: Groups
+    x: torch.Tensor
+    dy: torch.Tensor
+    w: torch.Tensor
+
+    def outputs(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        shapes = (self.x.shape[0], self.w.shape[1]), self.x.shape, self.w.shape
+        return [torch.full(shape, SENTINEL, dtype=dtype, device="cuda") for shape in shapes]
+
+    def run(self, y, dx, dw, bias=None, scales=None) -> list[torch.Tensor]:
+        grouped_gemm.plain_rows(self.x, self.w, y, self.groups, bias, scales)
+        grouped_gemm.plain_rows(self.dy, self.w.transpose(1, 2), dx, self.groups)
+        grouped_gemm.plain_depth(self.dy, self.x, dw, self.groups)
+        return [y, dx, dw]
+
+
+def plain(sizes: list[int], n: int, k: int, dtype: torch.dtype, spare: int = 40) -> Plain:
+    rows = sum(sizes) + spare
+    x, dy = randn(rows, k, device="cuda", dtype=dtype), randn(rows, n, device="cuda", dtype=dtype)
+    x[sum(sizes) :] = dy[sum(sizes) :] = float("nan")
+    groups = split(torch.tensor(sizes, device="cuda"), rows)
+    return Plain(sizes, groups, x, dy, randn(len(sizes), n, k, device="cuda", dtype=dtype))
+
+
+def assert_plain_within(found: Plain, out_dtype: torch.dtype, bias=None, scales=None) -> None:
+    y, dx, dw = found.run(*found.outputs(out_dtype), bias, scales)
+    held = randn(*found.w.shape, device="cuda", dtype=out_dtype)
+    added = grouped_gemm.plain_depth(found.dy, found.x, held.clone(), found.groups, accumulate=True)
+    end = sum(found.sizes)
+    each = torch.ones(end, device="cuda") if scales is None else scales[:end]
+    parts = zip(pieces(found.x, found.sizes), pieces(found.dy, found.sizes), found.w, strict=True)
+    for g, (x, dy, w) in enumerate((x.double(), dy.double(), w.double()) for x, dy, w in parts):
+        own = pieces(each[:, None], found.sizes)[g].double()
+        want = x @ w.T if bias is None else x @ w.T + own * bias[g].double()
+        assert_within(pieces(y, found.sizes)[g], want, x.abs() @ w.abs().T, drop=2e-5)
+        assert_within(pieces(dx, found.sizes)[g], dy @ w, dy.abs() @ w.abs(), drop=2e-5)
+        assert_within(dw[g], dy.T @ x, dy.abs().T @ x.abs(), drop=2e-5)
+        assert_within(added[g], dy.T @ x, dy.abs().T @ x.abs(), held[g], drop=2e-5)
+        if len(x) == 0:
+            assert not dw[g].any()
+            assert_exact(added[g], held[g])
+    for out in (y, dx):
+        assert (out[end:] == SENTINEL).all()
+
+
+@pytest.mark.gpu
+@splits
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain_groups_within_the_bound(sizes, dtype):
+    for n, k in ((256, 128), (304, 272), (8, 64)):
+        found = plain(sizes, n, k, dtype)
+        assert_plain_within(found, dtype)
+        scales = torch.rand(found.x.shape[0], device="cuda")
+        scales[sum(sizes) :] = float("nan")
+        assert_plain_within(found, dtype, randn(len(sizes), n, device="cuda"), scales)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(33, 40), (257, 129), (1, 1), (40, 33), (1040, 1096)])
+def test_plain_groups_of_any_features_and_result(dtype, n, k):
+    for out_dtype in DTYPES:
+        assert_plain_within(plain([65, 128, 0, 97], n, k, dtype), out_dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [[500, 0, 700, 900], [1, 2000, 98, 1], many(65)], ids=lambda s: str(s[:4]))
+def test_plain_groups_of_many_tiles(sizes, dtype):
+    assert_plain_within(plain(sizes, 1280, 512, dtype, spare=0), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(304, 272), (96, 96), (128, 256)])
+def test_no_group_meets_another_ones_weights(n, k, dtype):
+    """Tiles may reach past a matrix: what lies there has no part in the result, even if it is not a number."""
+    found = plain([65, 128, 30, 97], n, k, dtype)
+    clean = [t[:65].clone() for t in found.run(*found.outputs(dtype))[:2]]
+    found.w[1:] = float("nan")
+    found.x[65:] = float("inf")
+    found.dy[65:] = float("nan")
+    y, dx, dw = found.run(*found.outputs(dtype))
+    assert_exact(y[:65], clean[0])
+    assert_exact(dx[:65], clean[1])
+    assert dw[0].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain_weights_of_any_strides_and_results_in_views(dtype):
+    found = plain([65, 128, 0, 97], 256, 192, dtype)
+    y, dx, dw = found.run(*found.outputs(dtype))
+    wide = torch.full((4, 300, 200), float("nan"), dtype=dtype, device="cuda")
+    wide[:, 1:257, 3:195] = found.w
+    odd = found._replace(w=wide[:, 1:257, 3:195])
+    for got, want in zip(odd.run(*found.outputs(dtype)), (y, dx, dw), strict=True):
+        assert ((got.double() - want.double()).abs() <= 4 * STEP[dtype] * want.double().abs() + 1e-3).all()
+    rows = found.x.shape[0]
+    whole = torch.full((rows + 7, 256), float("nan"), dtype=dtype, device="cuda")
+    grouped_gemm.plain_rows(found.x, found.w, whole[3 : 3 + rows], found.groups)
+    assert_exact(whole[3:293], y[:290])
+    assert whole[:3].isnan().all() and whole[293:].isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_plain_groups_give_the_same_bits_every_time(dtype):
+    found = plain([500, 0, 700, 900], 1024, 272, dtype)
+    first = found.run(*found.outputs(dtype))
+    for _ in range(20):
+        for got, want in zip(found.run(*found.outputs(dtype)), first, strict=True):
+            assert_exact(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [1, 33, 256, 1000])
+def test_scaled_sums_and_bias_products_on_the_device(columns):
+    for sizes in [*SPLITS, many(65), [0, 5000, 3]]:
+        rows, count = sum(sizes) + 40, len(sizes)
+        dy, scales, bias = randn(rows, columns), torch.rand(rows), randn(count, columns)
+        dy[sum(sizes) :] = scales[sum(sizes) :] = float("nan")
+        groups = split(torch.tensor(sizes, device="cuda"), rows)
+        scaled = dy.double() * scales.double()[:, None]
+        sums = torch.stack([part.sum(0) for part in pieces(scaled, sizes)])
+        most = torch.stack([part.abs().sum(0) for part in pieces(scaled, sizes)])
+        parts = list(zip(pieces(dy.double(), sizes), bias.double(), strict=True))
+        products = torch.cat([part @ b for part, b in parts])
+        largest = torch.cat([part.abs() @ b.abs() for part, b in parts])
+        for view in (dy.cuda(), dy.cuda().T.contiguous().T):
+            got = grouped_gemm.column_sums_of(view, groups, torch.float32, scales.cuda())
+            bound = max(max(sizes), 2) * 2.0**-23 * most + 1e-38
+            assert ((got.cpu().double() - sums).abs() <= bound).all(), sizes
+            for dtype in DTYPES:
+                found = grouped_gemm.bias_products(view, bias.cuda(), groups, dtype)
+                near = max(columns, 2) * 2.0**-23 * largest + STEP[dtype] * products.abs() + 1e-38
+                assert ((found[: sum(sizes)].cpu().double() - products).abs() <= near).all(), sizes
+                assert not found[sum(sizes) :].any()
+        on_gpu = dy.cuda(), groups, torch.float32, scales.cuda()
+        for _ in range(5):
+            assert_exact(grouped_gemm.column_sums_of(*on_gpu), grouped_gemm.column_sums_of(*on_gpu))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 3, 65, 256])
 def test_any_number_of_groups(count):
     assert_all_within(spoiled(layer(many(count), 144, 272, device="cuda")))
@@ -379,7 +775,7 @@ def test_a_long_contraction_and_more_row_blocks_than_are_taken_together():
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [1, 33, 257])
 def test_an_odd_number_of_outputs(n):
-    """Rows of out are then nowhere aligned. dgrad contracts over N and is left out."""
+    """Rows of out are then nowhere aligned."""
     found = spoiled(layer([65, 128, 0, 97], n, 272, device="cuda"))
     bias = randn(4, n, device="cuda")
     y, dw = fprop(found, bias=bias), wgrad(found)
@@ -525,36 +921,49 @@ CHANGES = [
 class Step:
     """Everything a grouped layer does with its splits, from static tensors to fresh ones."""
 
-    def __init__(self, n: int = 304, k: int = 272) -> None:
+    def __init__(self, n: int = 304, k: int = 272, scheme: Scheme | None = BLOCKS) -> None:
+        self.scheme = scheme  # None: unquantized
         self.splits = torch.tensor([300, 0, 212, 400], device="cuda")
         self.x, self.dy = randn(1100, k, device="cuda"), randn(1100, n, device="cuda")
         self.w, self.bias = randn(4, n, k, device="cuda"), randn(4, n, device="cuda")
-        self.height = up(n)
-        stacked = F.pad(self.w, (0, 0, 0, self.height - n)).flatten(0, 1)
-        self.w_both = Block2D().quantize_both(stacked)
+        self.height, self.scales = up(n), torch.rand(1100, device="cuda")
+        if scheme is not None:
+            self.w_both = stacked(self.w, self.height, scheme.coarse)
         self.main_grad = torch.zeros(4, n, k, device="cuda")
 
     def change(self, sizes: list[int]) -> None:
         """New sizes, new rows, NaN in the tail."""
         end = layout(sizes, 1100)[0][-1]
         self.splits.copy_(torch.tensor(sizes))
-        for t in (self.x, self.dy):
+        for t in (self.x, self.dy, self.scales):
             t.copy_(torch.randn(t.shape))
             t[end:] = float("nan")
         self.main_grad.fill_(0.25)
 
     def __call__(self) -> list[torch.Tensor]:
         groups = split(self.splits, 1100)
-        x_row, x_column = quantize_groups(self.x, Block1D(), Block1D(), groups)
-        dy_row, dy_column = quantize_groups(self.dy, Block1D(), Block1D(), groups)
-        y, dx = torch.full_like(self.dy, SENTINEL), torch.full_like(self.x, SENTINEL)
-        grouped_gemm.rows(x_row, self.w_both[0], y, self.bias, height=self.height)
+        outs = [torch.full_like(t, SENTINEL) for t in (self.dy, self.x, self.w)]
+        y, dx, dw = self.plain(groups, *outs) if self.scheme is None else self.quantized(groups, *outs)
         grouped_gemm.zero_tail(y, groups)
+        sums = grouped_gemm.column_sums_of(self.dy, groups, torch.float32, self.scales)
+        products = grouped_gemm.bias_products(self.dy, self.bias, groups, torch.float32)
+        return [y, dx, dw, torch.cat((sums.flatten(), products))]
+
+    def quantized(self, groups: Groups, y, dx, dw) -> list[torch.Tensor]:
+        x_row, x_column = quantize_groups(self.x, self.scheme.fine, self.scheme.fine, groups)
+        dy_row, dy_column = quantize_groups(self.dy, self.scheme.steep, self.scheme.steep, groups)
+        grouped_gemm.rows(x_row, self.w_both[0], y, self.bias, self.scales, height=self.height)
         grouped_gemm.rows(dy_row, self.w_both[1], dx, height=self.height, along="columns")
-        dw = grouped_gemm.depth(dy_column, x_column, torch.full_like(self.w, SENTINEL))
+        grouped_gemm.depth(dy_column, x_column, dw)
         grouped_gemm.depth(dy_column, x_column, self.main_grad, accumulate=True)
-        sums = grouped_gemm.column_sums_of(self.dy, groups, torch.float32)
-        return [y, dx, dw, sums]
+        return [y, dx, dw]
+
+    def plain(self, groups: Groups, y, dx, dw) -> list[torch.Tensor]:
+        grouped_gemm.plain_rows(self.x, self.w, y, groups, self.bias, self.scales)
+        grouped_gemm.plain_rows(self.dy, self.w.transpose(1, 2), dx, groups)
+        grouped_gemm.plain_depth(self.dy, self.x, dw, groups)
+        grouped_gemm.plain_depth(self.dy, self.x, self.main_grad, groups, accumulate=True)
+        return [y, dx, dw]
 
     def results(self, made: list[torch.Tensor]) -> list[torch.Tensor]:
         return [t.clone() for t in (*made, self.main_grad)]
@@ -572,9 +981,15 @@ def captured(step: Step) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
     return graph, made
 
 
+STEPS = {"blocks": BLOCKS, **OTHERS, "plain": None}
+every_step = pytest.mark.parametrize("scheme", STEPS.values(), ids=STEPS)
+
+
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device():
-    step = Step()
+@every_step
+def test_nothing_waits_for_the_device(scheme):
+    step = Step(scheme=scheme)
+    step()  # compiles
     step.change([300, 0, 212, 400])
     want = step.results(step())
     step.main_grad.fill_(0.25)
@@ -585,8 +1000,9 @@ def test_nothing_waits_for_the_device():
 
 
 @pytest.mark.gpu
-def test_replays_follow_the_sizes():
-    step = Step()
+@every_step
+def test_replays_follow_the_sizes(scheme):
+    step = Step(scheme=scheme)
     graph, made = captured(step)
     for sizes in CHANGES:
         step.change(sizes)

@@ -424,7 +424,7 @@ def test_a_compiled_model_is_taken_too():
 
 
 def test_a_model_without_our_layers_is_said():
-    assert "There is no octavo.Linear in this model." in str(octavo.explain(nn.Linear(48, 40), spiky(8, 48)))
+    assert "There is no layer of Octavo's in this model." in str(octavo.explain(nn.Linear(48, 40), spiky(8, 48)))
 
 
 class Uncopied(nn.Module):

@@ -226,14 +226,7 @@ def test_what_is_refused_is_said():
     with pytest.raises(UnsupportedDtype, match="int32 or int64"):
         model(x, torch.tensor([1.0, 2, 3, 4]))
     with pytest.raises(UnsupportedConfig, match="no grouped kernels"):
-        experts("fp8-current")
-    with pytest.raises(UnsupportedConfig, match="all three GEMMs"):
-        experts("fp8-block(wgrad='bf16')")
-    for setting in ({"scale_bias": True}, {"single_grouped_weight": False}, {"delay_wgrad_compute": True}):
-        with pytest.raises(UnsupportedConfig, match="not part of this version"):
-            experts("fp8-block", **setting)
-    with pytest.raises(UnsupportedConfig, match="not part of this version"):
-        model(x, [10, 20, 0, 9], is_first_microbatch=True)
+        experts("fp8-block(backward='dequantized')")
 
 
 def test_backward_saves_codes_of_columns():

@@ -1,17 +1,32 @@
 """Rows quantized in groups: every group has the bytes that its rows alone would have, and the tail is nobody's."""
 
+import copy
 import importlib
+import pickle
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils import _pytree
 
 from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.formats import E5M2
-from octavo.quant import MX, NVFP4, Block1D, Block2D, Rowwise, TensorProto, Tensorwise
-from octavo.quant.grouped import GroupedTensor, quantize_groups
-from octavo.quant.groups import Groups, split
-from octavo.quant.quantizer import Given
+from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, Tensorwise
+from octavo.quant.grouped import (
+    GroupedTensor,
+    fill_groups,
+    grouped_assemble,
+    grouped_proto,
+    groups_amax,
+    member,
+    quantize_groups,
+    restore,
+)
+from octavo.quant.groups import Groups, equal, split
+from octavo.quant.quantizer import Given, quantize_pair
 from tests.quant.ragged import SPLITS, layout, many, no_waiting, pieces
 from tests.quant.sameness import assert_same
 
@@ -19,6 +34,12 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SPECS = [Block1D(), Block1D(scale="fp32"), Block1D(E5M2), Block1D(E5M2, "fp32"), Block1D(eps=1e-3)]
 UNALIGNED = [[65, 128, 0, 97], [15, 1, 0, 1011]]
 FINE = Block1D()
+SCHEMES = [
+    Tensorwise(), Tensorwise(E5M2, pow2=True, eps=1e-3), Rowwise(), Rowwise(E5M2, pow2=False), Block1D(), Block2D(),
+    MX(), MX(E5M2, "floor"), MX(square=True), NVFP4(), NVFP4(square=True), NVFP4(rht=True), NVFP4(stochastic=True),
+    NVFP4(rht=True, stochastic=True),
+]  # fmt: skip
+SEED = (0x1234_5678_9ABC, 7)
 POISONS = [float("nan"), float("inf"), -float("inf"), 1e4]
 
 
@@ -28,26 +49,56 @@ def wide(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(rows, columns) * torch.exp2(down + across)).to(dtype)
 
 
+def brought(x: torch.Tensor, *specs: Any) -> Given:
+    """What these quantizers cannot do without."""
+    return Given(seed=torch.tensor(SEED, device=x.device) if any(s is not None and s.draws for s in specs) else None)
+
+
 def grouped(
     x: torch.Tensor, sizes: list[int], row=FINE, column=FINE
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    return quantize_groups(x, row, column, split(torch.tensor(sizes, device=x.device), x.shape[0]))
+    groups = split(torch.tensor(sizes, device=x.device), x.shape[0])
+    return quantize_groups(x, row, column, groups, brought(x, row, column))
+
+
+def raw(t: torch.Tensor) -> torch.Tensor:
+    """Bytes in logical order, on the CPU: as bytes, NaN is equal to itself."""
+    t = t.view(torch.uint8) if t.element_size() == 1 else t
+    return torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)).view(torch.uint8)
 
 
 def used(q: GroupedTensor) -> list[torch.Tensor]:
-    """Codes, as bytes, and scales of the blocks in use, on the CPU."""
+    """The codes of all blocks in use, nobody's included, and every group's own scales."""
     rows = 128 * int(q.groups.block[-1])
-    codes, scale = q.q.codes.view(torch.uint8), q.q.scale
-    if q.side == "column":
-        codes, scale = codes.T, scale.T
-        return [codes[:rows].cpu(), scale[: rows // 128].cpu()]
-    return [codes[:rows].cpu(), scale[: rows // q.q.spec.block[0]].cpu()]
+    codes = q.q.codes[:rows] if q.side == "row" else q.q.codes[:, : rows // q.q.spec.fmt.packed]
+    return [raw(codes), *[raw(t) for m in q.members() for t in list(m.tensors())[1:]]]
 
 
 def assert_same_used(a: GroupedTensor, b: GroupedTensor, what: object = "") -> None:
-    for name, x, y in zip(("codes", "scales"), used(a), used(b), strict=True):
-        x, y = (t.reshape(-1).view(torch.uint8) for t in (x, y))  # as bytes, NaN is equal to itself
+    for i, (x, y) in enumerate(zip(used(a), used(b), strict=True)):
+        name = f"scale {i - 1}" if i else "codes"
         assert torch.equal(x, y), f"{what} {a.side} {name}: {(x != y).sum()} of {y.numel()} bytes differ"
+
+
+def assert_alone(pair: tuple[GroupedTensor, GroupedTensor], x: torch.Tensor, sizes: list[int], given: Given) -> None:
+    """The rule: every group has the bytes of its rows alone, and what is nobody's in its blocks is zero."""
+    specs = [q.q.spec for q in pair]
+    for g, part in enumerate(pieces(x, sizes)):
+        own = given._replace(
+            encode=None if given.encode is None else given.encode[g : g + 1],
+            observed=None if given.observed is None else torch.zeros(1),
+        )
+        for q, want in zip(pair, quantize_pair(part, *specs, own), strict=True):
+            assert_same(q.members()[g], want)
+    block = layout(sizes, x.shape[0])[1]
+    for q in pair:
+        for g, found in enumerate(q.members()):
+            after, packed = found.codes.shape[q.side == "column"], q.q.spec.fmt.packed
+            codes = q.q.codes.view(torch.uint8)
+            if q.side == "row":
+                assert not codes[128 * block[g] + after : 128 * block[g + 1]].any()
+            else:
+                assert not codes[:, 128 * block[g] // packed + after : 128 * block[g + 1] // packed].any()
 
 
 # -- a group by itself -------------------------------------------------------------------------------------------------
@@ -153,6 +204,170 @@ def test_a_group_with_large_values_leaves_its_neighbours_alone():
             assert_same(found.members()[g], want.members()[g])
 
 
+# -- every scheme ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+def test_every_scheme_by_the_rule(spec, sizes):
+    x = wide(sum(sizes) + 30, 150, torch.bfloat16)
+    x[sum(sizes) :] = float("nan")
+    assert_alone(grouped(x, sizes, spec, spec), x, sizes, brought(x, spec))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+def test_every_width_and_dtype(spec, dtype):
+    sizes = [17, 0, 130, 3]
+    for columns in (1, 16, 33, 129):
+        x = wide(160, columns, dtype)
+        assert_alone(grouped(x, sizes, spec, spec), x, sizes, brought(x, spec))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38], ids=str)
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+def test_a_value_that_is_no_number_stays_in_its_group(spec, value):
+    """In a block that is not full, too: what is nobody's is zero beside it."""
+    sizes, x = [65, 100, 0, 97], wide(300, 40, torch.float32)
+    x[65 + 99, 7] = value
+    assert_alone(grouped(x, sizes, spec, spec), x, sizes, brought(x, spec))
+
+
+@settings(max_examples=40)
+@example(spec=NVFP4(rht=True, stochastic=True), sizes=[0, 1, 129, 0], columns=17, tail=0)
+@given(
+    spec=st.sampled_from(SCHEMES),
+    sizes=st.lists(st.one_of(st.just(0), st.integers(1, 40), st.integers(100, 300)), min_size=1, max_size=6),
+    columns=st.integers(1, 70),
+    tail=st.integers(0, 40),
+)
+def test_any_split_by_the_rule(spec, sizes, columns, tail):
+    x = wide(sum(sizes) + tail, columns, torch.bfloat16)
+    x[sum(sizes) :] = float("nan")
+    assert_alone(grouped(x, sizes, spec, spec), x, sizes, brought(x, spec))
+
+
+def test_two_schemes_at_once():
+    sizes, x = [65, 128, 0, 97], wide(300, 150, torch.bfloat16)
+    for row, column in (
+        (Rowwise(), Block1D()),
+        (MX(), NVFP4()),
+        (NVFP4(stochastic=True), NVFP4(rht=True, stochastic=True)),
+        (Tensorwise(), Tensorwise(E5M2)),
+    ):
+        assert_alone(grouped(x, sizes, row, column), x, sizes, brought(x, row, column))
+
+
+def test_seeds_decide_how_it_is_rounded():
+    sizes, x, spec = [65, 128, 0, 97], wide(300, 150, torch.bfloat16), NVFP4(stochastic=True)
+    groups = split(torch.tensor(sizes), 300)
+    first, same, other = (
+        quantize_groups(x, spec, spec, groups, Given(seed=torch.tensor(seed))) for seed in ((1, 2), (1, 2), (1, 3))
+    )
+    for a, b, c in zip(first, same, other, strict=True):
+        assert_same_used(a, b)
+        assert not torch.equal(used(a)[0], used(c)[0])
+
+
+def test_equal_groups_round_alike():
+    """The counter is a group's own: the same rows have the same codes wherever their group lies."""
+    part, spec = wide(37, 150, torch.bfloat16), NVFP4(rht=True, stochastic=True)
+    for q in grouped(part.repeat(3, 1), [37, 37, 37], spec, spec):
+        for other in q.members()[1:]:
+            assert_same(other, q.members()[0])
+
+
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+def test_given_multipliers_and_observed_amaxes(sizes):
+    x = wide(sum(sizes) + 30, 150, torch.bfloat16)
+    x[sum(sizes) :] = float("nan")
+    before = torch.arange(len(sizes)) * 2.0
+    given = Given(encode=torch.rand(len(sizes)) + 0.1, observed=before.clone())
+    pair = quantize_groups(x, Tensorwise(), Tensorwise(), split(torch.tensor(sizes), x.shape[0]), given)
+    assert_alone(pair, x, sizes, given)
+    largest = [float(part.abs().max()) if part.numel() else 0.0 for part in pieces(x, sizes)]
+    assert torch.equal(given.observed, torch.maximum(before, torch.tensor(largest)))
+    for q in pair:
+        assert torch.equal(q.q.scale.view(-1), torch.ones(len(sizes)) / given.encode)
+
+
+@pytest.mark.parametrize("spec", [s for s in SCHEMES if s.two_pass], ids=str)
+@pytest.mark.parametrize("sizes", [[65, 128, 0, 97], [0, 0]], ids=str)
+def test_the_amax_of_every_group(sizes, spec):
+    x = wide(sum(sizes) + 9, 150, torch.bfloat16)
+    x[sum(sizes) :] = float("nan")
+    groups = split(torch.tensor(sizes), x.shape[0])
+    row, column = groups_amax(x, spec, spec, groups)
+    parts = [spec.amax_both(part) for part in pieces(x, sizes)]
+    if isinstance(spec, Rowwise):
+        assert (row.shape, column.shape) == ((groups.padded,), (len(sizes), 150))
+        for (a, b), first, found in zip(parts, groups.block.tolist(), column, strict=False):
+            assert torch.equal(row[128 * first :][: a.numel()], a.view(-1))
+            assert torch.equal(found, b.view(-1))
+    else:
+        assert torch.equal(row, torch.cat([a.view(1) for a, _ in parts]))
+        assert torch.equal(column, torch.cat([b.view(1) for _, b in parts]))
+    assert groups_amax(x, spec, None, groups)[1] is None
+    assert groups_amax(x, None, spec, groups)[0] is None
+
+
+def test_schemes_of_one_pass_need_no_amax():
+    x, groups = wide(20, 16, torch.bfloat16), split(torch.tensor([3, 9]), 20)
+    assert groups_amax(x, Block1D(), MX(), groups) == (None, None)
+    row, column = groups_amax(x, Tensorwise(), Block1D(), groups)
+    assert row.shape == (2,)
+    assert column is None
+
+
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+def test_a_given_amax_is_each_group_s(spec):
+    """A cast that is told what it would find writes the same."""
+    sizes, x = [65, 128, 0, 97], wide(300, 150, torch.bfloat16)
+    groups, want = split(torch.tensor(sizes), 300), grouped(x, sizes, spec, spec)
+    reference = importlib.import_module(f"{spec.package}.reference")
+    amax = reference.amax(x, spec, spec, None, groups)
+    for found, same in zip(
+        quantize_groups(x, spec, spec, groups, brought(x, spec)._replace(amax=amax)), want, strict=True
+    ):
+        assert_same_used(found, same)
+
+
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+def test_filling_what_is_there(spec):
+    sizes, x = [65, 128, 0, 97], wide(300, 150, torch.bfloat16)
+    pair, want = grouped(x, sizes, spec, spec), grouped(3 * x, sizes, spec, spec)
+    fill_groups(3 * x, pair, brought(x, spec))
+    for found, same in zip(pair, want, strict=True):
+        assert_same_used(found, same)
+    fill_groups(x, (None, None))
+    fill_groups(x, (pair[0], None), brought(x, spec))
+    assert_same_used(pair[0], grouped(x, sizes, spec, None)[0])
+    assert_same_used(pair[1], want[1])
+
+
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+def test_a_skip_flag_leaves_every_byte(spec):
+    sizes, x = [65, 128, 0, 97], wide(300, 150, torch.bfloat16)
+    pair = grouped(x, sizes, spec, spec)
+    for q in pair:
+        poison(q.q)
+    before = [raw(t) for q in pair for t in q.tensors()]
+    given = brought(x, spec)
+    if spec.takes_encode:
+        given = given._replace(encode=torch.ones(4), observed=torch.zeros(4))
+    fill_groups(3 * x, pair, given._replace(skip=torch.ones(1)))
+    assert all(torch.equal(a, raw(b)) for a, b in zip(before, (t for q in pair for t in q.tensors()), strict=True))
+    assert given.observed is None or not given.observed.any()
+    fill_groups(3 * x, pair, given._replace(skip=torch.zeros(1)))
+    assert_alone(pair, 3 * x, sizes, given)
+
+
+def poison(q: QTensor) -> None:
+    """Nothing that was not written passes for zero."""
+    for t in q.tensors():
+        t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)).view(torch.uint8).fill_(0xA5)
+
+
 # -- the tail ----------------------------------------------------------------------------------------------------------
 
 
@@ -196,12 +411,13 @@ def test_rows_that_do_not_fit_are_cut_off():
 # -- a GroupedTensor ---------------------------------------------------------------------------------------------------
 
 
-def test_members_alias_the_storage():
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+def test_members_alias_the_storage(spec):
     sizes = [65, 128, 0, 97]
-    for found in grouped(wide(300, 150, torch.bfloat16), sizes):
-        for member, size in zip(found.members(), sizes, strict=True):
-            assert member.shape == ((size, 150) if found.side == "row" else (150, size))
-            for own, whole in zip(member.tensors(), found.q.tensors(), strict=True):
+    for found in grouped(wide(300, 150, torch.bfloat16), sizes, spec, spec):
+        for own_group, size in zip(found.members(), sizes, strict=True):
+            assert own_group.shape == ((size, 150) if found.side == "row" else (150, size))
+            for own, whole in zip(own_group.tensors(), found.q.tensors(), strict=True):
                 assert own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         found.members()[3].codes.view(torch.uint8).fill_(0)
         values = found.dequantize()
@@ -239,6 +455,137 @@ def test_nothing_at_all(rows, columns):
             assert [m.shape for m in found.members()] == [(0, columns) if found.side == "row" else (columns, 0)] * len(
                 sizes
             )
+
+
+LAYOUTS = {  # of 5 groups, 1024 rows inside, 48 columns: scale and its strides, row and column
+    Tensorwise(): (((5, 1), (1, 1)), ((1, 5), (5, 1))),
+    Rowwise(): (((1024, 1), (1, 1024)), ((48, 5), (1, 48))),
+    Block1D(): (((1024, 1), (1, 1024)), ((48, 8), (1, 48))),
+    Block2D(): (((8, 1), (1, 1)), ((1, 8), (8, 1))),
+    MX(): (((1024, 2), (1, 1024)), ((48, 32), (1, 48))),
+    MX(square=True): (((32, 2), (2, 1)), ((2, 32), (32, 1))),
+    NVFP4(): (((1024, 3), (1, 1024)), ((48, 64), (1, 48))),
+    NVFP4(square=True): (((64, 3), (3, 1)), ((3, 64), (64, 1))),
+}
+
+
+@pytest.mark.parametrize("spec", LAYOUTS, ids=str)
+def test_layouts(spec):
+    for side, (shape, strides) in zip(("row", "column"), LAYOUTS[spec], strict=True):
+        proto = grouped_proto(spec, 1024, 5, 48, side, torch.bfloat16, torch.device("cpu"))
+        q, packed = proto.empty(), spec.fmt.packed
+        assert q.codes.shape == ((1024, 48 // packed) if side == "row" else (48, 1024 // packed))
+        assert q.codes.is_contiguous()
+        assert (q.scale.shape, q.scale.stride()) == (shape, strides)
+        assert proto.shape == ((1024, 48) if side == "row" else (48, 1024))
+        assert (None if q.global_scale is None else q.global_scale.shape) == ((5,) if spec.two_level else None)
+
+
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+def test_assembled_from_bytes_and_flat_scales(spec):
+    x, sizes = wide(300, 150, torch.bfloat16), [65, 128, 0, 97]
+    for found in grouped(x, sizes, spec, spec):
+        codes, scale, *more = found.q.tensors()
+        flat = scale.as_strided((scale.numel(),), (1,))
+        q = grouped_assemble(spec, (codes.view(torch.uint8), flat, *more), 4, found.side, 150, x.dtype)
+        assert (q.shape, q.dtype, q.spec) == (found.q.shape, found.q.dtype, spec)
+        assert (q.codes.dtype, q.scale.shape, q.scale.stride()) == (codes.dtype, scale.shape, scale.stride())
+        assert_same_used(GroupedTensor(q, found.groups, found.side), found)
+        assert grouped_assemble(spec, tuple(found.q.tensors()), 4, found.side, 150, x.dtype).scale is scale
+
+
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+def test_every_scheme_dequantizes_each_group(spec):
+    sizes, x = [65, 128, 0, 97], wide(300, 150, torch.bfloat16)
+    pair = grouped(x, sizes, spec, spec)
+    parts = [quantize_pair(part, spec, spec, brought(x, spec)) for part in pieces(x, sizes)]
+    tail = torch.zeros(10, 150, dtype=x.dtype)
+    for side, found in enumerate(pair):
+        want = torch.cat([(p[side].dequantize().T if side else p[side].dequantize()) for p in parts] + [tail])
+        assert torch.equal(found.dequantize(), want)
+        assert found.dequantize(torch.float32).dtype == torch.float32
+        rows = 128 * int(found.groups.block[-1])  # what lies past the last group is as good as any
+        codes = found.q.codes.view(torch.uint8)
+        (codes[rows:] if side == 0 else codes[:, rows // spec.fmt.packed :]).fill_(0x7F)
+        assert torch.equal(found.dequantize(), want)
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("size", [1, 128, 200])
+def test_stacked_matrices(size, number):
+    """Groups of one size, whose members are found without asking for it."""
+    groups, height = equal(number, size, torch.device("cpu")), -(-size // 128) * 128
+    x = wide(number * size, 48, torch.bfloat16)
+    assert (groups.rows, groups.padded, groups.sizes()) == (number * size, number * height, [size] * number)
+    start, block, owner, source, live = layout([size] * number, number * size)
+    assert [t.tolist() for t in groups.tensors()] == [start, block, owner, source, live]
+    for spec in SCHEMES:
+        for q in quantize_groups(x, spec, spec, groups, brought(x, spec)):
+            for g, own in enumerate(q.members()):
+                assert_same(member(q.q, q.side, g, g * height, size), own)
+
+
+def test_stacks_of_nothing():
+    groups = equal(3, 0, torch.device("cpu"))
+    assert (groups.rows, groups.padded, groups.sizes()) == (0, 0, [0, 0, 0])
+
+
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+def test_saved_and_restored(spec):
+    x = wide(300, 150, torch.bfloat16)
+    for found in grouped(x, [65, 128, 0, 97], spec, spec):
+        tensors, how = found.save()
+        assert all(type(t) is torch.Tensor for t in tensors)
+        assert len(tensors) == len(list(found.tensors())) == 7 + spec.two_level
+        back = restore(tensors, how)
+        assert all(a is b for a, b in zip(back.tensors(), found.tensors(), strict=True))
+        assert (back.side, back.groups.rows, back.q.shape) == (found.side, 300, found.q.shape)
+        assert torch.equal(back.dequantize(), found.dequantize())
+
+
+def test_passes_through_autograd():
+    class Through(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            tensors, ctx.how = grouped(x, [3, 9], NVFP4(), None)[0].save()
+            ctx.save_for_backward(*tensors)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+            return dy * restore(ctx.saved_tensors, ctx.how).dequantize(dy.dtype)
+
+    x = torch.randn(20, 16, requires_grad=True)
+    Through.apply(x).sum().backward()
+    assert torch.equal(x.grad, grouped(x, [3, 9], NVFP4(), None)[0].dequantize())
+
+
+@pytest.mark.parametrize("spec", [Tensorwise(), NVFP4()], ids=str)
+def test_a_tree_of_tensors(spec):
+    for found in grouped(wide(300, 150, torch.bfloat16), [65, 128, 0, 97], spec, spec):
+        leaves, tree = _pytree.tree_flatten(found)
+        assert [t for t in leaves if t is not None] == list(found.tensors())
+        back = _pytree.tree_unflatten([None if t is None else t.clone() for t in leaves], tree)
+        assert (back.side, back.groups.rows) == (found.side, 300)
+        assert_same_used(back, found)
+
+
+def test_copied_but_not_pickled():
+    found = grouped(wide(300, 150, torch.bfloat16), [65, 128, 0, 97], NVFP4(), None)[0]
+    other = copy.deepcopy(found)
+    assert_same_used(other, found)
+    other.q.codes.zero_()
+    assert found.q.codes.any()
+    with pytest.raises(TypeError, match="not pickled"):
+        pickle.dumps(found)
+
+
+def test_shown_without_data():
+    row, column = grouped(wide(300, 150, torch.bfloat16), [65, 128, 0, 97])
+    assert repr(row) == "GroupedTensor(300x150 in 4 groups, row, block-1d, cpu)"
+    assert repr(column) == "GroupedTensor(300x150 in 4 groups, column, block-1d, cpu)"
+    blocks = row.groups.owner.shape[0]
+    assert row.nbytes() == blocks * 128 * (150 + 4 * 2) + 4 * (5 + 5 + 3 * blocks)
 
 
 # -- what x may be -----------------------------------------------------------------------------------------------------
@@ -284,39 +631,78 @@ def test_groups_of_another_number_of_rows_are_refused(rows):
     assert str(refused.value) == f"These groups are of 300 rows, tail included, and x has {rows}."
 
 
-@pytest.mark.parametrize("spec", [Tensorwise(), Rowwise(), MX(), NVFP4(), Rowwise(pow2=False)], ids=str)
-def test_a_scheme_that_knows_no_groups_is_refused(spec):
+@pytest.mark.parametrize("spec", [s for s in SCHEMES if not s.takes_encode], ids=str)
+def test_a_multiplier_for_a_scheme_that_finds_its_own_is_refused(spec):
+    x, groups = torch.zeros(10, 16), split(torch.tensor([3, 5]), 10)
+    with pytest.raises(UnsupportedConfig, match="derives its scales from the data"):
+        quantize_groups(x, spec, None, groups, brought(x, spec)._replace(encode=torch.ones(2)))
+
+
+def test_stochastic_rounding_without_a_seed_is_refused():
     groups = split(torch.tensor([3, 5]), 10)
-    for row, column in ((spec, None), (None, spec), (Block1D(), spec)):
-        with pytest.raises(UnsupportedConfig) as refused:
-            quantize_groups(torch.zeros(10, 16), row, column, groups)
-        assert str(refused.value) == (f"{spec} cannot quantize rows in groups in this version. Use fp8-block or bf16.")
+    with pytest.raises(UnsupportedConfig, match="needs a seed"):
+        quantize_groups(torch.zeros(10, 16), None, NVFP4(stochastic=True), groups)
 
 
-def test_only_blocks_say_that_they_take_groups():
-    taking = [s for s in (Tensorwise(), Rowwise(), MX(), NVFP4(), Block1D(), Block2D()) if s.takes_groups]
-    assert taking == [Block1D(), Block2D()]
+@pytest.mark.parametrize("name", ["encode", "observed"])
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(3), torch.ones(2, 1), torch.ones(2).double(), torch.ones(4)[::2]], ids=str
+)
+def test_as_many_multipliers_and_amaxes_as_groups(name, wrong):
+    groups = split(torch.tensor([3, 5]), 10)
+    with pytest.raises(UnsupportedShape, match=f"{name} of 2 groups is float32"):
+        quantize_groups(torch.zeros(10, 16), Tensorwise(), None, groups, Given(**{name: wrong}))
+
+
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+def test_what_does_not_fit_is_not_written_into(spec):
+    x = wide(300, 150, torch.bfloat16)
+    pair = grouped(x, [65, 128, 0, 97], spec, spec)
+    for other in (x[:, :100], wide(300, 200, torch.bfloat16)):
+        with pytest.raises(UnsupportedShape, match="fill_groups cannot write x"):
+            fill_groups(other, pair, brought(x, spec))
 
 
 # -- on the device -----------------------------------------------------------------------------------------------------
 
 
-def cast(twin: str, spec, x: torch.Tensor, groups: Groups, sides: str = "rc", **settings) -> list[GroupedTensor]:
-    """By that twin, into outputs full of NaN."""
-    like = TensorProto((groups.padded, x.shape[1]), x.dtype, x.device)
-    pair = spec.proto(like).empty() if "r" in sides else None, spec.proto(like, 0).empty() if "c" in sides else None
+# one of each kind of kernel: what a compilation of its own decides
+KERNELS = [
+    Tensorwise(), Rowwise(), Block1D(), Block1D(E5M2, "fp32"), Block2D(), MX(), MX(square=True),
+    NVFP4(), NVFP4(square=True), NVFP4(rht=True), NVFP4(rht=True, stochastic=True),
+]  # fmt: skip
+
+
+def cast(
+    twin: str, spec, x: torch.Tensor, groups: Groups, sides: str = "rc", given: Given | None = None, **settings
+) -> list[GroupedTensor]:
+    """By that twin, into poisoned outputs."""
+    pair = [
+        grouped_proto(spec, groups.padded, groups.number, x.shape[1], side, x.dtype, x.device).empty()
+        if side[0] in sides
+        else None
+        for side in ("row", "column")
+    ]
     for q in pair:
         if q is not None:
-            q.codes.view(torch.uint8).fill_(0x7F)
-            q.scale.fill_(float("nan"))
+            poison(q)
+    given = (brought(x, spec) if given is None else given)._replace(groups=groups)
     module = importlib.import_module(f"{spec.package}.{twin}")
-    module.cast(x, *pair, Given(groups=groups), **settings)
+    if spec.two_pass and given.encode is None:
+        specs = [None if q is None else q.spec for q in pair]
+        given = given._replace(amax=module.amax(x, *specs, given.skip, groups))
+    module.cast(x, *pair, given, **settings)
     return [GroupedTensor(q, groups, side) for q, side in zip(pair, ("row", "column"), strict=True) if q is not None]
+
+
+def both(sizes: list[int], rows: int) -> tuple[Groups, Groups]:
+    """The same groups here and on the device."""
+    return split(torch.tensor(sizes), rows), split(torch.tensor(sizes, device="cuda"), rows)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", [Block1D(), Block1D(E5M2, "fp32"), Block2D()], ids=str)
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
 def test_every_configuration_writes_the_reference_bytes(spec, dtype):
     """On the blocks in use; the tail is NaN."""
     configs = importlib.import_module(f"{spec.package}.triton").CONFIGS
@@ -324,37 +710,116 @@ def test_every_configuration_writes_the_reference_bytes(spec, dtype):
         for sizes in SPLITS:
             x = wide(sum(sizes) + 75, columns, dtype)
             x[sum(sizes) :] = float("nan")
-            groups = split(torch.tensor(sizes), x.shape[0])
-            want = cast("reference", spec, x, groups)
-            on_gpu = split(torch.tensor(sizes, device="cuda"), x.shape[0])
-            found = {"torch on cuda": cast("reference", spec, x.cuda(), on_gpu)}
-            found |= {str(config): cast("triton", spec, x.cuda(), on_gpu, config=config) for config in configs}
+            here, there = both(sizes, x.shape[0])
+            want = cast("reference", spec, x, here)
+            found = {"torch on cuda": cast("reference", spec, x.cuda(), there)}
+            found |= {str(config): cast("triton", spec, x.cuda(), there, config=config) for config in configs}
             for name, pair in found.items():
                 for got, same in zip(pair, want, strict=True):
                     assert_same_used(got, same, (name, sizes, columns))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+def test_every_setting_on_the_device(spec, dtype):
+    for sizes, columns in (([65, 128, 0, 97], 150), ([0, 15, 1, 1011, 0], 272)):
+        x = wide(sum(sizes) + 75, columns, dtype)
+        x[sum(sizes) :] = float("nan")
+        here, there = both(sizes, x.shape[0])
+        for got, want in zip(cast("triton", spec, x.cuda(), there), cast("reference", spec, x, here), strict=True):
+            assert_same_used(got, want, (sizes, columns))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_values_that_are_no_numbers_on_the_device(spec):
+    """In blocks that are not full, too, whose other rows stay zero."""
+    sizes = [65, 100, 0, 97]
+    for value in (float("nan"), float("inf"), -float("inf"), 3e38, 1e-40, 0.0):
+        x = wide(300, 150, torch.float32)
+        x[65 + 99, 7] = value
+        x[65 + 100 : 65 + 110] = value
+        here, there = both(sizes, 300)
+        for got, want in zip(cast("triton", spec, x.cuda(), there), cast("reference", spec, x, here), strict=True):
+            assert_same_used(got, want, value)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("count", [1, 3, 65, 256])
 @pytest.mark.parametrize("sides", ["r", "c", "rc"])
-def test_any_number_of_groups_and_either_orientation(count, sides):
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_any_number_of_groups_and_either_orientation(spec, count, sides):
     sizes = many(count)
     x = wide(sum(sizes) + 100, 272, torch.bfloat16)
     x[sum(sizes) :] = float("inf")
-    want = cast("reference", Block1D(), x, split(torch.tensor(sizes), x.shape[0]), sides)
-    got = cast("triton", Block1D(), x.cuda(), split(torch.tensor(sizes, device="cuda"), x.shape[0]), sides)
+    here, there = both(sizes, x.shape[0])
+    want, got = cast("reference", spec, x, here, sides), cast("triton", spec, x.cuda(), there, sides)
     for g, w in zip(got, want, strict=True):
         assert_same_used(g, w, count)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_more_groups_than_blocks(spec):
+    """Scales of groups without rows are written by the tiles of others, and by somebody where there are none."""
+    for sizes, rows in (([0] * 40 + [3], 3), ([0] * 300, 1), ([0] * 7, 0), ([1] * 64, 64)):
+        x = wide(rows, 150, torch.bfloat16)
+        here, there = both(sizes, rows)
+        for g, w in zip(cast("triton", spec, x.cuda(), there), cast("reference", spec, x, here), strict=True):
+            assert_same_used(g, w, (sizes, rows))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", ["tile", "rowwise.triton", "nvfp4.triton"])
+def test_every_configuration_of_the_amax_finds_the_same(kernel):
+    module = importlib.import_module(f"octavo.quant.{kernel}")
+    sizes = [65, 128, 0, 97]
+    here, there = both(sizes, 300)
+    for columns in (150, 256):
+        x = wide(300, columns, torch.bfloat16)
+        x[290:] = float("nan")
+        for config in module.CONFIGS if kernel == "nvfp4.triton" else module.AMAX_CONFIGS:
+            if kernel == "tile":
+                found, want = (module.tensor_amax(x.cuda(), None, config, there),), groups_amax(x, *TENSOR, here)[:1]
+            else:
+                specs = (Rowwise(), Rowwise()) if kernel == "rowwise.triton" else (NVFP4(), NVFP4(rht=True))
+                found = module.amax(x.cuda(), *specs, None, there, config)
+                want = groups_amax(x, *specs, here)
+            for a, b in zip(found, want, strict=True):
+                rows = 128 * int(here.block[-1]) if a.shape == (here.padded,) else None  # past the last group: anything
+                assert torch.equal(a[:rows].cpu(), b[:rows]), (config, columns)
+
+
+TENSOR = (Tensorwise(), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SPLITS, ids=str)
+def test_given_multipliers_and_observed_amaxes_on_the_device(sizes):
+    for dtype in DTYPES:
+        x = wide(sum(sizes) + 30, 150, dtype)
+        x[sum(sizes) :] = float("nan")
+        encode, before = torch.rand(len(sizes)) + 0.1, torch.arange(len(sizes)) * 2.0
+        here = Given(encode=encode, observed=before.clone())
+        there = Given(encode=encode.cuda(), observed=before.cuda())
+        groups = both(sizes, x.shape[0])
+        want = quantize_groups(x, Tensorwise(), Tensorwise(), groups[0], here)
+        got = quantize_groups(x.cuda(), Tensorwise(), Tensorwise(), groups[1], there)
+        for g, w in zip(got, want, strict=True):
+            assert_same_used(g, w, dtype)
+        assert torch.equal(there.observed.cpu(), here.observed)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_public_entry_matches_the_cpu(dtype):
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_the_public_entry_matches_the_cpu(spec, dtype):
     for sizes, rows in (([65, 128, 0, 97], 400), ([300, 300], 450), ([-3, 100], 128), ([0], 0), ([0, 0], 9)):
         x = wide(rows, 150, dtype)
-        want, got = grouped(x, sizes), grouped(x.cuda(), sizes)
+        want, got = grouped(x, sizes, spec, spec), grouped(x.cuda(), sizes, spec, spec)
         with backend.use("reference"):
-            torch_on_cuda = grouped(x.cuda(), sizes)
+            torch_on_cuda = grouped(x.cuda(), sizes, spec, spec)
         for g, t, w in zip(got, torch_on_cuda, want, strict=True):
             assert_same_used(g, w, sizes)
             assert_same_used(t, w, sizes)
@@ -362,49 +827,81 @@ def test_the_public_entry_matches_the_cpu(dtype):
 
 
 @pytest.mark.gpu
-def test_strided_and_expanded_rows_on_the_device():
+def test_nvfp4_pairs_of_different_settings_share_a_read():
+    sizes, x = [65, 128, 0, 97], wide(300, 150, torch.bfloat16)
+    row, column = NVFP4(stochastic=True), NVFP4(rht=True, stochastic=True)
+    for g, w in zip(grouped(x.cuda(), sizes, row, column), grouped(x, sizes, row, column), strict=True):
+        assert_same_used(g, w)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_strided_and_expanded_rows_on_the_device(spec):
     sizes, base = [65, 128, 0, 97], wide(300, 300, torch.bfloat16)
     for view in (base.T, base[:, ::2], base[:1].expand(300, 300), base[:, :1].expand(300, 70)):
         moved = base.cuda().as_strided(view.shape, view.stride(), view.storage_offset())
-        for g, w in zip(grouped(moved, sizes), grouped(view, sizes), strict=True):
+        for g, w in zip(grouped(moved, sizes, spec, spec), grouped(view, sizes, spec, spec), strict=True):
             assert_same_used(g, w, view.stride())
 
 
 @pytest.mark.gpu
-def test_a_skip_flag_on_the_device_leaves_everything():
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_a_skip_flag_on_the_device_leaves_everything(spec):
     sizes, x = [65, 128, 0, 97], wide(300, 150, torch.bfloat16).cuda()
-    want = grouped(x, sizes)
-    pair, before = tuple(q.q for q in want), [t for q in want for t in used(q)]
-    given = Given(groups=want[0].groups, skip=torch.ones(1, device="cuda"))
-    Block1D().fill(3 * x, pair, given)
-    assert all(torch.equal(a, b) for a, b in zip(before, [t for q in want for t in used(q)], strict=True))
-    Block1D().fill(3 * x, pair, given._replace(skip=torch.zeros(1, device="cuda")))
-    for found, fresh in zip(want, grouped(3 * x, sizes), strict=True):
+    pair = grouped(x, sizes, spec, spec)
+    for q in pair:
+        poison(q.q)
+    before, given = [raw(t) for q in pair for t in q.tensors()], brought(x, spec)
+    fill_groups(3 * x, pair, given._replace(skip=torch.ones(1, device="cuda")))
+    assert all(torch.equal(a, raw(b)) for a, b in zip(before, (t for q in pair for t in q.tensors()), strict=True))
+    fill_groups(3 * x, pair, given._replace(skip=torch.zeros(1, device="cuda")))
+    for found, fresh in zip(pair, grouped(3 * x, sizes, spec, spec), strict=True):
         assert_same_used(found, fresh)
 
 
 @pytest.mark.gpu
-def test_nothing_waits_for_the_device():
-    x, splits = wide(300, 150, torch.bfloat16).cuda(), torch.tensor([65, 128, 0, 97], device="cuda")
-
-    def work() -> list[torch.Tensor]:
-        pair = quantize_groups(x, Block1D(), Block1D(), split(splits, 300))
-        return [q.dequantize() for q in pair]
-
-    for twin in ("triton", "reference"):
-        with backend.use(twin):
-            want = work()  # compiles
-            with no_waiting():
-                found = work()
-            assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_stacked_matrices_on_the_device(spec):
+    x = wide(4 * 200, 272, torch.bfloat16)
+    here, there = (equal(4, 200, torch.device(device)) for device in ("cpu", "cuda"))
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(here.tensors(), there.tensors(), strict=True))
+    want = quantize_groups(x, spec, spec, here, brought(x, spec))
+    got = quantize_groups(x.cuda(), spec, spec, there, brought(x.cuda(), spec))
+    for g, w in zip(got, want, strict=True):
+        assert_same_used(g, w)
 
 
 @pytest.mark.gpu
-def test_replays_follow_the_sizes():
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_nothing_waits_for_the_device(spec):
+    """Of the kernels: the references read the sizes."""
+    x, splits = wide(300, 150, torch.bfloat16).cuda(), torch.tensor([65, 128, 0, 97], device="cuda")
+    given, skip = brought(x, spec), torch.zeros(1, device="cuda")
+    if spec.takes_encode:
+        given = given._replace(encode=torch.ones(4, device="cuda"), observed=torch.zeros(4, device="cuda"))
+
+    def work() -> list[torch.Tensor]:
+        groups = split(splits, 300)
+        groups_amax(x, spec, spec, groups)
+        pair = quantize_groups(x, spec, spec, groups, given)
+        fill_groups(x, pair, given._replace(encode=None, observed=None, skip=skip))
+        return [q.dequantize() for q in pair]
+
+    want = work()  # compiles
+    with no_waiting():
+        found = work()
+        equal(4, 75, x.device)
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_replays_follow_the_sizes(spec):
     x, splits = wide(1100, 272, torch.bfloat16).cuda(), torch.tensor([300, 0, 212, 400], device="cuda")
+    given = brought(x, spec)
 
     def work() -> tuple[GroupedTensor | None, GroupedTensor | None]:
-        return quantize_groups(x, Block1D(), Block1D(), split(splits, 1100))
+        return quantize_groups(x, spec, spec, split(splits, 1100), given)
 
     work()
     graph = torch.cuda.CUDAGraph()
@@ -415,30 +912,31 @@ def test_replays_follow_the_sizes():
         x.copy_(wide(1100, 272, torch.bfloat16))
         x[sum(sizes) :] = float("nan")
         for q in pair:  # what an earlier replay left is no excuse
-            q.q.codes.view(torch.uint8).fill_(0x7F)
-            q.q.scale.fill_(float("nan"))
+            poison(q.q)
         graph.replay()
-        for found, want in zip(pair, grouped(x.cpu(), sizes), strict=True):
+        for found, want in zip(pair, grouped(x.cpu(), sizes, spec, spec), strict=True):
             assert_same_used(found, want, sizes)
 
 
 @pytest.mark.gpu
-def test_same_bits_a_hundred_times():
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_same_bits_a_hundred_times(spec):
     x, sizes = wide(1100, 272, torch.bfloat16).cuda(), [15, 1, 0, 1011]
-    first = grouped(x, sizes)
+    first = grouped(x, sizes, spec, spec)
     for _ in range(100):
-        for found, want in zip(grouped(x, sizes), first, strict=True):
+        for found, want in zip(grouped(x, sizes, spec, spec), first, strict=True):
             assert_same_used(found, want)
 
 
 @pytest.mark.gpu
-def test_offsets_beyond_two_to_the_31():
+@pytest.mark.parametrize("spec", KERNELS, ids=str)
+def test_offsets_beyond_two_to_the_31(spec):
     """The last group of more than 2^31 elements, against its rows alone."""
     rows, columns = 300_011, 7168
     x = torch.zeros(rows, columns, device="cuda", dtype=torch.bfloat16)
     x[-200:] = torch.randn(200, columns, device="cuda", dtype=torch.bfloat16)
-    row, column = grouped(x, [rows - 150, 0, 150])
-    want_row, want_column = Block1D().quantize_both(x[-150:])
-    for member, want in ((row.members()[2], want_row), (column.members()[2], want_column)):
-        assert torch.equal(member.codes.view(torch.uint8), want.codes.view(torch.uint8))
-        assert torch.equal(member.scale, want.scale)
+    pair = grouped(x, [rows - 150, 0, 150], spec, spec)
+    alone = quantize_pair(x[-150:], spec, spec, brought(x, spec))
+    for found, want in zip(pair, alone, strict=True):
+        for a, b in zip(found.members()[2].tensors(), want.tensors(), strict=True):
+            assert torch.equal(raw(a), raw(b))

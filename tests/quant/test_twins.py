@@ -96,7 +96,7 @@ def test_every_configuration_of_the_amax_finds_the_same(kernel):
             if kernel == "tile":
                 assert torch.equal(module.tensor_amax(x.cuda(), None, config).cpu(), x.abs().amax().float().view(1, 1))
             else:
-                row, column = module.amax(x.cuda(), Rowwise(), Rowwise(), None, config)
+                row, column = module.amax(x.cuda(), Rowwise(), Rowwise(), None, config=config)
                 assert torch.equal(row.cpu(), x.abs().amax(1, keepdim=True).float())
                 assert torch.equal(column.cpu(), x.T.abs().amax(1, keepdim=True).float())
 

@@ -3,8 +3,12 @@
 ms          one eager step after another, gradients dropped between them
 graph ms    the same step replayed from a CUDA graph: what the device alone takes
 of bf16     ms / that of torch's grouped GEMM in bf16, in the same column
-TFLOP/s     of each of the three GEMMs alone, codes given; rows that are no token's do not count
-quantize    of x, w and dy alone
+TFLOP/s     of each of the three GEMMs alone, codes given, into memory that is there; rows that are no token's do not
+            count
+quantize    of x, w and dy alone, both orientations
+of floor    graph ms / the least it can take: GEMMs at 1250 TFLOP/s and every byte that must move at 4.2 TB/s
+
+"cached" reuses the codes of the weights, as every microbatch of a step but the first does.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -21,12 +25,14 @@ from octavo.cli.bench.step import training_step
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms
 from octavo.kernels import grouped_gemm
 from octavo.modules import GroupedLinear
-from octavo.quant import Block1D, Block2D
 from octavo.quant.grouped import quantize_groups
-from octavo.quant.groups import split
+from octavo.quant.groups import Groups, equal, split
+from octavo.quant.quantizer import Given
+from octavo.recipes import LinearQuant, recipe
 
 SHAPES = ((8, 16384, 4096, 14336), (64, 32768, 2048, 2048), (128, 65536, 4096, 1536))  # experts, tokens, in, out
-RECIPES = ("fp8-block",)
+RECIPES = ("bf16", "fp8-delayed", "fp8-block", "fp8-current", "fp8-rowwise")
+FLOOR = (1250e9, 4.2e9)  # FLOPs and bytes in a millisecond
 
 Shape = tuple[int, int, int, int]
 Layer = Callable[[Tensor], Tensor]
@@ -41,7 +47,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 def measure(arguments: Namespace) -> dict[str, Any]:
     shapes = [tuple(map(int, s.split(","))) for s in arguments.shape or ()] or list(SHAPES)
     makers: dict[str, Callable[[Tensor, int, int], nn.Module]] = {"grouped_mm bf16": Stock}
-    makers |= {f"octavo {name}": partial(_low, recipe=name) for name in arguments.recipes.split(",")}
+    for name in arguments.recipes.split(","):
+        makers[f"octavo {name}"] = partial(_low, recipe=name)
+        if recipe(name).linear().fprop.right is not None:
+            makers[f"octavo {name}, cached"] = partial(_low, recipe=name, cached=True)
+    quantized = [name for name in arguments.recipes.split(",") if recipe(name).linear().fprop.left is not None]
     if not arguments.no_peers:
         makers |= peers.grouped()
     return {
@@ -51,7 +61,7 @@ def measure(arguments: Namespace) -> dict[str, Any]:
         "bias": False,
         "peers": peers.versions(),
         "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
-        "shapes": [_shape_report(shape, makers) for shape in shapes],  # type: ignore[arg-type]
+        "shapes": [_shape_report(shape, makers, quantized) for shape in shapes],  # type: ignore[arg-type]
     }
 
 
@@ -78,21 +88,23 @@ class Stock(nn.Module):
 class _Bound(nn.Module):
     """A GroupedLinear with its splits."""
 
-    def __init__(self, layer: GroupedLinear, splits: Tensor) -> None:
+    def __init__(self, layer: GroupedLinear, splits: Tensor, cached: bool) -> None:
         super().__init__()
-        self.layer, self.splits = layer, splits
+        self.layer, self.splits, self.first = layer, splits, False if cached else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(x, self.splits)
+        y: Tensor = self.layer(x, self.splits, self.first)
         return y
 
 
-def _low(splits: Tensor, k: int, n: int, recipe: str) -> nn.Module:
+def _low(splits: Tensor, k: int, n: int, recipe: str, cached: bool = False) -> nn.Module:
     layer = GroupedLinear(len(splits), k, n, bias=False, device="cuda", dtype=torch.bfloat16, recipe=recipe)
-    return _Bound(layer, splits)
+    return _Bound(layer, splits, cached)
 
 
-def _shape_report(shape: Shape, makers: dict[str, Callable[[Tensor, int, int], nn.Module]]) -> dict[str, Any]:
+def _shape_report(
+    shape: Shape, makers: dict[str, Callable[[Tensor, int, int], nn.Module]], recipes: list[str]
+) -> dict[str, Any]:
     experts, tokens, k, n = shape
     splits = uneven(experts, tokens).cuda()
     x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -107,32 +119,71 @@ def _shape_report(shape: Shape, makers: dict[str, Callable[[Tensor, int, int], n
         results.append(row)
         del module, step
         torch.cuda.empty_cache()
+    floor = _floor_ms(shape)
     for row in results:
         row["of_bf16"] = row["ms"] / results[0]["ms"]
         if "graph_ms" in row:
             row["graph_of_bf16"] = row["graph_ms"] / results[0]["graph_ms"]
-    parts = {name: device_ms(call)[0] for name, call in _parts(shape, splits, x.detach(), dy).items()}
-    return {"shape": list(shape), "splits": splits.tolist(), "results": results, "parts_ms": parts}
+            row["of_floor"] = row["graph_ms"] / floor
+    parts = {"octavo bf16": _timed(_plain_parts(shape, splits, x.detach(), dy))}
+    for name in recipes:
+        parts[f"octavo {name}"] = _timed(_parts(recipe(name).linear(), shape, splits, x.detach(), dy))
+        torch.cuda.empty_cache()
+    return {"shape": list(shape), "splits": splits.tolist(), "floor_ms": floor, "results": results, "parts_ms": parts}
 
 
-def _parts(shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> dict[str, Callable[[], object]]:
-    """What an fp8-block step is made of, into buffers that are there."""
+def _timed(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    return {name: device_ms(call)[0] for name, call in calls.items()}
+
+
+def _floor_ms(shape: Shape) -> float:
+    """Three GEMMs, and the casts: x, dy and w read once in bf16, and written as codes both ways."""
     experts, tokens, k, n = shape
-    activation, weights = Block1D(), Block2D()
+    moved = 4 * (tokens * k + tokens * n + experts * n * k)
+    return 3 * 2 * tokens * k * n / FLOOR[0] + moved / FLOOR[1]
+
+
+def _parts(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> dict[str, Callable[[], object]]:
+    """What a step is made of, into buffers that are there."""
+    experts, tokens, k, n = shape
     w = torch.randn(experts * n, k, device="cuda", dtype=torch.bfloat16)
-    groups = split(splits, tokens)
-    (xr, xc), (dr, dc) = (quantize_groups(t, activation, activation, groups) for t in (x, dy))
-    wr, wc = weights.quantize_both(w)
+    groups, stacked = split(splits, tokens), equal(experts, n, x.device)
+    of_x, of_w, of_dy = (
+        (quant.fprop.left, quant.wgrad.right), (quant.fprop.right, quant.dgrad.right),
+        (quant.dgrad.left, quant.wgrad.left),
+    )  # fmt: skip
+
+    def cast(t: Tensor, pair: Any, of: Groups) -> Any:
+        return quantize_groups(t, pair[0], pair[1], of, given)
+
+    # delayed scaling, alone of all, is given its multipliers and measures amaxes on the way
+    delayed = quant.dgrad.left is not None and quant.dgrad.left.takes_encode and "E5M2" in quant.dgrad.left.key
+    one = torch.ones(experts, device="cuda")
+    given = Given(encode=one, observed=torch.zeros_like(one)) if delayed else Given()
+    (xr, xc), (wr, wc), (dr, dc) = cast(x, of_x, groups), cast(w, of_w, stacked), cast(dy, of_dy, groups)
     y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w).view(experts, n, k)
-    assert xr is not None and xc is not None and dr is not None and dc is not None
+    height = wr.q.rows // experts
     return {
         "split": lambda: split(splits, tokens),
-        "quantize x": lambda: quantize_groups(x, activation, activation, groups),
-        "quantize w": lambda: weights.quantize_both(w),
-        "quantize dy": lambda: quantize_groups(dy, activation, activation, groups),
-        "fprop": lambda: grouped_gemm.rows(xr, wr, y, height=n),
-        "dgrad": lambda: grouped_gemm.rows(dr, wc, dx, height=n, along="columns"),
+        "quantize x": lambda: cast(x, of_x, groups),
+        "quantize w": lambda: cast(w, of_w, stacked),
+        "quantize dy": lambda: cast(dy, of_dy, groups),
+        "fprop": lambda: grouped_gemm.rows(xr, wr.q, y, height=height),
+        "dgrad": lambda: grouped_gemm.rows(dr, wc.q, dx, height=height, along="columns"),
         "wgrad": lambda: grouped_gemm.depth(dc, xc, dw),
+    }
+
+
+def _plain_parts(shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> dict[str, Callable[[], object]]:
+    experts, tokens, k, n = shape
+    w = torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16)
+    groups = split(splits, tokens)
+    y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
+    return {
+        "split": lambda: split(splits, tokens),
+        "fprop": lambda: grouped_gemm.plain_rows(x, w, y, groups),
+        "dgrad": lambda: grouped_gemm.plain_rows(dy, w.transpose(1, 2), dx, groups),
+        "wgrad": lambda: grouped_gemm.plain_depth(dy, x, dw, groups),
     }
 
 
@@ -148,19 +199,24 @@ def render(report: dict[str, Any]) -> str:
                 f"{r['graph_ms']:.3f}" if "graph_ms" in r else "-",
                 f"{r['of_bf16']:.2f}",
                 f"{r['graph_of_bf16']:.2f}" if "graph_ms" in r else "-",
+                f"{r['of_floor']:.2f}" if "of_floor" in r else "-",
             ]
             for r in entry["results"]
         ]
         sizes = entry["splits"]
         title = f"{experts} experts of {min(sizes)} to {max(sizes)} tokens, {tokens} in all, {k} -> {n}"
-        body = table.render(("case", "ms", "graph ms", "of bf16", "graph of bf16"), rows)
-        parts.append(f"{title}\n{body}\n{_line(entry)}")
+        body = table.render(("case", "ms", "graph ms", "of bf16", "graph of bf16", "of floor"), rows)
+        parts.append(f"{title}\n{body}\n{_rates(entry)}")
     return "\n\n".join(parts)
 
 
-def _line(entry: dict[str, Any]) -> str:
+def _rates(entry: dict[str, Any]) -> str:
+    """The GEMMs' and the casts' own table."""
     _, tokens, k, n = entry["shape"]
-    ms = entry["parts_ms"]
-    rates = ", ".join(f"{name} {2 * tokens * k * n / ms[name] / 1e9:.0f}" for name in ("fprop", "dgrad", "wgrad"))
-    rest = ", ".join(f"{name.removeprefix('quantize ')} {ms[name]:.3f}" for name in ms if name.startswith("quantize"))
-    return f"fp8-block alone: TFLOP/s {rates}; quantize, ms: {rest}; layout of the groups {ms['split']:.3f}"
+    rows = []
+    for case, ms in entry["parts_ms"].items():
+        rates = [f"{2 * tokens * k * n / ms[name] / 1e9:.0f}" for name in ("fprop", "dgrad", "wgrad")]
+        casts = [f"{ms[f'quantize {t}']:.3f}" if f"quantize {t}" in ms else "-" for t in ("x", "w", "dy")]
+        rows.append([case, *rates, *casts, f"{ms['split']:.3f}"])
+    names = ("alone", "fprop TFLOP/s", "dgrad", "wgrad", "quantize x, ms", "w", "dy", "groups")
+    return table.render(names, rows)

@@ -31,7 +31,7 @@ CONFIGS: dict[int, tuple[Config, ...]] = {  # by how far a scale reaches along K
     32: ((128, 128, 64, 8, 2), (64, 64, 64, 4, 2)),
     16: ((128, 128, 64, 8, 2), (64, 64, 64, 4, 2)),
 }
-_SCALES = {None: "float32", E8M0: "e8m0", E4M3: "e4m3"}
+SCALES = {None: "float32", E8M0: "e8m0", E4M3: "e4m3"}
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _scale_values(stored, KIND: tl.constexpr):
 
 
 @triton.jit
-def _operand(
+def operand(
     codes, scale, rows, first, COUNT, K, row_stride, scale_row_stride, scale_block_stride,
     REACH: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
     R: tl.constexpr, BK: tl.constexpr,
@@ -89,7 +89,7 @@ def _operand(
 
 
 @triton.jit
-def _row_scales(scale, rows, block, COUNT, row_stride, block_stride, SCALE_ROWS: tl.constexpr):
+def row_scales(scale, rows, block, COUNT, row_stride, block_stride, SCALE_ROWS: tl.constexpr):
     """float32 [R]: the scale of each row in one block of columns. SCALE_ROWS 0: one scale for all rows."""
     if SCALE_ROWS == 0:
         at = rows * 0 + tl.cast(block, tl.int64) * block_stride
@@ -110,25 +110,25 @@ def _gemm_kernel(
     rows, columns = pm * BM + tl.arange(0, BM), pn * BN + tl.arange(0, BN)
     total = tl.zeros((BM, BN), tl.float32)
     for first in range(0, K, BK):
-        left = _operand(
+        left = operand(
             a, a_scale, rows, first, M, K, a_stride, a_scale_row, a_scale_block,
             REACH, A_ROWS, KIND, PACKED, BM, BK,
         )  # fmt: skip
-        right = _operand(
+        right = operand(
             b, b_scale, columns, first, N, K, b_stride, b_scale_row, b_scale_block,
             REACH, B_ROWS, KIND, PACKED, BN, BK,
         )  # fmt: skip
         if REACH == 128:
             block = first // 128
             partial = tl.dot(left, tl.trans(right))
-            sa = _row_scales(a_scale, rows, block, M, a_scale_row, a_scale_block, A_ROWS)
-            sb = _row_scales(b_scale, columns, block, N, b_scale_row, b_scale_block, B_ROWS)
+            sa = row_scales(a_scale, rows, block, M, a_scale_row, a_scale_block, A_ROWS)
+            sb = row_scales(b_scale, columns, block, N, b_scale_row, b_scale_block, B_ROWS)
             total += (partial * sa[:, None]) * sb[None, :]
         else:
             total = tl.dot(left, tl.trans(right), total)
     if REACH == 0:
-        sa = _row_scales(a_scale, rows, 0, M, a_scale_row, 0, A_ROWS)
-        sb = _row_scales(b_scale, columns, 0, N, b_scale_row, 0, B_ROWS)
+        sa = row_scales(a_scale, rows, 0, M, a_scale_row, 0, A_ROWS)
+        sb = row_scales(b_scale, columns, 0, N, b_scale_row, 0, B_ROWS)
         total = (total * sa[:, None]) * sb[None, :]
     if a_global is not None:
         total *= tl.load(a_global) * tl.load(b_global)
@@ -155,7 +155,7 @@ def _gemm_launch(a: Quantizer, b: Quantizer, sizes: tuple[int, ...], config: Con
     bm, bn, bk, warps, stages = config
     return Launch(
         _gemm_kernel, triton.cdiv(sizes[0], bm) * triton.cdiv(sizes[1], bn), sizes, num_warps=warps, num_stages=stages,
-        REACH=a.block[1] or 0, A_ROWS=a.block[0] or 0, B_ROWS=b.block[0] or 0, KIND=_SCALES[a.scale_format],
+        REACH=a.block[1] or 0, A_ROWS=a.block[0] or 0, B_ROWS=b.block[0] or 0, KIND=SCALES[a.scale_format],
         PACKED=a.fmt.packed == 2, BM=bm, BN=bn, BK=bk,
     )  # fmt: skip
 

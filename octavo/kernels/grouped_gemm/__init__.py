@@ -3,60 +3,89 @@
     rows    y[g]  = a[g] · b[g]ᵀ + bias[g]     fprop and dgrad: as many rows as the group has
     depth   dw[g] = dy[g]ᵀ · x[g]              wgrad: contracted over the rows of the group; zeros for an empty one
 
-They write where they are told to: rows of the tail are left as they were, whatever they hold. Stacked matrices b are
-one QTensor, in which group g's begins `height` rows (fprop: w's row codes) or columns (dgrad: w's column codes) after
-the one before, a multiple of 128.
+They write where they are told to: rows of the tail are left as they were, whatever they hold. With `scales`, one number
+a packed row, the bias of a row is multiplied by its own; products and sums are in float32 until the one rounding to
+out's dtype. Stacked matrices b are one QTensor, in which group g's begins `height` rows (fprop: w's row codes) or
+columns (dgrad: w's column codes) after the one before, a multiple of 128.
 
-On a GPU these are kernels for Hopper; elsewhere the reference, which reads the sizes of the groups on the host.
+Three routes, one meaning, as `octavo.kernels.gemm` has them:
+
+    native      kernels for Hopper: FP8 codes with float32 scales, and unquantized rows in sixteen bits
+    emulated    Triton, on any GPU that it serves: all the others
+    reference   group by group in float64, anywhere: reads the sizes of the groups on the host
 """
-
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from octavo import backend
-from octavo.errors import UnsupportedConfig, UnsupportedHardware, UnsupportedShape, check_choice
-from octavo.formats import E5M2
-from octavo.quant.blocks import Block
+from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape, check_choice
+from octavo.formats import FLOATS
+from octavo.kernels import gemm
+from octavo.kernels.grouped_gemm import native
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Quantizer
 
 
 def rows(
-    a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None = None, *, height: int, along: str = "rows"
+    a: GroupedTensor,
+    b: QTensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    scales: Tensor | None = None,
+    *,
+    height: int,
+    along: str = "rows",
 ) -> Tensor:
     """Fill `out` [rows, N]: fprop with `along="rows"`, dgrad with `along="columns"`: where b's matrices are stacked."""
     check_choice(along, ("rows", "columns"), what="along")
-    _check(a.q, b, (BLOCK, BLOCK), out)
+    gemm._check_pair(a.q, b)
+    _check_out(out)
     if height % BLOCK:
         raise UnsupportedConfig(f"Stacked matrices begin at multiples of {BLOCK}, got a height of {height}. Pad them.")
     if out.numel() and a.groups.padded:
-        bias = None if bias is None else bias.contiguous()
-        _twin(out).rows(a, b, out, bias, (height, 0) if along == "rows" else (0, height))
+        backend.twin(__name__, out).rows(a, b, out, *_dense(bias, scales), height, along)
     return out
 
 
 def depth(a: GroupedTensor, b: GroupedTensor, out: Tensor, *, accumulate: bool = False) -> Tensor:
-    """Fill `out` [G, N, K], or add to it."""
-    _check(a.q, b.q, (1, BLOCK), out)
+    """Fill `out` [G, N, K], or add to it. Codes may have more rows than N and K."""
+    gemm._check_pair(a.q, b.q)
+    _check_out(out)
     if a.groups.padded == 0:  # not one row, so not one step of a contraction
         return out if accumulate else out.zero_()
     if out.numel():
-        _twin(out).depth(a, b, out, accumulate)
+        backend.twin(__name__, out).depth(a, b, out, accumulate)
     return out
 
 
-def plain_rows(a: Tensor, b: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-    """[rows, N] of unquantized a [rows, K] and b [G, N, K]; rows of the tail are undefined."""
-    found: Tensor = backend.twin(__name__, a).plain_rows(a, b, bias, groups)
-    return found
+def plain_rows(
+    a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor | None = None, scales: Tensor | None = None
+) -> Tensor:
+    """`rows` of unquantized a [rows, K] and b [G, N, K], of any strides."""
+    _check_plain(a, b, out)
+    if out.numel():
+        backend.twin(__name__, out).plain_rows(a, b, out, groups, *_dense(bias, scales))
+    return out
 
 
-def plain_depth(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
-    """[G, N, K] of unquantized a [rows, N] and b [rows, K]."""
-    found: Tensor = backend.twin(__name__, a).plain_depth(a, b, groups)
+def plain_depth(a: Tensor, b: Tensor, out: Tensor, groups: Groups, *, accumulate: bool = False) -> Tensor:
+    """`depth` of unquantized a [rows, N] and b [rows, K]."""
+    _check_plain(a, b, out)
+    if groups.rows == 0:
+        return out if accumulate else out.zero_()
+    if out.numel():
+        backend.twin(__name__, out).plain_depth(a, b, out, groups, accumulate)
+    return out
+
+
+def fresh_depth(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    """The same in a tensor of its own, which spares a copy where torch's GEMM makes one."""
+    if groups.rows == 0 or a.shape[1] * b.shape[1] == 0:
+        return torch.zeros(groups.number, a.shape[1], b.shape[1], dtype=dtype, device=a.device)
+    found: Tensor = backend.twin(__name__, a).fresh_depth(a, b, groups, dtype)
     return found
 
 
@@ -67,30 +96,36 @@ def zero_tail(out: Tensor, groups: Groups) -> None:
         backend.twin(__name__, out).zero_tail(out, groups)
 
 
-def column_sums_of(dy: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """[rows, N] -> [G, N]: each group's sums, in one order whatever runs beside it."""
-    found: Tensor = backend.twin(__name__, dy).column_sums(dy, groups, dtype)
+def column_sums_of(dy: Tensor, groups: Groups, dtype: torch.dtype, scales: Tensor | None = None) -> Tensor:
+    """[rows, N] -> [G, N]: each group's sums of dy[t], or of dy[t] * scales[t], in one order whatever runs beside."""
+    scales = None if scales is None else scales.contiguous()
+    found: Tensor = backend.twin(__name__, dy).column_sums(dy, groups, dtype, scales)
     return found
 
 
-def _twin(out: Tensor) -> ModuleType:
-    if backend.choose(out.device) == "triton" and torch.cuda.get_device_capability(out.device)[0] != 9:
-        raise UnsupportedHardware(
-            f"Grouped FP8 GEMMs are written for Hopper (SM90), {torch.cuda.get_device_name(out.device)} is not. "
-            "Call octavo.backend.use('reference') to run plain torch."
-        )
-    return backend.twin(__name__, out)
+def bias_products(dy: Tensor, bias: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    """[rows]: each row of dy by its group's bias [G, N], the gradient of `scales`; zero in the tail."""
+    if dy.numel() == 0:
+        return torch.zeros(dy.shape[0], dtype=dtype, device=dy.device)
+    found: Tensor = backend.twin(__name__, dy).bias_products(dy, bias.contiguous(), groups, dtype)
+    return found
 
 
-def _check(a: QTensor, b: QTensor, block: Block, out: Tensor) -> None:
-    if a.spec.block != (1, BLOCK) or b.spec.block != block:
-        raise UnsupportedConfig(
-            f"This grouped GEMM multiplies 1x128 blocks by {block[0]}x{block[1]} ones in this version, got {a.spec} by "
-            f"{b.spec}. Use fp8-block."
-        )
-    if a.spec.fmt == E5M2 and b.spec.fmt == E5M2:
-        raise UnsupportedConfig("No chip multiplies E5M2 by E5M2. Keep one operand in E4M3.")
-    _check_out(out)
+def route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str:
+    """ "native", "emulated" or "reference": how operands of such quantizers are multiplied there; None stands for an
+    unquantized one. Pairs are taken for what recipes use them for: 1x128 blocks on both sides for `depth`."""
+    if backend.choose(device) == "reference":
+        return "reference"
+    if a is None or b is None:
+        return "native"
+    return "native" if native.rows(a, b, device) or native.depth(a, b, device) else "emulated"
+
+
+def _dense(bias: Tensor | None, scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Contiguous, as kernels read them; scales of no bias are nobody's."""
+    if bias is None:
+        return None, None
+    return bias.contiguous(), None if scales is None else scales.contiguous()
 
 
 def _check_out(out: Tensor) -> None:
@@ -100,4 +135,16 @@ def _check_out(out: Tensor) -> None:
         )
 
 
-__all__ = ["column_sums_of", "depth", "plain_depth", "plain_rows", "rows", "zero_tail"]
+def _check_plain(a: Tensor, b: Tensor, out: Tensor) -> None:
+    if a.dtype != b.dtype or any(t.dtype not in FLOATS for t in (a, out)):
+        raise UnsupportedDtype(
+            "Unquantized groups are float32, bfloat16 or float16, both operands alike; got "
+            f"{a.dtype} by {b.dtype} to {out.dtype}. Cast them first."
+        )
+    _check_out(out)
+
+
+__all__ = [
+    "bias_products", "column_sums_of", "depth", "fresh_depth", "plain_depth", "plain_rows", "route", "rows",
+    "zero_tail",
+]  # fmt: skip

@@ -6,33 +6,43 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.gemm.reference import gemm
-from octavo.quant.grouped import GroupedTensor
-from octavo.quant.groups import BLOCK, Groups
+from octavo.quant.grouped import GroupedTensor, member
+from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
 
 
-def rows(a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, apart: tuple[int, int]) -> None:
-    starts = a.groups.start.tolist()
-    for g, left in enumerate(a.members()):
-        right = _stacked(b, g, apart, out.shape[1], left.columns)
-        y = gemm(left, right, out.dtype, None if bias is None else bias[g])
-        out[starts[g] : starts[g + 1]] = y
-
-
-def _stacked(b: QTensor, g: int, apart: tuple[int, int], rows: int, columns: int) -> QTensor:
-    """Group g's matrix [rows, columns]."""
-    down, across = g * apart[0], g * apart[1]
-    height = b.spec.block[0] or 1
-    first, last = down // height, -(-(down + rows) // height)
-    blocks = slice(across // BLOCK, -(-(across + columns) // BLOCK))
-    codes = b.codes[down : down + rows, across : across + columns]
-    return QTensor(codes, b.scale[first:last, blocks], b.spec, (rows, columns), b.dtype)
+def rows(
+    a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, scales: Tensor | None, height: int, along: str
+) -> None:
+    for g, (left, (first, end)) in enumerate(zip(a.members(), _ranges(a.groups), strict=True)):
+        if along == "rows":
+            right = member(b, "row", g, g * height, out.shape[1])
+        else:
+            right = _first(member(b, "column", g, g * height, left.columns), out.shape[1])
+        out[first:end] = gemm(left, right, out.dtype, _bias(bias, scales, g, first, end))
 
 
 def depth(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
     n, k = out.shape[1:]
     for g, (left, right) in enumerate(zip(a.members(), b.members(), strict=True)):
-        dw = gemm(left[:n], right[:k], out.dtype, None)
+        dw = gemm(_first(left, n), _first(right, k), out.dtype, None) if left.columns else torch.zeros_like(out[g])
+        out[g] = out[g] + dw if accumulate else dw
+
+
+def _first(q: QTensor, rows: int) -> QTensor:
+    """The rows that there are: what follows is there for the copies of tiles alone, and may share a block with them."""
+    scale = q.scale if q.spec.block[0] is None else q.scale[: -(-rows // q.spec.block[0])]
+    return QTensor(q.codes[:rows], scale, q.spec, (rows, q.columns), q.dtype, q.global_scale)
+
+
+def plain_rows(a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor | None, scales: Tensor | None) -> None:
+    for g, (first, end) in enumerate(_ranges(groups)):
+        out[first:end] = gemm(a[first:end], b[g], out.dtype, _bias(bias, scales, g, first, end))
+
+
+def plain_depth(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: bool) -> None:
+    for g, (first, end) in enumerate(_ranges(groups)):
+        dw = gemm(a[first:end].T, b[first:end].T, out.dtype, None)
         out[g] = out[g] + dw if accumulate else dw
 
 
@@ -40,19 +50,30 @@ def zero_tail(out: Tensor, groups: Groups) -> None:
     out[int(groups.start[-1]) :] = 0
 
 
-def column_sums(dy: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    starts = groups.start.tolist()
-    sums = [dy[a:b].sum(0, dtype=torch.float64) for a, b in pairwise(starts)]
-    return torch.stack(sums).to(dtype)
+def column_sums(dy: Tensor, groups: Groups, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
+    rows = dy.double() if scales is None else dy.double() * scales.double()[:, None]
+    return torch.stack([rows[first:end].sum(0) for first, end in _ranges(groups)]).to(dtype)
 
 
-def plain_rows(a: Tensor, b: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-    out = a.new_zeros(a.shape[0], b.shape[1])
-    for g, (first, end) in enumerate(pairwise(groups.start.tolist())):
-        out[first:end] = gemm(a[first:end], b[g], a.dtype, None if bias is None else bias[g])
+def bias_products(dy: Tensor, bias: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    out = torch.zeros(dy.shape[0], dtype=dtype, device=dy.device)
+    for g, (first, end) in enumerate(_ranges(groups)):
+        out[first:end] = (dy[first:end].double() @ bias[g].double()).to(dtype)
     return out
 
 
-def plain_depth(a: Tensor, b: Tensor, groups: Groups) -> Tensor:
-    parts = [gemm(a[first:end].T, b[first:end].T, a.dtype, None) for first, end in pairwise(groups.start.tolist())]
-    return torch.stack(parts)
+def _ranges(groups: Groups) -> list[tuple[int, int]]:
+    return list(pairwise(groups.start.tolist()))
+
+
+def _bias(bias: Tensor | None, scales: Tensor | None, g: int, first: int, end: int) -> Tensor | None:
+    """Group g's: [N], or [rows, N] where every row has it scaled."""
+    if bias is None or scales is None:
+        return None if bias is None else bias[g]
+    return scales[first:end, None].float() * bias[g].float()
+
+
+def fresh_depth(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(groups.number, a.shape[1], b.shape[1], dtype=dtype, device=a.device)
+    plain_depth(a, b, out, groups, False)
+    return out

@@ -20,7 +20,6 @@ class _Blocks(Quantizer):
     scale: str
     eps: float
     package = __name__
-    takes_groups = True
 
     @property
     def pow2(self) -> bool:

@@ -15,7 +15,7 @@ from octavo.quant.blocks import is_square
 from octavo.quant.maxima import amax as amax
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given
-from octavo.quant.tile import Config, Variant, amax_along, amax_bits, encode_scale, tile_index
+from octavo.quant.tile import Config, Variant, amax_along, amax_bits, encode_scale, group_tile, tile_index
 
 CONFIGS = (Config(BLOCK, BLOCK, 8), Config(BLOCK, BLOCK, 4))
 
@@ -57,13 +57,12 @@ def _cast_kernel(
         if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, TILE)
-    if source is not None:  # rows in groups: this block of them begins elsewhere, and may be short
-        first, count = gl.load(source + pm), gl.load(live + pm)
-        if count == 0:
+    first, end = pm * TILE, M
+    if source is not None:
+        first, end, used = group_tile(source, live, pm * TILE, M)
+        if used == 0:
             return
-        v = dual.load_tile(x, first + count, K, stride_m, stride_k, first, pk * TILE, TILE, TILE, W)
-    else:
-        v = dual.load_tile(x, M, K, stride_m, stride_k, pm * TILE, pk * TILE, TILE, TILE, W)
+    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * TILE, TILE, TILE, W)
     if row is not None:
         _orientation(
             v, row, row_scale, row_amax, M, K, pm * TILE, pk, row_stride, row_block_stride,
@@ -79,11 +78,10 @@ def _cast_kernel(
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     spec = tile.spec_of(_Blocks, row, column)
     strides = (*x.stride(), *tile.scale_strides(row), *tile.scale_strides(column))
-    groups = given.groups
-    shape = x.shape if groups is None else (groups.padded, x.shape[1])
-    _cast_launch(spec, shape, strides, x.dtype, config)(
+    _, *where = tile.pointers_of(given.groups)
+    _cast_launch(spec, tile.shape_inside(x, given.groups), strides, x.dtype, config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *given.amax, given.skip, *((None, None) if groups is None else (groups.source, groups.live)),
+        *given.amax, given.skip, *where,
     )  # fmt: skip
 
 

@@ -68,8 +68,19 @@ def split(splits: Tensor, rows: int) -> Groups:
     """Groups of these sizes, one element each, in a tensor of `rows` rows. Nothing is read on the host."""
     _check(splits, rows)
     made = tuple(p.empty() for p in protos(rows, splits.shape[0], splits.device))
-    backend.twin(__name__, splits).split(splits, rows, *made)
+    backend.twin(__name__, splits).split(splits, 0, rows, *made)
     return Groups._make((*made, rows))
+
+
+def equal(number: int, size: int, device: torch.device) -> Groups:
+    """Groups of one size each, which is known here: a stack of matrices [number * size, K]. They fill their blocks and
+    have no tail, so that group g begins inside at g times the size rounded up to whole blocks."""
+    _check_number(number, number * size)
+    blocks = number * (-(-size // BLOCK))
+    sizes = (number + 1, number + 1, blocks, blocks, blocks)
+    made = torch.empty(sum(sizes), dtype=torch.int32, device=device).split_with_sizes(sizes)
+    backend.twin(__name__, made[0]).split(None, size, number * size, *made)
+    return Groups._make((*made, number * size))
 
 
 def _check(splits: Tensor, rows: int) -> None:
@@ -77,12 +88,18 @@ def _check(splits: Tensor, rows: int) -> None:
         raise UnsupportedDtype(f"Group sizes are a tensor, got {type(splits).__name__}. Use torch.as_tensor first.")
     if splits.dtype not in (torch.int32, torch.int64):
         raise UnsupportedDtype(f"Group sizes are int32 or int64, got {splits.dtype}. Use splits.to(torch.int32).")
-    if splits.dim() != 1 or not 1 <= splits.shape[0] <= MAX_GROUPS:
+    if splits.dim() != 1:
         raise UnsupportedShape(
             f"Group sizes are a vector of 1 to {MAX_GROUPS} elements, got {tuple(splits.shape)}. "
             "Give one size for each group."
         )
     if splits.device.type == "meta":
         raise UnsupportedDevice("Group sizes on the meta device have no values. Put them on the device of x.")
+    _check_number(splits.shape[0], rows)
+
+
+def _check_number(number: int, rows: int) -> None:
+    if not 1 <= number <= MAX_GROUPS:
+        raise UnsupportedShape(f"There are 1 to {MAX_GROUPS} groups, got {number}. Give one size for each group.")
     if rows >= 2**31 - BLOCK * (MAX_GROUPS + 1):
         raise UnsupportedShape(f"Rows are counted in 32 bits, got {rows}. Run them in pieces.")

@@ -6,7 +6,12 @@ from torch import Tensor
 from octavo.quant.groups import BLOCK, Groups
 
 
-def split(splits: Tensor, rows: int, start: Tensor, block: Tensor, owner: Tensor, source: Tensor, live: Tensor) -> None:
+def split(
+    splits: Tensor | None, each: int, rows: int, start: Tensor, block: Tensor, owner: Tensor, source: Tensor,
+    live: Tensor,
+) -> None:  # fmt: skip
+    if splits is None:  # all of one size
+        splits = torch.full((start.shape[0] - 1,), each, device=start.device)
     ends = splits.long().clamp(0, rows).cumsum(0).clamp_max(rows)
     begins = torch.cat((ends.new_zeros(1), ends[:-1]))
     last = ((ends - begins + BLOCK - 1) // BLOCK).cumsum(0)

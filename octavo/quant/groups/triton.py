@@ -1,4 +1,4 @@
-"""The layout of groups in one launch of one program: there are a few hundred numbers."""
+"""The layout of groups in one launch. Every program sums up all sizes, and places some of the blocks."""
 
 from functools import lru_cache
 
@@ -13,17 +13,21 @@ from octavo.quant.groups import BLOCK
 from octavo.quant.tile import Variant
 
 _WORK = 4096  # comparisons of blocks with groups at a time: more would not fit in registers
+_PROGRAMS = 128
 
 
 @triton.jit
 def _split_kernel(
-    splits, start, block, owner, source, live,
-    ROWS, G, B,
+    start, block, owner, source, live, splits,
+    ROWS, G, B, EACH,
     SIZE: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     g = tl.arange(0, GROUPS)
     inside = g < G
-    n = tl.load(splits + g, mask=inside, other=0).to(tl.int64)
+    if splits is None:  # all of one size
+        n = tl.where(inside, EACH, 0).to(tl.int64)
+    else:
+        n = tl.load(splits + g, mask=inside, other=0).to(tl.int64)
     n = tl.where(n < 0, 0, tl.where(n < ROWS, n, ROWS))  # so that no sum of them overflows
     total = tl.cumsum(n, 0)
     ends = tl.where(total < ROWS, total, ROWS)
@@ -31,11 +35,12 @@ def _split_kernel(
     blocks = (ends - begins + SIZE - 1) // SIZE
     last = tl.cumsum(blocks, 0)
     first = last - blocks
-    tl.store(start + g, begins.to(tl.int32), mask=inside)
-    tl.store(block + g, first.to(tl.int32), mask=inside)
-    tl.store(start + G, tl.max(ends, 0).to(tl.int32))
-    tl.store(block + G, tl.max(last, 0).to(tl.int32))
-    for chunk in range(0, B, CHUNK):
+    if tl.program_id(0) == 0:
+        tl.store(start + g, begins.to(tl.int32), mask=inside)
+        tl.store(block + g, first.to(tl.int32), mask=inside)
+        tl.store(start + G, tl.max(ends, 0).to(tl.int32))
+        tl.store(block + G, tl.max(last, 0).to(tl.int32))
+    for chunk in range(tl.program_id(0) * CHUNK, B, tl.num_programs(0) * CHUNK):
         b = chunk + tl.arange(0, CHUNK).to(tl.int64)
         group = tl.sum(((last[None, :] <= b[:, None]) & inside[None, :]).to(tl.int32), 1)
         mine = g[None, :] == group[:, None]
@@ -47,16 +52,21 @@ def _split_kernel(
         tl.store(live + b, tl.where(used, tl.minimum(left, SIZE), 0).to(tl.int32), mask=b < B)
 
 
-def split(splits: Tensor, rows: int, start: Tensor, block: Tensor, owner: Tensor, source: Tensor, live: Tensor) -> None:
-    _split_launch(rows, splits.shape[0], owner.shape[0])(splits.contiguous(), start, block, owner, source, live)
+def split(
+    splits: Tensor | None, each: int, rows: int, start: Tensor, block: Tensor, owner: Tensor, source: Tensor,
+    live: Tensor,
+) -> None:  # fmt: skip
+    launch = _split_launch(rows, start.shape[0] - 1, owner.shape[0], each)
+    launch(start, block, owner, source, live, None if splits is None else splits.contiguous())
 
 
 @lru_cache(maxsize=4096)
-def _split_launch(rows: int, groups: int, blocks: int) -> Launch:
+def _split_launch(rows: int, groups: int, blocks: int, each: int) -> Launch:
     width = triton.next_power_of_2(groups)
+    chunk = max(_WORK // width, 1)
     return Launch(
-        _split_kernel, 1, (rows, groups, blocks), num_warps=4,
-        SIZE=BLOCK, GROUPS=width, CHUNK=max(_WORK // width, 1),
+        _split_kernel, min(max(triton.cdiv(blocks, chunk), 1), _PROGRAMS), (rows, groups, blocks, each), num_warps=4,
+        SIZE=BLOCK, GROUPS=width, CHUNK=chunk,
     )  # fmt: skip
 
 
@@ -66,7 +76,7 @@ def variants() -> list[Variant]:
         Variant(
             f"split {kind} {groups} groups",
             _split_kernel,
-            {"splits": kind, **pointers, "ROWS": "i32", "G": "i32", "B": "i32"},
+            {"splits": kind, **pointers, "ROWS": "i32", "G": "i32", "B": "i32", "EACH": "i32"},
             {"SIZE": BLOCK, "GROUPS": groups, "CHUNK": max(_WORK // groups, 1)},
             4,
         )

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from octavo.formats import E8M0, E8M0_NAN, Format
 from octavo.quant import blocks
+from octavo.quant.alone import cast_each
 from octavo.quant.maxima import amax as amax
 from octavo.quant.mx import MANTISSA_BITS, MX
 from octavo.quant.qtensor import QTensor
@@ -38,6 +39,7 @@ def encode_multiplier(byte: Tensor) -> Tensor:
     return E8M0.decode(torch.where(byte == E8M0_NAN, E8M0_NAN, 254 - byte.to(torch.int32)).to(torch.uint8))
 
 
+@cast_each
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
     for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
         if q is not None:

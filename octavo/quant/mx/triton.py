@@ -16,7 +16,7 @@ from octavo.quant.maxima import amax as amax
 from octavo.quant.mx import MANTISSA_BITS, MX
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given
-from octavo.quant.tile import Config, Variant, float_bits, magnitude_bits, tile_index
+from octavo.quant.tile import Config, Variant, float_bits, group_tile, magnitude_bits, tile_index
 
 CONFIGS = (Config(128, 128, 8), Config(64, 128, 4))
 
@@ -47,11 +47,13 @@ def _multiplier(byte):
 
 @gluon.jit
 def _orientation(
-    v, codes, scale, given_amax, M, K, first_row, first_column, scale_row_stride, scale_group_stride,
+    v, codes, scale, given_amax, M, K, first_row, first_column, live_rows, live_columns,
+    scale_row_stride, scale_group_stride,
     MAX: gl.constexpr, EMAX: gl.constexpr, MANTISSA: gl.constexpr, ROUNDING: gl.constexpr, SQUARE: gl.constexpr,
     R: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """v [R, C] of an [M, K] orientation -> its codes, and a scale byte for every 32 of a row, or of 32 rows."""
+    """v [R, C] of an [M, K] orientation -> its codes, and a scale byte for every 32 of a row, or of 32 rows. Of rows
+    in groups, so many rows and columns of v are alive."""
     height: gl.constexpr = 32 if SQUARE else 1
     blocks = gl.reshape(v, (R // height, height, C // 32, 32))
     bits = float_bits(gl.max(gl.max(magnitude_bits(blocks), 3), 1), v)
@@ -67,13 +69,16 @@ def _orientation(
     at = rows.to(gl.int64)[:, None] * scale_row_stride + groups.to(gl.int64)[None, :] * scale_group_stride
     gl.store(scale + at, byte.to(gl.uint8), mask=live)
     s = gl.expand_dims(gl.expand_dims(_multiplier(byte), 1), 3)
-    dual.store_codes(codes, gl.reshape(blocks.to(gl.float32) * s, (R, C)), M, K, first_row, first_column, R, C, W)
+    values = gl.reshape(blocks.to(gl.float32) * s, (R, C))
+    if live_rows is not None:
+        values = dual.only(values, live_rows, live_columns)
+    dual.store_codes(codes, values, M, K, first_row, first_column, R, C, W)
 
 
 @gluon.jit
 def _cast_kernel(
-    x, row, column, row_scale, column_scale, row_amax, column_amax, skip, M, K, stride_m, stride_k,
-    row_scale_stride, row_group_stride, column_scale_stride, column_group_stride,
+    x, row, column, row_scale, column_scale, row_amax, column_amax, skip, source, live,
+    M, K, stride_m, stride_k, row_scale_stride, row_group_stride, column_scale_stride, column_group_stride,
     MAX: gl.constexpr, EMAX: gl.constexpr, MANTISSA: gl.constexpr, ROUNDING: gl.constexpr, SQUARE: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
@@ -81,15 +86,21 @@ def _cast_kernel(
         if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
+    first, end, alive, whole = pm * ROWS, M, None, None
+    if source is not None:
+        first, end, used = group_tile(source, live, pm * ROWS, M)
+        if used == 0:
+            return
+        alive, whole = end - first, COLUMNS
+    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
     if row is not None:
         _orientation(
-            v, row, row_scale, row_amax, M, K, pm * ROWS, pk * COLUMNS, row_scale_stride, row_group_stride,
-            MAX, EMAX, MANTISSA, ROUNDING, SQUARE, ROWS, COLUMNS, W,
+            v, row, row_scale, row_amax, M, K, pm * ROWS, pk * COLUMNS, alive, whole,
+            row_scale_stride, row_group_stride, MAX, EMAX, MANTISSA, ROUNDING, SQUARE, ROWS, COLUMNS, W,
         )  # fmt: skip
     if column is not None:
         _orientation(
-            dual.transpose(v, ROWS, W), column, column_scale, column_amax, K, M, pk * COLUMNS, pm * ROWS,
+            dual.transpose(v, ROWS, W), column, column_scale, column_amax, K, M, pk * COLUMNS, pm * ROWS, whole, alive,
             column_scale_stride, column_group_stride, MAX, EMAX, MANTISSA, ROUNDING, SQUARE, COLUMNS, ROWS, W,
         )  # fmt: skip
 
@@ -97,9 +108,10 @@ def _cast_kernel(
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     spec = tile.spec_of(MX, row, column)
     strides = (*x.stride(), *tile.scale_strides(row), *tile.scale_strides(column))
-    _cast_launch(spec, x.shape, strides, config)(
+    _, *where = tile.pointers_of(given.groups)
+    _cast_launch(spec, tile.shape_inside(x, given.groups), strides, config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *given.amax, given.skip,
+        *given.amax, given.skip, *where,
     )  # fmt: skip
 
 
@@ -135,7 +147,8 @@ def variants() -> list[Variant]:
                         **{name: "i32" for name in strides if name not in fastest},
                     },
                     {
-                        "row_amax": None, "column_amax": None, "skip": None, **tile.CONTIGUOUS, **fastest,
+                        "row_amax": None, "column_amax": None, "skip": None, "source": None, "live": None,
+                        **tile.CONTIGUOUS, **fastest,
                         "MAX": fmt.max, "EMAX": fmt.emax, "MANTISSA": MANTISSA_BITS[fmt.name], "ROUNDING": rounding,
                         "SQUARE": square, "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
                     },

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from octavo.formats import E2M1, E4M3, pack_nibbles
 from octavo.quant import blocks
+from octavo.quant.alone import amax_each, cast_each
 from octavo.quant.nvfp4 import BLOCK, NVFP4
 from octavo.quant.nvfp4.hadamard import turn
 from octavo.quant.nvfp4.philox import random_bytes
@@ -54,6 +55,7 @@ def _operand(x: Tensor, spec: Quantizer) -> Tensor:
     return turn(padded) if spec.rht else padded
 
 
+@amax_each
 def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
     found = [
         None if spec is None else blocks.amax(_operand(matrix, spec), (None, None)).view(1)
@@ -62,6 +64,7 @@ def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tenso
     return found[0], found[1]
 
 
+@cast_each
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
     for stream, (matrix, q) in enumerate(((x, row), (x.T, column))):
         g = given.amax[stream]

@@ -16,12 +16,13 @@ from triton.experimental.gluon import language as gl
 from octavo.formats import E2M1, E4M3
 from octavo.launch import Launch
 from octavo.quant import dual, tile
+from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.nvfp4 import NVFP4
 from octavo.quant.nvfp4.hadamard import NEGATIVE
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given, Pair, Quantizer
 from octavo.quant.scale import FLOAT32_MAX
-from octavo.quant.tile import Config, Variant, amax_along, amax_bits, divide, tile_index
+from octavo.quant.tile import Config, Variant, amax_along, amax_bits, divide, group_of, group_tile, tile_index
 
 CONFIGS = (Config(64, 64, 4), Config(64, 128, 4))
 
@@ -123,11 +124,13 @@ def _tensor_scales(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
 
 @gluon.jit
 def _orientation(
-    v, codes, scale, s_enc, seed, M, K, first_row, first_column,
+    v, codes, scale, s_enc, seed, M, K, first_row, first_column, height, width, row, column,
     SQUARE: gl.constexpr, RHT: gl.constexpr, STOCHASTIC: gl.constexpr, STREAM: gl.constexpr, NEGATIVE: gl.constexpr,
-    LARGEST: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
+    LARGEST: gl.constexpr, GROUPED: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """v [R, C] of an [M, K] orientation -> packed codes, and an E4M3 scale for every 16 of a row, or of 16 rows."""
+    """v [R, C] of an [M, K] orientation -> packed codes, and an E4M3 scale for every 16 of a row, or of 16 rows. It is
+    written at first_row and first_column; what it is part of is [height, width], and there it begins at row and column:
+    the same without groups, and a group's own otherwise."""
     groups: gl.constexpr = C // 16
     down: gl.constexpr = R // 16 if SQUARE else R
     across = gl.cdiv(K, 16)
@@ -153,17 +156,20 @@ def _orientation(
     scaled = gl.where(scaled > 6.0, 6.0, gl.where(scaled < -6.0, -6.0, scaled))
     if STOCHASTIC:
         inner: gl.constexpr = gl.SliceLayout(2, scaled.type.layout)
-        rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, inner))
-        block = first_column // 16 + gl.arange(0, groups, layout=gl.SliceLayout(0, inner))
-        index = rows.to(gl.int64)[:, None] * across + block[None, :]
+        rows = row + gl.arange(0, R, layout=gl.SliceLayout(1, inner))
+        block = column // 16 + gl.arange(0, groups, layout=gl.SliceLayout(0, inner))
+        index = rows.to(gl.int64)[:, None] * gl.cdiv(width, 16) + block[None, :]
         quantized = _round_up_by(scaled, _random_bytes(seed, index, scaled, STREAM))
     else:
         quantized = _code(scaled)
+    along: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, quantized.type.layout))
+    block_start = gl.expand_dims(gl.expand_dims(column + gl.arange(0, groups, layout=along) * 16, 0), 2)
     if not RHT:  # turned padding holds values; otherwise it is zero, in a block of NaN too
-        along: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, quantized.type.layout))
-        block_start = first_column + gl.arange(0, groups, layout=along) * 16
-        at_column = gl.expand_dims(gl.expand_dims(block_start, 0), 2) + _within_block(quantized)
-        quantized = gl.where(at_column < K, quantized, 0)
+        quantized = gl.where(block_start + _within_block(quantized) < width, quantized, 0)
+    if GROUPED:  # what is nobody's is zero, though turned zeros may be negative
+        down_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, quantized.type.layout))
+        at_row = gl.expand_dims(gl.expand_dims(row + gl.arange(0, R, layout=down_rows), 1), 2)
+        quantized = gl.where((at_row < height) & (block_start < width), quantized, 0)
     _store_packed(codes, quantized, M, across * 8, first_row, first_column // 2, R, C)
 
 
@@ -181,54 +187,89 @@ def _store_packed(codes, quantized, M, row_bytes, first_row, first_byte, R: gl.c
 
 @gluon.jit
 def _amax_kernel(
-    x, row, column, skip, M, K, stride_m, stride_k, RHT_ROW: gl.constexpr, RHT_COLUMN: gl.constexpr,
+    x, row, column, skip, owner, source, live, M, K, stride_m, stride_k,
+    RHT_ROW: gl.constexpr, RHT_COLUMN: gl.constexpr,
     NEGATIVE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
         if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
+    first, end, g = pm * ROWS, M, 0
+    if owner is not None:
+        first, end, _ = group_tile(source, live, pm * ROWS, M)
+        if first >= end:
+            return
+        g = group_of(owner, pm * ROWS)
+    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
     if row is not None:
         along = v
         if RHT_ROW:
             along = _turn(v, ROWS, COLUMNS, NEGATIVE)
-        gl.atomic_max(row, amax_bits(along), sem="relaxed")
+        gl.atomic_max(row + g, amax_bits(along), sem="relaxed")
     if column is not None:
         down = v
         if RHT_COLUMN:
             down = _turn(dual.transpose(v, ROWS, W), COLUMNS, ROWS, NEGATIVE)
-        gl.atomic_max(column, amax_bits(down), sem="relaxed")
+        gl.atomic_max(column + g, amax_bits(down), sem="relaxed")
+
+
+@gluon.jit
+def _store_globals(
+    scales, amax, M, pm, TOP: gl.constexpr, LARGEST: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr
+):
+    """Of all groups, between the rows of tiles: a group without rows has a global scale too, and no tile."""
+    for g in range(pm, GROUPS, gl.maximum(gl.cdiv(M, ROWS), 1)):
+        _, global_scale = _tensor_scales(gl.load(amax + g), TOP, LARGEST)
+        gl.store(scales + g, global_scale)
 
 
 @gluon.jit
 def _cast_kernel(
     x, row, column, row_scale, column_scale, row_global, column_global, row_amax, column_amax, seed, skip,
+    start, block, owner, source, live,
     M, K, stride_m, stride_k,
     SQUARE: gl.constexpr, RHT_ROW: gl.constexpr, RHT_COLUMN: gl.constexpr,
     SR_ROW: gl.constexpr, SR_COLUMN: gl.constexpr, NEGATIVE: gl.constexpr, TOP: gl.constexpr, LARGEST: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+    GROUPS: gl.constexpr, SIZE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
         if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
+    # a tile begins at `first` in x and at `within` in what it is part of, which has `height` rows
+    first, end, within, height, g = pm * ROWS, M, pm * ROWS, M, 0
+    if owner is not None:
+        if pk == 0:
+            if row is not None:
+                _store_globals(row_global, row_amax, M, pm, TOP, LARGEST, GROUPS, ROWS)
+            if column is not None:
+                _store_globals(column_global, column_amax, M, pm, TOP, LARGEST, GROUPS, ROWS)
+        first, end, used = group_tile(source, live, pm * ROWS, M)
+        if used == 0:
+            return
+        g = group_of(owner, pm * ROWS)
+        within = pm * ROWS - gl.load(block + g) * SIZE
+        height = gl.load(start + g + 1) - gl.load(start + g)
+    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
     if row is not None:
-        s_enc, global_scale = _tensor_scales(gl.load(row_amax), TOP, LARGEST)
-        if gl.program_id(0) == 0:
-            gl.store(row_global, global_scale)
+        s_enc, global_scale = _tensor_scales(gl.load(row_amax + g), TOP, LARGEST)
+        if owner is None:
+            if gl.program_id(0) == 0:
+                gl.store(row_global, global_scale)
         _orientation(
-            v, row, row_scale, s_enc, seed, M, K, pm * ROWS, pk * COLUMNS,
-            SQUARE, RHT_ROW, SR_ROW, 0, NEGATIVE, LARGEST, ROWS, COLUMNS,
+            v, row, row_scale, s_enc, seed, M, K, pm * ROWS, pk * COLUMNS, height, K, within, pk * COLUMNS,
+            SQUARE, RHT_ROW, SR_ROW, 0, NEGATIVE, LARGEST, GROUPS > 0, ROWS, COLUMNS,
         )  # fmt: skip
     if column is not None:
-        s_enc, global_scale = _tensor_scales(gl.load(column_amax), TOP, LARGEST)
-        if gl.program_id(0) == 0:
-            gl.store(column_global, global_scale)
+        s_enc, global_scale = _tensor_scales(gl.load(column_amax + g), TOP, LARGEST)
+        if owner is None:
+            if gl.program_id(0) == 0:
+                gl.store(column_global, global_scale)
         _orientation(
             dual.transpose(v, ROWS, W), column, column_scale, s_enc, seed, K, M, pk * COLUMNS, pm * ROWS,
-            SQUARE, RHT_COLUMN, SR_COLUMN, 1, NEGATIVE, LARGEST, COLUMNS, ROWS,
+            K, height, pk * COLUMNS, within,
+            SQUARE, RHT_COLUMN, SR_COLUMN, 1, NEGATIVE, LARGEST, GROUPS > 0, COLUMNS, ROWS,
         )  # fmt: skip
 
 
@@ -240,12 +281,17 @@ def _options(row: Quantizer | None, column: Quantizer | None) -> tuple[NVFP4, NV
 
 
 def amax(
-    x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None, config: Config = CONFIGS[0]
+    x: Tensor,
+    row: Quantizer | None,
+    column: Quantizer | None,
+    skip: Tensor | None,
+    groups: Groups | None = None,
+    config: Config = CONFIGS[0],
 ) -> Pair:
     first, second = _options(row, column)
-    found = torch.zeros(2, 1, dtype=torch.int32, device=x.device)
-    _amax_launch(first.rht, second.rht, x.shape, x.stride(), config)(
-        x, found[0] if row else None, found[1] if column else None, skip
+    found = torch.zeros(2, max(tile.number_of(groups), 1), dtype=torch.int32, device=x.device)
+    _amax_launch(first.rht, second.rht, tile.shape_inside(x, groups), x.stride(), config)(
+        x, found[0] if row else None, found[1] if column else None, skip, *tile.pointers_of(groups)
     )
     values = found.view(torch.float32)
     return (values[0] if row else None), (values[1] if column else None)
@@ -253,10 +299,11 @@ def amax(
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     first, second = _options(*(None if q is None else q.spec for q in (row, column)))
-    _cast_launch(first, second, x.shape, x.stride(), config)(
+    groups = given.groups
+    _cast_launch(first, second, tile.shape_inside(x, groups), x.stride(), tile.number_of(groups), config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
         None if row is None else row.global_scale, None if column is None else column.global_scale,
-        *given.amax, given.seed, given.skip,
+        *given.amax, given.seed, given.skip, *((None,) * 5 if groups is None else groups.tensors()),
     )  # fmt: skip
 
 
@@ -273,13 +320,13 @@ def _amax_launch(
 
 @lru_cache(maxsize=4096)
 def _cast_launch(
-    first: NVFP4, second: NVFP4, shape: tuple[int, ...], strides: tuple[int, ...], config: Config
+    first: NVFP4, second: NVFP4, shape: tuple[int, ...], strides: tuple[int, ...], groups: int, config: Config
 ) -> Launch:
     return Launch(
         _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
         SQUARE=first.square, RHT_ROW=first.rht, RHT_COLUMN=second.rht,
         SR_ROW=first.stochastic, SR_COLUMN=second.stochastic,
-        NEGATIVE=NEGATIVE, TOP=E2M1.max * E4M3.max, LARGEST=FLOAT32_MAX,
+        NEGATIVE=NEGATIVE, TOP=E2M1.max * E4M3.max, LARGEST=FLOAT32_MAX, GROUPS=groups, SIZE=BLOCK,
         ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
     )  # fmt: skip
 
@@ -294,7 +341,8 @@ def variants() -> list[Variant]:
     for config in CONFIGS:
         sizes = {"W": config.warps, "ROWS": config.rows, "COLUMNS": config.columns, "NEGATIVE": NEGATIVE}
         for dtype, square, rht, random in cases:
-            turned_by = {"RHT_ROW": rht[0], "RHT_COLUMN": rht[1], "skip": None, **tile.CONTIGUOUS, **sizes}
+            turned_by = {"RHT_ROW": rht[0], "RHT_COLUMN": rht[1], "skip": None, **tile.NO_GROUPS, **tile.CONTIGUOUS}
+            turned_by |= sizes
             seed: dict[str, str] = {"seed": "*i64"} if any(random) else {}
             if not any(random):
                 found.append(
@@ -316,6 +364,7 @@ def variants() -> list[Variant]:
                     {
                         **turned_by, "SQUARE": square, "SR_ROW": random[0], "SR_COLUMN": random[1],
                         "TOP": E2M1.max * E4M3.max, "LARGEST": FLOAT32_MAX, **({} if seed else {"seed": None}),
+                        "start": None, "block": None, "GROUPS": 0, "SIZE": BLOCK,
                     },
                     config.warps,
                 )

@@ -2,14 +2,17 @@
 
 from torch import Tensor
 
-from octavo.quant import scale
-from octavo.quant.maxima import amax as amax
+from octavo.quant import maxima, scale
+from octavo.quant.alone import amax_each, cast_each
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given
 from octavo.quant.rowwise import Rowwise
 from octavo.quant.writing import write
 
+amax = amax_each(maxima.amax)
 
+
+@cast_each
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
     for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
         if q is not None:

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch
 from octavo.quant import dual, tile
+from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given, Pair, Quantizer
 from octavo.quant.rowwise import Rowwise
@@ -19,6 +20,8 @@ from octavo.quant.tile import (
     Variant,
     encode_scale,
     float_bits,
+    group_of,
+    group_tile,
     magnitude_bits,
     tile_index,
 )
@@ -29,13 +32,21 @@ AMAX_CONFIGS = (Config(128, 128, 4), Config(64, 256, 8))
 
 @gluon.jit
 def _amax_kernel(
-    x, row, column, skip, M, K, stride_m, stride_k, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr
+    x, row, column, skip, owner, source, live, M, K, stride_m, stride_k,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
         if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
+    first, end = pm * ROWS, M
+    if owner is not None:
+        first, end, _ = group_tile(source, live, pm * ROWS, M)
+        if first >= end:
+            return
+        if column is not None:
+            column += group_of(owner, pm * ROWS).to(gl.int64) * K
+    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
     # integer maxima commute, so atomics give the same bits in any order
     if row is not None:
         bits = float_bits(gl.max(magnitude_bits(v), 1), v)
@@ -53,25 +64,54 @@ def _orientation(
     MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr,
     R: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """v, [R, C] of an [M, K] orientation -> its codes; whoever holds the first columns writes the rows' scales."""
+    """v, [R, C] of an [M, K] orientation -> its codes; whoever holds the first columns writes the rows' scales, if
+    not somebody else does."""
     rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, dual.row_layout(C, W)))
     s, undo = encode_scale(gl.load(amax + rows, mask=rows < M, other=0.0), MAX, EPS, CEILING, POW2)
-    gl.store(scale + rows, undo, mask=(rows < M) & is_first)
+    if scale is not None:
+        gl.store(scale + rows, undo, mask=(rows < M) & is_first)
     dual.store_codes(codes, v.to(gl.float32) * s[:, None], M, K, first_row, first_column, R, C, W)
 
 
 @gluon.jit
+def _store_column_scales(
+    scale, amax, M, K, pm, first_column,
+    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, GROUPS: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Of all groups, between the tiles that hold the same columns: a group without rows has scales too, and no tile."""
+    columns = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, dual.row_layout(ROWS, W)))
+    for g in range(pm, GROUPS, gl.maximum(gl.cdiv(M, ROWS), 1)):
+        at = g.to(gl.int64) * K + columns  # type: ignore[attr-defined]
+        _, undo = encode_scale(gl.load(amax + at, mask=columns < K, other=0.0), MAX, EPS, CEILING, POW2)
+        gl.store(scale + at, undo, mask=columns < K)
+
+
+@gluon.jit
 def _cast_kernel(
-    x, row, column, row_scale, column_scale, row_amax, column_amax, skip,
+    x, row, column, row_scale, column_scale, row_amax, column_amax, skip, owner, source, live,
     M, K, stride_m, stride_k,
-    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr,
+    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, GROUPS: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
         if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
+    first, end = pm * ROWS, M
+    if owner is not None:
+        if column is not None:
+            _store_column_scales(
+                column_scale, column_amax, M, K, pm, pk * COLUMNS,
+                MAX, EPS, CEILING, POW2, GROUPS, ROWS, COLUMNS, W,
+            )  # fmt: skip
+        first, end, used = group_tile(source, live, pm * ROWS, M)
+        if used == 0:
+            return
+        if column is not None:
+            column_scale = None
+            column_amax += group_of(owner, pm * ROWS).to(gl.int64) * K
+    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
     if row is not None:
         _orientation(
             v, row, row_scale, row_amax, M, K, pm * ROWS, pk * COLUMNS, pk == 0,
@@ -89,23 +129,28 @@ def amax(
     row: Quantizer | None,
     column: Quantizer | None,
     skip: Tensor | None,
+    groups: Groups | None = None,
     config: Config = AMAX_CONFIGS[0],
 ) -> Pair:
-    m, k = x.shape
+    m, k = tile.shape_inside(x, groups)
+    wide = k if groups is None else k * groups.number
     # one zeroed buffer for both, one launch to zero it
-    found = torch.zeros((m if row else 0) + (k if column else 0), dtype=torch.int32, device=x.device)
+    found = torch.zeros((m if row else 0) + (wide if column else 0), dtype=torch.int32, device=x.device)
     row_bits = found[:m] if row else None
-    column_bits = found[-k:] if column and k else (found[:0] if column else None)
-    _amax_launch(x.shape, x.stride(), config)(x, row_bits, column_bits, skip)
-    views = [None if bits is None else bits.view(torch.float32)[:, None] for bits in (row_bits, column_bits)]
-    return views[0], views[1]
+    column_bits = found[-wide:] if column and wide else (found[:0] if column else None)
+    _amax_launch((m, k), x.stride(), config)(x, row_bits, column_bits, skip, *tile.pointers_of(groups))
+    row_amax, column_amax = (None if bits is None else bits.view(torch.float32) for bits in (row_bits, column_bits))
+    if groups is not None:
+        return row_amax, None if column_amax is None else column_amax.view(groups.number, k)
+    return None if row_amax is None else row_amax[:, None], None if column_amax is None else column_amax[:, None]
 
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
     spec = tile.spec_of(Rowwise, row, column)
-    _cast_launch(spec, x.shape, x.stride(), config)(
+    groups = given.groups
+    _cast_launch(spec, tile.shape_inside(x, groups), x.stride(), tile.number_of(groups), config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *given.amax, given.skip,
+        *given.amax, given.skip, *tile.pointers_of(groups),
     )  # fmt: skip
 
 
@@ -118,10 +163,12 @@ def _amax_launch(shape: tuple[int, ...], strides: tuple[int, ...], config: Confi
 
 
 @lru_cache(maxsize=4096)
-def _cast_launch(spec: Rowwise, shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
+def _cast_launch(
+    spec: Rowwise, shape: tuple[int, ...], strides: tuple[int, ...], groups: int, config: Config
+) -> Launch:
     return Launch(
         _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
-        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2,
+        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2, GROUPS=groups,
         ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
     )  # fmt: skip
 
@@ -137,7 +184,8 @@ def variants() -> list[Variant]:
                 **tile.SIZES,
             },
             {
-                "skip": None, **tile.CONTIGUOUS, "MAX": fmt.max, "EPS": 1e-12, "CEILING": FLOAT32_MAX, "POW2": True,
+                "skip": None, **tile.NO_GROUPS, **tile.CONTIGUOUS, "MAX": fmt.max, "EPS": 1e-12,
+                "CEILING": FLOAT32_MAX, "POW2": True, "GROUPS": 0,
                 "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
             },
             config.warps,
@@ -151,7 +199,8 @@ def variants() -> list[Variant]:
             _amax_kernel,
             {"x": tile.POINTERS[dtype], "row": "*i32", "column": "*i32", **tile.SIZES},
             {
-                "skip": None, **tile.CONTIGUOUS, "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
+                "skip": None, **tile.NO_GROUPS, **tile.CONTIGUOUS,
+                "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
             },
             config.warps,
         )

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch
 from octavo.quant import dual, tile
+from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given, Pair, Quantizer
 from octavo.quant.scale import FLOAT32_MAX
@@ -20,6 +21,8 @@ from octavo.quant.tile import (
     amax_bits,
     divide,
     encode_scale,
+    group_of,
+    group_tile,
     raise_amax,
     tile_index,
 )
@@ -28,29 +31,52 @@ CONFIGS = (Config(128, 128, 8), Config(64, 128, 4))
 
 
 @gluon.jit
+def _multiplier(amax, encode, g, MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr):
+    """(multiplier into codes, its reciprocal) of a group, or of all."""
+    if encode is not None:
+        s = gl.load(encode + g)
+        undo = divide(1.0, s)
+    else:
+        s, undo = encode_scale(gl.load(amax + g), MAX, EPS, CEILING, POW2)
+    return s, undo
+
+
+@gluon.jit
+def _store_scale(row_scale, column_scale, g, undo):
+    if row_scale is not None:
+        gl.store(row_scale + g, undo)
+    if column_scale is not None:
+        gl.store(column_scale + g, undo)
+
+
+@gluon.jit
 def _cast_kernel(
-    x, row, column, row_scale, column_scale, amax, encode, observed, skip,
+    x, row, column, row_scale, column_scale, amax, encode, observed, skip, owner, source, live,
     M, K, stride_m, stride_k,
-    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr,
+    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, GROUPS: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
         if gl.load(skip) != 0:
             return
     pm, pk = tile_index(K, COLUMNS)
-    v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
-    if encode is not None:
-        s = gl.load(encode)
-        undo = divide(1.0, s)
-    else:
-        s, undo = encode_scale(gl.load(amax), MAX, EPS, CEILING, POW2)
+    first, end, g = pm * ROWS, M, 0
+    if owner is not None:
+        if pk == 0:  # a group without rows has a scale too, and no tile: the tiles share out the groups
+            for i in range(pm, GROUPS, gl.maximum(gl.cdiv(M, ROWS), 1)):
+                _, undo = _multiplier(amax, encode, i, MAX, EPS, CEILING, POW2)
+                _store_scale(row_scale, column_scale, i, undo)
+        first, end, used = group_tile(source, live, pm * ROWS, M)
+        if used == 0:
+            return
+        g = group_of(owner, pm * ROWS)
+    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
+    s, undo = _multiplier(amax, encode, g, MAX, EPS, CEILING, POW2)
     if observed is not None:
-        raise_amax(observed, amax_bits(v))
-    if gl.program_id(0) == 0:
-        if row is not None:
-            gl.store(row_scale, undo)
-        if column is not None:
-            gl.store(column_scale, undo)
+        raise_amax(observed + g, amax_bits(v))
+    if owner is None:
+        if gl.program_id(0) == 0:
+            _store_scale(row_scale, column_scale, 0, undo)
     if row is not None:
         dual.store_codes(row, v.to(gl.float32) * s, M, K, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
     if column is not None:
@@ -59,8 +85,10 @@ def _cast_kernel(
         dual.store_codes(column, down, K, M, pk * COLUMNS, pm * ROWS, COLUMNS, ROWS, W)
 
 
-def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
-    found = tile.tensor_amax(x, skip)
+def amax(
+    x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None, groups: Groups | None = None
+) -> Pair:
+    found = tile.tensor_amax(x, skip, groups=groups)
     return (None if row is None else found), (None if column is None else found)
 
 
@@ -73,19 +101,22 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, c
         cast(x, row, None, given, config)
         cast(x, None, column, given, config)
         return
-    _cast_launch(lead.spec, x.shape, x.stride(), config)(
+    groups = given.groups
+    _cast_launch(lead.spec, tile.shape_inside(x, groups), x.stride(), tile.number_of(groups), config)(
         x, None if row is None else row.codes, None if column is None else column.codes,
         None if row is None else row.scale, None if column is None else column.scale,
-        found, given.encode, given.observed, given.skip,
+        found, given.encode, given.observed, given.skip, *tile.pointers_of(groups),
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _cast_launch(spec: Quantizer, shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
+def _cast_launch(
+    spec: Quantizer, shape: tuple[int, ...], strides: tuple[int, ...], groups: int, config: Config
+) -> Launch:
     assert isinstance(spec, Tensorwise)
     return Launch(
         _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
-        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2,
+        MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2, GROUPS=groups,
         ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
     )  # fmt: skip
 
@@ -101,8 +132,9 @@ def variants() -> list[Variant]:
                 **({"encode": "*fp32", "observed": "*fp32"} if given else {"amax": "*fp32"}), **tile.SIZES,
             },
             {
-                **({"amax": None} if given else {"encode": None, "observed": None}), "skip": None, **tile.CONTIGUOUS,
-                "MAX": fmt.max, "EPS": 0.0, "CEILING": FLOAT32_MAX, "POW2": False,
+                **({"amax": None} if given else {"encode": None, "observed": None}), "skip": None,
+                **tile.NO_GROUPS, **tile.CONTIGUOUS,
+                "MAX": fmt.max, "EPS": 0.0, "CEILING": FLOAT32_MAX, "POW2": False, "GROUPS": 0,
                 "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
             },
             config.warps,

@@ -1,0 +1,478 @@
+"""A module with a weight that a recipe quantizes: what `octavo.Linear` and `octavo.GroupedLinear` have in common.
+
+What a recipe needs besides the parameters is kept in buffers that no checkpoint of weights sees: codes of the weight
+(`weights.py`), delayed scaling's memory (`scaling.py`), the counter of stochastic rounding. A subclass has a `forward`
+that gathers these and calls its layer.
+"""
+
+import copy
+import ctypes
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import UnsupportedConfig, UnsupportedShape
+from octavo.formats import FLOATS
+from octavo.layers.linear import DTYPES, Parts
+from octavo.lower import (
+    is_inside_ddp,
+    is_inside_operator,
+    recomputes,
+    refresh_in_graph,
+    while_tracing,
+)
+from octavo.modules import scaling, weights
+from octavo.modules.mailbox import Mailbox, Posted
+from octavo.modules.main_grad import MainGrad, graph_buffers, has_buffer
+from octavo.quant import DelayedState
+from octavo.recipes import BF16, Recipe
+from octavo.recipes import recipe as resolve
+
+UNQUANTIZED = BF16()
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SEED = "rounding_seed"
+
+
+class Quantized(nn.Module):
+    """Settings and state of a recipe, for the weight of a module."""
+
+    LAYER: ClassVar[Any]  # of octavo.layers
+    NAME: ClassVar[str]  # its name in a graph's plan
+    slots = 1  # amaxes that delayed scaling remembers of each of x, w, dy
+    fuse_wgrad_accumulation: bool
+    delay_wgrad_compute: bool
+    strict: bool
+
+    # -- what a subclass says of its weight ------------------------------------------------------------------------
+
+    def weight_parts(self) -> list[nn.Parameter]:
+        """The parameters that the weight consists of."""
+        raise NotImplementedError
+
+    def whole_weight(self) -> Tensor:
+        """The weight as the layer takes it, without a gradient."""
+        raise NotImplementedError
+
+    def set_weights(self, whole: Tensor, *, token: bool) -> None:
+        """Make parameters of a whole weight; with `token`, of one element each that looks like its part."""
+        raise NotImplementedError
+
+    def title(self) -> str:
+        raise NotImplementedError
+
+    # -- the recipe ------------------------------------------------------------------------------------------------
+
+    def _set_up(
+        self,
+        recipe: str | Recipe | None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        strict: bool = True,
+        path: str = "",
+    ) -> None:
+        """Settings, and what the recipe needs."""
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.strict = strict
+        self._path = path  # for messages
+        self._warned = False
+        self._codes = weights.Codes()
+        self._scaling = scaling.Scaling()
+        self._mailbox = Mailbox()
+        self._recipe: Recipe | None = None
+        self._follows = False  # whether it ever ran in an ambient recipe
+        self._pending: dict[str, Tensor] = {}  # state loaded before the recipe it belongs to was seen
+        self._seed = _seed_of(self, path)
+        self.recipe = recipe  # type: ignore[assignment]
+
+    def _tear_down(self) -> None:
+        """The opposite: nothing is left but a plain module's own."""
+        self.release_codes()
+        self._codes.drop(self)
+        self._scaling.drop(self)
+        weights.drop_buffers(self, [SEED])
+        for name in (
+            "fuse_wgrad_accumulation", "delay_wgrad_compute", "strict",
+            "_codes", "_scaling", "_mailbox", "_recipe", "_follows", "_pending", "_seed", "_path", "_warned",
+        ):  # fmt: skip
+            del self.__dict__[name]
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, spec: str | Recipe | None) -> None:
+        found = None if spec is None else resolve(spec)
+        if why := self.refusal(found):
+            raise UnsupportedConfig(f"This layer cannot run in {found}: {why}. octavo.revert(model) starts afresh.")
+        if found is not None:
+            if not found.stateful:
+                self._scaling.drop(self)
+            self._prepare(found)
+        self._recipe = found
+
+    def refusal(self, recipe: Recipe | None) -> str:
+        """Why this layer cannot take over a recipe; empty if it can."""
+        if self._codes.held and recipe != self._codes.recipe:
+            return f"its weight is held as codes of {self._codes.recipe}"
+        dtype = self.weight_parts()[0].dtype
+        if dtype not in FLOATS:
+            return f"its weight is {dtype}, and float32, bfloat16 or float16 can be quantized"
+        return self._scaling.refusal(recipe) if recipe is not None and recipe.stateful else ""
+
+    def _prepare(self, recipe: Recipe) -> None:
+        """The buffers that a recipe needs, made when they are missing."""
+        if torch.compiler.is_compiling():
+            self._make_state(recipe.key)
+        else:
+            self._install(recipe)
+
+    def _install(self, recipe: Recipe) -> None:
+        remembers = recipe.stateful and self._scaling.recipe != recipe
+        draws = SEED not in self._buffers and recipe.linear().draws
+        if remembers or draws:  # asked at every forward of a layer that follows an ambient recipe, and seldom true
+            weight = self.weight_parts()[0]
+            with weights.as_real_as(weight), torch.inference_mode(False):  # made there, it must still train
+                if remembers:
+                    self._scaling.install(self, recipe, weight.device, self.slots)
+                if draws:
+                    seed = torch.tensor([self._seed, 0], device=weight.device)
+                    self.register_buffer(SEED, seed, persistent=False)
+        if self._pending:
+            self._pending = self.load_recipe_state(self._pending)
+
+    def _followed(self, recipe: Recipe | None) -> Recipe:
+        """The ambient recipe, for a layer without one of its own."""
+        if recipe is None:
+            if self._follows and torch._C._current_graph_task_id() != -1:
+                raise UnsupportedConfig(
+                    "This layer follows octavo.autocast, and is run during a backward, by a checkpoint that "
+                    "recomputes, where no recipe is in force. Enter octavo.autocast inside the checkpointed function, "
+                    "or give the layer its recipe: octavo.convert(model, recipe)."
+                )
+            return UNQUANTIZED
+        self._prepare(recipe)
+        if not torch.compiler.is_compiling() and not self._follows:  # a graph would guard on it
+            self._follows = True
+        return recipe
+
+    # -- the weight's codes ----------------------------------------------------------------------------------------
+
+    def _weight_codes(self, recipe: Recipe, first: bool | Tensor | None, grads: str, observe: bool) -> str:
+        """How the layer gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or "held"."""
+        stored = self._codes
+        if stored.held:
+            self._check_tokens()
+            return "held"
+        if first is None:
+            return "plain"
+        quant = recipe.linear()
+        if quant.fprop.right is None and quant.dgrad.right is None:
+            return "plain"
+        column = "x" in grads and quant.dgrad.right is not None
+        skip = None
+        if isinstance(first, Tensor):  # the device decides: a captured graph refreshes, or does not, as it is told then
+            skip, first = first.reshape(1) == 0, True
+        if torch.compiler.is_compiling():
+            self._refresh_in_graph(recipe, first, column, observe, skip)
+            return "codes"
+        there = stored.recipe == recipe and not stored.is_cold
+        if not first and there:
+            stored.check_fresh(self.weight_parts())
+        there = there and (not column or stored.has(self, "column"))
+        if first or not there:
+            self._refresh(recipe, column=column, observe=observe, skip=skip if there else None)
+        return "codes"
+
+    def _check_tokens(self) -> None:
+        for weight in self.weight_parts():
+            if not weights.is_token(weight):
+                raise UnsupportedConfig(
+                    f"This layer's weight is held as codes, and it was given another of {tuple(weight.shape)}, which "
+                    "forward would not read. octavo.revert(model) first, or load_state_dict, which quantizes."
+                )
+
+    def _refresh(self, recipe: Recipe, *, column: bool, observe: bool, skip: Tensor | None = None) -> None:
+        amaxes, slots = self._weight_scaling(recipe, observe)
+        self._codes.fill(self, self.whole_weight(), recipe, column=column, amaxes=amaxes, scaling=slots, skip=skip)
+
+    def _refresh_in_graph(self, recipe: Recipe, first: bool, column: bool, observe: bool, skip: Tensor | None) -> None:
+        """The same, while a graph is traced: buffers that are missing are made and filled now, once; the graph
+        refreshes them where it is told to. Whether a weight has changed is not for a graph to see."""
+        self._make_cache(recipe.key, column, observe and not first)
+        stored = self._codes.recipe
+        if stored is None or stored.key != recipe.key:  # never now; read here, it is a guard of the graph
+            raise UnsupportedConfig(f"The weight cache holds codes of {stored}, and {recipe} is in force.")
+        if first:
+            amaxes, slots = self._weight_scaling(recipe, observe)
+            row, columns = self._codes.parts(self, "row"), self._codes.parts(self, "column")
+            key = self.NAME + "(recipe=" + recipe.key + ")"
+            with torch.no_grad():
+                weight = self.whole_weight().detach()
+                refresh_in_graph(self.NAME, key, weight, list(row), list(columns), amaxes, slots, skip)
+
+    @while_tracing
+    def _make_cache(self, recipe_key: str, column: bool, observe: bool) -> bool:
+        """The cache that a graph is about to use."""
+        recipe, stored = resolve(recipe_key), self._codes
+        if stored.recipe != recipe or stored.is_cold or (column and not stored.has(self, "column")):
+            self._refresh(recipe, column=column, observe=observe)
+        return True
+
+    def _weight_scaling(self, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """What delayed scaling brings to a weight's cast: amaxes to raise, and w's multipliers."""
+        current = self._buffers.get(scaling.NAMES["forward"]["current"])
+        slots = self._scaling.inputs(self)[1::3] if recipe.stateful else ()
+        return [current] if observe and current is not None else [], list(slots)
+
+    def _remember(self, amax: Tensor, tracing: bool) -> None:
+        current = self._buffers[scaling.NAMES["forward"]["current"]]
+        assert current is not None
+        if tracing:
+            current.copy_(torch.maximum(current, amax))
+        else:
+            torch.maximum(current, amax, out=current)
+            self._scaling.watch(self.weight_parts()[0])
+
+    # -- the weight's gradient ---------------------------------------------------------------------------------------
+
+    def _gradient_target(self) -> tuple[str, bool]:
+        """How dw goes to `main_grad`, "" if it does not, and whether zeros stand for it elsewhere."""
+        if not self.fuse_wgrad_accumulation:
+            return "", False
+        own = [weight for weight in self.weight_parts() if weight.requires_grad]
+        overwrites = bool(getattr(own[0], "overwrite_main_grad", False))
+        for weight in own[1:]:
+            if bool(getattr(weight, "overwrite_main_grad", False)) != overwrites:
+                raise UnsupportedConfig(
+                    "fuse_wgrad_accumulation=True writes the gradients of all groups at once: all of them add or all "
+                    "overwrite. Set overwrite_main_grad alike on each weight."
+                )
+        return "overwrite" if overwrites else "add", hasattr(own[0], "grad_added_to_main_grad")
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradient of the oldest backward that left it out, and add it to `weight.grad` or to
+        `weight.main_grad`. Hooks of the weight fire here, once."""
+        own = self.weight_parts()
+        if not self.delay_wgrad_compute or not any(weight.requires_grad for weight in own):
+            return
+        config, operands = self._mailbox.take(self.LAYER, self.whole_weight())
+        with torch.no_grad():
+            dw = self._weight_gradient(config, operands, MainGrad(own, config.main_grad) if config.main_grad else None)
+        if dw is not None:
+            parts = [dw] if len(own) == 1 else list(dw.unbind())
+            pairs = [(weight, part.view(weight.shape)) for weight, part in zip(own, parts, strict=True)
+                     if weight.requires_grad]  # fmt: skip
+            # accumulates as any backward does, hooks included
+            torch.autograd.backward([weight for weight, _ in pairs], [part for _, part in pairs])
+
+    def _weight_gradient(self, config: Any, operands: Any, target: MainGrad | None) -> Tensor | None:
+        raise NotImplementedError
+
+    def _graph_target(self) -> Parts:
+        return tuple(graph_buffers(self.weight_parts()))
+
+    def _graph_refusal(self) -> str:
+        """Why a graph that is being traced cannot hold this layer; empty if it can."""
+        own = self.weight_parts()
+        if not any([weight.requires_grad for weight in own]) or not torch.is_grad_enabled():
+            return ""
+        why = ""
+        fused = self.fuse_wgrad_accumulation
+        if self.delay_wgrad_compute and (is_inside_operator() or recomputes()):
+            why = (
+                "delay_wgrad_compute=True inside torch.utils.checkpoint, or with a memory budget below 1, would leave "
+                "the operands of dw with a forward that is run again. Leave one of the two out"
+            )
+        elif self.delay_wgrad_compute and is_inside_ddp():
+            why = (
+                "delay_wgrad_compute=True inside DistributedDataParallel, which would take a graph's backward for the "
+                "end of this weight's, and never reduce its gradient. Leave it out"
+            )
+        elif fused and not self.delay_wgrad_compute and not has_buffer(own):
+            why = (
+                "fuse_wgrad_accumulation=True needs weight.main_grad, or weight.get_main_grad(), before forward. "
+                "Set it first"
+            )
+        elif (
+            self.delay_wgrad_compute or (fused and not hasattr(own[0], "grad_added_to_main_grad"))
+        ) and self._has_hooks():
+            why = (
+                "its weight has hooks, and gets its gradient elsewhere (delay_wgrad_compute, fuse_wgrad_accumulation), "
+                "so that every backward of a graph would call them with None. Remove the hooks, or set "
+                "weight.grad_added_to_main_grad, with which they get zeros"
+            )
+        return why and f"{self.title()} does not compile: {why}, or build the layer with strict=False, to run outside."
+
+    def _refuse(self, why: str) -> None:
+        if self.strict:
+            raise UnsupportedConfig(why)
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"Running outside the graph. {why}", stacklevel=3)
+
+    @while_tracing
+    def _refuse_now(self, why: str) -> bool:
+        self._refuse(why)
+        return True
+
+    @while_tracing
+    def _has_hooks(self) -> bool:
+        own: list[Any] = list(self.weight_parts())
+        return any(bool(weight._backward_hooks or weight._post_accumulate_grad_hooks) for weight in own)
+
+    @while_tracing
+    def _make_state(self, recipe_key: str) -> bool:
+        """The buffers of a recipe that the layer meets for the first time in a graph."""
+        self._install(resolve(recipe_key))
+        return True
+
+    def _post(self, key: str, made: Any, codes: Parts) -> None:
+        """Leave what dw needs for `backward_dw`. The mailbox is written without being read: a read is a guard."""
+        start, stop = self._post_span(key)
+        box = self._mailbox
+        box.posted = (Posted(key, tuple(made[start:stop]), codes), box.posted)
+
+    @while_tracing
+    def _post_span(self, key: str) -> tuple[int, int]:
+        """Where in what a node makes the post is."""
+        found: tuple[int, int] = self.LAYER.config(key).posted
+        return found
+
+    # -- what a checkpoint keeps besides the weights ----------------------------------------------------------------
+
+    def recipe_state(self) -> dict[str, Tensor]:
+        """Copies of the state that recipes made here: delayed scaling's memory, the counter of stochastic rounding."""
+        found: dict[str, Tensor] = {}
+        if self._scaling.recipe is not None:
+            for side in scaling.SIDES:
+                kept = self._scaling.state(self, side).export()
+                found |= {f"scaling.{side}.{name}": tensor for name, tensor in kept.items()}
+        if SEED in self._buffers:
+            found["rounding.seed"] = self.get_buffer(SEED).clone()
+        return found
+
+    def _places(self, state: dict[str, Tensor]) -> Iterator[tuple[DelayedState, str]]:
+        """(memory, prefix of its keys) for each side that the state has in full."""
+        if self._scaling.recipe is not None:
+            for side in scaling.SIDES:
+                memory, prefix = self._scaling.state(self, side), f"scaling.{side}."
+                if all(prefix + name in state for name in memory.export()):
+                    yield memory, prefix
+
+    def check_recipe_state(self, state: dict[str, Tensor]) -> None:
+        """Refuse what `load_recipe_state` could not write."""
+        for memory, prefix in self._places(state):
+            memory.check({name: state[prefix + name] for name in memory.export()})
+        seed = state.get("rounding.seed")
+        if "rounding.seed" in state and not (
+            isinstance(seed, Tensor) and seed.shape == (2,) and seed.dtype == torch.int64
+        ):
+            raise UnsupportedShape(f"rounding.seed is an int64 tensor [seed, step], got {seed!r}.")
+
+    def load_recipe_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Take over what there is a place for, and return the rest."""
+        self.check_recipe_state(state)
+        rest = dict(state)
+        for memory, prefix in self._places(state):
+            memory.restore({name: rest.pop(prefix + name) for name in memory.export()})
+        if SEED in self._buffers and "rounding.seed" in rest:
+            self.get_buffer(SEED).copy_(rest.pop("rounding.seed"))
+        return rest
+
+    # -- weights held as codes -------------------------------------------------------------------------------------
+
+    def hold_codes(self) -> None:
+        """Keep the weight as codes of this layer's recipe, in both orientations, and let the rest of it go."""
+        recipe = self._recipe
+        if self._codes.held:
+            return
+        if recipe is None or recipe.linear().fprop.right is None:
+            raise UnsupportedConfig(
+                f"A weight is held as the codes its fprop multiplies, and this layer's recipe is {recipe}. "
+                "Give it one whose fprop is quantized: octavo.convert(model, recipe), or recipe= of the layer."
+            )
+        self._codes.drop(self)
+        whole = self.whole_weight()
+        # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
+        self._codes.fill(self, whole, recipe, column=True)
+        self._codes.held = True
+        self.set_weights(whole, token=True)
+
+    def release_codes(self) -> None:
+        """Back to a weight, of the values that the codes stand for."""
+        if self._codes.held:
+            values = self._codes.values(self)
+            self._codes.held = False
+            self._codes.drop(self)
+            self.set_weights(values, token=False)
+
+    # -- what nn.Module does to a module ------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Quantized":
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if new._scaling.recipe is not None:
+            scaling.listen(new)
+        if new._codes.held:  # a parameter's copy is dense
+            new.set_weights(new.whole_weight(), token=True)
+        return new
+
+    def _refuse_drawing(self) -> None:
+        if self._codes.held:
+            raise UnsupportedConfig("A weight held as codes is not drawn anew. octavo.revert(model) first.")
+
+    def _reset_seed(self) -> None:
+        """After the parameters were drawn anew."""
+        if "_seed" in self.__dict__:  # a constructor draws before there is one
+            self._seed = _seed_of(self, "")
+            if SEED in self._buffers:
+                self.get_buffer(SEED).copy_(torch.tensor([self._seed, 0]))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Quantized":
+        """Buffers follow the module's device, never its dtype: a scale in half precision is another scale."""
+        if not self._codes.held:
+            self._codes.drop(self)
+        unborn = self.weight_parts()[0].is_meta
+        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, before in kept.items():
+            after = self._buffers[name]
+            if after is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        if self._codes.held and not all(weights.is_token(weight) for weight in self.weight_parts()):
+            self.set_weights(self.whole_weight(), token=True)
+        if unborn and not self.weight_parts()[0].is_meta:
+            self._reset_state()
+        return self
+
+    def _reset_state(self) -> None:
+        """State as it was at construction: storage that comes from the meta device holds nothing yet."""
+        remembered = self._scaling.recipe
+        self._scaling.drop(self)
+        self._buffers.pop(SEED, None)
+        for recipe in (remembered, self._recipe):
+            if recipe is not None:
+                self._prepare(recipe)
+
+
+@torch.compiler.disable(reason="octavo: this layer cannot be part of a graph")  # type: ignore[untyped-decorator,no-untyped-call]
+def outside(module: Quantized, why: str, *arguments: Any) -> Any:
+    """What a graph cannot hold: an error, or eager mode with a word about it."""
+    module._refuse(why)
+    return module.forward(*arguments)
+
+
+def _seed_of(module: Quantized, path: str) -> int:
+    """The seed of stochastic rounding, from where torch's generator stands after the parameters were drawn and from the
+    layer's place. It draws nothing, so that parameters and dropout come out as they would without it."""
+    generator = torch.get_rng_state()
+    state = zlib.crc32(ctypes.string_at(generator.data_ptr(), generator.nbytes))  # real, also among fake tensors
+    shape = f"{module.out_features}x{module.in_features}"
+    return state << 30 | zlib.crc32(f"{path} {shape}".encode()) >> 2
