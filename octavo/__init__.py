@@ -2,7 +2,7 @@
 
 from octavo.version import __version__  # isort: skip  (checks the version of torch first)
 
-from octavo import backend, errors, formats, quant, recipes
+from octavo import backend, errors, formats, ops, quant, recipes
 from octavo.lower import buffer, sac_save_ops
 from octavo.modules import (
     GroupedLinear,
@@ -35,6 +35,7 @@ __all__ = [
     "explain",
     "formats",
     "load_state_dict",
+    "ops",
     "quant",
     "quantize_weights",
     "recipe",

@@ -24,6 +24,19 @@ _DIRECT = triton.__version__.startswith(TRIED)
 Pointers = tuple[Tensor | None, ...]
 
 
+class _Direct:
+    """A compiled kernel's own launch function, and what it takes between the stream and the kernel's arguments."""
+
+    def __init__(self, compiled: Any) -> None:
+        run = compiled.run
+        assert run.global_scratch_size == run.profile_scratch_size == 0  # none of our kernels asks for any
+        self.launch = run.launch
+        hooks, scratch = (None, None, None), (None, None)
+        self.head = (
+            compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, compiled.packed_metadata, *hooks
+        )  # fmt: skip
+
+
 class Launch:
     """`kernel` over `grid` programs with these sizes and constants. Its parameters are pointers, then sizes, then
     constants, in that order."""
@@ -41,7 +54,7 @@ class Launch:
         self.kernel, self.grid, self.sizes = kernel, grid, sizes
         self.options = {**constants, "num_warps": num_warps, "num_stages": num_stages}
         self._tail = (*sizes, *constants.values())
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[tuple[Any, ...], _Direct] = {}
 
     def __call__(self, *pointers: Tensor | None) -> None:
         """Run it on the device of the first pointer, which is never None."""
@@ -58,16 +71,13 @@ class Launch:
         key: tuple[Any, ...] = (index, *[None if t is None else t.dtype for t in pointers])
         if ends & 15:
             key = (*key, *[address & 15 == 0 for address in addresses])
-        compiled = self._compiled.get(key)
-        if compiled is None or knobs.runtime.launch_enter_hook.calls:  # a profiler wants to be told
+        direct = self._compiled.get(key)
+        if direct is None or knobs.runtime.launch_enter_hook.calls:  # a profiler wants to be told
             compiled = self.kernel[(self.grid,)](*pointers, *self.sizes, **self.options)
             if _DIRECT:
-                self._compiled[key] = compiled
+                self._compiled[key] = _Direct(compiled)
             return
-        compiled.run(
-            self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(index), compiled.function, compiled.packed_metadata,
-            None, None, None, *addresses, *self._tail,
-        )  # fmt: skip
+        direct.launch(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(index), *direct.head, *addresses, *self._tail)
 
 
 class Tiles:
@@ -99,18 +109,15 @@ class TiledLaunch(Launch):
                 return self(*arguments)
         _enter_context(index)
         key = (index, *[None if t is None else (t.dtype, t.data_ptr() & 15 == 0) for t in bases])
-        compiled = self._compiled.get(key)
-        if compiled is None or knobs.runtime.launch_enter_hook.calls:
+        direct = self._compiled.get(key)
+        if direct is None or knobs.runtime.launch_enter_hook.calls:
             whole = [t.checked() if isinstance(t, Tiles) else t for t in arguments]
             compiled = self.kernel[(self.grid,)](*whole, *self.sizes, **self.options)
             if _DIRECT:
-                self._compiled[key] = compiled
+                self._compiled[key] = _Direct(compiled)
             return
         given = [0 if t is None else t if isinstance(t, Tiles) else t.data_ptr() for t in arguments]
-        compiled.run(
-            self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(index), compiled.function, compiled.packed_metadata,
-            None, None, None, *given, *self._tail,
-        )  # fmt: skip
+        direct.launch(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(index), *direct.head, *given, *self._tail)
 
 
 _threads = threading.local()

@@ -23,6 +23,8 @@ MODULES = (
     "octavo.quant.mx.triton",
     "octavo.quant.nvfp4.triton",
     "octavo.kernels.gemm.triton",
+    "octavo.kernels.activation.triton",
+    "octavo.kernels.norm.triton",
 )
 ARCHITECTURES = (90, 100)
 RECORD = Path(__file__).with_suffix(".json")

@@ -11,7 +11,8 @@ amax, a random counter. Forward never sees them; all it may write to is an input
 
 A graph asks for more, all of it without data: `gradient_protos` (what backward returns), `wants` (which inputs have a
 gradient), `FLAT` (which fresh tensors are scales), `graph_buffers` (buffers from plain tensors), `fills` (whether
-backward writes to what forward made), `flops` and `gradient_flops`.
+backward writes to what forward made), `returned_elsewhere` (inputs whose gradient is one of the buffers), `flops` and
+`gradient_flops`.
 
 These functions read nothing but their arguments: no module, no global, no environment, no clock. A config holds no
 shapes and no tensors; it crosses into a graph as the string that `octavo.values.parse` reads back. `octavo.lower` runs
@@ -40,6 +41,8 @@ class Layer(Protocol):
     def forward(self, config: Any, inputs: Any) -> Made: ...
 
     def protos(self, config: Any, inputs: Any) -> Made: ...
+
+    def returned_elsewhere(self, config: Any) -> dict[int, int]: ...
 
     def save(self, config: Any, inputs: Any, made: Made) -> tuple[Tensor | None, ...]: ...
 

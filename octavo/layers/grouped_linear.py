@@ -11,7 +11,7 @@ A bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from octavo import values
-from octavo.errors import check_choice
+from octavo.errors import UnsupportedConfig, check_choice
 from octavo.kernels import grouped_gemm
 from octavo.layers.contract import Made
 from octavo.layers.linear import DTYPES, NOTHING, Parts, Slots
-from octavo.layers.targets import Fixed, Mail, Target
+from octavo.layers.targets import Fixed, Mail, Target, overlap
 from octavo.quant.grouped import (
     GroupedTensor,
     fill_groups,
@@ -188,6 +188,8 @@ def returned_elsewhere(config: Config) -> dict[int, int]:
 
 def forward(config: Config, inputs: Inputs) -> Made:
     x, number = inputs.x, inputs.weight.shape[0]
+    if inputs.out is not None and config.kept_x == "plain" and overlap(inputs.out, x):
+        _refuse_overlap("out", "x, which the weight's gradient needs as it is")
     groups = split(inputs.splits, x.shape[0])
     amax, of_x, of_w = None, None, None
     if config.observe:
@@ -281,6 +283,10 @@ def _stacked(weight: Tensor) -> tuple[Tensor, Groups]:
     """Weights [G, N, K] as rows in groups."""
     number, n, k = weight.shape
     return weight.detach().reshape(number * n, k), equal(number, n, weight.device)
+
+
+def _refuse_overlap(name: str, what: str) -> NoReturn:
+    raise UnsupportedConfig(f"{name} lies in the memory of {what}. Give it memory of its own.")
 
 
 def _parts(q: QTensor | None) -> Slots:
@@ -471,6 +477,10 @@ def backward(
     kept = _kept(saved)
     dy = dy.contiguous()  # expanded and turned gradients too: every kernel reads rows
     groups = Groups._make((*kept.groups, dy.shape[0]))
+    if buffers.dgrad_out is not None and config.kept_x == "plain":
+        for tensor, what in ((dy, "dy"), (kept.x[0], "x")):
+            if tensor is not None and overlap(buffers.dgrad_out, tensor):
+                _refuse_overlap("dgrad_out", f"{what}, which the weight's gradient needs as it is")
     observed = None if buffers.amax is None else torch.zeros_like(buffers.amax)
     row, column = _quantized_dy(config, dy, kept, groups, observed, buffers.seed)
     dx = dw = db = ds = None

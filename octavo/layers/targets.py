@@ -47,20 +47,51 @@ def open_buffers(
     buffers: Sequence[Tensor], rows: int, columns: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Gradient buffers, of one weight or of several below each other, as one matrix [rows, columns]: a view. Where they
-    do not lie one after the other in memory, or one is of no elements, which is how a frozen weight's looks, it is
-    zeros instead, the second result too, for `spread` to bring home."""
-    each, frozen = rows // len(buffers), [len(buffers) > 1 and buffer.numel() == 0 for buffer in buffers]
-    parts = [gradient_matrix(t, each, columns, device) for t, none in zip(buffers, frozen, strict=True) if not none]
-    joined = None if any(frozen) else parts[0] if len(parts) == 1 else joined_rows(parts)
+    do not lie one after the other in memory, or a weight is frozen, it is zeros instead, the second result too, for
+    `spread` to bring home."""
+    each = rows // len(buffers)
+    parts = [gradient_matrix(t, each, columns, device) for t in buffers if not is_nothing(t)]
+    if len(buffers) == 1:
+        return parts[0], None
+    for buffer, part in zip((t for t in buffers if not is_nothing(t)), parts, strict=True):
+        if not part.is_contiguous():
+            raise UnsupportedShape(
+                f"weight.main_grad of a group must be contiguous, so that dw lands in it; got {tuple(buffer.shape)} "
+                f"with strides {buffer.stride()}. Make it contiguous."
+            )
+    joined = joined_rows(parts) if len(parts) == len(buffers) else None
     if joined is not None:
         return joined, None
-    loose = torch.zeros(rows, columns, dtype=parts[0].dtype, device=device)
+    loose = torch.zeros(rows, columns, dtype=torch.float32, device=device)
     return loose, loose
+
+
+def nothing(device: torch.device) -> Tensor:
+    """What stands for a frozen weight's buffer."""
+    return torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def is_nothing(buffer: Tensor) -> bool:
+    return buffer.dtype == torch.uint8 and buffer.numel() == 0
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share memory, by what they say of themselves."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    (first, end), (other, other_end) = _range(a), _range(b)
+    return first < other_end and other < end
+
+
+def _range(t: Tensor) -> tuple[int, int]:
+    """The addresses between which its elements are."""
+    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 
 def spread(loose: Tensor, buffers: Sequence[Tensor], mode: str) -> None:
     """Bring rows that were written elsewhere to the buffers that they are for."""
-    pairs = [(t, part) for t, part in zip(buffers, loose.chunk(len(buffers)), strict=True) if t.numel()]
+    pairs = [(t, part) for t, part in zip(buffers, loose.chunk(len(buffers)), strict=True) if not is_nothing(t)]
     into = [buffer for buffer, _ in pairs]
     parts = [part.view(buffer.shape).to(buffer.dtype) for buffer, part in pairs]
     if mode == "add":

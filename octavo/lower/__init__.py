@@ -3,6 +3,7 @@
 from octavo.lower.eager import run
 from octavo.lower.graph import (
     buffer,
+    claim,
     is_captured,
     is_inside_ddp,
     is_inside_operator,
@@ -19,6 +20,7 @@ from octavo.lower.graph import run_into as run_into_in_graph
 
 __all__ = [
     "buffer",
+    "claim",
     "is_captured",
     "is_inside_ddp",
     "is_inside_operator",

@@ -33,13 +33,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import register_flop_formula
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers import grouped_linear, linear
+from octavo.layers import activation, grouped_linear, linear, norm
 from octavo.layers.contract import Made
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 
 Call = TypeVar("Call", bound=Callable[..., Any])
-LAYERS: dict[str, Any] = {"grouped-linear": grouped_linear, "linear": linear}
+LAYERS: dict[str, Any] = {"activation": activation, "grouped-linear": grouped_linear, "linear": linear, "norm": norm}
 
 
 @cache
@@ -134,8 +134,8 @@ def _refuse_hooks(parsed: _Plan) -> None:
     if saved_elsewhere():
         raise UnsupportedConfig(
             "In a graph, saved_tensors_hooks (save_on_cpu) do not go with what backward writes besides its results: "
-            "fp8-delayed's amax, nvfp4's counter, main_grad, delay_wgrad_compute. Leave the hooks out, or run the "
-            "layer in eager mode, where both work."
+            "fp8-delayed's amax, nvfp4's counter, main_grad, dgrad_out, delay_wgrad_compute. Leave the hooks out, or "
+            "run the layer in eager mode, where both work."
         )
     if parsed.layer.fills(parsed.config) and torch._C._autograd._top_saved_tensors_default_hooks(True):
         raise UnsupportedConfig(
@@ -243,6 +243,8 @@ MADE = 18  # places: an operator that mutates returns a fixed number of tensors
 )
 def _run_into(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ...]:
     parsed = _plan(plan)
+    if parsed.writes:
+        _refuse_hooks(parsed)
     made = parsed.layer.forward(parsed.config, parsed.inputs(tensors)._replace(out=out))
     return _places(parsed.layer, made, out)
 
@@ -255,15 +257,13 @@ def _(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ...]:
 def _places(layer: Any, made: Made, out: Tensor) -> tuple[Tensor, ...]:
     """Extras and fresh tensors, and nothing in the places that are left."""
     found = _crossing(layer, made._replace(outputs=()))
+    assert len(found) <= MADE, f"{len(found)} tensors do not fit: raise MADE"
     return (*found, *[out.new_empty(0) for _ in range(MADE - len(found))])
 
 
 @torch.library.custom_op("octavo::attach", mutates_args=())
 def _attach(tensors: list[Tensor], plan: str) -> Tensor:
-    parsed = _plan(plan)
-    if parsed.writes:
-        _refuse_hooks(parsed)
-    return _token(parsed, tensors)
+    return _token(_plan(plan), tensors)
 
 
 @_attach.register_fake
@@ -365,7 +365,7 @@ def sac_save_ops() -> tuple[Any, ...]:
     def policy(context, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if op in octavo.sac_save_ops() else CheckpointPolicy.PREFER_RECOMPUTE
     """
-    return (torch.ops.octavo.run.default,)
+    return torch.ops.octavo.run.default, torch.ops.octavo.run_into.default
 
 
 def is_watched() -> bool:
@@ -412,8 +412,26 @@ def is_captured() -> bool:
 def buffer(*shape: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
     """An uninitialised tensor whose memory stays where it is, as long as it lives: what a CUDA graph may write to."""
     made = torch.empty(*shape, dtype=dtype, device=device)
-    torch._dynamo.mark_static_address(made)  # type: ignore[no-untyped-call]
+    # guarded: a graph that was traced for this one is not replayed for another
+    torch._dynamo.mark_static_address(made, guard=True)  # type: ignore[no-untyped-call]
     return made
+
+
+@while_tracing
+def claim(name: str, tensor: Tensor) -> bool:
+    """Take a caller's buffer for one write of the graph being traced; False where another write has it. Inductor moves
+    what reads the first result behind the second write."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        graph: Any = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return True
+    taken: set[tuple[str, int]] = graph.__dict__.setdefault("_octavo_claims", set())
+    if (name, tensor.data_ptr()) in taken:
+        return False
+    taken.add((name, tensor.data_ptr()))
+    return True
 
 
 @while_tracing

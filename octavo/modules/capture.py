@@ -210,6 +210,8 @@ def _recipes(graph: GraphModule) -> dict[int, Recipe]:
     for node in graph.graph.nodes:
         if _name(node) in (f"{OURS}run", f"{OURS}attach"):
             config: Any = values.parse(str(node.args[1]).split("|", 4)[-1])
+            if not hasattr(config, "recipe"):  # an operation that no recipe touches
+                continue
             given = [node, *node.all_input_nodes]  # a weight in parts reaches the node through a stack of them
             found |= {places[n]: config.recipe for g in given for n in (g, *g.all_input_nodes) if n in places}
     return found

@@ -13,6 +13,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.formats import FLOATS
 from octavo.kernels.gemm import native, spec_route
 from octavo.modules.linear import Linear
+from octavo.modules.quantized import Quantized
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 
@@ -68,7 +69,8 @@ def convert(model: nn.Module, recipe: str | Recipe, policy: Policy | None = None
 
 
 def revert(model: nn.Module) -> None:
-    """Make every octavo.Linear an nn.Linear again; weights held as codes become what the codes stand for."""
+    """Make every octavo.Linear an nn.Linear again; weights held as codes become what the codes stand for, those of
+    other layers of ours too."""
     found = [(path, module) for path, module in model.named_modules() if type(module) is Linear]
     for path, module in found:
         if len(module._mailbox):
@@ -76,6 +78,9 @@ def revert(model: nn.Module) -> None:
                 f"{path or 'The model'} has {len(module._mailbox)} weight gradients pending, which would be lost. "
                 "Call backward_dw() for each first."
             )
+    for other in model.modules():
+        if isinstance(other, Quantized) and not isinstance(other, Linear):
+            other.release_codes()
     for _, module in found:
         module._tear_down()
         module.__dict__.pop("return_bias", None)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from octavo.errors import UnsupportedConfig, check_choice
-from octavo.kernels.gemm import spec_route
 from octavo.modules.ambient import ambient
 from octavo.modules.capture import Capture
 from octavo.modules.convert import route
@@ -159,7 +158,7 @@ def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
     return Layer(
         path,
         recipe=recipe.key if own else f"{FOLLOWS}: {recipe.key}",
-        routes=tuple((name, spec_route(g.left, g.right, weight.device)) for name, g in gemms.items()),
+        routes=tuple((name, layer.route(g.left, g.right, weight.device)) for name, g in gemms.items()),
         why=route(weight.device, recipe)[1],
         uncompiled="" if seen else _why_uncompiled(path, capture.refusals()),
     )

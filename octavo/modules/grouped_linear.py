@@ -9,10 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
+from octavo.kernels import grouped_gemm
 from octavo.layers import grouped_linear as layer
 from octavo.layers.linear import Parts
 from octavo.layers.targets import joined_rows
 from octavo.lower import (
+    claim,
     is_captured,
     is_inside_operator,
     is_static,
@@ -27,6 +29,8 @@ from octavo.modules.ambient import ambient
 from octavo.modules.main_grad import MainGrad
 from octavo.modules.quantized import NAMES, SEED, Quantized, outside
 from octavo.quant.grouped import GroupedTensor
+from octavo.quant.groups import MAX_GROUPS
+from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
 
 
@@ -66,6 +70,8 @@ class GroupedLinear(Quantized):
     ) -> None:
         super().__init__()
         check_choice(tail, ("zero", "untouched"), what="GroupedLinear.tail")
+        if not 1 <= num_groups <= MAX_GROUPS:
+            raise UnsupportedShape(f"A GroupedLinear has 1 to {MAX_GROUPS} groups, got {num_groups}.")
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.slots = num_groups
         self.tail, self.scale_bias = tail, scale_bias
@@ -122,6 +128,8 @@ class GroupedLinear(Quantized):
         own = self.weight_parts()
         if self._is_single:
             return own[0]
+        if self._codes.held and not any([w.requires_grad for w in own]):
+            return self.whole_weight()
         if torch.compiler.is_compiling() or isinstance(own[0], FakeTensor) or is_watched():
             return torch.stack(list(own))
         found: Tensor = _Joined.apply(*own)  # type: ignore[no-untyped-call]
@@ -139,6 +147,9 @@ class GroupedLinear(Quantized):
 
     def refusal(self, recipe: Recipe | None) -> str:
         return ("" if recipe is None else layer.refusal(recipe)) or super().refusal(recipe)
+
+    def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
+        return grouped_gemm.route(left, right, device)
 
     def _weight_gradient(self, config: Any, operands: Any, target: MainGrad | None) -> Tensor | None:
         return layer.weight_gradient(config, operands, target, (self.num_groups, self.out_features, self.in_features))
@@ -169,7 +180,7 @@ class GroupedLinear(Quantized):
         recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
         x = self._input(x)
         splits = self._splits(m_splits)
-        rows, shape = x.reshape(-1, x.shape[-1]), (*x.shape[:-1], self.out_features)
+        rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         weight, bias = self._stacked_weight(), self._stacked_bias()
         scales = self._bias_scales(scales, rows)
         grads = _wanted(rows, self.weight_parts(), bias, scales)
@@ -178,7 +189,8 @@ class GroupedLinear(Quantized):
         kind = self._weight_codes(recipe, is_first_microbatch, grads, observe)
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self.delay_wgrad_compute and "w" in grads
-        delay = "" if not delayed else "post" if tracing else "mailbox"
+        as_nodes = tracing or isinstance(rows, FakeTensor) or rows.is_meta  # without values, only shapes go through
+        delay = "" if not delayed else "post" if as_nodes else "mailbox"
         key = (
             f"grouped-linear(recipe={recipe.key},dtype='{NAMES[x.dtype]}',weight_dtype='{NAMES[weight.dtype]}',"
             f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',"
@@ -197,8 +209,8 @@ class GroupedLinear(Quantized):
         amax = self._buffers[scaling.NAMES["backward"]["current"]] if observe and grads else None
         seed = self._buffers.get(SEED) if grads else None
         # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
-        unseen = delayed or main_grad != "" or out is not None or dgrad_out is not None
-        if tracing or (is_watched() and not unseen and not saved_elsewhere()):
+        unseen = delayed or main_grad != ""
+        if as_nodes or (is_watched() and not unseen and not saved_elsewhere()):
             target: Parts = self._graph_target() if main_grad and not delay else ()
             # equal calls would be one node to a compiler, with room for one dy; what torch.empty makes is never merged
             mark = torch.empty(0, device=rows.device) if delay else None
@@ -228,18 +240,21 @@ class GroupedLinear(Quantized):
                     "A GroupedTensor given as x holds rows, and this one holds columns. Quantize the other side."
                 )
             x = x.dequantize()
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        if x.dtype not in FLOATS:
-            raise UnsupportedDtype(f"GroupedLinear takes float32, bfloat16 or float16, got {x.dtype}. Cast x first.")
+        kind, own = x.device.type, self.weight_parts()[0]
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+        for what, dtype in (("activations", x.dtype), ("weights", own.dtype)):
+            if dtype not in FLOATS:
+                raise UnsupportedDtype(
+                    f"GroupedLinear takes float32, bfloat16 or float16 {what}, got {dtype}. Cast them."
+                )
         if x.dim() < 2 or x.shape[-1] != self.in_features:
             raise UnsupportedShape(
                 f"This GroupedLinear takes inputs [..., {self.in_features}] of two dims or more, got {tuple(x.shape)}. "
                 "Check the layer before it, or in_features."
             )
-        device = self.weight_parts()[0].device
-        if x.device != device:
-            raise UnsupportedDevice(f"x is on {x.device} and the weight on {device}. Move them together.")
+        if x.device != own.device:
+            raise UnsupportedDevice(f"x is on {x.device} and the weight on {own.device}. Move them together.")
         return x
 
     def _bias_scales(self, scales: Tensor | None, rows: Tensor) -> Tensor | None:
@@ -260,15 +275,22 @@ class GroupedLinear(Quantized):
 
     def _buffer_refusal(self, out: Tensor | None, dgrad_out: Tensor | None) -> str:
         """Why a graph that is being traced cannot write to these buffers; empty if it can."""
-        if (out is None and dgrad_out is None) or not is_captured():
+        if out is None and dgrad_out is None:
             return ""
+        captured, nested = is_captured(), is_inside_operator()
         for name, buffer in (("out", out), ("dgrad_out", dgrad_out)):
-            if buffer is not None and not is_static(buffer):
-                return (
-                    f"{self.title()} does not compile: a CUDA graph writes to the memory it was captured with, and "
-                    f"{name} may be another each time. Make it with octavo.buffer(...), or compile without CUDA "
-                    "graphs, or build the layer with strict=False, to run outside."
+            if buffer is None:
+                continue
+            why = ""
+            if captured and not is_static(buffer):
+                why = (
+                    f"a CUDA graph writes to the memory it was captured with, and {name} may be another each time. "
+                    "Make it, whole, with octavo.buffer(...), or compile without CUDA graphs"
                 )
+            elif not nested and not claim(name, buffer):
+                why = f"two calls in one graph write to one {name}. Give each call a buffer of its own"
+            if why:
+                return f"{self.title()} does not compile: {why}, or build the layer with strict=False, to run outside."
         return ""
 
     def _check_buffers(self, x: Tensor, grads: str, out: Tensor | None, dgrad_out: Tensor | None) -> None:
@@ -316,13 +338,25 @@ class GroupedLinear(Quantized):
     # -- what nn.Module does to a module ------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GroupedLinear":
+        joined = self._is_single or _joined(self.weight_parts()) is not None or self.weight_parts()[0].is_meta
         super()._apply(fn, recurse)
+        if joined:
+            self._join()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupedLinear":
+        new = super().__deepcopy__(memo)
+        assert isinstance(new, GroupedLinear)
+        new._join()
+        return new
+
+    def _join(self) -> None:
+        """One allocation for the weights of all groups: the layer then takes them as they lie."""
         own = self.weight_parts()
-        movable = all(type(p.data) is Tensor and not p.is_meta for p in own)
+        movable = all(type(p.data) is Tensor and not p.is_meta and not p.is_shared() for p in own)  # type: ignore[no-untyped-call]
         if not self._is_single and not self._codes.held and movable and _joined(own) is None:
             for p, part in zip(own, torch.stack([p.data for p in own]).unbind(), strict=True):
-                p.data = part  # one allocation again: the layer then takes the weights as they lie
-        return self
+                p.data = part
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -346,12 +380,14 @@ class GroupedLinear(Quantized):
             # the rest of the loading sees weights that already are what they would become
             found |= {key: p.detach() for key, p in zip(keys, own, strict=True)}
         super()._load_from_state_dict(found, prefix, *rest)  # type: ignore[no-untyped-call]
+        self._join()  # parameters that were assigned lie where the checkpoint had them
 
     def extra_repr(self) -> str:
         recipe = "from octavo.autocast" if self._recipe is None else self._recipe.key
         sizes = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
         held = ", weight held as codes" if self._codes.held else ""
-        return f"{sizes}, bias={bool(self._bias_names)}, recipe={recipe}, tail={self.tail}{held}"
+        layout = "" if self._is_single else ", a weight for each group"
+        return f"{sizes}, bias={bool(self._bias_names)}, recipe={recipe}, tail={self.tail}{layout}{held}"
 
 
 class _Joined(torch.autograd.Function):
@@ -359,11 +395,16 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        if weights.is_token(parts[0]):
+            return parts[0].new_zeros(1).expand(len(parts), *parts[0].shape)
         joined = _joined(parts)
+        if joined is not None:
+            ctx.save_for_backward(*parts)  # the joined tensor has a version of its own: theirs are checked here
         return torch.stack(parts) if joined is None else joined
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        _ = ctx.saved_tensors
         return tuple(g if needed else None for g, needed in zip(grad.unbind(), ctx.needs_input_grad, strict=True))
 
 
@@ -398,7 +439,7 @@ def _convert(state: dict[str, Any], key: str, number: int, *, single: bool) -> N
     found = [state[part] for part in parts if part in state]
     if single and key not in state and len(found) == number and all(t.shape == found[0].shape for t in found):
         state[key] = torch.stack([state.pop(part) for part in parts])
-    elif not single and key in state and parts[0] not in state and len(state[key]) == number:
+    elif not single and key in state and not found and state[key].dim() and len(state[key]) == number:
         state |= dict(zip(parts, state.pop(key).unbind(), strict=True))
 
 

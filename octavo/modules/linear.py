@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
+from octavo.kernels.gemm import spec_route
 from octavo.layers import linear as layer
 from octavo.lower import is_inside_operator, is_watched, run, run_in_graph, saved_elsewhere
 from octavo.modules import scaling, weights
@@ -18,6 +19,7 @@ from octavo.modules.ambient import ambient
 from octavo.modules.main_grad import MainGrad
 from octavo.modules.quantized import NAMES, SEED, Quantized, outside
 from octavo.quant import QTensor
+from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
 
 
@@ -70,6 +72,9 @@ class Linear(Quantized, nn.Linear):
     def title(self) -> str:
         sizes = f"Linear({self.in_features}, {self.out_features})"
         return f"{sizes} at {self._path!r}" if self._path else sizes
+
+    def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
+        return spec_route(left, right, device)
 
     def _weight_gradient(self, config: Any, operands: Any, target: MainGrad | None) -> Tensor | None:
         return layer.weight_gradient(config, operands, target)

@@ -11,11 +11,10 @@ The protocol is the one Megatron and its relatives speak, with attributes of the
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers.targets import open_buffers, spread
+from octavo.layers.targets import nothing, open_buffers, spread
 
 
 class MainGrad:
@@ -28,7 +27,7 @@ class MainGrad:
 
     def open(self, rows: int, columns: int) -> Tensor:
         """The buffers as [rows, columns], a view if they lie one after the other in memory."""
-        self._buffers = [_find(weight) if weight.requires_grad else _nothing(weight) for weight in self.weights]
+        self._buffers = [_find(w) if w.requires_grad else nothing(w.device) for w in self.weights]
         matrix, self._loose = open_buffers(self._buffers, rows, columns, self.weights[0].device)
         return matrix
 
@@ -54,18 +53,13 @@ def has_buffer(weights: Sequence[Any]) -> bool:
     return True
 
 
-def _nothing(weight: Any) -> Tensor:
-    """What stands for a frozen weight's buffer."""
-    return torch.empty(0, dtype=torch.float32, device=weight.device)
-
-
 def graph_buffers(weights: Sequence[Any]) -> list[Tensor]:
     """The buffers, for a graph that is being traced: their addresses are the graph's from here on. The flag is set as
     early: a graph's backward cannot, and whoever reads it reads it after backward."""
     found: list[Tensor] = []
     for weight in weights:
         if not weight.requires_grad:
-            found.append(_nothing(weight))
+            found.append(nothing(weight.device))
         else:
             found.append(weight.get_main_grad() if hasattr(weight, "get_main_grad") else weight.main_grad)
     _say_added(weights)

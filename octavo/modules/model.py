@@ -71,9 +71,10 @@ def quantize_weights(model: nn.Module) -> None:
         for weight in module.weight_parts():
             names = owners[id(weight)]
             if len(names) > 1:
+                own, *others = sorted(names, key=lambda name: not name.startswith(path))
                 raise UnsupportedConfig(
-                    f"{_key(path, 'weight')} is also {', '.join(set(names) - {_key(path, 'weight')})}, which would go "
-                    "on with a weight of its own. Untie them, or convert that layer with recipe bf16."
+                    f"{own} is also {', '.join(others)}, which would go on with a weight of its own. Untie them, or "
+                    "convert that layer with recipe bf16."
                 )
     for _, module in found:
         module.hold_codes()

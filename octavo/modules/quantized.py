@@ -29,6 +29,7 @@ from octavo.modules import scaling, weights
 from octavo.modules.mailbox import Mailbox, Posted
 from octavo.modules.main_grad import MainGrad, graph_buffers, has_buffer
 from octavo.quant import DelayedState
+from octavo.quant.quantizer import Quantizer
 from octavo.recipes import BF16, Recipe
 from octavo.recipes import recipe as resolve
 
@@ -62,6 +63,10 @@ class Quantized(nn.Module):
         raise NotImplementedError
 
     def title(self) -> str:
+        raise NotImplementedError
+
+    def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
+        """How operands of these quantizers are multiplied there: native, emulated, reference."""
         raise NotImplementedError
 
     # -- the recipe ------------------------------------------------------------------------------------------------
@@ -108,7 +113,7 @@ class Quantized(nn.Module):
     @recipe.setter
     def recipe(self, spec: str | Recipe | None) -> None:
         found = None if spec is None else resolve(spec)
-        if why := self.refusal(found):
+        if found is not None and (why := self.refusal(found)):
             raise UnsupportedConfig(f"This layer cannot run in {found}: {why}. octavo.revert(model) starts afresh.")
         if found is not None:
             if not found.stateful:
@@ -177,7 +182,11 @@ class Quantized(nn.Module):
         column = "x" in grads and quant.dgrad.right is not None
         skip = None
         if isinstance(first, Tensor):  # the device decides: a captured graph refreshes, or does not, as it is told then
+            if first.numel() != 1:
+                raise UnsupportedShape(f"is_first_microbatch on the device is one element, got {tuple(first.shape)}.")
             skip, first = first.reshape(1) == 0, True
+        elif not isinstance(first, bool):
+            raise UnsupportedConfig(f"is_first_microbatch is True, False, None or one element, got {first!r}.")
         if torch.compiler.is_compiling():
             self._refresh_in_graph(recipe, first, column, observe, skip)
             return "codes"
@@ -253,7 +262,7 @@ class Quantized(nn.Module):
                     "fuse_wgrad_accumulation=True writes the gradients of all groups at once: all of them add or all "
                     "overwrite. Set overwrite_main_grad alike on each weight."
                 )
-        return "overwrite" if overwrites else "add", hasattr(own[0], "grad_added_to_main_grad")
+        return "overwrite" if overwrites else "add", any([hasattr(weight, "grad_added_to_main_grad") for weight in own])
 
     def backward_dw(self) -> None:
         """Compute the weight gradient of the oldest backward that left it out, and add it to `weight.grad` or to
@@ -300,7 +309,7 @@ class Quantized(nn.Module):
                 "Set it first"
             )
         elif (
-            self.delay_wgrad_compute or (fused and not hasattr(own[0], "grad_added_to_main_grad"))
+            self.delay_wgrad_compute or (fused and not any([hasattr(w, "grad_added_to_main_grad") for w in own]))
         ) and self._has_hooks():
             why = (
                 "its weight has hooks, and gets its gradient elsewhere (delay_wgrad_compute, fuse_wgrad_accumulation), "

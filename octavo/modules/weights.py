@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.linear import Parts
+from octavo.lower import refresh_in_graph
 from octavo.quant.proto import TensorProto
 from octavo.recipes import Recipe
 
@@ -77,7 +78,13 @@ class Codes:
             row, columns = self.parts(module, "row"), self.parts(module, "column")
             known = self._weights
             self._weights = None  # unknown until the cast is done
-            module.LAYER.refresh(config, weight, row, columns, amaxes, scaling, skip)
+            if isinstance(weight, FakeTensor):  # a reference may read what a fake does not have
+                key = f"{module.NAME}(recipe={recipe.key})"
+                refresh_in_graph(
+                    module.NAME, key, weight.detach(), list(row), list(columns), list(amaxes), list(scaling), skip
+                )
+            else:
+                module.LAYER.refresh(config, weight, row, columns, amaxes, scaling, skip)
             # a backward that still waits for the old codes must notice
             torch.autograd.graph.increment_version([*row, *columns])
         if skip is not None:  # who can tell whether they changed: what was known of them still is
@@ -129,7 +136,8 @@ class Codes:
 
 def state_of(weight: Tensor) -> tuple[int, int]:
     """Version and address: what changes when the weight does. Inference tensors have no version."""
-    return (-1 if weight.is_inference() else weight._version), weight.data_ptr()
+    elusive = isinstance(weight, FakeTensor)
+    return (-1 if weight.is_inference() else weight._version), 0 if elusive else weight.data_ptr()
 
 
 def as_real_as(weight: Tensor) -> AbstractContextManager[Any]:

@@ -56,7 +56,6 @@ class Quantizer(Value):
     two_level: ClassVar[bool] = False  # a [1] global_scale besides the block scales
     two_pass: ClassVar[bool] = False  # the cast needs an amax that is known only after all of x was read
     takes_encode: ClassVar[bool] = False  # the multiplier may be given instead of found
-    takes_groups: ClassVar[bool] = True  # a cast can follow groups of rows
     draws: bool = False  # rounds stochastically, from a seed
     basis: str = ""  # how values are turned along the contraction before they are rounded; operands must agree
     package: ClassVar[str]  # where the twins live

@@ -9,7 +9,7 @@ import gc
 import io
 import weakref
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -43,13 +43,30 @@ MIXED = {
     for b in (True, False)
 }
 EMPTY = {"first": (0, 20, 11), "middle": (20, 0, 11), "last": (20, 11, 0), "all but one": (0, 31, 0), "all": (0, 0, 0)}
-every = pytest.mark.parametrize("recipe", SHIPPED)
-quantized = pytest.mark.parametrize("recipe", QUANTIZED)
-stateless = pytest.mark.parametrize("recipe", STATELESS)
-sample = pytest.mark.parametrize("recipe", SAMPLE)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SLOW = ("fp8-rowwise", "mxfp8")  # recipes that others of their kind stand for
+
+
+def grid(recipes, **axes):
+    """Recipes by everything else. All but a sample of the cases are marked slow: the sample has one recipe of each kind
+    where everything else is the first there is; of these recipes two for a second choice, or one in turn for each of
+    many."""
+    axes = {name: of if isinstance(of, dict) else {str(value): value for value in of} for name, of in axes.items()}
+    fast, cases = [recipe for recipe in recipes if recipe not in SLOW], []
+    choices = list(product(*(of.items() for of in axes.values())))
+    for i, choice in enumerate(choices):
+        quick = fast if i == 0 else [fast[i % len(fast)], fast[(i + 2) % len(fast)]][: 2 if len(choices) == 2 else 1]
+        for recipe in recipes:
+            marks = () if recipe in quick else pytest.mark.slow
+            name = "-".join([*(key for key, _ in choice), recipe])
+            cases.append(pytest.param(recipe, *(value for _, value in choice), id=name, marks=marks))
+    return pytest.mark.parametrize(("recipe", *axes), cases)
+
+
+every, quantized, stateless, sample = (grid(recipes) for recipes in (SHIPPED, QUANTIZED, STATELESS, SAMPLE))
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 mixed = pytest.mark.parametrize("layout", MIXED.values(), ids=MIXED)
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -189,9 +206,7 @@ def compiled(call, **options):
 # -- 20-24: every group by itself, nothing of the tail -----------------------------------------------------------------
 
 
-@every
-@layouts
-@dtypes
+@grid(SHIPPED, layout=LAYOUTS, dtype=DTYPES)
 def test_three_steps_of_changing_sizes_equal_those_of_separate_linears(recipe, layout, dtype):
     """With what the recipe remembers of each group: an expert without rows keeps its scales, the others move on."""
     layer = experts(recipe, dtype=dtype, **layout)
@@ -204,8 +219,7 @@ def test_three_steps_of_changing_sizes_equal_those_of_separate_linears(recipe, l
             change(model)
 
 
-@every
-@pytest.mark.parametrize("splits", EMPTY.values(), ids=EMPTY)
+@grid(SHIPPED, splits=EMPTY)
 def test_groups_without_rows_get_zeros(recipe, splits):
     layer = experts(recipe)
     x, dy = batch(splits)
@@ -216,9 +230,7 @@ def test_groups_without_rows_get_zeros(recipe, splits):
     assert all(t.isfinite().all() for t in found.values())
 
 
-@every
-@layouts
-@pytest.mark.parametrize("spare", [0, 5], ids=["no rows at all", "a tail alone"])
+@grid(SHIPPED, layout=LAYOUTS, spare={"no rows at all": 0, "a tail alone": 5})
 def test_no_token_for_anyone(recipe, layout, spare):
     layer = experts(recipe, scale_bias=True, **layout)
     x, dy = batch((0, 0, 0), spare)
@@ -237,18 +249,14 @@ def test_no_token_for_anyone(recipe, layout, spare):
     assert_steps(step(layer, x, dy, splits, scales=scales), step(fresh, x, dy, splits, scales=scales))
 
 
-@every
-@pytest.mark.parametrize("splits", [(65, 128, 97), (15, 1, 0, 1011)], ids=str)
+@grid(SHIPPED, splits=[(65, 128, 97), (15, 1, 0, 1011)])
 def test_sizes_that_are_multiples_of_nothing(recipe, splits):
     layer = experts(recipe, len(splits), 33, 17)
     x, dy = batch(splits, k=33, n=17)
     assert_steps(step(layer, x, dy, splits), Alone(layer, recipe).step(x, dy, splits))
 
 
-MANY = [*[(r, g) for r in SHIPPED for g in (1, 2)], *[(r, 65) for r in SAMPLE], ("bf16", 256), ("fp8-current", 256)]
-
-
-@pytest.mark.parametrize(("recipe", "groups"), MANY)
+@grid(SHIPPED, groups=[2, 1, 65, 256])
 def test_any_number_of_groups(recipe, groups):
     splits = tuple((3 * g + 1) % 4 for g in range(groups))
     layer = experts(recipe, groups, 16, 8)
@@ -266,9 +274,7 @@ def test_ten_thousand_rows_over_sixteen_groups(recipe):
     assert_steps(step(layer, x, dy, splits), Alone(layer, recipe).step(x, dy, splits))
 
 
-@every
-@layouts
-@pytest.mark.parametrize("poison", [NAN, float("inf"), 1e4], ids=str)
+@grid(SHIPPED, layout=LAYOUTS, poison=[NAN, float("inf"), 1e4])
 def test_a_tail_as_long_as_the_rows_is_seen_by_no_amax(recipe, layout, poison):
     """Results and what the recipe remembers are those of a clean tail."""
     layer, clean = experts(recipe, **layout), experts(recipe, **layout)
@@ -291,9 +297,7 @@ def uninitialised_memory_full_of_nan():
         torch.use_deterministic_algorithms(False)
 
 
-@every
-@layouts
-@pytest.mark.parametrize("tail", ["zero", "untouched"])
+@grid(SHIPPED, layout=LAYOUTS, tail=["zero", "untouched"])
 def test_nothing_uninitialised_is_read(recipe, layout, tail):
     layer, twin = (experts(recipe, tail=tail, scale_bias=True, **layout) for _ in range(2))
     (x, dy), scales = batch(), spiky(ROWS, seed=4)
@@ -396,8 +400,7 @@ FORMS = {
 }
 
 
-@every
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@grid(SHIPPED, form=FORMS)
 def test_a_gradient_of_any_strides(recipe, form):
     layer, twin = experts(recipe), experts(recipe)
     x, dy = batch()
@@ -436,8 +439,7 @@ WRONG_SIZES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "nvfp4"])
-@pytest.mark.parametrize("wrong", WRONG_SIZES.values(), ids=WRONG_SIZES)
+@grid(["bf16", "fp8-current", "nvfp4"], wrong=WRONG_SIZES)
 def test_sizes_of_the_wrong_number_or_kind_are_refused(recipe, wrong):
     layer = experts(recipe)
     with pytest.raises((UnsupportedShape, UnsupportedDtype)):
@@ -486,8 +488,7 @@ def test_a_refused_forward_leaves_everything_as_it_was(recipe):
         assert torch.equal(held(layer)[name], codes_then)
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
-@every
+@grid(SHIPPED, where=["before", "after"])
 def test_a_step_after_one_that_failed_halfway_is_clean(recipe, where):
     """Backward stops before it reaches the layer, or after it has left it."""
     layer, twin, (x, dy) = experts(recipe), experts(recipe), batch()
@@ -511,8 +512,7 @@ def test_a_step_after_one_that_failed_halfway_is_clean(recipe, where):
     assert_steps(step(layer, x, dy), step(twin, x, dy))
 
 
-@every
-@layouts
+@grid(SHIPPED, layout=LAYOUTS)
 def test_a_second_backward_adds_what_it_adds_to_a_linear(recipe, layout):
     """The same again, or another draw where rounding is stochastic; a third has nothing left to go by."""
     layer, (x, dy) = experts(recipe, **layout), batch()
@@ -579,9 +579,7 @@ def products(layer, recipe, x, splits=SPLITS):
     return found
 
 
-@every
-@layouts
-@dtypes
+@grid(SHIPPED, layout=LAYOUTS, dtype=DTYPES)
 def test_a_bias_is_added_in_float32_and_rounded_once(recipe, layout, dtype):
     layer, (x, dy) = experts(recipe, dtype=dtype, **layout), batch(dtype=dtype)
     found, want = step(layer, x, dy), products(layer, recipe, x)
@@ -590,9 +588,7 @@ def test_a_bias_is_added_in_float32_and_rounded_once(recipe, layout, dtype):
     assert_same(found["y"], want.to(dtype))
 
 
-@every
-@layouts
-@dtypes
+@grid(SHIPPED, layout=LAYOUTS, dtype=DTYPES)
 def test_a_bias_scaled_by_the_token(recipe, layout, dtype):
     """y bit by bit; the gradients of bias and scales against float64; those of x and the weight are as without."""
     layer = experts(recipe, dtype=dtype, scale_bias=True, **layout)
@@ -665,10 +661,9 @@ def test_scales_are_wanted_where_they_are_used_and_nowhere_else():
 GIVEN = [("out",), ("dgrad_out",), ("out", "dgrad_out")]
 
 
-@every
-@layouts
-@pytest.mark.parametrize(("given", "sentinel"), zip(GIVEN, (7.0, 7.0, NAN), strict=True), ids=str)
-def test_buffers_are_written_in_place_and_keep_their_tails(recipe, layout, given, sentinel):
+@grid(SHIPPED, layout=LAYOUTS, given=GIVEN[::-1])
+def test_buffers_are_written_in_place_and_keep_their_tails(recipe, layout, given):
+    sentinel = NAN if len(given) == 2 else 7.0
     layer, twin = experts(recipe, **layout), experts(recipe, **layout)
     rooms = {"out": torch.full((80, N), sentinel), "dgrad_out": torch.full((80, K), sentinel)}
     buffers = {name: rooms[name][4 : 4 + ROWS] for name in given}
@@ -691,8 +686,7 @@ def test_buffers_are_written_in_place_and_keep_their_tails(recipe, layout, given
             assert not buffer.requires_grad
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "fp8-block"])
-@dtypes
+@grid(["bf16", "fp8-current", "fp8-block"], dtype=DTYPES)
 def test_buffers_of_every_dtype_with_scales_and_without_gradients(recipe, dtype):
     layer = experts(recipe, dtype=dtype, scale_bias=True)
     x, scales = batch(dtype=dtype)[0], spiky(ROWS, seed=4)
@@ -731,11 +725,7 @@ def wrong_buffers(columns):
     }
 
 
-WRONG_BUFFERS = [(name, kind) for name in ("out", "dgrad_out") for kind in wrong_buffers(K)]
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "nvfp4"])
-@pytest.mark.parametrize(("name", "kind"), WRONG_BUFFERS, ids=str)
+@grid(["bf16", "fp8-current", "nvfp4"], name=["out", "dgrad_out"], kind=list(wrong_buffers(K)))
 def test_a_buffer_that_does_not_fit_is_a_value_error_with_what_was_found_and_what_is_needed(recipe, name, kind):
     columns = N if name == "out" else K
     buffer, found = wrong_buffers(columns)[kind]
@@ -824,8 +814,7 @@ def addresses(layer):
     return {name: b.data_ptr() for name, b in layer.named_buffers() if b.numel()}
 
 
-@every
-@layouts
+@grid(SHIPPED, layout=LAYOUTS)
 def test_a_cached_minibatch_equals_one_without_a_cache(recipe, layout):
     cached, plain = experts(recipe, **layout), experts(recipe, **layout)
     for minibatch in range(3):
@@ -837,8 +826,7 @@ def test_a_cached_minibatch_equals_one_without_a_cache(recipe, layout):
             change(layer)
 
 
-@every
-@layouts
+@grid(SHIPPED, layout=LAYOUTS)
 def test_a_flag_on_the_device_is_the_flag_on_the_host(recipe, layout):
     by_device, by_host = experts(recipe, **layout), experts(recipe, **layout)
     flag, places = torch.ones(1, dtype=torch.int32), None
@@ -856,9 +844,7 @@ def test_a_flag_on_the_device_is_the_flag_on_the_host(recipe, layout):
     assert_state(by_device, by_host)
 
 
-@quantized
-@layouts
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float32], ids=str)
+@grid(QUANTIZED, layout=LAYOUTS, dtype=[torch.int32, torch.bool, torch.float32])
 def test_a_zero_on_the_device_leaves_every_byte_of_the_cache(recipe, layout, dtype):
     layer, (x, dy) = experts(recipe, **layout), batch()
     flag = torch.ones(1, dtype=dtype)
@@ -888,8 +874,7 @@ def test_a_cold_cache_is_filled_whatever_the_flag(recipe):
         assert_steps(found, step(twin, *batch()))
 
 
-@quantized
-@layouts
+@grid(QUANTIZED, layout=LAYOUTS)
 def test_codes_stay_at_their_addresses_and_out_of_the_state_dict(recipe, layout):
     layer = experts(recipe, **layout)
     names = list(layer.state_dict())
@@ -904,8 +889,7 @@ def test_codes_stay_at_their_addresses_and_out_of_the_state_dict(recipe, layout)
     assert list(layer.state_dict()) == names
 
 
-@stateless
-@layouts
+@grid(STATELESS, layout=LAYOUTS)
 def test_refresh_weights_brings_the_cache_up_to_date(recipe, layout):
     layer, (x, dy) = experts(recipe, **layout), batch()
     step(layer, x, dy, is_first_microbatch=True)
@@ -935,9 +919,7 @@ CHANGES = {
 }
 
 
-@quantized
-@layouts
-@pytest.mark.parametrize("how", CHANGES.values(), ids=CHANGES)
+@grid(QUANTIZED, layout=LAYOUTS, how=CHANGES)
 def test_a_weight_that_changed_since_the_refresh_is_refused(recipe, layout, how):
     layer, (x, dy) = experts(recipe, **layout), batch()
     step(layer, x, dy, is_first_microbatch=True)
@@ -950,8 +932,7 @@ def test_a_weight_that_changed_since_the_refresh_is_refused(recipe, layout, how)
             assert_steps(step(layer, x, dy, is_first_microbatch=first), Alone(layer, recipe).step(x, dy))
 
 
-@stateless
-@layouts
+@grid(STATELESS, layout=LAYOUTS)
 def test_a_refresh_under_a_pending_backward_is_never_silently_wrong(recipe, layout):
     layer, (x, dy) = experts(recipe, **layout), batch()
     want = Alone(layer, recipe).step(x, dy)["dx"]
@@ -966,8 +947,7 @@ def test_a_refresh_under_a_pending_backward_is_never_silently_wrong(recipe, layo
     assert_same(leaf.grad, want)
 
 
-@stateless
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@grid(STATELESS, mode={"no_grad": torch.no_grad, "inference": torch.inference_mode})
 def test_a_cache_made_without_gradients_is_completed_for_training(recipe, mode):
     layer, (x, dy) = experts(recipe), batch()
     with mode():
@@ -984,8 +964,7 @@ def test_bf16_takes_every_flag_and_holds_nothing():
     assert not addresses(layer)
 
 
-@quantized
-@layouts
+@grid(QUANTIZED, layout=LAYOUTS)
 def test_weights_held_as_codes_are_those_of_linears(recipe, layout):
     layer = experts(recipe, **layout)
     alone, before = Alone(layer, recipe), sum(p.untyped_storage().nbytes() for p in layer.parameters())
@@ -1019,9 +998,7 @@ def fused(recipe, layout=None, **settings):
     return experts(recipe, fuse_wgrad_accumulation=True, **(layout or {}), **settings)
 
 
-@every
-@layouts
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(SHIPPED, layout=LAYOUTS, dtype=[torch.float32, torch.bfloat16])
 def test_microbatches_are_added_to_one_flat_buffer(recipe, layout, dtype):
     layer, twin = fused(recipe, layout), experts(recipe, **layout)
     flat = spiky(G * N * K + 64, seed=5, dtype=dtype)
@@ -1037,9 +1014,7 @@ def test_microbatches_are_added_to_one_flat_buffer(recipe, layout, dtype):
     assert buffer[1].equal(spiky(G * N * K + 64, seed=5, dtype=dtype)[32:-32].view(G, N, K)[1])  # a group without rows
 
 
-@every
-@layouts
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@grid(SHIPPED, layout=LAYOUTS, dtype=[torch.float32, torch.bfloat16])
 def test_overwriting_replaces_whatever_was_there(recipe, layout, dtype):
     layer, twin = fused(recipe, layout), experts(recipe, **layout)
     buffer = give(layer, torch.full((G, N, K), NAN, dtype=dtype))
@@ -1050,8 +1025,7 @@ def test_overwriting_replaces_whatever_was_there(recipe, layout, dtype):
     assert not buffer[1].any()  # a group without rows gets zeros
 
 
-@every
-@layouts
+@grid(SHIPPED, layout=LAYOUTS)
 def test_nothing_for_anyone_adds_nothing(recipe, layout):
     layer = fused(recipe, layout)
     buffer = give(layer, torch.full((G, N, K), 0.25))
@@ -1059,8 +1033,7 @@ def test_nothing_for_anyone_adds_nothing(recipe, layout):
     assert (buffer == 0.25).all()
 
 
-@every
-@layouts
+@grid(SHIPPED, layout=LAYOUTS)
 def test_a_float32_buffer_is_not_reached_through_the_weights_bfloat16(recipe, layout):
     layer = fused(recipe, layout, dtype=torch.bfloat16)
     twin = experts(recipe, dtype=torch.bfloat16, **layout)
@@ -1081,8 +1054,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "fp8-block", "nvfp4"])
-@pytest.mark.parametrize("form", PLACES.values(), ids=PLACES)
+@grid(["bf16", "fp8-current", "fp8-block", "nvfp4"], form=PLACES)
 def test_each_groups_buffer_may_lie_anywhere(recipe, form):
     layer, twin = fused(recipe, LAYOUTS["per group"]), experts(recipe)
     buffers = give(layer, form())
@@ -1099,8 +1071,7 @@ WHOLES = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "nvfp4"])
-@pytest.mark.parametrize("form", WHOLES.values(), ids=WHOLES)
+@grid(["bf16", "fp8-current", "nvfp4"], form=WHOLES)
 def test_any_contiguous_buffer_of_the_weights_size(recipe, form):
     layer, twin = fused(recipe), experts(recipe)
     buffer = give(layer, form())
@@ -1142,9 +1113,7 @@ def test_overwriting_is_decided_at_forward(layout):
     assert_same(buffer, 2 * once)
 
 
-@every
-@layouts
-@pytest.mark.parametrize("first", [True, False, None])
+@grid(SHIPPED, layout=LAYOUTS, first=[True, False, None])
 def test_the_cache_flag_does_not_decide_about_overwriting(recipe, layout, first):
     layer, twin = fused(recipe, layout), experts(recipe, **layout)
     buffer = give(layer, torch.ones(G, N, K))
@@ -1169,8 +1138,7 @@ def test_get_main_grad_is_asked_once_for_each_backward_and_not_before(layout):
     assert all((p.main_grad == 5).all() for p in weights.values())
 
 
-@every
-@layouts
+@grid(SHIPPED, layout=LAYOUTS)
 def test_a_buffer_made_after_forward_is_found(recipe, layout):
     layer, twin, (x, dy) = fused(recipe, layout), experts(recipe, **layout), batch()
     y = layer(x, sizes())
@@ -1249,8 +1217,7 @@ BAD_PARTS = {
 }
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "nvfp4"])
-@pytest.mark.parametrize("bad", BAD_WHOLES.values(), ids=BAD_WHOLES)
+@grid(["bf16", "fp8-current", "nvfp4"], bad=BAD_WHOLES)
 def test_a_wrong_buffer_is_refused_in_backward_and_the_next_step_is_right(recipe, bad):
     """Strides that a [G, N, K] buffer should not have are refused too: never a copy that nobody reads."""
     form, error, message = bad
@@ -1270,8 +1237,7 @@ def test_a_wrong_buffer_is_refused_in_backward_and_the_next_step_is_right(recipe
     assert_same(buffer, step(twin, x, dy)["dw"])
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "nvfp4"])
-@pytest.mark.parametrize("bad", BAD_PARTS.values(), ids=BAD_PARTS)
+@grid(["bf16", "fp8-current", "nvfp4"], bad=BAD_PARTS)
 def test_one_wrong_buffer_of_many_leaves_the_others_alone(recipe, bad):
     form, error, message = bad
     layer, twin, (x, dy) = fused(recipe, LAYOUTS["per group"]), experts(recipe), batch()
@@ -1318,8 +1284,7 @@ def delayed(recipe, layout=None, **settings):
     return experts(recipe, delay_wgrad_compute=True, **(layout or {}), **settings)
 
 
-@every
-@layouts
+@grid(SHIPPED, layout=LAYOUTS)
 def test_backward_gives_everything_but_dw_and_backward_dw_gives_that(recipe, layout):
     layer, twin = delayed(recipe, layout), experts(recipe, **layout)
     found, want = step(layer, *batch()), step(twin, *batch())
@@ -1331,8 +1296,7 @@ def test_backward_gives_everything_but_dw_and_backward_dw_gives_that(recipe, lay
     assert_same(stacked(layer, "bias"), want["db"])
 
 
-@every
-@layouts
+@grid(SHIPPED, layout=LAYOUTS)
 def test_the_oldest_microbatch_comes_first_and_gradients_accumulate(recipe, layout):
     """Backwards and their weight gradients take turns, with two or three pending and sizes that differ."""
     layer, twin = delayed(recipe, layout), experts(recipe, **layout)
@@ -1350,8 +1314,7 @@ def test_the_oldest_microbatch_comes_first_and_gradients_accumulate(recipe, layo
         layer.backward_dw()
 
 
-@sample
-@layouts
+@grid(SAMPLE, layout=LAYOUTS)
 def test_forwards_first_then_backwards_then_weight_gradients(recipe, layout):
     layer, twin = delayed(recipe, layout), experts(recipe, **layout)
     data = [batch(seed=i) for i in range(3)]
@@ -1363,9 +1326,7 @@ def test_forwards_first_then_backwards_then_weight_gradients(recipe, layout):
     assert_same(stacked(layer), stacked(twin))
 
 
-@every
-@layouts
-@pytest.mark.parametrize("overwrite", [False, True])
+@grid(SHIPPED, layout=LAYOUTS, overwrite=[False, True])
 def test_put_off_and_added_to_main_grad(recipe, layout, overwrite):
     layer, twin = delayed(recipe, layout, fuse_wgrad_accumulation=True), experts(recipe, **layout)
     buffer = give(layer, torch.ones(G, N, K))
@@ -1379,8 +1340,7 @@ def test_put_off_and_added_to_main_grad(recipe, layout, overwrite):
     assert all(p.grad is None for p in named(layer, "weight").values())
 
 
-@sample
-@layouts
+@grid(SAMPLE, layout=LAYOUTS)
 def test_hooks_fire_once_for_each_backward_dw_and_see_the_gradient(recipe, layout):
     layer, twin, seen = delayed(recipe, layout), experts(recipe, **layout), []
     for name, p in named(layer, "weight").items():
@@ -1529,8 +1489,7 @@ def kept(recipe, layout, *, x_grad=True, w_grad=True, first=None):
     return found.nbytes
 
 
-@quantized
-@layouts
+@grid(QUANTIZED, layout=LAYOUTS)
 def test_backward_keeps_codes_of_columns_and_nothing_wider(recipe, layout):
     x, w = column_bytes(recipe, 256, 128, 2), column_bytes(recipe, 256, 128, 2)
     assert kept(recipe, layout) <= x + w + SMALL
@@ -1541,8 +1500,7 @@ def test_backward_keeps_codes_of_columns_and_nothing_wider(recipe, layout):
     assert x < 4 * 256 * 128 * (0.25 if recipe == "nvfp4" else 0.45)  # of float32
 
 
-@quantized
-@layouts
+@grid(QUANTIZED, layout=LAYOUTS)
 def test_what_was_kept_goes_with_backward(recipe, layout):
     layer, (x, dy), alive = experts(recipe, **layout), batch(), []
 
@@ -1590,8 +1548,7 @@ def test_what_waited_for_backward_dw_goes_with_it(recipe, layout):
 # -- 40, 41, 43: parameters --------------------------------------------------------------------------------------------
 
 
-@mixed
-@every
+@grid(SHIPPED, layout=MIXED)
 def test_every_layout_gives_the_right_gradient_to_the_right_parameter(recipe, layout):
     layer, twin = experts(recipe, scale_bias=True, **layout), experts(recipe, scale_bias=True)
     (x, dy), scales = batch((20, 9, 18)), spiky(ROWS, seed=4)
@@ -1634,9 +1591,7 @@ def test_a_checkpoint_of_any_layout_loads_strictly_into_any_other(recipe, layout
     assert_steps(step(target["moe"], *batch()), step(source["moe"], *batch()))
 
 
-@layouts
-@pytest.mark.parametrize("to", LAYOUTS.values(), ids=LAYOUTS)
-@quantized
+@grid(QUANTIZED, layout=LAYOUTS, to=LAYOUTS)
 def test_weights_held_as_codes_travel_between_layouts_too(recipe, layout, to):
     source = experts(recipe, seed=3, **layout)
     octavo.quantize_weights(source)
@@ -1691,8 +1646,7 @@ def test_a_state_dict_is_plain_tensors_that_alias_the_parameters(layout):
         assert state[name].data_ptr() == p.data_ptr()
 
 
-@layouts
-@every
+@grid(SHIPPED, layout=LAYOUTS)
 def test_a_run_resumed_from_a_file_is_bitwise_the_same(recipe, layout):
     """Weights by state_dict, what the recipe remembers by octavo.state_dict."""
     first = experts(recipe, seed=1, **layout)
@@ -1718,8 +1672,7 @@ def test_a_run_resumed_from_a_file_is_bitwise_the_same(recipe, layout):
     assert_state(first, resumed)
 
 
-@layouts
-@every
+@grid(SHIPPED, layout=LAYOUTS)
 def test_a_deep_copy_is_a_layer_of_its_own(recipe, layout):
     layer = experts(recipe, **layout)
     x, dy = batch()
@@ -1736,8 +1689,7 @@ def test_a_deep_copy_is_a_layer_of_its_own(recipe, layout):
     assert differs(twin(x, sizes()), layer(x, sizes()))
 
 
-@layouts
-@every
+@grid(SHIPPED, layout=LAYOUTS)
 def test_a_layer_from_the_meta_device_materialises(recipe, layout):
     torch.manual_seed(3)
     made = octavo.GroupedLinear(G, K, N, recipe=recipe, **layout)
@@ -1790,16 +1742,14 @@ def test_frozen_experts_need_no_buffer_and_wait_for_nothing(recipe, put_off, mai
     assert layer.weight1.grad is None
 
 
-@every
-@layouts
+@grid(SHIPPED, layout=LAYOUTS)
 def test_a_layer_without_a_bias(recipe, layout):
     layer = experts(recipe, bias=False, **layout)
     assert not named(layer, "bias")
     assert_steps(step(layer, *batch()), Alone(layer, recipe).step(*batch()))
 
 
-@sample
-@layouts
+@grid(SAMPLE, layout=LAYOUTS)
 def test_an_ambient_recipe_is_followed(recipe, layout):
     layer, twin = experts(None, **layout), experts(recipe, **layout)
     with octavo.autocast(recipe):
@@ -1808,8 +1758,7 @@ def test_an_ambient_recipe_is_followed(recipe, layout):
         assert_steps(step(layer, *batch()), step(twin, *batch()))
 
 
-@sample
-@layouts
+@grid(SAMPLE, layout=LAYOUTS)
 def test_an_optimizer_trains_all_of_it(recipe, layout):
     layer = experts(recipe, **layout)
     alone, rates = Alone(layer, recipe), {"lr": 0.01}
@@ -1839,8 +1788,7 @@ def test_every_group_has_the_codes_of_its_rows_alone(recipe):
             assert member.codes.untyped_storage().data_ptr() == whole.q.codes.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("recipe", STATELESS)
-@dtypes
+@grid(STATELESS, dtype=DTYPES)
 def test_groups_dequantize_to_what_each_dequantizes_to(recipe, dtype):
     gemms, (x, _) = octavo.recipe(recipe).linear(), batch((65, 0, 130), 9, dtype=dtype)
     for found, spec, axis in zip(
@@ -1857,8 +1805,7 @@ def test_groups_dequantize_to_what_each_dequantizes_to(recipe, dtype):
         assert not values[195:].any()
 
 
-@pytest.mark.parametrize("recipe", STATELESS)
-@layouts
+@grid(STATELESS, layout=LAYOUTS)
 def test_an_input_of_codes_is_the_values_they_stand_for(recipe, layout):
     layer, twin, (x, dy) = experts(recipe, **layout), experts(recipe, **layout), batch()
     q = quantize_groups(x, octavo.recipe(recipe).linear().fprop.left, None, split(sizes(), ROWS))[0]
@@ -1898,8 +1845,7 @@ def test_codes_of_other_groups_or_settings_are_refused_or_stand_for_their_values
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
-@every
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "each its own, scaled"])
+@grid(SHIPPED, scaled={"plain": False, "each its own, scaled": True})
 def test_compiled_is_eager_in_one_graph_of_any_number_of_rows(recipe, scaled):
     settings = {**LAYOUTS["per group"], "scale_bias": True} if scaled else {}
     layer, twin = experts(recipe, **settings), experts(recipe, **settings)
@@ -1915,9 +1861,9 @@ def test_compiled_is_eager_in_one_graph_of_any_number_of_rows(recipe, scaled):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@sample
-@pytest.mark.parametrize(("layout", "overwrite"), [("single", True), ("per group", False)])
-def test_compiled_main_grad(recipe, layout, overwrite):
+@grid(SAMPLE, layout=["single", "per group"])
+def test_compiled_main_grad(recipe, layout):
+    overwrite = layout == "single"
     layer, twin = fused(recipe, LAYOUTS[layout]), experts(recipe, **LAYOUTS[layout])
     buffer, call = give(layer, torch.ones(G, N, K)), compiled(layer)
     for p in named(layer, "weight").values():
@@ -1931,9 +1877,9 @@ def test_compiled_main_grad(recipe, layout, overwrite):
         assert not any(p.grad is not None and p.grad.any() for p in named(layer, "weight").values())
 
 
-@sample
-@pytest.mark.parametrize(("layout", "main_grad"), [("single", True), ("per group", False)])
-def test_compiled_weight_gradients_put_off(recipe, layout, main_grad):
+@grid(SAMPLE, layout=["single", "per group"])
+def test_compiled_weight_gradients_put_off(recipe, layout):
+    main_grad = layout == "single"
     layer = delayed(recipe, LAYOUTS[layout], fuse_wgrad_accumulation=main_grad)
     twin = experts(recipe, **LAYOUTS[layout])
     buffer, call = give(layer, torch.zeros(G, N, K)), compiled(layer)
@@ -1981,8 +1927,7 @@ def test_compiled_weight_cache_by_a_flag_on_the_device(recipe):
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@sample
-@pytest.mark.parametrize("given", GIVEN, ids=str)
+@grid(SAMPLE, given=GIVEN[::-1])
 def test_compiled_buffers(recipe, given):
     layer, twin = experts(recipe), experts(recipe)
     buffers = {n: torch.full((ROWS, N if n == "out" else K), 7.0) for n in given}

@@ -117,7 +117,7 @@ def route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str
     if backend.choose(device) == "reference":
         return "reference"
     if a is None or b is None:
-        return "native"
+        return "native" if native.is_hopper(device) else "emulated"
     return "native" if native.rows(a, b, device) or native.depth(a, b, device) else "emulated"
 
 

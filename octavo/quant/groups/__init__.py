@@ -55,7 +55,9 @@ class Groups(NamedTuple):
 
 def blocks_for(rows: int, groups: int) -> int:
     """The most blocks that `groups` groups of `rows` rows together can fill."""
-    return min(rows, (rows + (BLOCK - 1) * groups) // BLOCK)
+    most = (rows + (BLOCK - 1) * groups) // BLOCK
+    found: int = torch.sym_min(rows, most)  # type: ignore[no-untyped-call]  # min() would be a guard of a graph
+    return found
 
 
 def protos(rows: int, groups: int, device: torch.device) -> tuple[TensorProto, ...]:

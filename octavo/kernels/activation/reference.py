@@ -1,0 +1,134 @@
+"""Activations in plain torch. Everything is float64 and rounded once: the result does not depend on where in a row an
+element stands, as float32's vectorised exponential does."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.activation import DRAWN_BITS, STREAM, Function, kept_scale, threshold
+from octavo.quant.nvfp4.philox import philox
+
+Curve = tuple[Tensor, Tensor]  # value, slope
+_LOW = 0xFFFFFFFF
+
+
+def gelu(x: Tensor, alpha: float) -> Curve:
+    """x · σ(2u), u = √(2/π) (x + 0.044715 x³): what x/2 (1 + tanh u) is, without the cancellation."""
+    c = 2 * math.sqrt(2 / math.pi)
+    s = torch.sigmoid(c * x * (1 + 0.044715 * x * x))
+    return x * s, s + x.clamp(-30, 30) * s * (1 - s) * c * (1 + 3 * 0.044715 * x.clamp(-30, 30) ** 2)
+
+
+def swish(x: Tensor, alpha: float) -> Curve:
+    """x · σ(αx)"""
+    s = torch.sigmoid(alpha * x)
+    return x * s, s * (1 + (alpha * x).clamp(-1000, 1000) * (1 - s))
+
+
+def sigmoid(x: Tensor, alpha: float) -> Curve:
+    s = torch.sigmoid(x)
+    return s, s * (1 - s)
+
+
+def relu(x: Tensor, alpha: float) -> Curve:
+    return torch.relu(x), torch.where(x <= 0, 0.0, torch.ones_like(x))
+
+
+def srelu(x: Tensor, alpha: float) -> Curve:
+    """relu(x)²"""
+    r = torch.relu(x)
+    return r * r, 2 * r
+
+
+def linear(x: Tensor, alpha: float) -> Curve:
+    return alpha * x, torch.full_like(x, alpha)
+
+
+CURVES = {"gelu": gelu, "swish": swish, "sigmoid": sigmoid, "relu": relu, "srelu": srelu, "linear": linear}
+
+
+def kept(shape: tuple[int, ...], drop: float, seed: Tensor) -> Tensor:
+    """Which elements of an [M, K] matrix stay. Four neighbours in a row share a counter, and take a word each."""
+    m, k = shape
+    index = torch.arange(m * -(-k // 4), device=seed.device)
+    zero = torch.zeros_like(index)
+    key = (seed[0] & _LOW, (seed[0] >> 32) & _LOW)
+    words = philox((index & _LOW, index >> 32, zero + (seed[1] & _LOW), zero + STREAM), key)
+    drawn = torch.stack(words, -1).view(m, -1)[:, :k] >> (32 - DRAWN_BITS)
+    return drawn >= threshold(drop)
+
+
+def halves(fn: Function, x: Tensor) -> tuple[Tensor, Tensor]:
+    """a and b of a gated function, each [M, H]."""
+    if not fn.interleave:
+        return x.chunk(2, 1)  # type: ignore[return-value]
+    pairs = x.view(x.shape[0], -1, 2, fn.interleave)
+    return pairs[:, :, 0].flatten(1), pairs[:, :, 1].flatten(1)
+
+
+def joined(fn: Function, a: Tensor, b: Tensor) -> Tensor:
+    """What `halves` took apart."""
+    if not fn.interleave:
+        return torch.cat((a, b), 1)
+    pairs = torch.stack((a.view(len(a), -1, fn.interleave), b.view(len(b), -1, fn.interleave)), 2)
+    return pairs.view(len(a), -1)
+
+
+def _clamped(fn: Function, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    if fn.limit is None:
+        return a, b + fn.offset
+    return a.clamp(max=fn.limit), b.clamp(-fn.limit, fn.limit) + fn.offset
+
+
+def _wide(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x.double().contiguous() if bias is None else x.double() + bias.double()
+
+
+def _activated(fn: Function, x: Tensor) -> Tensor:
+    """f of all of x, float64."""
+    if not fn.gated:
+        return CURVES[fn.curve](x, fn.alpha)[0]
+    a, b = _clamped(fn, *halves(fn, x))
+    return CURVES[fn.curve](a, fn.alpha)[0] * b
+
+
+def forward(fn: Function, x: Tensor, scales: Tensor | None, bias: Tensor | None, seed: Tensor | None) -> Tensor:
+    y = _activated(fn, _wide(x, bias))
+    if scales is not None:
+        y = y * scales.double()[:, None]
+    if seed is not None:
+        y = torch.where(kept(tuple(y.shape), fn.drop, seed), y * kept_scale(fn.drop), 0.0)
+    return y.to(x.dtype)
+
+
+def backward(
+    fn: Function,
+    dy: Tensor,
+    x: Tensor | None,
+    dx: Tensor | None,
+    scales: Tensor | None,
+    ds: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+) -> None:
+    g = dy.double()
+    if seed is not None:
+        g = torch.where(kept(tuple(g.shape), fn.drop, seed), g * kept_scale(fn.drop), 0.0)
+    wide = torch.zeros_like(g) if x is None else _wide(x, bias)
+    if ds is not None:
+        ds.copy_((g * _activated(fn, wide)).sum(1))
+    if dx is None:
+        return
+    if scales is not None:
+        g = g * scales.double()[:, None]
+    if not fn.gated:
+        dx.copy_(g * CURVES[fn.curve](wide, fn.alpha)[1])
+        return
+    a, b = halves(fn, wide)
+    top, gate = _clamped(fn, a, b)
+    value, slope = CURVES[fn.curve](top, fn.alpha)
+    da, db = g * slope * gate, g * value
+    if fn.limit is not None:
+        da, db = torch.where(a <= fn.limit, da, 0.0), torch.where(b.abs() <= fn.limit, db, 0.0)
+    dx.copy_(joined(fn, da, db))

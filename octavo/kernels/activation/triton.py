@@ -1,0 +1,284 @@
+"""Activations on the GPU: one kernel forward and one backward, in float32. The curve is a jitted function that the
+kernel is compiled with. A gradient of row scales makes a program go over whole rows, so that it is one sum in one
+order; without it a program has one tile."""
+
+import math
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.activation import ACTIVATIONS, DRAWN_BITS, STREAM, Function, kept_scale, threshold
+from octavo.launch import Launch
+from octavo.quant import tile
+from octavo.quant.tile import Variant
+
+TILE = 2048  # elements of y
+WARPS = 4
+_STREAM = tl.constexpr(STREAM)
+_UNUSED_BITS = tl.constexpr(32 - DRAWN_BITS)
+_GELU = tl.constexpr(2 * math.sqrt(2 / math.pi))
+
+
+@triton.jit
+def _within(x, LIMIT: tl.constexpr):
+    """x clamped; NaN stays NaN."""
+    return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
+
+
+# Slopes are products in which one factor vanishes before the other overflows: there the latter is clamped, which
+# changes no bit of a finite product.
+
+
+@triton.jit
+def gelu(x, ALPHA: tl.constexpr):
+    s = tl.sigmoid(_GELU * x * (1.0 + 0.044715 * x * x))
+    near = _within(x, 30.0)
+    return x * s, s + near * s * (1.0 - s) * (_GELU * (1.0 + 0.134145 * near * near))
+
+
+@triton.jit
+def swish(x, ALPHA: tl.constexpr):
+    s = tl.sigmoid(x * ALPHA)
+    return x * s, s * (1.0 + _within(x * ALPHA, 1000.0) * (1.0 - s))
+
+
+@triton.jit
+def sigmoid(x, ALPHA: tl.constexpr):
+    s = tl.sigmoid(x)
+    return s, s * (1.0 - s)
+
+
+@triton.jit
+def relu(x, ALPHA: tl.constexpr):
+    return tl.where(x <= 0.0, 0.0, x), tl.where(x <= 0.0, 0.0, 1.0)
+
+
+@triton.jit
+def srelu(x, ALPHA: tl.constexpr):
+    r = tl.where(x <= 0.0, 0.0, x)
+    return r * r, 2.0 * r
+
+
+@triton.jit
+def linear(x, ALPHA: tl.constexpr):
+    return x * ALPHA, tl.where(x == x, ALPHA, ALPHA)
+
+
+CURVES = {"gelu": gelu, "swish": swish, "sigmoid": sigmoid, "relu": relu, "srelu": srelu, "linear": linear}
+
+
+@triton.jit
+def _kept(seed, rows, first, H, DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Which elements of [ROWS, COLUMNS] stay: the twin of reference.kept."""
+    quads = first // 4 + tl.arange(0, COLUMNS // 4)
+    index = rows.to(tl.int64)[:, None] * tl.cdiv(H, 4) + quads[None, :]
+    low, high = index.to(tl.uint32), (index >> 32).to(tl.uint32)
+    zero = low * 0
+    a, b, c, d = tl.philox(tl.load(seed), low, high, zero + tl.load(seed + 1).to(tl.uint32), zero + _STREAM)
+    drawn = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLUMNS))
+    return (drawn >> _UNUSED_BITS).to(tl.int32) >= DROP
+
+
+@triton.jit
+def _places(columns, H, INTERLEAVE: tl.constexpr):
+    """Columns of x that hold a and b."""
+    if INTERLEAVE:
+        a = columns // INTERLEAVE * (2 * INTERLEAVE) + columns % INTERLEAVE
+        return a, a + INTERLEAVE
+    else:
+        return columns, columns + H
+
+
+@triton.jit
+def _values(x, bias, rows, columns, live, stride_m, stride_k):
+    """float32 of x at these places, the bias added."""
+    at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
+    v = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+    if bias is not None:
+        v += tl.load(bias + columns[None, :] + rows[:, None] * 0, mask=live, other=0.0).to(tl.float32)
+    return v
+
+
+@triton.jit
+def _clamped_a(a, LIMIT: tl.constexpr):
+    if LIMIT is not None:
+        return tl.where(a > LIMIT, LIMIT, a)
+    else:
+        return a
+
+
+@triton.jit
+def _gate(b, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    if LIMIT is not None:
+        return _within(b, LIMIT) + OFFSET
+    else:
+        return b + OFFSET
+
+
+@triton.jit
+def _forward_kernel(
+    x, y, scales, bias, seed, M, H, stride_m, stride_k,
+    CURVE: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
+    INTERLEAVE: tl.constexpr, DROP: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    pm, pk = tile.tile_index(H, COLUMNS)
+    rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
+    live = (rows < M)[:, None] & (columns < H)[None, :]
+    if GATED:
+        at_a, at_b = _places(columns, H, INTERLEAVE)
+        a = _values(x, bias, rows, at_a, live, stride_m, stride_k)
+        b = _values(x, bias, rows, at_b, live, stride_m, stride_k)
+        value, _ = CURVE(_clamped_a(a, LIMIT), ALPHA)
+        value *= _gate(b, LIMIT, OFFSET)
+    else:
+        value, _ = CURVE(_values(x, bias, rows, columns, live, stride_m, stride_k), ALPHA)
+    if scales is not None:
+        value *= tl.load(scales + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
+    if seed is not None:
+        value = tl.where(_kept(seed, rows, pk * COLUMNS, H, DROP, ROWS, COLUMNS), value * KEPT, 0.0)
+    tl.store(y + rows.to(tl.int64)[:, None] * H + columns[None, :], value.to(y.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _backward_kernel(
+    dy, x, dx, scales, ds, bias, seed, M, H, dy_stride_m, dy_stride_k, stride_m, stride_k,
+    CURVE: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
+    INTERLEAVE: tl.constexpr, DROP: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    if ds is not None:
+        pm, begin, end = tl.program_id(0), 0, H
+    else:
+        pm, pk = tile.tile_index(H, COLUMNS)
+        begin, end = pk * COLUMNS, pk * COLUMNS + 1
+    rows = pm * ROWS + tl.arange(0, ROWS)
+    if scales is not None:
+        scale = tl.load(scales + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(begin, end, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        live = (rows < M)[:, None] & (columns < H)[None, :]
+        g = _values(dy, None, rows, columns, live, dy_stride_m, dy_stride_k)
+        if seed is not None:
+            g = tl.where(_kept(seed, rows, first, H, DROP, ROWS, COLUMNS), g * KEPT, 0.0)
+        if GATED:
+            at_a, at_b = _places(columns, H, INTERLEAVE)
+            a = _values(x, bias, rows, at_a, live, stride_m, stride_k)
+            b = _values(x, bias, rows, at_b, live, stride_m, stride_k)
+            value, slope = CURVE(_clamped_a(a, LIMIT), ALPHA)
+            gate = _gate(b, LIMIT, OFFSET)
+            if ds is not None:
+                total += g * value * gate
+            if dx is not None:
+                if scales is not None:
+                    g *= scale
+                da, db = g * slope * gate, g * value
+                if LIMIT is not None:
+                    da, db = tl.where(a <= LIMIT, da, 0.0), tl.where(tl.abs(b) <= LIMIT, db, 0.0)
+                at = rows.to(tl.int64)[:, None] * (2 * H)
+                tl.store(dx + at + at_a[None, :], da.to(dx.dtype.element_ty), mask=live)
+                tl.store(dx + at + at_b[None, :], db.to(dx.dtype.element_ty), mask=live)
+        else:
+            if x is not None:
+                v = _values(x, bias, rows, columns, live, stride_m, stride_k)
+            else:
+                v = tl.zeros((ROWS, COLUMNS), tl.float32)
+            value, slope = CURVE(v, ALPHA)
+            if ds is not None:
+                total += g * value
+            if dx is not None:
+                if scales is not None:
+                    g *= scale
+                at = rows.to(tl.int64)[:, None] * H + columns[None, :]
+                tl.store(dx + at, (g * slope).to(dx.dtype.element_ty), mask=live)
+    if ds is not None:
+        tl.store(ds + rows, tl.sum(total, 1).to(ds.dtype.element_ty), mask=rows < M)
+
+
+def forward(fn: Function, x: Tensor, scales: Tensor | None, bias: Tensor | None, seed: Tensor | None) -> Tensor:
+    m, width = x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1]
+    y = torch.empty(m, width, dtype=x.dtype, device=x.device)
+    _forward_launch(fn, (m, width, *x.stride()))(x, y, scales, bias, seed)
+    return y
+
+
+def backward(
+    fn: Function,
+    dy: Tensor,
+    x: Tensor | None,
+    dx: Tensor | None,
+    scales: Tensor | None,
+    ds: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+) -> None:
+    strides = (0, 0) if x is None else x.stride()
+    _backward_launch(fn, (*dy.shape, *dy.stride(), *strides), ds is not None)(dy, x, dx, scales, ds, bias, seed)
+
+
+def _shape(width: int) -> tuple[int, int]:
+    """Rows and columns of a tile."""
+    columns = min(512, max(16, triton.next_power_of_2(width)))
+    return TILE // columns, columns
+
+
+def _constants(fn: Function, width: int) -> dict[str, object]:
+    rows, columns = _shape(width)
+    return {
+        "CURVE": CURVES[fn.curve], "GATED": fn.gated, "ALPHA": fn.alpha, "LIMIT": fn.limit, "OFFSET": fn.offset,
+        "INTERLEAVE": fn.interleave, "DROP": threshold(fn.drop), "KEPT": kept_scale(fn.drop),
+        "ROWS": rows, "COLUMNS": columns,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _forward_launch(fn: Function, sizes: tuple[int, ...]) -> Launch:
+    rows, columns = _shape(sizes[1])
+    grid = triton.cdiv(sizes[0], rows) * triton.cdiv(sizes[1], columns)
+    return Launch(_forward_kernel, grid, sizes, num_warps=WARPS, num_stages=1, **_constants(fn, sizes[1]))
+
+
+@lru_cache(maxsize=4096)
+def _backward_launch(fn: Function, sizes: tuple[int, ...], whole_rows: bool) -> Launch:
+    rows, columns = _shape(sizes[1])
+    grid = triton.cdiv(sizes[0], rows) * (1 if whole_rows else triton.cdiv(sizes[1], columns))
+    return Launch(_backward_kernel, grid, sizes, num_warps=WARPS, num_stages=1, **_constants(fn, sizes[1]))
+
+
+def variants() -> list[Variant]:
+    """Every activation, and what goes along with one."""
+    swiglu, clamped, plain = (ACTIVATIONS[name] for name in ("swiglu", "clamped-swiglu", "linear"))
+    cases = [_variants(name, fn, torch.bfloat16) for name, fn in ACTIVATIONS.items()]
+    cases += [
+        _variants("swiglu", swiglu, torch.float16),
+        _variants("swiglu", swiglu, torch.float32, "scales"),
+        _variants("clamped-swiglu by 32", clamped._replace(interleave=32), torch.bfloat16, "scales"),
+        _variants("srelu", ACTIVATIONS["srelu"], torch.bfloat16, "scales"),
+        _variants("dropout", plain._replace(drop=0.1), torch.bfloat16, "seed"),
+        _variants("bias", plain, torch.bfloat16, "bias"),
+    ]
+    return [variant for pair in cases for variant in pair]
+
+
+def _variants(name: str, fn: Function, dtype: torch.dtype, given: str = "") -> list[Variant]:
+    """Forward and backward of rows of 4096, with one of scales, bias and seed."""
+    kind = tile.POINTERS[dtype]
+    pointers = {
+        "x": kind, "y": kind, "dy": kind, "dx": kind, "scales": "*fp32" if given == "scales" else None,
+        "ds": "*fp32" if given == "scales" else None, "bias": kind if given == "bias" else None,
+        "seed": "*i64" if given == "seed" else None,
+    }  # fmt: skip
+    sizes = dict.fromkeys(("M", "H", "stride_m", "dy_stride_m"), "i32")
+    constants = {"stride_k": 1, "dy_stride_k": 1, **_constants(fn, 4096)}
+    title = f"{name} {dtype}{', ' if given else ''}{given}"
+
+    def variant(name, kernel, **missing):
+        said = {**pointers, **sizes, **missing}
+        signature = {k: said[k] for k in kernel.arg_names if said.get(k) is not None}
+        own = {k: constants.get(k) for k in kernel.arg_names if k not in signature}
+        return Variant(f"{name} {title}", kernel, signature, own, WARPS, 1)
+
+    forgotten = {} if fn.remembers else {"x": None}
+    return [variant("activation", _forward_kernel), variant("activation backward", _backward_kernel, **forgotten)]

@@ -1,0 +1,83 @@
+"""Normalisation of rows: x [M, N] by what all of a row has in common.
+
+    layer    x̂ = (x - mean) · rstd,  rstd = 1/√(variance + eps)       y = x̂ · γ + β
+    rms      x̂ = x · rstd,           rstd = 1/√(mean of x² + eps)     y = x̂ · γ
+    l2       x̂ = x · rstd,           rstd = 1/√(sum of x² + eps)      y = x̂
+
+    dx = rstd · (g - x̂ · mean(g · x̂) - mean(g)),  g = dy · γ          the last mean for layer alone; l2 takes sums
+    dγ = Σ dy · x̂    dβ = Σ dy                                         over the rows
+
+Backward takes x again, with the mean and rstd that forward found, as float32 [M]. With `zero_centered` the weight is
+γ - 1. y and dx have x's dtype.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo import backend
+from octavo.kernels.columns import column_sums
+
+
+class Norm(NamedTuple):
+    kind: str  # "layer", "rms", "l2"
+    eps: float
+    zero_centered: bool = False
+
+    @property
+    def centers(self) -> bool:
+        return self.kind == "layer"
+
+    @property
+    def averages(self) -> bool:
+        return self.kind != "l2"
+
+
+class Normed(NamedTuple):
+    y: Tensor  # [M, N]
+    mean: Tensor | None  # float32 [M]
+    rstd: Tensor  # float32 [M]
+
+
+class Gradients(NamedTuple):
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def forward(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Normed:
+    if x.numel() == 0:
+        empty = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return Normed(y, empty if norm.centers else None, empty.clone())
+    found: Normed = backend.twin(__name__, x).forward(norm, x, weight, bias)
+    return found
+
+
+def backward(
+    norm: Norm,
+    dy: Tensor,
+    x: Tensor | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    weight: Tensor | None,
+    *,
+    x_grad: bool = True,
+    weight_grad: torch.dtype | None = None,
+    bias_grad: torch.dtype | None = None,
+) -> Gradients:
+    """What is wanted, dγ and dβ in these dtypes. For dβ alone dy is enough; `weight` is only looked at for dx."""
+    if not x_grad and weight_grad is None:
+        return Gradients(None, None, None if bias_grad is None else column_sums(dy, bias_grad))
+    assert x is not None and rstd is not None
+    if dy.numel() == 0:
+        dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if x_grad else None
+        sums = (
+            None if d is None else torch.zeros(dy.shape[1], dtype=d, device=dy.device) for d in (weight_grad, bias_grad)
+        )
+        return Gradients(dx, *sums)
+    found: Gradients = backend.twin(__name__, dy).backward(
+        norm, dy, x, mean, rstd, weight, x_grad, weight_grad, bias_grad
+    )
+    return found

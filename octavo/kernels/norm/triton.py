@@ -1,0 +1,356 @@
+"""Norms on the GPU, in float32. A row of up to MOST elements is read once and stays in registers (narrow rows share a
+program); a longer one is read again for each sum.
+
+dγ and dβ are two sums without atomics: a fixed number of programs each take every so-many-th tile of rows and leave
+their own sum in [programs, N], and those are summed after. The number depends on sizes and chip, never on timing.
+"""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.kernels.columns import column_sums
+from octavo.kernels.norm import Gradients, Norm, Normed
+from octavo.launch import Launch
+from octavo.quant import tile
+from octavo.quant.tile import Variant
+
+MOST = 8192  # more would spill in backward, which holds x, dy and two sums
+LONG = 4096  # columns at a time of a row that is longer
+PART_COLUMNS, PART_ROWS, PART_HEIGHT = 128, 16, 512  # of long rows' dγ and dβ: a program's columns, tile, rows
+
+
+@triton.jit
+def _load(x, rows, columns, M, N, stride_m, stride_n):
+    at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_n
+    live = (rows < M)[:, None] & (columns < N)[None, :]
+    return tl.load(x + at, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _vector(w, columns, N):
+    return tl.load(w + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _gamma(weight, columns, N, ZERO_CENTERED: tl.constexpr):
+    gamma = _vector(weight, columns, N)
+    if ZERO_CENTERED:
+        gamma += 1.0
+    return gamma
+
+
+@triton.jit
+def _around(v, mean, columns, N, CENTER: tl.constexpr):
+    """v - mean, and zero outside the row, where v - mean would not be."""
+    if CENTER:
+        return tl.where((columns < N)[None, :], v - mean[:, None], 0.0)
+    else:
+        return v
+
+
+@triton.jit
+def _store_normed(
+    y, v, mean, r, weight, bias, rows, columns, M, N, CENTER: tl.constexpr, ZERO_CENTERED: tl.constexpr
+):  # fmt: skip
+    found = _around(v, mean, columns, N, CENTER) * r[:, None]
+    if weight is not None:
+        found *= _gamma(weight, columns, N, ZERO_CENTERED)
+    if bias is not None:
+        found += _vector(bias, columns, N)
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(y + at, found.to(y.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
+
+
+@triton.jit
+def _forward_kernel(
+    x, y, mean_out, rstd_out, weight, bias, M, N, stride_m, stride_n,
+    EPS: tl.constexpr, CENTER: tl.constexpr, AVERAGE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    divisor = tl.cast(N, tl.float32) if AVERAGE else 1.0
+    mean = tl.zeros((ROWS,), tl.float32)
+    if WHOLE:
+        v = _load(x, rows, columns, M, N, stride_m, stride_n)
+        if CENTER:
+            mean = tl.div_rn(tl.sum(v, 1), mean + divisor)
+        c = _around(v, mean, columns, N, CENTER)
+        squares = tl.sum(c * c, 1)
+    else:
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if CENTER:
+            for first in range(0, N, COLUMNS):
+                total += _load(x, rows, first + columns, M, N, stride_m, stride_n)
+            mean = tl.div_rn(tl.sum(total, 1), mean + divisor)
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for first in range(0, N, COLUMNS):
+            v = _load(x, rows, first + columns, M, N, stride_m, stride_n)
+            c = _around(v, mean, first + columns, N, CENTER)
+            total += c * c
+        squares = tl.sum(total, 1)
+    ones = tl.full((ROWS,), 1.0, tl.float32)
+    r = tl.div_rn(ones, tl.sqrt_rn(tl.div_rn(squares, ones * divisor) + EPS))
+    if CENTER:
+        tl.store(mean_out + rows, mean, mask=rows < M)
+    tl.store(rstd_out + rows, r, mask=rows < M)
+    if WHOLE:
+        _store_normed(y, v, mean, r, weight, bias, rows, columns, M, N, CENTER, ZERO_CENTERED)
+    else:
+        for first in range(0, N, COLUMNS):
+            v = _load(x, rows, first + columns, M, N, stride_m, stride_n)
+            _store_normed(y, v, mean, r, weight, bias, rows, first + columns, M, N, CENTER, ZERO_CENTERED)
+
+
+@triton.jit
+def _statistics(mean, rstd, rows, M, CENTER: tl.constexpr):
+    r = tl.load(rstd + rows, mask=rows < M, other=0.0)
+    if CENTER:
+        return tl.load(mean + rows, mask=rows < M, other=0.0), r
+    else:
+        return r * 0.0, r
+
+
+@triton.jit
+def _store_dx(dx, g, found, r, along, shift, rows, columns, M, N, CENTER: tl.constexpr):
+    """along = mean of g · x̂, shift = mean of g, [ROWS] each."""
+    d = g - found * along[:, None]
+    if CENTER:
+        d -= shift[:, None]
+    at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+    live = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(dx + at, (d * r[:, None]).to(dx.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _backward_kernel(
+    dy, x, rstd, mean, weight, dx, dw, db, M, N, dy_stride_m, dy_stride_n, stride_m, stride_n,
+    CENTER: tl.constexpr, AVERAGE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Whole rows: dx, and this program's part of dγ and dβ [programs, N]."""
+    columns = tl.arange(0, COLUMNS)
+    divisor = tl.cast(N, tl.float32) if AVERAGE else 1.0
+    if weight is not None:
+        gamma = _gamma(weight, columns, N, ZERO_CENTERED)
+    dw_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    db_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS):
+        rows = first + tl.arange(0, ROWS)
+        m, r = _statistics(mean, rstd, rows, M, CENTER)
+        g = _load(dy, rows, columns, M, N, dy_stride_m, dy_stride_n)
+        v = _load(x, rows, columns, M, N, stride_m, stride_n)
+        found = _around(v, m, columns, N, CENTER) * r[:, None]
+        if dw is not None:
+            dw_sum += g * found
+        if db is not None:
+            db_sum += g
+        if dx is not None:
+            if weight is not None:
+                g *= gamma
+            along = tl.sum(g * found, 1) / divisor
+            shift = along
+            if CENTER:
+                shift = tl.sum(g, 1) / divisor
+            _store_dx(dx, g, found, r, along, shift, rows, columns, M, N, CENTER)
+    at = tl.program_id(0).to(tl.int64) * N + columns
+    if dw is not None:
+        tl.store(dw + at, tl.sum(dw_sum, 0), mask=columns < N)
+    if db is not None:
+        tl.store(db + at, tl.sum(db_sum, 0), mask=columns < N)
+
+
+@triton.jit
+def _long_dx_kernel(
+    dy, x, rstd, mean, weight, dx, M, N, dy_stride_m, dy_stride_n, stride_m, stride_n,
+    CENTER: tl.constexpr, AVERAGE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    divisor = tl.cast(N, tl.float32) if AVERAGE else 1.0
+    m, r = _statistics(mean, rstd, rows, M, CENTER)
+    along_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    shift_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, N, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        g = _load(dy, rows, columns, M, N, dy_stride_m, dy_stride_n)
+        if weight is not None:
+            g *= _gamma(weight, columns, N, ZERO_CENTERED)
+        v = _load(x, rows, columns, M, N, stride_m, stride_n)
+        along_sum += g * (_around(v, m, columns, N, CENTER) * r[:, None])
+        shift_sum += g
+    along, shift = tl.sum(along_sum, 1) / divisor, tl.sum(shift_sum, 1) / divisor
+    for first in range(0, N, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        g = _load(dy, rows, columns, M, N, dy_stride_m, dy_stride_n)
+        if weight is not None:
+            g *= _gamma(weight, columns, N, ZERO_CENTERED)
+        v = _load(x, rows, columns, M, N, stride_m, stride_n)
+        found = _around(v, m, columns, N, CENTER) * r[:, None]
+        _store_dx(dx, g, found, r, along, shift, rows, columns, M, N, CENTER)
+
+
+@triton.jit
+def _long_parts_kernel(
+    dy, x, rstd, mean, dw, db, M, N, dy_stride_m, dy_stride_n, stride_m, stride_n,
+    CENTER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Some columns of HEIGHT rows: this program's part of dγ and dβ."""
+    part, across = tile.tile_index(N, COLUMNS)
+    columns = across * COLUMNS + tl.arange(0, COLUMNS)
+    dw_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    db_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(part * HEIGHT, tl.minimum(part * HEIGHT + HEIGHT, M), ROWS):
+        rows = first + tl.arange(0, ROWS)
+        m, r = _statistics(mean, rstd, rows, M, CENTER)
+        g = _load(dy, rows, columns, M, N, dy_stride_m, dy_stride_n)
+        v = _load(x, rows, columns, M, N, stride_m, stride_n)
+        if dw is not None:
+            dw_sum += g * (_around(v, m, columns, N, CENTER) * r[:, None])
+        if db is not None:
+            db_sum += g
+    at = part.to(tl.int64) * N + columns
+    if dw is not None:
+        tl.store(dw + at, tl.sum(dw_sum, 0), mask=columns < N)
+    if db is not None:
+        tl.store(db + at, tl.sum(db_sum, 0), mask=columns < N)
+
+
+def _shape(width: int) -> tuple[int, int, int]:
+    """Rows, columns and warps of a tile."""
+    columns = LONG if width > MOST else max(16, triton.next_power_of_2(width))
+    return max(1, 1024 // columns), columns, 16 if columns > 4096 else 8 if columns > 2048 else 4
+
+
+def _constants(norm: Norm) -> dict[str, object]:
+    return {"CENTER": norm.centers, "AVERAGE": norm.averages, "ZERO_CENTERED": norm.zero_centered}
+
+
+def forward(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Normed:
+    m = x.shape[0]
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    mean = torch.empty(m, dtype=torch.float32, device=x.device) if norm.centers else None
+    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
+    _forward_launch(norm, (*x.shape, *x.stride()))(x, y, mean, rstd, weight, bias)
+    return Normed(y, mean, rstd)
+
+
+def backward(
+    norm: Norm,
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    x_grad: bool,
+    weight_grad: torch.dtype | None,
+    bias_grad: torch.dtype | None,
+) -> Gradients:
+    m, n = x.shape
+    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if x_grad else None
+    sizes = (m, n, *dy.stride(), *x.stride())
+    parts = _parts(m, n, dy.device)
+    dw, db = (
+        None if d is None else torch.empty(parts, n, dtype=torch.float32, device=dy.device)
+        for d in (weight_grad, bias_grad)
+    )
+    if n <= MOST:
+        _backward_launch(norm, sizes, parts)(dy, x, rstd, mean, weight, dx, dw, db)
+    else:
+        if dx is not None:
+            _long_dx_launch(norm, sizes)(dy, x, rstd, mean, weight, dx)
+        if dw is not None or db is not None:
+            _long_parts_launch(norm, sizes)(dy, x, rstd, mean, dw, db)
+    return Gradients(
+        dx,
+        None if dw is None or weight_grad is None else column_sums(dw, weight_grad),
+        None if db is None or bias_grad is None else column_sums(db, bias_grad),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _parts(m: int, n: int, device: torch.device) -> int:
+    """How many programs share the sums over the rows."""
+    if n > MOST:
+        return -(-m // PART_HEIGHT)
+    rows, _, warps = _shape(n)
+    programs: int = torch.cuda.get_device_properties(device).multi_processor_count * 16 // warps
+    return min(-(-m // rows), programs)
+
+
+@lru_cache(maxsize=4096)
+def _forward_launch(norm: Norm, sizes: tuple[int, ...]) -> Launch:
+    rows, columns, warps = _shape(sizes[1])
+    return Launch(
+        _forward_kernel, triton.cdiv(sizes[0], rows), sizes, num_warps=warps, num_stages=1,
+        EPS=norm.eps, **_constants(norm), WHOLE=sizes[1] <= MOST, ROWS=rows, COLUMNS=columns,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _backward_launch(norm: Norm, sizes: tuple[int, ...], parts: int) -> Launch:
+    rows, columns, warps = _shape(sizes[1])
+    return Launch(
+        _backward_kernel, parts, sizes, num_warps=warps, num_stages=1, **_constants(norm), ROWS=rows, COLUMNS=columns
+    )
+
+
+@lru_cache(maxsize=4096)
+def _long_dx_launch(norm: Norm, sizes: tuple[int, ...]) -> Launch:
+    rows, columns, warps = _shape(sizes[1])
+    return Launch(
+        _long_dx_kernel, triton.cdiv(sizes[0], rows), sizes, num_warps=warps, num_stages=1,
+        **_constants(norm), ROWS=rows, COLUMNS=columns,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _long_parts_launch(norm: Norm, sizes: tuple[int, ...]) -> Launch:
+    grid = triton.cdiv(sizes[0], PART_HEIGHT) * triton.cdiv(sizes[1], PART_COLUMNS)
+    return Launch(
+        _long_parts_kernel, grid, sizes, num_warps=4, num_stages=1,
+        CENTER=norm.centers, ROWS=PART_ROWS, COLUMNS=PART_COLUMNS, HEIGHT=PART_HEIGHT,
+    )  # fmt: skip
+
+
+def variants() -> list[Variant]:
+    layer, rms, l2 = Norm("layer", 1e-5), Norm("rms", 1e-5, zero_centered=True), Norm("l2", 1e-6)
+    cases = [(norm, n, torch.bfloat16) for norm in (layer, rms, l2) for n in (128, 4096, MOST, 4 * MOST)]
+    cases += [(layer, 4096, torch.float32), (layer, MOST, torch.float32), (rms, MOST, torch.float16)]
+    return [variant for case in cases for variant in _variants(*case)]
+
+
+def _variants(norm: Norm, n: int, dtype: torch.dtype) -> list[Variant]:
+    """What a norm of rows of n elements launches."""
+    kind, (rows, columns, warps) = tile.POINTERS[dtype], _shape(n)
+    title = f"{norm.kind} {dtype} {rows}x{columns}{'' if n <= MOST else ', long'}"
+    weight, bias = norm.averages, norm.centers
+    pointers = {
+        "x": kind, "y": kind, "dy": kind, "dx": kind, "rstd": "*fp32", "rstd_out": "*fp32",
+        "mean": "*fp32" if norm.centers else None, "mean_out": "*fp32" if norm.centers else None,
+        "weight": kind if weight else None, "dw": "*fp32" if weight else None,
+        "bias": kind if bias else None, "db": "*fp32" if bias else None,
+    }  # fmt: skip
+    sizes = dict.fromkeys(("M", "N", "stride_m", "dy_stride_m"), "i32")
+    constants = {
+        "stride_n": 1, "dy_stride_n": 1, "EPS": norm.eps, **_constants(norm), "WHOLE": n <= MOST,
+        "ROWS": rows, "COLUMNS": columns, "HEIGHT": PART_HEIGHT,
+    }  # fmt: skip
+
+    def variant(name, kernel, warps=warps, **changed):
+        said, fixed = {**pointers, **sizes}, {**constants, **changed}
+        signature = {k: said[k] for k in kernel.arg_names if said.get(k) is not None}
+        own = {k: fixed.get(k) for k in kernel.arg_names if k not in signature}
+        return Variant(f"{name} {title}", kernel, signature, own, warps, 1)
+
+    found = [variant("norm", _forward_kernel)]
+    if n <= MOST:
+        return [*found, variant("norm backward", _backward_kernel)]
+    found.append(variant("norm backward", _long_dx_kernel))
+    if weight or bias:
+        found.append(variant("norm sums", _long_parts_kernel, 4, ROWS=PART_ROWS, COLUMNS=PART_COLUMNS))
+    return found

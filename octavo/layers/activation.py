@@ -1,0 +1,179 @@
+"""The elementwise layer: an activation, and a bias before it, row scales and dropout after it, where a call has them.
+
+    y = keep(f(x + bias) · scales)          y = keep(f(a) · (b + offset) · scales)         (octavo.kernels.activation)
+
+Backward keeps x, by reference, if the function's slope depends on it, and what else it takes; of dropout the seed.
+"""
+
+import math
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from octavo import values
+from octavo.errors import check_choice
+from octavo.kernels import activation
+from octavo.kernels.activation import ACTIVATIONS, Function
+from octavo.layers.contract import Made
+from octavo.layers.linear import DTYPES
+from octavo.quant.proto import TensorProto
+from octavo.values import Value, register
+
+
+@register("activation")
+class Config(Value):
+    name: str = "linear"  # an entry of ACTIVATIONS
+    alpha: float | None = None  # this, limit and offset as the entry says, if they are None
+    limit: float | None = None
+    offset: float | None = None
+    interleave: int = 0
+    drop: float = 0.0
+    scales_dtype: str = ""  # empty: no scales
+    bias_dtype: str = ""  # empty: no bias
+    grads: str = ""  # which gradients are wanted: letters of "xsb"
+
+    def validate(self) -> None:
+        check_choice(self.name, tuple(ACTIVATIONS), what="activation")
+
+    @cached_property
+    def function(self) -> Function:
+        own = {"alpha": self.alpha, "limit": self.limit, "offset": self.offset}
+        changed = {name: float(v) for name, v in own.items() if v is not None}
+        return ACTIVATIONS[self.name]._replace(interleave=self.interleave, drop=self.drop, **changed)  # type: ignore[arg-type]
+
+    @cached_property
+    def keeps_x(self) -> bool:
+        """For the slope, or for the value that a scale was multiplied by."""
+        return self.grads != "" and (self.function.remembers or "s" in self.grads)
+
+    @cached_property
+    def keeps_scales(self) -> bool:
+        return "x" in self.grads or "b" in self.grads
+
+
+@lru_cache(maxsize=4096)
+def config(key: str) -> Config:
+    """The config whose string this is."""
+    found = values.parse(key)
+    assert isinstance(found, Config)
+    return found
+
+
+class Inputs(NamedTuple):
+    x: Tensor  # [..., K], or gated [..., 2H]
+    scales: Tensor | None = None  # [...]
+    bias: Tensor | None = None  # [K]
+    seed: Tensor | None = None  # [2] int64: seed and step of dropout
+
+
+def graph_buffers(config: Config, nothing: None) -> tuple[()]:
+    return ()
+
+
+def returned_elsewhere(config: Config) -> dict[int, int]:
+    return {}
+
+
+def fills(config: Config) -> bool:
+    return False
+
+
+FLAT = ()
+
+
+def matrix(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]; of a single number [1, 1]."""
+    if x.dim() == 2:
+        return x
+    return x.reshape(1, 1) if x.dim() == 0 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _vector(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.reshape(-1).contiguous()
+
+
+def forward(config: Config, inputs: Inputs) -> Made:
+    x = inputs.x
+    y = activation.forward(
+        config.function, matrix(x), _vector(inputs.scales), _vector(inputs.bias), _vector(inputs.seed)
+    )
+    return Made((y.view(_shape(config, tuple(x.shape))),), (), ())
+
+
+def _shape(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of y."""
+    return (*shape[:-1], shape[-1] // 2) if config.function.gated else shape
+
+
+def protos(config: Config, inputs: Inputs) -> Made:
+    x: Any = inputs.x
+    return Made((TensorProto(_shape(config, tuple(x.shape)), x.dtype, x.device),), (), ())
+
+
+def wants(config: Config) -> tuple[bool, ...]:
+    """Which inputs backward gives a gradient for."""
+    return "x" in config.grads, "s" in config.grads, "b" in config.grads, False
+
+
+def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...]:
+    return (
+        inputs.x if config.keeps_x else None,
+        inputs.scales if config.keeps_scales else None,
+        inputs.bias if config.keeps_x else None,
+        inputs.seed if config.grads else None,
+    )
+
+
+def _gradient_shape(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of dx, from dy's."""
+    return (*shape[:-1], 2 * shape[-1]) if config.function.gated else shape
+
+
+def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> tuple[TensorProto | None, ...]:
+    """What backward returns, without data."""
+    x, scales, bias, _ = wants(config)
+    shape = _gradient_shape(config, tuple(dy.shape))
+    return (
+        TensorProto(shape, dy.dtype, dy.device) if x else None,
+        TensorProto(shape[:-1], DTYPES[config.scales_dtype], dy.device) if scales else None,
+        TensorProto(shape[-1:], DTYPES[config.bias_dtype], dy.device) if bias else None,
+        None,
+    )
+
+
+def backward(
+    config: Config, saved: tuple[Tensor | None, ...], buffers: Any, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    dy = grads[0]
+    if dy is None:
+        return (None,) * len(Inputs._fields)
+    x, scales, bias, seed = saved
+    wanted = wants(config)
+    found = activation.backward(
+        config.function,
+        matrix(dy),
+        None if x is None else matrix(x),
+        _vector(scales),
+        _vector(bias),
+        _vector(seed),
+        x_grad=wanted[0],
+        scales_grad=DTYPES[config.scales_dtype] if wanted[1] else None,
+        bias_grad=DTYPES[config.bias_dtype] if wanted[2] else None,
+    )
+    shape = _gradient_shape(config, tuple(dy.shape))
+    return (
+        None if found.x is None else found.x.view(shape),
+        None if found.scales is None else found.scales.view(shape[:-1]),
+        found.bias,
+        None,
+    )
+
+
+def flops(config: Config, inputs: Inputs) -> int:
+    """Of GEMMs: none."""
+    return 0
+
+
+def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> int:
+    return 0

@@ -1,0 +1,156 @@
+"""The norm layer: rows, each over the trailing dims of x, normalised, then scaled and shifted (octavo.kernels.norm).
+
+Backward keeps x and the weight, by reference, and for each row rstd and the mean if there is one; for the gradient of
+the bias alone it keeps nothing.
+"""
+
+import math
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo import values
+from octavo.errors import check_choice, check_not_negative
+from octavo.kernels import norm as kernel
+from octavo.kernels.norm import Norm
+from octavo.layers.contract import Made
+from octavo.layers.linear import DTYPES
+from octavo.quant.proto import TensorProto
+from octavo.values import Value, register
+
+KINDS = ("layer", "rms", "l2")
+
+
+@register("norm")
+class Config(Value):
+    kind: str = "layer"
+    eps: float = 1e-5
+    zero_centered: bool = False  # the weight is γ - 1
+    dims: int = 1  # how many trailing dims of x make a row
+    weight_dtype: str = ""  # empty: no weight
+    bias_dtype: str = ""
+    grads: str = ""  # which gradients are wanted: letters of "xwb"
+
+    def validate(self) -> None:
+        check_choice(self.kind, KINDS, what="norm")
+        check_not_negative(self.eps, what="eps")
+
+    @cached_property
+    def norm(self) -> Norm:
+        return Norm(self.kind, self.eps, self.zero_centered)
+
+    @cached_property
+    def keeps(self) -> bool:
+        return "x" in self.grads or "w" in self.grads
+
+
+@lru_cache(maxsize=4096)
+def config(key: str) -> Config:
+    """The config whose string this is."""
+    found = values.parse(key)
+    assert isinstance(found, Config)
+    return found
+
+
+class Inputs(NamedTuple):
+    x: Tensor  # [..., *shape]
+    weight: Tensor | None = None  # shape
+    bias: Tensor | None = None  # shape
+
+
+def graph_buffers(config: Config, nothing: None) -> tuple[()]:
+    return ()
+
+
+def returned_elsewhere(config: Config) -> dict[int, int]:
+    return {}
+
+
+def fills(config: Config) -> bool:
+    return False
+
+
+FLAT = ()
+
+
+def _matrix(config: Config, x: Tensor) -> Tensor:
+    lead = x.dim() - config.dims
+    return x if x.dim() == 2 and lead == 1 else x.reshape(math.prod(x.shape[:lead]), math.prod(x.shape[lead:]))
+
+
+def _vector(w: Tensor | None) -> Tensor | None:
+    return None if w is None else w.reshape(-1).contiguous()
+
+
+def forward(config: Config, inputs: Inputs) -> Made:
+    found = kernel.forward(config.norm, _matrix(config, inputs.x), _vector(inputs.weight), _vector(inputs.bias))
+    fresh = (found.mean, found.rstd) if config.keeps else (None, None)
+    return Made((found.y.view(inputs.x.shape),), (), fresh)
+
+
+def protos(config: Config, inputs: Inputs) -> Made:
+    x: Any = inputs.x
+    shape = tuple(x.shape)
+    row = TensorProto((math.prod(shape[: len(shape) - config.dims]),), torch.float32, x.device)
+    fresh = (row if config.norm.centers else None, row) if config.keeps else (None, None)
+    return Made((TensorProto(shape, x.dtype, x.device),), (), fresh)
+
+
+def wants(config: Config) -> tuple[bool, ...]:
+    """Which inputs backward gives a gradient for."""
+    return "x" in config.grads, "w" in config.grads, "b" in config.grads
+
+
+def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...]:
+    weight = inputs.weight if "x" in config.grads else None
+    return (inputs.x if config.keeps else None, weight, *made.fresh)
+
+
+def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> tuple[TensorProto | None, ...]:
+    """What backward returns, without data."""
+    x, weight, bias = wants(config)
+    shape = tuple(dy.shape)
+    row = shape[len(shape) - config.dims :]
+    return (
+        TensorProto(shape, dy.dtype, dy.device) if x else None,
+        TensorProto(row, DTYPES[config.weight_dtype], dy.device) if weight else None,
+        TensorProto(row, DTYPES[config.bias_dtype], dy.device) if bias else None,
+    )
+
+
+def backward(
+    config: Config, saved: tuple[Tensor | None, ...], buffers: Any, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    dy = grads[0]
+    if dy is None:
+        return (None,) * len(Inputs._fields)
+    x, weight, mean, rstd = saved
+    wanted = wants(config)
+    found = kernel.backward(
+        config.norm,
+        _matrix(config, dy),
+        None if x is None else _matrix(config, x),
+        mean,
+        rstd,
+        _vector(weight),
+        x_grad=wanted[0],
+        weight_grad=DTYPES[config.weight_dtype] if wanted[1] else None,
+        bias_grad=DTYPES[config.bias_dtype] if wanted[2] else None,
+    )
+    row = dy.shape[dy.dim() - config.dims :]
+    return (
+        None if found.x is None else found.x.view(dy.shape),
+        None if found.weight is None else found.weight.view(row),
+        None if found.bias is None else found.bias.view(row),
+    )
+
+
+def flops(config: Config, inputs: Inputs) -> int:
+    """Of GEMMs: none."""
+    return 0
+
+
+def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> int:
+    return 0

@@ -1,0 +1,312 @@
+"""Elementwise operations as modules: activations, gated ones, probability-scaled ones, and the small ones beside them.
+
+Each is one call of `octavo.layers.activation`, but for those that are views. y has x's dtype, whatever `torch.autocast`
+says; all arithmetic is float32. Gated activations take [..., 2H] and give [..., H]: the first half is activated, and
+multiplied by the second (`nn.GLU` has it the other way around).
+"""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
+from octavo.formats import FLOATS
+from octavo.kernels.activation import ACTIVATIONS
+from octavo.layers import activation as layer
+from octavo.lower import is_watched, run, run_in_graph
+from octavo.modules.quantized import NAMES
+
+
+def numbers(x: Tensor) -> tuple[int, ...]:
+    """x's shape for a message: numbers, also where a compiler thinks in symbols."""
+    return tuple([len(range(n)) for n in x.shape])
+
+
+def check_input(title: str, x: Tensor) -> None:
+    if x.dtype not in FLOATS:
+        raise UnsupportedDtype(f"{title} takes float32, bfloat16 or float16, got {x.dtype}. Cast x first.")
+
+
+def elementwise(
+    settings: str, x: Tensor, *, scales: Tensor | None = None, bias: Tensor | None = None, seed: Tensor | None = None
+) -> Tensor:
+    """One call of the layer. `settings` are fields of its config, each with a comma behind it."""
+    grads = ""
+    if torch.is_grad_enabled():
+        grads = (
+            ("x" if x.requires_grad else "")
+            + ("s" if scales is not None and scales.requires_grad else "")
+            + ("b" if bias is not None and bias.requires_grad else "")
+        )
+    key = (
+        f"activation({settings}scales_dtype='{'' if scales is None else NAMES[scales.dtype]}',"
+        f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',grads='{grads}')"
+    )
+    inputs = layer.Inputs(x, scales, bias, seed)
+    if torch.compiler.is_compiling() or is_watched():
+        return run_in_graph("activation", key, inputs, (None,))[0]
+    return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]  # type: ignore[arg-type]
+
+
+class Activation(nn.Module):
+    """An entry of `octavo.kernels.activation.ACTIVATIONS`."""
+
+    NAME: ClassVar[str]
+
+    def __init__(self, *, glu_interleave_size: int | None = None, **settings: float) -> None:
+        super().__init__()
+        if glu_interleave_size is not None and (type(glu_interleave_size) is not int or glu_interleave_size < 1):
+            raise UnsupportedConfig(
+                f"glu_interleave_size is how many columns of a, then of b, follow each other: at least 1, got "
+                f"{glu_interleave_size!r}. Leave it out for two halves."
+            )
+        for name, value in settings.items():
+            if not math.isfinite(value):
+                raise UnsupportedConfig(f"{type(self).__name__}({name}={value!r}) must be a finite number.")
+        self.glu_interleave_size = glu_interleave_size
+        self._given = ", ".join(f"{name}={value}" for name, value in settings.items())
+        # made here: a number of the module's would be a symbol to a compiler
+        self._settings = f"name='{self.NAME}',interleave={glu_interleave_size or 0}," + "".join(
+            f"{name}={float(value)!r}," for name, value in settings.items()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check(x)
+        return elementwise(self._settings, x)
+
+    def _check(self, x: Tensor) -> None:
+        title = type(self).__name__
+        check_input(title, x)
+        if not ACTIVATIONS[self.NAME].gated:
+            return
+        step = 2 * (self.glu_interleave_size or 1)
+        if not x.shape or x.shape[-1] % step:
+            way = f"glu_interleave_size={self.glu_interleave_size}" if self.glu_interleave_size else "two halves"
+            raise UnsupportedShape(
+                f"{title} takes the last dim of x as {way}, so it must be a multiple of {step}, got {numbers(x)}. "
+                "Check out_features of the layer before it."
+            )
+
+    def extra_repr(self) -> str:
+        interleave = f"glu_interleave_size={self.glu_interleave_size}" if self.glu_interleave_size else ""
+        return ", ".join(filter(None, (self._given, interleave)))
+
+
+class _Plain(Activation):
+    """Nothing to set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+
+class GELU(_Plain):
+    """x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))"""
+
+    NAME = "gelu"
+
+
+class QGELU(_Plain):
+    """x · σ(1.702 x)"""
+
+    NAME = "qgelu"
+
+
+class ReLU(_Plain):
+    """max(x, 0)"""
+
+    NAME = "relu"
+
+
+class SReLU(_Plain):
+    """max(x, 0)²"""
+
+    NAME = "srelu"
+
+
+class SiLU(_Plain):
+    """x · σ(x)"""
+
+    NAME = "silu"
+
+
+class GLU(_Plain):
+    """σ(a) · b"""
+
+    NAME = "glu"
+
+
+class GEGLU(_Plain):
+    """gelu(a) · b"""
+
+    NAME = "geglu"
+
+
+class QGEGLU(_Plain):
+    """a · σ(1.702 a) · b"""
+
+    NAME = "qgeglu"
+
+
+class ReGLU(_Plain):
+    """max(a, 0) · b"""
+
+    NAME = "reglu"
+
+
+class SReGLU(_Plain):
+    """max(a, 0)² · b"""
+
+    NAME = "sreglu"
+
+
+class SwiGLU(Activation):
+    """a · σ(a) · b. With `glu_interleave_size` = k, a and b take turns in x, k columns each."""
+
+    NAME = "swiglu"
+
+    def __init__(self, *, glu_interleave_size: int | None = None) -> None:
+        super().__init__(glu_interleave_size=glu_interleave_size)
+
+
+class ClampedSwiGLU(Activation):
+    """a · σ(alpha · a) · (b + glu_linear_offset), with a at most `limit`, and b at most that in magnitude."""
+
+    NAME = "clamped-swiglu"
+
+    def __init__(
+        self,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+        glu_interleave_size: int | None = None,
+    ) -> None:
+        if not limit > 0:
+            raise UnsupportedConfig(
+                f"limit bounds a from above and b in magnitude, so it must be above 0, got {limit!r}. SwiGLU clamps "
+                "nothing."
+            )
+        super().__init__(glu_interleave_size=glu_interleave_size, limit=limit, alpha=alpha, offset=glu_linear_offset)
+
+
+class _Scaled(Activation):
+    """Times a factor of its row, such as the probability with which a token was sent to an expert."""
+
+    def forward(self, x: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
+        self._check(x)
+        if not x.shape or tuple(scales.shape) != tuple(x.shape[:-1]):
+            raise UnsupportedShape(
+                f"{type(self).__name__} takes a scale for each row of x, [...] for x [..., K], got "
+                f"{numbers(scales)} for {numbers(x)}. Reshape scales."
+            )
+        check_input("scales", scales)
+        if scales.device != x.device:
+            raise UnsupportedDevice(f"x is on {x.device} and scales on {scales.device}. Move them together.")
+        return elementwise(self._settings, x, scales=scales)
+
+
+class ScaledSwiGLU(_Scaled, SwiGLU):
+    """swiglu(x) · scales[..., None]"""
+
+
+class ScaledClampedSwiGLU(_Scaled, ClampedSwiGLU):
+    """clamped_swiglu(x) · scales[..., None]"""
+
+
+class ScaledSReLU(_Scaled, SReLU):
+    """max(x, 0)² · scales[..., None]"""
+
+
+class ConstantScale(Activation):
+    """scale · x"""
+
+    NAME = "linear"
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(alpha=scale)
+        self.scale = scale
+
+
+class Bias(nn.Module):
+    """x + bias, along the last dim."""
+
+    def __init__(
+        self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias
+        check_input("Bias", x)
+        check_input("bias", bias)
+        if not x.shape or x.shape[-1] != bias.shape[0]:
+            raise UnsupportedShape(
+                f"This Bias takes inputs [..., {bias.shape[0]}], got {numbers(x)}. Check the layer before it, or size."
+            )
+        if bias.device != x.device:
+            raise UnsupportedDevice(f"x is on {x.device} and the bias on {bias.device}. Move them together.")
+        return elementwise("", x, bias=bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.bias.shape[0]}"
+
+
+class Dropout(nn.Module):
+    """In training x with each element zero with probability p, the others divided by 1 - p; otherwise x itself.
+
+    Which elements stay is a function of their place and of `seed`, int64 [seed, step], and nothing else is kept for
+    backward. Without one it is drawn from torch's generator, so that a checkpoint, which sets the generator back before
+    it runs forward again, finds the same elements.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise UnsupportedConfig(f"p is a probability, from 0 to 1, got {p!r}.")
+        self.p = p
+        self._settings = f"drop={float(p)!r},"
+        self._keeps_all = p == 0
+
+    def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
+        if not self.training or self._keeps_all:
+            return x
+        check_input("Dropout", x)
+        if seed is None:
+            seed = torch.randint(0, 2**62, (2,), device=x.device)
+        elif seed.dtype != torch.int64 or tuple(seed.shape) != (2,) or seed.device != x.device:
+            raise UnsupportedConfig(
+                f"The seed of Dropout is an int64 tensor [seed, step] where x is ({x.device}), got {seed.dtype} "
+                f"{numbers(seed)} on {seed.device}."
+            )
+        return elementwise(self._settings, x, seed=seed)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+class Identity(nn.Module):
+    """x"""
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+
+class Reshape(nn.Module):
+    """x in another shape; -1 stands for what is left. A view where x's strides allow one."""
+
+    def __init__(self, shape: int | tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(self.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}"

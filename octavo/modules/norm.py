@@ -1,0 +1,149 @@
+"""Norms as modules: `nn.LayerNorm` and `nn.RMSNorm` by parameter names and state dict, and L2Normalization.
+
+y has x's dtype, whatever the parameters' are and whatever `torch.autocast` says; all arithmetic is float32.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_not_negative
+from octavo.formats import FLOATS
+from octavo.layers import norm as layer
+from octavo.lower import is_watched, run, run_in_graph
+from octavo.modules.activation import check_input, numbers
+from octavo.modules.quantized import NAMES
+
+
+class _Norm(nn.Module):
+    """What the norms have in common: a row is the trailing dims `normalized_shape` of x."""
+
+    KIND: ClassVar[str]
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    normalized_shape: tuple[int, ...] = ()
+
+    def __init__(self, eps: float, zero_centered_gamma: bool = False, dims: int = 1) -> None:
+        super().__init__()
+        check_not_negative(float(eps), what="eps")
+        self.register_parameter("weight", None)
+        self.register_parameter("bias", None)
+        self.eps, self.zero_centered_gamma = float(eps), zero_centered_gamma
+        # made here: a number of the module's would be a symbol to a compiler
+        self._settings = f"norm(kind='{self.KIND}',eps={self.eps!r},zero_centered={zero_centered_gamma},dims={dims},"
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight, self.bias
+        check_input(type(self).__name__, x)
+        self._check_fits(x)
+        grads = ""
+        if torch.is_grad_enabled():
+            grads = (
+                ("x" if x.requires_grad else "")
+                + ("w" if weight is not None and weight.requires_grad else "")
+                + ("b" if bias is not None and bias.requires_grad else "")
+            )
+        key = (
+            f"{self._settings}weight_dtype='{'' if weight is None else NAMES[weight.dtype]}',"
+            f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',grads='{grads}')"
+        )
+        inputs = layer.Inputs(x, weight, bias)
+        if torch.compiler.is_compiling() or is_watched():
+            return run_in_graph("norm", key, inputs, (None,))[0]
+        return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]  # type: ignore[arg-type]
+
+    def _check_fits(self, x: Tensor) -> None:
+        shape = self.normalized_shape
+        if len(x.shape) < max(1, len(shape)) or (shape and tuple(x.shape[-len(shape) :]) != shape):
+            raise UnsupportedShape(
+                f"This {type(self).__name__} normalises inputs [..., {', '.join(map(str, shape))}], got {numbers(x)}. "
+                "Check the layer before it, or normalized_shape."
+            )
+        for p in (self.weight, self.bias):
+            if p is not None and p.device != x.device:
+                raise UnsupportedDevice(f"x is on {x.device} and the parameters on {p.device}. Move them together.")
+            if p is not None and p.dtype not in FLOATS:
+                raise UnsupportedDtype(f"Norms take float32, bfloat16 or float16 parameters, got {p.dtype}. Cast them.")
+
+    def extra_repr(self) -> str:
+        centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""
+        shape = f"{self.normalized_shape}, " if self.normalized_shape else ""
+        return f"{shape}eps={self.eps}{centered}"
+
+
+class _Affine(_Norm):
+    """With parameters of the shape that is normalised."""
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        zero_centered_gamma: bool,
+        bias: bool,
+    ) -> None:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        if not shape or any(n < 1 for n in shape):
+            raise UnsupportedConfig(
+                f"normalized_shape is one size or several, each at least 1, got {normalized_shape!r}. Give the "
+                "trailing sizes of x."
+            )
+        super().__init__(eps, zero_centered_gamma, len(shape))
+        self.normalized_shape = shape
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        assert self.weight is not None
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class LayerNorm(_Affine):
+    """y = (x - mean) / √(variance + eps) · γ + β, over the trailing dims. The weight is γ, or γ - 1 with
+    `zero_centered_gamma` (weight decay then pulls γ to 1; a stock checkpoint's weight must have 1 taken off)."""
+
+    KIND = "layer"
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(normalized_shape, eps, device, dtype, zero_centered_gamma, bias)
+
+
+class RMSNorm(_Affine):
+    """y = x / √(mean of x² + eps) · γ, over the trailing dims."""
+
+    KIND = "rms"
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, device, dtype, zero_centered_gamma, False)
+
+
+class L2Normalization(_Norm):
+    """y = x / √(sum of x² + eps), over the last dim."""
+
+    KIND = "l2"
+
+    def __init__(self, *, eps: float = 1e-6) -> None:
+        super().__init__(eps)

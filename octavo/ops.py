@@ -1,0 +1,55 @@
+"""The fusible operations under one name. Each is the module of the same name, and works alone."""
+
+from octavo.modules.activation import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    Bias,
+    ClampedSwiGLU,
+    ConstantScale,
+    Dropout,
+    Identity,
+    ReGLU,
+    ReLU,
+    Reshape,
+    ScaledClampedSwiGLU,
+    ScaledSReLU,
+    ScaledSwiGLU,
+    SiLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
+from octavo.modules.grouped_linear import GroupedLinear
+from octavo.modules.linear import Linear
+from octavo.modules.norm import L2Normalization, LayerNorm, RMSNorm
+
+__all__ = [
+    "GEGLU",
+    "GELU",
+    "GLU",
+    "QGEGLU",
+    "QGELU",
+    "Bias",
+    "ClampedSwiGLU",
+    "ConstantScale",
+    "Dropout",
+    "GroupedLinear",
+    "Identity",
+    "L2Normalization",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "ReGLU",
+    "ReLU",
+    "Reshape",
+    "SReGLU",
+    "SReLU",
+    "ScaledClampedSwiGLU",
+    "ScaledSReLU",
+    "ScaledSwiGLU",
+    "SiLU",
+    "SwiGLU",
+]
