@@ -160,27 +160,27 @@ class Buffers(NamedTuple):
     """What backward writes besides its results."""
 
     main_grad: Target | None = None
-    dgrad_out: Tensor | None = None  # [rows, K], the caller's: dx is written there, and its tail is left alone
     amax: Tensor | None = None  # [G]: the amaxes of dy, folded by maximum
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
     mail: Mail | None = None
+    dgrad_out: Tensor | None = None  # [rows, K], the caller's: dx is written there, and its tail is left alone
 
 
 def graph_buffers(
     config: Config,
     main_grad: Parts,
-    dgrad_out: Tensor | None,
     amax: Tensor | None,
     seed: Tensor | None,
     mark: Tensor | None,
+    dgrad_out: Tensor | None,
 ) -> Buffers:
     """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
-    return Buffers(Fixed(main_grad, config.main_grad) if main_grad else None, dgrad_out, amax, seed)
+    return Buffers(Fixed(main_grad, config.main_grad) if main_grad else None, amax, seed, None, dgrad_out)
 
 
 def returned_elsewhere(config: Config) -> dict[int, int]:
     """Inputs whose gradient is one of the buffers: x's, where the caller has one for it."""
-    return {0: 1} if config.dgrad_out else {}
+    return {0: Buffers._fields.index("dgrad_out")} if config.dgrad_out else {}
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------

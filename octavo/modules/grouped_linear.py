@@ -11,7 +11,6 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.formats import FLOATS
 from octavo.kernels import grouped_gemm
 from octavo.layers import grouped_linear as layer
-from octavo.layers.linear import Parts
 from octavo.layers.targets import joined_rows
 from octavo.lower import (
     claim,
@@ -19,15 +18,12 @@ from octavo.lower import (
     is_inside_operator,
     is_static,
     is_watched,
-    run,
-    run_in_graph,
-    run_into_in_graph,
     saved_elsewhere,
 )
-from octavo.modules import scaling, weights
+from octavo.modules import weights
 from octavo.modules.ambient import ambient
 from octavo.modules.main_grad import MainGrad
-from octavo.modules.quantized import NAMES, SEED, Quantized, outside
+from octavo.modules.quantized import NAMES, Quantized, outside, wanted
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS
 from octavo.quant.quantizer import Quantizer
@@ -183,7 +179,7 @@ class GroupedLinear(Quantized):
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         weight, bias = self._stacked_weight(), self._stacked_bias()
         scales = self._bias_scales(scales, rows)
-        grads = _wanted(rows, self.weight_parts(), bias, scales)
+        grads = wanted(rows, self.weight_parts(), bias, scales)
         self._check_buffers(rows, grads, out, dgrad_out)
         observe = recipe.stateful and self.training and torch.is_grad_enabled()
         kind = self._weight_codes(recipe, is_first_microbatch, grads, observe)
@@ -198,40 +194,22 @@ class GroupedLinear(Quantized):
             f"observe={observe},main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',"
             f"dgrad_out={dgrad_out is not None},tail='{self.tail}')"
         )
-        # a weight whose gradient goes elsewhere stays out of the graph: its hooks would see a gradient of None
-        elsewhere = delay != "" or (main_grad != "" and not dummy)
         inputs = layer.Inputs(
             rows, weight, bias, splits, scales, None,
             self._codes.parts(self, "row") if kind != "plain" else (),
             self._codes.parts(self, "column") if kind != "plain" else (),
             self._scaling.inputs(self) if recipe.stateful else (),
         )  # fmt: skip
-        amax = self._buffers[scaling.NAMES["backward"]["current"]] if observe and grads else None
-        seed = self._buffers.get(SEED) if grads else None
         # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
-        unseen = delayed or main_grad != ""
-        if as_nodes or (is_watched() and not unseen and not saved_elsewhere()):
-            target: Parts = self._graph_target() if main_grad and not delay else ()
-            # equal calls would be one node to a compiler, with room for one dy; what torch.empty makes is never merged
-            mark = torch.empty(0, device=rows.device) if delay else None
-            buffers = (target, dgrad_out, amax, seed, mark)
-            if out is None:
-                made = run_in_graph("grouped-linear", key, inputs, buffers)
-            else:
-                made = run_into_in_graph("grouped-linear", key, inputs, buffers, out, shape)
-            if delay:
-                self._post(key, made, ())
-        else:
-            inputs = inputs._replace(weight=weight.detach() if elsewhere else weight, out=out)
-            made = run(  # type: ignore[assignment]
-                layer, layer.config(key), inputs,  # type: ignore[arg-type]
-                layer.Buffers(MainGrad(self.weight_parts(), main_grad) if main_grad else None, dgrad_out, amax, seed,
-                              self._mailbox if delay else None),
-                differentiable=grads != "", anchored=elsewhere,
-            )  # fmt: skip
+        as_nodes = as_nodes or (is_watched() and not delayed and not main_grad and not saved_elsewhere())
+        made = self._call(
+            key, inputs, grads=grads, observe=observe, main_grad=main_grad, dummy=dummy, delay=delay,
+            as_nodes=as_nodes, more=(dgrad_out,), out=out, shape=shape,
+        )  # fmt: skip
         if observe:
             self._remember(made[1], tracing)
-        return made[0] if made[0].dim() == len(shape) else made[0].view(shape)
+        y: Tensor = made[0]
+        return y if y.dim() == len(shape) else y.view(shape)
 
     def _input(self, x: Tensor | GroupedTensor) -> Tensor:
         if isinstance(x, GroupedTensor):
@@ -445,15 +423,3 @@ def _convert(state: dict[str, Any], key: str, number: int, *, single: bool) -> N
 
 def _fit(parts: list[Tensor | None], own: list[nn.Parameter]) -> bool:
     return all(part is not None and part.shape == p.shape for part, p in zip(parts, own, strict=True))
-
-
-def _wanted(x: Tensor, weights: list[nn.Parameter], bias: Tensor | None, scales: Tensor | None) -> str:
-    """Which gradients can be asked for."""
-    if not torch.is_grad_enabled():
-        return ""
-    return (
-        ("x" if x.requires_grad else "")
-        + ("w" if any([w.requires_grad for w in weights]) else "")
-        + ("b" if bias is not None and bias.requires_grad else "")
-        + ("s" if scales is not None and scales.requires_grad else "")
-    )

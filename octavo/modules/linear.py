@@ -13,11 +13,11 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.formats import FLOATS
 from octavo.kernels.gemm import spec_route
 from octavo.layers import linear as layer
-from octavo.lower import is_inside_operator, is_watched, run, run_in_graph, saved_elsewhere
-from octavo.modules import scaling, weights
+from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
+from octavo.modules import weights
 from octavo.modules.ambient import ambient
 from octavo.modules.main_grad import MainGrad
-from octavo.modules.quantized import NAMES, SEED, Quantized, outside
+from octavo.modules.quantized import NAMES, Quantized, outside, wanted
 from octavo.quant import QTensor
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
@@ -99,7 +99,7 @@ class Linear(Quantized, nn.Linear):
         weight, bias = self.weight, self.bias
         added = None if self.return_bias else bias
         source, codes, dtype, shape = _input(x, recipe, weight)
-        grads = _wanted(source, weight, added)
+        grads = wanted(source, [weight], added)  # type: ignore[list-item]
         observe = recipe.stateful and self.training and torch.is_grad_enabled()
         kind = self._weight_codes(recipe, is_first_microbatch, grads, observe)
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
@@ -119,30 +119,17 @@ class Linear(Quantized, nn.Linear):
             f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe={observe},quantize_output={fp8_output},"
             f"main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}')"
         )
-        # a weight whose gradient goes elsewhere stays out of the graph: its hooks would see a gradient of None
-        elsewhere = delay != "" or (main_grad != "" and not dummy)
         stored = self._codes
         inputs = layer.Inputs(
-            source, weight.detach() if elsewhere else weight, added, codes,
+            source, weight, added, codes,
             stored.parts(self, "row") if kind != "plain" else (),
             stored.parts(self, "column") if kind != "plain" else (),
             self._scaling.inputs(self) if recipe.stateful else (),
         )  # fmt: skip
-        amax = self._buffers[scaling.NAMES["backward"]["current"]] if observe and grads else None
-        seed = self._buffers.get(SEED) if grads else None
-        if as_nodes:
-            target = self._graph_target() if main_grad and not delay else ()
-            # equal calls would be one node to a compiler, with room for one dy; what torch.empty makes is never merged
-            mark = torch.empty(0, device=weight.device) if delay else None
-            made = run_in_graph("linear", key, inputs._replace(weight=weight), (target, amax, seed, mark))
-            if delay:
-                self._post(key, made, codes)
-        else:
-            config = layer.config(key)
-            buffers = layer.Buffers(
-                MainGrad([weight], main_grad) if main_grad else None, amax, seed, self._mailbox if delay else None
-            )
-            made = run(layer, config, inputs, buffers, differentiable=grads != "", anchored=elsewhere)  # type: ignore[arg-type,assignment]
+        made = self._call(
+            key, inputs, grads=grads, observe=observe, main_grad=main_grad, dummy=dummy, delay=delay,
+            as_nodes=as_nodes, codes=codes,
+        )  # fmt: skip
         parts = () if not fp8_output else tuple(made[1 : 1 + recipe.linear().parts])
         if observe:
             self._remember(made[1 + len(parts)], tracing)
@@ -221,17 +208,6 @@ def _check_fits(x: Tensor | QTensor, weight: Tensor) -> None:
         raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
     if weight.dtype not in FLOATS:
         raise UnsupportedDtype(f"Linear takes float32, bfloat16 or float16 weights, got {weight.dtype}. Cast them.")
-
-
-def _wanted(x: Tensor | None, weight: Tensor, bias: Tensor | None) -> str:
-    """Which gradients can be asked for."""
-    if not torch.is_grad_enabled():
-        return ""
-    return (
-        ("x" if x is not None and x.requires_grad else "")
-        + ("w" if weight.requires_grad else "")
-        + ("b" if bias is not None and bias.requires_grad else "")
-    )
 
 
 def _quantized_output(recipe: Recipe, parts: layer.Parts, token: Tensor) -> QTensor:

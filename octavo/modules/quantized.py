@@ -23,6 +23,9 @@ from octavo.lower import (
     is_inside_operator,
     recomputes,
     refresh_in_graph,
+    run,
+    run_in_graph,
+    run_into_in_graph,
     while_tracing,
 )
 from octavo.modules import scaling, weights
@@ -283,8 +286,38 @@ class Quantized(nn.Module):
     def _weight_gradient(self, config: Any, operands: Any, target: MainGrad | None) -> Tensor | None:
         raise NotImplementedError
 
-    def _graph_target(self) -> Parts:
-        return tuple(graph_buffers(self.weight_parts()))
+    # -- one call of the layer ---------------------------------------------------------------------------------------
+
+    def _call(
+        self, key: str, inputs: Any, *, grads: str, observe: bool, main_grad: str, dummy: bool, delay: str,
+        as_nodes: bool, more: tuple[Tensor | None, ...] = (), out: Tensor | None = None, shape: tuple[int, ...] = (),
+        codes: Parts = (),
+    ) -> Any:  # fmt: skip
+        """Outputs, then extras, of the layer: as nodes, or by the eager driver. `more` are buffers that only this layer
+        has; y goes to `out`, if there is one, and looks like `shape` in a graph; `codes` are x's as they were given."""
+        amax = self._buffers[scaling.NAMES["backward"]["current"]] if observe and grads else None
+        seed = self._buffers.get(SEED) if grads else None
+        if as_nodes:
+            target = tuple(graph_buffers(self.weight_parts())) if main_grad and not delay else ()
+            # equal calls would be one node to a compiler, with room for one dy; what torch.empty makes is never merged
+            mark = torch.empty(0, device=inputs.weight.device) if delay else None
+            buffers = (target, amax, seed, mark, *more)
+            if out is None:
+                made = run_in_graph(self.NAME, key, inputs, buffers)
+            else:
+                made = run_into_in_graph(self.NAME, key, inputs, buffers, out, shape)
+            if delay:
+                self._post(key, made, codes)
+            return made
+        # a weight whose gradient goes elsewhere stays out of the graph: its hooks would see a gradient of None
+        elsewhere = delay != "" or (main_grad != "" and not dummy)
+        if elsewhere:
+            inputs = inputs._replace(weight=inputs.weight.detach())
+        if out is not None:
+            inputs = inputs._replace(out=out)
+        found = MainGrad(self.weight_parts(), main_grad) if main_grad else None
+        buffers = self.LAYER.Buffers(found, amax, seed, self._mailbox if delay else None, *more)
+        return run(self.LAYER, self.LAYER.config(key), inputs, buffers, differentiable=grads != "", anchored=elsewhere)
 
     def _graph_refusal(self) -> str:
         """Why a graph that is being traced cannot hold this layer; empty if it can."""
@@ -476,6 +509,18 @@ def outside(module: Quantized, why: str, *arguments: Any) -> Any:
     """What a graph cannot hold: an error, or eager mode with a word about it."""
     module._refuse(why)
     return module.forward(*arguments)
+
+
+def wanted(x: Tensor | None, weights: list[nn.Parameter], bias: Tensor | None, scales: Tensor | None = None) -> str:
+    """Which gradients can be asked for."""
+    if not torch.is_grad_enabled():
+        return ""
+    return (
+        ("x" if x is not None and x.requires_grad else "")
+        + ("w" if any([weight.requires_grad for weight in weights]) else "")
+        + ("b" if bias is not None and bias.requires_grad else "")
+        + ("s" if scales is not None and scales.requires_grad else "")
+    )
 
 
 def _seed_of(module: Quantized, path: str) -> int:
