@@ -169,7 +169,7 @@ def grouped_plain() -> list:
             name = f"grouped plain rows in Triton {kind}, {contiguous} = 1"
             kernel = emulated._plain_rows_kernel
             found.append(Variant(name, kernel, signature, constants, warps, stages, is_matmul=kind != "fp32"))
-        for out in {kind, "fp32"}:
+        for out in dict.fromkeys((kind, "fp32")):  # in one order, in every process
             signature = {**matrices, "out": f"*{out}", "start": "*i32", **sizes}
             constants = {"a_column": 1, "b_column": 1, "ADD": out != kind, **shape}
             name = f"grouped plain depth in Triton {kind} to {out}"
