@@ -6,16 +6,15 @@ Backward keeps x, by reference, if the function's slope depends on it, and what 
 """
 
 import math
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from octavo import values
 from octavo.errors import check_choice
 from octavo.kernels import activation
 from octavo.kernels.activation import ACTIVATIONS, Function
-from octavo.layers.contract import Made
+from octavo.layers.contract import Made, reader
 from octavo.layers.linear import DTYPES
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
@@ -52,12 +51,7 @@ class Config(Value):
         return "x" in self.grads or "b" in self.grads
 
 
-@lru_cache(maxsize=4096)
-def config(key: str) -> Config:
-    """The config whose string this is."""
-    found = values.parse(key)
-    assert isinstance(found, Config)
-    return found
+config = reader(Config)
 
 
 class Inputs(NamedTuple):

@@ -19,9 +19,27 @@ shapes and no tensors; it crosses into a graph as the string that `octavo.values
 the contract, in eager mode and elsewhere.
 """
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
+
+from octavo import values
+
+C = TypeVar("C")
+
+
+def reader(kind: type[C]) -> Callable[[str], C]:
+    """A layer's `config`: the config whose string this is, remembered."""
+
+    @lru_cache(maxsize=4096)
+    def config(key: str) -> C:
+        found = values.parse(key)
+        assert isinstance(found, kind)
+        return found
+
+    return config
 
 
 class Made(NamedTuple):

@@ -10,7 +10,7 @@ A bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[
 
 import math
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from octavo import values
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.kernels import grouped_gemm
-from octavo.layers.contract import Made
+from octavo.layers import post
+from octavo.layers.contract import Made, reader
 from octavo.layers.linear import DTYPES, NOTHING, Parts, Slots
 from octavo.layers.targets import Fixed, Mail, Target, overlap
 from octavo.quant.grouped import (
@@ -112,15 +112,14 @@ class Config(Value):
     @cached_property
     def slots(self) -> int:
         """How many tensors wait for dy in the post."""
-        spec = self.dy_pair[1]
-        return 0 if self.delay != "post" else 1 if spec is None else 4 if spec.two_level else 3
+        return post.slots(self.delay, self.dy_pair[1])
 
     @cached_property
     def posted(self) -> tuple[int, int]:
         """Where among all that forward makes, as a flat list, the post is: dy's slots, x as codes or a copy, groups."""
         start = 1 + self.observe
         spec = self.x_pair[1]
-        of_x = 1 if self.kept_x == "plain" else 0 if spec is None else 3 if spec.two_level else 2
+        of_x = post.slots_of_x(self.kept_x, spec)
         return start, start + self.slots + of_x + len(Groups._fields) - 1
 
     @cached_property
@@ -136,12 +135,7 @@ def refusal(recipe: Recipe) -> str:
     return ""
 
 
-@lru_cache(maxsize=4096)
-def config(key: str) -> Config:
-    """The config whose string this is."""
-    found = values.parse(key)
-    assert isinstance(found, Config)
-    return found
+config = reader(Config)
 
 
 class Inputs(NamedTuple):
@@ -341,27 +335,21 @@ def fills(config: Config) -> bool:
     return config.slots > 0
 
 
-# -- gradients put off in a graph (see octavo.layers.linear) ---------------------------------------------------------
+# -- gradients put off in a graph (octavo.layers.post) ---------------------------------------------------------
 
 
 def _slot_protos(config: Config, y: TensorProto, padded: int, number: int) -> tuple[TensorProto, ...]:
-    """Room for dy as dw needs it: plain; or codes, scale (flat), second-level scale, and [rows, 0] for its size."""
+    """Room for dy as dw needs it."""
     spec = config.dy_pair[1]
     if spec is None:
         return (y,)
     q = grouped_proto(spec, padded, number, _wide(y.shape[1]), "column", y.dtype, y.device)
-    scale = TensorProto((math.prod(q.scale.shape),), q.scale.dtype, y.device)
-    level2 = () if q.global_scale is None else (q.global_scale,)
-    return (q.codes, scale, *level2, TensorProto((y.shape[0], 0), y.dtype, y.device))
+    return post.room(q, y.shape[0], y)
 
 
 def _empty_slots(config: Config, y: Tensor, groups: Groups) -> Parts:
-    """NaN until backward comes: a dw that is asked for without one must not look like one."""
     like = TensorProto(tuple(y.shape), y.dtype, y.device)
-    made = tuple(p.empty() for p in _slot_protos(config, like, groups.padded, groups.number))
-    for scale in made[1:] or made:
-        scale.fill_(255 if scale.dtype == torch.uint8 else math.nan)  # NaN as an E8M0 and as an E4M3 too
-    return made
+    return post.unfilled(_slot_protos(config, like, groups.padded, groups.number))
 
 
 def _slot(config: Config, slots: Sequence[Tensor], groups: Groups) -> GroupedTensor:

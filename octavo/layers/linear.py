@@ -13,17 +13,17 @@ on the row codes of forward. Operands may also arrive as codes: x from a layer t
 
 import math
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from octavo import values
 from octavo.kernels.columns import column_sums
 from octavo.kernels.gemm import gemm, product
-from octavo.layers.contract import Made
+from octavo.layers import post
+from octavo.layers.contract import Made, reader
 from octavo.layers.targets import Fixed, Mail, Target
 from octavo.quant.blocks import is_square
 from octavo.quant.proto import TensorProto
@@ -124,15 +124,14 @@ class Config(Value):
     @cached_property
     def slots(self) -> int:
         """How many tensors wait for dy in the post."""
-        spec = self.dy_pair[1]
-        return 0 if self.delay != "post" else 1 if spec is None else 4 if spec.two_level else 3
+        return post.slots(self.delay, self.dy_pair[1])
 
     @cached_property
     def posted(self) -> tuple[int, int]:
         """Where among all that forward makes, as a flat list, the post is: dy's slots, then x, as codes or a copy."""
         start = 1 + self.observe + (self.quant.parts if self.quantize_output else 0)
         spec = dict(zip(("row", "column"), self.x_pair, strict=True)).get(self.kept_x)
-        of_x = 1 if self.kept_x == "plain" else 0 if spec is None else 3 if spec.two_level else 2
+        of_x = post.slots_of_x(self.kept_x, spec)
         return start, start + self.slots + of_x
 
     @cached_property
@@ -140,12 +139,7 @@ class Config(Value):
         return DTYPES[self.dtype]
 
 
-@lru_cache(maxsize=4096)
-def config(key: str) -> Config:
-    """The config whose string this is."""
-    found = values.parse(key)
-    assert isinstance(found, Config)
-    return found
+config = reader(Config)
 
 
 class Inputs(NamedTuple):
@@ -379,29 +373,20 @@ def _width(config: Config, saved: tuple[Tensor | None, ...]) -> int:
     return 0
 
 
-# -- gradients put off in a graph ------------------------------------------------------------------------------------
-#
-# A graph cannot hand Python objects over, and its memory is its own: forward makes room for the codes of dy and lets it
-# leave the graph beside those of x, backward fills it in, and `posted_operands` reads both when dw is due.
+# -- gradients put off in a graph (octavo.layers.post) ----------------------------------------------------------------
 
 
 def _slot_protos(config: Config, y: TensorProto) -> tuple[TensorProto, ...]:
-    """Room for dy as dw needs it: plain; or codes, scale (flat), second-level scale, and [M, 0] for its size alone."""
+    """Room for dy as dw needs it."""
     spec = config.dy_pair[1]
     if spec is None:
         return (y,)
     q = spec.proto(y, column_axis(len(y.shape)))
-    scale = TensorProto((math.prod(q.scale.shape),), q.scale.dtype, y.device)
-    level2 = () if q.global_scale is None else (q.global_scale,)
-    return (q.codes, scale, *level2, TensorProto((q.shape[1], 0), y.dtype, y.device))
+    return post.room(q, q.shape[1], y)
 
 
 def _empty_slots(config: Config, y: Tensor) -> Parts:
-    """NaN until backward comes: a dw that is asked for without one must not look like one."""
-    made = tuple(p.empty() for p in _slot_protos(config, TensorProto(tuple(y.shape), y.dtype, y.device)))
-    for scale in made[1:] or made:
-        scale.fill_(255 if scale.dtype == torch.uint8 else math.nan)  # NaN as an E8M0 and as an E4M3 too
-    return made
+    return post.unfilled(_slot_protos(config, TensorProto(tuple(y.shape), y.dtype, y.device)))
 
 
 def _slot(config: Config, slots: Sequence[Tensor], rows: int) -> QTensor:

@@ -5,17 +5,16 @@ the bias alone it keeps nothing.
 """
 
 import math
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo import values
 from octavo.errors import check_choice, check_not_negative
 from octavo.kernels import norm as kernel
 from octavo.kernels.norm import Norm
-from octavo.layers.contract import Made
+from octavo.layers.contract import Made, reader
 from octavo.layers.linear import DTYPES
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
@@ -46,12 +45,7 @@ class Config(Value):
         return "x" in self.grads or "w" in self.grads
 
 
-@lru_cache(maxsize=4096)
-def config(key: str) -> Config:
-    """The config whose string this is."""
-    found = values.parse(key)
-    assert isinstance(found, Config)
-    return found
+config = reader(Config)
 
 
 class Inputs(NamedTuple):

@@ -1,7 +1,7 @@
 """Weight gradients put off: backward leaves the operands here, `backward_dw()` takes them, oldest first.
 
 A graph cannot put anything into a queue, and Python does not run when a captured one is replayed. Its forward therefore
-links what it will have posted (`octavo.layers.linear`, "gradients put off in a graph") in front of what was there,
+links what it will have posted (`octavo.layers.post`) in front of what was there,
 without looking at it: a compiler that saw a queue grow would make a new graph for every length.
 """
 

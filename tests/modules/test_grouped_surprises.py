@@ -171,7 +171,7 @@ def test_a_checkpoint_of_both_forms_is_refused():
     with pytest.raises(RuntimeError, match="weight"):
         make(**EACH).load_state_dict(state)
     with pytest.raises(RuntimeError, match="weight0"):
-        make(**EACH).load_state_dict({**make(**EACH).state_dict(), "weight": torch.tensor(1.0), "weight0": None} | {})
+        make(**EACH).load_state_dict({**make(single_grouped_bias=False).state_dict(), "weight": torch.tensor(1.0)})
 
 
 # -- main_grad ---------------------------------------------------------------------------------------------------------
