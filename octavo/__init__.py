@@ -2,7 +2,9 @@
 
 from octavo.version import __version__  # isort: skip  (checks the version of torch first)
 
-from octavo import backend, errors, formats, ops, quant, recipes
+from octavo import backend, errors, formats, fused, ops, quant, recipes
+from octavo.fused.blocks import LayerNormLinear, LayerNormMLP
+from octavo.fuser.sequential import Sequential
 from octavo.lower import buffer, sac_save_ops
 from octavo.modules import (
     GroupedLinear,
@@ -23,8 +25,11 @@ from octavo.recipes import recipe
 
 __all__ = [
     "GroupedLinear",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "QTensor",
+    "Sequential",
     "__version__",
     "attach",
     "autocast",
@@ -34,6 +39,7 @@ __all__ = [
     "errors",
     "explain",
     "formats",
+    "fused",
     "load_state_dict",
     "ops",
     "quant",

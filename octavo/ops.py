@@ -1,19 +1,33 @@
 """The fusible operations under one name. Each is the module of the same name, and works alone."""
 
+from octavo.fuser.legacy import OperationContext
+from octavo.fuser.operation import BasicOperation, FusibleOperation
+from octavo.fuser.pattern import (
+    Backward,
+    Condition,
+    Forward,
+    FusedOperation,
+    Joint,
+    Rule,
+    register_backward_fusion,
+    register_forward_backward_fusion,
+    register_forward_fusion,
+)
+from octavo.fuser.plan import OperationFuser
+from octavo.fuser.sequential import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, Sequential
 from octavo.modules.activation import (
     GEGLU,
     GELU,
     GLU,
     QGEGLU,
     QGELU,
+    Activation,
     Bias,
     ClampedSwiGLU,
     ConstantScale,
     Dropout,
-    Identity,
     ReGLU,
     ReLU,
-    Reshape,
     ScaledClampedSwiGLU,
     ScaledSReLU,
     ScaledSwiGLU,
@@ -22,34 +36,60 @@ from octavo.modules.activation import (
     SReLU,
     SwiGLU,
 )
+from octavo.modules.collective import AllGather, AllReduce, ReduceScatter
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.linear import Linear
 from octavo.modules.norm import L2Normalization, LayerNorm, RMSNorm
+from octavo.modules.quantize import Quantize
+from octavo.modules.views import AddExtraInput, Identity, MakeExtraOutput, Reshape
 
 __all__ = [
     "GEGLU",
     "GELU",
     "GLU",
+    "GRAD_INPUT_BUFFER_KEY",
+    "OUTPUT_BUFFER_KEY",
     "QGEGLU",
     "QGELU",
+    "Activation",
+    "AddExtraInput",
+    "AllGather",
+    "AllReduce",
+    "Backward",
+    "BasicOperation",
     "Bias",
     "ClampedSwiGLU",
+    "Condition",
     "ConstantScale",
     "Dropout",
+    "Forward",
+    "FusedOperation",
+    "FusibleOperation",
     "GroupedLinear",
     "Identity",
+    "Joint",
     "L2Normalization",
     "LayerNorm",
     "Linear",
+    "MakeExtraOutput",
+    "OperationContext",
+    "OperationFuser",
+    "Quantize",
     "RMSNorm",
     "ReGLU",
     "ReLU",
+    "ReduceScatter",
     "Reshape",
+    "Rule",
     "SReGLU",
     "SReLU",
     "ScaledClampedSwiGLU",
     "ScaledSReLU",
     "ScaledSwiGLU",
+    "Sequential",
     "SiLU",
     "SwiGLU",
+    "register_backward_fusion",
+    "register_forward_backward_fusion",
+    "register_forward_fusion",
 ]

@@ -25,6 +25,8 @@ MODULES = (
     "octavo.kernels.gemm.triton",
     "octavo.kernels.activation.triton",
     "octavo.kernels.norm.triton",
+    "octavo.kernels.activation_quantize.triton",
+    "octavo.kernels.norm_quantize.triton",
 )
 ARCHITECTURES = (90, 100)
 RECORD = Path(__file__).with_suffix(".json")

@@ -9,12 +9,13 @@ import math
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from octavo.errors import check_choice
 from octavo.kernels import activation
 from octavo.kernels.activation import ACTIVATIONS, Function
-from octavo.layers.contract import Made, reader
+from octavo.layers.contract import Counts, Made, reader
 from octavo.layers.linear import DTYPES
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
@@ -73,7 +74,16 @@ def fills(config: Config) -> bool:
     return False
 
 
-FLAT = ()
+def flat_places(config: Config) -> tuple[int, ...]:
+    return ()
+
+
+def counts(config: Config) -> Counts:
+    return Counts(0, 0, 4, 0)
+
+
+def passed(config: Config) -> dict[int, int]:
+    return {}
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -83,26 +93,26 @@ def matrix(x: Tensor) -> Tensor:
     return x.reshape(1, 1) if x.dim() == 0 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _vector(t: Tensor | None) -> Tensor | None:
+def vector(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.reshape(-1).contiguous()
 
 
 def forward(config: Config, inputs: Inputs) -> Made:
     x = inputs.x
-    y = activation.forward(
-        config.function, matrix(x), _vector(inputs.scales), _vector(inputs.bias), _vector(inputs.seed)
-    )
-    return Made((y.view(_shape(config, tuple(x.shape))),), (), ())
+    y = activation.forward(config.function, matrix(x), vector(inputs.scales), vector(inputs.bias), vector(inputs.seed))
+    if x.dim() != 2:
+        y = torch.ops.aten._unsafe_view(y, shape_of_y(config, tuple(x.shape)))  # fresh, and no view of anything
+    return Made((y,), (), ())
 
 
-def _shape(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
+def shape_of_y(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of y."""
     return (*shape[:-1], shape[-1] // 2) if config.function.gated else shape
 
 
 def protos(config: Config, inputs: Inputs) -> Made:
     x: Any = inputs.x
-    return Made((TensorProto(_shape(config, tuple(x.shape)), x.dtype, x.device),), (), ())
+    return Made((TensorProto(shape_of_y(config, tuple(x.shape)), x.dtype, x.device),), (), ())
 
 
 def wants(config: Config) -> tuple[bool, ...]:
@@ -119,7 +129,7 @@ def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...
     )
 
 
-def _gradient_shape(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
+def shape_of_dx(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of dx, from dy's."""
     return (*shape[:-1], 2 * shape[-1]) if config.function.gated else shape
 
@@ -127,7 +137,7 @@ def _gradient_shape(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
 def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> tuple[TensorProto | None, ...]:
     """What backward returns, without data."""
     x, scales, bias, _ = wants(config)
-    shape = _gradient_shape(config, tuple(dy.shape))
+    shape = shape_of_dx(config, tuple(dy.shape))
     return (
         TensorProto(shape, dy.dtype, dy.device) if x else None,
         TensorProto(shape[:-1], DTYPES[config.scales_dtype], dy.device) if scales else None,
@@ -148,14 +158,14 @@ def backward(
         config.function,
         matrix(dy),
         None if x is None else matrix(x),
-        _vector(scales),
-        _vector(bias),
-        _vector(seed),
+        vector(scales),
+        vector(bias),
+        vector(seed),
         x_grad=wanted[0],
         scales_grad=DTYPES[config.scales_dtype] if wanted[1] else None,
         bias_grad=DTYPES[config.bias_dtype] if wanted[2] else None,
     )
-    shape = _gradient_shape(config, tuple(dy.shape))
+    shape = shape_of_dx(config, tuple(dy.shape))
     return (
         None if found.x is None else found.x.view(shape),
         None if found.scales is None else found.scales.view(shape[:-1]),

@@ -10,9 +10,10 @@
 amax, a random counter. Forward never sees them; all it may write to is an input that is the caller's memory for y.
 
 A graph asks for more, all of it without data: `gradient_protos` (what backward returns), `wants` (which inputs have a
-gradient), `FLAT` (which fresh tensors are scales), `graph_buffers` (buffers from plain tensors), `fills` (whether
-backward writes to what forward made), `returned_elsewhere` (inputs whose gradient is one of the buffers), `flops` and
-`gradient_flops`.
+gradient), `flat_places` (which fresh tensors are scales), `graph_buffers` (buffers from plain tensors), `fills`
+(whether backward writes to what forward made), `returned_elsewhere` (inputs whose gradient is one of the buffers),
+`passed` (inputs whose gradient is that of an output, or of another input), `flops` and `gradient_flops`. A chain of
+layers (`octavo.layers.chain`) also asks for `counts`.
 
 These functions read nothing but their arguments: no module, no global, no environment, no clock. A config holds no
 shapes and no tensors; it crosses into a graph as the string that `octavo.values.parse` reads back. `octavo.lower` runs
@@ -50,11 +51,19 @@ class Made(NamedTuple):
     fresh: tuple[Any, ...]  # for backward alone
 
 
+class Counts(NamedTuple):
+    """How many entries a layer's tuples have."""
+
+    extras: int
+    fresh: int
+    saved: int
+    buffers: int
+
+
 class Layer(Protocol):
     """A module of `octavo.layers`."""
 
     Inputs: Any  # the NamedTuple of its inputs
-    FLAT: tuple[int, ...]
 
     def forward(self, config: Any, inputs: Any) -> Made: ...
 

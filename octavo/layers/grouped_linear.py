@@ -320,7 +320,13 @@ def _proto_parts(q: QProto) -> Any:
     return q.codes, q.scale, q.global_scale
 
 
-FLAT = (1, 9)  # of what forward makes fresh: the scales
+def flat_places(config: Config) -> tuple[int, ...]:
+    """Of what forward makes fresh: the scales."""
+    return 1, 9
+
+
+def passed(config: Config) -> dict[int, int]:
+    return {}
 
 
 def wants(config: Config) -> tuple[bool, ...]:

@@ -23,12 +23,20 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from octavo.kernels.columns import column_sums
 from octavo.kernels.gemm import gemm, product
 from octavo.layers import post
-from octavo.layers.contract import Made, reader
+from octavo.layers.contract import Counts, Made, reader
 from octavo.layers.targets import Fixed, Mail, Target
 from octavo.quant.blocks import is_square
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
-from octavo.quant.quantizer import Given, Quantizer, as_matrix, column_axis, fill_pair, quantize_pair
+from octavo.quant.quantizer import (
+    Given,
+    Quantizer,
+    as_matrix,
+    cached_proto,
+    column_axis,
+    fill_pair,
+    quantize_pair,
+)
 from octavo.quant.state import warm_encode
 from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import BF16, Delayed, LinearQuant, Recipe
@@ -58,6 +66,8 @@ class Config(Value):
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
     delay: str = ""  # dw is put off: its operands go to a "mailbox", or in a graph to the "post" (see `posted`)
+    x_columns: str = "forward"  # or "backward": whoever runs this layer has x's column codes made again for dw
+    w_columns: str = "forward"  # or "backward": made there from the weight itself, one more read and nothing kept
 
     @cached_property
     def quant(self) -> LinearQuant:
@@ -79,6 +89,8 @@ class Config(Value):
             return ""
         if self.x == "codes":
             return "row"
+        if self.x_columns == "backward" and self.wgrad_mode == "quantized":
+            return ""
         return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.wgrad_mode]
 
     @cached_property
@@ -88,13 +100,18 @@ class Config(Value):
             return ""
         if self.weight == "held" and self.quant.dgrad.mode != "quantized":
             return "row"
+        again = self.w_columns == "backward" and self.weight == "plain" and self.quant.dgrad.mode == "quantized"
+        if again and getattr(self.recipe, "cold_start", "one") == "one":  # or forward's multiplier is not at hand
+            return "again"
         return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.quant.dgrad.mode]
 
     @cached_property
     def keeps_width(self) -> bool:
-        """Whether K must be kept by itself: packed row codes do not tell how many columns they stand for."""
+        """Whether K must be kept by itself: packed row codes do not tell how many columns they stand for, nor does
+        nothing at all."""
         packed = self.quant.fprop.left is not None and self.quant.fprop.left.fmt.packed > 1
-        return packed and "row" in (self.kept_x, self.kept_w)
+        nothing = "w" in self.grads and not self.kept_x and not self.kept_w
+        return nothing or (packed and "row" in (self.kept_x, self.kept_w))
 
     @cached_property
     def x_pair(self) -> tuple[Quantizer | None, Quantizer | None]:
@@ -177,12 +194,22 @@ def returned_elsewhere(config: Config) -> dict[int, int]:
 
 
 def forward(config: Config, inputs: Inputs) -> Made:
-    amax, of_x, of_w = None, None, None
-    if config.observe:
-        amax = torch.zeros(2, dtype=torch.float32, device=inputs.weight.device)
-        of_x, of_w = amax.unbind()
-    x_row, x_column = _quantized_x(config, inputs, of_x)
-    w_row, w_column = _quantized_w(config, inputs, of_w)
+    amax = amaxes(config, inputs)
+    return forward_from(config, inputs, _quantized_x(config, inputs, None if amax is None else amax[:1]), amax)
+
+
+def amaxes(config: Config, inputs: Inputs) -> Tensor | None:
+    """Where those of x and w will be, if they are observed."""
+    return torch.zeros(2, dtype=torch.float32, device=inputs.weight.device) if config.observe else None
+
+
+def forward_from(
+    config: Config, inputs: Inputs, x: tuple[QTensor | None, QTensor | None], amax: Tensor | None,
+    lead: tuple[int, ...] | None = None,
+) -> Made:  # fmt: skip
+    """The rest of forward, once x is quantized: by this layer, or by what made x, which then says x's leading dims."""
+    x_row, x_column = x
+    w_row, w_column = _quantized_w(config, inputs, None if amax is None else amax[1:])
     y = product(
         _matrix(inputs.x, config.y_dtype) if x_row is None else x_row,
         inputs.weight.to(config.y_dtype) if w_row is None else w_row,
@@ -190,8 +217,10 @@ def forward(config: Config, inputs: Inputs) -> Made:
         inputs.bias,
         config.quant.fprop.accumulation,
     )
-    if inputs.x is not None and inputs.x.dim() != 2:
-        y = y.view(*inputs.x.shape[:-1], y.shape[-1])
+    if lead is None and inputs.x is not None and inputs.x.dim() != 2:
+        lead = tuple(inputs.x.shape[:-1])
+    if lead is not None and len(lead) != 1:
+        y = torch.ops.aten._unsafe_view(y, (*lead, y.shape[-1]))  # fresh: nobody has the matrix, so it is no view of it
     extras: Parts = () if amax is None else (amax,)
     if config.quantize_output:
         y, extras = _quantized_output(config, y, extras)
@@ -203,6 +232,27 @@ def forward(config: Config, inputs: Inputs) -> Made:
     w_kept = _kept(config.kept_w, w_row, w_column) if config.weight == "plain" else NOTHING
     width = inputs.weight.new_empty(0, inputs.weight.shape[1]) if config.keeps_width else None
     return Made((y,), extras, (*x_kept, *w_kept, width))
+
+
+def fill_x(
+    config: Config, scaling: Parts, like: TensorProto, column: bool, observed: Tensor | None
+) -> tuple[tuple[QTensor | None, QTensor | None], Given]:
+    """Room for x's codes, with what a cast of x takes, for one who makes x and casts it in the same pass."""
+    row, other = config.x_pair
+    return _room(like, row, other if column else None), _given_by(config, scaling[0::3], observed)
+
+
+def _room(like: TensorProto, row: Quantizer | None, column: Quantizer | None) -> tuple[QTensor | None, QTensor | None]:
+    return (
+        None if row is None else cached_proto(row, like.shape, like.dtype, like.device, -1).empty(),
+        None
+        if column is None
+        else cached_proto(column, like.shape, like.dtype, like.device, column_axis(len(like.shape))).empty(),
+    )
+
+
+def _given_by(config: Config, slot: Sequence[Tensor], observed: Tensor | None) -> Given:
+    return Given(encode=slot[0], observed=observed) if config.recipe.stateful else Given()
 
 
 def _matrix(x: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -323,7 +373,18 @@ def _proto_parts(q: QProto) -> tuple[TensorProto, ...]:
     return tuple(p for p in (q.codes, q.scale, q.global_scale) if p is not None)
 
 
-FLAT = (1, 4)  # of what forward makes fresh: the scales
+def flat_places(config: Config) -> tuple[int, ...]:
+    """Of what forward makes fresh: the scales."""
+    return 1, 4
+
+
+def counts(config: Config) -> Counts:
+    extras = config.observe + (config.quant.parts if config.quantize_output else 0)
+    return Counts(extras + config.slots + (config.slots > 0 and config.kept_x == "plain"), 7, 11 + config.slots, 4)
+
+
+def passed(config: Config) -> dict[int, int]:
+    return {}
 
 
 def wants(config: Config) -> tuple[bool, ...]:
@@ -358,7 +419,7 @@ def flops(config: Config, inputs: Inputs) -> int:
 def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> int:
     """Of backward's."""
     gemms = ("x" in config.grads) + ("w" in config.grads and not config.delay)
-    return gemms * 2 * dy.numel() * _width(config, saved)
+    return gemms * 2 * math.prod(dy.shape) * _width(config, saved)
 
 
 def _width(config: Config, saved: tuple[Tensor | None, ...]) -> int:
@@ -450,6 +511,8 @@ class Saved(NamedTuple):
     w: Slots = NOTHING
     width: Tensor | None = None  # [0, K], for its shape alone
     scaling: tuple[Tensor | None, Tensor | None] = (None, None)
+    encode: tuple[Tensor | None, Tensor | None] = (None, None)  # delayed multipliers of x's and w's columns, if those
+    # are made in backward
     slots: tuple[Tensor | None, ...] = ()  # for dy, in the post
 
 
@@ -461,15 +524,18 @@ def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...
         x = (inputs.x, None, None)
     elif config.kept_x and config.x == "codes":
         x = _padded(inputs.x_codes)
-    if config.kept_w == "plain":
+    if config.kept_w in ("plain", "again"):
         w = (inputs.weight, None, None)
     elif config.kept_w and config.weight != "plain":
         w = _padded(inputs.w_row if config.kept_w == "row" else inputs.w_column)
     scaling: tuple[Tensor | None, Tensor | None] = (None, None)
     if inputs.scaling and (config.dy_pair[0] or config.dy_pair[1]):
         scaling = (inputs.scaling[2], inputs.scaling[5] if len(inputs.scaling) > 3 else None)
+    delayed = len(inputs.scaling) > 0
+    x_encode = inputs.scaling[0] if delayed and config.x_columns == "backward" and "w" in config.grads else None
+    w_encode = inputs.scaling[1] if delayed and config.kept_w == "again" else None
     start = config.posted[0] - 1
-    return (*x, *w, made.fresh[6], *scaling, *made.extras[start : start + config.slots])
+    return (*x, *w, made.fresh[6], *scaling, x_encode, w_encode, *made.extras[start : start + config.slots])
 
 
 def _padded(parts: Parts) -> Slots:
@@ -483,31 +549,63 @@ def backward(
     dy = grads[0]
     if dy is None:
         return (None,) * len(Inputs._fields)
-    kept = Saved(saved[:3], saved[3:6], saved[6], saved[7:9], saved[9:])  # type: ignore[arg-type]
-    observed = None if buffers.amax is None else torch.zeros_like(buffers.amax)
-    row, column = _quantized_dy(config, dy, kept, observed, buffers.seed)
-    dx = _input_gradient(config, dy, row, kept) if "x" in config.grads else None
+    kept, observed = unpacked(saved), unseen(buffers)
+    row, column = quantized_dy(config, dy, kept, observed, buffers.seed)
+    dx = input_gradient(config, dy, row, kept) if "x" in config.grads else None
     db = column_sums(flat(dy), DTYPES[config.bias_dtype]) if "b" in config.grads else None
-    dw = None
-    # buffers are written last: a backward that fails on the way leaves them as they were
-    if "w" in config.grads:
-        dw = _delivered(config, flat(dy), column, kept, buffers)
+    return dx, finish(config, dy, column, kept, buffers, observed), db, None, None, None, None
+
+
+def unpacked(saved: tuple[Tensor | None, ...]) -> Saved:
+    return Saved(saved[:3], saved[3:6], saved[6], saved[7:9], saved[9:11], saved[11:])  # type: ignore[arg-type]
+
+
+def unseen(buffers: Buffers) -> Tensor | None:
+    """Where dy's amax will be found, if it is observed."""
+    return None if buffers.amax is None else torch.zeros_like(buffers.amax)
+
+
+def fill_dy(
+    config: Config, kept: Saved, like: TensorProto, observed: Tensor | None, seed: Tensor | None
+) -> tuple[tuple[QTensor | None, QTensor | None], Given]:
+    """Room for dy's codes, with what a cast of dy takes, for one who makes dy and casts it in the same pass."""
+    slot = [t for t in kept.scaling if t is not None]
+    given = _given_by(config, slot, observed)
+    return _room(like, *config.dy_pair), given._replace(seed=seed) if config.draws else given
+
+
+def fill_x_again(config: Config, kept: Saved, like: TensorProto) -> tuple[QTensor | None, Given]:
+    """The same for x's column codes, where they are made in backward."""
+    if "w" not in config.grads:
+        return None, Given()
+    return _room(like, None, config.quant.wgrad.right)[1], Given(encode=kept.encode[0])
+
+
+def finish(
+    config: Config, dy: Tensor | TensorProto, column: QTensor | None, kept: Saved, buffers: Buffers,
+    observed: Tensor | None, x_column: QTensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """dw, and then what is written besides: a backward that fails on the way leaves buffers as they were. Of dy the
+    shape is enough if there are column codes of it."""
+    dw = _delivered(config, dy, column, kept, buffers, x_column) if "w" in config.grads else None
     if observed is not None and buffers.amax is not None:
         torch.maximum(buffers.amax, observed, out=buffers.amax)
     if config.draws and buffers.seed is not None:
         buffers.seed[1:].add_(1)
-    return dx, dw, db, None, None, None, None
+    return dw
 
 
-def _delivered(config: Config, dy: Tensor, column: QTensor | None, kept: Saved, buffers: Buffers) -> Tensor | None:
+def _delivered(
+    config: Config, dy: Any, column: QTensor | None, kept: Saved, buffers: Buffers, x_column: QTensor | None
+) -> Tensor | None:
     """dw; or its operands brought to where they are waited for."""
     if config.slots:
         room = kept.slots[0]
         if column is None and room is not None:  # codes are in their place already
             room.copy_(dy.view(room.shape))
         return None
-    left: Operand = dy.T if column is None else column
-    right = _x_operand(config, kept, dy.shape[0], dy.dtype)
+    left: Operand = flat(dy).T if column is None else column
+    right = _x_operand(config, kept, math.prod(dy.shape[:-1]), dy.dtype) if x_column is None else x_column
     if config.delay:
         assert buffers.mail is not None
         buffers.mail.put(config, left, right)
@@ -515,7 +613,7 @@ def _delivered(config: Config, dy: Tensor, column: QTensor | None, kept: Saved, 
     return weight_gradient(config, (left, right), buffers.main_grad)
 
 
-def _quantized_dy(
+def quantized_dy(
     config: Config, dy: Tensor, kept: Saved, observed: Tensor | None, seed: Tensor | None
 ) -> tuple[QTensor | None, QTensor | None]:
     scaling: Any = (None, None, kept.scaling[0])
@@ -533,13 +631,16 @@ def _quantized_dy(
     return found
 
 
-def _input_gradient(config: Config, dy: Tensor, row: QTensor | None, kept: Saved) -> Tensor:
+def input_gradient(config: Config, dy: Any, row: QTensor | None, kept: Saved) -> Tensor:
+    """dx. Of dy the shape is enough if there are row codes of it."""
     n = dy.shape[-1]
     codes = kept.w[0]
     assert codes is not None
     right: Operand
     if config.kept_w == "plain":
         right = codes.to(dy.dtype).T
+    elif config.kept_w == "again":
+        right = _columns_again(config, codes, kept.encode[1])
     elif config.kept_w == "row":
         assert config.quant.fprop.right is not None
         shape = (n, _columns_of(kept, codes))
@@ -549,7 +650,14 @@ def _input_gradient(config: Config, dy: Tensor, row: QTensor | None, kept: Saved
         right = _assembled(config.quant.dgrad.right, kept.w, (codes.shape[0], n), dy.dtype)
     left = flat(dy) if row is None else row
     dx = product(left, right, dy.dtype, None, config.quant.dgrad.accumulation)
-    return dx if dy.dim() == 2 else dx.view(*dy.shape[:-1], dx.shape[-1])
+    return dx if len(dy.shape) == 2 else dx.view(*dy.shape[:-1], dx.shape[-1])
+
+
+def _columns_again(config: Config, weight: Tensor, encode: Tensor | None) -> QTensor:
+    """The column codes that forward would have made."""
+    _, column = quantize_pair(weight, None, config.quant.dgrad.right, Given(encode=encode))
+    assert column is not None
+    return column
 
 
 def _columns_of(kept: Saved, codes: Tensor) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.errors import check_choice, check_not_negative
 from octavo.kernels import norm as kernel
 from octavo.kernels.norm import Norm
-from octavo.layers.contract import Made, reader
+from octavo.layers.contract import Counts, Made, reader
 from octavo.layers.linear import DTYPES
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
@@ -66,22 +66,32 @@ def fills(config: Config) -> bool:
     return False
 
 
-FLAT = ()
+def flat_places(config: Config) -> tuple[int, ...]:
+    return ()
 
 
-def _matrix(config: Config, x: Tensor) -> Tensor:
+def counts(config: Config) -> Counts:
+    return Counts(0, 2, 4, 0)
+
+
+def passed(config: Config) -> dict[int, int]:
+    return {}
+
+
+def matrix(config: Config, x: Tensor) -> Tensor:
     lead = x.dim() - config.dims
     return x if x.dim() == 2 and lead == 1 else x.reshape(math.prod(x.shape[:lead]), math.prod(x.shape[lead:]))
 
 
-def _vector(w: Tensor | None) -> Tensor | None:
+def vector(w: Tensor | None) -> Tensor | None:
     return None if w is None else w.reshape(-1).contiguous()
 
 
 def forward(config: Config, inputs: Inputs) -> Made:
-    found = kernel.forward(config.norm, _matrix(config, inputs.x), _vector(inputs.weight), _vector(inputs.bias))
+    found = kernel.forward(config.norm, matrix(config, inputs.x), vector(inputs.weight), vector(inputs.bias))
     fresh = (found.mean, found.rstd) if config.keeps else (None, None)
-    return Made((found.y.view(inputs.x.shape),), (), fresh)
+    y = found.y if inputs.x.dim() == 2 else torch.ops.aten._unsafe_view(found.y, inputs.x.shape)  # fresh: no view
+    return Made((y,), (), fresh)
 
 
 def protos(config: Config, inputs: Inputs) -> Made:
@@ -124,11 +134,11 @@ def backward(
     wanted = wants(config)
     found = kernel.backward(
         config.norm,
-        _matrix(config, dy),
-        None if x is None else _matrix(config, x),
+        matrix(config, dy),
+        None if x is None else matrix(config, x),
         mean,
         rstd,
-        _vector(weight),
+        vector(weight),
         x_grad=wanted[0],
         weight_grad=DTYPES[config.weight_dtype] if wanted[1] else None,
         bias_grad=DTYPES[config.bias_dtype] if wanted[2] else None,

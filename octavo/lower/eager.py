@@ -24,8 +24,13 @@ class _Run(torch.autograd.Function):
         ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, *inputs: Any
     ) -> tuple[Tensor, ...]:
         named = layer.Inputs._make(inputs)
-        made = layer.forward(config, named)
-        ctx.save_for_backward(*layer.save(config, named, made))
+        at_once = getattr(layer, "forward_and_save", None)  # of a chain
+        if at_once is not None:
+            made, saved = at_once(config, named)
+        else:
+            made = layer.forward(config, named)
+            saved = layer.save(config, named, made)
+        ctx.save_for_backward(*saved)
         ctx.call = layer, config, buffers, len(made.outputs)
         ctx.set_materialize_grads(False)
         if made.extras:
@@ -77,8 +82,9 @@ def run(
     """Outputs, then extras, of one call. `differentiable` says whether any gradient can be asked for; `anchored` makes
     backward run for what it writes to `buffers`, even where no input takes a gradient."""
     if not differentiable:
+        at_once = getattr(layer, "forward_and_save", None)
         with torch.no_grad():
-            made = layer.forward(config, inputs)
+            made = layer.forward(config, inputs) if at_once is None else at_once(config, inputs)[0]
         return *made.outputs, *made.extras
     out = getattr(inputs, "out", None)
     if out is not None:

@@ -13,14 +13,14 @@ A forward that writes y to memory of the caller's is two nodes, since an operato
     octavo::attach   (Tensor[] tensors, str plan) -> Tensor                           one element that looks like y, and
                                                                                       carries its gradient to run_bwd
 
-Codes leave a node as bytes and scales flat (`layer.FLAT`): bytes have no gradient by dtype, and a flat scale's size is
-not specialised for small batches. What backward writes besides its results is not declared to the compiler: a buffer
-that passed through forward cannot be mutated by a declared op once two microbatches are in flight. It is written under
-a preserved version counter, by a node that is marked to have effects.
+Codes leave a node as bytes and scales flat (`layer.flat_places`): bytes have no gradient by dtype, and a flat scale's
+size is not specialised for small batches. What backward writes besides its results is not declared to the compiler: a
+buffer that passed through forward cannot be mutated by a declared op once two microbatches are in flight. It is written
+under a preserved version counter, by a node that is marked to have effects.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,13 +33,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import register_flop_formula
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers import activation, grouped_linear, linear, norm
+from octavo.layers import activation, add, chain, composite, grouped_linear, linear, norm, rounding
 from octavo.layers.contract import Made
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 
 Call = TypeVar("Call", bound=Callable[..., Any])
-LAYERS: dict[str, Any] = {"activation": activation, "grouped-linear": grouped_linear, "linear": linear, "norm": norm}
+LAYERS: dict[str, Any] = {
+    "activation": activation, "add": add, "chain": chain, "grouped-linear": grouped_linear, "linear": linear,
+    "norm": norm, "rounding": rounding,
+}  # fmt: skip
+_STAGES = (composite,)  # known to chains once they are imported
 
 
 @cache
@@ -47,7 +51,7 @@ def digest() -> str:
     """Eight hex digits of every source file of the package that a node's result may depend on."""
     root, seen = Path(__file__).parent.parent, hashlib.sha256()
     files = [root / name for name in ("formats.py", "values.py", "backend.py", "launch.py")]
-    for folder in ("quant", "kernels", "recipes", "layers", "lower"):
+    for folder in ("quant", "kernels", "recipes", "layers", "lower", "fused"):
         files += sorted((root / folder).rglob("*.py"))
     for path in files:
         seen.update(path.read_bytes())
@@ -70,10 +74,15 @@ class _Plan:
         self.writes = self.written > 0 or self.layer.fills(self.config)  # backward, to what is saved for it
         # inputs whose gradient is a buffer of the caller's, and where among the buffers it is
         self.elsewhere = {i: _total(self.buffers[:at]) for i, at in self.layer.returned_elsewhere(self.config).items()}
+        self.passed = self.layer.passed(self.config)  # inputs whose gradient another has already
 
     def inputs(self, tensors: list[Any]) -> Any:
         """The layer's inputs, from the head of the list."""
         return self.layer.Inputs._make(_fields(self.presence, tensors))
+
+    def returned(self, grads: Sequence[Any]) -> list[Any]:
+        """The gradients that backward's node returns: none that is another's, or in a buffer."""
+        return [g for i, g in enumerate(grads) if g is not None and i not in self.elsewhere and i not in self.passed]
 
     def buffers_of(self, tensors: list[Tensor]) -> Any:
         """The layer's buffers, from the head of the list."""
@@ -100,9 +109,10 @@ def _plan(text: str) -> _Plan:
     return _Plan(text)
 
 
-def _crossing(layer: Any, made: Made) -> list[Tensor]:
+def _crossing(parsed: _Plan, made: Made) -> list[Tensor]:
     """What forward made, as it leaves a node."""
-    fresh = [_flat(t) if i in layer.FLAT and t is not None else t for i, t in enumerate(made.fresh)]
+    flat = parsed.layer.flat_places(parsed.config)
+    fresh = [_flat(t) if i in flat and t is not None else t for i, t in enumerate(made.fresh)]
     return [_bytes(t) for t in (*made.outputs, *made.extras, *fresh) if t is not None]
 
 
@@ -119,7 +129,7 @@ def _run(tensors: list[Tensor], plan: str) -> list[Tensor]:
     parsed = _plan(plan)
     if parsed.writes:
         _refuse_hooks(parsed)
-    return _crossing(parsed.layer, parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
+    return _crossing(parsed, parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
 
 
 def saved_elsewhere() -> bool:
@@ -146,7 +156,7 @@ def _refuse_hooks(parsed: _Plan) -> None:
 
 @_run.register_fake
 def _(tensors: list[Tensor], plan: str) -> list[Tensor]:
-    return _crossing(_plan(plan).layer, _fakes(_plan(plan), tensors))
+    return _crossing(_plan(plan), _fakes(_plan(plan), tensors))
 
 
 def _fakes(parsed: _Plan, tensors: list[Tensor]) -> Made:
@@ -157,22 +167,23 @@ def _fakes(parsed: _Plan, tensors: list[Tensor]) -> Made:
 @torch.library.custom_op("octavo::run_bwd", mutates_args=())
 def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
     parsed = _plan(plan)
-    saved, dy = _saved(parsed, tensors, mask)
+    saved, dys = _saved(parsed, tensors, mask)
     with _unsafe_preserve_version_counter(tuple(tensors)):
-        grads = parsed.layer.backward(parsed.config, saved, parsed.buffers_of(tensors), (dy,))
-    return [g for i, g in enumerate(grads) if g is not None and i not in parsed.elsewhere]
+        grads = parsed.layer.backward(parsed.config, saved, parsed.buffers_of(tensors), dys)
+    return parsed.returned(grads)
 
 
 @_run_bwd.register_fake
 def _(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
     parsed = _plan(plan)
-    return [p.empty() for p in parsed.layer.gradient_protos(parsed.config, *_saved(parsed, tensors, mask)) if p]
+    saved, dys = _saved(parsed, tensors, mask)
+    return [p.empty() for p in parsed.returned(parsed.layer.gradient_protos(parsed.config, saved, dys[0]))]
 
 
-def _saved(parsed: _Plan, tensors: list[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """What `save` chose, and the gradient, out of buffers, saved tensors and gradient."""
+def _saved(parsed: _Plan, tensors: list[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+    """What `save` chose, and a gradient for each output, out of buffers, saved tensors and gradients."""
     rest = iter(tensors[parsed.written :])
-    return tuple(next(rest) if here == "1" else None for here in mask), next(rest)
+    return tuple(next(rest) if here == "1" else None for here in mask), tuple(rest)
 
 
 has_side_effect(torch.ops.octavo.run_bwd.default)
@@ -195,24 +206,31 @@ def _save(ctx: Any, tensors: list[Tensor], plan: str, made: list[Tensor]) -> int
     ctx.mask = "".join("0" if t is None else "1" for t in saved)
     buffers = tensors[parsed.count : parsed.count + parsed.written]
     ctx.save_for_backward(*buffers, *[t for t in saved if t is not None])
-    ctx.plan, ctx.total = plan, len(tensors)
+    ctx.plan, ctx.total, ctx.outputs = plan, len(tensors), said.outputs
     ctx.set_materialize_grads(False)
     return len(said.outputs)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
     found: list[Tensor | None] = [None] * ctx.total
-    if grads[0] is not None:
-        parsed, kept = _plan(ctx.plan), ctx.saved_tensors
-        results = iter(torch.ops.octavo.run_bwd([*kept, grads[0]], ctx.plan, ctx.mask))
-        position = 0
-        for i, wanted in enumerate(parsed.layer.wants(parsed.config)):
-            if i in parsed.elsewhere:
-                found[position] = kept[parsed.elsewhere[i]].detach()
-            elif wanted:
-                found[position] = next(results)
-            position += _total(parsed.presence[i : i + 1])
+    if all(g is None for g in grads[: len(ctx.outputs)]):
+        return found, None
+    parsed, kept = _plan(ctx.plan), ctx.saved_tensors
+    dys = [_zeros(p) if g is None else g for p, g in zip(ctx.outputs, grads, strict=False)]
+    results = iter(torch.ops.octavo.run_bwd([*kept, *dys], ctx.plan, ctx.mask))
+    places = [_total(parsed.presence[:i]) for i in range(len(parsed.presence))]  # of each input among the tensors
+    for i, wanted in enumerate(parsed.layer.wants(parsed.config)):
+        if i in parsed.elsewhere:
+            found[places[i]] = kept[parsed.elsewhere[i]].detach()
+        elif wanted and i not in parsed.passed:
+            found[places[i]] = next(results)
+    for i, other in parsed.passed.items():
+        found[places[i]] = found[places[other]] if other >= 0 else dys[-1 - other]
     return found, None
+
+
+def _zeros(p: TensorProto) -> Tensor:
+    return torch.zeros(p.shape, dtype=p.dtype, device=p.device)
 
 
 _run.register_autograd(_backward, setup_context=_set_up)
@@ -227,8 +245,8 @@ def _(tensors: list[Tensor], plan: str, **_: Any) -> int:
 @register_flop_formula(torch.ops.octavo.run_bwd, get_raw=True)  # type: ignore[untyped-decorator]
 def _(tensors: list[Tensor], plan: str, mask: str, **_: Any) -> int:
     parsed = _plan(plan)
-    saved, dy = _saved(parsed, tensors, mask)
-    return int(parsed.layer.gradient_flops(parsed.config, saved, dy))
+    saved, dys = _saved(parsed, tensors, mask)
+    return int(parsed.layer.gradient_flops(parsed.config, saved, dys[0]))
 
 
 # -- y in memory of the caller's -----------------------------------------------------------------------------------
@@ -246,17 +264,17 @@ def _run_into(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ..
     if parsed.writes:
         _refuse_hooks(parsed)
     made = parsed.layer.forward(parsed.config, parsed.inputs(tensors)._replace(out=out))
-    return _places(parsed.layer, made, out)
+    return _places(parsed, made, out)
 
 
 @_run_into.register_fake
 def _(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ...]:
-    return _places(_plan(plan).layer, _fakes(_plan(plan), tensors), out)
+    return _places(_plan(plan), _fakes(_plan(plan), tensors), out)
 
 
-def _places(layer: Any, made: Made, out: Tensor) -> tuple[Tensor, ...]:
+def _places(parsed: _Plan, made: Made, out: Tensor) -> tuple[Tensor, ...]:
     """Extras and fresh tensors, and nothing in the places that are left."""
-    found = _crossing(layer, made._replace(outputs=()))
+    found = _crossing(parsed, made._replace(outputs=()))
     assert len(found) <= MADE, f"{len(found)} tensors do not fit: raise MADE"
     return (*found, *[out.new_empty(0) for _ in range(MADE - len(found))])
 

@@ -13,44 +13,70 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
+from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.layers import activation as layer
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.quantized import NAMES
+from octavo.quant import QTensor
+from octavo.values import Value
 
 
-def numbers(x: Tensor) -> tuple[int, ...]:
+def values_of(x: Any) -> Any:
+    """x itself; of codes the values, as part of the graph."""
+    return x.dequantize() if isinstance(x, QTensor) else x
+
+
+def numbers(x: Tensor | Edge) -> tuple[int, ...]:
     """x's shape for a message: numbers, also where a compiler thinks in symbols."""
     return tuple([len(range(n)) for n in x.shape])
 
 
-def check_input(title: str, x: Tensor) -> None:
+def check_input(title: str, x: Tensor | Edge) -> None:
     if x.dtype not in FLOATS:
         raise UnsupportedDtype(f"{title} takes float32, bfloat16 or float16, got {x.dtype}. Cast x first.")
+
+
+def _grads(x: bool, scales: Tensor | None, bias: Tensor | None) -> str:
+    if not torch.is_grad_enabled():
+        return ""
+    return (
+        ("x" if x else "")
+        + ("s" if scales is not None and scales.requires_grad else "")
+        + ("b" if bias is not None and bias.requires_grad else "")
+    )
+
+
+def _key(settings: str, scales: Tensor | None, bias: Tensor | None, grads: str) -> str:
+    return (
+        f"activation({settings}scales_dtype='{'' if scales is None else NAMES[scales.dtype]}',"
+        f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',grads='{grads}')"
+    )
 
 
 def elementwise(
     settings: str, x: Tensor, *, scales: Tensor | None = None, bias: Tensor | None = None, seed: Tensor | None = None
 ) -> Tensor:
     """One call of the layer. `settings` are fields of its config, each with a comma behind it."""
-    grads = ""
-    if torch.is_grad_enabled():
-        grads = (
-            ("x" if x.requires_grad else "")
-            + ("s" if scales is not None and scales.requires_grad else "")
-            + ("b" if bias is not None and bias.requires_grad else "")
-        )
-    key = (
-        f"activation({settings}scales_dtype='{'' if scales is None else NAMES[scales.dtype]}',"
-        f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',grads='{grads}')"
-    )
+    grads = _grads(x.requires_grad, scales, bias)
+    key = _key(settings, scales, bias, grads)
     inputs = layer.Inputs(x, scales, bias, seed)
     if torch.compiler.is_compiling() or is_watched():
         return run_in_graph("activation", key, inputs, (None,))[0]
     return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]  # type: ignore[arg-type]
 
 
-class Activation(nn.Module):
+def _stage(
+    settings: str, x: Edge, width: int = 1, *, scales: Tensor | None = None, bias: Tensor | None = None,
+    seed: Tensor | None = None,
+) -> Stage:  # fmt: skip
+    """The same as a part of a run; y has 1 / width of x's columns."""
+    grads = _grads(x.needs, scales, bias)
+    y = x.to(x.width // width, grads != "") if width > 1 else x._replace(needs=grads != "")
+    return Stage(_key(settings, scales, bias, grads), (scales, bias, seed), (), y, grads != "")
+
+
+class Activation(FusibleOperation, nn.Module):
     """An entry of `octavo.kernels.activation.ACTIVATIONS`."""
 
     NAME: ClassVar[str]
@@ -73,13 +99,31 @@ class Activation(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        x = values_of(x)
         self._check(x)
         return elementwise(self._settings, x)
 
-    def _check(self, x: Tensor) -> None:
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        """Of Activation itself: whether it is any of them."""
+        if not isinstance(config, layer.Config) or config.drop or config.bias_dtype:
+            return False
+        scaled = issubclass(cls, _Scaled)
+        if cls is Activation:
+            return config.name != "linear"
+        return config.name == cls.NAME and scaled == bool(config.scales_dtype)
+
+    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        self._check(x)
+        scales = extras[0] if extras else None
+        if scales is not None:
+            _check_scales(type(self).__name__, x, scales)
+        return _stage(self._settings, x, 2 if ACTIVATIONS[self.NAME].gated else 1, scales=scales)
+
+    def _check(self, x: Tensor | Edge) -> None:
         title = type(self).__name__
         check_input(title, x)
-        if not ACTIVATIONS[self.NAME].gated:
+        if not ACTIVATIONS[self.NAME].gated or (isinstance(x, Edge) and not x.shape):
             return
         step = 2 * (self.glu_interleave_size or 1)
         if not x.shape or x.shape[-1] % step:
@@ -194,17 +238,26 @@ class ClampedSwiGLU(Activation):
 class _Scaled(Activation):
     """Times a factor of its row, such as the probability with which a token was sent to an expert."""
 
+    num_extra_inputs = 1
+
     def forward(self, x: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
+        x = values_of(x)
         self._check(x)
-        if not x.shape or tuple(scales.shape) != tuple(x.shape[:-1]):
-            raise UnsupportedShape(
-                f"{type(self).__name__} takes a scale for each row of x, [...] for x [..., K], got "
-                f"{numbers(scales)} for {numbers(x)}. Reshape scales."
-            )
-        check_input("scales", scales)
-        if scales.device != x.device:
-            raise UnsupportedDevice(f"x is on {x.device} and scales on {scales.device}. Move them together.")
+        if not x.shape:
+            raise UnsupportedShape(f"{type(self).__name__} takes x [..., K] with rows to scale, got ().")
+        _check_scales(type(self).__name__, x, scales)
         return elementwise(self._settings, x, scales=scales)
+
+
+def _check_scales(title: str, x: Tensor | Edge, scales: Tensor) -> None:
+    if x.shape and tuple(scales.shape) != tuple(x.shape[:-1]):
+        raise UnsupportedShape(
+            f"{title} takes a scale for each row of x, [...] for x [..., K], got "
+            f"{numbers(scales)} for {numbers(x)}. Reshape scales."
+        )
+    check_input("scales", scales)
+    if scales.device != x.device:
+        raise UnsupportedDevice(f"x is on {x.device} and scales on {scales.device}. Move them together.")
 
 
 class ScaledSwiGLU(_Scaled, SwiGLU):
@@ -229,7 +282,7 @@ class ConstantScale(Activation):
         self.scale = scale
 
 
-class Bias(nn.Module):
+class Bias(FusibleOperation, nn.Module):
     """x + bias, along the last dim."""
 
     def __init__(
@@ -243,6 +296,20 @@ class Bias(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = values_of(x)
+        self._check(x)
+        return elementwise("", x, bias=self.bias)
+
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        return isinstance(config, layer.Config) and config.name == "linear" and config.bias_dtype != ""
+
+    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        if x.shape:
+            self._check(x)
+        return _stage("", x, bias=self.bias)
+
+    def _check(self, x: Tensor | Edge) -> None:
         bias = self.bias
         check_input("Bias", x)
         check_input("bias", bias)
@@ -252,13 +319,12 @@ class Bias(nn.Module):
             )
         if bias.device != x.device:
             raise UnsupportedDevice(f"x is on {x.device} and the bias on {bias.device}. Move them together.")
-        return elementwise("", x, bias=bias)
 
     def extra_repr(self) -> str:
         return f"{self.bias.shape[0]}"
 
 
-class Dropout(nn.Module):
+class Dropout(FusibleOperation, nn.Module):
     """In training x with each element zero with probability p, the others divided by 1 - p; otherwise x itself.
 
     Which elements stay is a function of their place and of `seed`, int64 [seed, step], and nothing else is kept for
@@ -274,39 +340,38 @@ class Dropout(nn.Module):
         self._settings = f"drop={float(p)!r},"
         self._keeps_all = p == 0
 
+    op_keywords = ("seed",)
+
     def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
         if not self.training or self._keeps_all:
             return x
+        x = values_of(x)
         check_input("Dropout", x)
+        return elementwise(self._settings, x, seed=self._seed(x, seed))
+
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        return isinstance(config, layer.Config) and config.drop != 0.0
+
+    def op_alone(self, x: Any) -> str:
+        return "" if self.op_makes_node() else "it leaves x as it is"
+
+    def op_makes_node(self) -> bool:
+        return self.training and not self._keeps_all
+
+    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        check_input("Dropout", x)
+        return _stage(self._settings, x, seed=self._seed(x, kwargs.get("seed")))
+
+    def _seed(self, x: Tensor | Edge, seed: Tensor | None) -> Tensor:
         if seed is None:
-            seed = torch.randint(0, 2**62, (2,), device=x.device)
-        elif seed.dtype != torch.int64 or tuple(seed.shape) != (2,) or seed.device != x.device:
+            return torch.randint(0, 2**62, (2,), device=x.device)
+        if seed.dtype != torch.int64 or tuple(seed.shape) != (2,) or seed.device != x.device:
             raise UnsupportedConfig(
                 f"The seed of Dropout is an int64 tensor [seed, step] where x is ({x.device}), got {seed.dtype} "
                 f"{numbers(seed)} on {seed.device}."
             )
-        return elementwise(self._settings, x, seed=seed)
+        return seed
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
-
-
-class Identity(nn.Module):
-    """x"""
-
-    def forward(self, x: Any) -> Any:
-        return x
-
-
-class Reshape(nn.Module):
-    """x in another shape; -1 stands for what is left. A view where x's strides allow one."""
-
-    def __init__(self, shape: int | tuple[int, ...]) -> None:
-        super().__init__()
-        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.reshape(self.shape)
-
-    def extra_repr(self) -> str:
-        return f"{self.shape}"

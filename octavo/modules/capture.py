@@ -24,7 +24,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from octavo import values
-from octavo.modules.report import Break, Graph, Recompile
+from octavo.fuser.plan import refusals_of, steps_of
+from octavo.layers import chain, linear
+from octavo.modules.report import Break, Fused, Graph, Recompile
 from octavo.recipes import Recipe
 
 OURS = "octavo::"
@@ -39,6 +41,7 @@ class Capture:
         self.options = options
         self.graphs = 0
         self.captured: list[Graph] = []
+        self.runs: list[Fused] = []
         self.recipes: dict[int, Recipe] = {}  # of each tensor that one of our nodes was given, by its id
         self._compilations: list[Any] = []
         self._breaks: list[Any] = []
@@ -49,6 +52,7 @@ class Capture:
 
     def __call__(self, graph: GraphModule, inputs: Sequence[Any]) -> Any:
         self.graphs += 1
+        self.runs += _runs(graph)
         places = _recipes(graph)
         made = self._traced(graph, inputs) if self.options is None else self._generated(graph, inputs, self.options)
 
@@ -209,12 +213,36 @@ def _recipes(graph: GraphModule) -> dict[int, Recipe]:
     found: dict[int, Recipe] = {}
     for node in graph.graph.nodes:
         if _name(node) in (f"{OURS}run", f"{OURS}attach"):
-            config: Any = values.parse(str(node.args[1]).split("|", 4)[-1])
-            if not hasattr(config, "recipe"):  # an operation that no recipe touches
-                continue
-            given = [node, *node.all_input_nodes]  # a weight in parts reaches the node through a stack of them
-            found |= {places[n]: config.recipe for g in given for n in (g, *g.all_input_nodes) if n in places}
+            _, _, presence, _, key = str(node.args[1]).split("|", 4)
+            config: Any = values.parse(key)
+            for recipe, given in _recipes_of(config, node, presence.split(",")):
+                # a weight in parts reaches the node through a stack of them
+                found |= {places[n]: recipe for g in given for n in (g, *g.all_input_nodes) if n in places}
     return found
+
+
+def _recipes_of(config: Any, node: Any, presence: list[str]) -> Iterator[tuple[Recipe, list[Any]]]:
+    """Recipes of a node, each with the nodes that it was given for."""
+    if hasattr(config, "recipe"):
+        yield config.recipe, list(node.all_input_nodes)
+    elif isinstance(config, chain.Config):
+        sizes = [int(mark.removeprefix("t")) for mark in presence]
+        owner = [None, *[stage for stage, n in zip(config.stages, config.fields, strict=True) for _ in range(n)]]
+        for i, stage in enumerate(owner):
+            if isinstance(stage, linear.Config):
+                start = sum(sizes[:i])
+                yield stage.recipe, list(node.args[0][start : start + sizes[i]])
+
+
+def _runs(graph: GraphModule) -> Iterator[Fused]:
+    """The runs of operations in a graph."""
+    for node in graph.graph.nodes:
+        if _name(node) == f"{OURS}run":
+            key = str(node.args[1]).split("|", 4)[-1]
+            if key.startswith("chain("):
+                config = chain.config(key)
+                ops, forward, backward = steps_of(config)
+                yield Fused(ops, forward, backward, tuple(f"{r.rule}: {r.sentence}" for r in refusals_of(key)))
 
 
 # -- the compiler's own words ------------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ def explain(
         graphs=capture.graphs,
         captured=tuple(capture.captured),
         layers=tuple(_layer(path, layer, capture) for path, layer in layers(subject)),
+        runs=tuple(capture.runs),
     )
 
 

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
+from octavo.fuser.operation import FusibleOperation
 from octavo.kernels import grouped_gemm
 from octavo.layers import grouped_linear as layer
 from octavo.layers.targets import joined_rows
@@ -30,7 +31,7 @@ from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
 
 
-class GroupedLinear(Quantized):
+class GroupedLinear(FusibleOperation, Quantized):
     """y[g] = x[g] · W[g]ᵀ + b[g] for ragged groups of rows, whose sizes stay on the device.
 
     recipe                     a name, a canonical string or a Recipe; None follows `octavo.autocast`, else bf16
@@ -150,6 +151,22 @@ class GroupedLinear(Quantized):
     def _weight_gradient(self, config: Any, operands: Any, target: MainGrad | None) -> Tensor | None:
         return layer.weight_gradient(config, operands, target, (self.num_groups, self.out_features, self.in_features))
 
+    # -- as an operation of a Sequential ---------------------------------------------------------------------------
+
+    op_keywords = ("is_first_microbatch", "out", "dgrad_out")
+
+    @property
+    def num_extra_inputs(self) -> int:  # type: ignore[override]
+        """Sizes of the groups, and scales of the bias."""
+        return 2 if self.scale_bias and self._bias_names else 1
+
+    def op_alone(self, x: Any) -> str:
+        return "rows in groups are a run of their own"
+
+    def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+        splits, *scales = extras
+        return self(x, splits, scales=scales[0] if scales else None, **kwargs)
+
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(
@@ -179,7 +196,7 @@ class GroupedLinear(Quantized):
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         weight, bias = self._stacked_weight(), self._stacked_bias()
         scales = self._bias_scales(scales, rows)
-        grads = wanted(rows, self.weight_parts(), bias, scales)
+        grads = wanted(rows.requires_grad, self.weight_parts(), bias, scales)
         self._check_buffers(rows, grads, out, dgrad_out)
         observe = recipe.stateful and self.training and torch.is_grad_enabled()
         kind = self._weight_codes(recipe, is_first_microbatch, grads, observe)
@@ -276,6 +293,8 @@ class GroupedLinear(Quantized):
         for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
             if buffer is None:
                 continue
+            if not isinstance(buffer, Tensor):
+                raise UnsupportedDtype(f"GroupedLinear takes a tensor as {name}, got {type(buffer).__name__}.")
             want = (x.shape[0], width)
             if (
                 tuple(buffer.shape) != want or buffer.dtype != x.dtype or buffer.device != x.device

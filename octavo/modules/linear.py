@@ -4,13 +4,15 @@ The parameters, their names, their initialisation and the state dict are `nn.Lin
 `octavo.modules.quantized`'s. `forward` gathers both and calls `octavo.layers.linear`.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
+from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.gemm import spec_route
 from octavo.layers import linear as layer
 from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
@@ -21,21 +23,25 @@ from octavo.modules.quantized import NAMES, Quantized, outside, wanted
 from octavo.quant import QTensor
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
+from octavo.values import Value
 
 
-class Linear(Quantized, nn.Linear):
+class Linear(FusibleOperation, Quantized, nn.Linear):
     """y = x · Wᵀ + b in low precision.
 
     recipe                     a name, a canonical string or a Recipe; None follows `octavo.autocast`, else bf16
     return_bias                forward returns (y without the bias, bias)
     fuse_wgrad_accumulation    dW is added to `weight.main_grad` (octavo.modules.main_grad)
     delay_wgrad_compute        dW waits until `backward_dw()`
+    keep_weight_codes          False: the weight's codes for dX are made again in backward, from the weight itself: half
+                               its size is not kept, for one more read of it
     strict                     what torch.compile cannot hold is an error; otherwise it runs outside, and says so
     """
 
     LAYER: ClassVar[Any] = layer
     NAME: ClassVar[str] = "linear"
     return_bias = False
+    keep_weight_codes = True  # for dgrad, from forward to backward; otherwise they are made again there
 
     def __init__(
         self,
@@ -49,6 +55,7 @@ class Linear(Quantized, nn.Linear):
         return_bias: bool = False,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        keep_weight_codes: bool = True,
         strict: bool = True,
         parallel_mode: str | None = None,
         sequence_parallel: bool = False,
@@ -57,6 +64,7 @@ class Linear(Quantized, nn.Linear):
         _refuse_parallel(parallel_mode, sequence_parallel, tp_group)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.return_bias = return_bias
+        self.keep_weight_codes = keep_weight_codes
         self._set_up(recipe, fuse_wgrad_accumulation, delay_wgrad_compute, strict)
 
     def weight_parts(self) -> list[nn.Parameter]:
@@ -96,46 +104,104 @@ class Linear(Quantized, nn.Linear):
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return outside(self, why, x, is_first_microbatch, fp8_output)
         recipe = self._recipe or self._followed(ambient.recipe)
-        weight, bias = self.weight, self.bias
-        added = None if self.return_bias else bias
-        source, codes, dtype, shape = _input(x, recipe, weight)
-        grads = wanted(source, [weight], added)  # type: ignore[list-item]
+        source, codes, dtype, shape = _input(x, recipe, self.weight)
+        tracing = torch.compiler.is_compiling()
+        call = self._prepared(
+            recipe, dtype, source is not None and source.requires_grad, codes, is_first_microbatch, fp8_output, tracing
+        )
+        # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
+        as_nodes = tracing or (is_watched() and not call.delay and not call.main_grad and not saved_elsewhere())
+        made = self._call(
+            call.key, call.inputs._replace(x=source), grads=call.grads, observe=call.observe, main_grad=call.main_grad,
+            dummy=call.dummy, delay=call.delay, as_nodes=as_nodes, codes=codes,
+        )  # fmt: skip
+        parts = () if not fp8_output else tuple(made[1 : 1 + recipe.linear().parts])
+        if call.observe:
+            self._remember(made[1 + len(parts)], tracing)
+        y = made[0] if shape is None else made[0].view(*shape, made[0].shape[-1])
+        out = _quantized_output(recipe, parts, y) if fp8_output else y
+        return (out, self.bias) if self.return_bias else out
+
+    def _prepared(
+        self, recipe: Recipe, dtype: torch.dtype, needs_dx: bool, codes: layer.Parts,
+        is_first_microbatch: bool | Tensor | None, fp8_output: bool, tracing: bool,
+    ) -> "_Call":  # fmt: skip
+        """All of a call but x."""
+        weight = self.weight
+        added = None if self.return_bias else self.bias
+        grads = wanted(needs_dx, [weight], added)  # type: ignore[list-item]
         observe = recipe.stateful and self.training and torch.is_grad_enabled()
         kind = self._weight_codes(recipe, is_first_microbatch, grads, observe)
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self.delay_wgrad_compute and "w" in grads
-        tracing = torch.compiler.is_compiling()
-        # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
-        as_nodes = tracing or (is_watched() and not delayed and not main_grad and not saved_elsewhere())
         delay = "" if not delayed else "post" if tracing else "mailbox"
         if fp8_output and recipe.linear().fprop.left is None:
             raise UnsupportedConfig(
                 f"fp8_output=True quantizes y as the next layer's fprop would, and {recipe} quantizes nothing there. "
                 "Leave fp8_output out, or choose a recipe with a quantized fprop."
             )
+        columns = "forward" if self.keep_weight_codes else "backward"
         key = (
             f"linear(recipe={recipe.key},dtype='{NAMES[dtype]}',weight_dtype='{NAMES[weight.dtype]}',"
             f"bias_dtype='{'' if added is None else NAMES[added.dtype]}',grads='{grads}',"
             f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe={observe},quantize_output={fp8_output},"
-            f"main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}')"
+            f"main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',w_columns='{columns}')"
         )
         stored = self._codes
         inputs = layer.Inputs(
-            source, weight, added, codes,
+            None, weight, added, codes,
             stored.parts(self, "row") if kind != "plain" else (),
             stored.parts(self, "column") if kind != "plain" else (),
             self._scaling.inputs(self) if recipe.stateful else (),
         )  # fmt: skip
-        made = self._call(
-            key, inputs, grads=grads, observe=observe, main_grad=main_grad, dummy=dummy, delay=delay,
-            as_nodes=as_nodes, codes=codes,
+        return _Call(key, inputs, grads, observe, main_grad, dummy, delay)
+
+    # -- as an operation of a Sequential ---------------------------------------------------------------------------
+
+    op_keywords = ("is_first_microbatch", "fp8_output")
+
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        return isinstance(config, layer.Config)
+
+    def op_alone(self, x: Any) -> str:
+        if self.return_bias:
+            return "return_bias=True hands its bias to the caller"
+        if torch.compiler.is_compiling():
+            if self.delay_wgrad_compute:
+                return "its dW is put off, and in a graph that takes a node of its own"
+            if self._graph_refusal():
+                return "it does not compile"
+        return ""
+
+    def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(x, QTensor):
+            recipe = self._recipe or self._followed(ambient.recipe)
+            if x.spec != recipe.linear().fprop.left:
+                x = x.dequantize()  # codes of another kind: their values are quantized as this layer would
+        return self(x, **kwargs)
+
+    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        if kwargs.get("fp8_output"):
+            raise UnsupportedConfig(
+                "fp8_output=True is for a layer outside of runs: within one, codes pass by themselves."
+            )
+        recipe = self._recipe or self._followed(ambient.recipe)
+        weight = self.weight
+        check_features(x, weight)
+        call = self._prepared(
+            recipe, x.dtype, x.needs, (), kwargs.get("is_first_microbatch"), False, torch.compiler.is_compiling()
+        )
+        elsewhere = not as_nodes and (call.delay != "" or (call.main_grad != "" and not call.dummy))
+        inputs = call.inputs._replace(weight=weight.detach()) if elsewhere else call.inputs
+        return Stage(
+            call.key, tuple(inputs[1:]), self._writes(call.grads, call.observe, call.main_grad, call.delay, as_nodes),
+            x.to(weight.shape[0], call.grads != ""), call.grads != "",
+            anchored=elsewhere, after=self._observed if call.observe else None,
         )  # fmt: skip
-        parts = () if not fp8_output else tuple(made[1 : 1 + recipe.linear().parts])
-        if observe:
-            self._remember(made[1 + len(parts)], tracing)
-        y = made[0] if shape is None else made[0].view(*shape, made[0].shape[-1])
-        out = _quantized_output(recipe, parts, y) if fp8_output else y
-        return (out, bias) if self.return_bias else out
+
+    def _observed(self, extras: Sequence[Tensor]) -> None:
+        self._remember(extras[0], torch.compiler.is_compiling())
 
     # -- state dicts -----------------------------------------------------------------------------------------------
 
@@ -159,6 +225,18 @@ class Linear(Quantized, nn.Linear):
     def extra_repr(self) -> str:
         recipe = "from octavo.autocast" if self._recipe is None else self._recipe.key
         return f"{super().extra_repr()}, recipe={recipe}" + (", weight held as codes" if self._codes.held else "")
+
+
+class _Call(NamedTuple):
+    """All of a call but x."""
+
+    key: str
+    inputs: layer.Inputs
+    grads: str
+    observe: bool
+    main_grad: str
+    dummy: bool
+    delay: str
 
 
 def _refuse_parallel(parallel_mode: str | None, sequence_parallel: bool, tp_group: Any) -> None:
@@ -185,20 +263,23 @@ def _input(
                 f"This layer's fprop takes codes of {spec} ({recipe}), and the input was quantized by {x.spec}. "
                 "Use one recipe for both layers, or pass x.dequantize()."
             )
-        _check_fits(x, weight)
+        check_features(x, weight)
         lead = None if x.token is not None or len(x.shape) == 2 else x.shape[:-1]
         return x.token, tuple(x.tensors()), x.dtype, lead
     if x.dtype not in FLOATS:
         raise UnsupportedDtype(f"Linear takes float32, bfloat16 or float16 activations, got {x.dtype}. Cast x first.")
-    _check_fits(x, weight)
+    check_features(x, weight)
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
     return x, (), x.dtype, None
 
 
-def _check_fits(x: Tensor | QTensor, weight: Tensor) -> None:
-    if not x.shape or x.shape[-1] != weight.shape[1]:
+def check_features(x: Any, weight: Tensor) -> None:
+    """`x` is anything with a shape and a device; a shape of nothing is not known, if there is something like it."""
+    if not x.shape and getattr(x, "like", None) is None:
+        raise UnsupportedShape(f"This Linear takes inputs [..., {weight.shape[1]}], got (). Check the layer before it.")
+    if x.shape and x.shape[-1] != weight.shape[1]:
         found = tuple([len(range(n)) for n in x.shape])  # numbers, also where a compiler thinks in symbols
         raise UnsupportedShape(
             f"This Linear takes inputs [..., {weight.shape[1]}], got {found}. "

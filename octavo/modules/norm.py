@@ -4,20 +4,22 @@ y has x's dtype, whatever the parameters' are and whatever `torch.autocast` says
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_not_negative
 from octavo.formats import FLOATS
+from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.layers import norm as layer
 from octavo.lower import is_watched, run, run_in_graph
-from octavo.modules.activation import check_input, numbers
+from octavo.modules.activation import check_input, numbers, values_of
 from octavo.modules.quantized import NAMES
+from octavo.values import Value
 
 
-class _Norm(nn.Module):
+class _Norm(FusibleOperation, nn.Module):
     """What the norms have in common: a row is the trailing dims `normalized_shape` of x."""
 
     KIND: ClassVar[str]
@@ -35,26 +37,42 @@ class _Norm(nn.Module):
         self._settings = f"norm(kind='{self.KIND}',eps={self.eps!r},zero_centered={zero_centered_gamma},dims={dims},"
 
     def forward(self, x: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
+        x = values_of(x)
         check_input(type(self).__name__, x)
         self._check_fits(x)
-        grads = ""
-        if torch.is_grad_enabled():
-            grads = (
-                ("x" if x.requires_grad else "")
-                + ("w" if weight is not None and weight.requires_grad else "")
-                + ("b" if bias is not None and bias.requires_grad else "")
-            )
-        key = (
-            f"{self._settings}weight_dtype='{'' if weight is None else NAMES[weight.dtype]}',"
-            f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',grads='{grads}')"
-        )
-        inputs = layer.Inputs(x, weight, bias)
+        grads, key = self._said(x.requires_grad)
+        inputs = layer.Inputs(x, self.weight, self.bias)
         if torch.compiler.is_compiling() or is_watched():
             return run_in_graph("norm", key, inputs, (None,))[0]
         return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]  # type: ignore[arg-type]
 
-    def _check_fits(self, x: Tensor) -> None:
+    def _said(self, needs_dx: bool) -> tuple[str, str]:
+        """Which gradients are wanted, and the config's key."""
+        weight, bias = self.weight, self.bias
+        grads = ""
+        if torch.is_grad_enabled():
+            grads = (
+                ("x" if needs_dx else "")
+                + ("w" if weight is not None and weight.requires_grad else "")
+                + ("b" if bias is not None and bias.requires_grad else "")
+            )
+        return grads, (
+            f"{self._settings}weight_dtype='{'' if weight is None else NAMES[weight.dtype]}',"
+            f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',grads='{grads}')"
+        )
+
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        return isinstance(config, layer.Config) and config.kind == cls.KIND
+
+    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        check_input(type(self).__name__, x)
+        if x.shape:
+            self._check_fits(x)
+        grads, key = self._said(x.needs)
+        return Stage(key, (self.weight, self.bias), (), x._replace(needs=grads != ""), grads != "")
+
+    def _check_fits(self, x: Tensor | Edge) -> None:
         shape = self.normalized_shape
         if len(x.shape) < max(1, len(shape)) or (shape and tuple(x.shape[-len(shape) :]) != shape):
             raise UnsupportedShape(

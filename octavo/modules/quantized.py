@@ -295,13 +295,8 @@ class Quantized(nn.Module):
     ) -> Any:  # fmt: skip
         """Outputs, then extras, of the layer: as nodes, or by the eager driver. `more` are buffers that only this layer
         has; y goes to `out`, if there is one, and looks like `shape` in a graph; `codes` are x's as they were given."""
-        amax = self._buffers[scaling.NAMES["backward"]["current"]] if observe and grads else None
-        seed = self._buffers.get(SEED) if grads else None
+        buffers = (*self._writes(grads, observe, main_grad, delay, as_nodes), *more)
         if as_nodes:
-            target = tuple(graph_buffers(self.weight_parts())) if main_grad and not delay else ()
-            # equal calls would be one node to a compiler, with room for one dy; what torch.empty makes is never merged
-            mark = torch.empty(0, device=inputs.weight.device) if delay else None
-            buffers = (target, amax, seed, mark, *more)
             if out is None:
                 made = run_in_graph(self.NAME, key, inputs, buffers)
             else:
@@ -315,9 +310,20 @@ class Quantized(nn.Module):
             inputs = inputs._replace(weight=inputs.weight.detach())
         if out is not None:
             inputs = inputs._replace(out=out)
+        found = self.LAYER.Buffers(*buffers)
+        return run(self.LAYER, self.LAYER.config(key), inputs, found, differentiable=grads != "", anchored=elsewhere)
+
+    def _writes(self, grads: str, observe: bool, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
+        """What backward writes besides its results: main_grad, dy's amax, the counter of rounding, the mailbox."""
+        amax = self._buffers[scaling.NAMES["backward"]["current"]] if observe and grads else None
+        seed = self._buffers.get(SEED) if grads else None
+        if as_nodes:
+            target = tuple(graph_buffers(self.weight_parts())) if main_grad and not delay else ()
+            # equal calls would be one node to a compiler, with room for one dy; what torch.empty makes is never merged
+            mark = torch.empty(0, device=self.weight_parts()[0].device) if delay else None
+            return target, amax, seed, mark
         found = MainGrad(self.weight_parts(), main_grad) if main_grad else None
-        buffers = self.LAYER.Buffers(found, amax, seed, self._mailbox if delay else None, *more)
-        return run(self.LAYER, self.LAYER.config(key), inputs, buffers, differentiable=grads != "", anchored=elsewhere)
+        return found, amax, seed, self._mailbox if delay else None
 
     def _graph_refusal(self) -> str:
         """Why a graph that is being traced cannot hold this layer; empty if it can."""
@@ -511,12 +517,12 @@ def outside(module: Quantized, why: str, *arguments: Any) -> Any:
     return module.forward(*arguments)
 
 
-def wanted(x: Tensor | None, weights: list[nn.Parameter], bias: Tensor | None, scales: Tensor | None = None) -> str:
-    """Which gradients can be asked for."""
+def wanted(x: bool, weights: list[nn.Parameter], bias: Tensor | None, scales: Tensor | None = None) -> str:
+    """Which gradients can be asked for; `x` says whether x requires one."""
     if not torch.is_grad_enabled():
         return ""
     return (
-        ("x" if x is not None and x.requires_grad else "")
+        ("x" if x else "")
         + ("w" if any([weight.requires_grad for weight in weights]) else "")
         + ("b" if bias is not None and bias.requires_grad else "")
         + ("s" if scales is not None and scales.requires_grad else "")

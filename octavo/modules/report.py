@@ -63,6 +63,19 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Fused:
+    """Operations of a Sequential that are one node each way."""
+
+    stages: tuple[str, ...]
+    forward: tuple[str, ...]  # steps
+    backward: tuple[str, ...]
+    refused: tuple[str, ...]  # rules whose pattern is there, and why they did not fire
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.stages)}: forward {' | '.join(self.forward)}; backward {' | '.join(self.backward)}"
+
+
+@dataclass(frozen=True)
 class Report:
     compiler: str  # what took the graphs
     cudagraphs: bool  # whether CUDA graphs were asked for: nothing is skipped that was not
@@ -72,6 +85,7 @@ class Report:
     graphs: int
     captured: tuple[Graph, ...]  # forward and backward, in the order in which they were made
     layers: tuple[Layer, ...]
+    runs: tuple[Fused, ...] = ()
 
     def count(self, name: str, direction: str = "") -> int:
         """How many nodes of this name there are, in all graphs or in those of one direction."""
@@ -87,6 +101,7 @@ class Report:
             "skips": list(self.skips),
             "captured": [graph.as_dict() for graph in self.captured],
             "layers": [layer.as_dict() for layer in self.layers],
+            "runs": [dict(vars(run)) for run in self.runs],
         }
 
     def __str__(self) -> str:
@@ -96,6 +111,8 @@ class Report:
         parts = [f"{self.compiler}: {', '.join(counts)}"]
         for name, found in (("break", self.breaks), ("recompile", self.recompiles), ("skip", self.skips)):
             parts += _entries(name, [str(entry) for entry in found])
+        for run in dict.fromkeys(self.runs):
+            parts += [f"  run  {run}", *[f"    refused  {text}" for text in run.refused]]
         return "\n".join([*parts, "", *_graph_lines(self.captured), "", *_layer_lines(self.layers)])
 
 

@@ -48,9 +48,17 @@ def only(values, rows, columns):
 @gluon.jit
 def store_codes(codes, values, M, K, first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
     """values [R, C] -> codes[first_row:, first_column:] of a contiguous [M, K]."""
+    store_codes_inside(codes, values, M, K, K, first_row, first_column, R, C, W)
+
+
+@gluon.jit
+def store_codes_inside(
+    codes, values, M, K, pitch, first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr
+):  # fmt: skip
+    """The same where only the first K of `pitch` columns may be written: tiles of what is beside them would overlap."""
     layout: gl.constexpr = row_layout(C, W)
     rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
     columns = first_column + gl.arange(0, C, layout=gl.SliceLayout(0, layout))
-    at = rows.to(gl.int64)[:, None] * K + columns[None, :]
+    at = rows.to(gl.int64)[:, None] * pitch + columns[None, :]
     quantized = gl.convert_layout(values.to(codes.dtype.element_ty), layout)
     gl.store(codes + at, quantized, mask=(rows < M)[:, None] & (columns < K)[None, :])

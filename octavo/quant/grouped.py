@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils._pytree import register_pytree_node
 
 from octavo import backend
@@ -184,7 +185,8 @@ def quantize_groups(
         None if spec is None else _empty(spec, groups, matrix, side)
         for spec, side in zip((row, column), SIDES, strict=True)
     )
-    fill_pair(matrix, (None if first is None else first.q, None if second is None else second.q), given)
+    if not is_fake(matrix):  # which has no values, and whose groups have no sizes
+        fill_pair(matrix, (None if first is None else first.q, None if second is None else second.q), given)
     return first, second
 
 

@@ -51,8 +51,8 @@ def test_the_constructor_takes_what_nn_linear_takes_in_its_order():
     more = {p.name: p for p in ours[len(theirs) :]}
     assert all(p.kind is p.KEYWORD_ONLY for p in more.values())
     assert list(more) == [
-        "recipe", "return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute", "strict",
-        "parallel_mode", "sequence_parallel", "tp_group",
+        "recipe", "return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute", "keep_weight_codes",
+        "strict", "parallel_mode", "sequence_parallel", "tp_group",
     ]  # fmt: skip
 
 

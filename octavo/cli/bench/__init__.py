@@ -4,6 +4,7 @@
     linear      forward and backward of a linear layer, every recipe, against bf16, peers and the floor
     block       a compiled transformer block against bf16 and peers; host time of a layer in CUDA graphs
     grouped     forward and backward of a layer of many experts against bf16 and peers
+    mlp         forward and backward of a norm and an MLP, fused, against bf16, peers and the floor
 
 A suite is a file here with `add_arguments`, `measure(arguments) -> report` and `render(report) -> text`.
 """
@@ -14,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from octavo.cli.bench import block, grouped, linear, quantize
+from octavo.cli.bench import block, grouped, linear, mlp, quantize
 from octavo.errors import UnsupportedHardware
 
-SUITES = {"quantize": quantize, "linear": linear, "block": block, "grouped": grouped}
+SUITES = {"quantize": quantize, "linear": linear, "block": block, "grouped": grouped, "mlp": mlp}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

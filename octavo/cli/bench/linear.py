@@ -116,6 +116,14 @@ def _floors(tokens: int, k: int, n: int) -> dict[str, float]:
     }
 
 
+def gemm_floors(tokens: int, k: int, n: int) -> dict[str, float]:
+    """Milliseconds of the three stock GEMMs of a layer."""
+    return {
+        name: sum(device_ms(call)[0] for call in _gemms(tokens, k, n, quantized=name == "fp8").values())
+        for name in ("bf16", "fp8")
+    }
+
+
 def _gemms(tokens: int, k: int, n: int, *, quantized: bool) -> dict[str, Callable[[], Tensor]]:
     x, w, dy = (
         torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)

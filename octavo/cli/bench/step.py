@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from octavo.modules.model import step as end_step
+
 
 def training_step(
     module: nn.Module, x: Tensor, dy: Tensor, call: Callable[[Tensor], Tensor] | None = None
@@ -19,6 +21,9 @@ def training_step(
             p.grad = None
         forward(x).backward(dy)
 
+    for _ in range(2):  # delayed scaling: scales that follow the data, as in training. Codes near zero multiply faster
+        step()
+        end_step(module)
     return step
 
 

@@ -83,7 +83,7 @@ def _kept(seed, rows, first, H, DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def _places(columns, H, INTERLEAVE: tl.constexpr):
+def places(columns, H, INTERLEAVE: tl.constexpr):
     """Columns of x that hold a and b."""
     if INTERLEAVE:
         a = columns // INTERLEAVE * (2 * INTERLEAVE) + columns % INTERLEAVE
@@ -103,7 +103,7 @@ def _values(x, bias, rows, columns, live, stride_m, stride_k):
 
 
 @triton.jit
-def _clamped_a(a, LIMIT: tl.constexpr):
+def clamped_a(a, LIMIT: tl.constexpr):
     if LIMIT is not None:
         return tl.where(a > LIMIT, LIMIT, a)
     else:
@@ -111,11 +111,20 @@ def _clamped_a(a, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _gate(b, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+def gate_of(b, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
     if LIMIT is not None:
         return _within(b, LIMIT) + OFFSET
     else:
         return b + OFFSET
+
+
+@triton.jit
+def gated_slopes(g, a, b, value, slope, gate, LIMIT: tl.constexpr):
+    """da and db, from the curve's value and slope at a."""
+    da, db = g * slope * gate, g * value
+    if LIMIT is not None:
+        da, db = tl.where(a <= LIMIT, da, 0.0), tl.where(tl.abs(b) <= LIMIT, db, 0.0)
+    return da, db
 
 
 @triton.jit
@@ -128,11 +137,11 @@ def _forward_kernel(
     rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
     live = (rows < M)[:, None] & (columns < H)[None, :]
     if GATED:
-        at_a, at_b = _places(columns, H, INTERLEAVE)
+        at_a, at_b = places(columns, H, INTERLEAVE)
         a = _values(x, bias, rows, at_a, live, stride_m, stride_k)
         b = _values(x, bias, rows, at_b, live, stride_m, stride_k)
-        value, _ = CURVE(_clamped_a(a, LIMIT), ALPHA)
-        value *= _gate(b, LIMIT, OFFSET)
+        value, _ = CURVE(clamped_a(a, LIMIT), ALPHA)
+        value *= gate_of(b, LIMIT, OFFSET)
     else:
         value, _ = CURVE(_values(x, bias, rows, columns, live, stride_m, stride_k), ALPHA)
     if scales is not None:
@@ -164,19 +173,17 @@ def _backward_kernel(
         if seed is not None:
             g = tl.where(_kept(seed, rows, first, H, DROP, ROWS, COLUMNS), g * KEPT, 0.0)
         if GATED:
-            at_a, at_b = _places(columns, H, INTERLEAVE)
+            at_a, at_b = places(columns, H, INTERLEAVE)
             a = _values(x, bias, rows, at_a, live, stride_m, stride_k)
             b = _values(x, bias, rows, at_b, live, stride_m, stride_k)
-            value, slope = CURVE(_clamped_a(a, LIMIT), ALPHA)
-            gate = _gate(b, LIMIT, OFFSET)
+            value, slope = CURVE(clamped_a(a, LIMIT), ALPHA)
+            gate = gate_of(b, LIMIT, OFFSET)
             if ds is not None:
                 total += g * value * gate
             if dx is not None:
                 if scales is not None:
                     g *= scale
-                da, db = g * slope * gate, g * value
-                if LIMIT is not None:
-                    da, db = tl.where(a <= LIMIT, da, 0.0), tl.where(tl.abs(b) <= LIMIT, db, 0.0)
+                da, db = gated_slopes(g, a, b, value, slope, gate, LIMIT)
                 at = rows.to(tl.int64)[:, None] * (2 * H)
                 tl.store(dx + at + at_a[None, :], da.to(dx.dtype.element_ty), mask=live)
                 tl.store(dx + at + at_b[None, :], db.to(dx.dtype.element_ty), mask=live)
@@ -224,13 +231,17 @@ def _shape(width: int) -> tuple[int, int]:
     return TILE // columns, columns
 
 
-def _constants(fn: Function, width: int) -> dict[str, object]:
-    rows, columns = _shape(width)
+def constants(fn: Function) -> dict[str, object]:
+    """What a kernel is compiled with, but for its tile."""
     return {
         "CURVE": CURVES[fn.curve], "GATED": fn.gated, "ALPHA": fn.alpha, "LIMIT": fn.limit, "OFFSET": fn.offset,
         "INTERLEAVE": fn.interleave, "DROP": threshold(fn.drop), "KEPT": kept_scale(fn.drop),
-        "ROWS": rows, "COLUMNS": columns,
     }  # fmt: skip
+
+
+def _constants(fn: Function, width: int) -> dict[str, object]:
+    rows, columns = _shape(width)
+    return {**constants(fn), "ROWS": rows, "COLUMNS": columns}
 
 
 @lru_cache(maxsize=4096)

@@ -53,24 +53,33 @@ def _around(v, mean, columns, N, CENTER: tl.constexpr):
 
 
 @triton.jit
-def _store_normed(
-    y, v, mean, r, weight, bias, rows, columns, M, N, CENTER: tl.constexpr, ZERO_CENTERED: tl.constexpr
-):  # fmt: skip
+def normed(v, mean, r, weight, bias, columns, N, CENTER: tl.constexpr, ZERO_CENTERED: tl.constexpr):
+    """y of float32 x and the statistics of its rows."""
     found = _around(v, mean, columns, N, CENTER) * r[:, None]
     if weight is not None:
         found *= _gamma(weight, columns, N, ZERO_CENTERED)
     if bias is not None:
         found += _vector(bias, columns, N)
+    return found
+
+
+@triton.jit
+def _store_normed(
+    y, v, mean, r, weight, bias, rows, columns, M, N, CENTER: tl.constexpr, ZERO_CENTERED: tl.constexpr
+):  # fmt: skip
+    found = normed(v, mean, r, weight, bias, columns, N, CENTER, ZERO_CENTERED)
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(y + at, found.to(y.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["writes"])
 def _forward_kernel(
-    x, y, mean_out, rstd_out, weight, bias, M, N, stride_m, stride_n,
+    x, y, mean_out, rstd_out, weight, bias, M, N, stride_m, stride_n, writes,
     EPS: tl.constexpr, CENTER: tl.constexpr, AVERAGE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """y is written where `writes` is not zero. That is asked at run time: without the store, rows might be laid out
+    over the threads in another way, and summed in another order."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     divisor = tl.cast(N, tl.float32) if AVERAGE else 1.0
@@ -98,6 +107,8 @@ def _forward_kernel(
     if CENTER:
         tl.store(mean_out + rows, mean, mask=rows < M)
     tl.store(rstd_out + rows, r, mask=rows < M)
+    if writes == 0:
+        return
     if WHOLE:
         _store_normed(y, v, mean, r, weight, bias, rows, columns, M, N, CENTER, ZERO_CENTERED)
     else:
@@ -226,17 +237,29 @@ def _shape(width: int) -> tuple[int, int, int]:
     return max(1, 1024 // columns), columns, 16 if columns > 4096 else 8 if columns > 2048 else 4
 
 
-def _constants(norm: Norm) -> dict[str, object]:
+def constants(norm: Norm) -> dict[str, object]:
     return {"CENTER": norm.centers, "AVERAGE": norm.averages, "ZERO_CENTERED": norm.zero_centered}
 
 
 def forward(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Normed:
-    m = x.shape[0]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    mean = torch.empty(m, dtype=torch.float32, device=x.device) if norm.centers else None
-    rstd = torch.empty(m, dtype=torch.float32, device=x.device)
-    _forward_launch(norm, (*x.shape, *x.stride()))(x, y, mean, rstd, weight, bias)
+    mean, rstd = _statistics_of(norm, x)
+    _forward_launch(norm, (*x.shape, *x.stride(), 1))(x, y, mean, rstd, weight, bias)
     return Normed(y, mean, rstd)
+
+
+def statistics(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor]:
+    """mean and rstd alone, by the kernel that `forward` launches: the same bits."""
+    mean, rstd = _statistics_of(norm, x)
+    y = rstd.view(x.dtype)  # not written, but as aligned as forward's
+    _forward_launch(norm, (*x.shape, *x.stride(), 0))(x, y, mean, rstd, weight, bias)
+    return mean, rstd
+
+
+def _statistics_of(norm: Norm, x: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Where mean and rstd go."""
+    mean = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if norm.centers else None
+    return mean, torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
 
 
 def backward(
@@ -287,7 +310,7 @@ def _forward_launch(norm: Norm, sizes: tuple[int, ...]) -> Launch:
     rows, columns, warps = _shape(sizes[1])
     return Launch(
         _forward_kernel, triton.cdiv(sizes[0], rows), sizes, num_warps=warps, num_stages=1,
-        EPS=norm.eps, **_constants(norm), WHOLE=sizes[1] <= MOST, ROWS=rows, COLUMNS=columns,
+        EPS=norm.eps, **constants(norm), WHOLE=sizes[1] <= MOST, ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
 
 
@@ -295,7 +318,7 @@ def _forward_launch(norm: Norm, sizes: tuple[int, ...]) -> Launch:
 def _backward_launch(norm: Norm, sizes: tuple[int, ...], parts: int) -> Launch:
     rows, columns, warps = _shape(sizes[1])
     return Launch(
-        _backward_kernel, parts, sizes, num_warps=warps, num_stages=1, **_constants(norm), ROWS=rows, COLUMNS=columns
+        _backward_kernel, parts, sizes, num_warps=warps, num_stages=1, **constants(norm), ROWS=rows, COLUMNS=columns
     )
 
 
@@ -304,7 +327,7 @@ def _long_dx_launch(norm: Norm, sizes: tuple[int, ...]) -> Launch:
     rows, columns, warps = _shape(sizes[1])
     return Launch(
         _long_dx_kernel, triton.cdiv(sizes[0], rows), sizes, num_warps=warps, num_stages=1,
-        **_constants(norm), ROWS=rows, COLUMNS=columns,
+        **constants(norm), ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
 
 
@@ -335,16 +358,16 @@ def _variants(norm: Norm, n: int, dtype: torch.dtype) -> list[Variant]:
         "weight": kind if weight else None, "dw": "*fp32" if weight else None,
         "bias": kind if bias else None, "db": "*fp32" if bias else None,
     }  # fmt: skip
-    sizes = dict.fromkeys(("M", "N", "stride_m", "dy_stride_m"), "i32")
-    constants = {
-        "stride_n": 1, "dy_stride_n": 1, "EPS": norm.eps, **_constants(norm), "WHOLE": n <= MOST,
+    sizes = dict.fromkeys(("M", "N", "stride_m", "dy_stride_m", "writes"), "i32")
+    fixed = {
+        "stride_n": 1, "dy_stride_n": 1, "EPS": norm.eps, **constants(norm), "WHOLE": n <= MOST,
         "ROWS": rows, "COLUMNS": columns, "HEIGHT": PART_HEIGHT,
     }  # fmt: skip
 
     def variant(name, kernel, warps=warps, **changed):
-        said, fixed = {**pointers, **sizes}, {**constants, **changed}
+        said, own = {**pointers, **sizes}, {**fixed, **changed}
         signature = {k: said[k] for k in kernel.arg_names if said.get(k) is not None}
-        own = {k: fixed.get(k) for k in kernel.arg_names if k not in signature}
+        own = {k: own.get(k) for k in kernel.arg_names if k not in signature}
         return Variant(f"{name} {title}", kernel, signature, own, warps, 1)
 
     found = [variant("norm", _forward_kernel)]

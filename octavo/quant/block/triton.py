@@ -22,11 +22,12 @@ CONFIGS = (Config(BLOCK, BLOCK, 8), Config(BLOCK, BLOCK, 4))
 
 @gluon.jit
 def _orientation(
-    v, codes, scale, given_amax, M, K, first_row, block, stride_row, stride_block,
+    v, codes, scale, given_amax, M, K, pitch, first_row, block, stride_row, stride_block,
     MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, SQUARE: gl.constexpr,
     TILE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """v, one block of 128 columns of an [M, K] orientation -> its codes, and a scale for each row, or for the block."""
+    """v, one block of 128 columns of an [M, K] orientation -> its codes, and a scale for each row, or for the block.
+    Rows of codes are `pitch` apart, of which only the first K are written."""
     layout: gl.constexpr = gl.SliceLayout(1, dual.row_layout(TILE, W))
     rows = first_row + gl.arange(0, TILE, layout=layout)
     blocks = gl.cdiv(K, TILE)
@@ -43,7 +44,43 @@ def _orientation(
         a = amax_along(v, 1)
     s, undo = encode_scale(a, MAX, EPS, CEILING, POW2)
     gl.store(scale + rows.to(gl.int64) * stride_row + block.to(gl.int64) * stride_block, undo, mask=live)
-    dual.store_codes(codes, v.to(gl.float32) * s[:, None], M, K, first_row, block * TILE, TILE, TILE, W)
+    dual.store_codes_inside(codes, v.to(gl.float32) * s[:, None], M, K, pitch, first_row, block * TILE, TILE, TILE, W)
+
+
+@gluon.jit
+def _store_tile(
+    v, row, column, row_scale, column_scale, row_amax, column_amax, M, K, pitch, pm, pk,
+    row_stride, row_block_stride, column_stride, column_block_stride,
+    MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, SQUARE: gl.constexpr,
+    TILE: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """Codes and scales of v, the block (pm, pk), in the orientations that are there."""
+    if row is not None:
+        _orientation(
+            v, row, row_scale, row_amax, M, K, pitch, pm * TILE, pk, row_stride, row_block_stride,
+            MAX, EPS, CEILING, POW2, SQUARE, TILE, W,
+        )  # fmt: skip
+    if column is not None:
+        _orientation(
+            dual.transpose(v, TILE, W), column, column_scale, column_amax, K, M, M, pk * TILE, pm,
+            column_stride, column_block_stride, MAX, EPS, CEILING, POW2, SQUARE, TILE, W,
+        )  # fmt: skip
+
+
+@gluon.jit
+def put(
+    v, row, column, row_scale, column_scale, s, observed, M, K, pitch, first_row, first_column,
+    row_stride, row_block_stride, column_stride, column_block_stride,
+    RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """A sink (`octavo.kernels.sink`): what `_cast_kernel` makes of a tile, which is a block, so that it finds its own
+    multipliers."""
+    gl.static_assert(ROWS == COLUMNS, "a tile is one block")
+    _store_tile(
+        v, row, column, row_scale, column_scale, None, None, M, K, pitch, first_row // ROWS, first_column // COLUMNS,
+        row_stride, row_block_stride, column_stride, column_block_stride,
+        RULE[0], RULE[1], RULE[2], RULE[3], RULE[4], COLUMNS, W,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -63,16 +100,11 @@ def _cast_kernel(
         if used == 0:
             return
     v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * TILE, TILE, TILE, W)
-    if row is not None:
-        _orientation(
-            v, row, row_scale, row_amax, M, K, pm * TILE, pk, row_stride, row_block_stride,
-            MAX, EPS, CEILING, POW2, SQUARE, TILE, W,
-        )  # fmt: skip
-    if column is not None:
-        _orientation(
-            dual.transpose(v, TILE, W), column, column_scale, column_amax, K, M, pk * TILE, pm,
-            column_stride, column_block_stride, MAX, EPS, CEILING, POW2, SQUARE, TILE, W,
-        )  # fmt: skip
+    _store_tile(
+        v, row, column, row_scale, column_scale, row_amax, column_amax, M, K, K, pm, pk,
+        row_stride, row_block_stride, column_stride, column_block_stride,
+        MAX, EPS, CEILING, POW2, SQUARE, TILE, W,
+    )  # fmt: skip
 
 
 def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:

@@ -50,6 +50,34 @@ def _store_scale(row_scale, column_scale, g, undo):
 
 
 @gluon.jit
+def _store_tile(
+    v, s, row, column, M, K, pitch, first_row, first_column, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr
+):  # fmt: skip
+    """The codes of v, in the orientations that are there; `pitch` is how far apart rows of `row` are."""
+    if row is not None:
+        wide = v.to(gl.float32) * s
+        dual.store_codes_inside(row, wide, M, K, pitch, first_row, first_column, ROWS, COLUMNS, W)
+    if column is not None:
+        # turned around before the cast: plain Triton, turning the codes, wrote wrong bytes for float32 tiles
+        down = dual.transpose(v, ROWS, W).to(gl.float32) * s
+        dual.store_codes(column, down, K, M, first_column, first_row, COLUMNS, ROWS, W)
+
+
+@gluon.jit
+def put(
+    v, row, column, row_scale, column_scale, s, observed, M, K, pitch, first_row, first_column,
+    row_stride, row_block_stride, column_stride, column_block_stride,
+    RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """A sink (`octavo.kernels.sink`): what `_cast_kernel` makes of a tile, once the multiplier s is known."""
+    if observed is not None:
+        raise_amax(observed, amax_bits(v))
+    if gl.program_id(0) == 0:
+        _store_scale(row_scale, column_scale, 0, divide(1.0, s))
+    _store_tile(v, s, row, column, M, K, pitch, first_row, first_column, ROWS, COLUMNS, W)
+
+
+@gluon.jit
 def _cast_kernel(
     x, row, column, row_scale, column_scale, amax, encode, observed, skip, owner, source, live,
     M, K, stride_m, stride_k,
@@ -77,12 +105,7 @@ def _cast_kernel(
     if owner is None:
         if gl.program_id(0) == 0:
             _store_scale(row_scale, column_scale, 0, undo)
-    if row is not None:
-        dual.store_codes(row, v.to(gl.float32) * s, M, K, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
-    if column is not None:
-        # turned around before the cast: plain Triton, turning the codes, wrote wrong bytes for float32 tiles
-        down = dual.transpose(v, ROWS, W).to(gl.float32) * s
-        dual.store_codes(column, down, K, M, pk * COLUMNS, pm * ROWS, COLUMNS, ROWS, W)
+    _store_tile(v, s, row, column, M, K, K, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
 
 
 def amax(

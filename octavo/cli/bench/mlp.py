@@ -1,0 +1,197 @@
+"""Forward and backward of RMSNorm and a SwiGLU MLP: bf16 compiled, octavo's LayerNormMLP in every recipe, torchao.
+
+ms          one eager step after another, gradients dropped between them, as training runs it
+graph ms    the same step replayed from a CUDA graph: what the device alone takes (compiled cases are not captured)
+kept MiB    what forward leaves allocated for backward, y among it; x was there before
+of floor    floor / ms. The floor is the stock FP8 GEMMs of both layers, timed here, and the bytes that every tensor
+            read and written once takes, at the rate of a plain copy, timed here; for bf16 its GEMMs
+host us     what the host takes to issue one step at a tiny size
+kernels     of one step of the first recipe, by name: what the device's time is made of
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.cli import machine, table
+from octavo.cli.bench import linear, peers
+from octavo.cli.bench.step import training_step
+from octavo.cli.bench.transformer import Size, SwiGLU
+from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, host_us
+from octavo.fused.blocks import LayerNormMLP
+from octavo.recipes import SHIPPED
+
+SHAPE = (8192, 4096, 14336)  # tokens, hidden, feed-forward
+TINY = (16, 256, 512)
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--shape", default=",".join(map(str, SHAPE)), help="tokens,hidden,feed-forward")
+    parser.add_argument("--recipes", default=",".join(RECIPES), help=f"comma-separated, of {', '.join(SHIPPED)}")
+    parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
+
+
+class Stock(nn.Module):
+    """The same in plain torch."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden, eps=1e-5, device="cuda", dtype=torch.bfloat16)
+        self.mlp = SwiGLU(Size(1, 1, hidden, 1, ffn)).to("cuda", torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(self.norm(x))
+        return y
+
+
+def _stock(hidden: int, ffn: int, convert: Callable[[nn.Module], None] | None = None) -> nn.Module:
+    model = Stock(hidden, ffn)
+    if convert is not None:
+        convert(model)
+    model.compile()  # type: ignore[no-untyped-call]
+    return model
+
+
+def _ours(hidden: int, ffn: int, recipe: str, **settings: Any) -> nn.Module:
+    fused = settings.pop("fused", True)
+    model = LayerNormMLP(
+        hidden, ffn, normalization="RMSNorm", activation="swiglu", bias=False, recipe=recipe, device="cuda",
+        dtype=torch.bfloat16, **settings,
+    )  # fmt: skip
+    if not fused:
+        model.rules, model.require = None, ()
+    return model
+
+
+def measure(arguments: Namespace) -> dict[str, Any]:
+    tokens, hidden, ffn = map(int, arguments.shape.split(","))
+    recipes = arguments.recipes.split(",")
+    makers: dict[str, Callable[[int, int], nn.Module]] = {"bf16 compiled": _stock}
+    makers |= {f"octavo {name}": partial(_ours, recipe=name) for name in recipes}
+    first = recipes[0]
+    makers[f"octavo {first}, weight codes kept"] = partial(_ours, recipe=first, keep_weight_codes=True)
+    makers[f"octavo {first}, not fused"] = partial(_ours, recipe=first, fused=False)
+    if not arguments.no_peers:
+        for name, convert in peers.conversions().items():
+            makers[f"{name} compiled"] = partial(_stock, convert=convert)
+    floors = _floors(tokens, hidden, ffn)
+    return {
+        "suite": "mlp",
+        "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
+        "dtype": "bfloat16",
+        "bias": False,
+        "peers": peers.versions(),
+        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
+        "shape": [tokens, hidden, ffn],
+        "host_shape": list(TINY),
+        "floors": floors,
+        "results": [_case(name, make, (tokens, hidden, ffn), floors) for name, make in makers.items()],
+        "kernels": _kernels(makers[f"octavo {first}"], (tokens, hidden, ffn)),
+    }
+
+
+def _tensors(tokens: int, hidden: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return x, torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16) * 1e-2
+
+
+def _case(
+    name: str, make: Callable[[int, int], nn.Module], shape: tuple[int, int, int], floors: dict[str, float]
+) -> dict[str, Any]:
+    tokens, hidden, ffn = shape
+    module = make(hidden, ffn)
+    x, dy = _tensors(tokens, hidden)
+    step = training_step(module, x, dy)
+    ms, readings = eager_ms(step)
+    floor = floors["bf16_ms"] if name.startswith("bf16") else floors["fp8_ms"]
+    row: dict[str, Any] = {
+        "case": name, "ms": ms, "readings_ms": readings, "kept_mib": _kept_mib(module, x), "floor_ms": floor,
+        "of_floor": floor / ms, "tflops": 18 * tokens * hidden * ffn / ms / 1e9,
+    }  # fmt: skip
+    if name.startswith("octavo"):
+        row["graph_ms"], row["graph_readings_ms"] = device_ms(step)
+    del module, step
+    torch.cuda.empty_cache()
+    tiny = make(*TINY[1:])
+    small = training_step(tiny, *_tensors(TINY[0], TINY[1]))
+    for _ in range(WARMUP):
+        small()
+    return {**row, "host_us": host_us(small, repeats=200)}
+
+
+def _kept_mib(module: nn.Module, x: Tensor) -> float:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = module(x)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    del y
+    return kept / 2**20
+
+
+def _floors(tokens: int, hidden: int, ffn: int) -> dict[str, float]:
+    up, down = linear.gemm_floors(tokens, hidden, 2 * ffn), linear.gemm_floors(tokens, ffn, hidden)
+    source = torch.empty(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    rate = 2 * source.nbytes / device_ms(lambda: target.copy_(source))[0]
+    moved = (
+        tokens * hidden * (4 + 4 + 6)  # x normalised into codes both ways; dy into codes both ways; the norm's backward
+        + 3 * ffn * hidden * 4  # weights into codes both ways
+        + tokens * ffn * (5 + 11)  # h activated into codes; h and da into codes of dh both ways, and of a
+    )
+    return {
+        "bf16_ms": up["bf16"] + down["bf16"],
+        "fp8_gemms_ms": up["fp8"] + down["fp8"],
+        "bytes_ms": moved / rate,
+        "fp8_ms": up["fp8"] + down["fp8"] + moved / rate,
+    }
+
+
+def _kernels(make: Callable[[int, int], nn.Module], shape: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """Milliseconds of each kernel in one step, the longest first."""
+    tokens, hidden, ffn = shape
+    step, steps = training_step(make(hidden, ffn), *_tensors(tokens, hidden)), 5
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    found = [
+        {"kernel": e.key, "calls": e.count / steps, "ms": e.self_device_time_total / steps / 1e3}
+        for e in profile.key_averages()
+    ]
+    return sorted((e for e in found if e["ms"] > 0), key=lambda e: -e["ms"])
+
+
+def render(report: dict[str, Any]) -> str:
+    facts, floors = report["machine"], report["floors"]
+    tokens, hidden, ffn = report["shape"]
+    rows = [
+        [
+            r["case"],
+            f"{r['ms']:.3f}",
+            f"{r['graph_ms']:.3f}" if "graph_ms" in r else "-",
+            f"{r['kept_mib']:.0f}",
+            f"{r['of_floor']:.2f}",
+            f"{r['tflops']:.0f}",
+            f"{r['host_us']:.0f}",
+        ]
+        for r in report["results"]
+    ]
+    header = ("case", "ms", "graph ms", "kept MiB", "of floor", "TFLOP/s", "host us, tiny")
+    title = (
+        f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward\n"
+        f"RMSNorm, SwiGLU MLP, {tokens} x {hidden} x {ffn}: floor {floors['fp8_ms']:.3f} ms in FP8 "
+        f"(GEMMs {floors['fp8_gemms_ms']:.3f}, bytes {floors['bytes_ms']:.3f}), {floors['bf16_ms']:.3f} in bf16"
+    )
+    kernels = [[e["kernel"][:80], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in report["kernels"][:24]]
+    return "\n\n".join(
+        [title + "\n" + table.render(header, rows), table.render(("kernel", "calls", "ms a step"), kernels)]
+    )

@@ -1,0 +1,91 @@
+"""dActivation -> quantize -> the backward of the Linear before it: the gradient between them reaches memory as codes
+alone, with the sums that the bias takes (`octavo.kernels.activation_quantize`). ConstantScale is an activation here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.fused import conditions
+from octavo.fuser.pattern import Rule
+from octavo.kernels import activation_quantize
+from octavo.layers import activation, linear
+from octavo.layers.linear import DTYPES
+from octavo.modules.activation import Activation, Bias, ConstantScale
+from octavo.modules.linear import Linear
+from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Given
+
+Grads = tuple[Tensor | None, ...]
+NONE: Grads = (None,) * len(linear.Inputs._fields)
+
+forward = None
+
+
+class Cast:
+    """The gradient between an activation and the Linear before it, as that Linear's backward takes it."""
+
+    def __init__(
+        self, config: Any, act: Any, saved: Grads, saved_act: Grads, buffers: Any, dy: Tensor,
+        bias_grad: torch.dtype | None = None, again: QTensor | None = None, again_given: Given | None = None,
+    ) -> None:  # fmt: skip
+        x, scales, bias, seed = saved_act
+        self.config, self.buffers = config, buffers
+        self.kept, self.observed = linear.unpacked(saved), linear.unseen(buffers)
+        shape = activation.shape_of_dx(act, tuple(dy.shape))
+        self.like = TensorProto(shape, dy.dtype, dy.device)
+        self.pair, given = linear.fill_dy(config, self.kept, self.like, self.observed, buffers.seed)
+        self.bias: Tensor | None = activation_quantize.backward(
+            act.function, activation.matrix(dy), None if x is None else activation.matrix(x), activation.vector(scales),
+            activation.vector(bias), activation.vector(seed), self.pair, given, again, again_given, bias_grad,
+        )  # fmt: skip
+
+    def gradients(self) -> Grads:
+        """Of the Linear, its own bias last."""
+        config = self.config
+        dx = linear.input_gradient(config, self.like, self.pair[0], self.kept) if "x" in config.grads else None
+        dw = linear.finish(config, self.like, self.pair[1], self.kept, self.buffers, self.observed)
+        return dx, dw, None, None, None, None, None
+
+
+def own_bias(config: Any) -> torch.dtype | None:
+    return DTYPES[config.bias_dtype] if "b" in config.grads else None
+
+
+def backward(
+    configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads]
+) -> list[Grads]:
+    """(Linear, activation) or (Linear, Bias, activation)."""
+    dy = grads[-1][0]
+    assert dy is not None
+    first, act = configs[0], configs[-1]
+    between = configs[1] if len(configs) == 3 else None
+    wanted = own_bias(first) if between is None else own_bias(between)
+    cast = Cast(first, act, saved[0], saved[-1], buffers[0], dy, wanted)
+    dx, dw, *rest = cast.gradients()
+    empty = (None,) * len(activation.Inputs._fields)
+    if between is None:
+        return [(dx, dw, cast.bias, *rest[1:]), empty]
+    return [(dx, dw, *rest), (None, None, cast.bias, None), empty]
+
+
+def _conditions(last: int) -> tuple[Any, ...]:
+    return (
+        conditions.wants_gradients(0), conditions.quantizes_dy(0), conditions.knows_its_scale(0),
+        conditions.runs_now(0), conditions.no_scale_gradient(last),
+    )  # fmt: skip
+
+
+def _no_own_bias() -> Any:
+    return conditions.of(0, "one bias", lambda c: "b" not in c.grads, "the Linear has a bias of its own besides")
+
+
+NAME = "activation-bias"
+RULES = (
+    Rule(NAME, (Linear, Bias, Activation), NAME, (_no_own_bias(), *_conditions(2))),
+    Rule(NAME, (Linear, Activation), NAME, _conditions(1)),
+    Rule("linear-scale", (Linear, ConstantScale), NAME, _conditions(1)),
+)
+SIDE = "backward"

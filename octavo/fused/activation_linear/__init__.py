@@ -1,0 +1,43 @@
+"""activation -> quantize -> Linear: the activated values reach memory as codes alone
+(`octavo.kernels.activation_quantize`)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.fused import conditions
+from octavo.fuser.pattern import Condition, Rule
+from octavo.kernels import activation_quantize
+from octavo.layers import activation, linear
+from octavo.layers.contract import Made
+from octavo.modules.activation import Activation
+from octavo.modules.linear import Linear
+from octavo.quant.proto import TensorProto
+
+NAME = "activation-linear"
+
+
+def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+    first, second = configs
+    own, x = inputs[0], inputs[0].x
+    amax = linear.amaxes(second, inputs[1])
+    like = TensorProto(activation.shape_of_y(first, tuple(x.shape)), x.dtype, x.device)
+    observed = None if amax is None else amax[:1]
+    pair, given = linear.fill_x(second, inputs[1].scaling, like, True, observed)
+    activation_quantize.forward(
+        first.function, activation.matrix(x), activation.vector(own.scales), activation.vector(own.bias),
+        activation.vector(own.seed), pair, given,
+    )  # fmt: skip
+    made = linear.forward_from(second, inputs[1], pair, amax, tuple(x.shape[:-1]))
+    return [Made((None,), (), ()), made]
+
+
+backward = None
+
+
+def conditions_at(place: int) -> tuple[Condition, ...]:
+    """For a Linear at that place of a pattern."""
+    return conditions.quantizes_x(place), conditions.keeps_codes_of_x(place), conditions.knows_its_scale(place)
+
+
+RULES = (Rule(NAME, (Activation, Linear), NAME, conditions_at(1)),)
+SIDE = "forward"

@@ -1,0 +1,110 @@
+"""The two blocks of a transformer, as Sequentials whose fusions must succeed."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from octavo.errors import check_choice
+from octavo.fused import conditions
+from octavo.fuser.plan import RECAST
+from octavo.fuser.sequential import Sequential
+from octavo.kernels.activation import ACTIVATIONS
+from octavo.modules import activation as activations
+from octavo.modules.ambient import ambient, autocast
+from octavo.modules.linear import Linear
+from octavo.modules.norm import LayerNorm, RMSNorm
+from octavo.recipes import Recipe
+
+NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+KINDS: dict[str, Any] = {
+    kind.NAME: kind
+    for kind in vars(activations).values()
+    if isinstance(kind, type) and issubclass(kind, activations.Activation) and "NAME" in kind.__dict__
+    and kind.NAME != "linear"
+}  # fmt: skip
+
+
+def _norm(kind: str, size: int, eps: float, zero_centered: bool, device: Any, dtype: Any) -> Any:
+    check_choice(kind, tuple(NORMS), what="normalization")
+    return NORMS[kind](size, eps=eps, zero_centered_gamma=zero_centered, device=device, dtype=dtype)
+
+
+class LayerNormLinear(Sequential):
+    """A norm and a Linear. In a recipe that quantizes, the norm writes the Linear's codes; a call in which it cannot is
+    an error that says why."""
+
+    _excused = (conditions.QUANTIZED, RECAST)
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float = 1e-5,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        recipe: str | Recipe | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        norm = _norm(normalization, in_features, eps, zero_centered_gamma, device, dtype)
+        linear = Linear(in_features, out_features, bias, device, dtype, recipe=recipe, **settings)
+        super().__init__({"norm": norm, "linear": linear}, require="norm-linear")
+
+
+class LayerNormMLP(Sequential):
+    """A norm, a Linear, an activation and a Linear. `settings` are those of both Linears.
+
+    keep_weight_codes        as of Linear, but False unless told otherwise: of the weights nothing is kept besides them
+    activation_recompute     nothing but x is kept for backward, which runs forward again
+    """
+
+    _excused = (conditions.QUANTIZED, RECAST)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        eps: float = 1e-5,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        zero_centered_gamma: bool = False,
+        recipe: str | Recipe | None = None,
+        activation_recompute: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        check_choice(activation, tuple(KINDS), what="activation")
+        settings = {"keep_weight_codes": False, **settings}
+        wide = ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
+        modules = {
+            "norm": _norm(normalization, hidden_size, eps, zero_centered_gamma, device, dtype),
+            "fc1": Linear(hidden_size, wide, bias, device, dtype, recipe=recipe, **settings),
+            "activation": KINDS[activation](),
+            "fc2": Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe, **settings),
+        }
+        self.activation_recompute = activation_recompute
+        super().__init__(modules, require="norm-linear")
+
+    def flattens(self) -> bool:
+        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        return self.rules == () and not hooked and not self.activation_recompute
+
+    def forward(self, x: Tensor, *extra_inputs: Any, op_kwargs: Any = None) -> Any:  # type: ignore[override]
+        if self.activation_recompute and torch.is_grad_enabled():
+            run, recipe = super().forward, ambient.recipe
+
+            def again(x: Tensor) -> Any:
+                with nullcontext() if recipe is None else autocast(recipe):  # in backward, nobody's is in force
+                    return run(x, *extra_inputs, op_kwargs=op_kwargs)
+
+            return checkpoint(again, x, use_reentrant=False)
+        return super().forward(x, *extra_inputs, op_kwargs=op_kwargs)

@@ -1,0 +1,91 @@
+"""Linear, and what is added to y before it leaves the step: a bias in the GEMM, a residual in place.
+
+linear-bias               y = x · wᵀ + b                in the GEMM: rounded once
+linear-bias-activation    the same, and activated
+linear-bias-add           y += residual                 in y's own memory
+linear-scale-add          y = scale · y + residual      one pass: rounded once
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from octavo.fused import conditions
+from octavo.fuser.pattern import Rule
+from octavo.layers import activation, linear
+from octavo.layers.contract import Made
+from octavo.modules.activation import Activation, Bias, ConstantScale
+from octavo.modules.linear import Linear
+from octavo.modules.views import AddExtraInput
+
+EMPTY = Made((None,), (), ())
+
+
+def _with_bias(configs: Sequence[Any], inputs: Sequence[Any]) -> tuple[Made, Any]:
+    """The Linear's own part, without y; and y, the bias of the next stage in it."""
+    made = linear.forward(configs[0], inputs[0]._replace(bias=inputs[1].bias))
+    return made._replace(outputs=(None,)), made.outputs[0]
+
+
+class Bias_:
+    backward = None
+
+    @staticmethod
+    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+        own, y = _with_bias(configs, inputs)
+        return [own, Made((y,), (), ())]
+
+
+class BiasActivation:
+    backward = None
+
+    @staticmethod
+    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+        own, h = _with_bias(configs, inputs)
+        last = activation.forward(configs[2], inputs[2]._replace(x=h))
+        return [own, Made((h,), (), ()), last]
+
+
+class BiasAdd:
+    """(Linear, AddExtraInput) or (Linear, Bias, AddExtraInput)."""
+
+    backward = None
+
+    @staticmethod
+    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+        if len(configs) == 3:
+            own, y = _with_bias(configs, inputs)
+        else:
+            made = linear.forward(configs[0], inputs[0])
+            own, y = made._replace(outputs=(None,)), made.outputs[0]
+        y.add_(inputs[-1].extra.to(y.dtype))
+        return [own, *[EMPTY] * (len(configs) - 2), Made((y,), (), ())]
+
+
+class ScaleAdd:
+    backward = None
+
+    @staticmethod
+    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+        made = linear.forward(configs[0], inputs[0])
+        y = made.outputs[0]
+        torch.add(inputs[2].extra.to(y.dtype), y, alpha=configs[1].function.alpha, out=y)
+        return [made._replace(outputs=(None,)), EMPTY, Made((y,), (), ())]
+
+
+_ONE_BIAS = conditions.of(0, "one bias", lambda c: c.bias_dtype == "", "the Linear has a bias of its own already")
+_PLAIN_Y = conditions.of(0, "y is not quantized", lambda c: not c.quantize_output, "the Linear gives codes away")
+
+FUSED = {
+    "linear-bias": Bias_, "linear-bias-activation": BiasActivation, "linear-bias-add": BiasAdd,
+    "linear-scale-add": ScaleAdd,
+}  # fmt: skip
+RULES = (
+    Rule("linear-bias-activation", (Linear, Bias, Activation), "linear-bias-activation", (_ONE_BIAS,)),
+    Rule("linear-bias-add", (Linear, Bias, AddExtraInput), "linear-bias-add", (_ONE_BIAS,)),
+    Rule("linear-scale-add", (Linear, ConstantScale, AddExtraInput), "linear-scale-add", (_PLAIN_Y,)),
+    Rule("linear-bias", (Linear, Bias), "linear-bias", (_ONE_BIAS,)),
+    Rule("linear-bias-add", (Linear, AddExtraInput), "linear-bias-add", (_PLAIN_Y,)),
+)
+SIDE = "forward"

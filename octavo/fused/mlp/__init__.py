@@ -1,0 +1,65 @@
+"""Linear, activation, Linear: forward as in `octavo.fused.activation_linear`, but for the column codes of what was
+activated. Backward makes those, in the pass that reads the activation's x anyway: nothing of them is kept between.
+
+    dy -> codes                 da = dy · w2
+    da, h -> dh codes, sums of dh for the bias, column codes of a = act(h)
+    dw2 = dyᵀ · a               dx = dh · w1            dw1 = dhᵀ · x
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from octavo.fused import activation_linear, conditions
+from octavo.fused.activation_bias import Cast, Grads, own_bias
+from octavo.fuser.pattern import Rule
+from octavo.kernels.columns import column_sums
+from octavo.layers import activation, linear
+from octavo.modules.activation import Activation
+from octavo.modules.linear import Linear
+from octavo.quant.proto import TensorProto
+
+forward = activation_linear.forward
+
+
+def backward(
+    configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads]
+) -> list[Grads]:
+    first, act, second = configs
+    dy = grads[-1][0]
+    assert dy is not None
+    kept, observed = linear.unpacked(saved[2]), linear.unseen(buffers[2])
+    row, column = linear.quantized_dy(second, dy, kept, observed, buffers[2].seed)
+    da = linear.input_gradient(second, dy, row, kept)
+    again, given = linear.fill_x_again(second, kept, TensorProto(tuple(da.shape), da.dtype, da.device))
+    cast = Cast(first, act, saved[0], saved[1], buffers[0], da, own_bias(first), again, given)
+    db = None if (dtype := own_bias(second)) is None else column_sums(linear.flat(dy), dtype)
+    dw = linear.finish(second, dy, column, kept, buffers[2], observed, again)
+    dx, dw1, *rest = cast.gradients()
+    empty = (None,) * len(activation.Inputs._fields)
+    return [(dx, dw1, cast.bias, *rest[1:]), empty, (None, dw, db, *rest[1:])]
+
+
+def changed(configs: Sequence[Any]) -> list[Any]:
+    first, act, second = configs
+    return [first, act, replace(second, x_columns="backward")]
+
+
+CONDITIONS = (
+    *activation_linear.conditions_at(2),
+    conditions.wants_gradients(0),
+    conditions.quantizes_dy(0),
+    conditions.knows_its_scale(0),
+    conditions.runs_now(0),
+    conditions.runs_now(2),
+    conditions.of(2, "dx is wanted", lambda c: "x" in c.grads, "nothing before the second Linear wants a gradient"),
+    conditions.of(
+        2, "wgrad is quantized", lambda c: "w" not in c.grads or c.kept_x == "column",
+        "the second Linear keeps x otherwise than as column codes",
+    ),
+    conditions.of(1, "h is kept", lambda c: c.keeps_x, "the activation keeps nothing that its value could be made of"),
+    conditions.no_scale_gradient(1),
+)  # fmt: skip
+NAME = "mlp"
+RULES = (Rule(NAME, (Linear, Activation, Linear), NAME, CONDITIONS, forward_from=1, changes=changed),)
+SIDE = "both"

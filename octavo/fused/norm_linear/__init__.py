@@ -1,0 +1,42 @@
+"""norm -> quantize -> Linear: the normalised rows reach memory as codes alone (`octavo.kernels.norm_quantize`)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.fused import conditions
+from octavo.fuser.pattern import Rule
+from octavo.kernels import norm_quantize
+from octavo.layers import linear, norm
+from octavo.layers.contract import Made
+from octavo.modules.linear import Linear
+from octavo.modules.norm import LayerNorm, RMSNorm
+from octavo.quant.proto import TensorProto
+
+NAME = "norm-linear"
+
+
+def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+    first, second = configs
+    x = inputs[0].x
+    amax = linear.amaxes(second, inputs[1])
+    like = TensorProto(tuple(x.shape), x.dtype, x.device)
+    observed = None if amax is None else amax[:1]
+    pair, given = linear.fill_x(second, inputs[1].scaling, like, True, observed)
+    mean, rstd = norm_quantize.forward(
+        first.norm, norm.matrix(first, x), norm.vector(inputs[0].weight), norm.vector(inputs[0].bias), pair, given
+    )
+    fresh = (mean, rstd) if first.keeps else (None, None)
+    made = linear.forward_from(second, inputs[1], pair, amax, tuple(x.shape[:-1]))
+    return [Made((None,), (), fresh), made]
+
+
+backward = None
+
+CONDITIONS = (
+    conditions.one_dim(0),
+    conditions.quantizes_x(1),
+    conditions.keeps_codes_of_x(1),
+    conditions.knows_its_scale(1),
+)
+RULES = tuple(Rule(NAME, (kind, Linear), NAME, CONDITIONS) for kind in (LayerNorm, RMSNorm))
+SIDE = "forward"

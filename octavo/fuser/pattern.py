@@ -1,0 +1,266 @@
+"""Fusion rules as data: a pattern of operations, named conditions, and the operation that takes their place.
+
+    Rule("double-add", (Double, octavo.ops.AddExtraInput), DoubleAdd, conditions=(FITS,))
+
+Rules look at the configs of stages, which are values, so a plan is a function of values and is remembered as one. There
+is one matching loop for all of them: a longer pattern before a shorter one, then in order; a stage takes part in one
+fused step of forward and one of backward. For a pattern that is there and does not fire, the first condition that does
+not hold is kept, for `explain` and for `require`.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
+
+from octavo.errors import UnsupportedConfig
+from octavo.fuser.operation import BasicOperation, check_functions, name_of
+from octavo.layers import chain, composite, custom
+from octavo.values import Value
+
+SIDES = ("forward", "backward", "both")
+_NAMES = ("fuser_forward_compute", "fuser_forward_save_ctx", "fuser_backward")
+
+
+class Condition(NamedTuple):
+    name: str
+    holds: Callable[[Sequence[Any]], bool]  # the configs of the pattern's stages -> whether
+    sentence: str  # why not
+
+
+class FusedOperation:
+    """Functions for several operations at once: forward, backward or both. Never constructed.
+
+    fuser_forward_compute (configs, inputs)                  -> y, extra outputs of each operation, fresh of each
+    fuser_forward_save_ctx(configs, inputs, outputs, fresh)  -> what is saved, for each operation
+    fuser_backward        (configs, saved, grads, wants)     -> gradients, for each operation
+
+    `configs` and `inputs` have an entry for each operation; x is the first one's, None in the others. `grads` has dy,
+    then that of every extra output. An operation's gradients are as many as its inputs, dx first (None but for the
+    first operation). A forward of its own whose backward is the operations' saves what they save.
+
+    Forward in one piece: fuser_forward(ctxs, inputs) -> y, and fuser_backward(ctxs, dy) -> gradients; eager mode only.
+    """
+
+    op_name: ClassVar[str] = ""
+    op_is_legacy: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        has_forward = check_functions(cls, FusedOperation, _NAMES, "fuser_forward")
+        cls.op_is_legacy = "fuser_forward" in cls.__dict__
+        has_backward = hasattr(cls, "fuser_backward")
+        if not (has_forward or has_backward or cls.op_is_legacy):
+            raise TypeError(f"{cls.__name__} defines neither forward nor backward. Define {_NAMES[0]} and {_NAMES[1]}.")
+        if cls.op_is_legacy and not has_backward:
+            raise TypeError(f"{cls.__name__} defines fuser_forward and no fuser_backward. Define it.")
+        if has_backward and not isinstance(_found(cls, "fuser_backward"), staticmethod):
+            raise TypeError(f"{cls.__name__}.fuser_backward must be a @staticmethod: it sees what was saved.")
+        if not cls.op_is_legacy:
+            cls.op_name = name_of(cls, composite.FUNCTIONS)
+            functions = [getattr(cls, name, None) for name in _NAMES]
+            composite.FUNCTIONS[cls.op_name] = composite.Functions(cls.__name__, *functions)
+
+    def __new__(cls, *_: Any, **__: Any) -> "FusedOperation":
+        raise TypeError(f"{cls.__name__} is not constructed: a rule names the class, and a plan calls its functions.")
+
+
+def _found(cls: type, name: str) -> Any:
+    return next((parent.__dict__[name] for parent in cls.__mro__ if name in parent.__dict__), None)
+
+
+@dataclass(frozen=True)
+class Rule:
+    name: str
+    pattern: tuple[type, ...]  # of operations
+    op: Any  # a FusedOperation, or the name of one of `octavo.layers.chain.FUSED`
+    conditions: tuple[Condition, ...] = ()
+    side: str = ""  # set by who registers it
+    forward_from: int = 0  # of a rule for both sides: the first stage that its forward covers
+    changes: Callable[[Sequence[Any]], Sequence[Any]] | None = None  # configs as they are to be, if it fires
+
+    def __post_init__(self) -> None:
+        if len(self.pattern) < 1 or any(not hasattr(kind, "op_matches") for kind in self.pattern):
+            raise UnsupportedConfig(
+                f"The pattern of {self.name!r} is a tuple of operations' classes, got {self.pattern}."
+            )
+        for kind in self.pattern:
+            matcher = next(parent for parent in kind.__mro__ if "op_matches" in parent.__dict__)
+            if (
+                matcher is not kind
+                and not kind.__module__.startswith("octavo.")
+                and not issubclass(kind, BasicOperation)
+            ):
+                raise UnsupportedConfig(
+                    f"Rules look at configs, and a {kind.__name__}'s is that of its parent {matcher.__name__}, so that "
+                    f"{self.name!r} would fire on both. Name the parent."
+                )
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is one of this package's, which run as steps of a chain."""
+        return isinstance(self.op, str)
+
+    def on(self, side: str) -> "Rule":
+        if not self.is_own:
+            has = {name: getattr(self.op, name, None) is not None for name in (_NAMES[0], _NAMES[2])}
+            legacy = self.op.op_is_legacy
+            needs = {"forward": _NAMES[:1], "backward": _NAMES[2:], "both": (_NAMES[0], _NAMES[2])}[side]
+            for name in needs:
+                if not has[name] and not legacy:
+                    raise TypeError(f"Rule {self.name!r} is for {side}, and {self.op.__name__} defines no {name}.")
+            if side == "forward" and has[_NAMES[2]] and not legacy:
+                raise TypeError(
+                    f"Rule {self.name!r} is for forward, and {self.op.__name__} defines a backward too, which would "
+                    "never run. Register it for both."
+                )
+        return replace(self, side=side)
+
+    def matches(self, configs: Sequence[Value]) -> bool:
+        kinds: Sequence[Any] = self.pattern
+        return len(configs) == len(kinds) and all(
+            kind.op_matches(config) for kind, config in zip(kinds, configs, strict=True)
+        )
+
+
+def Forward(rule: Rule) -> Rule:
+    return rule.on("forward")
+
+
+def Backward(rule: Rule) -> Rule:
+    return rule.on("backward")
+
+
+def Joint(rule: Rule) -> Rule:
+    return rule.on("both")
+
+
+RULES: list[Rule] = []  # everybody's
+Groups = tuple[tuple[Rule, ...], ...]  # rules of a Sequential's own, then everybody's
+_sets: dict[int, Groups] = {0: ()}  # by number, which a compiler can hold
+_numbers: dict[Groups, int] = {(): 0}
+_lock = threading.Lock()
+
+
+def rule_set(rules: Groups) -> int:
+    with _lock:
+        number = _numbers.setdefault(rules, len(_numbers))
+        _sets[number] = rules
+    return number
+
+
+def rules_of(number: int) -> Groups:
+    return _sets[number]
+
+
+def _registered(rule: Rule, side: str, prepend: bool) -> Callable[[], None]:
+    made = rule.on(side)
+    RULES.insert(0, made) if prepend else RULES.append(made)
+
+    def unregister() -> None:
+        if made in RULES:
+            RULES.remove(made)
+
+    return unregister
+
+
+def register_forward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], None]:
+    """Offer a rule to every Sequential. What comes back takes it away again."""
+    return _registered(rule, "forward", prepend)
+
+
+def register_backward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], None]:
+    return _registered(rule, "backward", prepend)
+
+
+def register_forward_backward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], None]:
+    return _registered(rule, "both", prepend)
+
+
+# -- matching ----------------------------------------------------------------------------------------------------------
+
+
+class Refused(NamedTuple):
+    """A pattern that is there, and why its rule did not fire."""
+
+    rule: str
+    ops: tuple[str, ...]  # of the pattern
+    condition: str
+    sentence: str
+
+
+class Match(NamedTuple):
+    rule: Rule
+    first: int
+    last: int
+    config: Any = None  # of what takes the place of these stages, if that is somebody else's
+
+
+def match(
+    configs: list[Any], rules: Groups, tried: Callable[[Rule, int, int], Any]
+) -> tuple[list[Match], list[Refused]]:
+    """Which rules fire where. Changes `configs` as rules for both sides ask for. `tried` makes the config of somebody
+    else's fused operation, or says why it cannot be, as a string."""
+    taken: dict[str, list[str]] = {"forward": [""] * len(configs), "backward": [""] * len(configs)}  # by which rule
+    found: list[Match] = []
+    refused: list[Refused] = []
+    for rule in _in_order(rules):
+        for first in range(len(configs) - len(rule.pattern) + 1):
+            last = first + len(rule.pattern)
+            if not rule.matches(configs[first:last]):
+                continue
+            spans = _spans(rule, first, last)
+            settings = [c.settings if isinstance(c, custom.Config) else c for c in configs[first:last]]
+            failing = next((c for c in rule.conditions if not c.holds(settings)), None)
+            others = [name for side, (a, b) in spans.items() for name in taken[side][a:b] if name]
+            if failing is None and rule.name in others:
+                continue  # it has fired here already
+            if failing is None and others:
+                failing = _taken_by(others[0])
+            config = None if rule.is_own or failing is not None else tried(rule, first, last)
+            if isinstance(config, str):
+                failing = Condition("it can be run", rule.matches, config)
+            if failing is not None:
+                titles = tuple(kind.__name__ for kind in rule.pattern)
+                refused.append(Refused(rule.name, titles, failing.name, failing.sentence))
+                continue
+            for side, (a, b) in spans.items():
+                taken[side][a:b] = [rule.name] * (b - a)
+            if rule.changes is not None:
+                configs[first:last] = rule.changes(configs[first:last])
+            found.append(Match(rule, first, last, config))
+    return found, refused
+
+
+def _in_order(rules: Groups) -> Iterator[Rule]:
+    """A Sequential's own before everybody's; those for both sides first; longer patterns before shorter ones."""
+    for group in rules:
+        for side in ("both", "forward", "backward"):
+            # sorted() keeps the order of rules of one length
+            yield from sorted((r for r in group if r.side == side), key=lambda r: -len(r.pattern))
+
+
+FREE = "the operations are free"
+
+
+def _taken_by(name: str) -> Condition:
+    return Condition(FREE, lambda configs: False, f"{name} has taken one of these operations")
+
+
+def _spans(rule: Rule, first: int, last: int) -> dict[str, tuple[int, int]]:
+    """Which stages a match takes, on each side. A class of somebody else's takes them on both: it is one stage then."""
+    if not rule.is_own or rule.side == "both":
+        return {"forward": (first + rule.forward_from, last), "backward": (first, last)}
+    return {rule.side: (first, last)}
+
+
+def own_steps(matches: Sequence[Match], side: str) -> tuple[tuple[str, int, int], ...]:
+    """This package's fused steps of one side, in order."""
+    steps = []
+    for rule, first, last, _ in matches:
+        if rule.is_own and rule.side in (side, "both"):
+            start = first + (rule.forward_from if side == "forward" else 0)
+            fused = chain.FUSED[rule.op]
+            if (fused.forward if side == "forward" else fused.backward) is not None:
+                steps.append((rule.op, start, last))
+    return tuple(sorted(steps, key=lambda step: step[1]))

@@ -1,0 +1,100 @@
+"""x + extra, of one shape. Both gradients are dy itself."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from octavo.layers.contract import Counts, Made, reader
+from octavo.layers.linear import DTYPES
+from octavo.quant.proto import TensorProto
+from octavo.values import Value, register
+
+
+@register("add")
+class Config(Value):
+    dtype: str = "float32"  # of x and y
+    extra_dtype: str = "float32"
+    grads: str = ""  # which gradients are wanted: letters of "xe"
+
+
+config = reader(Config)
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    extra: Tensor
+
+
+def graph_buffers(config: Config, nothing: None) -> tuple[()]:
+    return ()
+
+
+def returned_elsewhere(config: Config) -> dict[int, int]:
+    return {}
+
+
+def fills(config: Config) -> bool:
+    return False
+
+
+def flat_places(config: Config) -> tuple[int, ...]:
+    return ()
+
+
+def counts(config: Config) -> Counts:
+    return Counts(0, 0, 0, 0)
+
+
+def same(config: Config) -> bool:
+    """Whether the extra's gradient is dy without a cast."""
+    return config.dtype == config.extra_dtype
+
+
+def passed(config: Config) -> dict[int, int]:
+    wanted = (0 if "x" in config.grads else None, 1 if "e" in config.grads and same(config) else None)
+    return {i: -1 for i in wanted if i is not None}
+
+
+def forward(config: Config, inputs: Inputs) -> Made:
+    return Made((inputs.x + inputs.extra.to(inputs.x.dtype),), (), ())
+
+
+def protos(config: Config, inputs: Inputs) -> Made:
+    x: Any = inputs.x
+    return Made((TensorProto(tuple(x.shape), x.dtype, x.device),), (), ())
+
+
+def wants(config: Config) -> tuple[bool, ...]:
+    return "x" in config.grads, "e" in config.grads
+
+
+def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...]:
+    return ()
+
+
+def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> tuple[TensorProto | None, ...]:
+    x, extra = wants(config)
+    shape = tuple(dy.shape)
+    return (
+        TensorProto(shape, dy.dtype, dy.device) if x else None,
+        TensorProto(shape, DTYPES[config.extra_dtype], dy.device) if extra else None,
+    )
+
+
+def backward(
+    config: Config, saved: tuple[Tensor | None, ...], buffers: Any, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    dy = grads[0]
+    if dy is None:
+        return None, None
+    x, extra = wants(config)
+    return (dy if x else None), (dy.to(DTYPES[config.extra_dtype]) if extra else None)
+
+
+def flops(config: Config, inputs: Inputs) -> int:
+    """Of GEMMs: none."""
+    return 0
+
+
+def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> int:
+    return 0

@@ -1,0 +1,361 @@
+"""Several stages run as one by functions that somebody else wrote (`octavo.fuser.pattern.FusedOperation`).
+
+    forward alone     its values, saved as the stages themselves would have saved them; each stage's own backward
+    backward alone    each stage's own forward; its gradients, from what the stages have saved
+    both              what is saved is its own affair
+
+As with `octavo.layers.custom`, what is saved was found out when the run was planned.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from octavo.layers import chain, custom
+from octavo.layers.contract import Counts, Made, reader
+from octavo.quant.proto import TensorProto
+from octavo.values import Value, register
+
+
+class Functions(NamedTuple):
+    title: str
+    compute: Callable[[Any, Any], Any] | None
+    select: Callable[[Any, Any, Any, Any], Any] | None
+    backward: Callable[[Any, Any, Any, Any], Any] | None
+
+
+FUNCTIONS: dict[str, Functions] = {}
+
+
+@register("composite")
+class Config(Value):
+    name: str = ""  # of its functions
+    side: str = "both"  # or "forward", "backward"
+    stages: tuple[Value, ...] = ()
+    fresh: tuple[tuple[str, ...], ...] = ()  # for each stage, as in a custom config
+    saved: tuple[tuple[str, ...], ...] = ()  # for each stage: "none", "input:stage:place", "output:place", "fresh:…"
+    routes: tuple[tuple[int, int, int, int], ...] = ()  # as of a chain: channels that are its own affair
+    hidden: tuple[tuple[int, int], ...] = ()
+
+    @cached_property
+    def functions(self) -> Functions:
+        return FUNCTIONS[self.name]
+
+    @cached_property
+    def unfused(self) -> chain.Config:
+        return chain.Config(self.stages, routes=self.routes, hidden=self.hidden)
+
+    @cached_property
+    def settings(self) -> tuple[Any, ...]:
+        """What each operation is set to, as its own functions know it."""
+        return tuple(stage.settings if isinstance(stage, custom.Config) else stage for stage in self.stages)
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(kind for stage in self.fresh for kind in stage)
+
+    @cached_property
+    def saved_kinds(self) -> tuple[tuple[str, ...], ...]:
+        """What each saved value is, for each stage."""
+        return tuple(
+            tuple(self._kind(source, isinstance(stage, custom.Config)) for source in sources)
+            for stage, sources in zip(self.stages, self.saved, strict=False)  # not yet known: nothing
+        )
+
+    def _kind(self, source: str, is_custom: bool) -> str:
+        name, *at = source.split(":")
+        if name == "none":
+            return "none" if is_custom else "empty"  # this package's own layers have a place for what is missing
+        return self.fresh[int(at[0])][int(at[1])] if name == "fresh" else "tensor"
+
+    @cached_property
+    def has_backward(self) -> bool:
+        return any(self.unfused.active)
+
+    @cached_property
+    def own(self) -> bool:
+        """Whether forward is its own functions'."""
+        return self.side != "backward"
+
+
+config = reader(Config)
+
+
+def fills(config: Config) -> bool:
+    return False
+
+
+def flat_places(config: Config) -> tuple[int, ...]:
+    return () if config.own else chain.flat_places(config.unfused)
+
+
+def counts(config: Config) -> Counts:
+    unfused = chain.counts(config.unfused)
+    if not config.own:
+        return unfused
+    slots = sum(custom.slots_of(kind) for kind in config.kinds)
+    saved = sum(custom.slots_of(kind) for stage in config.saved_kinds for kind in stage)
+    return Counts(0, slots, saved, unfused.buffers)
+
+
+def graph_buffers(config: Config, *fields: Any) -> tuple[Any, ...]:
+    return chain.graph_buffers(config.unfused, *fields)
+
+
+def outputs(config: Config) -> int:
+    return 1 + sum(config.unfused.given)
+
+
+def wants(config: Config) -> tuple[bool, ...]:
+    return chain.wants(config.unfused)
+
+
+def inputs_of(config: Config, values: Sequence[Any]) -> Any:
+    return Inputs(values)
+
+
+class Inputs(chain.Inputs):
+    @property
+    def x(self) -> Any:
+        return self[0]
+
+    def _replace(self, x: Any) -> "Inputs":
+        return Inputs((x, *self[1:]))
+
+
+def _own_inputs(config: Config, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    own = chain.stage_inputs(config.unfused, inputs)
+    own[0] = own[0]._replace(x=inputs[0])
+    return tuple(own)
+
+
+def _computed(config: Config, inputs: Sequence[Any]) -> tuple[Any, list[Any], list[tuple[Any, ...]]]:
+    """y, all extra outputs, what is fresh for each stage."""
+    functions, number = config.functions, len(config.stages)
+    assert functions.compute is not None
+    made = functions.compute(config.settings, _own_inputs(config, inputs))
+    if not isinstance(made, tuple) or len(made) != 3 or len(made[1]) != number or len(made[2]) != number:
+        raise custom.Miscounted(
+            f"{functions.title}.fuser_forward_compute returns y, extra outputs and fresh tensors, the latter two with "
+            f"an entry for each of {number} operations."
+        )
+    y, extra, fresh = made
+    shown: list[Any] = []
+    for i, (given, want) in enumerate(zip(extra, config.unfused.made, strict=True)):
+        if len(given) != want:
+            raise custom.Miscounted(
+                f"{functions.title}.fuser_forward_compute returns {want} extra outputs for operation {i}, got "
+                f"{len(given)}."
+            )
+        shown += [given[k] for k in config.unfused.shown[i]]
+        if any(given[k] is None for k in config.unfused.shown[i]):
+            raise custom.Miscounted(
+                f"{functions.title}.fuser_forward_compute leaves out an extra output of operation {i} that is public, "
+                "or taken by an operation outside its forward fusion. Return it."
+            )
+    return y, shown, [tuple(part) for part in fresh]
+
+
+def forward(config: Config, inputs: Sequence[Any]) -> Made:
+    if not config.own:
+        return chain.forward(config.unfused, inputs)
+    y, extra, fresh = _computed(config, inputs)
+    return Made((y, *extra), (), tuple([t for part in fresh for value in part for t in custom.packed(value)]))
+
+
+def protos(config: Config, inputs: Sequence[Any]) -> Made:
+    if not config.own:
+        return chain.protos(config.unfused, inputs)
+    with custom.without_data():
+        fakes = [_empty(field) for field in inputs]
+        made = forward(config, fakes)
+        return Made(*(tuple(None if t is None else TensorProto.of(t) for t in group) for group in made))
+
+
+def _empty(field: Any) -> Any:
+    if isinstance(field, tuple):
+        return tuple(t.empty() for t in field)
+    return None if field is None else field.empty()
+
+
+def save(config: Config, inputs: Sequence[Any], made: Made) -> tuple[Any, ...]:
+    if not config.own:
+        return chain.save(config.unfused, inputs, made)
+    own = _own_inputs(config, inputs)
+    starts: dict[tuple[int, int], int] = {}
+    at = 0
+    for i, stage in enumerate(config.fresh):
+        for j, kind in enumerate(stage):
+            starts[i, j] = at
+            at += custom.slots_of(kind)
+    found: list[Any] = []
+    for kinds, sources in zip(config.saved_kinds, config.saved, strict=True):
+        for kind, source in zip(kinds, sources, strict=True):
+            name, *place = source.split(":")
+            if kind == "empty":
+                found.append(None)
+            elif name == "input":
+                found.append(own[int(place[0])][int(place[1])])
+            elif name == "output":
+                found.append(made.outputs[int(place[0])])
+            elif name == "fresh":
+                i, j = int(place[0]), int(place[1])
+                found += made.fresh[starts[i, j] : starts[i, j] + custom.slots_of(config.fresh[i][j])]
+    return tuple(found)
+
+
+def _saved_values(config: Config, saved: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """What each operation's own functions would find saved."""
+    if config.own:
+        found, at = [], 0
+        for stage in config.saved_kinds:
+            size = sum(custom.slots_of(kind) for kind in stage)
+            found.append(custom.unpacked_all(stage, saved[at : at + size]))
+            at += size
+        return found
+    sizes = [counts.saved for counts in config.unfused.sizes]
+    parts = [saved[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
+    return [
+        custom.kept_values(stage, part) if isinstance(stage, custom.Config) else tuple(part)
+        for stage, part in zip(config.stages, parts, strict=True)
+    ]
+
+
+def gradient_protos(config: Config, saved: tuple[Any, ...], dy: Any) -> tuple[TensorProto | None, ...]:
+    if config.side == "forward":
+        return chain.gradient_protos(config.unfused, saved, dy)
+    with custom.without_data():
+        values = [t if t is None or isinstance(t, Tensor) else t.empty() for t in saved]
+        g = dy if isinstance(dy, Tensor) else dy.empty()
+        found = backward(config, tuple(values), (), (g, *[None] * (outputs(config) - 1)))
+        return tuple(None if t is None else TensorProto.of(t) for t in found)
+
+
+def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    if config.side == "forward":
+        return chain.backward(config.unfused, saved, buffers, grads)
+    functions, unfused = config.functions, config.unfused
+    assert functions.backward is not None
+    fields = [custom.wanted_fields(layer, stage) for layer, stage in zip(unfused.layers, unfused.stages, strict=True)]
+    rest = iter(grads[1:])
+    whole = [next(rest) if k in unfused.shown[i] else None for i, n in enumerate(unfused.made) for k in range(n)]
+    found = functions.backward(config.settings, _saved_values(config, saved), (grads[0], *whole), fields)
+    if len(found) != len(config.stages):
+        raise custom.Miscounted(
+            f"{functions.title}.fuser_backward returns gradients of {len(config.stages)} operations."
+        )
+    for i, (own, wanted) in enumerate(zip(found, unfused.wanted, strict=True)):
+        if len(own) != len(wanted):
+            raise custom.Miscounted(
+                f"{functions.title}.fuser_backward returns {len(wanted)} gradients for operation {i}, got {len(own)}."
+            )
+    flat = (found[0][0], *[t for own in found for t in own[1:]])
+    names = [f"{i}.{field}" for i, own in enumerate(fields) for field in own._fields if i == 0 or field != "x"]
+    for name, t, want in zip(names, flat, wants(config), strict=True):
+        if want and t is None:
+            raise custom.Miscounted(
+                f"{functions.title}.fuser_backward returned no gradient of {name}, which is wanted."
+            )
+    chosen = [t if want else None for t, want in zip(flat, wants(config), strict=True)]
+    return custom.without_aliases(chosen, grads)
+
+
+def flops(config: Config, inputs: Sequence[Any]) -> int:
+    return 0
+
+
+def gradient_flops(config: Config, saved: tuple[Any, ...], dy: Any) -> int:
+    return 0
+
+
+# -- planning ----------------------------------------------------------------------------------------------------------
+
+
+def probe(config: Config, inputs: Sequence[Any]) -> Config:
+    """The config with what its functions keep, found on tensors without data."""
+    if not config.own:
+        return config
+    functions = config.functions
+    with custom.without_data():
+        fakes = [_fake(field) for field in inputs]
+        own = _own_inputs(config, fakes)
+        y, extra, fresh = _computed(config, fakes)
+        assert functions.select is not None
+        chosen = functions.select(config.settings, own, (y, *extra), fresh)
+        kinds = tuple(tuple(custom.kind_of(value, functions.title) for value in part) for part in fresh)
+        saved = tuple(
+            tuple(_source(functions.title, value, own, (y, *extra), fresh) for value in part) for part in chosen
+        )
+        found = replace(config, fresh=kinds, saved=saved)
+        if config.side == "forward" and any(wants(config)):
+            _check_saved_alike(found, fakes, chosen)
+    return found
+
+
+def protos_of(fields: Sequence[Any]) -> tuple[Any, ...]:
+    """Inputs without data."""
+    return tuple(
+        tuple(_proto(t) for t in field) if isinstance(field, tuple) else None if field is None else _proto(field)
+        for field in fields
+    )
+
+
+def _proto(t: Any) -> TensorProto:
+    return t if isinstance(t, TensorProto) else TensorProto.of(t)
+
+
+def _fake(field: Any) -> Any:
+    if isinstance(field, tuple):
+        return tuple(custom.fake(t) for t in field)
+    return None if field is None else custom.fake(field)
+
+
+def _source(title: str, value: Any, own: Sequence[Any], outputs: Sequence[Any], fresh: Sequence[Any]) -> str:
+    if value is None:
+        return "none"
+    for i, fields in enumerate(own):
+        for j, place in enumerate(fields):
+            if place is value:
+                return f"input:{i}:{j}"
+    for i, place in enumerate(outputs):
+        if place is value:
+            return f"output:{i}"
+    for i, part in enumerate(fresh):
+        for j, place in enumerate(part):
+            if place is value:
+                return f"fresh:{i}:{j}"
+    raise TypeError(f"{title}.fuser_forward_save_ctx made a tensor. It only selects.")
+
+
+def _check_saved_alike(config: Config, fakes: Sequence[Any], chosen: Sequence[Sequence[Any]]) -> None:
+    """A forward of its own is followed by the operations' own backward, which takes what they save."""
+    unfused = config.unfused
+    like = [tuple(TensorProto.of(t) for t in f) if isinstance(f, tuple) else None if f is None else TensorProto.of(f)
+            for f in fakes]  # fmt: skip
+    made = chain.protos(unfused, like)
+    want = chain.save(unfused, like, made)
+    sizes = [counts.saved for counts in unfused.sizes]
+    for i, part in enumerate(chosen):
+        theirs: list[Any] = list(want[sum(sizes[:i]) : sum(sizes[: i + 1])])
+        missing: list[Any] = [] if isinstance(config.stages[i], custom.Config) else [None]
+        ours = [t for value in part for t in (missing if value is None else custom.packed(value))]
+        same = len(ours) == len(theirs) and all(
+            (a is None) == (b is None) and (a is None or (tuple(a.shape), a.dtype) == (tuple(b.shape), b.dtype))
+            for a, b in zip(ours, theirs, strict=True)
+        )
+        if not same:
+            raise TypeError(
+                f"{config.functions.title} is a forward fusion and saves {_said(ours)} for operation {i}, whose own "
+                f"backward takes {_said(theirs)}. Save the same, or define fuser_backward too and register it for both."
+            )
+
+
+def _said(values: Sequence[Any]) -> str:
+    return "[" + ", ".join("nothing" if t is None else f"{t.dtype} {tuple(t.shape)}" for t in values) + "]"
+
+
+chain.STAGES["composite"] = sys.modules[__name__]

@@ -1,0 +1,354 @@
+"""A layer that somebody else wrote (`octavo.fuser.operation`), as a stage of a chain.
+
+    compute (settings, inputs)                   -> y, extra outputs, fresh
+    select  (settings, inputs, outputs, fresh)   -> which of these backward needs
+    backward(settings, saved, grads, wants)      -> one gradient for each input
+
+Functions are found by name, since a graph holds strings. What `select` chose, and what each fresh value is, was found
+out when the run was planned, on tensors without data (`probe`), and is part of the config: it is not asked again.
+A QTensor or GroupedTensor crosses as its tensors and an empty one that has its shape.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+
+from octavo.errors import UnsupportedConfig
+from octavo.layers.contract import Counts, Made, reader
+from octavo.layers.linear import DTYPES
+from octavo.quant.grouped import GroupedTensor, restore
+from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import QTensor
+from octavo.values import Value, parse, register
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Miscounted(RuntimeError):
+    """Functions returned more or fewer things than they should."""
+
+
+class Functions(NamedTuple):
+    title: str  # for messages
+    fields: tuple[str, ...]  # x, then what else it takes
+    compute: Callable[[Any, Any], Any]
+    select: Callable[[Any, Any, Any, Any], Any]
+    backward: Callable[[Any, Any, Any, Any], Any]
+    outputs: int  # y and the extra ones
+    protos: Callable[[Any, Any], Any] | None = None
+
+
+FUNCTIONS: dict[str, Functions] = {}
+
+
+@register("custom")
+class Config(Value):
+    name: str = ""  # of its functions, with a digest of their text: a graph on disk must not outlive them
+    settings: Value | None = None
+    wanted: tuple[bool, ...] = ()  # which inputs want a gradient
+    fresh: tuple[
+        str, ...
+    ] = ()  # what each is: "tensor", "none", "codes:dtype:quantizer", "groups:side:dtype:quantizer"
+    saved: tuple[str, ...] = ()  # where each comes from: "none", "input:0", "output:0", "fresh:0"
+
+    @cached_property
+    def functions(self) -> Functions:
+        return FUNCTIONS[self.name]
+
+    @cached_property
+    def fresh_slots(self) -> tuple[int, ...]:
+        return tuple(slots_of(kind) for kind in self.fresh)
+
+    @cached_property
+    def saved_kinds(self) -> tuple[str, ...]:
+        """What each saved value is."""
+        return tuple(
+            self.fresh[int(s[6:])] if s.startswith("fresh:") else "none" if s == "none" else "tensor"
+            for s in self.saved
+        )
+
+
+config = reader(Config)
+
+
+@lru_cache(maxsize=4096)
+def fields_of(names: tuple[str, ...]) -> Any:
+    return namedtuple("Inputs", names)
+
+
+def inputs_of(config: Config, values: Sequence[Any]) -> Any:
+    return fields_of(config.functions.fields)(*values)
+
+
+def slots_of(kind: str) -> int:
+    """How many tensors a value of this kind is."""
+    return {"none": 0, "empty": 1, "tensor": 1, "codes": 4, "groups": 9}[kind.split(":")[0]]
+
+
+def kind_of(value: Any, title: str) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, QTensor):
+        return f"codes:{NAMES[value.dtype]}:{value.spec.key}"
+    if isinstance(value, GroupedTensor):
+        return f"groups:{value.side}:{NAMES[value.q.dtype]}:{value.q.spec.key}"
+    raise TypeError(
+        f"{title} hands a {type(value).__name__} to its save_ctx. What backward needs is a Tensor, QTensor, "
+        "GroupedTensor or None; any other choice is a field of op_config, known when the run is planned."
+    )
+
+
+def packed(value: Any) -> list[Tensor | None]:
+    if value is None:
+        return []
+    if isinstance(value, QTensor):
+        return [value.codes, value.scale, value.global_scale, value.codes.new_empty(0, *value.shape)]
+    if isinstance(value, GroupedTensor):
+        q = value.q
+        shape = q.codes.new_empty(0, value.groups.rows, *q.shape)
+        return [q.codes, q.scale, q.global_scale, *value.groups.tensors(), shape]
+    return [value]
+
+
+def _unpacked(kind: str, slots: Sequence[Any]) -> Any:
+    name, *rest = kind.split(":", 2 if kind.startswith("codes") else 3)
+    if name in ("none", "empty"):
+        return None
+    if name == "tensor":
+        return slots[0]
+    spec, dtype = parse(rest[-1]), DTYPES[rest[-2]]
+    parts = [t for t in slots[:3] if t is not None]
+    if name == "codes":
+        return spec.assemble(parts, tuple(slots[3].shape[1:]), dtype)
+    rows, *shape = slots[8].shape[1:]
+    codes = parts[0] if parts[0].dtype == spec.fmt.dtype else parts[0].view(spec.fmt.dtype)
+    settings = (spec, tuple(shape), dtype, rows, rest[0])
+    return restore([codes, *parts[1:], *slots[3:8]], settings)
+
+
+def unpacked_all(kinds: Sequence[str], slots: Sequence[Any]) -> tuple[Any, ...]:
+    found, start = [], 0
+    for kind in kinds:
+        found.append(_unpacked(kind, slots[start : start + slots_of(kind)]))
+        start += slots_of(kind)
+    return tuple(found)
+
+
+# -- planning ----------------------------------------------------------------------------------------------------------
+
+
+class Probed(NamedTuple):
+    """What functions do, found on tensors without data."""
+
+    fresh: tuple[str, ...]  # kinds
+    saved: tuple[str, ...]  # sources
+    outputs: tuple[TensorProto, ...]
+
+
+def probe(functions: Functions, settings: Value | None, inputs: Sequence[Any]) -> Probed:
+    with without_data():
+        fakes = [None if t is None else fake(t) for t in inputs]
+        named = fields_of(functions.fields)(*fakes)
+        say = functions.compute if functions.protos is None else functions.protos
+        y, extra, fresh = checked(functions, say(settings, named))
+        outputs = (y, *extra)
+        chosen = functions.select(settings, named, outputs, fresh)
+    if not isinstance(chosen, tuple | list):
+        raise TypeError(f"{functions.title}'s save_ctx returns a tuple, got {type(chosen).__name__}.")
+    kinds = tuple(kind_of(value, functions.title) for value in fresh)
+    sources = tuple(_source(functions, value, fakes, outputs, fresh) for value in chosen)
+    return Probed(kinds, sources, tuple(TensorProto.of(t) for t in outputs))
+
+
+def without_data() -> Any:
+    """Tensors made within have none."""
+    return nullcontext() if _is_fake_already() else FakeTensorMode()
+
+
+def _is_fake_already() -> bool:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def fake(t: Any) -> Tensor:
+    if isinstance(t, TensorProto):
+        return t.empty()
+    return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
+
+
+def _source(functions: Functions, value: Any, inputs: Sequence[Any], outputs: Sequence[Any], fresh: Any) -> str:
+    if value is None:
+        return "none"
+    kind_of(value, functions.title)
+    for name, places in (("input", inputs), ("output", outputs), ("fresh", fresh)):
+        for i, place in enumerate(places):
+            if place is value:
+                return f"{name}:{i}"
+    raise TypeError(
+        f"{functions.title}'s save_ctx made a tensor. It only selects, among inputs, outputs and what compute hands "
+        "it, since it does not run at every step. Make the tensor in compute and hand it over."
+    )
+
+
+def checked(functions: Functions, made: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """What compute returned, if it is as many as it should be."""
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise Miscounted(f"{functions.title}'s compute returns outputs and a tuple of fresh tensors, got {made!r}.")
+    y, extra, fresh = made
+    if not isinstance(y, Tensor | TensorProto):
+        raise Miscounted(f"{functions.title}'s compute returns a tensor first, got {type(y).__name__}.")
+    if not isinstance(extra, tuple | list) or len(extra) != functions.outputs - 1:
+        raise Miscounted(
+            f"{functions.title} has {functions.outputs - 1} extra outputs, and compute returned {extra!r}."
+        )
+    if not isinstance(fresh, tuple | list):
+        raise Miscounted(f"{functions.title}'s compute returns fresh tensors as a tuple, got {type(fresh).__name__}.")
+    return y, tuple(extra), tuple(fresh)
+
+
+# -- the contract ------------------------------------------------------------------------------------------------------
+
+
+def outputs(config: Config) -> int:
+    return config.functions.outputs
+
+
+def fills(config: Config) -> bool:
+    return False
+
+
+def flat_places(config: Config) -> tuple[int, ...]:
+    return ()
+
+
+def counts(config: Config) -> Counts:
+    return Counts(0, sum(config.fresh_slots), sum(slots_of(kind) for kind in config.saved_kinds), 0)
+
+
+def forward(config: Config, inputs: Any) -> Made:
+    functions = config.functions
+    y, extra, fresh = checked(functions, functions.compute(config.settings, inputs))
+    if tuple(kind_of(value, functions.title) for value in fresh) != config.fresh:
+        raise Miscounted(
+            f"{functions.title}'s compute handed over {[kind_of(v, functions.title) for v in fresh]}, and "
+            f"{list(config.fresh)} when the run was planned. Which tensors there are follows from op_config alone."
+        )
+    given = [t for t in inputs if isinstance(t, Tensor)]
+    for value in (y, *extra):
+        if any(_memory(t) == _memory(value) != 0 for t in given if t.numel()):
+            raise UnsupportedConfig(
+                f"{functions.title} returns one of its inputs, or a view of it. Return a fresh tensor: a node of a "
+                "graph has no aliases."
+            )
+    outputs = without_aliases((y, *extra), ())
+    slots = [t for value in fresh for t in packed(value)]
+    return Made(outputs, (), without_aliases(slots, (*given, *outputs)))
+
+
+def _memory(t: Tensor) -> int:
+    """Where it is; 0 for one without data."""
+    return 0 if t.is_meta or is_fake(t) else t.untyped_storage().data_ptr()
+
+
+def protos(config: Config, inputs: Any) -> Made:
+    functions = config.functions
+    with without_data():
+        fakes = fields_of(functions.fields)(*[None if p is None else p.empty() for p in inputs])
+        say = functions.compute if functions.protos is None else functions.protos
+        y, extra, fresh = checked(functions, say(config.settings, fakes))
+        slots = [t for value in fresh for t in packed(value)]
+        return Made(
+            tuple(TensorProto.of(t) for t in (y, *extra)), (),
+            tuple(None if t is None else TensorProto.of(t) for t in slots),
+        )  # fmt: skip
+
+
+def wants(config: Config) -> tuple[bool, ...]:
+    return config.wanted
+
+
+def save(config: Config, inputs: Any, made: Made) -> tuple[Any, ...]:
+    found: list[Any] = []
+    starts = [sum(config.fresh_slots[:i]) for i in range(len(config.fresh) + 1)]
+    for source in config.saved:
+        name, _, at = source.partition(":")
+        if name == "input":
+            found.append(inputs[int(at)])
+        elif name == "output":
+            found.append(made.outputs[int(at)])
+        elif name == "fresh":
+            found += made.fresh[starts[int(at)] : starts[int(at) + 1]]
+    return tuple(found)
+
+
+def gradient_protos(config: Config, saved: tuple[Any, ...], dy: Any) -> tuple[TensorProto | None, ...]:
+    functions = config.functions
+    with without_data():
+        values = [t if t is None or isinstance(t, Tensor) else t.empty() for t in saved]
+        g = dy if isinstance(dy, Tensor) else dy.empty()
+        found = gradients(config, tuple(values), (g, *[None] * (functions.outputs - 1)))
+        return tuple(None if t is None else TensorProto.of(t) for t in found)
+
+
+def kept_values(config: Config, saved: Sequence[Any]) -> tuple[Any, ...]:
+    """What its select chose."""
+    return unpacked_all(config.saved_kinds, saved)
+
+
+def wanted_fields(layer: Any, stage: Any) -> Any:
+    """Which inputs of a stage want a gradient, by name."""
+    if isinstance(stage, Config):
+        return fields_of(stage.functions.fields)(*stage.wanted)
+    return layer.Inputs._make(layer.wants(stage))
+
+
+def gradients(config: Config, saved: Sequence[Any], grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What its backward returns, if it is as many as it should be; nothing that is not wanted."""
+    functions = config.functions
+    wanted = fields_of(functions.fields)(*config.wanted)
+    found = functions.backward(config.settings, kept_values(config, saved), grads, wanted)
+    if not isinstance(found, tuple | list) or len(found) != len(config.wanted):
+        raise Miscounted(
+            f"{functions.title}'s backward returns a gradient for each of {', '.join(functions.fields)}: "
+            f"{len(config.wanted)}, got {len(found) if isinstance(found, tuple | list) else type(found).__name__}."
+        )
+    for name, g, want in zip(functions.fields, found, config.wanted, strict=True):
+        if want and g is None:
+            raise Miscounted(f"{functions.title}'s backward returned no gradient of {name}, which is wanted.")
+    return tuple(g if want else None for g, want in zip(found, config.wanted, strict=True))
+
+
+def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    if all(g is None for g in grads):
+        return (None,) * len(config.wanted)
+    found = gradients(config, saved, grads)
+    return without_aliases(found, grads)
+
+
+def without_aliases(found: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
+    """A node of a graph returns no memory that it was given, and none twice."""
+    taken = {_memory(t) for t in given if isinstance(t, Tensor)}
+    fresh: list[Any] = []
+    for t in found:
+        if t is not None and _memory(t) in taken and _memory(t) != 0:
+            t = t.clone(memory_format=torch.contiguous_format)
+        if t is not None:
+            taken.add(_memory(t))
+        fresh.append(t)
+    return tuple(fresh)
+
+
+def flops(config: Config, inputs: Any) -> int:
+    """Of GEMMs that are ours: none."""
+    return 0
+
+
+def gradient_flops(config: Config, saved: tuple[Any, ...], dy: Any) -> int:
+    return 0

@@ -1,0 +1,101 @@
+"""x as codes, or its gradient rounded: a cast by itself. y is one element that looks like x and carries the gradient,
+with the codes beside it; whoever calls joins the two (`octavo.quant.qtensor`)."""
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from octavo.layers.contract import Counts, Made, reader
+from octavo.quant.proto import TensorProto
+from octavo.quant.quantizer import Quantizer
+from octavo.values import Value, register
+
+
+@register("rounding")
+class Config(Value):
+    spec: Quantizer | None = None  # of x
+    back: Quantizer | None = None  # of dy, which comes out as values again
+    grads: str = ""  # "x" if its gradient is wanted
+
+    @cached_property
+    def parts(self) -> int:
+        return 0 if self.spec is None else 3 if self.spec.two_level else 2
+
+
+config = reader(Config)
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    seed: Tensor | None = None  # [2] int64, where dy is rounded stochastically
+
+
+def graph_buffers(config: Config, nothing: None) -> tuple[()]:
+    return ()
+
+
+def returned_elsewhere(config: Config) -> dict[int, int]:
+    return {}
+
+
+def fills(config: Config) -> bool:
+    return False
+
+
+def flat_places(config: Config) -> tuple[int, ...]:
+    return ()
+
+
+def counts(config: Config) -> Counts:
+    return Counts(config.parts, 0, 1, 0)
+
+
+def passed(config: Config) -> dict[int, int]:
+    return {0: -1} if config.back is None and "x" in config.grads else {}
+
+
+def forward(config: Config, inputs: Inputs) -> Made:
+    x = inputs.x
+    parts = () if config.spec is None else tuple(config.spec.quantize(x.detach()).tensors())
+    return Made((x.new_zeros(1).expand(x.shape),), parts, ())
+
+
+def protos(config: Config, inputs: Inputs) -> Made:
+    x: Any = inputs.x
+    token = TensorProto(tuple(x.shape), x.dtype, x.device, (0,) * len(x.shape))
+    parts: tuple[TensorProto, ...] = ()
+    if config.spec is not None:
+        q = config.spec.proto(x)
+        parts = tuple(p for p in (q.codes, q.scale, q.global_scale) if p is not None)
+    return Made((token,), parts, ())
+
+
+def wants(config: Config) -> tuple[bool, ...]:
+    return "x" in config.grads, False
+
+
+def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...]:
+    return (inputs.seed if config.grads else None,)
+
+
+def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> tuple[TensorProto | None, ...]:
+    return (TensorProto(tuple(dy.shape), dy.dtype, dy.device) if "x" in config.grads else None), None
+
+
+def backward(
+    config: Config, saved: tuple[Tensor | None, ...], buffers: Any, grads: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None, ...]:
+    dy = grads[0]
+    if dy is None or config.back is None:
+        return dy, None
+    return config.back.quantize(dy.contiguous(), seed=saved[0]).dequantize(dy.dtype), None
+
+
+def flops(config: Config, inputs: Inputs) -> int:
+    """Of GEMMs: none."""
+    return 0
+
+
+def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> int:
+    return 0

@@ -1,0 +1,66 @@
+"""`Quantize`: codes as a value between operations."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.fuser.operation import FusibleOperation
+from octavo.layers import rounding as layer
+from octavo.lower import is_watched, run, run_in_graph
+from octavo.modules.ambient import ambient
+from octavo.quant import QTensor
+from octavo.quant.qtensor import Join
+from octavo.recipes import Recipe
+from octavo.recipes import recipe as resolve
+
+
+class Quantize(FusibleOperation, nn.Module):
+    """x as the codes that a Linear's fprop would make of it, by the recipe given here or by `octavo.autocast`'s; x
+    itself where neither is there, or it quantizes nothing. With `backward` its gradient is rounded as dgrad would round
+    dy, and comes back as values: codes of a gradient live inside a run.
+
+    A Linear that takes these codes multiplies them, and keeps them for dW. Within a run no Quantize is needed: whoever
+    makes x casts it for the Linear that follows."""
+
+    def __init__(self, forward: bool = True, backward: bool = False, recipe: str | Recipe | None = None) -> None:
+        super().__init__()
+        self.quantize_forward, self.quantize_backward = forward, backward
+        self.recipe = None if recipe is None else resolve(recipe)
+
+    def forward(self, x: Tensor | QTensor) -> Tensor | QTensor:
+        recipe = self.recipe or ambient.recipe
+        if recipe is None:
+            return x
+        quant = recipe.linear()
+        spec = quant.fprop.left if self.quantize_forward else None
+        back = quant.dgrad.left if self.quantize_backward else None
+        if isinstance(x, QTensor) or (spec is None and back is None):
+            return x
+        needs = x.requires_grad and torch.is_grad_enabled()
+        if spec is None and not needs:
+            return x
+        draws = needs and back is not None and back.draws
+        seed = torch.randint(0, 2**62, (2,), device=x.device) if draws else None
+        key = (
+            f"rounding(spec={'None' if spec is None else spec.key},"
+            f"back={'None' if back is None or not needs else back.key},grads='{'x' if needs else ''}')"
+        )
+        inputs = layer.Inputs(x, seed)
+        made: Any
+        if torch.compiler.is_compiling() or is_watched():
+            made = run_in_graph("rounding", key, inputs, (None,))
+        else:
+            made = run(layer, layer.config(key), inputs, (), differentiable=needs)  # type: ignore[arg-type]
+        token = made[0]
+        if spec is None:
+            found: Tensor = Join.apply(x.detach(), token)  # type: ignore[no-untyped-call]
+            return found
+        q = spec.assemble(made[1:], tuple(x.shape), x.dtype)
+        return QTensor(q.codes, q.scale, spec, q.shape, q.dtype, q.global_scale, token=token if needs else None)
+
+    def op_alone(self, x: Any) -> str:
+        return "its codes are a value of their own"
+
+    def extra_repr(self) -> str:
+        return f"forward={self.quantize_forward}, backward={self.quantize_backward}, recipe={self.recipe}"

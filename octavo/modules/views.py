@@ -1,0 +1,141 @@
+"""Operations that compute nothing, or next to nothing: views, and values that come from or go to elsewhere."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import UnsupportedDevice, UnsupportedShape
+from octavo.fuser.operation import Edge, FusibleOperation, Stage
+from octavo.layers import add as layer
+from octavo.layers import fork
+from octavo.lower import is_watched, run, run_in_graph
+from octavo.modules.activation import check_input, numbers, values_of
+from octavo.modules.quantized import NAMES
+from octavo.values import Value
+
+
+class Identity(FusibleOperation, nn.Module):
+    """x"""
+
+    def forward(self, x: Any) -> Any:
+        return x
+
+    def op_alone(self, x: Any) -> str:
+        return "it is x itself"
+
+    def op_makes_node(self) -> bool:
+        return False
+
+
+class Reshape(FusibleOperation, nn.Module):
+    """x in another shape; -1 stands for what is left. A view where x's strides allow one."""
+
+    def __init__(self, shape: int | tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = values_of(x).reshape(self.shape)
+        return found
+
+    def op_alone(self, x: Any) -> str:
+        return "it is a view"
+
+    def op_makes_node(self) -> bool:
+        return False
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}"
+
+
+class AddExtraInput(FusibleOperation, nn.Module):
+    """x + extra, of one shape. With `source`, extra is the channel of that name. With `in_place` the sum is written to
+    the extra tensor, by torch."""
+
+    num_extra_inputs = 1
+
+    def __init__(self, *, in_place: bool = False, source: str | None = None) -> None:
+        super().__init__()
+        self.in_place = self.op_writes_extra = in_place
+        if source is not None:
+            self.set_extra_input_channel(0, source)
+
+    def forward(self, x: Tensor, extra: Tensor) -> Tensor:
+        x, extra = values_of(x), values_of(extra)
+        self._check(x, extra)
+        if self.in_place:
+            return extra.add_(x)
+        grads = _grads(x.requires_grad, extra)
+        key = _key(x.dtype, extra, grads)
+        inputs = layer.Inputs(x, extra)
+        if torch.compiler.is_compiling() or is_watched():
+            return run_in_graph("add", key, inputs, (None,))[0]
+        return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]  # type: ignore[arg-type]
+
+    def _check(self, x: Tensor | Edge, extra: Tensor | Edge) -> None:
+        check_input("AddExtraInput", x)
+        check_input("the extra input", extra)
+        if x.shape and extra.shape and tuple(x.shape) != tuple(extra.shape):
+            raise UnsupportedShape(
+                f"AddExtraInput adds tensors of one shape, got {numbers(x)} and {numbers(extra)}. Expand "
+                "the smaller one."
+            )
+        if x.device != extra.device:
+            raise UnsupportedDevice(f"x is on {x.device} and the extra input on {extra.device}. Move them together.")
+
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        return isinstance(config, layer.Config)
+
+    def op_alone(self, x: Any) -> str:
+        return "in_place=True writes to the caller's tensor" if self.in_place else ""
+
+    def op_makes_node(self) -> bool:
+        return not self.in_place
+
+    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        extra = values_of(extras[0])
+        self._check(x, extra)
+        grads = _grads(x.needs, extra)
+        y = x._replace(needs=grads != "")
+        return Stage(_key(x.dtype, extra, grads), (extra,), (), y, grads != "")
+
+    def extra_repr(self) -> str:
+        return f"in_place={self.in_place}"
+
+
+def _grads(x: bool, extra: Tensor | Edge) -> str:
+    if not torch.is_grad_enabled():
+        return ""
+    needs = extra.needs if isinstance(extra, Edge) else extra.requires_grad
+    return ("x" if x else "") + ("e" if needs else "")
+
+
+def _key(dtype: torch.dtype, extra: Tensor | Edge, grads: str) -> str:
+    return f"add(dtype='{NAMES[dtype]}',extra_dtype='{NAMES[extra.dtype]}',grads='{grads}')"
+
+
+class MakeExtraOutput(FusibleOperation, nn.Module):
+    """x, and x once more as an extra output; dx is the sum of both gradients. With `channel`, others of the Sequential
+    may take it under that name, and `output_to_caller` says whether the caller gets it too. `in_place` has no meaning
+    here, where no gradient is written over: it is taken so that code for other libraries runs."""
+
+    num_extra_outputs = 1
+    op_forks = True
+
+    def __init__(self, *, in_place: bool = False, channel: str | None = None, output_to_caller: bool = True) -> None:
+        super().__init__()
+        self.in_place = in_place
+        if channel is not None:
+            self.set_extra_output_channel(0, channel, output_to_caller)
+
+    def forward(self, x: Any) -> Any:
+        return x, x
+
+    def op_makes_node(self) -> bool:
+        return False
+
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        return isinstance(config, fork.Config)

@@ -1,0 +1,218 @@
+"""Sequentials to try, one step of them, what their graphs hold, and the same models a second time in float64."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+
+import octavo
+from octavo import ops
+from octavo.kernels.activation import ACTIVATIONS
+from octavo.recipes import SHIPPED
+from tests.kernels.test_activation import FORMULAS, applied
+from tests.modules.oracle import QUANTIZED, assert_same, randn, spiky
+
+H, FFN, M = 32, 48, 24  # hidden, feed-forward, tokens
+
+# relative error, root of the mean square, that y and gradients of a chain of two layers may have against float64
+Y_ERROR = {"bf16": 1e-5, **dict.fromkeys(QUANTIZED, 0.1), "nvfp4": 0.5}
+GRAD_ERROR = {"bf16": 1e-5, **dict.fromkeys(QUANTIZED, 0.16), "nvfp4": 0.7}
+SAMPLE = ("bf16", "fp8-delayed", "fp8-current", "nvfp4")  # one recipe of each kind
+every = pytest.mark.parametrize("recipe", SHIPPED)
+quantized = pytest.mark.parametrize("recipe", QUANTIZED)
+sample = pytest.mark.parametrize("recipe", SAMPLE)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def fill(model, seed=1):
+    """Parameters, and counters of rounding, that do not depend on torch's generator."""
+    with torch.no_grad():
+        for i, (name, p) in enumerate(model.named_parameters()):
+            if p.dim() > 1:
+                p.copy_(spiky(*p.shape, seed=seed + i, size=6.0) / p.shape[-1] ** 0.5)
+            else:
+                p.copy_(0.3 * randn(*p.shape, seed=seed + i) + float("bias" not in name))
+        for name, buffer in model.named_buffers():
+            if name.endswith("rounding_seed"):
+                buffer.copy_(torch.tensor([7, 0]))
+    return model
+
+
+def mlp(recipe=None, *, norm=ops.RMSNorm, act=ops.SwiGLU, bias=False, dtype=torch.float32, linear=None, **settings):
+    """Norm, Linear, activation, Linear; `linear`: settings of both layers."""
+    width = 2 * FFN if ACTIVATIONS[act.NAME].gated else FFN
+    linear = {"bias": bias, "recipe": recipe, "dtype": dtype, **(linear or {})}
+    layers = (norm(H, dtype=dtype), octavo.Linear(H, width, **linear), act(), octavo.Linear(FFN, H, **linear))
+    return fill(octavo.Sequential(*layers, **settings))
+
+
+def residual(recipe=None, *, dtype=torch.float32, output_to_caller=False, **settings):
+    """x + mlp(x) in one Sequential."""
+    return octavo.Sequential(
+        ops.MakeExtraOutput(channel="residual", output_to_caller=output_to_caller),
+        *mlp(recipe, dtype=dtype),
+        ops.AddExtraInput(source="residual"),
+        **settings,
+    )
+
+
+def unfused(model):
+    """A copy of it that runs by no rule at all."""
+    return octavo.Sequential(*copy.deepcopy(list(model)), rules=None)
+
+
+def batch(*lead, seed=0, dtype=torch.float32, width=H, out=H):
+    """x and dy, signed, with outliers."""
+    lead = lead or (M,)
+    return spiky(*lead, width, seed=seed, dtype=dtype, size=8.0), spiky(*lead, out, seed=90 + seed, dtype=dtype)
+
+
+def whole(*shape, seed=0, dtype=torch.float32):
+    """Small integers: sums of them are exact in any order."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def step(model, inputs, dys, *, call=None, frozen=(), **given):
+    """One step that starts without gradients: outputs, then gradients of the inputs, then of the parameters.
+
+    `frozen`: inputs, by position, that want no gradient. A dy that is None is left out."""
+    inputs, dys = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (inputs, dys))
+    leaves = [
+        t.clone().requires_grad_(i not in frozen) if t.is_floating_point() else t.clone() for i, t in enumerate(inputs)
+    ]
+    model.zero_grad()
+    y = (model if call is None else call)(*leaves, **given)
+    outputs = y if isinstance(y, tuple) else (y,)
+    found = [t.detach().clone() for t in outputs]
+    pairs = [(t, dy) for t, dy in zip(outputs, dys, strict=True) if dy is not None]
+    torch.autograd.backward([t for t, _ in pairs], [dy for _, dy in pairs])
+    return [*found, *(t.grad for t in leaves), *(p.grad for p in model.parameters())]
+
+
+def assert_equal(found, want, what=""):
+    for i, (a, b) in enumerate(zip(found, want, strict=True)):
+        assert_same(a, b, f"{what} {i}")
+
+
+def assert_unfused(model, inputs, dys, **given):
+    """A step equals that of a copy, made before it, that runs by no rule; returns it."""
+    twin = unfused(model)
+    found = step(model, inputs, dys, **given)
+    assert_equal(found, step(twin, inputs, dys, **given))
+    return found
+
+
+def assert_state(a, b):
+    """What recipes remember."""
+    want = octavo.state_dict(b)
+    assert octavo.state_dict(a).keys() == want.keys()
+    for key, value in octavo.state_dict(a).items():
+        assert_same(value, want[key], key)
+
+
+def error(found, want):
+    """Relative, root of the mean square."""
+    found, want = found.double(), want.double()
+    return ((found - want).square().mean().sqrt() / want.square().mean().sqrt()).item()
+
+
+def assert_near(found, want, recipe, outputs=1):
+    """Against float64, within what the recipe may lose."""
+    for i, (a, b) in enumerate(zip(found, want, strict=True)):
+        assert (a is None) == (b is None), i
+        if a is not None:
+            bound = (Y_ERROR if i < outputs else GRAD_ERROR)[recipe]
+            bound = max(bound, 4 * torch.finfo(a.dtype).eps)
+            assert a.shape == b.shape
+            assert error(a, b) < bound, f"{i}: {error(a, b):.3g} of {bound:.3g}"
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+class Graphs:
+    """A backend that runs what it is given as it is, and keeps it."""
+
+    def __init__(self):
+        self.forward, self.backward = [], []
+
+    def __call__(self, gm, example_inputs):
+        def keep(graphs):
+            def compiler(inner, _):
+                graphs.append(inner)
+                return make_boxed_func(inner.forward)
+
+            return compiler
+
+        made = aot_autograd(fw_compiler=keep(self.forward), bw_compiler=keep(self.backward))
+        return made(gm, example_inputs)
+
+    def runs(self):
+        """Differentiable nodes of ours: forward, backward."""
+        return (
+            sum(count(g, "octavo.run.default", "octavo.attach.default") for g in self.forward),
+            sum(count(g, "octavo.run_bwd.default") for g in self.backward),
+        )
+
+
+def count(graph, *targets):
+    return sum(n.op == "call_function" and str(n.target) in targets for n in graph.graph.nodes)
+
+
+def compiled(call, backend="aot_eager", **settings):
+    return torch.compile(call, fullgraph=True, backend=backend, **settings)
+
+
+# -- a second time, in float64 -----------------------------------------------------------------------------------------
+
+
+class Reference(nn.Module):
+    """The operations of a Sequential as formulas of float64, quantized by nothing. `public`: extra outputs are too."""
+
+    def __init__(self, model, public=False):
+        super().__init__()
+        self.public = public
+        self.ops = [op for op in model.modules() if not list(op.children())]
+        self.values = nn.ParameterList(
+            nn.Parameter(p.detach().double(), p.requires_grad) for op in self.ops for p in op.parameters()
+        )
+
+    def forward(self, x, *extra):
+        params, extra, made = iter(self.values), list(extra), []
+        for op in self.ops:
+            own = [next(params) for _ in op.parameters()]
+            match op:
+                case ops.MakeExtraOutput():
+                    made.append(x)
+                case ops.AddExtraInput():
+                    x = x + (extra.pop(0) if extra else made[0])
+                case octavo.Linear():
+                    x = F.linear(x, *own)
+                case ops.LayerNorm():
+                    x = F.layer_norm(x, own[0].shape, own[0] + float(op.zero_centered_gamma), *own[1:], op.eps)
+                case ops.RMSNorm():
+                    x = F.rms_norm(x, own[0].shape, own[0] + float(op.zero_centered_gamma), op.eps)
+                case ops.ConstantScale():
+                    x = op.scale * x
+                case ops.Bias():
+                    x = x + own[0]
+                case ops.Identity() | ops.Dropout() | ops.Quantize():
+                    pass
+                case _:
+                    x = applied(FORMULAS[op.NAME], ACTIVATIONS[op.NAME].gated, x)
+        return (x, *made) if self.public else x
+
+
+def reference_step(model, inputs, dys, *, public=False, **given):
+    inputs, dys = ([t] if isinstance(t, torch.Tensor) else list(t) for t in (inputs, dys))
+    inputs = [t.double() if t.is_floating_point() else t for t in inputs]
+    return step(Reference(model, public), inputs, [None if dy is None else dy.double() for dy in dys], **given)

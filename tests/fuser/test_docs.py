@@ -1,0 +1,29 @@
+"""The page about writing operations and fusions (P10): what it shows runs."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import octavo
+from octavo import ops
+
+DOCS = Path(octavo.__file__).parents[1] / "docs"
+PAGES = [page for page in sorted(DOCS.glob("*.md")) if "BasicOperation" in page.read_text()]
+
+
+def test_a_page_shows_how_to_write_an_operation_and_each_kind_of_fusion():
+    shown = "\n".join(page.read_text() for page in PAGES)
+    for word in ("op_forward_compute", "FusedOperation", "Rule(", "Forward(", "Backward(", "Joint("):
+        assert word in shown
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_examples_in_the_docs_run(page, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    names = {}
+    for example in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(example, names)
+    assert any(isinstance(v, type) and issubclass(v, ops.BasicOperation) for v in names.values())

@@ -1,0 +1,336 @@
+"""Plans (F11-F14): when one is made, what it says of itself, and rules that users bring."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+import octavo
+from octavo import ops
+from octavo.errors import UnsupportedConfig
+from tests.fuser.custom import Doubled, Powered
+from tests.fuser.models import H, M, assert_equal, batch, mlp, quantized, residual, step, unfused
+from tests.modules.oracle import assert_same
+
+
+def linear(recipe):
+    return octavo.Linear(H, H, bias=False, recipe=recipe)
+
+
+# -- F11: plans are remembered -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planned():
+    """A Sequential with a rule whose condition is asked once for each plan; how often it was."""
+    asked = []
+
+    def holds(configs):
+        asked.append(configs)
+        return False
+
+    rule = ops.Rule("never", (ops.RMSNorm, octavo.Linear), Nothing, (ops.Condition("never", holds, "It never does."),))
+    layers = ops.RMSNorm(H), octavo.Linear(H, H)
+    return octavo.Sequential(*layers, rules=(ops.Forward(rule),)), asked
+
+
+class Nothing(ops.FusedOperation):
+    @staticmethod
+    def fuser_forward_compute(configs, inputs):
+        raise AssertionError("not chosen")
+
+    @staticmethod
+    def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
+        raise AssertionError("not chosen")
+
+
+def one_step(model, recipe="fp8-current", **given):
+    with octavo.autocast(recipe):
+        return step(model, *batch(**given))
+
+
+def test_no_plan_is_made_in_steady_state(planned):
+    model, asked = planned
+    one_step(model)
+    before = len(asked)
+    assert before > 0
+    for i in range(3):
+        one_step(model, seed=i)
+        step_in = batch(5 + i)
+        with octavo.autocast("fp8-current"):
+            step(model, *step_in)
+    assert len(asked) == before
+
+
+CHANGES = {
+    "another recipe": lambda m: one_step(m, "mxfp8"),
+    "a field of the recipe": lambda m: one_step(m, "fp8-current(pow2=True)"),
+    "the backward of the recipe": lambda m: one_step(m, "fp8-current(backward='high_precision')"),
+    "a history": lambda m: one_step(m, "fp8-delayed(history=4)"),
+    "no gradients": lambda m: torch.no_grad()(lambda: m(batch()[0]))(),
+    "a frozen weight": lambda m: (m[1].weight.requires_grad_(False), one_step(m)),
+    "a dtype": lambda m: (m.bfloat16(), one_step(m, dtype=torch.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_plan_is_made_for_what_matters(planned, change):
+    model, asked = planned
+    one_step(model)
+    before = len(asked)
+    change(model)
+    assert len(asked) > before
+
+
+def test_a_plan_that_was_made_is_found_again(planned):
+    model, asked = planned
+    recipes = ("fp8-current", "mxfp8", "fp8-current(pow2=True)")
+    for recipe in recipes:
+        one_step(model, recipe)
+    before = len(asked)
+    for recipe in recipes:
+        one_step(model, recipe)
+    assert len(asked) == before
+
+
+def test_changed_weights_and_state_make_no_plan(planned):
+    model, asked = planned
+    one_step(model, "fp8-delayed")
+    before = len(asked)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    octavo.step(model)
+    model.load_state_dict(model.state_dict())
+    one_step(model, "fp8-delayed")
+    assert len(asked) == before
+
+
+def test_a_recipe_that_changes_between_steps_is_followed():
+    model = mlp(None)
+    twin = copy.deepcopy(model)
+    for recipe in ("fp8-current", "mxfp8", "fp8-current(pow2=True)", "fp8-current", "bf16"):
+        found = one_step(model, recipe)
+        with octavo.autocast(recipe):
+            want = step(unfused(twin), *batch())
+        assert_equal(found, want, recipe)
+
+
+# -- F14: training and inference in turn -------------------------------------------------------------------------------
+
+
+@quantized
+def test_inference_in_between_leaves_the_weight_cache_of_training(recipe):
+    model, twin, (x, dy) = mlp(recipe), mlp(recipe), batch()
+    for i, first in enumerate((True, False, False)):
+        given = {j: {"is_first_microbatch": first} for j in (1, 3)}
+        found = step(model, x + i, dy, op_kwargs=given)
+        assert_equal(found, step(twin, x + i, dy, op_kwargs=given), f"microbatch {i}")
+        with torch.no_grad():
+            y = model(x + i, op_kwargs={j: {"is_first_microbatch": False} for j in (1, 3)})
+        assert_same(y, found[0], "inference")
+
+
+# -- F12: why, and why not ---------------------------------------------------------------------------------------------
+
+
+def test_an_explanation_says_what_fired_what_did_not_and_why():
+    model, x = mlp("bf16"), batch()[0].requires_grad_()
+    explained = model.explain(x)
+    refused = [r for r in explained.refused if r.rule == "norm-linear"]
+    assert refused
+    assert all(len(r.sentence) > 10 and r.condition and r.ops for r in explained.refused)
+    text = str(explained)
+    assert refused[0].sentence in text and "norm-linear" in text
+    assert set(explained.fired).isdisjoint({"norm-linear"})
+
+
+def test_an_explanation_has_every_operation_once_in_order():
+    model, x = residual("fp8-current"), batch()[0].requires_grad_()
+    explained = model.explain(x)
+    text = str(explained)
+    for rule in explained.fired:
+        assert rule in text
+    for run in explained.runs:
+        assert run.ops and run.forward and run.backward
+    assert 1 <= len(explained.runs) <= 6
+
+
+def test_explaining_runs_nothing_and_remembers_nothing():
+    model, (x, _) = mlp("fp8-delayed", bias=True), batch()
+    before = octavo.state_dict(copy.deepcopy(model))
+    model.explain(x.requires_grad_())
+    after = octavo.state_dict(model)
+    for key, value in before.items():
+        assert_same(after[key], value, key)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_is_required_and_fires_is_no_error():
+    model = octavo.Sequential(ops.RMSNorm(H), linear("fp8-current"), require=("norm-linear",))
+    assert model(batch()[0]).shape == (M, H)
+
+
+def test_what_is_required_and_refused_is_an_error_with_the_condition():
+    model = octavo.Sequential(ops.RMSNorm(H), linear("bf16"), require=("norm-linear",))
+    sentence = next(
+        r.sentence for r in octavo.Sequential(*model).explain(batch()[0].requires_grad_()).refused
+        if r.rule == "norm-linear"
+    )  # fmt: skip
+    with pytest.raises(UnsupportedConfig, match="norm-linear") as refused:
+        model(batch()[0])
+    assert sentence in str(refused.value)
+
+
+def test_what_is_required_and_is_no_rule_is_an_error():
+    with pytest.raises(ValueError, match="norm-lienar"):
+        octavo.Sequential(ops.RMSNorm(H), linear("fp8-current"), require=("norm-lienar",))(batch()[0])
+
+
+def test_what_is_required_and_has_no_operations_is_an_error():
+    with pytest.raises(UnsupportedConfig, match="norm-linear"):
+        octavo.Sequential(linear("fp8-current"), require=("norm-linear",))(batch()[0])
+
+
+def test_a_plan_is_logged_once(caplog):
+    model = octavo.Sequential(ops.RMSNorm(H, eps=0.0625), linear("fp8-current"))  # planned by nobody else
+    with caplog.at_level(logging.INFO, logger="octavo"):
+        for _ in range(3):
+            model(batch()[0])
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    assert len(said) == len(set(said)) >= 1
+    assert any(rule in message for message in said for rule in ("norm-linear",))
+
+
+# -- F13: rules of one's own -------------------------------------------------------------------------------------------
+
+
+def fused_power(factor=1):
+    """Doubled and Powered in one; `factor` shows which one ran."""
+
+    class Both(ops.FusedOperation):
+        @staticmethod
+        def fuser_forward_compute(configs, inputs):
+            x = 2 * inputs[0].x
+            power = x ** configs[1].exponent
+            return factor * power * inputs[1].gain, ((), ()), ((), (x, power))
+
+        @staticmethod
+        def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
+            x, power = fresh[1]
+            return (), (x, inputs[1].gain, None, power)
+
+    return Both
+
+
+def pair(**settings):
+    return octavo.Sequential(Doubled(), Powered(4), **settings)
+
+
+def rule(name="both", factor=1, conditions=(), pattern=(Doubled, Powered)):
+    return ops.Rule(name, pattern, fused_power(factor), conditions)
+
+
+X = torch.full((2, 4), 3.0)  # 36 when it is doubled and squared
+
+
+def test_a_rule_of_ones_own_is_chosen():
+    model = pair(rules=(ops.Forward(rule()),))
+    assert model.explain(X.clone().requires_grad_()).fired == ("both",)
+    assert_equal(step(model, X, X), step(pair(rules=None), X, X))
+
+
+def test_a_rule_of_one_sequential_is_no_rule_of_another():
+    one, other = pair(rules=(ops.Forward(rule(factor=10)),)), pair()
+    assert (one(X) == 360).all() and (other(X) == 36).all()
+    assert other.explain(X).fired == ()
+
+
+def test_the_first_of_two_rules_of_equal_length_is_chosen():
+    rules = ops.Forward(rule("first", 10)), ops.Forward(rule("second", 100))
+    assert (pair(rules=rules)(X) == 360).all()
+    assert (pair(rules=rules[::-1])(X) == 3600).all()
+
+
+def test_the_longest_of_two_rules_is_chosen():
+    class Three(ops.FusedOperation):
+        @staticmethod
+        def fuser_forward_compute(configs, inputs):
+            return 8 * inputs[0].x, ((), (), ()), ((), (), ())
+
+        @staticmethod
+        def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
+            return (), (), ()
+
+    class Two(ops.FusedOperation):
+        @staticmethod
+        def fuser_forward_compute(configs, inputs):
+            return 4 * inputs[0].x, ((), ()), ((), ())
+
+        @staticmethod
+        def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
+            return (), ()
+
+    two = ops.Forward(ops.Rule("two", (Doubled,) * 2, Two))
+    three = ops.Forward(ops.Rule("three", (Doubled,) * 3, Three))
+    model = octavo.Sequential(*[Doubled() for _ in range(5)], rules=(two, three))
+    assert sorted(model.explain(X).fired) == ["three", "two"]
+    assert torch.equal(model(X), 32 * X)
+
+
+def test_the_first_condition_that_fails_is_the_one_that_is_said():
+    conditions = (
+        ops.Condition("holds", lambda configs: True, "Never said."),
+        ops.Condition("cubes", lambda configs: configs[1].exponent == 3, "It takes an exponent of 3."),
+        ops.Condition("fails", lambda configs: False, "Not reached."),
+    )
+    (refused,) = pair(rules=(ops.Forward(rule(conditions=conditions)),)).explain(X).refused
+    assert (refused.rule, refused.condition, refused.sentence) == ("both", "cubes", "It takes an exponent of 3.")
+
+
+def test_global_rules_come_and_go():
+    leave = ops.register_forward_fusion(rule("everyone's", 10))
+    try:
+        assert (pair()(X) == 360).all()
+        assert (pair(rules=None)(X) == 36).all()
+        assert (pair(rules=(ops.Forward(rule("own", 100)),))(X) == 3600).all()
+        first = ops.register_forward_fusion(rule("prepended", 1000), prepend=True)
+        assert (pair()(X) == 36000).all()
+        first()
+        assert (pair()(X) == 360).all()
+    finally:
+        leave()
+    assert (pair()(X) == 36).all()
+
+
+@pytest.mark.parametrize("register", [ops.register_backward_fusion, ops.register_forward_backward_fusion])
+def test_global_rules_of_the_other_kinds(register):
+    class Backward(fused_power()):
+        @staticmethod
+        def fuser_backward(configs, saved, grads, wants):
+            x, gain, _, power = saved[1]
+            (dy,) = grads
+            dx = 20 * dy * gain * configs[1].exponent * x ** (configs[1].exponent - 1)
+            return (dx,), (None, (dy * power).sum(0) if wants[1].gain else None, None)
+
+    if register is ops.register_backward_fusion:
+        Backward = type("Only", (ops.FusedOperation,), {"fuser_backward": staticmethod(Backward.fuser_backward)})
+    leave = register(ops.Rule("ten times", (Doubled, Powered), Backward))
+    try:
+        model = pair()
+        assert model.explain(X.clone().requires_grad_()).fired == ("ten times",)
+        found, want = step(model, X, X), step(pair(rules=None), X, X)
+        assert_equal(found, [want[0], 10 * want[1], want[2]])
+    finally:
+        leave()
+
+
+def test_a_subclass_of_an_operation_is_not_fused_by_its_parents_rules():
+    class Special(Powered):
+        @staticmethod
+        def op_forward_compute(config, inputs):
+            return -inputs.x, (inputs.x,)
+
+    model = octavo.Sequential(Doubled(), Special(4), rules=(ops.Forward(rule()),))
+    assert torch.equal(model(X), -2 * X)

@@ -1,0 +1,340 @@
+"""Activations into codes: the same bytes as the activation written and then cast."""
+
+import math
+
+import pytest
+import torch
+
+from octavo import backend
+from octavo.errors import UnsupportedShape
+from octavo.formats import E4M3, E5M2
+from octavo.kernels import activation
+from octavo.kernels import activation_quantize as kernel
+from octavo.kernels.activation import ACTIVATIONS, Function
+from octavo.quant import MX, Block1D, Block2D, Rowwise, TensorProto, Tensorwise
+from octavo.quant.groups import split
+from octavo.quant.quantizer import Given, fill_pair
+from tests.kernels.test_activation import data, seed_of, sizes
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SPECS = [Tensorwise(), Tensorwise(E5M2), Block1D(), Block1D(E5M2, "fp32"), Block2D(), Block2D(E4M3, "fp32")]
+
+every = pytest.mark.parametrize("name", ACTIVATIONS)
+specs = pytest.mark.parametrize("spec", SPECS, ids=str)
+
+
+def empty_pair(spec, m, k, dtype, device, sides="rc", column=None):
+    """Orientations to be filled, poisoned."""
+    like = TensorProto((m, k), dtype, torch.device(device))
+    row = spec.proto(like).empty() if "r" in sides else None
+    other = (column or spec).proto(like, 0).empty() if "c" in sides else None
+    for q in (row, other):
+        for t in () if q is None else q.tensors():
+            t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)).view(torch.uint8).fill_(0xA5)
+    return row, other
+
+
+def given_to(spec, device, encode=0.37):
+    """Delayed scaling for a scheme that takes it, with an amax to be raised."""
+    if not spec.takes_encode:
+        return Given()
+    return Given(encode=torch.tensor([encode], device=device), observed=torch.full((1,), 1e-3, device=device))
+
+
+def contents(pair, given):
+    """Bytes of all that is filled. An amax of NaN is one NaN, whichever the kernels had."""
+    filled = [t for q in pair if q is not None for t in q.tensors()]
+    filled += [given.observed.nan_to_num(-1.0)] if given.observed is not None else []
+    return [t.cpu().contiguous().view(-1).view(torch.uint8) for t in filled]
+
+
+def assert_same(found, want, what=""):
+    for a, b in zip(found, want, strict=True):
+        assert a.shape == b.shape, what
+        assert torch.equal(a, b), f"{what}: {int((a != b).sum())} of {a.numel()} bytes differ"
+
+
+def operands(fn, m, h, dtype, device="cpu", extra=(), strided=False, odd=()):
+    """x, dy and whatever goes along; `odd` are values among those of both."""
+    x, dy = data(m, h * sizes(fn), dtype=dtype), data(m, h, dtype=dtype, seed=1, size=1e-2)
+    for t in (x, dy):
+        for i, value in enumerate(odd):
+            t.view(-1)[7 + 31 * i :: 1009] = torch.tensor(value).to(dtype)  # Inf, where it is too large
+    x, dy = x.to(device), dy.to(device)
+    if strided:
+        x, dy = x.T.contiguous().T, dy[:1].expand(m, h)
+    found = {
+        "scales": torch.rand(m, generator=torch.Generator().manual_seed(2)).to(device) if "scales" in extra else None,
+        "bias": data(x.shape[1], dtype=dtype, seed=2).to(device) if "bias" in extra else None,
+        "seed": seed_of(77, 2, device) if "seed" in extra else None,
+    }
+    return x, dy, found
+
+
+def check_forward(fn, x, extra, spec, sides="rc", column=None, **settings):
+    m, h = x.shape[0], x.shape[1] // sizes(fn)
+    results = []
+    for fused in (True, False):
+        pair, given = empty_pair(spec, m, h, x.dtype, x.device, sides, column), given_to(spec, x.device)
+        if not fused:
+            fill_pair(activation.forward(fn, x, **extra), pair, given)
+        elif settings:
+            backend.twin("octavo.kernels.activation_quantize", x).forward(
+                fn, x, *extra.values(), pair, given, **settings
+            )
+        else:
+            kernel.forward(fn, x, *extra.values(), pair, given)
+        results.append(contents(pair, given))
+    assert_same(*results, what=f"y {spec} {sides}")
+
+
+def check_backward(fn, x, dy, extra, spec, again=None, sides="rc", bias_grad=None, **settings):
+    (m, h), x = dy.shape, x if fn.remembers or again is not None else None
+    n, results = h * sizes(fn), []
+    for fused in (True, False):
+        pair, given = empty_pair(spec, m, n, dy.dtype, dy.device, sides), given_to(spec, dy.device, 411.0)
+        if again is not None:
+            second, other = empty_pair(again, m, h, x.dtype, dy.device, "c")[1], given_to(again, dy.device)
+        else:
+            second, other = None, Given()
+        if fused and not settings:
+            db = kernel.backward(fn, dy, x, *extra.values(), pair, given, second, other, bias_grad)
+        elif fused:
+            db = backend.twin("octavo.kernels.activation_quantize", dy).backward(
+                fn, dy, x, *extra.values(), pair, given, second, other, bias_grad, **settings
+            )
+        else:
+            dx, _, db = activation.backward(fn, dy, x, **extra, bias_grad=bias_grad)
+            fill_pair(dx, pair, given)
+            if second is not None:
+                fill_pair(activation.forward(fn, x, **extra), (None, second), other)
+        results.append((contents(pair, given), contents((None, second), other), db))
+    (found, found_again, db), (want, want_again, want_db) = results
+    assert_same(found, want, what=f"dx {spec} {sides}")
+    assert_same(found_again, want_again, what=f"y {again}")
+    assert (db is None) == (want_db is None)
+    if db is not None:
+        assert db.dtype == bias_grad
+        terms = activation.backward(fn, dy, x, **extra).x.float().abs().sum(0)
+        assert ((db - want_db).abs() <= torch.finfo(bias_grad).eps * want_db.abs() + 1e-5 * terms).all()
+
+
+# -- anywhere ----------------------------------------------------------------------------------------------------------
+
+
+@every
+@specs
+def test_forward_fills_what_a_cast_of_y_would(name, spec):
+    fn = ACTIVATIONS[name]
+    for sides in ("r", "c", "rc"):
+        x, _, extra = operands(fn, 37, 130, torch.bfloat16, extra=("scales",))
+        check_forward(fn, x, extra, spec, sides)
+
+
+@every
+@specs
+def test_backward_fills_what_casts_of_dx_and_y_would(name, spec):
+    fn = ACTIVATIONS[name]
+    x, dy, extra = operands(fn, 37, 130, torch.bfloat16, extra=("bias",))
+    check_backward(fn, x, dy, extra, spec, Tensorwise(), bias_grad=torch.float32)
+    check_backward(fn, x, dy, extra, spec, sides="r")
+
+
+@pytest.mark.parametrize("spec", [Tensorwise(), Rowwise(), MX(), Block1D()], ids=str)
+def test_schemes_without_a_kernel_go_by_way_of_the_value(spec):
+    fn = ACTIVATIONS["swiglu"]
+    x, dy, extra = operands(fn, 5, 64, torch.bfloat16)
+    for given in (Given(), Given(observed=torch.zeros(1))):
+        row, column = empty_pair(spec, 5, 64, x.dtype, "cpu")
+        kernel.forward(fn, x, *extra.values(), (row, column), given)
+        want = spec.quantize_both(activation.forward(fn, x))
+        assert_same(contents((row, column), Given()), contents(want, Given()))
+    first, second = empty_pair(spec, 5, 128, x.dtype, "cpu")
+    assert kernel.backward(fn, dy, x, None, None, None, (first, second), Given()) is None
+    want = spec.quantize_both(activation.backward(fn, dy, x).x)
+    assert_same(contents((first, second), Given()), contents(want, Given()))
+
+
+@every
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=str)
+def test_nothing_gives_nothing(name, shape):
+    fn = ACTIVATIONS[name]
+    x, dy, extra = operands(fn, *shape, torch.bfloat16)
+    check_forward(fn, x, extra, Tensorwise())
+    check_backward(fn, x, dy, extra, Tensorwise(E5M2), Tensorwise(), bias_grad=torch.float32)
+
+
+def test_rows_in_groups_go_by_way_of_the_value():
+    fn, groups = ACTIVATIONS["swiglu"], split(torch.tensor([3, 0, 6]), 10)
+    x, _, extra = operands(fn, 10, 32, torch.bfloat16)
+    results = []
+    for fused in (True, False):
+        pair = empty_pair(Block1D(), groups.padded, 32, x.dtype, "cpu", "r")
+        given = Given(groups=groups)
+        if fused:
+            kernel.forward(fn, x, *extra.values(), pair, given)
+        else:
+            fill_pair(activation.forward(fn, x), pair, given)
+        results.append(contents(pair, given))
+    assert_same(*results)
+
+
+def test_only_what_is_wanted():
+    fn = ACTIVATIONS["swiglu"]
+    x, dy, extra = operands(fn, 5, 16, torch.bfloat16)
+    kernel.forward(fn, x, *extra.values(), (None, None), Given())
+    assert kernel.backward(fn, dy, x, *extra.values(), (None, None), Given()) is None
+    sums = kernel.backward(fn, dy, x, *extra.values(), (None, None), Given(), bias_grad=torch.float32)
+    assert torch.equal(sums, activation.backward(fn, dy, x, bias_grad=torch.float32).bias)
+
+
+def test_codes_of_another_shape_are_refused():
+    fn = ACTIVATIONS["swiglu"]
+    x, dy, extra = operands(fn, 5, 16, torch.bfloat16)
+    for pair in (
+        empty_pair(Block1D(), 5, 32, x.dtype, "cpu", "r"),
+        empty_pair(Block1D(), 4, 16, x.dtype, "cpu", "c"),
+    ):
+        with pytest.raises(UnsupportedShape, match="y is 5 x 16"):
+            kernel.forward(fn, x, *extra.values(), pair, Given())
+    with pytest.raises(UnsupportedShape, match="dx is 5 x 32"):
+        kernel.backward(fn, dy, x, *extra.values(), empty_pair(Block1D(), 5, 16, x.dtype, "cpu"), Given())
+
+
+def test_what_is_one_pass():
+    half = torch.bfloat16
+    for spec in SPECS:
+        for row, column in ((spec, spec), (spec, None), (None, spec)):
+            assert kernel.fuses(row, column, spec.takes_encode, half) == ""
+    assert "finds its scale from all of the activation, which must be written first" in kernel.fuses(
+        Tensorwise(), Tensorwise(), False, half
+    )
+    assert "take a pass each over the activation" in kernel.fuses(Block1D(), Block2D(), False, half)
+    assert "no kernel that casts the activation" in kernel.fuses(MX(), None, False, half)
+    assert "no kernel" in kernel.fuses(None, Rowwise(), False, half)
+    assert "float32, bfloat16 or float16" in kernel.fuses(Block1D(), None, False, torch.float64)
+    assert "Nobody wants" in kernel.fuses(None, None, False, half)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 60.0, -60.0, 1e-30, 3e38)
+
+
+@pytest.mark.gpu
+@every
+@pytest.mark.parametrize("spec", [Tensorwise(), Block1D(), Block2D(E4M3, "fp32")], ids=str)
+def test_triton_fills_the_same_bytes_for_every_activation(name, spec):
+    """Bytes of the unfused Triton kernels, whole tiles and edges, odd numbers among the values."""
+    fn = ACTIVATIONS[name]
+    for m, h in ((130, 256), (37, 144)):
+        x, dy, extra = operands(fn, m, h, torch.bfloat16, "cuda")
+        check_forward(fn, x, extra, spec)
+        check_backward(fn, x, dy, extra, spec, spec)
+    x, dy, extra = operands(fn, 37, 144, torch.bfloat16, "cuda", odd=ODD)
+    check_forward(fn, x, extra, spec)
+    check_backward(fn, x, dy, extra, spec, spec)
+
+
+SHAPES = [(1, 37), (37, 1), (130, 130), (257, 48), (257, 1008), (128, 384)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize("spec", [Tensorwise(E5M2), Block1D(), Block2D(E4M3, "fp32")], ids=str)
+@pytest.mark.parametrize(("m", "h"), SHAPES)
+def test_triton_fills_the_same_bytes_for_every_shape(name, spec, m, h):
+    fn = ACTIVATIONS[name]
+    x, dy, extra = operands(fn, m, h, torch.bfloat16, "cuda")
+    check_forward(fn, x, extra, spec)
+    check_backward(fn, x, dy, extra, spec, Tensorwise(), bias_grad=torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_triton_fills_the_same_bytes_for_every_side_and_dtype(spec, dtype):
+    fn = ACTIVATIONS["swiglu"]
+    for sides in ("r", "c", "rc"):
+        x, dy, extra = operands(fn, 130, 256, dtype, "cuda", odd=ODD)
+        check_forward(fn, x, extra, spec, sides)
+        check_backward(fn, x, dy, extra, spec, Tensorwise() if sides == "r" else None, sides)
+
+
+CASES = {
+    "swiglu by 16": (ACTIVATIONS["swiglu"]._replace(interleave=16), ()),
+    "swiglu by 1, strided": (ACTIVATIONS["swiglu"]._replace(interleave=1), ()),
+    "clamped-swiglu by 3, scaled, strided": (ACTIVATIONS["clamped-swiglu"]._replace(interleave=3), ("scales",)),
+    "clamped-swiglu, scaled": (ACTIVATIONS["clamped-swiglu"], ("scales",)),
+    "clamped-swiglu by 128, with a bias": (ACTIVATIONS["clamped-swiglu"]._replace(interleave=128), ("bias",)),
+    "swiglu, scaled, strided": (ACTIVATIONS["swiglu"], ("scales",)),
+    "swiglu with a bias": (ACTIVATIONS["swiglu"], ("bias",)),
+    "swiglu with dropout, scaled, strided": (ACTIVATIONS["swiglu"]._replace(drop=0.3), ("scales", "seed")),
+    "gelu with a bias, strided": (ACTIVATIONS["gelu"], ("bias",)),
+    "gelu with a bias and dropout": (ACTIVATIONS["gelu"]._replace(drop=0.1), ("bias", "seed")),
+    "dropout": (ACTIVATIONS["linear"]._replace(drop=0.5), ("seed",)),
+    "sigmoid with a bias": (Function("sigmoid"), ("bias",)),
+    "sigmoid, gated, offset": (Function("sigmoid", gated=True, offset=1.0), ()),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("spec", [Tensorwise(), Block1D(), Block2D(E4M3, "fp32")], ids=str)
+def test_triton_fills_the_same_bytes_whatever_goes_along(case, spec):
+    fn, extra = CASES[case]
+    for m, h, dtype in ((130, 384, torch.bfloat16), (37, 51, torch.float16), (37, 192, torch.float32)):
+        if fn.gated and fn.interleave and h % fn.interleave:
+            continue
+        x, dy, extras = operands(fn, m, h, dtype, "cuda", extra, strided="strided" in case)
+        check_forward(fn, x, extras, spec)
+        bias_grad = dtype if "bias" in extra else None
+        check_backward(fn, x, dy, extras, spec, spec if fn.remembers else None, bias_grad=bias_grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_triton_fills_the_same_bytes_in_every_configuration(name):
+    from octavo.kernels.activation_quantize.triton import CONFIGS, GATED_CONFIGS
+
+    fn = ACTIVATIONS[name]
+    x, dy, extra = operands(fn, 257, 272, torch.bfloat16, "cuda")
+    for config in dict.fromkeys((*CONFIGS, *GATED_CONFIGS)):
+        check_forward(fn, x, extra, Tensorwise(), config=config)
+        check_backward(fn, x, dy, extra, Tensorwise(E5M2), Tensorwise(), bias_grad=torch.float32, config=config)
+        if config.rows == config.columns == 128:
+            for spec in (Block1D(), Block2D()):
+                check_forward(fn, x, extra, spec, config=config)
+                check_backward(fn, x, dy, extra, spec, config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", [(Tensorwise(), Block1D()), (Block1D(), Tensorwise())], ids=str)
+def test_triton_has_gradient_and_value_by_schemes_of_their_own(pair):
+    for name in ("gelu", "swiglu"):
+        x, dy, extra = operands(ACTIVATIONS[name], 130, 272, torch.bfloat16, "cuda")
+        check_backward(ACTIVATIONS[name], x, dy, extra, *pair)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", [Tensorwise(), Block1D()], ids=str)
+def test_triton_gives_the_same_bits_again(spec):
+    fn = ACTIVATIONS["swiglu"]
+    x, dy, extra = operands(fn, 513, 2048, torch.bfloat16, "cuda")
+    results = []
+    for _ in range(2):
+        pair, given = empty_pair(spec, 513, 4096, x.dtype, "cuda"), given_to(spec, "cuda")
+        db = kernel.backward(fn, dy, x, *extra.values(), pair, given, bias_grad=torch.float32)
+        results.append([*contents(pair, given), db.cpu().view(torch.uint8)])
+    assert_same(*results)
+
+
+@pytest.mark.gpu
+def test_triton_nothing_gives_nothing():
+    for name in ("gelu", "swiglu"):
+        for shape in ((0, 8), (3, 0)):
+            fn = ACTIVATIONS[name]
+            x, dy, extra = operands(fn, *shape, torch.bfloat16, "cuda")
+            for spec in (Tensorwise(), Block1D()):
+                check_forward(fn, x, extra, spec)
+                check_backward(fn, x, dy, extra, spec, spec)

@@ -1,0 +1,120 @@
+"""Norms into codes: the same bytes as the normalised rows written and then cast."""
+
+import pytest
+import torch
+
+from octavo import backend
+from octavo.errors import UnsupportedShape
+from octavo.formats import E4M3, E5M2
+from octavo.kernels import norm as norms
+from octavo.kernels import norm_quantize as kernel
+from octavo.quant import MX, Block1D, Block2D, Rowwise, Tensorwise
+from octavo.quant.quantizer import Given, fill_pair
+from tests.kernels.test_activation_quantize import DTYPES, ODD, SPECS, assert_same, contents, empty_pair, given_to
+from tests.kernels.test_norm import NORMS, operands
+
+every = pytest.mark.parametrize("name", NORMS)
+
+
+def check(norm, x, weight, bias, spec, sides="rc", **settings):
+    """Codes, scales, the amax observed, mean and rstd."""
+    results = []
+    for fused in (True, False):
+        pair, given = empty_pair(spec, *x.shape, x.dtype, x.device, sides), given_to(spec, x.device, 63.0)
+        if not fused:
+            y, mean, rstd = norms.forward(norm, x, weight, bias)
+            fill_pair(y, pair, given)
+        elif settings:
+            twin = backend.twin("octavo.kernels.norm_quantize", x)
+            mean, rstd = twin.forward(norm, x, weight, bias, pair, given, **settings)
+        else:
+            mean, rstd = kernel.forward(norm, x, weight, bias, pair, given)
+        assert (mean is None) == (not norm.centers)
+        found = [t.cpu().view(torch.uint8) for t in (mean, rstd) if t is not None]
+        results.append([*contents(pair, given), *found])
+    assert_same(*results, what=f"{spec} {sides}")
+
+
+# -- anywhere ----------------------------------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("spec", [*SPECS, MX(), Rowwise()], ids=str)
+def test_fills_what_a_cast_of_y_would(name, spec):
+    x, _, weight, bias = operands(NORMS[name], 37, 96, torch.bfloat16)
+    for sides in ("r", "c", "rc"):
+        check(NORMS[name], x, weight, bias, spec, sides)
+
+
+@every
+@pytest.mark.parametrize("m", [0, 1])
+def test_hardly_any_rows(name, m):
+    x, _, weight, bias = operands(NORMS[name], m, 8, torch.bfloat16)
+    for spec in (Tensorwise(), Block1D()):
+        check(NORMS[name], x, weight, bias, spec)
+
+
+def test_codes_of_another_shape_are_refused():
+    x, _, weight, bias = operands(NORMS["rms"], 5, 16, torch.bfloat16)
+    pair = empty_pair(Block1D(), 16, 5, x.dtype, "cpu", "c")
+    with pytest.raises(UnsupportedShape, match="y is 5 x 16"):
+        kernel.forward(NORMS["rms"], x, weight, bias, pair, Given())
+
+
+def test_what_is_one_pass():
+    half = torch.bfloat16
+    for spec in SPECS:
+        assert kernel.fuses(spec, spec, spec.takes_encode, half) == ""
+    assert "finds its scale from all of the normalised rows" in kernel.fuses(Tensorwise(), None, False, half)
+    assert "no kernel that casts the normalised rows" in kernel.fuses(MX(), MX(), False, half)
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+WIDTHS = [(1, 37), (37, 1), (130, 130), (257, 1008), (300, 4096), (41, 9000)]  # rows of the last are read by parts
+
+
+@pytest.mark.gpu
+@every
+@pytest.mark.parametrize(("m", "n"), WIDTHS)
+def test_triton_fills_the_same_bytes(name, m, n):
+    x, _, weight, bias = operands(NORMS[name], m, n, torch.bfloat16, "cuda")
+    for spec in (Tensorwise(), Block1D(), Block2D(E4M3, "fp32")):
+        check(NORMS[name], x, weight, bias, spec)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["layer", "rms"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_triton_fills_the_same_bytes_for_every_side_and_dtype(name, spec, dtype):
+    x, _, weight, bias = operands(NORMS[name], 130, 272, dtype, "cuda")
+    for i, value in enumerate(ODD):
+        x[11 * i, 5 * i] = torch.tensor(value).to(dtype)
+    for sides in ("r", "c", "rc"):
+        check(NORMS[name], x, weight, bias, spec, sides)
+    if dtype != torch.bfloat16:
+        return
+    check(NORMS[name], x.T.contiguous().T, weight, bias, spec)
+    check(NORMS[name], x[:, 3:260], *(None if w is None else w[3:260].contiguous() for w in (weight, bias)), spec)
+    check(NORMS[name], x, None, bias, spec)
+    check(NORMS[name], x, weight, None, spec)
+
+
+@pytest.mark.gpu
+def test_triton_fills_the_same_bytes_in_every_configuration():
+    from octavo.kernels.norm_quantize.triton import CONFIGS
+
+    x, _, weight, bias = operands(NORMS["layer"], 257, 1040, torch.bfloat16, "cuda")
+    for config in CONFIGS:
+        check(NORMS["layer"], x, weight, bias, Tensorwise(E5M2), config=config)
+        if config.rows == config.columns == 128:
+            check(NORMS["layer"], x, weight, bias, Block1D(), config=config)
+
+
+@pytest.mark.gpu
+def test_triton_hardly_any_rows():
+    for name in NORMS:
+        for m in (0, 1):
+            x, _, weight, bias = operands(NORMS[name], m, 8, torch.bfloat16, "cuda")
+            check(NORMS[name], x, weight, bias, Tensorwise())
