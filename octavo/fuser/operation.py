@@ -263,16 +263,23 @@ class BasicOperation(FusibleOperation, nn.Module):
         width = x.width
         sketches = [sketch(x, width), *[as_it_is(t) for t in own], *[sketch(t, width) for t in (*extras, *given)]]
         if torch.compiler.is_compiling():
-            said, outputs = self._planned_now(key, wanted, sketches)
+            found = self._planned_now(key, wanted, sketches)
+            if not found:  # then for these sizes alone
+                found = self._planned_now(key, wanted, [_sizes(t) for t in (x, *inputs)], last=True)
         else:
-            said, outputs = planned(self.op_name, key, wanted, tuple(sketches))
+            found = planned(self.op_name, key, wanted, tuple(sketches))
+            if not found:
+                found = planned(self.op_name, key, wanted, tuple([_sizes(t) for t in (x, *inputs)]), last=True)
+        said, outputs = found
         # what y's leading dims are is not known here, only what they would be for an x like the one that was tried
         edges = [Edge((), dtype, device, any(wanted), (shape, dtype, device)) for shape, dtype, device in outputs]
         return Stage(said, inputs, (), edges[0], any(wanted), tuple(edges[1:]))
 
     @while_tracing
-    def _planned_now(self, key: str, wanted: tuple[bool, ...], sketches: list[Any]) -> tuple[Any, ...]:
-        return _plan(self.op_name, key, wanted, tuple(sketches))
+    def _planned_now(
+        self, key: str, wanted: tuple[bool, ...], sketches: list[Any], last: bool = False
+    ) -> tuple[Any, ...]:
+        return _plan(self.op_name, key, wanted, tuple(sketches), last)
 
 
 def sketch(t: Any, width: int = 0) -> Any:
@@ -300,6 +307,15 @@ def _made_up(shape: Any, width: int) -> tuple[int, ...]:
         else:
             known.append(LEADING)
     return tuple(known)
+
+
+def _sizes(t: Any) -> Any:
+    """As it is, in numbers, also where a compiler had symbols."""
+    if t is None:
+        return None
+    if isinstance(t, Edge) and t.like is not None:
+        return t.like
+    return tuple([len(range(n)) for n in t.shape]), t.dtype, t.device
 
 
 def as_it_is(t: Any) -> Any:
@@ -390,20 +406,32 @@ def _widened_protos(cls: Any) -> Any:
     return protos
 
 
-_planned: dict[tuple[Any, ...], Said] = {}
+_planned: dict[tuple[Any, ...], Said | tuple[()]] = {}
 
 
-def planned(name: str, settings: str, wanted: tuple[bool, ...], sketches: tuple[Any, ...]) -> Said:
-    """A custom stage for inputs like these: what its functions save is found out once."""
+def planned(
+    name: str, settings: str, wanted: tuple[bool, ...], sketches: tuple[Any, ...], last: bool = False
+) -> Said | tuple[()]:
+    """A custom stage for inputs like these: what its functions save is found out once. Nothing, if they cannot be run
+    on tensors of these sizes and this is not the last try."""
     at = (name, settings, wanted, sketches)
     if at not in _planned:
-        _planned[at] = _plan(name, settings, wanted, sketches)
+        _planned[at] = _plan(name, settings, wanted, sketches, last)
     return _planned[at]
 
 
-def _plan(name: str, settings: str, wanted: tuple[bool, ...], sketches: tuple[Any, ...]) -> Said:
+def _plan(
+    name: str, settings: str, wanted: tuple[bool, ...], sketches: tuple[Any, ...], last: bool
+) -> Said | tuple[()]:
     value = None if settings == "" else parse(settings)
     protos = [None if t is None else TensorProto(*t) for t in sketches]
-    found = custom.probe(custom.FUNCTIONS[name], value, protos)
+    try:
+        found = custom.probe(custom.FUNCTIONS[name], value, protos)
+    except custom.Miscounted:
+        raise
+    except (RuntimeError, ValueError):  # sizes that were made up do not fit each other
+        if last:
+            raise
+        return ()
     config = custom.Config(name, value, wanted, found.fresh, found.saved)
     return config.key, tuple((p.shape, p.dtype, p.device) for p in found.outputs)

@@ -90,7 +90,9 @@ def vector(w: Tensor | None) -> Tensor | None:
 def forward(config: Config, inputs: Inputs) -> Made:
     found = kernel.forward(config.norm, matrix(config, inputs.x), vector(inputs.weight), vector(inputs.bias))
     fresh = (found.mean, found.rstd) if config.keeps else (None, None)
-    y = found.y if inputs.x.dim() == 2 else torch.ops.aten._unsafe_view(found.y, inputs.x.shape)  # fresh: no view
+    y = found.y
+    if inputs.x.dim() != 2 or config.dims != 1:
+        y = torch.ops.aten._unsafe_view(y, inputs.x.shape)  # fresh, and no view of anything
     return Made((y,), (), fresh)
 
 
