@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from octavo.cli import machine, table
 from octavo.cli.bench import peers
-from octavo.cli.bench.step import training_step
+from octavo.cli.bench.step import settled_step
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms
 from octavo.kernels import grouped_gemm
 from octavo.modules import GroupedLinear
@@ -111,7 +111,7 @@ def _shape_report(
     dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) * 1e-2
     results = []
     for name, make in makers.items():
-        step = training_step(module := make(splits, k, n), x, dy)
+        step = settled_step(module := make(splits, k, n), x, dy)
         ms, readings = eager_ms(step)
         row: dict[str, Any] = {"case": name, "ms": ms, "readings_ms": readings}
         if name.startswith(("octavo", "grouped_mm")):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from octavo.cli import machine, table
 from octavo.cli.bench import peers
-from octavo.cli.bench.step import peak_mib, training_step
+from octavo.cli.bench.step import peak_mib, settled_step
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, host_us
 from octavo.formats import E4M3, E5M2
 from octavo.modules import Linear
@@ -68,7 +68,7 @@ def low(k: int, n: int, recipe: str, device: torch.device | str = "cuda") -> nn.
 def _step(module: nn.Module, tokens: int, k: int, n: int) -> Callable[[], None]:
     x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) * 1e-2
-    return training_step(module, x, dy)
+    return settled_step(module, x, dy)
 
 
 def _host(make: Callable[[int, int], nn.Module], layers: int) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from octavo.cli import machine, table
 from octavo.cli.bench import linear, peers
-from octavo.cli.bench.step import training_step
+from octavo.cli.bench.step import settled_step
 from octavo.cli.bench.transformer import Size, SwiGLU
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, host_us
 from octavo.fused.blocks import LayerNormMLP
@@ -106,7 +106,7 @@ def _case(
     tokens, hidden, ffn = shape
     module = make(hidden, ffn)
     x, dy = _tensors(tokens, hidden)
-    step = training_step(module, x, dy)
+    step = settled_step(module, x, dy)
     ms, readings = eager_ms(step)
     floor = floors["bf16_ms"] if name.startswith("bf16") else floors["fp8_ms"]
     row: dict[str, Any] = {
@@ -118,7 +118,7 @@ def _case(
     del module, step
     torch.cuda.empty_cache()
     tiny = make(*TINY[1:])
-    small = training_step(tiny, *_tensors(TINY[0], TINY[1]))
+    small = settled_step(tiny, *_tensors(TINY[0], TINY[1]))
     for _ in range(WARMUP):
         small()
     return {**row, "host_us": host_us(small, repeats=200)}
@@ -155,7 +155,7 @@ def _floors(tokens: int, hidden: int, ffn: int) -> dict[str, float]:
 def _kernels(make: Callable[[int, int], nn.Module], shape: tuple[int, int, int]) -> list[dict[str, Any]]:
     """Milliseconds of each kernel in one step, the longest first."""
     tokens, hidden, ffn = shape
-    step, steps = training_step(make(hidden, ffn), *_tensors(tokens, hidden)), 5
+    step, steps = settled_step(make(hidden, ffn), *_tensors(tokens, hidden)), 5
     for _ in range(3):
         step()
     torch.cuda.synchronize()

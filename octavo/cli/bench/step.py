@@ -21,7 +21,13 @@ def training_step(
             p.grad = None
         forward(x).backward(dy)
 
-    for _ in range(2):  # delayed scaling: scales that follow the data, as in training. Codes near zero multiply faster
+    return step
+
+
+def settled_step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
+    """The same, once delayed scales follow the data, as in training: codes near zero multiply faster."""
+    step = training_step(module, x, dy)
+    for _ in range(2):
         step()
         end_step(module)
     return step
