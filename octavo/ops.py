@@ -13,7 +13,7 @@ from octavo.fuser.pattern import (
     register_forward_backward_fusion,
     register_forward_fusion,
 )
-from octavo.fuser.plan import OperationFuser
+from octavo.fuser.runs import OperationFuser
 from octavo.fuser.sequential import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, Sequential
 from octavo.modules.activation import (
     GEGLU,

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.errors import check_choice
 from octavo.fused import conditions
-from octavo.fuser.plan import RECAST
+from octavo.fuser.runs import RECAST
 from octavo.fuser.sequential import Sequential
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.modules import activation as activations

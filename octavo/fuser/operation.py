@@ -231,7 +231,7 @@ class BasicOperation(FusibleOperation, nn.Module):
         return None
 
     def forward(self, x: Any, *extras: Tensor, **kwargs: Any) -> Any:
-        from octavo.fuser.plan import run_alone
+        from octavo.fuser.runs import run_alone
 
         return run_alone(self, x, extras, kwargs)
 

@@ -18,47 +18,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from octavo.errors import UnsupportedConfig
+from octavo.fuser.layout import Layout, Part, routed, taken_apart
 from octavo.fuser.legacy import outside, run_legacy
-from octavo.fuser.operation import FusibleOperation
 from octavo.fuser.pattern import FREE, SIDES, Refused, Rule
-from octavo.fuser.plan import OperationFuser, Planned, Run, Step, Wire, told_run
+from octavo.fuser.plan import Planned, Run
+from octavo.fuser.runs import Step, Wire, told_run
 from octavo.lower import while_tracing
 
 OUTPUT_BUFFER_KEY = "out"
 GRAD_INPUT_BUFFER_KEY = "dgrad_out"
-
-
-class Source(NamedTuple):
-    """Where an extra input comes from: a place among the caller's, or a channel."""
-
-    place: int
-    channel: str = ""
-
-
-class Part(NamedTuple):
-    """What is called at once: operations, an ordinary module, or an operation whose forward is in one piece."""
-
-    first: int  # leaf
-    fuser: OperationFuser | None
-    module: Any
-    legacy: Any
-
-
-class Layout(NamedTuple):
-    """A Sequential taken apart."""
-
-    leaves: tuple[nn.Module, ...]
-    groups: tuple[Any, ...]  # OperationFuser or module
-    parts: tuple[Part, ...]  # the same, cut further
-    sources: tuple[tuple[Source, ...], ...]  # of each leaf's extra inputs
-    drains: tuple[
-        tuple[tuple[str, bool], ...], ...
-    ]  # of each leaf's extra outputs: channel, whether it leaves its group
-    shown: tuple[tuple[bool, ...], ...]  # of the same: whether the caller gets it
-    inputs: int  # that the caller gives
-    places: tuple[tuple[int, int], ...]  # leaves that each entry of the Sequential stands for
-    require: tuple[str, ...]  # of this Sequential and those inside that it took apart
-    excused: tuple[str, ...]
 
 
 class Explanation(NamedTuple):
@@ -205,7 +173,7 @@ class Sequential(nn.Sequential):
     def _layout(self) -> Layout:
         stamp = self._stamp()
         if self._kept[1] is None or self._kept[0] != stamp:
-            self._kept = (stamp, _taken_apart(self))
+            self._kept = (stamp, taken_apart(self))
         found = self._kept[1]
         assert found is not None
         return found
@@ -239,7 +207,7 @@ class Sequential(nn.Sequential):
                 f"This Sequential takes {layout.inputs} extra inputs besides x, got {len(extra_inputs)}. They are "
                 "given in order of the operations that take them."
             )
-        return _Call(layout, extra_inputs, _routed(self, layout, op_kwargs), {}, [], told)
+        return _Call(layout, extra_inputs, routed(self, layout, op_kwargs), {}, [], told)
 
     def _check_required(self, told: list[Any]) -> None:
         plans = [plan for _, plan in told if isinstance(plan, Planned)]
@@ -357,204 +325,3 @@ def _through(part: Part, call: _Call, x: Any) -> Any:
             if shown:
                 call.public.append(t)
     return x
-
-
-# -- taking apart ------------------------------------------------------------------------------------------------------
-
-
-def _leaves(sequential: nn.Sequential) -> Iterator[nn.Module]:
-    for module in sequential._modules.values():
-        if isinstance(module, Sequential) and module.flattens():
-            yield from _leaves(module)
-        elif module is not None:
-            yield module
-
-
-def _taken_apart(sequential: Sequential) -> Layout:
-    leaves = tuple(_leaves(sequential))
-    groups: list[Any] = []
-    sizes: list[int] = []
-    for module in leaves:
-        fusible = isinstance(module, FusibleOperation)
-        if fusible and groups and isinstance(groups[-1], list):
-            groups[-1].append(module)
-            sizes[-1] += 1
-        else:
-            groups.append([module] if fusible else module)
-            sizes.append(1)
-    rules = sequential.__dict__.get("rules", ())
-    made = tuple(OperationFuser(g, rules) if isinstance(g, list) else g for g in groups)
-    sources, outputs, count = _wired(leaves)
-    drains = _drained(outputs, sources, sizes)
-    places: list[tuple[int, int]] = []
-    at = 0
-    for module in sequential._modules.values():
-        if module is None:
-            places.append((at, at))
-            continue
-        size = len(list(_leaves(module))) if isinstance(module, Sequential) and module.flattens() else 1
-        places.append((at, at + size))
-        at += size
-    shown = tuple(tuple(to_caller for _, to_caller in own) for own in outputs)
-    return Layout(
-        leaves, made, _parts(made, sizes, rules), sources, drains, shown, count, tuple(places), *_demands(sequential)
-    )
-
-
-def _demands(sequential: Sequential) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What must fire, and what excuses it, here and in what was taken apart."""
-    require, excused = list(sequential.__dict__.get("require", ())), list(sequential._excused)
-    for module in sequential._modules.values():
-        if isinstance(module, Sequential) and module.flattens():
-            inner = _demands(module)
-            require += inner[0]
-            excused += inner[1]
-    return tuple(dict.fromkeys(require)), tuple(dict.fromkeys(excused))
-
-
-def _parts(groups: Sequence[Any], sizes: Sequence[int], rules: Any) -> tuple[Part, ...]:
-    """Groups, cut at operations whose forward is in one piece."""
-    found: list[Part] = []
-    at = 0
-    for group, size in zip(groups, sizes, strict=True):
-        if not isinstance(group, OperationFuser):
-            found.append(Part(at, None, group, None))
-        elif not any(op.op_is_legacy for op in group.ops):
-            found.append(Part(at, group, None, None))
-        else:
-            for legacy, own in itertools.groupby(enumerate(group.ops, at), lambda pair: pair[1].op_is_legacy):
-                pairs = list(own)
-                if legacy:
-                    found += [Part(i, None, None, op) for i, op in pairs]
-                else:
-                    found.append(Part(pairs[0][0], OperationFuser([op for _, op in pairs], rules), None, None))
-        at += size
-    return tuple(found)
-
-
-def _drained(outputs: Any, sources: Any, sizes: list[int]) -> Any:
-    """Of each extra output its channel, and whether anybody has it who may run apart from whoever makes it: the caller,
-    another group, or an operation that takes it otherwise than by adding."""
-    group = [g for g, size in enumerate(sizes) for _ in range(size)]
-    users: dict[str, list[int]] = {}
-    for i, own in enumerate(sources):
-        for source in own:
-            users.setdefault(source.channel, []).append(i)
-    return tuple(
-        tuple((name, to_caller or any(group[u] != group[i] for u in users.get(name, ()))) for name, to_caller in own)
-        for i, own in enumerate(outputs)
-    )
-
-
-def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
-    """Where extra inputs come from and extra outputs go to, once every channel has one producer, before its users."""
-    filled: dict[str, int] = {}
-    names = {
-        channel.name
-        for op in leaves
-        if isinstance(op, FusibleOperation)
-        for channel in op._channels("_output_channels").values()
-    }
-    sources: list[tuple[Source, ...]] = []
-    drains: list[tuple[tuple[str, bool], ...]] = []
-    count = 0
-    for i, op in enumerate(leaves):
-        own: list[Source] = []
-        out: list[tuple[str, bool]] = []
-        if isinstance(op, FusibleOperation):
-            for slot in range(op.num_extra_inputs):
-                channel = op._channels("_input_channels").get(slot)
-                if channel is not None and op.op_writes_extra:
-                    raise UnsupportedConfig(
-                        f"Operation {i} ({type(op).__name__}) writes to its extra input, which is the channel "
-                        f"{channel.name!r}: a value that others have. Leave in_place out."
-                    )
-                if channel is None:
-                    own.append(Source(count))
-                    count += 1
-                elif channel.name not in filled:
-                    where = "a later operation fills it" if channel.name in names else "no operation fills it"
-                    raise UnsupportedConfig(
-                        f"Operation {i} ({type(op).__name__}) takes the channel {channel.name!r}, and {where}. A "
-                        "channel is filled by an extra output before it: MakeExtraOutput(channel=...)."
-                    )
-                else:
-                    own.append(Source(-1, channel.name))
-            for slot in range(op.num_extra_outputs):
-                channel = op._channels("_output_channels").get(slot)
-                if channel is not None and channel.name in filled:
-                    raise UnsupportedConfig(
-                        f"The channel {channel.name!r} has multiple producers: operations {filled[channel.name]} and "
-                        f"{i}. Name one of them otherwise."
-                    )
-                if channel is not None:
-                    filled[channel.name] = i
-                out.append(("", True) if channel is None else (channel.name, channel.output_to_caller))
-            op.__dict__["_channels_locked"] = True
-        sources.append(tuple(own))
-        drains.append(tuple(out))
-    return tuple(sources), tuple(drains), count
-
-
-# -- keywords of operations --------------------------------------------------------------------------------------------
-
-
-def _routed(
-    sequential: Sequential, layout: Layout, op_kwargs: dict[Any, dict[str, Any]] | None
-) -> list[dict[str, Any]]:
-    """The keywords of each leaf."""
-    found: list[dict[str, Any]] = [{} for _ in layout.leaves]
-    if op_kwargs is not None and not isinstance(op_kwargs, dict):
-        raise TypeError(f"op_kwargs maps operations to dicts of their keywords, got {type(op_kwargs).__name__}.")
-    for target, own in (op_kwargs or {}).items():
-        leaves = _targets(sequential, layout, target)
-        if not isinstance(own, dict):
-            raise TypeError(f"op_kwargs maps an operation to a dict of its keywords, got {type(own).__name__}.")
-        for name, value in own.items():
-            found[_taker(layout, leaves, name, target)][name] = value
-    return found
-
-
-def _targets(sequential: Sequential, layout: Layout, target: Any) -> range:
-    if isinstance(target, bool) or not isinstance(target, int | nn.Module):
-        raise TypeError(f"op_kwargs is keyed by a module or an index, got {target!r}.")
-    if isinstance(target, int):
-        number = len(layout.places)
-        if not -number <= target < number:
-            raise IndexError(f"op_kwargs has the index {target}, and this Sequential {number} modules.")
-        leaves = range(*layout.places[target])
-    elif isinstance(target, Sequential):
-        own = list(sequential._modules.values())
-        where = [i for i, m in enumerate(own) if m is target]
-        if len(where) != 1:
-            raise UnsupportedConfig(
-                f"op_kwargs has a Sequential that is {len(where)} times among the modules of this one. Use its index."
-            )
-        leaves = range(*layout.places[where[0]])
-    else:
-        where = [i for i, leaf in enumerate(layout.leaves) if leaf is target]
-        if not where:
-            raise UnsupportedConfig(f"op_kwargs has a {type(target).__name__} that is not in this Sequential.")
-        if len(where) > 1:
-            raise UnsupportedConfig(
-                f"op_kwargs has a {type(target).__name__} that is {len(where)} times in this Sequential. Use its index."
-            )
-        leaves = range(where[0], where[0] + 1)
-    if not any(isinstance(layout.leaves[i], FusibleOperation) for i in leaves):
-        named = type(layout.leaves[leaves[0]]).__name__ if len(leaves) else "an empty Sequential"
-        raise UnsupportedConfig(f"op_kwargs are for operations of octavo, and {named} is none. Call it outside.")
-    return leaves
-
-
-def _taker(layout: Layout, leaves: range, name: str, target: Any) -> int:
-    """The one operation among these that takes a keyword."""
-    takers = [i for i in leaves if name in getattr(layout.leaves[i], "op_keywords", ())]
-    if len(takers) == 1:
-        return takers[0]
-    titles = ", ".join(
-        f"{type(layout.leaves[i]).__name__} ({', '.join(getattr(layout.leaves[i], 'op_keywords', ())) or 'none'})"
-        for i in leaves
-    )
-    if not takers:
-        raise TypeError(f"No operation there takes the keyword {name!r}. Keywords: {titles}.")
-    raise UnsupportedConfig(f"{len(takers)} operations there take the keyword {name!r}: {titles}. Name one of them.")

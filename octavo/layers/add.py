@@ -6,6 +6,12 @@ from torch import Tensor
 
 from octavo.layers.contract import Counts, Made, reader
 from octavo.layers.linear import DTYPES
+from octavo.layers.plain import fills as fills
+from octavo.layers.plain import flat_places as flat_places
+from octavo.layers.plain import flops as flops
+from octavo.layers.plain import gradient_flops as gradient_flops
+from octavo.layers.plain import graph_buffers as graph_buffers
+from octavo.layers.plain import returned_elsewhere as returned_elsewhere
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -23,22 +29,6 @@ config = reader(Config)
 class Inputs(NamedTuple):
     x: Tensor
     extra: Tensor
-
-
-def graph_buffers(config: Config, nothing: None) -> tuple[()]:
-    return ()
-
-
-def returned_elsewhere(config: Config) -> dict[int, int]:
-    return {}
-
-
-def fills(config: Config) -> bool:
-    return False
-
-
-def flat_places(config: Config) -> tuple[int, ...]:
-    return ()
 
 
 def counts(config: Config) -> Counts:
@@ -89,12 +79,3 @@ def backward(
         return None, None
     x, extra = wants(config)
     return (dy if x else None), (dy.to(DTYPES[config.extra_dtype]) if extra else None)
-
-
-def flops(config: Config, inputs: Inputs) -> int:
-    """Of GEMMs: none."""
-    return 0
-
-
-def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> int:
-    return 0

@@ -22,6 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import Counts, Made, reader
 from octavo.layers.linear import DTYPES
+from octavo.layers.plain import fills as fills
+from octavo.layers.plain import flat_places as flat_places
+from octavo.layers.plain import flops as flops
+from octavo.layers.plain import gradient_flops as gradient_flops
 from octavo.quant.grouped import GroupedTensor, restore
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QTensor
@@ -220,14 +224,6 @@ def outputs(config: Config) -> int:
     return config.functions.outputs
 
 
-def fills(config: Config) -> bool:
-    return False
-
-
-def flat_places(config: Config) -> tuple[int, ...]:
-    return ()
-
-
 def counts(config: Config) -> Counts:
     return Counts(0, sum(config.fresh_slots), sum(slots_of(kind) for kind in config.saved_kinds), 0)
 
@@ -343,12 +339,3 @@ def without_aliases(found: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ..
             taken.add(_memory(t))
         fresh.append(t)
     return tuple(fresh)
-
-
-def flops(config: Config, inputs: Any) -> int:
-    """Of GEMMs that are ours: none."""
-    return 0
-
-
-def gradient_flops(config: Config, saved: tuple[Any, ...], dy: Any) -> int:
-    return 0

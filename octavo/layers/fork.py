@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo.layers.contract import Counts, Made, reader
+from octavo.layers.plain import fills as fills
+from octavo.layers.plain import flat_places as flat_places
+from octavo.layers.plain import flops as flops
+from octavo.layers.plain import gradient_flops as gradient_flops
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -24,14 +28,6 @@ config = reader(Config)
 
 class Inputs(NamedTuple):
     x: Tensor
-
-
-def fills(config: Config) -> bool:
-    return False
-
-
-def flat_places(config: Config) -> tuple[int, ...]:
-    return ()
 
 
 def counts(config: Config) -> Counts:
@@ -66,12 +62,3 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     dy, extra = grads
     return (dy if extra is None else extra if dy is None else dy + extra,)
-
-
-def flops(config: Config, inputs: Inputs) -> int:
-    """Of GEMMs: none."""
-    return 0
-
-
-def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> int:
-    return 0

@@ -23,6 +23,7 @@ from octavo.kernels import grouped_gemm
 from octavo.layers import post
 from octavo.layers.contract import Made, reader
 from octavo.layers.linear import DTYPES, NOTHING, Parts, Slots
+from octavo.layers.plain import passed as passed
 from octavo.layers.targets import Fixed, Mail, Target, overlap
 from octavo.quant.grouped import (
     GroupedTensor,
@@ -323,10 +324,6 @@ def _proto_parts(q: QProto) -> Any:
 def flat_places(config: Config) -> tuple[int, ...]:
     """Of what forward makes fresh: the scales."""
     return 1, 9
-
-
-def passed(config: Config) -> dict[int, int]:
-    return {}
 
 
 def wants(config: Config) -> tuple[bool, ...]:

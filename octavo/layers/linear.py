@@ -24,6 +24,8 @@ from octavo.kernels.columns import column_sums
 from octavo.kernels.gemm import gemm, product
 from octavo.layers import post
 from octavo.layers.contract import Counts, Made, reader
+from octavo.layers.plain import passed as passed
+from octavo.layers.plain import returned_elsewhere as returned_elsewhere
 from octavo.layers.targets import Fixed, Mail, Target
 from octavo.quant.blocks import is_square
 from octavo.quant.proto import TensorProto
@@ -183,11 +185,6 @@ def graph_buffers(
 ) -> Buffers:
     """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
     return Buffers(Fixed(main_grad, config.main_grad) if main_grad else None, amax, seed)
-
-
-def returned_elsewhere(config: Config) -> dict[int, int]:
-    """Inputs whose gradient is one of the buffers: none."""
-    return {}
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
@@ -381,10 +378,6 @@ def flat_places(config: Config) -> tuple[int, ...]:
 def counts(config: Config) -> Counts:
     extras = config.observe + (config.quant.parts if config.quantize_output else 0)
     return Counts(extras + config.slots + (config.slots > 0 and config.kept_x == "plain"), 7, 11 + config.slots, 4)
-
-
-def passed(config: Config) -> dict[int, int]:
-    return {}
 
 
 def wants(config: Config) -> tuple[bool, ...]:

@@ -16,6 +16,13 @@ from octavo.kernels import norm as kernel
 from octavo.kernels.norm import Norm
 from octavo.layers.contract import Counts, Made, reader
 from octavo.layers.linear import DTYPES
+from octavo.layers.plain import fills as fills
+from octavo.layers.plain import flat_places as flat_places
+from octavo.layers.plain import flops as flops
+from octavo.layers.plain import gradient_flops as gradient_flops
+from octavo.layers.plain import graph_buffers as graph_buffers
+from octavo.layers.plain import passed as passed
+from octavo.layers.plain import returned_elsewhere as returned_elsewhere
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -54,28 +61,8 @@ class Inputs(NamedTuple):
     bias: Tensor | None = None  # shape
 
 
-def graph_buffers(config: Config, nothing: None) -> tuple[()]:
-    return ()
-
-
-def returned_elsewhere(config: Config) -> dict[int, int]:
-    return {}
-
-
-def fills(config: Config) -> bool:
-    return False
-
-
-def flat_places(config: Config) -> tuple[int, ...]:
-    return ()
-
-
 def counts(config: Config) -> Counts:
     return Counts(0, 2, 4, 0)
-
-
-def passed(config: Config) -> dict[int, int]:
-    return {}
 
 
 def matrix(config: Config, x: Tensor) -> Tensor:
@@ -151,12 +138,3 @@ def backward(
         None if found.weight is None else found.weight.view(row),
         None if found.bias is None else found.bias.view(row),
     )
-
-
-def flops(config: Config, inputs: Inputs) -> int:
-    """Of GEMMs: none."""
-    return 0
-
-
-def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> int:
-    return 0

@@ -7,6 +7,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo.layers.contract import Counts, Made, reader
+from octavo.layers.plain import fills as fills
+from octavo.layers.plain import flat_places as flat_places
+from octavo.layers.plain import flops as flops
+from octavo.layers.plain import gradient_flops as gradient_flops
+from octavo.layers.plain import graph_buffers as graph_buffers
+from octavo.layers.plain import returned_elsewhere as returned_elsewhere
 from octavo.quant.proto import TensorProto
 from octavo.quant.quantizer import Quantizer
 from octavo.values import Value, register
@@ -29,22 +35,6 @@ config = reader(Config)
 class Inputs(NamedTuple):
     x: Tensor
     seed: Tensor | None = None  # [2] int64, where dy is rounded stochastically
-
-
-def graph_buffers(config: Config, nothing: None) -> tuple[()]:
-    return ()
-
-
-def returned_elsewhere(config: Config) -> dict[int, int]:
-    return {}
-
-
-def fills(config: Config) -> bool:
-    return False
-
-
-def flat_places(config: Config) -> tuple[int, ...]:
-    return ()
 
 
 def counts(config: Config) -> Counts:
@@ -90,12 +80,3 @@ def backward(
     if dy is None or config.back is None:
         return dy, None
     return config.back.quantize(dy.contiguous(), seed=saved[0]).dequantize(dy.dtype), None
-
-
-def flops(config: Config, inputs: Inputs) -> int:
-    """Of GEMMs: none."""
-    return 0
-
-
-def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> int:
-    return 0

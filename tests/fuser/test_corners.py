@@ -220,3 +220,31 @@ def test_a_fuser_counts_its_extra_inputs():
     fuser = ops.OperationFuser([ops.AddExtraInput(), ops.GELU()])
     with pytest.raises(octavo.errors.UnsupportedConfig, match="1 extra inputs"):
         fuser(rows())
+
+
+class Halves(ops.FusedOperation):
+    """x / 2 + bias, in one piece."""
+
+    @staticmethod
+    def fuser_forward(ctxs, inputs):
+        ctxs[0].save_for_backward(inputs[0].x)
+        ctxs[1].factor = 0.5
+        return inputs[0].x * 0.5 + inputs[1].bias
+
+    @staticmethod
+    def fuser_backward(ctxs, dy):
+        assert ctxs[0].saved_tensors[0].shape == dy.shape
+        return (dy * ctxs[1].factor,), (None, dy.sum(0))
+
+
+def test_a_fused_forward_in_one_piece():
+    rule = ops.Joint(ops.Rule("halves", (ops.ConstantScale, ops.Bias), Halves))
+    parts = (ops.GELU(), ops.ConstantScale(0.5), ops.Bias(W), ops.SiLU())
+    model, twin = octavo.Sequential(*parts, rules=(rule,)), octavo.Sequential(*copy.deepcopy(parts), rules=None)
+    assert model.explain(rows()).fired == ("halves",)
+    x, dy = rows(), rows()
+    for a, b in zip(step(model, x, dy), step(twin, x, dy), strict=True):
+        torch.testing.assert_close(a, b)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="fuser_forward"):
+        compiled(model)(x)

@@ -19,25 +19,18 @@ from octavo.modules.views import MakeExtraOutput
 Grads = tuple[Tensor | None, ...]
 
 
-class LinearAdd:
+class Summed:
+    """The backward of a layer after a fork."""
+
     forward = None
 
-    @staticmethod
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
     def backward(
-        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads]
+        self, configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads]
     ) -> list[Grads]:
-        found = linear.backward(configs[1], saved[1], buffers[1], grads[1])
-        return [_summed(found[0], grads[0][1]), (None, *found[1:])]
-
-
-class AddRMSNorm:
-    forward = None
-
-    @staticmethod
-    def backward(
-        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads]
-    ) -> list[Grads]:
-        found = norm.backward(configs[1], saved[1], buffers[1], grads[1])
+        found = self.layer.backward(configs[1], saved[1], buffers[1], grads[1])
         return [_summed(found[0], grads[0][1]), (None, *found[1:])]
 
 
@@ -48,7 +41,7 @@ def _summed(dx: Tensor | None, extra: Tensor | None) -> Grads:
     return (dx.add_(extra),)
 
 
-FUSED = {"linear-add": LinearAdd, "add-rmsnorm": AddRMSNorm}
+FUSED = {"linear-add": Summed(linear), "add-rmsnorm": Summed(norm)}
 RULES = (
     Rule("linear-add", (MakeExtraOutput, Linear), "linear-add"),
     Rule("add-rmsnorm", (MakeExtraOutput, RMSNorm), "add-rmsnorm"),

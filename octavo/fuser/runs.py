@@ -1,0 +1,338 @@
+"""`OperationFuser`: operations in a row, cut into runs, each of which is one chain (`octavo.layers.chain`), one node
+forward and one backward. Parameters are read at every call.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedConfig
+from octavo.fuser import pattern
+from octavo.fuser.legacy import find_fused, run_fused, run_legacy
+from octavo.fuser.operation import BasicOperation, Edge, FusibleOperation, Stage
+from octavo.fuser.plan import (
+    Hidden,
+    Planned,
+    Routes,
+    Run,
+    planned,
+    planned_now,
+    rules_in_force,
+    sketched,
+    steps_of,
+    takes_foreign,
+    tell,
+)
+from octavo.layers import chain, custom
+from octavo.lower import is_watched, run, run_in_graph, saved_elsewhere, while_tracing
+from octavo.quant import QTensor
+from octavo.quant.qtensor import Join
+
+
+class Wire(NamedTuple):
+    """An extra input that comes from a channel."""
+
+    channel: str
+
+
+class Step(NamedTuple):
+    """One operation in one call."""
+
+    op: Any
+    extras: tuple[Any, ...]  # tensors, or Wires
+    kwargs: dict[str, Any]
+    number: int  # in its Sequential
+    drains: tuple[
+        tuple[str, bool], ...
+    ]  # of each extra output: its channel, whether anybody outside of the group has it
+
+
+class OperationFuser:
+    """Operations that follow each other. `rules` are tried before everybody's; None: none at all."""
+
+    def __init__(self, ops: Sequence[FusibleOperation], rules: tuple[pattern.Rule, ...] | None = ()) -> None:
+        if not ops:
+            raise UnsupportedConfig("An OperationFuser takes at least one operation, got none.")
+        self.ops, self.rules = tuple(ops), rules
+        self._logged: set[str] = set()
+
+    def _legacy_match(self) -> tuple[int, int, pattern.Rule] | None:
+        """Operations that a fused one with a forward in one piece takes."""
+        rules = () if self.rules is None else (*self.rules, *pattern.RULES)
+        if all([rule.is_own or not rule.op.op_is_legacy for rule in rules]):
+            return None
+        return find_fused(self.ops, rules)
+
+    def _around(
+        self, found: tuple[int, int, pattern.Rule], x: Any, steps: list[Step], channels: dict[str, Any],
+        told: list[Any] | None,
+    ) -> tuple[Any, list[tuple[Any, ...]]]:  # fmt: skip
+        """What comes before those, they, and what comes after."""
+        first, last, rule = found
+        before: list[tuple[Any, ...]] = []
+        after: list[tuple[Any, ...]] = []
+        if first:
+            x, before = OperationFuser(self.ops[:first], self.rules).run(x, steps[:first], channels, told)
+        x = run_fused(rule, self.ops[first:last], x)
+        if told is not None:
+            told.append((steps[first:last], Planned("", (), (rule.name,), ())))
+        if last < len(steps):
+            x, after = OperationFuser(self.ops[last:], self.rules).run(x, steps[last:], channels, told)
+        return x, [*before, *[()] * (last - first), *after]
+
+    def rule_number(self) -> int:
+        if torch.compiler.is_compiling():
+            return self._rule_number_now()
+        return rules_in_force(self.rules or (), self.rules is not None)
+
+    @while_tracing
+    def _rule_number_now(self) -> int:
+        return rules_in_force(self.rules or (), self.rules is not None)
+
+    def __call__(self, x: Any, *extras: Tensor) -> Any:
+        """y, or y and extra outputs, of extra inputs in order."""
+        count = sum(op.num_extra_inputs for op in self.ops)
+        if len(extras) != count:
+            raise UnsupportedConfig(f"These operations take {count} extra inputs besides x, got {len(extras)}.")
+        steps, rest = [], iter(extras)
+        for i, op in enumerate(self.ops):
+            own = tuple(next(rest) for _ in range(op.num_extra_inputs))
+            steps.append(Step(op, own, {}, i, (("", True),) * op.num_extra_outputs))
+        y, given = self.run(x, steps, {}, None)
+        away = [t for group in given for t in group]
+        return (y, *away) if away else y
+
+    def run(
+        self, x: Any, steps: list[Step], channels: dict[str, Any], told: list[Any] | None
+    ) -> tuple[Any, list[tuple[Any, ...]]]:
+        """y, and what each operation gives away: None for what nobody outside of its run has. `channels` are those
+        filled so far, and are filled further; `told` is a list to which runs are appended, while somebody asks."""
+        found = self._legacy_match()
+        if found is not None and len(steps) == len(self.ops):
+            return self._around(found, x, steps, channels, told)
+        given: list[tuple[Any, ...]] = []
+        at = 0
+        while at < len(steps):
+            end = _run_end(steps, at, x)
+            if end <= at + 1 and not (end > at and isinstance(steps[at].op, BasicOperation)):
+                step = _connected(steps[at], channels)
+                if told is not None:
+                    told.append((steps[at : at + 1], _why_alone(steps[at].op, x) if end == at else ""))
+                x, made = _alone(step, x)
+                given.append(made)
+                end = at + 1
+            else:
+                part = [_connected(step, channels) for step in steps[at:end]]
+                later = {t.channel for step in steps[end:] for t in step.extras if isinstance(t, Wire)}
+                x, made_by_each = _run(part, x, self.rule_number(), told, later, self._logged)
+                given += made_by_each
+            for i in range(at, end):
+                for (name, _), t in zip(steps[i].drains, given[i], strict=True):
+                    if name:
+                        channels[name] = t
+            at = end
+        return x, given
+
+
+def _connected(step: Step, channels: dict[str, Any]) -> Step:
+    """With what channels have; what comes from within the same run stays a Wire."""
+    if not any([isinstance(t, Wire) for t in step.extras]):
+        return step
+    found = [channels.get(t.channel, t) if isinstance(t, Wire) else t for t in step.extras]
+    return step._replace(extras=tuple(found))
+
+
+def _run_end(steps: list[Step], at: int, x: Any) -> int:
+    """Where the run that begins here ends; here, if this operation joins none."""
+    if isinstance(x, QTensor) or not isinstance(x, Tensor) or _recast(x):
+        return at
+    end = at
+    while end < len(steps) and not _why_not(steps[end].op, x):
+        if end > at and is_fork(steps[end].op) and is_fork(steps[end - 1].op):
+            break  # a node would return one value twice
+        end += 1
+    while end > at and is_fork(steps[end - 1].op):  # at the end it is a name for y
+        end -= 1
+    if end > at and is_fork(steps[at].op) and not (x.requires_grad and torch.is_grad_enabled()):
+        return at
+    return end
+
+
+RECAST = "torch.autocast casts what layers take"
+
+
+def _why_alone(op: Any, x: Any) -> str:
+    """Why an operation joins no others in a call with x."""
+    if not isinstance(x, Tensor):
+        return "x is codes"
+    if _recast(x):
+        return RECAST
+    return _why_not(op, x) or "it is a name for its neighbour's value"
+
+
+def _why_not(op: Any, x: Any) -> str:
+    """Why an operation is called by itself, as a module is; empty if it may join others."""
+    if op.op_hooked or op._forward_hooks or op._forward_pre_hooks or op._backward_hooks or op._backward_pre_hooks:
+        return "it has hooks"
+    if op.op_runs_its_forward or "forward" in op.__dict__:
+        return "its forward is not Octavo's"
+    why: str = op.op_alone(x)
+    return why
+
+
+def _recast(x: Tensor) -> bool:
+    """Whether torch.autocast would have layers cast x: each of them then is a run of its own."""
+    kind = x.device.type
+    return kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype
+
+
+def is_fork(op: Any) -> bool:
+    return bool(op.op_forks)
+
+
+def _alone(step: Step, x: Any) -> tuple[Any, tuple[Tensor, ...]]:
+    op = step.op
+    if op.op_is_legacy:
+        return run_legacy(op, x, step.kwargs), ()
+    made = op.op_call(x, step.extras, step.kwargs)
+    if op.num_extra_outputs:
+        return made[0], tuple(made[1:])
+    return made, ()
+
+
+def _run(
+    steps: list[Step],
+    x: Tensor,
+    rules: int,
+    told: list[Any] | None = None,
+    later: Collection[str] = (),
+    logged: set[str] | None = None,
+) -> tuple[Tensor, list[tuple[Any, ...]]]:
+    """One chain. `later` are the channels that are needed after it."""
+    tracing = torch.compiler.is_compiling()
+    as_nodes = tracing or (is_watched() and not any(_holds_objects(s.op) for s in steps) and not saved_elsewhere())
+    stages, routes = _stages(steps, Edge.of(x), as_nodes)
+    inside = [(producer, k) for _, _, producer, k in routes]
+    hidden = tuple(
+        [
+            (i, k)
+            for i, s in enumerate(steps)
+            for k, (name, leaves) in enumerate(s.drains)
+            if (i, k) in inside and not leaves and name not in later
+        ]
+    )
+    keys = tuple([stage.key for stage in stages])
+    # for messages of functions that somebody else wrote; of others, equal runs share a plan wherever they are
+    first = steps[0].number if any([key.startswith("custom(") for key in keys]) else 0
+    fields = (x, *[t for stage in stages for t in stage.inputs])
+    if tracing:
+        sketches = [sketched(t, x.shape[-1]) for t in fields] if x.dim() and takes_foreign(rules) else []
+        key, places, fired, refused = planned_now(keys, routes, hidden, rules, first, sketches)
+    else:
+        plan = planned(keys, routes, hidden, rules, first, fields)
+        key, places, fired, refused = plan
+        if logged is not None and key not in logged:
+            logged.add(key)
+            tell([type(step.op).__name__ for step in steps], plan)
+    if told is not None:
+        told.append((steps, Planned(key, places, fired, refused)))
+    buffers = tuple([t for stage in stages for t in stage.buffers])
+    if as_nodes:
+        made = run_in_graph("chain", key, fields, buffers or (None,))
+    else:
+        needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
+        config: Any = chain
+        made = list(
+            run(config, chain.config(key), chain.Inputs(fields), buffers, differentiable=needs, anchored=anchored)
+        )
+    for stage, (start, stop) in zip(stages, places, strict=True):
+        if stage.after is not None:
+            stage.after(made[start:stop])
+    return made[0], _given(steps, x, made, hidden)
+
+
+def _stages(steps: list[Step], x: Edge, as_nodes: bool) -> tuple[list[Stage], Routes]:
+    stages: list[Stage] = []
+    routes: list[tuple[int, int, int, int]] = []
+    filled: dict[str, tuple[int, int, Edge]] = {}  # channel -> the operation that fills it, its output, what it is
+    for i, step in enumerate(steps):
+        wires = [t for t in step.extras if isinstance(t, Wire)]
+        if wires:
+            known = tuple([filled[t.channel][2] if isinstance(t, Wire) else t for t in step.extras])
+            stage = _stage(step._replace(extras=known), x, leads=i == 0, as_nodes=as_nodes)
+            for t, edge in zip(step.extras, known, strict=True):
+                if isinstance(t, Wire):
+                    at = [
+                        n
+                        for n, given in enumerate(stage.inputs, 1)
+                        if given is edge and (i, n) not in [r[:2] for r in routes]
+                    ]
+                    routes.append((i, at[0], *filled[t.channel][:2]))
+            stage = stage._replace(inputs=tuple([None if isinstance(t, Edge) else t for t in stage.inputs]))
+        else:
+            stage = _stage(step, x, leads=i == 0, as_nodes=as_nodes)
+        for k, (name, _) in enumerate(step.drains):
+            if name:
+                filled[name] = (i, k, x if is_fork(step.op) else stage.away[k])
+        stages.append(stage)
+        x = stage.y
+    return stages, tuple(routes)
+
+
+def _holds_objects(op: Any) -> bool:
+    """Whether its backward needs Python objects, which an operator cannot take."""
+    return bool(op.delay_wgrad_compute or op.fuse_wgrad_accumulation)
+
+
+def _stage(step: Step, x: Edge, *, leads: bool, as_nodes: bool) -> Stage:
+    op = step.op
+    if is_fork(op):
+        grads = "x" if x.needs else ""
+        return Stage(f"fork(leads={leads},grads='{grads}')", (), (), x, x.needs)
+    try:
+        found: Stage = op.op_stage(x, step.extras, step.kwargs, as_nodes)
+    except custom.Miscounted as error:
+        raise RuntimeError(f"Operation {step.number}: {error}") from error
+    return found
+
+
+def _given(steps: list[Step], x: Tensor, made: list[Tensor], hidden: Hidden) -> list[tuple[Any, ...]]:
+    """What each operation gives away, out of the outputs after the first; None where nobody outside has it."""
+    found: list[tuple[Any, ...]] = []
+    at = 1
+    for i, step in enumerate(steps):
+        own: list[Any] = []
+        for k in range(step.op.num_extra_outputs):
+            if (i, k) in hidden:
+                own.append(None)
+            else:
+                t = made[at]
+                own.append(Join.apply(x, t) if i == 0 and is_fork(step.op) else t)  # type: ignore[no-untyped-call]
+                at += 1
+        found.append(tuple(own))
+    return found
+
+
+def run_alone(op: BasicOperation, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
+    """One operation by itself."""
+    if op.op_is_legacy:
+        return run_legacy(op, x, kwargs)
+    unknown = [name for name in kwargs if name not in op.op_keywords]
+    if unknown:
+        raise TypeError(f"{type(op).__name__} takes the keywords {op.op_keywords}, got {unknown[0]!r}.")
+    x = x.dequantize() if isinstance(x, QTensor) else x
+    y, given = _run([Step(op, extras, kwargs, 0, (("", True),) * op.num_extra_outputs)], x, 0)
+    return (y, *given[0]) if given[0] else y
+
+
+def told_run(steps: Sequence[Step], plan: Planned | str) -> Run:
+    """A recorded run in words."""
+    names = tuple(type(step.op).__name__ for step in steps)
+    if isinstance(plan, str):
+        return Run(names, names, names)
+    if not plan.key:
+        return Run(names, plan.fired, plan.fired)
+    _, forward, backward = steps_of(chain.config(plan.key))
+    return Run(names, forward, backward)
