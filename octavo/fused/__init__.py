@@ -17,8 +17,8 @@ def _offer() -> None:
     for package in PACKAGES:
         fused = getattr(package, "FUSED", None) or {package.NAME: sys.modules[package.__name__]}
         chain.FUSED.update(fused)
-        pattern.RULES.extend(rule.on(package.SIDE) for rule in package.RULES)
+        pattern.offer(rule.on(package.SIDE) for rule in package.RULES)
 
 
-if not pattern.RULES:
+if not pattern.everybodys():
     _offer()

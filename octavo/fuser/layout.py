@@ -209,7 +209,9 @@ def routed(sequential: Any, layout: Layout, op_kwargs: dict[Any, dict[str, Any]]
 
 def _targets(sequential: Any, layout: Layout, target: Any) -> range:
     if isinstance(target, bool) or not isinstance(target, int | nn.Module):
-        raise TypeError(f"op_kwargs is keyed by a module or an index, got {target!r}.")
+        raise TypeError(f"op_kwargs is keyed by a module (sequential.name, sequential[0]) or an index, got {target!r}.")
+    if target is sequential:
+        return range(len(layout.leaves))
     if isinstance(target, int):
         number = len(layout.places)
         if not -number <= target < number:

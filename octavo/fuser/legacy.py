@@ -125,10 +125,6 @@ def find_fused(ops: Sequence[Any], rules: Sequence[Rule]) -> tuple[int, int, Rul
 
 
 def run_fused(rule: Rule, ops: Sequence[Any], x: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(msg=f"{rule.op.__name__} does not compile. {_WHY_FUSED}")
-        found: Tensor = _fused_outside(rule, ops, x)
-        return found
     params = [dict(op.named_parameters(recurse=False)) for op in ops]
     flat = [p for own in params for p in own.values()]
     makers = tuple((fields_of(("x", *own)), len(own)) for own in params)
@@ -136,8 +132,14 @@ def run_fused(rule: Rule, ops: Sequence[Any], x: Tensor) -> Tensor:
     return y
 
 
+def fused_refusal(rule: Rule) -> str:
+    """Why a graph ends before it."""
+    return f"{rule.op.__name__} does not compile. {_WHY_FUSED}"
+
+
 @torch.compiler.disable(reason=_WHY_FUSED)  # type: ignore[untyped-decorator,no-untyped-call]
-def _fused_outside(rule: Rule, ops: Sequence[Any], x: Tensor) -> Tensor:
+def outside_for_fused(rule: Rule, ops: Sequence[Any], call: Any, *arguments: Any) -> Any:
+    """`call`, which has such an operation in it, that a graph meets: an error, or eager mode."""
     if all(getattr(op, "strict", True) for op in ops):
-        raise UnsupportedConfig(f"{rule.op.__name__} does not compile. {_WHY_FUSED}")
-    return run_fused(rule, ops, x)
+        raise UnsupportedConfig(fused_refusal(rule))
+    return call(*arguments)

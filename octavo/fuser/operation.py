@@ -272,7 +272,10 @@ class BasicOperation(FusibleOperation, nn.Module):
                 found = planned(self.op_name, key, wanted, tuple([_sizes(t) for t in (x, *inputs)]), last=True)
         said, outputs = found
         # what y's leading dims are is not known here, only what they would be for an x like the one that was tried
-        edges = [Edge((), dtype, device, any(wanted), (shape, dtype, device)) for shape, dtype, device in outputs]
+        edges = [
+            Edge((), dtype, device, any(wanted) and dtype.is_floating_point, (shape, dtype, device))
+            for shape, dtype, device in outputs
+        ]
         return Stage(said, inputs, (), edges[0], any(wanted), tuple(edges[1:]))
 
     @while_tracing

@@ -9,7 +9,7 @@ not hold is kept, for `explain` and for `require`.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -80,7 +80,14 @@ class Rule:
     changes: Callable[[Sequence[Any]], Sequence[Any]] | None = None  # configs as they are to be, if it fires
 
     def __post_init__(self) -> None:
-        if len(self.pattern) < 1 or any(not hasattr(kind, "op_matches") for kind in self.pattern):
+        if not isinstance(self.conditions, tuple) or any(not isinstance(c, Condition) for c in self.conditions):
+            raise UnsupportedConfig(f"conditions of {self.name!r} is a tuple of Conditions, got {self.conditions!r}.")
+        kinds: Any = self.pattern
+        if (
+            not isinstance(kinds, tuple)
+            or not kinds
+            or any(not isinstance(kind, type) or not hasattr(kind, "op_matches") for kind in kinds)
+        ):
             raise UnsupportedConfig(
                 f"The pattern of {self.name!r} is a tuple of operations' classes, got {self.pattern}."
             )
@@ -135,7 +142,19 @@ def Joint(rule: Rule) -> Rule:
     return rule.on("both")
 
 
-RULES: list[Rule] = []  # everybody's
+_everybodys: list[tuple[Rule, ...]] = [()]  # one entry, which is replaced: whoever has seen it knows whether it changed
+
+
+def everybodys() -> tuple[Rule, ...]:
+    """Rules that every Sequential tries after its own. The same tuple, as long as nothing was registered."""
+    return _everybodys[0]
+
+
+def offer(rules: Iterable[Rule]) -> None:
+    """Add rules to everybody's."""
+    _everybodys[0] = (*_everybodys[0], *rules)
+
+
 Groups = tuple[tuple[Rule, ...], ...]  # rules of a Sequential's own, then everybody's
 _sets: dict[int, Groups] = {0: ()}  # by number, which a compiler can hold
 _numbers: dict[Groups, int] = {(): 0}
@@ -155,11 +174,10 @@ def rules_of(number: int) -> Groups:
 
 def _registered(rule: Rule, side: str, prepend: bool) -> Callable[[], None]:
     made = rule.on(side)
-    RULES.insert(0, made) if prepend else RULES.append(made)
+    _everybodys[0] = (made, *_everybodys[0]) if prepend else (*_everybodys[0], made)
 
     def unregister() -> None:
-        if made in RULES:
-            RULES.remove(made)
+        _everybodys[0] = tuple(known for known in _everybodys[0] if known is not made)
 
     return unregister
 

@@ -157,10 +157,6 @@ def _with_composites(
     )  # fmt: skip
 
 
-def rules_in_force(own: tuple[pattern.Rule, ...], everybodys: bool) -> int:
-    return pattern.rule_set((own, tuple(pattern.RULES) if everybodys else ()))
-
-
 @while_tracing
 def planned_now(
     keys: tuple[str, ...], routes: Routes, hidden: Hidden, rules: int, first: int, fields: list[Any]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
 from octavo.fuser import pattern
-from octavo.fuser.legacy import find_fused, run_fused, run_legacy
+from octavo.fuser.legacy import find_fused, fused_refusal, outside_for_fused, run_fused, run_legacy
 from octavo.fuser.operation import BasicOperation, Edge, FusibleOperation, Stage
 from octavo.fuser.plan import (
     Hidden,
@@ -19,7 +19,6 @@ from octavo.fuser.plan import (
     Run,
     planned,
     planned_now,
-    rules_in_force,
     sketched,
     steps_of,
     takes_foreign,
@@ -44,9 +43,7 @@ class Step(NamedTuple):
     extras: tuple[Any, ...]  # tensors, or Wires
     kwargs: dict[str, Any]
     number: int  # in its Sequential
-    drains: tuple[
-        tuple[str, bool], ...
-    ]  # of each extra output: its channel, whether anybody outside of the group has it
+    drains: tuple[tuple[str, bool], ...]  # of each extra output: its channel, whether it leaves the group
 
 
 class OperationFuser:
@@ -57,13 +54,26 @@ class OperationFuser:
             raise UnsupportedConfig("An OperationFuser takes at least one operation, got none.")
         self.ops, self.rules = tuple(ops), rules
         self._logged: set[str] = set()
+        self._known: tuple[Any, ...] = (None,)  # everybody's rules when they were last looked at, and what came of it
 
-    def _legacy_match(self) -> tuple[int, int, pattern.Rule] | None:
-        """Operations that a fused one with a forward in one piece takes."""
-        rules = () if self.rules is None else (*self.rules, *pattern.RULES)
-        if all([rule.is_own or not rule.op.op_is_legacy for rule in rules]):
-            return None
-        return find_fused(self.ops, rules)
+    def _rules(self) -> tuple[int, bool]:
+        """The number of the rules in force, and whether one of them has a forward in one piece."""
+        if torch.compiler.is_compiling():
+            return self._rules_now()
+        return self._looked_up()
+
+    @while_tracing
+    def _rules_now(self) -> tuple[int, bool]:
+        return self._looked_up()
+
+    def _looked_up(self) -> tuple[int, bool]:
+        shared = pattern.everybodys()
+        if self._known[0] is not shared:
+            groups = ((), ()) if self.rules is None else (self.rules, shared)
+            legacy = any(not rule.is_own and rule.op.op_is_legacy for group in groups for rule in group)
+            self._known = shared, (pattern.rule_set(groups), legacy)
+        found: tuple[int, bool] = self._known[1]
+        return found
 
     def _around(
         self, found: tuple[int, int, pattern.Rule], x: Any, steps: list[Step], channels: dict[str, Any],
@@ -81,15 +91,6 @@ class OperationFuser:
         if last < len(steps):
             x, after = OperationFuser(self.ops[last:], self.rules).run(x, steps[last:], channels, told)
         return x, [*before, *[()] * (last - first), *after]
-
-    def rule_number(self) -> int:
-        if torch.compiler.is_compiling():
-            return self._rule_number_now()
-        return rules_in_force(self.rules or (), self.rules is not None)
-
-    @while_tracing
-    def _rule_number_now(self) -> int:
-        return rules_in_force(self.rules or (), self.rules is not None)
 
     def __call__(self, x: Any, *extras: Tensor) -> Any:
         """y, or y and extra outputs, of extra inputs in order."""
@@ -109,9 +110,16 @@ class OperationFuser:
     ) -> tuple[Any, list[tuple[Any, ...]]]:
         """y, and what each operation gives away: None for what nobody outside of its run has. `channels` are those
         filled so far, and are filled further; `told` is a list to which runs are appended, while somebody asks."""
-        found = self._legacy_match()
-        if found is not None and len(steps) == len(self.ops):
-            return self._around(found, x, steps, channels, told)
+        number, legacy = self._rules()
+        if legacy and (found := find_fused(self.ops, (*(self.rules or ()), *pattern.everybodys()))) is not None:
+            if not torch.compiler.is_compiling():
+                return self._around(found, x, steps, channels, told)
+            first, last, rule = found
+            torch._dynamo.graph_break(msg=fused_refusal(rule))  # under fullgraph=True this is the error
+            made: tuple[Any, list[tuple[Any, ...]]] = outside_for_fused(
+                rule, self.ops[first:last], self._around, found, x, steps, channels, told
+            )
+            return made
         given: list[tuple[Any, ...]] = []
         at = 0
         while at < len(steps):
@@ -120,13 +128,13 @@ class OperationFuser:
                 step = _connected(steps[at], channels)
                 if told is not None:
                     told.append((steps[at : at + 1], _why_alone(steps[at].op, x) if end == at else ""))
-                x, made = _alone(step, x)
-                given.append(made)
+                x, own = _alone(step, x)
+                given.append(own)
                 end = at + 1
             else:
                 part = [_connected(step, channels) for step in steps[at:end]]
                 later = {t.channel for step in steps[end:] for t in step.extras if isinstance(t, Wire)}
-                x, made_by_each = _run(part, x, self.rule_number(), told, later, self._logged)
+                x, made_by_each = _run(part, x, number, told, later, self._logged)
                 given += made_by_each
             for i in range(at, end):
                 for (name, _), t in zip(steps[i].drains, given[i], strict=True):

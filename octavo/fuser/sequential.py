@@ -9,7 +9,7 @@ operation and slot. Those that have a channel's name connect within the Sequenti
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
@@ -20,10 +20,9 @@ from torch.utils._pytree import tree_map
 from octavo.errors import UnsupportedConfig
 from octavo.fuser.layout import Layout, Part, routed, taken_apart
 from octavo.fuser.legacy import outside, run_legacy
-from octavo.fuser.pattern import FREE, SIDES, Refused, Rule
+from octavo.fuser.pattern import FREE, SIDES, Refused, Rule, everybodys
 from octavo.fuser.plan import Planned, Run
 from octavo.fuser.runs import Step, Wire, told_run
-from octavo.lower import while_tracing
 
 OUTPUT_BUFFER_KEY = "out"
 GRAD_INPUT_BUFFER_KEY = "dgrad_out"
@@ -56,6 +55,8 @@ class Sequential(nn.Sequential):
     _excused: tuple[str, ...] = ()  # conditions that may keep a required rule from firing
 
     def __init__(self, *modules: Any, rules: tuple[Rule, ...] | None = (), require: Iterable[str] = ()) -> None:
+        if isinstance(rules, Rule):
+            raise UnsupportedConfig(f"rules= takes a tuple of rules, got {rules.name!r} alone. Write (rule,).")
         if any(rule.side not in SIDES for rule in rules or ()):
             raise UnsupportedConfig(
                 "rules= takes Forward(rule), Backward(rule) or Joint(rule), got a rule without a side."
@@ -224,13 +225,15 @@ class Sequential(nn.Sequential):
                 self._refuse(name, tuple(own or [f"{op} runs by itself: {why}" for op, why in alone]))
 
     def _refuse(self, name: str, reasons: tuple[str, ...]) -> None:
+        known = [rule.name for rule in (*(self.rules or ()), *everybodys())]
+        why = "; ".join(reasons) or "its pattern is not among these operations"
+        if not reasons and name not in known:
+            why = f"no rule has that name, and these are known: {', '.join(dict.fromkeys(known))}"
+        text = f"The fusion {name!r} is required and was refused: {why}. Leave it out of require=."
         if torch.compiler.is_compiling():
-            self._refuse_now(name, reasons)
-        _raise_missing(name, reasons)
-
-    @while_tracing
-    def _refuse_now(self, name: str, reasons: tuple[str, ...]) -> None:
-        _raise_missing(name, reasons)
+            torch._dynamo.graph_break(msg=text)  # under fullgraph=True this is the error
+            _raise_outside(text)
+        raise UnsupportedConfig(text)
 
     # -- telling ---------------------------------------------------------------------------------------------------
 
@@ -274,9 +277,9 @@ class Sequential(nn.Sequential):
         return {**self.__dict__, "_kept": ((), None)}
 
 
-def _raise_missing(name: str, reasons: Sequence[str]) -> None:
-    why = "; ".join(reasons) or "its pattern is not among these operations"
-    raise UnsupportedConfig(f"The fusion {name!r} is required and was refused: {why}. Leave it out of require=.")
+@torch.compiler.disable(reason="octavo: a required fusion was refused")  # type: ignore[untyped-decorator,no-untyped-call]
+def _raise_outside(text: str) -> None:
+    raise UnsupportedConfig(text)
 
 
 def _is_reason(plan: Any) -> bool:

@@ -248,3 +248,70 @@ def test_a_fused_forward_in_one_piece():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="fuser_forward"):
         compiled(model)(x)
+
+
+class Largest(ops.BasicOperation):
+    """x again, and where its largest column is."""
+
+    num_extra_outputs = 1
+
+    @staticmethod
+    def fuser_forward_compute(config, inputs):
+        return inputs.x * 1, (inputs.x.argmax(-1),), ()
+
+    @staticmethod
+    def fuser_forward_save_ctx(config, inputs, outputs, fresh):
+        return ()
+
+    @staticmethod
+    def fuser_backward(config, saved, grads, wants):
+        return (grads[0] * 1,)
+
+
+class Roll(ops.BasicOperation):
+    """x, its columns turned by an integer for each row."""
+
+    num_extra_inputs = 1
+
+    @staticmethod
+    def _at(x, turn, sign):
+        return (torch.arange(x.shape[-1], device=x.device) + sign * turn[..., None]) % x.shape[-1]
+
+    @staticmethod
+    def fuser_forward_compute(config, inputs):
+        return inputs.x.gather(-1, Roll._at(inputs.x, inputs.extra0, 1)), (), ()
+
+    @staticmethod
+    def fuser_forward_save_ctx(config, inputs, outputs, fresh):
+        return (inputs.extra0,)
+
+    @staticmethod
+    def fuser_backward(config, saved, grads, wants):
+        assert not wants.extra0
+        return grads[0].gather(-1, Roll._at(grads[0], saved[0], -1)), None
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, compiled], ids=["eager", "compiled"])
+def test_a_channel_of_integers_wants_no_gradient(wrap):
+    torch._dynamo.reset()
+    model = octavo.Sequential(
+        Largest().set_extra_output_channel(0, "at", output_to_caller=False), Roll().set_extra_input_channel(0, "at")
+    )
+    x = rows().requires_grad_()
+    y = wrap(model)(x)
+    assert (y[:, 0] == x.max(-1).values).all()
+    y[:, 0].sum().backward()
+    assert torch.equal(x.grad, torch.nn.functional.one_hot(x.argmax(-1), W).float())
+
+
+def test_what_is_required_has_to_exist():
+    with pytest.raises(octavo.errors.UnsupportedConfig, match="no rule has that name"):
+        octavo.Sequential(ops.RMSNorm(W), linear(recipe="fp8-current"), require="nrom-linear")(rows())
+
+
+@pytest.mark.parametrize(
+    "settings", [{"pattern": (ops.GELU(),)}, {"conditions": ops.Condition("a", bool, "b")}], ids=str
+)
+def test_a_rule_says_what_it_is_made_of(settings):
+    with pytest.raises(octavo.errors.UnsupportedConfig, match="tuple of"):
+        ops.Rule("mine", **{"pattern": (octavo.Linear, ops.GELU), "op": LinearGelu, **settings})
