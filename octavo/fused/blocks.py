@@ -95,8 +95,11 @@ class LayerNormMLP(Sequential):
         super().__init__(modules, require="norm-linear")
 
     def flattens(self) -> bool:
-        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
-        return self.rules == () and not hooked and not self.activation_recompute
+        return super().flattens() and not self.activation_recompute
+
+    @classmethod
+    def _plain_forward(cls) -> Any:
+        return LayerNormMLP.forward
 
     def forward(self, x: Tensor, *extra_inputs: Any, op_kwargs: Any = None) -> Any:  # type: ignore[override]
         if self.activation_recompute and torch.is_grad_enabled():

@@ -82,6 +82,13 @@ class Channel(NamedTuple):
     output_to_caller: bool = True
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to see what goes into a module or comes out: then it is called as a module is."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
 class FusibleOperation:
     """What a Sequential may put into a run. A mixin for modules."""
 

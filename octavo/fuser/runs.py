@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.errors import UnsupportedConfig
 from octavo.fuser import pattern
 from octavo.fuser.legacy import find_fused, fused_refusal, outside_for_fused, run_fused, run_legacy
-from octavo.fuser.operation import BasicOperation, Edge, FusibleOperation, Stage
+from octavo.fuser.operation import BasicOperation, Edge, FusibleOperation, Stage, has_hooks
 from octavo.fuser.plan import (
     Hidden,
     Planned,
@@ -182,7 +182,7 @@ def _why_alone(op: Any, x: Any) -> str:
 
 def _why_not(op: Any, x: Any) -> str:
     """Why an operation is called by itself, as a module is; empty if it may join others."""
-    if op.op_hooked or op._forward_hooks or op._forward_pre_hooks or op._backward_hooks or op._backward_pre_hooks:
+    if op.op_hooked or has_hooks(op):
         return "it has hooks"
     if op.op_runs_its_forward or "forward" in op.__dict__:
         return "its forward is not Octavo's"

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from octavo.errors import UnsupportedConfig
 from octavo.fuser.layout import Layout, Part, routed, taken_apart
 from octavo.fuser.legacy import outside, run_legacy
+from octavo.fuser.operation import has_hooks
 from octavo.fuser.pattern import FREE, SIDES, Refused, Rule, everybodys
 from octavo.fuser.plan import Planned, Run
 from octavo.fuser.runs import Step, Wire, told_run
@@ -77,8 +78,12 @@ class Sequential(nn.Sequential):
     def flattens(self) -> bool:
         """Whether a Sequential around this one takes it apart: not if it has rules of its own, or is more than its
         modules."""
-        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
-        return self.rules == () and not hooked and type(self).forward is Sequential.forward
+        return self.rules == () and type(self).forward is self._plain_forward() and not has_hooks(self)
+
+    @classmethod
+    def _plain_forward(cls) -> Any:
+        """The forward that does nothing but call the modules."""
+        return Sequential.forward
 
     # -- a list ----------------------------------------------------------------------------------------------------
 
@@ -187,8 +192,7 @@ class Sequential(nn.Sequential):
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(self, x: Any, *extra_inputs: Any, op_kwargs: dict[Any, dict[str, Any]] | None = None) -> Any:  # type: ignore[override]
-        told: list[Any] | None = [] if self._layout().require else None
-        call = self._begun(extra_inputs, op_kwargs, told)
+        call = self._begun(extra_inputs, op_kwargs)
         # the loop is here, and not a function of its own: a graph that breaks in it breaks once
         for part in call.layout.parts:
             if part.legacy is None:
@@ -197,12 +201,14 @@ class Sequential(nn.Sequential):
                 x = outside(part.legacy, x, call.kwargs[part.first])
             else:
                 x = part.legacy(x, **call.kwargs[part.first])
-        if told is not None:
-            self._check_required(told)
+        if call.told is not None:
+            self._check_required(call.layout, call.told)
         return (x, *call.public) if call.public else x
 
-    def _begun(self, extra_inputs: tuple[Any, ...], op_kwargs: Any, told: list[Any] | None) -> "_Call":
+    def _begun(self, extra_inputs: tuple[Any, ...], op_kwargs: Any, told: list[Any] | None = None) -> "_Call":
         layout = self._layout()
+        if told is None and layout.require:
+            told = []
         if len(extra_inputs) != layout.inputs:
             raise UnsupportedConfig(
                 f"This Sequential takes {layout.inputs} extra inputs besides x, got {len(extra_inputs)}. They are "
@@ -210,11 +216,10 @@ class Sequential(nn.Sequential):
             )
         return _Call(layout, extra_inputs, routed(self, layout, op_kwargs), {}, [], told)
 
-    def _check_required(self, told: list[Any]) -> None:
+    def _check_required(self, layout: Layout, told: list[Any]) -> None:
         plans = [plan for _, plan in told if isinstance(plan, Planned)]
         fired = [name for plan in plans for name in plan.fired]
         refused = [r for plan in plans for r in plan.refused]
-        layout = self._layout()
         excused = [r[0] for r in refused if r[2] in layout.excused]
         alone = [(type(steps[0].op).__name__, plan) for steps, plan in told if _is_reason(plan)]
         for name in layout.require:
@@ -293,9 +298,14 @@ def _own_copy(value: Any) -> Any:
 
 def _take_hooks(module: nn.Module) -> None:
     """Nobody's hooks are called for an explanation."""
-    for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
-        if hooks:
-            module.__dict__["op_hooked"] = True
+    if has_hooks(module):
+        module.__dict__["op_hooked"] = True
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        ):
             hooks.clear()
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.layers import activation, add, custom, fork, linear, norm
 from octavo.layers.contract import Counts, Made, reader
+from octavo.layers.plain import returned_elsewhere as returned_elsewhere
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -193,10 +194,6 @@ def graph_buffers(config: Config, *fields: Any) -> tuple[Any, ...]:
         if span.stop > span.start:
             found += layer.graph_buffers(stage, *fields[span])
     return tuple(found)
-
-
-def returned_elsewhere(config: Config) -> dict[int, int]:
-    return {}
 
 
 def fills(config: Config) -> bool:

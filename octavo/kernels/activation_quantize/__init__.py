@@ -7,8 +7,8 @@
 The value itself is never written: forward reads x and writes codes, backward reads x and dy and writes codes. What is
 filled has the bits that `fill_pair` of the activation's own kernels would leave, `given.observed` among them; only the
 sums are in another order. `fuses` says where one pass does it. Everywhere else the value is written and cast, to the
-same bits; so it is for rows in groups, and in backward for blocks, or columns that take turns, of a gated function in
-float32 or with dropout.
+same bits; so it is for rows in groups, and in backward, of a gated function, for blocks, and for columns that take
+turns in float32 or with dropout.
 
 The gradient of row scales is not here: it is a sum over rows, which `activation.backward` makes.
 """

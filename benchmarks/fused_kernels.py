@@ -1,0 +1,192 @@
+# ruff: noqa: B023
+"""Times of activations and norms into codes beside the same in two steps, parity first. On a GPU:
+
+python3 -m benchmarks.fused_kernels [forward|backward|norm ...]
+"""
+
+import statistics
+import sys
+
+import torch
+
+from octavo.formats import E4M3, E5M2
+from octavo.kernels import activation, norm
+from octavo.kernels.activation import ACTIVATIONS
+from octavo.kernels.activation_quantize import triton as actq
+from octavo.kernels.norm import Norm
+from octavo.kernels.norm_quantize import triton as normq
+from octavo.quant import Block1D, Block2D, TensorProto, Tensorwise
+from octavo.quant.quantizer import Given, fill_pair
+from octavo.quant.tile import Config
+
+M, H, N = 8192, 14336, 4096
+REPS, WARM = 20, 5
+FN = ACTIVATIONS["swiglu"]
+C = Config
+FLUSH = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+
+def timed(f):
+    """Median ms; the cache is flushed before each."""
+    for _ in range(WARM):
+        f()
+    found = []
+    for _ in range(REPS):
+        FLUSH.zero_()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        f()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end))
+    return statistics.median(found)
+
+
+def pair_of(spec, m, k, sides):
+    like = TensorProto((m, k), torch.bfloat16, torch.device("cuda"))
+    return (spec.proto(like).empty() if "r" in sides else None, spec.proto(like, 0).empty() if "c" in sides else None)
+
+
+def given_to(spec, encode=0.5):
+    if not spec.takes_encode:
+        return Given()
+    return Given(encode=torch.tensor([encode], device="cuda"), observed=torch.zeros(1, device="cuda"))
+
+
+def nbytes(*things):
+    total = 0
+    for t in things:
+        for part in t if isinstance(t, tuple) else (t,):
+            total += (
+                0 if part is None else part.nbytes() if hasattr(part, "codes") else part.numel() * part.element_size()
+            )
+    return total
+
+
+def filled(pair, given):
+    tensors = [t for q in pair if q is not None for t in q.tensors()]
+    return [t.clone() for t in tensors] + ([given.observed.clone()] if given.observed is not None else [])
+
+
+def poison(pair, given):
+    """So that what a kernel does not write is not what another wrote."""
+    for q in pair:
+        for t in () if q is None else q.tensors():
+            t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)).view(torch.uint8).fill_(0xA5)
+    if given.observed is not None:
+        given.observed.zero_()
+
+
+def same(a, b, what):
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        differ = int((x.contiguous().view(torch.uint8) != y.contiguous().view(torch.uint8)).sum())
+        assert differ == 0, f"{what}: {differ} of {x.numel()} differ"
+
+
+def report(what, config, ms, size, plain):
+    name = "unfused" if config is None else f"{config.rows}x{config.columns}, {config.warps} warps"
+    print(f"{what:44} {name:20} {ms:7.3f} ms {size / ms / 1e6:7.0f} GB/s  {plain / ms:5.2f}x", flush=True)
+
+
+def compare(what, plain, fused, configs, outputs, size):
+    """outputs: (pair, given) of all that is filled."""
+
+    def clear():
+        for output in outputs:
+            poison(*output)
+
+    def state():
+        return [t for output in outputs for t in filled(*output)]
+
+    clear()
+    plain()
+    want = state()
+    ms = timed(plain)
+    report(what, None, ms, size, ms)
+    for config in configs:
+        try:
+            clear()
+            fused(config)
+            same(state(), want, f"{what} {config}")
+            report(what, config, timed(lambda config=config: fused(config)), size, ms)
+        except Exception as error:
+            print(f"{what:44} {config}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def forward():
+    x = torch.randn(M, 2 * H, device="cuda", dtype=torch.bfloat16)
+    blocks = (C(128, 128, 16), C(128, 128, 8))
+    for spec, sides, configs in (
+        (Tensorwise(), "r", (*actq.CONFIGS, C(64, 256, 8), C(32, 128, 4))),
+        (Tensorwise(), "rc", (*actq.CONFIGS, C(64, 64, 8), C(64, 64, 4))),
+        (Block1D(), "rc", blocks),
+        (Block2D(E4M3, "fp32"), "rc", blocks),
+    ):
+        pair, given = pair_of(spec, M, H, sides), given_to(spec)
+
+        def plain():
+            fill_pair(activation.forward(FN, x), pair, given)
+
+        def fused(config):
+            actq.forward(FN, x, None, None, None, pair, given, config)
+
+        compare(f"swiglu {M}x{2 * H} {spec} {sides}", plain, fused, configs, [(pair, given)], nbytes(x, pair))
+
+
+def backward():
+    x = torch.randn(M, 2 * H, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn(M, H, device="cuda", dtype=torch.bfloat16) * 1e-3
+    blocks = (C(128, 128, 16), C(128, 128, 8))
+    tiles = (*actq.GATED_CONFIGS, C(64, 64, 4), C(32, 128, 8), C(128, 128, 16))
+    for spec, again, sums, configs in (
+        (Tensorwise(E5M2), Tensorwise(), None, tiles),
+        (Tensorwise(E4M3), None, None, tiles),
+        (Tensorwise(E5M2), Tensorwise(), torch.bfloat16, actq.GATED_CONFIGS),
+        (Block1D(), None, None, blocks),
+        (Block1D(), Block1D(), None, blocks),
+    ):
+        pair, given = pair_of(spec, M, 2 * H, "rc"), given_to(spec, 1e3)
+        second = pair_of(again, M, H, "c")[1] if again is not None else None
+        other = given_to(again) if again is not None else Given()
+
+        def plain():
+            fill_pair(activation.backward(FN, dy, x, bias_grad=sums).x, pair, given)
+            if second is not None:
+                fill_pair(activation.forward(FN, x), (None, second), other)
+
+        def fused(config):
+            actq.backward(FN, dy, x, None, None, None, pair, given, second, other, sums, config)
+
+        what = f"dswiglu {spec}{', again' if again else ''}{', sums' if sums else ''}"
+        size = nbytes(x, dy, pair, second)
+        compare(what, plain, fused, configs, [(pair, given), ((None, second), other)], size)
+
+
+def norms():
+    x = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(N, device="cuda", dtype=torch.bfloat16)
+    rms = Norm("rms", 1e-5)
+    statistics_ms = timed(lambda: normq.statistics(rms, x, weight, None))
+    print(f"rms statistics alone {statistics_ms:.3f} ms; y {timed(lambda: norm.forward(rms, x, weight, None)):.3f} ms")
+    for spec, sides in ((Tensorwise(), "r"), (Tensorwise(), "rc"), (Block1D(), "rc"), (Block2D(), "rc")):
+        pair, given = pair_of(spec, M, N, sides), given_to(spec)
+        configs = [c for c in normq.CONFIGS if spec.takes_encode or c.rows == c.columns == 128]
+
+        def plain():
+            fill_pair(norm.forward(rms, x, weight, None).y, pair, given)
+
+        def fused(config):
+            normq.forward(rms, x, weight, None, pair, given, config)
+
+        size = nbytes(x, pair) + nbytes(x)  # x is read twice
+        compare(f"rms {M}x{N} {spec} {sides}", plain, fused, configs, [(pair, given)], size)
+
+
+if __name__ == "__main__":
+    print(torch.cuda.get_device_name(), torch.__version__)
+    wanted = sys.argv[1:] or ["forward", "backward", "norm"]
+    for name, part in (("forward", forward), ("backward", backward), ("norm", norms)):
+        if name in wanted:
+            part()
+            torch.cuda.empty_cache()
