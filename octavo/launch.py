@@ -10,21 +10,38 @@ The direct call is private to Triton, so it is used with the versions it was tri
 `Launch` holds compiled kernels and never a tensor.
 """
 
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from triton import knobs
 
 TRIED = ("3.6.",)  # versions whose CompiledKernel.run takes the arguments below
-_DIRECT = triton.__version__.startswith(TRIED)
 
 Pointers = tuple[Tensor | None, ...]
+_threads = threading.local()
 
 
-class _Direct:
+def is_watched() -> bool:
+    """Whether a profiler wants to be told of every launch, which is then made in Triton's own way."""
+    knobs = sys.modules.get("triton.knobs")  # who has no kernels need not have Triton
+    return knobs is not None and bool(knobs.runtime.launch_enter_hook.calls)
+
+
+@contextmanager
+def listening(told: Callable[["Launch", tuple[Any, ...]], None]) -> Iterator[None]:
+    """Tell of every launch of this thread, once it was made."""
+    _threads.told = told
+    try:
+        yield
+    finally:
+        _threads.told = None
+
+
+class Direct:
     """A compiled kernel's own launch function, and what it takes between the stream and the kernel's arguments."""
 
     def __init__(self, compiled: Any) -> None:
@@ -53,8 +70,8 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.sizes = kernel, grid, sizes
         self.options = {**constants, "num_warps": num_warps, "num_stages": num_stages}
-        self._tail = (*sizes, *constants.values())
-        self._compiled: dict[tuple[Any, ...], _Direct] = {}
+        self.tail = (*sizes, *constants.values())
+        self._compiled: dict[tuple[Any, ...], Direct] = {}
 
     def __call__(self, *pointers: Tensor | None) -> None:
         """Run it on the device of the first pointer, which is never None."""
@@ -65,19 +82,36 @@ class Launch:
             with torch.cuda.device(index):
                 return self(*pointers)
         addresses = [0 if t is None else t.data_ptr() for t in pointers]
-        ends = 0
-        for address in addresses:
-            ends |= address
-        key: tuple[Any, ...] = (index, *[None if t is None else t.dtype for t in pointers])
-        if ends & 15:
-            key = (*key, *[address & 15 == 0 for address in addresses])
+        key = self._key(pointers)
         direct = self._compiled.get(key)
-        if direct is None or knobs.runtime.launch_enter_hook.calls:  # a profiler wants to be told
-            compiled = self.kernel[(self.grid,)](*pointers, *self.sizes, **self.options)
-            if _DIRECT:
-                self._compiled[key] = _Direct(compiled)
-            return
-        direct.launch(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(index), *direct.head, *addresses, *self._tail)
+        if direct is None or is_watched():
+            self._compile(key, pointers)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            direct.launch(self.grid, 1, 1, stream, *direct.head, *addresses, *self.tail)
+        if getattr(_threads, "told", None) is not None:
+            _threads.told(self, pointers)
+
+    def _key(self, pointers: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a kernel is compiled for."""
+        ends = 0
+        for t in pointers:
+            if t is not None:
+                ends |= t.data_ptr()
+        key: tuple[Any, ...] = (pointers[0].device.index, *[None if t is None else t.dtype for t in pointers])
+        return (*key, *[t is None or t.data_ptr() & 15 == 0 for t in pointers]) if ends & 15 else key
+
+    def _compile(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+        """Run it in Triton's way, which compiles it the first time."""
+        from triton import __version__ as version
+
+        compiled = self.kernel[(self.grid,)](*arguments, *self.sizes, **self.options)
+        if version.startswith(TRIED):
+            self._compiled[key] = Direct(compiled)
+
+    def direct(self, *pointers: Any) -> Direct | None:
+        """What was launched for such pointers, if there is a shorter way to it than a call."""
+        return self._compiled.get(self._key(pointers))
 
 
 class Tiles:
@@ -100,30 +134,33 @@ class TiledLaunch(Launch):
     """A launch some of whose leading arguments are `Tiles`."""
 
     def __call__(self, *arguments: Tensor | Tiles | None) -> None:  # type: ignore[override]
-        bases = [t.base if isinstance(t, Tiles) else t for t in arguments]
-        first = bases[0]
+        first = arguments[0].base if isinstance(arguments[0], Tiles) else arguments[0]
         assert first is not None
         index = first.device.index
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
                 return self(*arguments)
-        _enter_context(index)
-        key = (index, *[None if t is None else (t.dtype, t.data_ptr() & 15 == 0) for t in bases])
+        enter_context(index)
+        key = self._key(arguments)
         direct = self._compiled.get(key)
-        if direct is None or knobs.runtime.launch_enter_hook.calls:
-            whole = [t.checked() if isinstance(t, Tiles) else t for t in arguments]
-            compiled = self.kernel[(self.grid,)](*whole, *self.sizes, **self.options)
-            if _DIRECT:
-                self._compiled[key] = _Direct(compiled)
-            return
-        given = [0 if t is None else t if isinstance(t, Tiles) else t.data_ptr() for t in arguments]
-        direct.launch(self.grid, 1, 1, torch._C._cuda_getCurrentRawStream(index), *direct.head, *given, *self._tail)
+        if direct is None or is_watched():
+            self._compile(key, tuple([t.checked() if isinstance(t, Tiles) else t for t in arguments]))
+        else:
+            given = [0 if t is None else t if isinstance(t, Tiles) else t.data_ptr() for t in arguments]
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            direct.launch(self.grid, 1, 1, stream, *direct.head, *given, *self.tail)
+        if getattr(_threads, "told", None) is not None:
+            _threads.told(self, arguments)
+
+    def _key(self, pointers: tuple[Any, ...]) -> tuple[Any, ...]:
+        bases = [t.base if isinstance(t, Tiles) else t for t in pointers]
+        return (
+            bases[0].device.index,
+            *[None if t is None else (t.dtype, t.data_ptr() & 15 == 0) for t in bases],
+        )
 
 
-_threads = threading.local()
-
-
-def _enter_context(index: int) -> None:
+def enter_context(index: int) -> None:
     """A tensor map is made by the driver, which unlike the runtime does not give a new thread, such as autograd's, its
     context: whoever comes first must."""
     if getattr(_threads, "context", None) != index:

@@ -31,3 +31,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_tapes() -> None:
+    """A test that counts calls, or replaces functions, sees its own first ones."""
+    from octavo.lower import tape
+
+    tape.forget()

@@ -149,6 +149,13 @@ class Config(Value):
         return frozenset((consumer, field) for consumer, field, _, _ in self.routes)
 
     @cached_property
+    def replays(self) -> bool:
+        return all(
+            layer.replays(stage, side) for layer, stage in zip(self.layers, self.stages, strict=True)
+            for side in ("forward", "backward")
+        )  # fmt: skip
+
+    @cached_property
     def loose(self) -> tuple[tuple[int, int], ...]:
         """Values that are given away within the chain alone, and that a stage made for that."""
         return tuple((i, k) for i, k in self.hidden if self.layers[i] is not fork)
@@ -194,6 +201,10 @@ def graph_buffers(config: Config, *fields: Any) -> tuple[Any, ...]:
         if span.stop > span.start:
             found += layer.graph_buffers(stage, *fields[span])
     return tuple(found)
+
+
+def replays(config: Config, side: str) -> bool:
+    return config.replays
 
 
 def fills(config: Config) -> bool:

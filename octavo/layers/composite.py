@@ -110,6 +110,10 @@ def outputs(config: Config) -> int:
     return 1 + sum(config.unfused.given)
 
 
+def replays(config: Config, side: str) -> bool:
+    return False
+
+
 def wants(config: Config) -> tuple[bool, ...]:
     return chain.wants(config.unfused)
 

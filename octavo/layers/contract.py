@@ -13,7 +13,9 @@ A graph asks for more, all of it without data: `gradient_protos` (what backward 
 gradient), `flat_places` (which fresh tensors are scales), `graph_buffers` (buffers from plain tensors), `fills`
 (whether backward writes to what forward made), `returned_elsewhere` (inputs whose gradient is one of the buffers),
 `passed` (inputs whose gradient is that of an output, or of another input), `flops` and `gradient_flops`. A chain of
-layers (`octavo.layers.chain`) also asks for `counts`.
+layers (`octavo.layers.chain`) also asks for `counts`, and the driver whether `forward` or `backward` `replays`: whether
+it may be put on a tape (`octavo.lower.tape`), as it may not where somebody else's code takes part, or where it asks how
+memory of the caller's lies.
 
 These functions read nothing but their arguments: no module, no global, no environment, no clock. A config holds no
 shapes and no tensors; it crosses into a graph as the string that `octavo.values.parse` reads back. `octavo.lower` runs
@@ -70,6 +72,8 @@ class Layer(Protocol):
     def protos(self, config: Any, inputs: Any) -> Made: ...
 
     def returned_elsewhere(self, config: Any) -> dict[int, int]: ...
+
+    def replays(self, config: Any, side: str) -> bool: ...
 
     def save(self, config: Any, inputs: Any, made: Made) -> tuple[Tensor | None, ...]: ...
 

@@ -266,6 +266,10 @@ def protos(config: Config, inputs: Any) -> Made:
         )  # fmt: skip
 
 
+def replays(config: Config, side: str) -> bool:
+    return False
+
+
 def wants(config: Config) -> tuple[bool, ...]:
     return config.wanted
 

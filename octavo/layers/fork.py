@@ -13,6 +13,7 @@ from octavo.layers.plain import fills as fills
 from octavo.layers.plain import flat_places as flat_places
 from octavo.layers.plain import flops as flops
 from octavo.layers.plain import gradient_flops as gradient_flops
+from octavo.layers.plain import replays as replays
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 

@@ -24,7 +24,7 @@ from octavo.layers import post
 from octavo.layers.contract import Made, reader
 from octavo.layers.linear import DTYPES, NOTHING, Parts, Slots
 from octavo.layers.plain import passed as passed
-from octavo.layers.targets import Fixed, Mail, Target, overlap
+from octavo.layers.targets import Mail, Target, overlap
 from octavo.quant.grouped import (
     GroupedTensor,
     fill_groups,
@@ -60,7 +60,9 @@ class Config(Value):
     scales_dtype: str = ""  # of the bias' scales; empty: the bias is added as it is
     grads: str = ""  # which gradients are wanted: letters of "xwbs"
     weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
-    observe: bool = False  # measure the amaxes that delayed scaling remembers
+    observe: str = (
+        ""  # the amaxes that delayed scaling remembers: "extra", measured and returned; "seen", raised in place
+    )
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
     delay: str = ""  # dw is put off: its operands go to a "mailbox", or in a graph to the "post"
@@ -118,7 +120,7 @@ class Config(Value):
     @cached_property
     def posted(self) -> tuple[int, int]:
         """Where among all that forward makes, as a flat list, the post is: dy's slots, x as codes or a copy, groups."""
-        start = 1 + self.observe
+        start = 1 + (self.observe == "extra")
         spec = self.x_pair[1]
         of_x = post.slots_of_x(self.kept_x, spec)
         return start, start + self.slots + of_x + len(Groups._fields) - 1
@@ -149,6 +151,7 @@ class Inputs(NamedTuple):
     w_row: Parts = ()  # of a weight given as codes
     w_column: Parts = ()
     scaling: Parts = ()  # delayed: multipliers [G] of x, w, dy; for a cold start also what each has seen
+    seen: Parts = ()  # delayed, observed in place: running amaxes [G] of x and w
 
 
 class Buffers(NamedTuple):
@@ -170,12 +173,17 @@ def graph_buffers(
     dgrad_out: Tensor | None,
 ) -> Buffers:
     """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
-    return Buffers(Fixed(main_grad, config.main_grad) if main_grad else None, amax, seed, None, dgrad_out)
+    return Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed, None, dgrad_out)
 
 
 def returned_elsewhere(config: Config) -> dict[int, int]:
     """Inputs whose gradient is one of the buffers: x's, where the caller has one for it."""
     return {0: Buffers._fields.index("dgrad_out")} if config.dgrad_out else {}
+
+
+def replays(config: Config, side: str) -> bool:
+    """A tape does not see whether buffers of the caller's overlap others, or follow each other in memory."""
+    return side == "forward" or not (config.dgrad_out or config.main_grad)
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
@@ -186,8 +194,8 @@ def forward(config: Config, inputs: Inputs) -> Made:
     if inputs.out is not None and config.kept_x == "plain" and overlap(inputs.out, x):
         _refuse_overlap("out", "x, which the weight's gradient needs as it is")
     groups = split(inputs.splits, x.shape[0])
-    amax, of_x, of_w = None, None, None
-    if config.observe:
+    amax, (of_x, of_w) = None, inputs.seen or (None, None)
+    if config.observe == "extra":
         amax = torch.zeros(2 * number, dtype=torch.float32, device=x.device)
         of_x, of_w = amax.view(2, number).unbind()
     given = _given(config, x, config.x_pair, groups, inputs.scaling, 0, of_x)
@@ -303,7 +311,7 @@ def protos(config: Config, inputs: Inputs) -> Made:
     groups = group_protos(x.shape[0], number, x.device)
     padded = groups[2].shape[0] * BLOCK
     extras: tuple[TensorProto, ...] = ()
-    if config.observe:
+    if config.observe == "extra":
         extras = (TensorProto((2 * number,), torch.float32, x.device),)
     if config.slots:
         extras = (*extras, *_slot_protos(config, y, padded, number))
@@ -330,7 +338,7 @@ def wants(config: Config) -> tuple[bool, ...]:
     """Which inputs backward gives a gradient for."""
     w = "w" in config.grads and not config.delay and (not config.main_grad or config.dummy_grad)
     grads = config.grads
-    return "x" in grads, w, "b" in grads, False, "s" in grads, False, False, False, False
+    return "x" in grads, w, "b" in grads, False, "s" in grads, *[False] * (len(Inputs._fields) - 5)
 
 
 def fills(config: Config) -> bool:
@@ -472,8 +480,7 @@ def backward(
         for tensor, what in ((dy, "dy"), (kept.x[0], "x")):
             if tensor is not None and overlap(buffers.dgrad_out, tensor):
                 _refuse_overlap("dgrad_out", f"{what}, which the weight's gradient needs as it is")
-    observed = None if buffers.amax is None else torch.zeros_like(buffers.amax)
-    row, column = _quantized_dy(config, dy, kept, groups, observed, buffers.seed)
+    row, column = _quantized_dy(config, dy, kept, groups, buffers.amax, buffers.seed)
     dx = dw = db = ds = None
     if "x" in config.grads:
         dx = _input_gradient(config, dy, row, kept, groups, buffers.dgrad_out)
@@ -484,11 +491,9 @@ def backward(
         ds = grouped_gemm.bias_products(dy, kept.bias, groups, DTYPES[config.scales_dtype])
     if "w" in config.grads:  # buffers are written last
         dw = _delivered(config, dy, column, kept, groups, buffers)
-    if observed is not None and buffers.amax is not None:
-        torch.maximum(buffers.amax, observed, out=buffers.amax)
     if config.draws and buffers.seed is not None:
         buffers.seed[1:].add_(1)
-    return dx, dw, db, None, ds, None, None, None, None
+    return dx, dw, db, None, ds, *[None] * (len(Inputs._fields) - 5)
 
 
 def _quantized_dy(

@@ -25,8 +25,9 @@ from octavo.kernels.gemm import gemm, product
 from octavo.layers import post
 from octavo.layers.contract import Counts, Made, reader
 from octavo.layers.plain import passed as passed
+from octavo.layers.plain import replays as replays
 from octavo.layers.plain import returned_elsewhere as returned_elsewhere
-from octavo.layers.targets import Fixed, Mail, Target
+from octavo.layers.targets import Mail, Target
 from octavo.quant.blocks import is_square
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
@@ -34,8 +35,8 @@ from octavo.quant.quantizer import (
     Given,
     Quantizer,
     as_matrix,
-    cached_proto,
     column_axis,
+    empty_pair,
     fill_pair,
     quantize_pair,
 )
@@ -63,7 +64,9 @@ class Config(Value):
     grads: str = ""  # which gradients are wanted: letters of "xwb"
     x: str = "plain"  # or "codes"
     weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
-    observe: bool = False  # measure the amaxes that delayed scaling remembers
+    observe: str = (
+        ""  # the amaxes that delayed scaling remembers: "extra", measured and returned; "seen", raised in place
+    )
     quantize_output: bool = False
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
@@ -148,7 +151,7 @@ class Config(Value):
     @cached_property
     def posted(self) -> tuple[int, int]:
         """Where among all that forward makes, as a flat list, the post is: dy's slots, then x, as codes or a copy."""
-        start = 1 + self.observe + (self.quant.parts if self.quantize_output else 0)
+        start = 1 + (self.observe == "extra") + (self.quant.parts if self.quantize_output else 0)
         spec = dict(zip(("row", "column"), self.x_pair, strict=True)).get(self.kept_x)
         of_x = post.slots_of_x(self.kept_x, spec)
         return start, start + self.slots + of_x
@@ -169,6 +172,7 @@ class Inputs(NamedTuple):
     w_row: Parts = ()  # of a weight given as codes: w's [N, K] ...
     w_column: Parts = ()  # ... and wᵀ's [K, N]
     scaling: Parts = ()  # delayed: multipliers of x, w, dy, one element each; for a cold start also what each has seen
+    seen: Parts = ()  # delayed, observed in place: running amaxes of x and w, one element each
 
 
 class Buffers(NamedTuple):
@@ -184,29 +188,39 @@ def graph_buffers(
     config: Config, main_grad: Parts, amax: Tensor | None, seed: Tensor | None, mark: Tensor | None
 ) -> Buffers:
     """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
-    return Buffers(Fixed(main_grad, config.main_grad) if main_grad else None, amax, seed)
+    return Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed)
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
+class Amaxes(NamedTuple):
+    """Where those of x and w go, if they are observed."""
+
+    x: Tensor | None = None
+    w: Tensor | None = None
+    extra: Tensor | None = None  # both, to be returned
+
+
 def forward(config: Config, inputs: Inputs) -> Made:
-    amax = amaxes(config, inputs)
-    return forward_from(config, inputs, _quantized_x(config, inputs, None if amax is None else amax[:1]), amax)
+    amaxes = observed(config, inputs)
+    return forward_from(config, inputs, _quantized_x(config, inputs, amaxes.x), amaxes)
 
 
-def amaxes(config: Config, inputs: Inputs) -> Tensor | None:
-    """Where those of x and w will be, if they are observed."""
-    return torch.zeros(2, dtype=torch.float32, device=inputs.weight.device) if config.observe else None
+def observed(config: Config, inputs: Inputs) -> Amaxes:
+    if config.observe == "extra":
+        both = torch.zeros(2, dtype=torch.float32, device=inputs.weight.device)
+        return Amaxes(both[:1], both[1:], both)
+    return Amaxes(*inputs.seen)
 
 
 def forward_from(
-    config: Config, inputs: Inputs, x: tuple[QTensor | None, QTensor | None], amax: Tensor | None,
+    config: Config, inputs: Inputs, x: tuple[QTensor | None, QTensor | None], amaxes: Amaxes,
     lead: tuple[int, ...] | None = None,
 ) -> Made:  # fmt: skip
     """The rest of forward, once x is quantized: by this layer, or by what made x, which then says x's leading dims."""
     x_row, x_column = x
-    w_row, w_column = _quantized_w(config, inputs, None if amax is None else amax[1:])
+    w_row, w_column = _quantized_w(config, inputs, amaxes.w)
     y = product(
         _matrix(inputs.x, config.y_dtype) if x_row is None else x_row,
         inputs.weight.to(config.y_dtype) if w_row is None else w_row,
@@ -218,7 +232,7 @@ def forward_from(
         lead = tuple(inputs.x.shape[:-1])
     if lead is not None and len(lead) != 1:
         y = torch.ops.aten._unsafe_view(y, (*lead, y.shape[-1]))  # fresh: nobody has the matrix, so it is no view of it
-    extras: Parts = () if amax is None else (amax,)
+    extras: Parts = () if amaxes.extra is None else (amaxes.extra,)
     if config.quantize_output:
         y, extras = _quantized_output(config, y, extras)
     if config.slots:
@@ -236,16 +250,7 @@ def fill_x(
 ) -> tuple[tuple[QTensor | None, QTensor | None], Given]:
     """Room for x's codes, with what a cast of x takes, for one who makes x and casts it in the same pass."""
     row, other = config.x_pair
-    return _room(like, row, other if column else None), _given_by(config, scaling[0::3], observed)
-
-
-def _room(like: TensorProto, row: Quantizer | None, column: Quantizer | None) -> tuple[QTensor | None, QTensor | None]:
-    return (
-        None if row is None else cached_proto(row, like.shape, like.dtype, like.device, -1).empty(),
-        None
-        if column is None
-        else cached_proto(column, like.shape, like.dtype, like.device, column_axis(len(like.shape))).empty(),
-    )
+    return empty_pair(like, row, other if column else None, one_scale=True), _given_by(config, scaling[0::3], observed)
 
 
 def _given_by(config: Config, slot: Sequence[Tensor], observed: Tensor | None) -> Given:
@@ -344,7 +349,7 @@ def protos(config: Config, inputs: Inputs) -> Made:
         spec = config.quant.fprop.left
         assert spec is not None
         outputs, extras = (TensorProto(y.shape, y.dtype, y.device, (0,) * len(y.shape)),), _proto_parts(spec.proto(y))
-    if config.observe:
+    if config.observe == "extra":
         extras = (*extras, TensorProto((2,), torch.float32, weight.device))
     if config.slots:
         extras = (*extras, *_slot_protos(config, y))
@@ -376,14 +381,14 @@ def flat_places(config: Config) -> tuple[int, ...]:
 
 
 def counts(config: Config) -> Counts:
-    extras = config.observe + (config.quant.parts if config.quantize_output else 0)
+    extras = (config.observe == "extra") + (config.quant.parts if config.quantize_output else 0)
     return Counts(extras + config.slots + (config.slots > 0 and config.kept_x == "plain"), 7, 11 + config.slots, 4)
 
 
 def wants(config: Config) -> tuple[bool, ...]:
     """Which inputs backward gives a gradient for."""
     w = "w" in config.grads and not config.delay and (not config.main_grad or config.dummy_grad)
-    return "x" in config.grads, w, "b" in config.grads, False, False, False, False
+    return "x" in config.grads, w, "b" in config.grads, *[False] * (len(Inputs._fields) - 3)
 
 
 def fills(config: Config) -> bool:
@@ -542,47 +547,48 @@ def backward(
     dy = grads[0]
     if dy is None:
         return (None,) * len(Inputs._fields)
-    kept, observed = unpacked(saved), unseen(buffers)
-    row, column = quantized_dy(config, dy, kept, observed, buffers.seed)
+    kept = unpacked(saved)
+    row, column = quantized_dy(config, dy, kept, buffers)
     dx = input_gradient(config, dy, row, kept) if "x" in config.grads else None
     db = column_sums(flat(dy), DTYPES[config.bias_dtype]) if "b" in config.grads else None
-    return dx, finish(config, dy, column, kept, buffers, observed), db, None, None, None, None
+    return gradients(dx, finish(config, dy, column, kept, buffers), db)
+
+
+def gradients(dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> tuple[Tensor | None, ...]:
+    """One for each input."""
+    return dx, dw, db, *[None] * (len(Inputs._fields) - 3)
 
 
 def unpacked(saved: tuple[Tensor | None, ...]) -> Saved:
     return Saved(saved[:3], saved[3:6], saved[6], saved[7:9], saved[9:11], saved[11:])  # type: ignore[arg-type]
 
 
-def unseen(buffers: Buffers) -> Tensor | None:
-    """Where dy's amax will be found, if it is observed."""
-    return None if buffers.amax is None else torch.zeros_like(buffers.amax)
-
-
 def fill_dy(
-    config: Config, kept: Saved, like: TensorProto, observed: Tensor | None, seed: Tensor | None
+    config: Config, kept: Saved, like: TensorProto, buffers: Buffers
 ) -> tuple[tuple[QTensor | None, QTensor | None], Given]:
     """Room for dy's codes, with what a cast of dy takes, for one who makes dy and casts it in the same pass."""
     slot = [t for t in kept.scaling if t is not None]
-    given = _given_by(config, slot, observed)
-    return _room(like, *config.dy_pair), given._replace(seed=seed) if config.draws else given
+    given = _given_by(config, slot, buffers.amax)
+    return empty_pair(like, *config.dy_pair, one_scale=True), given._replace(
+        seed=buffers.seed
+    ) if config.draws else given
 
 
 def fill_x_again(config: Config, kept: Saved, like: TensorProto) -> tuple[QTensor | None, Given]:
     """The same for x's column codes, where they are made in backward."""
     if "w" not in config.grads:
         return None, Given()
-    return _room(like, None, config.quant.wgrad.right)[1], Given(encode=kept.encode[0])
+    return empty_pair(like, None, config.quant.wgrad.right)[1], Given(encode=kept.encode[0])
 
 
 def finish(
     config: Config, dy: Tensor | TensorProto, column: QTensor | None, kept: Saved, buffers: Buffers,
-    observed: Tensor | None, x_column: QTensor | None = None,
+    x_column: QTensor | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """dw, and then what is written besides: a backward that fails on the way leaves buffers as they were. Of dy the
-    shape is enough if there are column codes of it."""
+    """dw, and then the step of the random counter: a backward that fails on the way draws the same again. (dy's amax
+    was raised when it was cast, and is no higher if that happens again.) Of dy the shape is enough if there are column
+    codes of it."""
     dw = _delivered(config, dy, column, kept, buffers, x_column) if "w" in config.grads else None
-    if observed is not None and buffers.amax is not None:
-        torch.maximum(buffers.amax, observed, out=buffers.amax)
     if config.draws and buffers.seed is not None:
         buffers.seed[1:].add_(1)
     return dw
@@ -606,21 +612,19 @@ def _delivered(
     return weight_gradient(config, (left, right), buffers.main_grad)
 
 
-def quantized_dy(
-    config: Config, dy: Tensor, kept: Saved, observed: Tensor | None, seed: Tensor | None
-) -> tuple[QTensor | None, QTensor | None]:
+def quantized_dy(config: Config, dy: Tensor, kept: Saved, buffers: Buffers) -> tuple[QTensor | None, QTensor | None]:
     scaling: Any = (None, None, kept.scaling[0])
     if kept.scaling[1] is not None:
         scaling = (*scaling, None, None, kept.scaling[1])
     row, column = config.dy_pair
-    drawn = seed if config.draws else None
+    drawn = buffers.seed if config.draws else None
     if config.slots < 2 or column is None:
-        return _quantize(config, dy, config.dy_pair, scaling, 2, observed, drawn)
+        return _quantize(config, dy, config.dy_pair, scaling, 2, buffers.amax, drawn)
     found = (
         None if row is None else row.proto(TensorProto.of(dy)).empty(),
         _slot(config, kept.slots, dy.shape[-1]),  # type: ignore[arg-type]
     )
-    fill_pair(as_matrix(dy), found, _given(config, dy, config.dy_pair, scaling, 2, observed, drawn))
+    fill_pair(as_matrix(dy), found, _given(config, dy, config.dy_pair, scaling, 2, buffers.amax, drawn))
     return found
 
 

@@ -22,6 +22,7 @@ from octavo.layers.plain import flops as flops
 from octavo.layers.plain import gradient_flops as gradient_flops
 from octavo.layers.plain import graph_buffers as graph_buffers
 from octavo.layers.plain import passed as passed
+from octavo.layers.plain import replays as replays
 from octavo.layers.plain import returned_elsewhere as returned_elsewhere
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register

@@ -9,38 +9,39 @@ from torch import Tensor
 from octavo.errors import UnsupportedDtype, UnsupportedShape
 
 
-class Target(Protocol):
-    """Where dw is accumulated."""
-
-    def open(self, rows: int, columns: int) -> Tensor:
-        """The buffer as [rows, columns], to write to or add to."""
-        ...
-
-    def close(self) -> None:
-        """It is written."""
-        ...
-
-
 class Mail(Protocol):
     """Where the operands of a delayed dw are left."""
 
     def put(self, config: Any, *operands: Any) -> None: ...
 
 
-class Fixed:
-    """A target whose buffers are known from the start: in a graph."""
+class Target:
+    """Buffers that dw is accumulated in: of a weight, or of the weights it consists of."""
 
     def __init__(self, buffers: Sequence[Tensor], mode: str) -> None:
-        self.buffers, self.mode = buffers, mode
-        self.loose: Tensor | None = None
+        self.buffers, self.mode = tuple(buffers), mode  # "add" or "overwrite"
+        self._loose: Tensor | None = None
 
     def open(self, rows: int, columns: int) -> Tensor:
-        matrix, self.loose = open_buffers(self.buffers, rows, columns, self.buffers[0].device)
+        """The buffers as [rows, columns], to write to or add to."""
+        matrix, self._loose = open_buffers(self.buffers, rows, columns, self.buffers[0].device)
         return matrix
 
     def close(self) -> None:
-        if self.loose is not None:
-            spread(self.loose, self.buffers, self.mode)
+        """It is written."""
+        if self._loose is not None:
+            spread(self._loose, self.buffers, self.mode)
+
+
+class Sought:
+    """A target that is looked up when backward runs."""
+
+    def find(self) -> Target:
+        raise NotImplementedError
+
+    def done(self) -> None:
+        """It was written to."""
+        raise NotImplementedError
 
 
 def open_buffers(

@@ -35,6 +35,7 @@ from torch.utils.flop_counter import register_flop_formula
 from octavo.errors import UnsupportedConfig
 from octavo.layers import activation, add, chain, composite, grouped_linear, linear, norm, rounding
 from octavo.layers.contract import Made
+from octavo.lower import tape
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 
@@ -75,8 +76,9 @@ class _Plan:
         # inputs whose gradient is a buffer of the caller's, and where among the buffers it is
         self.elsewhere = {i: _total(self.buffers[:at]) for i, at in self.layer.returned_elsewhere(self.config).items()}
         self.passed = self.layer.passed(self.config)  # inputs whose gradient another has already
+        self.replays, self.replays_back = (self.layer.replays(self.config, side) for side in ("forward", "backward"))
 
-    def inputs(self, tensors: list[Any]) -> Any:
+    def inputs(self, tensors: Sequence[Any]) -> Any:
         """The layer's inputs, from the head of the list."""
         return self.layer.Inputs._make(_fields(self.presence, tensors))
 
@@ -84,7 +86,7 @@ class _Plan:
         """The gradients that backward's node returns: none that is another's, or in a buffer."""
         return [g for i, g in enumerate(grads) if g is not None and i not in self.elsewhere and i not in self.passed]
 
-    def buffers_of(self, tensors: list[Tensor]) -> Any:
+    def buffers_of(self, tensors: Sequence[Tensor]) -> Any:
         """The layer's buffers, from the head of the list."""
         return self.layer.graph_buffers(self.config, *_fields(self.buffers, tensors))
 
@@ -93,7 +95,7 @@ def _total(marks: list[str]) -> int:
     return sum(int(mark.removeprefix("t")) for mark in marks)
 
 
-def _fields(marks: list[str], tensors: list[Any]) -> list[Any]:
+def _fields(marks: list[str], tensors: Sequence[Any]) -> list[Any]:
     """What marks stand for, from the head of the list."""
     rest, fields = iter(tensors), list[Any]()
     for mark in marks:
@@ -129,7 +131,14 @@ def _run(tensors: list[Tensor], plan: str) -> list[Tensor]:
     parsed = _plan(plan)
     if parsed.writes:
         _refuse_hooks(parsed)
-    return _crossing(parsed, parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
+
+    def work(tensors: Sequence[Any]) -> tuple[None, list[Tensor]]:
+        return None, _crossing(parsed, parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
+
+    if not parsed.replays:
+        return work(tensors)[1]
+    found: Any = tape.call((plan,), tensors[: parsed.count], work).found
+    return list(found)
 
 
 def saved_elsewhere() -> bool:
@@ -167,10 +176,14 @@ def _fakes(parsed: _Plan, tensors: list[Tensor]) -> Made:
 @torch.library.custom_op("octavo::run_bwd", mutates_args=())
 def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
     parsed = _plan(plan)
-    saved, dys = _saved(parsed, tensors, mask)
+
+    def work(tensors: Sequence[Any]) -> tuple[None, list[Tensor]]:
+        saved, dys = _saved(parsed, tensors, mask)
+        return None, parsed.returned(parsed.layer.backward(parsed.config, saved, parsed.buffers_of(tensors), dys))
+
     with _unsafe_preserve_version_counter(tuple(tensors)):
-        grads = parsed.layer.backward(parsed.config, saved, parsed.buffers_of(tensors), dys)
-    return parsed.returned(grads)
+        found: Any = tape.call((plan, mask), list(tensors), work).found if parsed.replays_back else work(tensors)[1]
+    return list(found)
 
 
 @_run_bwd.register_fake
@@ -180,7 +193,7 @@ def _(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
     return [p.empty() for p in parsed.returned(parsed.layer.gradient_protos(parsed.config, saved, dys[0]))]
 
 
-def _saved(parsed: _Plan, tensors: list[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+def _saved(parsed: _Plan, tensors: Sequence[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
     """What `save` chose, and a gradient for each output, out of buffers, saved tensors and gradients."""
     rest = iter(tensors[parsed.written :])
     return tuple(next(rest) if here == "1" else None for here in mask), tuple(rest)

@@ -12,7 +12,7 @@ from octavo.formats import FLOATS
 from octavo.fuser.operation import FusibleOperation
 from octavo.kernels import grouped_gemm
 from octavo.layers import grouped_linear as layer
-from octavo.layers.targets import joined_rows
+from octavo.layers.targets import Target, joined_rows
 from octavo.lower import (
     claim,
     is_captured,
@@ -23,7 +23,6 @@ from octavo.lower import (
 )
 from octavo.modules import weights
 from octavo.modules.ambient import ambient
-from octavo.modules.main_grad import MainGrad
 from octavo.modules.quantized import NAMES, Quantized, outside, wanted
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS
@@ -148,7 +147,7 @@ class GroupedLinear(FusibleOperation, Quantized):
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         return grouped_gemm.route(left, right, device)
 
-    def _weight_gradient(self, config: Any, operands: Any, target: MainGrad | None) -> Tensor | None:
+    def _weight_gradient(self, config: Any, operands: Any, target: Target | None) -> Tensor | None:
         return layer.weight_gradient(config, operands, target, (self.num_groups, self.out_features, self.in_features))
 
     # -- as an operation of a Sequential ---------------------------------------------------------------------------
@@ -198,8 +197,8 @@ class GroupedLinear(FusibleOperation, Quantized):
         scales = self._bias_scales(scales, rows)
         grads = wanted(rows.requires_grad, self.weight_parts(), bias, scales)
         self._check_buffers(rows, grads, out, dgrad_out)
-        observe = recipe.stateful and self.training and torch.is_grad_enabled()
-        kind = self._weight_codes(recipe, is_first_microbatch, grads, observe)
+        observe = self._observes(recipe)
+        kind = self._weight_codes(recipe, is_first_microbatch, grads, observe != "")
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self.delay_wgrad_compute and "w" in grads
         as_nodes = tracing or isinstance(rows, FakeTensor) or rows.is_meta  # without values, only shapes go through
@@ -208,7 +207,7 @@ class GroupedLinear(FusibleOperation, Quantized):
             f"grouped-linear(recipe={recipe.key},dtype='{NAMES[x.dtype]}',weight_dtype='{NAMES[weight.dtype]}',"
             f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',"
             f"scales_dtype='{'' if scales is None else NAMES[scales.dtype]}',grads='{grads}',weight='{kind}',"
-            f"observe={observe},main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',"
+            f"observe='{observe}',main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',"
             f"dgrad_out={dgrad_out is not None},tail='{self.tail}')"
         )
         inputs = layer.Inputs(
@@ -216,6 +215,7 @@ class GroupedLinear(FusibleOperation, Quantized):
             self._codes.parts(self, "row") if kind != "plain" else (),
             self._codes.parts(self, "column") if kind != "plain" else (),
             self._scaling.inputs(self) if recipe.stateful else (),
+            self._scaling.seen(self) if observe == "seen" else (),
         )  # fmt: skip
         # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
         as_nodes = as_nodes or (is_watched() and not delayed and not main_grad and not saved_elsewhere())
@@ -223,7 +223,7 @@ class GroupedLinear(FusibleOperation, Quantized):
             key, inputs, grads=grads, observe=observe, main_grad=main_grad, dummy=dummy, delay=delay,
             as_nodes=as_nodes, more=(dgrad_out,), out=out, shape=shape,
         )  # fmt: skip
-        if observe:
+        if observe == "extra":
             self._remember(made[1], tracing)
         y: Tensor = made[0]
         return y if y.dim() == len(shape) else y.view(shape)

@@ -15,10 +15,10 @@ from octavo.formats import FLOATS
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.gemm import spec_route
 from octavo.layers import linear as layer
+from octavo.layers.targets import Target
 from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
 from octavo.modules import weights
 from octavo.modules.ambient import ambient
-from octavo.modules.main_grad import MainGrad
 from octavo.modules.quantized import NAMES, Quantized, outside, wanted
 from octavo.quant import QTensor
 from octavo.quant.quantizer import Quantizer
@@ -84,7 +84,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         return spec_route(left, right, device)
 
-    def _weight_gradient(self, config: Any, operands: Any, target: MainGrad | None) -> Tensor | None:
+    def _weight_gradient(self, config: Any, operands: Any, target: Target | None) -> Tensor | None:
         return layer.weight_gradient(config, operands, target)
 
     def reset_parameters(self) -> None:
@@ -116,7 +116,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
             dummy=call.dummy, delay=call.delay, as_nodes=as_nodes, codes=codes,
         )  # fmt: skip
         parts = () if not fp8_output else tuple(made[1 : 1 + recipe.linear().parts])
-        if call.observe:
+        if call.observe == "extra":
             self._remember(made[1 + len(parts)], tracing)
         y = made[0] if shape is None else made[0].view(*shape, made[0].shape[-1])
         out = _quantized_output(recipe, parts, y) if fp8_output else y
@@ -130,8 +130,8 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         weight = self.weight
         added = None if self.return_bias else self.bias
         grads = wanted(needs_dx, [weight], added)  # type: ignore[list-item]
-        observe = recipe.stateful and self.training and torch.is_grad_enabled()
-        kind = self._weight_codes(recipe, is_first_microbatch, grads, observe)
+        observe = self._observes(recipe)
+        kind = self._weight_codes(recipe, is_first_microbatch, grads, observe != "")
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self.delay_wgrad_compute and "w" in grads
         delay = "" if not delayed else "post" if tracing else "mailbox"
@@ -144,7 +144,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         key = (
             f"linear(recipe={recipe.key},dtype='{NAMES[dtype]}',weight_dtype='{NAMES[weight.dtype]}',"
             f"bias_dtype='{'' if added is None else NAMES[added.dtype]}',grads='{grads}',"
-            f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe={observe},quantize_output={fp8_output},"
+            f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe='{observe}',quantize_output={fp8_output},"
             f"main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',w_columns='{columns}')"
         )
         stored = self._codes
@@ -153,6 +153,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
             stored.parts(self, "row") if kind != "plain" else (),
             stored.parts(self, "column") if kind != "plain" else (),
             self._scaling.inputs(self) if recipe.stateful else (),
+            self._scaling.seen(self) if observe == "seen" else (),
         )  # fmt: skip
         return _Call(key, inputs, grads, observe, main_grad, dummy, delay)
 
@@ -197,7 +198,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         return Stage(
             call.key, tuple(inputs[1:]), self._writes(call.grads, call.observe, call.main_grad, call.delay, as_nodes),
             x.to(weight.shape[0], call.grads != ""), call.grads != "",
-            anchored=elsewhere, after=self._observed if call.observe else None,
+            anchored=elsewhere, after=self._observed if call.observe == "extra" else None,
         )  # fmt: skip
 
     def _observed(self, extras: Sequence[Tensor]) -> None:
@@ -233,7 +234,7 @@ class _Call(NamedTuple):
     key: str
     inputs: layer.Inputs
     grads: str
-    observe: bool
+    observe: str
     main_grad: str
     dummy: bool
     delay: str

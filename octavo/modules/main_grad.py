@@ -14,27 +14,19 @@ from typing import Any
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers.targets import nothing, open_buffers, spread
+from octavo.layers.targets import Sought, Target, nothing
 
 
-class MainGrad:
-    """The gradient buffers of a weight, or of the weights it consists of, found when they are opened."""
+class MainGrad(Sought):
+    """The gradient buffers of a weight, or of the weights it consists of."""
 
     def __init__(self, weights: Sequence[Any], mode: str) -> None:
-        self.weights, self.mode = weights, mode  # "add" or "overwrite"
-        self._buffers: list[Tensor] = []
-        self._loose: Tensor | None = None
+        self.weights, self.mode = weights, mode
 
-    def open(self, rows: int, columns: int) -> Tensor:
-        """The buffers as [rows, columns], a view if they lie one after the other in memory."""
-        self._buffers = [_find(w) if w.requires_grad else nothing(w.device) for w in self.weights]
-        matrix, self._loose = open_buffers(self._buffers, rows, columns, self.weights[0].device)
-        return matrix
+    def find(self) -> Target:
+        return Target([_find(w) if w.requires_grad else nothing(w.device) for w in self.weights], self.mode)
 
-    def close(self) -> None:
-        if self._loose is not None:
-            spread(self._loose, self._buffers, self.mode)
-        self._buffers, self._loose = [], None
+    def done(self) -> None:
         _say_added(self.weights)
 
 

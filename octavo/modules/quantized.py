@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.layers.linear import DTYPES, Parts
+from octavo.layers.targets import Target
 from octavo.lower import (
     is_inside_ddp,
     is_inside_operator,
+    is_watched,
     recomputes,
     refresh_in_graph,
     run,
@@ -242,14 +244,23 @@ class Quantized(nn.Module):
         slots = self._scaling.inputs(self)[1::3] if recipe.stateful else ()
         return [current] if observe and current is not None else [], list(slots)
 
+    def _observes(self, recipe: Recipe) -> str:
+        """How a call observes the amaxes of x and w: not at all, in place, or as something that it returns."""
+        if not (recipe.stateful and self.training and torch.is_grad_enabled()):
+            return ""
+        if torch.compiler.is_compiling() or is_watched():
+            return "extra"
+        self._scaling.watch(self.weight_parts()[0])
+        return "seen"
+
     def _remember(self, amax: Tensor, tracing: bool) -> None:
+        """What a call returned."""
         current = self._buffers[scaling.NAMES["forward"]["current"]]
         assert current is not None
         if tracing:
             current.copy_(torch.maximum(current, amax))
         else:
             torch.maximum(current, amax, out=current)
-            self._scaling.watch(self.weight_parts()[0])
 
     # -- the weight's gradient ---------------------------------------------------------------------------------------
 
@@ -274,8 +285,11 @@ class Quantized(nn.Module):
         if not self.delay_wgrad_compute or not any(weight.requires_grad for weight in own):
             return
         config, operands = self._mailbox.take(self.LAYER, self.whole_weight())
+        sought = MainGrad(own, config.main_grad) if config.main_grad else None
         with torch.no_grad():
-            dw = self._weight_gradient(config, operands, MainGrad(own, config.main_grad) if config.main_grad else None)
+            dw = self._weight_gradient(config, operands, None if sought is None else sought.find())
+        if sought is not None:
+            sought.done()
         if dw is not None:
             parts = [dw] if len(own) == 1 else list(dw.unbind())
             pairs = [(weight, part.view(weight.shape)) for weight, part in zip(own, parts, strict=True)
@@ -283,13 +297,13 @@ class Quantized(nn.Module):
             # accumulates as any backward does, hooks included
             torch.autograd.backward([weight for weight, _ in pairs], [part for _, part in pairs])
 
-    def _weight_gradient(self, config: Any, operands: Any, target: MainGrad | None) -> Tensor | None:
+    def _weight_gradient(self, config: Any, operands: Any, target: Target | None) -> Tensor | None:
         raise NotImplementedError
 
     # -- one call of the layer ---------------------------------------------------------------------------------------
 
     def _call(
-        self, key: str, inputs: Any, *, grads: str, observe: bool, main_grad: str, dummy: bool, delay: str,
+        self, key: str, inputs: Any, *, grads: str, observe: str, main_grad: str, dummy: bool, delay: str,
         as_nodes: bool, more: tuple[Tensor | None, ...] = (), out: Tensor | None = None, shape: tuple[int, ...] = (),
         codes: Parts = (),
     ) -> Any:  # fmt: skip
@@ -313,7 +327,7 @@ class Quantized(nn.Module):
         found = self.LAYER.Buffers(*buffers)
         return run(self.LAYER, self.LAYER.config(key), inputs, found, differentiable=grads != "", anchored=elsewhere)
 
-    def _writes(self, grads: str, observe: bool, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
+    def _writes(self, grads: str, observe: str, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
         """What backward writes besides its results: main_grad, dy's amax, the counter of rounding, the mailbox."""
         amax = self._buffers[scaling.NAMES["backward"]["current"]] if observe and grads else None
         seed = self._buffers.get(SEED) if grads else None
@@ -322,7 +336,7 @@ class Quantized(nn.Module):
             # equal calls would be one node to a compiler, with room for one dy; what torch.empty makes is never merged
             mark = torch.empty(0, device=self.weight_parts()[0].device) if delay else None
             return target, amax, seed, mark
-        found = MainGrad(self.weight_parts(), main_grad) if main_grad else None
+        found = MainGrad(self.weight_parts(), main_grad) if main_grad and not delay else None
         return found, amax, seed, self._mailbox if delay else None
 
     def _graph_refusal(self) -> str:

@@ -45,7 +45,8 @@ def _hear_optimizers() -> None:
 
 
 class Scaling:
-    """Which recipe a module's memory follows, and what happened since it was last stepped. Holds no tensor."""
+    """Which recipe a module's memory follows, and what happened since it was last stepped. Holds no tensor of its
+    own."""
 
     def __init__(self) -> None:
         self.recipe: Delayed | None = None
@@ -53,6 +54,10 @@ class Scaling:
         self._version: int | None = None  # of the weight, when it was last seen
         self._updates = 0  # of the weight since the last step
         self._said = False
+        self._views: dict[str, tuple[Tensor, ...]] = {}  # of buffers: making them takes longer than launching a kernel
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_views": {}}
 
     def refusal(self, recipe: Recipe) -> str:
         """Why this memory cannot follow a recipe; empty if it can."""
@@ -95,12 +100,28 @@ class Scaling:
         assert self.recipe is not None
         found: list[Tensor] = []
         for field in ("encode",) if self.recipe.cold_start == "one" else ("encode", "head"):
-            pair = module._buffers[NAMES["forward"][field]]
             single = module._buffers[NAMES["backward"][field]]
-            assert pair is not None and single is not None
-            slots = single.shape[0]
-            found += [*(pair if slots == 1 else pair.view(2, slots)).unbind(), single]
+            assert single is not None
+            found += [*self._pair(module, field), single]
         return tuple(found)
+
+    def seen(self, module: nn.Module) -> tuple[Tensor, ...]:
+        """Running amaxes of x and w: views of a buffer."""
+        return self._pair(module, "current")
+
+    def _pair(self, module: nn.Module, field: str) -> tuple[Tensor, ...]:
+        """x's part and w's of a buffer, as views that are made once for each buffer."""
+        buffer = module._buffers[NAMES["forward"][field]]
+        assert buffer is not None
+        tracing = torch.compiler.is_compiling()
+        kept = None if tracing else self._views.get(field)
+        if kept is not None and kept[0]._base is buffer:
+            return kept
+        slots = buffer.shape[0] // 2
+        made = (buffer if slots == 1 and tracing else buffer.view(2, slots)).unbind()
+        if not tracing:
+            self._views[field] = made
+        return made
 
     def watch(self, weight: Tensor) -> None:
         """Say once that `octavo.step` is never called: multipliers that stay at 1 are wrong, and silent."""

@@ -307,24 +307,29 @@ def quantize_pair(
     x: Tensor, row: Quantizer | None, column: Quantizer | None, given: Given, *, one_scale: bool = False
 ) -> tuple[QTensor | None, QTensor | None]:
     """The orientations that have a quantizer, from one read of x where one kernel serves both. `given` is taken as it
-    is: tensors from outside go through `Quantizer.checked` first. With `one_scale`, orientations that have the same
-    scale also have the same tensor for it: one allocation less for who keeps neither to write to."""
+    is: tensors from outside go through `Quantizer.checked` first. `one_scale`: as of `empty_pair`."""
     matrix = x if x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()) else as_matrix(x)
-    first = second = None
-    if row is not None:
-        first = cached_proto(row, x.shape, x.dtype, x.device, -1).empty()
-    if column is not None:
-        proto = cached_proto(column, x.shape, x.dtype, x.device, 0 if x.dim() >= 2 else column_axis(x.dim()))
-        if one_scale and first is not None and row is column and column.block == (None, None):
-            second = proto.empty(first.scale)
-        else:
-            second = proto.empty()
-    pair = first, second
-    if first is not None and (second is None or row is column):
-        first.spec.fill(matrix, pair, given)
+    pair = empty_pair(x, row, column, one_scale=one_scale)
+    if pair[0] is not None and (pair[1] is None or row is column):
+        pair[0].spec.fill(matrix, pair, given)
     else:
         fill_pair(matrix, pair, given)
     return pair
+
+
+def empty_pair(
+    like: Tensor | TensorProto, row: Quantizer | None, column: Quantizer | None, *, one_scale: bool = False
+) -> tuple[QTensor | None, QTensor | None]:
+    """Room for the orientations that have a quantizer. With `one_scale`, those that have the same scale also have the
+    same tensor for it: one allocation less for who keeps neither to write to."""
+    first = second = None
+    if row is not None:
+        first = cached_proto(row, like.shape, like.dtype, like.device, -1).empty()
+    if column is not None:
+        proto = cached_proto(column, like.shape, like.dtype, like.device, column_axis(len(like.shape)))
+        shared = one_scale and first is not None and row is column and column.block == (None, None)
+        second = proto.empty(first.scale if shared and first is not None else None)
+    return first, second
 
 
 def fill_pair(x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: Given) -> None:

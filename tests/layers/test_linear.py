@@ -33,12 +33,13 @@ def inputs_for(config: Config, lead=(M,)) -> Inputs:
         pair = quantize_pair(w, quant.fprop.right, quant.dgrad.right, given)
         row, column = (() if q is None else tuple(q.tensors()) for q in pair)
     bias = torch.randn(N) if config.bias_dtype else None
-    return Inputs(x, w, bias, x_codes, row, column, scaling)
+    seen = (torch.zeros(1), torch.zeros(1)) if config.observe == "seen" else ()
+    return Inputs(x, w, bias, x_codes, row, column, scaling, seen)
 
 
 def configs():
     for name, grads, x, weight, observe, output in itertools.product(
-        RECIPES, GRADS, ("plain", "codes"), ("plain", "codes"), (False, True), (False, True)
+        RECIPES, GRADS, ("plain", "codes"), ("plain", "codes"), ("", "extra", "seen"), (False, True)
     ):
         subject = recipe(name)
         quantizes = subject.linear().fprop.mode == "quantized"
@@ -85,7 +86,7 @@ def test_protos_say_what_forward_makes(name, lead):
 def test_backward_lives_on_what_save_kept_and_gives_a_gradient_for_each_input(name):
     for config in (c for c in ALL if c.recipe == recipe(name)):
         inputs = inputs_for(config)
-        before = [t.clone() for t in flatten(inputs)]
+        before = [t.clone() for t in flatten(inputs._replace(seen=()))]
         made = linear.forward(config, inputs)
         saved = linear.save(config, inputs, made)
         known = {id(t) for t in [*flatten(inputs), *made.outputs, *made.extras, *made.fresh] if t is not None}
@@ -97,11 +98,24 @@ def test_backward_lives_on_what_save_kept_and_gives_a_gradient_for_each_input(na
         for letter, grad, shape in zip("xwb", grads, ((M, K), (N, K), (N,)), strict=False):
             assert (grad is not None) == (letter in config.grads), config
             assert grad is None or tuple(grad.shape) == shape
-        for old, new in zip(before, flatten(inputs), strict=True):
+        for old, new in zip(before, flatten(inputs._replace(seen=())), strict=True):
             assert torch.equal(old.float(), new.float()), config
         assert seed is None or seed.tolist() == [5, 7]
         if config.observe and (config.dy_pair[0] or config.dy_pair[1]):
             assert buffers.amax.item() > 0
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if recipe(name).stateful])
+def test_amaxes_raised_in_place_are_those_that_are_returned(name):
+    extra = Config(recipe(name), observe="extra")
+    inputs = inputs_for(extra)
+    amax = linear.forward(extra, inputs).extras[0]
+    seen = torch.zeros(2)
+    linear.forward(Config(recipe(name), observe="seen"), inputs._replace(seen=seen.unbind()))
+    assert torch.equal(seen, amax) and amax.min() > 0
+    seen.fill_(99)
+    linear.forward(Config(recipe(name), observe="seen"), inputs._replace(seen=seen.unbind()))
+    assert seen.tolist() == [99, 99]
 
 
 def test_no_gradient_in_no_gradient_out():

@@ -4,8 +4,9 @@ ms          one eager step after another, gradients dropped between them, as tra
 graph ms    the same step replayed from a CUDA graph: what the device alone takes (peers are not captured)
 of floor    floor / ms. The floor is the chip's stock FP8 GEMMs, timed here (fast accumulation in fprop only), and
             the bytes that quantizing once must move, at the rate of a plain copy, timed here; for bf16 its GEMMs
-host us     what the host takes to issue one step of a tiny layer: alone, and its share in a stack of sixteen,
-            where backward's change of threads is paid once
+host us     what the host takes to issue one step of a tiny layer: alone, its share in a stack of sixteen, where
+            backward's change of threads is paid once, and alone with backward in the thread that calls it
+            (torch.autograd.set_multithreading_enabled(False))
 saved       bytes kept from forward to backward, parameters not counted; peak: most that was allocated beyond them
 """
 
@@ -42,7 +43,7 @@ def measure(arguments: Namespace) -> dict[str, Any]:
     makers |= {f"octavo {name}": partial(low, recipe=name) for name in arguments.recipes.split(",")}
     if not arguments.no_peers:
         makers |= peers.linears()
-    hosts = {name: {"alone": _host(make, 1), "in a stack": _host(make, STACK)} for name, make in makers.items()}
+    hosts = {name: _hosts(make) for name, make in makers.items()}
     return {
         "suite": "linear",
         "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
@@ -69,6 +70,12 @@ def _step(module: nn.Module, tokens: int, k: int, n: int) -> Callable[[], None]:
     x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) * 1e-2
     return settled_step(module, x, dy)
+
+
+def _hosts(make: Callable[[int, int], nn.Module]) -> dict[str, float]:
+    alone, stacked = _host(make, 1), _host(make, STACK)
+    with torch.autograd.set_multithreading_enabled(False):
+        return {"alone": alone, "in a stack": stacked, "alone, one thread": _host(make, 1)}
 
 
 def _host(make: Callable[[int, int], nn.Module], layers: int) -> float:
@@ -193,7 +200,7 @@ def render(report: dict[str, Any]) -> str:
             "TFLOP/s",
             "saved MiB",
             "peak MiB",
-            "host us alone / in a stack",
+            "host us alone, in a stack, one thread",
         )
         title = f"{tokens} x {k} -> {n}: floor {floors['fp8_ms']:.3f} ms in FP8, {floors['bf16_ms']:.3f} in bf16"
         parts.append(title + "\n" + table.render(header, rows))

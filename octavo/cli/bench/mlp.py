@@ -5,7 +5,8 @@ graph ms    the same step replayed from a CUDA graph: what the device alone take
 kept MiB    what forward leaves allocated for backward, y among it; x was there before
 of floor    floor / ms. The floor is the stock FP8 GEMMs of both layers, timed here, and the bytes that every tensor
             read and written once takes, at the rate of a plain copy, timed here; for bf16 its GEMMs
-host us     what the host takes to issue one step at a tiny size
+host us     what the host takes to issue one step at a tiny size, and the same with backward in the thread that calls it
+            (torch.autograd.set_multithreading_enabled(False)) and not in one of autograd's own
 kernels     of one step of the first recipe, by name: what the device's time is made of
 """
 
@@ -121,7 +122,9 @@ def _case(
     small = settled_step(tiny, *_tensors(TINY[0], TINY[1]))
     for _ in range(WARMUP):
         small()
-    return {**row, "host_us": host_us(small, repeats=200)}
+    row["host_us"] = host_us(small, repeats=200)
+    with torch.autograd.set_multithreading_enabled(False):
+        return {**row, "host_one_thread_us": host_us(small, repeats=200)}
 
 
 def _kept_mib(module: nn.Module, x: Tensor) -> float:
@@ -181,11 +184,11 @@ def render(report: dict[str, Any]) -> str:
             f"{r['kept_mib']:.0f}",
             f"{r['of_floor']:.2f}",
             f"{r['tflops']:.0f}",
-            f"{r['host_us']:.0f}",
+            f"{r['host_us']:.0f}, {r['host_one_thread_us']:.0f}",
         ]
         for r in report["results"]
     ]
-    header = ("case", "ms", "graph ms", "kept MiB", "of floor", "TFLOP/s", "host us, tiny")
+    header = ("case", "ms", "graph ms", "kept MiB", "of floor", "TFLOP/s", "host us, one thread")
     title = (
         f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward\n"
         f"RMSNorm, SwiGLU MLP, {tokens} x {hidden} x {ffn}: floor {floors['fp8_ms']:.3f} ms in FP8 "

@@ -19,7 +19,6 @@ from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given
 
 Grads = tuple[Tensor | None, ...]
-NONE: Grads = (None,) * len(linear.Inputs._fields)
 
 forward = None
 
@@ -33,21 +32,20 @@ class Cast:
     ) -> None:  # fmt: skip
         x, scales, bias, seed = saved_act
         self.config, self.buffers = config, buffers
-        self.kept, self.observed = linear.unpacked(saved), linear.unseen(buffers)
+        self.kept = linear.unpacked(saved)
         shape = activation.shape_of_dx(act, tuple(dy.shape))
         self.like = TensorProto(shape, dy.dtype, dy.device)
-        self.pair, given = linear.fill_dy(config, self.kept, self.like, self.observed, buffers.seed)
+        self.pair, given = linear.fill_dy(config, self.kept, self.like, buffers)
         self.bias: Tensor | None = activation_quantize.backward(
             act.function, activation.matrix(dy), None if x is None else activation.matrix(x), activation.vector(scales),
             activation.vector(bias), activation.vector(seed), self.pair, given, again, again_given, bias_grad,
         )  # fmt: skip
 
-    def gradients(self) -> Grads:
-        """Of the Linear, its own bias last."""
+    def gradients(self, db: Tensor | None) -> Grads:
+        """Of the Linear."""
         config = self.config
         dx = linear.input_gradient(config, self.like, self.pair[0], self.kept) if "x" in config.grads else None
-        dw = linear.finish(config, self.like, self.pair[1], self.kept, self.buffers, self.observed)
-        return dx, dw, None, None, None, None, None
+        return linear.gradients(dx, linear.finish(config, self.like, self.pair[1], self.kept, self.buffers), db)
 
 
 def own_bias(config: Any) -> torch.dtype | None:
@@ -64,11 +62,10 @@ def backward(
     between = configs[1] if len(configs) == 3 else None
     wanted = own_bias(first) if between is None else own_bias(between)
     cast = Cast(first, act, saved[0], saved[-1], buffers[0], dy, wanted)
-    dx, dw, *rest = cast.gradients()
     empty = (None,) * len(activation.Inputs._fields)
     if between is None:
-        return [(dx, dw, cast.bias, *rest[1:]), empty]
-    return [(dx, dw, *rest), (None, None, cast.bias, None), empty]
+        return [cast.gradients(cast.bias), empty]
+    return [cast.gradients(None), (None, None, cast.bias, None), empty]
 
 
 def _conditions(last: int) -> tuple[Any, ...]:

@@ -19,15 +19,14 @@ NAME = "activation-linear"
 def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
     first, second = configs
     own, x = inputs[0], inputs[0].x
-    amax = linear.amaxes(second, inputs[1])
+    amaxes = linear.observed(second, inputs[1])
     like = TensorProto(activation.shape_of_y(first, tuple(x.shape)), x.dtype, x.device)
-    observed = None if amax is None else amax[:1]
-    pair, given = linear.fill_x(second, inputs[1].scaling, like, True, observed)
+    pair, given = linear.fill_x(second, inputs[1].scaling, like, True, amaxes.x)
     activation_quantize.forward(
         first.function, activation.matrix(x), activation.vector(own.scales), activation.vector(own.bias),
         activation.vector(own.seed), pair, given,
     )  # fmt: skip
-    made = linear.forward_from(second, inputs[1], pair, amax, tuple(x.shape[:-1]))
+    made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
     return [Made((None,), (), ()), made]
 
 

@@ -28,16 +28,15 @@ def backward(
     first, act, second = configs
     dy = grads[-1][0]
     assert dy is not None
-    kept, observed = linear.unpacked(saved[2]), linear.unseen(buffers[2])
-    row, column = linear.quantized_dy(second, dy, kept, observed, buffers[2].seed)
+    kept = linear.unpacked(saved[2])
+    row, column = linear.quantized_dy(second, dy, kept, buffers[2])
     da = linear.input_gradient(second, dy, row, kept)
     again, given = linear.fill_x_again(second, kept, TensorProto(tuple(da.shape), da.dtype, da.device))
     cast = Cast(first, act, saved[0], saved[1], buffers[0], da, own_bias(first), again, given)
     db = None if (dtype := own_bias(second)) is None else column_sums(linear.flat(dy), dtype)
-    dw = linear.finish(second, dy, column, kept, buffers[2], observed, again)
-    dx, dw1, *rest = cast.gradients()
+    dw = linear.finish(second, dy, column, kept, buffers[2], again)
     empty = (None,) * len(activation.Inputs._fields)
-    return [(dx, dw1, cast.bias, *rest[1:]), empty, (None, dw, db, *rest[1:])]
+    return [cast.gradients(cast.bias), empty, linear.gradients(None, dw, db)]
 
 
 def changed(configs: Sequence[Any]) -> list[Any]:

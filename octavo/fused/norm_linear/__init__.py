@@ -18,15 +18,14 @@ NAME = "norm-linear"
 def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
     first, second = configs
     x = inputs[0].x
-    amax = linear.amaxes(second, inputs[1])
+    amaxes = linear.observed(second, inputs[1])
     like = TensorProto(tuple(x.shape), x.dtype, x.device)
-    observed = None if amax is None else amax[:1]
-    pair, given = linear.fill_x(second, inputs[1].scaling, like, True, observed)
+    pair, given = linear.fill_x(second, inputs[1].scaling, like, True, amaxes.x)
     mean, rstd = norm_quantize.forward(
         first.norm, norm.matrix(first, x), norm.vector(inputs[0].weight), norm.vector(inputs[0].bias), pair, given
     )
     fresh = (mean, rstd) if first.keeps else (None, None)
-    made = linear.forward_from(second, inputs[1], pair, amax, tuple(x.shape[:-1]))
+    made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
     return [Made((None,), (), fresh), made]
 
 

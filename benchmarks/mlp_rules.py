@@ -1,0 +1,59 @@
+"""The MLP of `octavo bench mlp` by its one rule for both sides, beside the two rules for one side each that would apply
+without it, recipe by recipe: milliseconds and what is kept. On a GPU:
+
+python3 -m benchmarks.mlp_rules [--json PATH]
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from octavo.cli import machine
+from octavo.cli.bench import mlp
+from octavo.cli.bench.step import settled_step
+from octavo.cli.timing import device_ms, eager_ms
+from octavo.fuser import pattern
+
+RECIPES = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block")
+TURNS = 3  # of each, one after the other: a chip that gets warm gets slower
+
+
+def measured(recipe: str) -> dict[str, float]:
+    tokens, hidden, ffn = mlp.SHAPE
+    module = mlp._ours(hidden, ffn, recipe)
+    x, dy = mlp._tensors(tokens, hidden)
+    step = settled_step(module, x, dy)
+    return {
+        "ms": eager_ms(step, warmup=3, repeats=15)[0],
+        "graph_ms": device_ms(step, warmup=3, repeats=15)[0],
+        "kept_mib": mlp._kept_mib(module, x),
+    }
+
+
+def compared() -> list[dict[str, Any]]:
+    everybodys = pattern.everybodys()
+    without = tuple(rule for rule in everybodys if rule.name != "mlp")
+    found = []
+    for recipe in RECIPES:
+        for turn in range(TURNS):
+            for name, rules in (("mlp", everybodys), ("activation-linear, activation-bias", without)):
+                pattern._everybodys[0] = rules
+                found.append({"recipe": recipe, "rules": name, "turn": turn, **measured(recipe)})
+                print(found[-1], flush=True)
+                torch.cuda.empty_cache()
+    pattern._everybodys[0] = everybodys
+    return found
+
+
+if __name__ == "__main__":
+    report = {
+        "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
+        "shape": list(mlp.SHAPE),
+        "statistic": "median of 15",
+        "results": compared(),
+    }
+    if "--json" in sys.argv:
+        Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps(report, indent=1) + "\n")

@@ -1,0 +1,315 @@
+"""A layer's call as the list of what it launches, run without the Python that found it.
+
+A layer's functions read nothing but their arguments, and no value on the device (`octavo.layers.contract`). What such a
+call allocates, launches and returns therefore follows from its config and from how its tensors lie in memory: shapes,
+strides, dtypes, device, alignment. The first call of a kind runs as it is written; the second is watched, operator by
+operator and launch by launch, and written down as a straight function; from then on that function is what runs. Same
+kernels, same arguments, same bits, a fraction of the host's time. What is not needed any more is let go on the way, as
+early as it can be.
+
+Nothing is put on a tape where a mode watches operators, a tensor is a subclass, or somebody else's code takes part. A
+call that turns out to read a value, or a tensor that it was not given, goes on as it is written.
+"""
+
+import itertools
+import logging
+import math
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C._dynamo import guards
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo import backend, launch
+
+log = logging.getLogger("octavo.tape")
+
+DEVICES = {"cuda"}  # where calls are put on tapes: on a CPU the reference's arithmetic is what takes time
+MOST = 4096  # kinds of calls remembered, the ones used last
+_PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
+Work = Callable[[Sequence[Tensor | None]], tuple[Any, Sequence[Tensor | None]]]
+
+
+class _Kind:
+    """A kind of call, and how it is run."""
+
+    __slots__ = ("number", "refused", "run")
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.run: Callable[..., Any] | None = None
+        self.refused = False
+
+
+class Called(NamedTuple):
+    about: Any  # something about the call that is always the same
+    found: Sequence[Tensor | None]  # tensors that it made or was given
+    kind: int | None  # calls of one number make tensors that lie alike; None: nothing is known
+
+
+_numbers = itertools.count()
+_kinds: "OrderedDict[tuple[Any, ...], _Kind]" = OrderedDict()
+
+
+def call(head: tuple[Any, ...], tensors: Sequence[Tensor | None], work: Work, known: int = 0) -> Called:
+    """work(tensors) -> (something that is always the same, tensors). `head` says which work it is, and how the first
+    `known` of the tensors lie."""
+    key = _key(head, tensors[known:] if known else tensors)
+    if key is None:
+        return Called(*work(tensors), None)
+    kind = _kinds.get(key)
+    if kind is None:
+        kind = _new(key)
+        return Called(*work(tensors), kind.number)
+    _kinds.move_to_end(key)
+    if kind.run is not None and not launch.is_watched():  # who watches would not be told
+        about, found = kind.run(*tensors)
+        return Called(about, found, kind.number)
+    if kind.run is None and not kind.refused and _are_different(tensors):
+        return Called(*_recorded(kind, tensors, work), kind.number)
+    return Called(*work(tensors), kind.number)
+
+
+def _new(key: tuple[Any, ...]) -> _Kind:
+    made = _kinds[key] = _Kind()
+    while len(_kinds) > MOST:
+        _kinds.popitem(last=False)
+    return made
+
+
+def forget() -> None:
+    """All tapes."""
+    _kinds.clear()
+
+
+def sources() -> list[str]:
+    """What is on the tapes, for reading."""
+    return [kind.run.source for kind in _kinds.values() if kind.run is not None]  # type: ignore[attr-defined]
+
+
+def _key(head: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
+    """Everything that decides what is launched; None if this is not for a tape."""
+    if torch._C._len_torch_dispatch_stack() or not _PLAIN.issuperset(map(type, tensors)):
+        return None
+    marks: list[Any] = [
+        None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15) for t in tensors
+    ]
+    first = next((t for t in tensors if t is not None), None)
+    if first is None or (device := first.device.type) not in DEVICES:
+        return None
+    if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
+        return None
+    recast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return (*head, backend.forced(), recast, *marks)
+
+
+def _are_different(tensors: Sequence[Tensor | None]) -> bool:
+    """One that is given twice has one name, which the next call would take for both."""
+    here = [id(t) for t in tensors if t is not None]
+    return len(set(here)) == len(here)
+
+
+# -- writing it down ---------------------------------------------------------------------------------------------------
+
+
+class _Refused(Exception):
+    pass
+
+
+class _Line(NamedTuple):
+    text: str
+    uses: tuple[str, ...]
+    makes: tuple[str, ...]
+    idle: bool = False  # allocates, or makes a view: for nothing, if nobody uses what it makes
+
+
+def _recorded(kind: _Kind, tensors: Sequence[Tensor | None], work: Work) -> tuple[Any, Sequence[Tensor | None]]:
+    recorder = _Recorder(tensors)
+    with recorder, launch.listening(recorder.launched):
+        found = work(tensors)
+    try:
+        kind.run = recorder.function(*found)
+    except _Refused as why:
+        log.debug("not put on a tape: %s", why)
+        kind.refused = True
+    return found
+
+
+_EMPTY = {kind: getattr(guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}  # as Inductor allocates
+_FRESH = {
+    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
+}  # fmt: skip
+# the same by a shorter way than the operator's own
+_SHORT: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._scaled_mm.default: torch._scaled_mm,
+    torch.ops.aten.add_.Tensor: Tensor.add_,
+    torch.ops.aten.detach.default: Tensor.detach,
+    torch.ops.aten.maximum.out: torch.maximum,
+    torch.ops.aten.mm.default: torch.mm,
+    torch.ops.aten.permute.default: Tensor.permute,
+    torch.ops.aten.t.default: Tensor.t,
+    torch.ops.aten.transpose.int: Tensor.transpose,
+    torch.ops.aten.unbind.int: Tensor.unbind,
+    torch.ops.aten.view.default: Tensor.view,
+    torch.ops.aten.sum.dim_IntList: torch.sum,
+    torch.ops.aten.zero_.default: Tensor.zero_,
+}
+_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down what goes by. Tensors are told apart by identity, and not kept."""
+
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lines: list[_Line] = []
+        self._names: dict[int, tuple[Any, str]] = {}
+        self._constants: dict[str, Any] = {}
+        self._why = ""
+        self._tiled = False
+        self._inputs = tuple(f"i{n}" for n in range(len(inputs)))
+        self._index = next((t.get_device() for t in inputs if t is not None), -1)
+        for t, name in zip(inputs, self._inputs, strict=True):
+            if t is not None:
+                self._names[id(t)] = weakref.ref(t), name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        uses: list[str] = []
+        said = [self._said(v, uses) for v in args] + [f"{k}={self._said(v, uses)}" for k, v in kwargs.items()]
+        made = func(*args, **kwargs)
+        try:
+            self._note(func, said, uses, made)
+        except _Refused as why:
+            self._why = self._why or str(why)
+        return made
+
+    def _note(self, func: Any, said: list[str], uses: list[str], made: Any) -> None:
+        if any(tag in func.tags for tag in _READS):
+            raise _Refused(f"{func} depends on values")
+        results = list(made) if isinstance(made, (list, tuple)) else [made]
+        if not all(isinstance(t, Tensor) for t in results):
+            raise _Refused(f"{func} returns something else than tensors")
+        if func in _FRESH:
+            self._add(self._room(made), [], [made], idle=True)
+            return
+        short = self._constant(_SHORT.get(func, func))
+        many = isinstance(made, (list, tuple))
+        self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view)
+
+    def _room(self, t: Tensor) -> str:
+        make = self._constant(_EMPTY[t.device.type])
+        return f"{make}({tuple(t.shape)}, {t.stride()}, {self._constant(t.dtype)})"
+
+    def launched(self, one: launch.Launch, pointers: Sequence[Any]) -> None:
+        """A kernel was launched."""
+        try:
+            uses: list[str] = []
+            direct = one.direct(*pointers)
+            if direct is None:
+                raise _Refused("this version of triton is called in its own way")
+            given = [self._pointer(t, uses) for t in pointers]
+            head, tail = self._constant(direct.head), self._constant(one.tail)
+            start = f"{self._constant(direct.launch)}({one.grid}, 1, 1, stream, *{head}"
+            self._add(f"{start}, {', '.join(given)}, *{tail})", uses, [])
+        except _Refused as why:
+            self._why = self._why or str(why)
+
+    def _pointer(self, t: Any, uses: list[str]) -> str:
+        if isinstance(t, launch.Tiles):
+            self._tiled = True
+            make, shape, layout = (self._constant(v) for v in (launch.Tiles, t.block_shape, t.layout))
+            return f"{make}({self._said(t.base, uses)}, {shape}, {layout})"
+        return "0" if t is None else f"{self._said(t, uses)}.data_ptr()"
+
+    def _add(self, text: str, uses: list[str], made: list[Any], *, many: bool = False, idle: bool = False) -> None:
+        makes: list[str] = []
+        for t in made:
+            known = self._known(t)
+            name = known or f"t{len(self._lines)}_{len(makes)}"
+            if not known:
+                self._names[id(t)] = weakref.ref(t), name
+            makes.append(name)
+        fresh = tuple(name for name in makes if name not in uses)
+        if fresh:
+            target = f"{', '.join(makes)}," if many else makes[0]
+            text = f"{target} = {text}"
+        self._lines.append(_Line(text, tuple(uses), fresh, idle))
+
+    def _known(self, t: Any) -> str:
+        reference, name = self._names.get(id(t), (None, ""))
+        return name if reference is not None and reference() is t else ""
+
+    def _said(self, value: Any, uses: list[str]) -> str:
+        """A value as source."""
+        if isinstance(value, Tensor):
+            name = self._known(value)
+            if not name:
+                self._why = self._why or "it uses a tensor that it was not given"
+            uses.append(name)
+            return name
+        if isinstance(value, (list, tuple)):
+            return "[" + "".join(self._said(v, uses) + "," for v in value) + "]"
+        if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        for name, known in self._constants.items():
+            if known is value:
+                return name
+        name = f"c{len(self._constants)}"
+        self._constants[name] = value
+        return name
+
+    def _opening(self) -> Iterable[str]:
+        if self._index >= 0:
+            yield f"stream = {self._constant(torch._C._cuda_getCurrentRawStream)}({self._index})"
+        if self._tiled:
+            yield f"{self._constant(launch.enter_context)}({self._index})"
+
+    def function(self, about: Any, found: Iterable[Tensor | None]) -> Callable[..., Any]:
+        """What was written down, as a function of the inputs that returns these."""
+        uses: list[str] = []
+        returned = [self._said(t, uses) for t in found]
+        if self._why:
+            raise _Refused(self._why)
+        source = "\n    ".join([
+            f"def tape({', '.join(self._inputs)}):",
+            *self._opening(),
+            *_let_go(_needed(self._lines, set(uses)), set(uses)),
+            f"return {self._constant(about)}, [{', '.join(returned)}]",
+        ])  # fmt: skip
+        space = dict(self._constants)
+        exec(compile(source, "<octavo tape>", "exec"), space)  # every word of it was written above
+        made: Callable[..., Any] = space["tape"]
+        made.source = source  # type: ignore[attr-defined]
+        return made
+
+
+def _needed(lines: list[_Line], returned: set[str]) -> list[_Line]:
+    used, kept = set(returned), list[_Line]()
+    for line in reversed(lines):
+        if not line.idle or used.intersection(line.makes):
+            used.update(line.uses)
+            kept.append(line)
+    return kept[::-1]
+
+
+def _let_go(lines: list[_Line], returned: set[str]) -> Iterable[str]:
+    """The lines, each followed by letting go of what no later one uses."""
+    last: dict[str, int] = {}
+    own = {name for line in lines for name in line.makes}
+    for n, line in enumerate(lines):
+        for name in (*line.uses, *line.makes):
+            last[name] = n
+    for n, line in enumerate(lines):
+        yield line.text
+        done = [name for name in last if last[name] == n and name in own and name not in returned]
+        if done:
+            yield f"del {', '.join(done)}"
