@@ -158,6 +158,7 @@ _SHORT: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.view.default: Tensor.view,
     torch.ops.aten.sum.dim_IntList: torch.sum,
     torch.ops.aten.zero_.default: Tensor.zero_,
+    torch.ops.aten.zeros.default: torch.zeros,
 }
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -170,6 +171,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lines: list[_Line] = []
         self._names: dict[int, tuple[Any, str]] = {}
         self._constants: dict[str, Any] = {}
+        self._within: dict[str, tuple[str, int]] = {}  # a view -> what it is a view of, and how many bytes further
         self._why = ""
         self._tiled = False
         self._inputs = tuple(f"i{n}" for n in range(len(inputs)))
@@ -184,12 +186,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         said = [self._said(v, uses) for v in args] + [f"{k}={self._said(v, uses)}" for k, v in kwargs.items()]
         made = func(*args, **kwargs)
         try:
-            self._note(func, said, uses, made)
+            self._note(func, said, uses, made, args[0].data_ptr() if func.is_view else 0)
         except _Refused as why:
             self._why = self._why or str(why)
         return made
 
-    def _note(self, func: Any, said: list[str], uses: list[str], made: Any) -> None:
+    def _note(self, func: Any, said: list[str], uses: list[str], made: Any, base: int) -> None:
         if any(tag in func.tags for tag in _READS):
             raise _Refused(f"{func} depends on values")
         results = list(made) if isinstance(made, (list, tuple)) else [made]
@@ -201,6 +203,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         short = self._constant(_SHORT.get(func, func))
         many = isinstance(made, (list, tuple))
         self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view)
+        if func.is_view:
+            for t in results:
+                self._within[self._known(t)] = uses[0], t.data_ptr() - base
 
     def _room(self, t: Tensor) -> str:
         make = self._constant(_EMPTY[t.device.type])
@@ -225,7 +230,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._tiled = True
             make, shape, layout = (self._constant(v) for v in (launch.Tiles, t.block_shape, t.layout))
             return f"{make}({self._said(t.base, uses)}, {shape}, {layout})"
-        return "0" if t is None else f"{self._said(t, uses)}.data_ptr()"
+        if t is None:
+            return "0"
+        name, offset = self._known(t), 0
+        while t.numel() and name in self._within:  # an address needs no view
+            name, further = self._within[name]
+            offset += further
+        uses.append(name or self._said(t, uses))
+        return f"{uses[-1]}.data_ptr()" + (f" + {offset}" if offset else "")
 
     def _add(self, text: str, uses: list[str], made: list[Any], *, many: bool = False, idle: bool = False) -> None:
         makes: list[str] = []

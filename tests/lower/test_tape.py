@@ -465,19 +465,20 @@ def test_a_tape_in_a_cuda_graph(recipe):
 
     def call():
         y = module(x)
-        return y, *torch.autograd.grad(y, [x, *module.parameters()], dy)
+        grads = torch.autograd.grad(y, [x, *module.parameters()], dy)
+        return y.detach(), *grads  # a graph that lives on would bring its own stream into the capture
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()
+        assert taped() == 2
+        seeds = [b.clone() for b in module.buffers()]
+        want = call()
+        for buffer, before in zip(module.buffers(), seeds, strict=True):
+            buffer.copy_(before)
     torch.cuda.current_stream().wait_stream(stream)
-    assert taped() == 2
-    seeds = [b.clone() for b in module.buffers()]
-    want = call()
-    for buffer, before in zip(module.buffers(), seeds, strict=True):
-        buffer.copy_(before)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = call()
