@@ -24,7 +24,7 @@ from octavo.layers import post
 from octavo.layers.contract import Made, reader
 from octavo.layers.linear import DTYPES, NOTHING, Parts, Slots
 from octavo.layers.plain import passed as passed
-from octavo.layers.targets import Mail, Target, overlap
+from octavo.layers.targets import Mail, Sought, Target, overlap
 from octavo.quant.grouped import (
     GroupedTensor,
     fill_groups,
@@ -157,7 +157,7 @@ class Inputs(NamedTuple):
 class Buffers(NamedTuple):
     """What backward writes besides its results."""
 
-    main_grad: Target | None = None
+    main_grad: Target | Sought | None = None
     amax: Tensor | None = None  # [G]: the amaxes of dy, folded by maximum
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
     mail: Mail | None = None
@@ -562,7 +562,9 @@ def _x_operand(config: Config, parts: Sequence[Tensor], groups: Groups, dtype: t
     return GroupedTensor(q, groups, "column")
 
 
-def weight_gradient(config: Config, operands: Operands, target: Target | None, shape: tuple[int, ...]) -> Tensor | None:
+def weight_gradient(
+    config: Config, operands: Operands, target: Target | Sought | None, shape: tuple[int, ...]
+) -> Tensor | None:
     """dw [G, N, K] from its operands: a tensor, or what stands for one that went to a buffer."""
     number, n, k = shape
     dtype, device = DTYPES[config.weight_dtype], operands[2].start.device

@@ -27,7 +27,7 @@ from octavo.layers.contract import Counts, Made, reader
 from octavo.layers.plain import passed as passed
 from octavo.layers.plain import replays as replays
 from octavo.layers.plain import returned_elsewhere as returned_elsewhere
-from octavo.layers.targets import Mail, Target
+from octavo.layers.targets import Mail, Sought, Target
 from octavo.quant.blocks import is_square
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
@@ -178,7 +178,7 @@ class Inputs(NamedTuple):
 class Buffers(NamedTuple):
     """What backward writes besides its results."""
 
-    main_grad: Target | None = None
+    main_grad: Target | Sought | None = None
     amax: Tensor | None = None  # [1]: the amax of dy, folded by maximum
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
     mail: Mail | None = None
@@ -680,7 +680,7 @@ def _assembled(spec: Quantizer, slots: Slots, shape: tuple[int, ...], dtype: tor
     return spec.assemble([t for t in slots if t is not None], shape, dtype)
 
 
-def weight_gradient(config: Config, operands: Operands, target: Target | None) -> Tensor | None:
+def weight_gradient(config: Config, operands: Operands, target: Target | Sought | None) -> Tensor | None:
     """dw from its operands, both contracted over the tokens: a tensor, or what stands for one that went to a buffer."""
     dy, x = operands
     accumulation = config.quant.wgrad.accumulation

@@ -34,14 +34,31 @@ class Target:
 
 
 class Sought:
-    """A target that is looked up when backward runs."""
+    """A target that is looked up when dw is there."""
+
+    mode: str  # of the target
+    _found: Target | None = None
 
     def find(self) -> Target:
+        raise NotImplementedError
+
+    def is_there(self) -> bool:
+        """Whether it can be looked up before: looking makes nothing."""
         raise NotImplementedError
 
     def done(self) -> None:
         """It was written to."""
         raise NotImplementedError
+
+    def open(self, rows: int, columns: int) -> Tensor:
+        self._found = self.find()
+        return self._found.open(rows, columns)
+
+    def close(self) -> None:
+        assert self._found is not None
+        self._found.close()
+        self._found = None
+        self.done()
 
 
 def open_buffers(

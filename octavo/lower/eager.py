@@ -5,8 +5,9 @@ away would otherwise hand backward a copy to write to, and two forwards in fligh
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +27,11 @@ class _Run(torch.autograd.Function):
     def forward(
         ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, *inputs: Any
     ) -> tuple[Tensor, ...]:
-        outputs, extras, saved, kind = _forward(layer, config, layer.Inputs._make(inputs), True)
+        outputs, extras, saved, made = _forward(layer, config, layer.Inputs._make(inputs), True)
         ctx.save_for_backward(*saved)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            kind = None  # what comes back may lie otherwise
-        ctx.call = layer, config, buffers, len(outputs), kind
+            made = _unknown(saved)  # what comes back may lie otherwise
+        ctx.call = layer, config, buffers, len(outputs), made
         ctx.set_materialize_grads(False)
         if extras:
             ctx.mark_non_differentiable(*extras)
@@ -44,11 +45,24 @@ class _Run(torch.autograd.Function):
 Tensors = Sequence[Tensor | None]
 
 
-def _forward(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[Any, Any, Any, int | None]:
-    """Outputs, extras, what backward needs if it is `saving`, and the kind of call it was: from a tape, if there is
-    one."""
+class _Made(NamedTuple):
+    """How what forward saved lies: tensors that it made follow from the kind of call. Those that it was given are their
+    owners', who may give them other memory until backward."""
+
+    kind: int | None
+    known: int  # how many of the saved tensors forward made
+    order: tuple[int, ...]  # all of them, those first
+
+
+def _unknown(saved: Tensors) -> _Made:
+    return _Made(None, 0, tuple(range(len(saved))))
+
+
+def _forward(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[Any, Any, Any, _Made]:
+    """Outputs, extras, and what backward needs if it is `saving`: from a tape, if there is one."""
     if not layer.replays(config, "forward") or getattr(inputs, "out", None) is not None:
-        return *_forward_now(layer, config, inputs, saving), None
+        now = _forward_now(layer, config, inputs, saving)
+        return *now, _unknown(now[2])
     tensors, sizes = list[Tensor | None](), list[int]()
     for field in inputs:
         if isinstance(field, tuple):
@@ -58,14 +72,18 @@ def _forward(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[Any,
             sizes.append(-1)
             tensors.append(field)
 
-    def work(tensors: Tensors) -> tuple[tuple[int, int], Tensors]:
+    def work(tensors: Tensors) -> tuple[Any, Tensors]:
         rest = iter(tensors)
         fields = [next(rest) if n < 0 else tuple([next(rest) for _ in range(n)]) for n in sizes]
         outputs, extras, saved = _forward_now(layer, config, layer.Inputs._make(fields), saving)
-        return (len(outputs), len(outputs) + len(extras)), (*outputs, *extras, *saved)
+        given = {id(t) for t in tensors}
+        own = [i for i, t in enumerate(saved) if t is not None and id(t) not in given]
+        order = (*own, *[i for i in range(len(saved)) if i not in own])
+        return (len(outputs), len(outputs) + len(extras), len(own), order), (*outputs, *extras, *saved)
 
-    (first, second), found, kind = tape.call((config.key, saving, *sizes), tensors, work)
-    return found[:first], found[first:second], found[second:], kind
+    (first, second, known, order), found, kind = tape.call((config.key, saving, *sizes), tensors, work)
+    made = _Made(kind, 0 if kind is None else known, order)
+    return found[:first], found[first:second], found[second:], made
 
 
 def _forward_now(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[Any, Any, Any]:
@@ -78,60 +96,53 @@ def _forward_now(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[
     return made.outputs, made.extras, saved if saving else ()
 
 
-def _gradients(layer: Layer, config: Any, saved: Tensors, buffers: Any, grads: Tensors, kind: int | None) -> Tensors:
-    """What the layer's backward returns: from a tape, if there is one, and nothing but tensors is written to. `kind` is
-    forward's, which decides how what it saved lies."""
-    if not layer.replays(config, "backward") or not all([t is None or isinstance(t, Tensor | Target) for t in buffers]):
-        return layer.backward(config, tuple(saved), buffers, tuple(grads))
-    modes = [t.mode if isinstance(t, Target) else "" for t in buffers]
-    written = [t.buffers[0] if isinstance(t, Target) else t for t in buffers]  # of one weight: several do not replay
-    first, second = len(saved), len(saved) + len(written)
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    layer, config, buffers, outputs, made = ctx.call
+    grads = grads[:outputs]
+    for place in layer.returned_elsewhere(config).values():
+        _refuse_rewriting(buffers[place])
+    # a graph of the same layer may be in flight, and have the same buffers among what it saved
+    written = tuple([t for t in buffers if isinstance(t, Tensor)])
+    with _unsafe_preserve_version_counter(written) if written else nullcontext():
+        if layer.replays(config, "backward") and _are_tensors(buffers) and not any([g is None for g in grads]):
+            found = _replayed(layer, config, ctx.saved_tensors, buffers, grads, made)
+        else:
+            found = layer.backward(config, ctx.saved_tensors, buffers, grads)
+    return None, None, None, None, *found
+
+
+def _are_tensors(buffers: Any) -> bool:
+    """Or can be, before there is anything to write to them."""
+    return all([t is None or isinstance(t, Tensor) or (isinstance(t, Sought) and t.is_there()) for t in buffers])
+
+
+def _replayed(layer: Layer, config: Any, saved: Tensors, buffers: Any, grads: Tensors, made: _Made) -> Tensors:
+    """What the layer's backward returns, with a gradient for each output: from a tape, if there is one."""
+    modes = [t.mode if isinstance(t, Sought) else "" for t in buffers]
+    # of one weight: where there are several, nothing replays
+    written = [t.find().buffers[0] if isinstance(t, Sought) else t for t in buffers]
+    end = len(saved) + len(written)
 
     def work(tensors: Tensors) -> tuple[None, Tensors]:
-        named = _like(buffers, map(_target, tensors[first:second], modes))
-        return None, layer.backward(config, tuple(tensors[:first]), named, tuple(tensors[second:]))
+        own: list[Tensor | None] = [None] * len(saved)
+        for i, t in zip(made.order, tensors, strict=False):
+            own[i] = t
+        named = map(_target, tensors[len(saved) : end], modes)
+        like = buffers._make(named) if hasattr(buffers, "_make") else tuple(named)
+        return None, layer.backward(config, tuple(own), like, tuple(tensors[end:]))
 
-    head = (config.key, "backward", kind, first, second)
-    return tape.call(head, [*saved, *written, *grads], work, 0 if kind is None else first).found
+    tensors = [*[saved[i] for i in made.order], *written, *grads]
+    into = [t for t, mode in zip(written, modes, strict=True) if mode]
+    with _unsafe_preserve_version_counter(tuple(into)) if into else nullcontext():
+        found = tape.call((config.key, "backward", made.kind, *modes), tensors, work, made.known).found
+    for t in buffers:
+        if isinstance(t, Sought):
+            t.done()
+    return found
 
 
 def _target(t: Tensor | None, mode: str) -> Any:
     return Target([t], mode) if mode and t is not None else t
-
-
-def _like(buffers: Any, entries: Iterable[Any]) -> Any:
-    return buffers._make(entries) if hasattr(buffers, "_make") else tuple(entries)
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    layer, config, buffers, outputs, kind = ctx.call
-    sought = [t for t in buffers if isinstance(t, Sought)]
-    if all([g is None for g in grads[:outputs]]):
-        sought = []  # nothing will be written
-    if sought:
-        buffers = _like(buffers, [t.find() if isinstance(t, Sought) else t for t in buffers])
-    for place in layer.returned_elsewhere(config).values():
-        _refuse_rewriting(buffers[place])
-    # a graph of the same layer may be in flight, and have the same buffers among what it saved
-    written = _tensors_of(buffers)
-    if written:
-        with _unsafe_preserve_version_counter(written):
-            found = _gradients(layer, config, ctx.saved_tensors, buffers, grads[:outputs], kind)
-    else:
-        found = _gradients(layer, config, ctx.saved_tensors, buffers, grads[:outputs], kind)
-    for t in sought:
-        t.done()
-    return None, None, None, None, *found
-
-
-def _tensors_of(buffers: Any) -> tuple[Tensor, ...]:
-    found: list[Tensor] = []
-    for t in buffers:
-        if isinstance(t, Tensor):
-            found.append(t)
-        elif isinstance(t, Target):
-            found += t.buffers
-    return tuple(found)
 
 
 _last_written: dict[int, int] = {}  # address of a caller's gradient buffer -> the backward that wrote to it

@@ -7,8 +7,9 @@ operator and launch by launch, and written down as a straight function; from the
 kernels, same arguments, same bits, a fraction of the host's time. What is not needed any more is let go on the way, as
 early as it can be.
 
-Nothing is put on a tape where a mode watches operators, a tensor is a subclass, or somebody else's code takes part. A
-call that turns out to read a value, or a tensor that it was not given, goes on as it is written.
+Nothing is put on a tape where a mode watches operators, a tensor is a subclass, the plain torch reference runs, or
+somebody else's code takes part. A call that turns out to read a value, or a tensor that it was not given, goes on as it
+is written.
 """
 
 import itertools
@@ -17,11 +18,13 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._C._dynamo import guards
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import backend, launch
@@ -65,7 +68,8 @@ def call(head: tuple[Any, ...], tensors: Sequence[Tensor | None], work: Work, kn
     if kind is None:
         kind = _new(key)
         return Called(*work(tensors), kind.number)
-    _kinds.move_to_end(key)
+    with suppress(KeyError):  # another thread may have let it go
+        _kinds.move_to_end(key)
     if kind.run is not None and not launch.is_watched():  # who watches would not be told
         about, found = kind.run(*tensors)
         return Called(about, found, kind.number)
@@ -93,18 +97,27 @@ def sources() -> list[str]:
 
 def _key(head: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
     """Everything that decides what is launched; None if this is not for a tape."""
-    if torch._C._len_torch_dispatch_stack() or not _PLAIN.issuperset(map(type, tensors)):
+    first = next((t for t in tensors if t is not None), None)
+    if first is None or not _is_for_tapes(first) or not _PLAIN.issuperset(map(type, tensors)):
         return None
+    device = first.device.type
+    recast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     marks: list[Any] = [
         None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15) for t in tensors
     ]
-    first = next((t for t in tensors if t is not None), None)
-    if first is None or (device := first.device.type) not in DEVICES:
-        return None
-    if first.is_cuda and first.get_device() != torch._C._cuda_getDevice():
-        return None
-    recast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return (*head, backend.forced(), recast, *marks)
+    return (*head, recast, *marks)
+
+
+def _is_for_tapes(first: Tensor) -> bool:
+    """Whether a call goes by the kernels, in a place where nobody stands between them and the tensors."""
+    device = first.device
+    if device.type not in DEVICES or torch._C._len_torch_dispatch_stack():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap, jvp: tensors without memory
+        return False
+    if device.type == "cpu":
+        return True
+    return device.index == torch._C._cuda_getDevice() and backend.choose(device) == "triton"
 
 
 def _are_different(tensors: Sequence[Tensor | None]) -> bool:
@@ -129,12 +142,12 @@ class _Line(NamedTuple):
 
 def _recorded(kind: _Kind, tensors: Sequence[Tensor | None], work: Work) -> tuple[Any, Sequence[Tensor | None]]:
     recorder = _Recorder(tensors)
-    with recorder, launch.listening(recorder.launched):
+    with recorder, _Reads(recorder), launch.listening(recorder.launched):
         found = work(tensors)
     try:
         kind.run = recorder.function(*found)
     except _Refused as why:
-        log.debug("not put on a tape: %s", why)
+        log.debug("not put on a tape: %s", str(why))  # an error would keep what its frames hold
         kind.refused = True
     return found
 
@@ -163,6 +176,25 @@ _SHORT: dict[Any, Callable[..., Any]] = {
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
+class _Reads(TorchFunctionMode):
+    """Notices what reads or moves memory without an operator."""
+
+    def __init__(self, recorder: "_Recorder") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _UNSEEN:
+            self._recorder.refuse(f"{func.__name__} is no operator")
+        return func(*args, **(kwargs or {}))
+
+
+_UNSEEN = frozenset((
+    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data.__set__, Tensor.set_,  # type: ignore[attr-defined]
+    Tensor.untyped_storage,
+))  # fmt: skip
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down what goes by. Tensors are told apart by identity, and not kept."""
 
@@ -186,12 +218,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         said = [self._said(v, uses) for v in args] + [f"{k}={self._said(v, uses)}" for k, v in kwargs.items()]
         made = func(*args, **kwargs)
         try:
-            self._note(func, said, uses, made, args[0].data_ptr() if func.is_view else 0)
+            self._note(func, said, uses, args, made)
         except _Refused as why:
-            self._why = self._why or str(why)
+            self.refuse(str(why))
         return made
 
-    def _note(self, func: Any, said: list[str], uses: list[str], made: Any, base: int) -> None:
+    def refuse(self, why: str) -> None:
+        self._why = self._why or why
+
+    def _note(self, func: Any, said: list[str], uses: list[str], args: Any, made: Any) -> None:
         if any(tag in func.tags for tag in _READS):
             raise _Refused(f"{func} depends on values")
         results = list(made) if isinstance(made, (list, tuple)) else [made]
@@ -205,9 +240,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view)
         if func.is_view:
             for t in results:
-                self._within[self._known(t)] = uses[0], t.data_ptr() - base
+                self._within[self._known(t)] = uses[0], t.data_ptr() - args[0].data_ptr()
 
     def _room(self, t: Tensor) -> str:
+        if t.get_device() != self._index:
+            raise _Refused(f"something is made on {t.device}")
         make = self._constant(_EMPTY[t.device.type])
         return f"{make}({tuple(t.shape)}, {t.stride()}, {self._constant(t.dtype)})"
 
@@ -218,12 +255,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             direct = one.direct(*pointers)
             if direct is None:
                 raise _Refused("this version of triton is called in its own way")
+            first = pointers[0].base if isinstance(pointers[0], launch.Tiles) else pointers[0]
+            if first.get_device() != self._index:
+                raise _Refused("it launches on several devices")
             given = [self._pointer(t, uses) for t in pointers]
             head, tail = self._constant(direct.head), self._constant(one.tail)
             start = f"{self._constant(direct.launch)}({one.grid}, 1, 1, stream, *{head}"
             self._add(f"{start}, {', '.join(given)}, *{tail})", uses, [])
         except _Refused as why:
-            self._why = self._why or str(why)
+            self.refuse(str(why))
 
     def _pointer(self, t: Any, uses: list[str]) -> str:
         if isinstance(t, launch.Tiles):
@@ -262,7 +302,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, Tensor):
             name = self._known(value)
             if not name:
-                self._why = self._why or "it uses a tensor that it was not given"
+                self.refuse("it uses a tensor that it was not given")
             uses.append(name)
             return name
         if isinstance(value, (list, tuple)):

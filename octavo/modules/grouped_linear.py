@@ -12,7 +12,7 @@ from octavo.formats import FLOATS
 from octavo.fuser.operation import FusibleOperation
 from octavo.kernels import grouped_gemm
 from octavo.layers import grouped_linear as layer
-from octavo.layers.targets import Target, joined_rows
+from octavo.layers.targets import Sought, Target, joined_rows
 from octavo.lower import (
     claim,
     is_captured,
@@ -147,7 +147,7 @@ class GroupedLinear(FusibleOperation, Quantized):
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         return grouped_gemm.route(left, right, device)
 
-    def _weight_gradient(self, config: Any, operands: Any, target: Target | None) -> Tensor | None:
+    def _weight_gradient(self, config: Any, operands: Any, target: Target | Sought | None) -> Tensor | None:
         return layer.weight_gradient(config, operands, target, (self.num_groups, self.out_features, self.in_features))
 
     # -- as an operation of a Sequential ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from octavo.formats import FLOATS
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.gemm import spec_route
 from octavo.layers import linear as layer
-from octavo.layers.targets import Target
+from octavo.layers.targets import Sought, Target
 from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
 from octavo.modules import weights
 from octavo.modules.ambient import ambient
@@ -84,7 +84,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         return spec_route(left, right, device)
 
-    def _weight_gradient(self, config: Any, operands: Any, target: Target | None) -> Tensor | None:
+    def _weight_gradient(self, config: Any, operands: Any, target: Target | Sought | None) -> Tensor | None:
         return layer.weight_gradient(config, operands, target)
 
     def reset_parameters(self) -> None:

@@ -26,6 +26,9 @@ class MainGrad(Sought):
     def find(self) -> Target:
         return Target([_find(w) if w.requires_grad else nothing(w.device) for w in self.weights], self.mode)
 
+    def is_there(self) -> bool:
+        return not any([hasattr(w, "get_main_grad") for w in self.weights if w.requires_grad])
+
     def done(self) -> None:
         _say_added(self.weights)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.layers.linear import DTYPES, Parts
-from octavo.layers.targets import Target
+from octavo.layers.targets import Sought, Target
 from octavo.lower import (
     is_inside_ddp,
     is_inside_operator,
@@ -285,11 +285,8 @@ class Quantized(nn.Module):
         if not self.delay_wgrad_compute or not any(weight.requires_grad for weight in own):
             return
         config, operands = self._mailbox.take(self.LAYER, self.whole_weight())
-        sought = MainGrad(own, config.main_grad) if config.main_grad else None
         with torch.no_grad():
-            dw = self._weight_gradient(config, operands, None if sought is None else sought.find())
-        if sought is not None:
-            sought.done()
+            dw = self._weight_gradient(config, operands, MainGrad(own, config.main_grad) if config.main_grad else None)
         if dw is not None:
             parts = [dw] if len(own) == 1 else list(dw.unbind())
             pairs = [(weight, part.view(weight.shape)) for weight, part in zip(own, parts, strict=True)
@@ -297,7 +294,7 @@ class Quantized(nn.Module):
             # accumulates as any backward does, hooks included
             torch.autograd.backward([weight for weight, _ in pairs], [part for _, part in pairs])
 
-    def _weight_gradient(self, config: Any, operands: Any, target: Target | None) -> Tensor | None:
+    def _weight_gradient(self, config: Any, operands: Any, target: Target | Sought | None) -> Tensor | None:
         raise NotImplementedError
 
     # -- one call of the layer ---------------------------------------------------------------------------------------
@@ -501,6 +498,7 @@ class Quantized(nn.Module):
         """Buffers follow the module's device, never its dtype: a scale in half precision is another scale."""
         if not self._codes.held:
             self._codes.drop(self)
+        self._scaling.forget_views()
         unborn = self.weight_parts()[0].is_meta
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

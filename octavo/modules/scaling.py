@@ -87,7 +87,11 @@ class Scaling:
         self.recipe = recipe
         listen(module)
 
+    def forget_views(self) -> None:
+        self._views.clear()
+
     def drop(self, module: nn.Module) -> None:
+        self.forget_views()
         drop_buffers(module, [name for names in NAMES.values() for name in names.values()])
         self.recipe = None
         self.stepped()
@@ -115,7 +119,8 @@ class Scaling:
         assert buffer is not None
         tracing = torch.compiler.is_compiling()
         kept = None if tracing else self._views.get(field)
-        if kept is not None and kept[0]._base is buffer:
+        # a buffer may be replaced, and its memory too (`buffer.data = ...`, as FSDP moves it)
+        if kept is not None and kept[0]._base is buffer and kept[0].data_ptr() == buffer.data_ptr():
             return kept
         slots = buffer.shape[0] // 2
         made = (buffer if slots == 1 and tracing else buffer.view(2, slots)).unbind()

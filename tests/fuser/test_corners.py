@@ -45,6 +45,21 @@ def test_a_first_layer_whose_gradient_is_put_off():
     assert layer.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_layer_that_no_gradient_reaches_is_not_said_to_have_one(missing):
+    first, last = linear(fuse_wgrad_accumulation=True), linear(fuse_wgrad_accumulation=True)
+    model = octavo.Sequential(first, ops.MakeExtraOutput(), last)
+    for layer in (first, last):
+        layer.weight.grad_added_to_main_grad = False
+        layer.weight.main_grad = torch.zeros(W, W)
+    if missing:
+        del last.weight.main_grad
+    _, extra = model(rows().requires_grad_())
+    extra.sum().backward()
+    assert first.weight.grad_added_to_main_grad and first.weight.main_grad.abs().sum() > 0
+    assert not last.weight.grad_added_to_main_grad
+
+
 class LinearGelu(ops.FusedOperation):
     @staticmethod
     def fuser_backward(configs, saved, grads, wants):

@@ -261,3 +261,22 @@ def test_casting_the_module_leaves_the_state_in_float32(dtype):
     assert_unmoved(traced.layer, before)
     traced.microbatch(*batch(2, dtype=dtype))
     traced.step()
+
+
+@pytest.mark.parametrize("how", ["data", "replaced", "moved"])
+def test_memory_that_is_exchanged_is_the_one_that_is_written(how):
+    """As FSDP moves buffers, and `module.to`."""
+    layer, x = octavo.Linear(16, 16, recipe="fp8-delayed"), torch.ones(4, 16)
+    layer(x)
+    for name, buffer in list(layer.named_buffers()):
+        if how == "data":
+            buffer.data = buffer.data.clone()
+        elif how == "replaced":
+            layer._buffers[name] = buffer.clone()
+    if how == "moved":
+        layer._apply(lambda t: t.clone())
+    layer.scaling_forward_current.zero_()
+    layer(100 * x)
+    assert layer.scaling_forward_current[0] == 100
+    layer.scaling_forward_encode.fill_(2)
+    assert layer._scaling.inputs(layer)[0] == 2
