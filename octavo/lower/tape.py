@@ -243,7 +243,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._within[self._known(t)] = uses[0], t.data_ptr() - args[0].data_ptr()
 
     def _room(self, t: Tensor) -> str:
-        if t.get_device() != self._index:
+        if t.device.type not in _EMPTY or t.get_device() != self._index:
             raise _Refused(f"something is made on {t.device}")
         make = self._constant(_EMPTY[t.device.type])
         return f"{make}({tuple(t.shape)}, {t.stride()}, {self._constant(t.dtype)})"
