@@ -240,7 +240,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view)
         if func.is_view:
             for t in results:
-                self._within[self._known(t)] = uses[0], t.data_ptr() - args[0].data_ptr()
+                name = self._known(t)  # some return what they are given, or a copy of it: aten.to, aten.reshape
+                if name != uses[0] and torch._C._is_alias_of(t, args[0]):  # type: ignore[attr-defined]
+                    self._within[name] = uses[0], t.data_ptr() - args[0].data_ptr()
 
     def _room(self, t: Tensor) -> str:
         if t.device.type not in _EMPTY or t.get_device() != self._index:

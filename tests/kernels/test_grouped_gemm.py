@@ -767,6 +767,22 @@ def test_more_tiles_than_programs(sizes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("scheme", [BLOCKS, OTHERS["tensorwise"], OTHERS["rowwise"]], ids=["blocks", "tensor", "row"])
+@pytest.mark.parametrize("sizes", [[37, 2500, 3], [700, 0, 900, 640]], ids=str)
+def test_a_thousand_times_the_same_bits(scheme, sizes):
+    """With the copy unit not fenced off from reads of scales, one in twenty of the block-scaled sums that are added to a
+    gradient was wrong, in some columns of one tile."""
+    found = spoiled(layer(sizes, 144, 16400, device="cuda", scheme=scheme))
+    held = randn(*found.w.shape, dtype=torch.bfloat16, device="cuda")
+    y, dx, dw = fprop(found), dgrad(found), wgrad(found)
+    for _ in range(250):
+        assert_exact(fprop(found), y)
+        assert_exact(dgrad(found), dx)
+        assert_exact(wgrad(found), dw)
+        assert_exact(wgrad(found, out=held.clone(), accumulate=True), dw + held)
+
+
+@pytest.mark.gpu
 def test_a_long_contraction_and_more_row_blocks_than_are_taken_together():
     """16400 is no multiple of 128; 20 row blocks of one group are two spans of 8 and a half."""
     assert_all_within(spoiled(layer([37, 2500, 3], 144, 16400, device="cuda")))

@@ -460,6 +460,54 @@ def test_one_tensor_given_twice_is_not_written_down(device):
     assert torch.equal(tape.call(("work",), [x, x], work).found[0], x * 3)
 
 
+class Stub:
+    """A launch, on no device: what it is launched with is written down."""
+
+    grid, tail, head = 1, (), ()
+
+    def __init__(self):
+        self.launched = []
+
+    def direct(self, *pointers):
+        return self
+
+    def launch(self, *arguments):
+        self.launched.append(arguments[4:])
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_addresses_of_views(inference, monkeypatch):
+    """They are reckoned from what the view is of, however it came about, itself included."""
+    monkeypatch.setattr(tape, "DEVICES", {"cpu"})
+    monkeypatch.setattr(tape._Recorder, "_opening", lambda self: ["stream = 0"])
+    stub = Stub()
+
+    def work(tensors):
+        x = tensors[0]
+        fresh, copy, turned = x + 1, x.to(torch.float64), x.view(2, 2).T.reshape(4)
+        views = (
+            x.detach(), x[1:], x[1:].view(3, 1)[1:].T, x.unbind()[3], x.view(torch.int32)[2:], x.to(x.dtype)[1:],
+            torch.ops.aten.lift_fresh(x), torch.ops.aten.lift_fresh(x)[2:], fresh.view(2, 2)[1], x[4:], None,
+            copy[1:], turned[1:], x.reshape(2, 2)[1],
+        )  # fmt: skip
+        if launch._threads.told is not None:
+            launch._threads.told(stub, views)
+        return None, [fresh, copy, turned]
+
+    launch._threads.told = None
+    for _ in range(4):
+        x = numbers("cpu")
+        with torch.inference_mode(inference):  # where torch shows aten.to and aten.reshape themselves
+            found = tape.call(("work",), [x], work).found
+        if stub.launched:
+            at, (fresh, copy, turned) = x.data_ptr(), [t.data_ptr() for t in found]
+            assert stub.launched.pop() == (
+                at, at + 4, at + 8, at + 12, at + 8, at + 4, at, at + 8, fresh + 8, x[4:].data_ptr(), 0,
+                copy + 8, turned + 4, at + 8,
+            )  # fmt: skip
+    assert taped() == 1 and "data_ptr() + 8" in tape.sources()[0]
+
+
 def test_what_is_written_in_place(device):
     def work(tensors):
         x, buffer = tensors

@@ -429,6 +429,14 @@ def _hand_over(HALF: gl.constexpr, total, whole, room, group, m, n, N):
 
 
 @gluon.jit
+def _give_back(empty, stage):
+    """A buffer that threads have read themselves. Without the fence the copy unit, which does not wait for their reads,
+    was seen to put the next scales there before all of them were done."""
+    fence_async_shared()
+    mbarrier.arrive(empty.index(stage), count=1)
+
+
+@gluon.jit
 def _multiply_depth(
     HALF: gl.constexpr, left, right, scales, ready, empty, out, whole, a_scale, block, G, N, K, a_scale_stride,
     ADD: gl.constexpr,
@@ -462,11 +470,11 @@ def _multiply_depth(
             scale = gl.load(a_scale + later * a_scale_stride + rows, mask=rows < N, other=0.0)
             done = warpgroup_mma_wait(1, deps=[part])
             across_scale = scales.index(stage).load(SUM)  # [1, SIZE]
-            mbarrier.arrive(empty.index(stage), count=1)
+            _give_back(empty, stage)
             total += (done * now[:, None]) * across_scale
             done = warpgroup_mma_wait(0, deps=[other])
             across_scale = scales.index(second).load(SUM)
-            mbarrier.arrive(empty.index(second), count=1)
+            _give_back(empty, second)
             total += (done * then[:, None]) * across_scale
             stage, phase = _next(second, second_phase)
         if (end - first) % 2 == 1:
@@ -474,7 +482,7 @@ def _multiply_depth(
             part = _product(HALF, left, right, stage)
             across_scale = scales.index(stage).load(SUM)
             done = warpgroup_mma_wait(0, deps=[part])
-            mbarrier.arrive(empty.index(stage), count=1)
+            _give_back(empty, stage)
             total += (done * scale[:, None]) * across_scale
             stage, phase = _next(stage, phase)
         first, end = next_first, next_end
