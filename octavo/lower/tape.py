@@ -117,7 +117,9 @@ def _is_for_tapes(first: Tensor) -> bool:
         return False
     if device.type == "cpu":
         return True
-    return device.index == torch._C._cuda_getDevice() and backend.choose(device) == "triton"
+    if device.index != torch._C._cuda_getDevice():
+        return False
+    return backend.forced() != "reference" and backend.triton_refusal(device) is None
 
 
 def _are_different(tensors: Sequence[Tensor | None]) -> bool:

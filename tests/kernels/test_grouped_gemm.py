@@ -770,8 +770,8 @@ def test_more_tiles_than_programs(sizes):
 @pytest.mark.parametrize("scheme", [BLOCKS, OTHERS["tensorwise"], OTHERS["rowwise"]], ids=["blocks", "tensor", "row"])
 @pytest.mark.parametrize("sizes", [[37, 2500, 3], [700, 0, 900, 640]], ids=str)
 def test_a_thousand_times_the_same_bits(scheme, sizes):
-    """With the copy unit not fenced off from reads of scales, one in twenty of the block-scaled sums that are added to a
-    gradient was wrong, in some columns of one tile."""
+    """With the copy unit not fenced off from reads of scales, one in twenty of the block-scaled sums that are added to
+    a gradient was wrong, in some columns of one tile."""
     found = spoiled(layer(sizes, 144, 16400, device="cuda", scheme=scheme))
     held = randn(*found.w.shape, dtype=torch.bfloat16, device="cuda")
     y, dx, dw = fprop(found), dgrad(found), wgrad(found)
