@@ -7,7 +7,8 @@
 
 `inputs` is the layer's own NamedTuple, None for what a call does not have. `grads` has one entry for each output.
 `buffers` is a NamedTuple of what backward writes besides its results, in place: a gradient buffer to add to, a running
-amax, a random counter. Forward never sees them; all it may write to is an input that is the caller's memory for y.
+amax, a random counter. Forward never sees them; all it may write to is an input that is the caller's memory for y, or
+outside of graphs a running amax of x or of a weight.
 
 A graph asks for more, all of it without data: `gradient_protos` (what backward returns), `wants` (which inputs have a
 gradient), `flat_places` (which fresh tensors are scales), `graph_buffers` (buffers from plain tensors), `fills`

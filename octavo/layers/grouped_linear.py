@@ -60,9 +60,7 @@ class Config(Value):
     scales_dtype: str = ""  # of the bias' scales; empty: the bias is added as it is
     grads: str = ""  # which gradients are wanted: letters of "xwbs"
     weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
-    observe: str = (
-        ""  # the amaxes that delayed scaling remembers: "extra", measured and returned; "seen", raised in place
-    )
+    observe: str = ""  # delayed scaling's amaxes are measured and returned ("extra"), or raised in place ("seen")
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
     delay: str = ""  # dw is put off: its operands go to a "mailbox", or in a graph to the "post"

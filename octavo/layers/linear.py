@@ -64,9 +64,7 @@ class Config(Value):
     grads: str = ""  # which gradients are wanted: letters of "xwb"
     x: str = "plain"  # or "codes"
     weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
-    observe: str = (
-        ""  # the amaxes that delayed scaling remembers: "extra", measured and returned; "seen", raised in place
-    )
+    observe: str = ""  # delayed scaling's amaxes are measured and returned ("extra"), or raised in place ("seen")
     quantize_output: bool = False
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
@@ -208,6 +206,7 @@ def forward(config: Config, inputs: Inputs) -> Made:
 
 
 def observed(config: Config, inputs: Inputs) -> Amaxes:
+    """A graph's node returns them; elsewhere they are raised where they are remembered."""
     if config.observe == "extra":
         both = torch.zeros(2, dtype=torch.float32, device=inputs.weight.device)
         return Amaxes(both[:1], both[1:], both)
@@ -569,9 +568,9 @@ def fill_dy(
     """Room for dy's codes, with what a cast of dy takes, for one who makes dy and casts it in the same pass."""
     slot = [t for t in kept.scaling if t is not None]
     given = _given_by(config, slot, buffers.amax)
-    return empty_pair(like, *config.dy_pair, one_scale=True), given._replace(
-        seed=buffers.seed
-    ) if config.draws else given
+    if config.draws:
+        given = given._replace(seed=buffers.seed)
+    return empty_pair(like, *config.dy_pair, one_scale=True), given
 
 
 def fill_x_again(config: Config, kept: Saved, like: TensorProto) -> tuple[QTensor | None, Given]:
