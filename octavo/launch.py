@@ -73,33 +73,38 @@ class Launch:
         self.tail = (*sizes, *constants.values())
         self._compiled: dict[tuple[Any, ...], Direct] = {}
 
-    def __call__(self, *pointers: Tensor | None) -> None:
-        """Run it on the device of the first pointer, which is never None."""
-        first = pointers[0]
-        assert first is not None
-        index = first.device.index
+    def __call__(self, *arguments: Any) -> None:
+        """Run it on the device of the first argument, which is never None."""
+        index = device_index(arguments[0])
         if index != torch._C._cuda_getDevice():
             with torch.cuda.device(index):
-                return self(*pointers)
-        addresses = [0 if t is None else t.data_ptr() for t in pointers]
-        key = self._key(pointers)
+                return self(*arguments)
+        key, given = self._bound(arguments)
         direct = self._compiled.get(key)
         if direct is None or is_watched():
-            self._compile(key, pointers)
+            self._compile(key, self._public(arguments))
         else:
             stream = torch._C._cuda_getCurrentRawStream(index)
-            direct.launch(self.grid, 1, 1, stream, *direct.head, *addresses, *self.tail)
+            direct.launch(self.grid, 1, 1, stream, *direct.head, *given, *self.tail)
         if getattr(_threads, "told", None) is not None:
-            _threads.told(self, pointers)
+            _threads.told(self, arguments)
 
-    def _key(self, pointers: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a kernel is compiled for."""
+    def direct(self, *arguments: Any) -> Direct | None:
+        """What was launched for such arguments, if there is a shorter way to it than a call."""
+        return self._compiled.get(self._bound(arguments)[0])
+
+    def _bound(self, pointers: Pointers) -> tuple[tuple[Any, ...], list[Any]]:
+        """What a kernel is compiled for, and what it is given directly."""
+        addresses = [0 if t is None else t.data_ptr() for t in pointers]
+        key: tuple[Any, ...] = (device_index(pointers[0]), *[None if t is None else t.dtype for t in pointers])
         ends = 0
-        for t in pointers:
-            if t is not None:
-                ends |= t.data_ptr()
-        key: tuple[Any, ...] = (pointers[0].device.index, *[None if t is None else t.dtype for t in pointers])
-        return (*key, *[t is None or t.data_ptr() & 15 == 0 for t in pointers]) if ends & 15 else key
+        for address in addresses:
+            ends |= address
+        return (*key, *[address & 15 == 0 for address in addresses]) if ends & 15 else key, addresses
+
+    def _public(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments as Triton's own way takes them."""
+        return arguments
 
     def _compile(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
         """Run it in Triton's way, which compiles it the first time."""
@@ -108,10 +113,6 @@ class Launch:
         compiled = self.kernel[(self.grid,)](*arguments, *self.sizes, **self.options)
         if version.startswith(TRIED):
             self._compiled[key] = Direct(compiled)
-
-    def direct(self, *pointers: Any) -> Direct | None:
-        """What was launched for such pointers, if there is a shorter way to it than a call."""
-        return self._compiled.get(self._key(pointers))
 
 
 class Tiles:
@@ -133,31 +134,22 @@ class Tiles:
 class TiledLaunch(Launch):
     """A launch some of whose leading arguments are `Tiles`."""
 
-    def __call__(self, *arguments: Tensor | Tiles | None) -> None:  # type: ignore[override]
-        first = arguments[0].base if isinstance(arguments[0], Tiles) else arguments[0]
-        assert first is not None
-        index = first.device.index
-        if index != torch._C._cuda_getDevice():
-            with torch.cuda.device(index):
-                return self(*arguments)
-        enter_context(index)
-        key = self._key(arguments)
-        direct = self._compiled.get(key)
-        if direct is None or is_watched():
-            self._compile(key, tuple([t.checked() if isinstance(t, Tiles) else t for t in arguments]))
-        else:
-            given = [0 if t is None else t if isinstance(t, Tiles) else t.data_ptr() for t in arguments]
-            stream = torch._C._cuda_getCurrentRawStream(index)
-            direct.launch(self.grid, 1, 1, stream, *direct.head, *given, *self.tail)
-        if getattr(_threads, "told", None) is not None:
-            _threads.told(self, arguments)
+    def _bound(self, arguments: tuple[Tensor | Tiles | None, ...]) -> tuple[tuple[Any, ...], list[Any]]:
+        enter_context(device_index(arguments[0]))
+        key, addresses = super()._bound(tuple([_base(t) for t in arguments]))
+        return key, [t if isinstance(t, Tiles) else address for t, address in zip(arguments, addresses, strict=True)]
 
-    def _key(self, pointers: tuple[Any, ...]) -> tuple[Any, ...]:
-        bases = [t.base if isinstance(t, Tiles) else t for t in pointers]
-        return (
-            bases[0].device.index,
-            *[None if t is None else (t.dtype, t.data_ptr() & 15 == 0) for t in bases],
-        )
+    def _public(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple([t.checked() if isinstance(t, Tiles) else t for t in arguments])
+
+
+def device_index(argument: Tensor | Tiles | None) -> int:
+    index: int = _base(argument).get_device()
+    return index
+
+
+def _base(argument: Tensor | Tiles | None) -> Any:
+    return argument.base if isinstance(argument, Tiles) else argument
 
 
 def enter_context(index: int) -> None:

@@ -59,14 +59,15 @@ def some(pointers: dict) -> tuple[dict, dict]:
 
 def grouped_for_hopper() -> list:
     """Matrices come as tensor descriptors, whose type names their layout."""
-    from octavo.kernels.grouped_gemm import hopper
+    from octavo.kernels.grouped_gemm.hopper import contraction, plain, row_groups
+    from octavo.kernels.grouped_gemm.hopper.tiles import HALF_TILE, TILE
     from octavo.quant.tile import Variant
 
     found = []
     sizes = dict.fromkeys(("G", "N", "K"), "i32")
 
     def tiles(kind: str) -> str:
-        return f"tensordesc<{kind}[128, 128],{hopper._TILE!r}>"
+        return f"tensordesc<{kind}[128, 128],{TILE!r}>"
 
     def add(name: str, kernel, pointers: dict, numbers: dict, **constants) -> None:
         signature, missing = some(pointers)
@@ -81,33 +82,33 @@ def grouped_for_hopper() -> list:
         scales, apart = {"a_scale": "*fp32", "b_scale": "*fp32"}, dict.fromkeys(("group_rows", "group_columns"), "i32")
         steps = dict.fromkeys(("a_scale_step", "b_scale_row"), "i32")
         groups = {"a_scale_group": "i32", "b_scale_group": "i32"}
-        line, half = f"tensordesc<fp32[1, 128],{hopper._LINE!r}>", f"tensordesc<{out}[64, 128],{hopper._HALF!r}>"
+        line, half = f"tensordesc<fp32[1, 128],{contraction.LINE!r}>", f"tensordesc<{out}[64, 128],{HALF_TILE!r}>"
         for way, bias, scaled in BIASES:
             whole = None if out == "fp32" else half
             pointers = {**codes, "whole": whole, "bias": bias, "scales": scaled, **scales, **WHERE}
-            add(f"grouped rows {name}{way}", hopper._rows_kernel, pointers, sizes | steps | apart, b_scale_step=1)
+            add(f"grouped rows {name}{way}", row_groups.rows_kernel, pointers, sizes | steps | apart, b_scale_step=1)
             for each in (False, True):
                 kind, own = ("rowwise" if each else "tensorwise"), {"A_EACH": each, "B_EACH": each}
                 numbers = sizes | groups | apart
-                add(f"grouped {kind} rows {name}{way}", hopper._whole_rows_kernel, pointers, numbers, **own)
+                add(f"grouped {kind} rows {name}{way}", row_groups.whole_rows_kernel, pointers, numbers, **own)
         for way, adds, whole in (("", False, None), (", added", True, None), (", by halves", False, half)):
             if whole is None or out != "fp32":
                 pointers = {**codes, "lines": line, "whole": whole, "a_scale": "*fp32", "block": "*i32"}
                 numbers = sizes | {"a_scale_stride": "i32"}
-                add(f"grouped depth {name}{way}", hopper._depth_kernel, pointers, numbers, ADD=adds)
+                add(f"grouped depth {name}{way}", contraction.depth_kernel, pointers, numbers, ADD=adds)
                 pointers = {**codes, "whole": whole, **scales, "block": "*i32"}
                 for each in (False, True):
                     kind, own = ("rowwise" if each else "tensorwise"), {"A_EACH": each, "B_EACH": each}
-                    kernel, numbers = hopper._whole_depth_kernel, sizes | groups
+                    kernel, numbers = contraction.whole_depth_kernel, sizes | groups
                     add(f"grouped {kind} depth {name}{way}", kernel, pointers, numbers, ADD=adds, **own)
     for kind, out, across, stages in (("bf16", "bf16", 256, 4), ("fp16", "fp16", 128, 6), ("bf16", "fp32", 128, 6)):
         for turned in (False, True):
             shapes = {"a": [128, 64], "b": [64, across] if turned else [across, 64]}
-            matrices = {n: f"tensordesc<{kind}{s},{hopper.plain_layout(s)!r}>" for n, s in shapes.items()}
+            matrices = {n: f"tensordesc<{kind}{s},{plain.plain_layout(s)!r}>" for n, s in shapes.items()}
             for way, bias, scaled in BIASES:
                 name = f"grouped plain rows {kind} to {out}, 128x{across}{', turned' if turned else ''}{way}"
                 pointers = {**matrices, "out": f"*{out}", "bias": bias, "scales": scaled, **WHERE}
-                add(name, hopper._plain_rows_kernel, pointers, sizes, TURNED=turned, COUNT=stages)
+                add(name, plain.plain_rows_kernel, pointers, sizes, TURNED=turned, COUNT=stages)
     return found
 
 

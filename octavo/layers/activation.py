@@ -15,8 +15,7 @@ from torch import Tensor
 from octavo.errors import check_choice
 from octavo.kernels import activation
 from octavo.kernels.activation import ACTIVATIONS, Function
-from octavo.layers.contract import Counts, Made, reader
-from octavo.layers.linear import DTYPES
+from octavo.layers.contract import DTYPES, Counts, Made, reader
 from octavo.layers.plain import fills as fills
 from octavo.layers.plain import flat_places as flat_places
 from octavo.layers.plain import flops as flops

@@ -4,8 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from octavo.layers.contract import Counts, Made, reader
-from octavo.layers.linear import DTYPES
+from octavo.layers.contract import DTYPES, Counts, Made, reader
 from octavo.layers.plain import fills as fills
 from octavo.layers.plain import flat_places as flat_places
 from octavo.layers.plain import flops as flops

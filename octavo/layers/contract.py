@@ -27,11 +27,13 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from octavo import values
 
 C = TypeVar("C")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}  # as configs say them
 
 
 def reader(kind: type[C]) -> Callable[[str], C]:

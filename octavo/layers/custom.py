@@ -20,8 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers.contract import Counts, Made, reader
-from octavo.layers.linear import DTYPES
+from octavo.layers.contract import DTYPES, Counts, Made, reader
 from octavo.layers.plain import fills as fills
 from octavo.layers.plain import flat_places as flat_places
 from octavo.layers.plain import flops as flops

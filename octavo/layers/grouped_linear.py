@@ -20,9 +20,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.kernels import grouped_gemm
-from octavo.layers import post
-from octavo.layers.contract import Made, reader
-from octavo.layers.linear import DTYPES, NOTHING, Parts, Slots
+from octavo.layers import delayed, post
+from octavo.layers.contract import DTYPES, Made, reader
+from octavo.layers.delayed import Amax, W, X
+from octavo.layers.linear_config import NOTHING, Matmuls, Pair, Parts, Slots
 from octavo.layers.plain import passed as passed
 from octavo.layers.targets import Mail, Sought, Target, overlap
 from octavo.quant.grouped import (
@@ -38,19 +39,17 @@ from octavo.quant.groups import protos as group_protos
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
 from octavo.quant.quantizer import Given, Quantizer
-from octavo.quant.state import warm_encode
 from octavo.quant.tensorwise import Tensorwise
-from octavo.recipes import BF16, Delayed, LinearQuant, Recipe
-from octavo.values import Value, register
+from octavo.recipes import BF16, Recipe
+from octavo.values import register
 
 ALIGNED = 16  # columns of codes, for the GEMM's copies; missing ones are zeros
-Pair = tuple[Quantizer | None, Quantizer | None]
 Operand = Tensor | GroupedTensor
 Operands = tuple[Operand, Operand, Groups]  # of dw: dy, x, where a plain one is packed
 
 
 @register("grouped-linear")
-class Config(Value):
+class Config(Matmuls):
     """Everything that decides what a call does, but for its tensors."""
 
     recipe: Recipe = BF16()
@@ -69,10 +68,6 @@ class Config(Value):
 
     def validate(self) -> None:
         check_choice(self.tail, ("zero", "untouched"), what="tail")
-
-    @cached_property
-    def quant(self) -> LinearQuant:
-        return self.recipe.linear()
 
     @cached_property
     def kept_x(self) -> str:
@@ -106,26 +101,12 @@ class Config(Value):
         )
 
     @cached_property
-    def draws(self) -> bool:
-        """Whether backward rounds stochastically."""
-        return any(spec is not None and spec.draws for spec in self.dy_pair)
-
-    @cached_property
-    def slots(self) -> int:
-        """How many tensors wait for dy in the post."""
-        return post.slots(self.delay, self.dy_pair[1])
-
-    @cached_property
     def posted(self) -> tuple[int, int]:
         """Where among all that forward makes, as a flat list, the post is: dy's slots, x as codes or a copy, groups."""
         start = 1 + (self.observe == "extra")
         spec = self.x_pair[1]
         of_x = post.slots_of_x(self.kept_x, spec)
         return start, start + self.slots + of_x + len(Groups._fields) - 1
-
-    @cached_property
-    def y_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
 
 
 def refusal(recipe: Recipe) -> str:
@@ -192,13 +173,10 @@ def forward(config: Config, inputs: Inputs) -> Made:
     if inputs.out is not None and config.kept_x == "plain" and overlap(inputs.out, x):
         _refuse_overlap("out", "x, which the weight's gradient needs as it is")
     groups = split(inputs.splits, x.shape[0])
-    amax, (of_x, of_w) = None, inputs.seen or (None, None)
-    if config.observe == "extra":
-        amax = torch.zeros(2 * number, dtype=torch.float32, device=x.device)
-        of_x, of_w = amax.view(2, number).unbind()
-    given = _given(config, x, config.x_pair, groups, inputs.scaling, 0, of_x)
+    amaxes = delayed.observed(config.observe, inputs.seen, number, x.device)
+    given = _given(config, x, config.x_pair, groups, inputs.scaling[X::3], amaxes.x)
     x_row, x_column = _quantized(x, config.x_pair, groups, given)
-    w_row, w_column = _quantized_weight(config, inputs, of_w)
+    w_row, w_column = _quantized_weight(config, inputs, amaxes.w)
     y = inputs.out
     if y is None:
         y = torch.empty(x.shape[0], inputs.weight.shape[1], dtype=config.y_dtype, device=x.device)
@@ -209,7 +187,7 @@ def forward(config: Config, inputs: Inputs) -> Made:
     else:
         grouped_gemm.rows(x_row, w_row, y, inputs.bias, scales, height=_height(inputs.weight))
     y = _finished(config, y, groups) if inputs.out is None else y.data  # no view of the caller's: other slices may move
-    extras: Parts = () if amax is None else (amax,)
+    extras: Parts = () if amaxes.extra is None else (amaxes.extra,)
     if config.slots:
         extras = (*extras, *_empty_slots(config, y, groups))
         if config.kept_x == "plain":
@@ -229,26 +207,21 @@ def _quantized(
 
 
 def _given(
-    config: Config, x: Tensor, pair: Pair, groups: Groups, scaling: Parts, slot: int, observed: Tensor | None,
+    config: Config, x: Tensor, pair: Pair, groups: Groups, slot: Sequence[Tensor], observed: Tensor | None,
     seed: Tensor | None = None,
 ) -> Given:  # fmt: skip
-    """What the layer brings to a cast of x."""
-    spec = pair[0] or pair[1]
-    if spec is None or not config.recipe.stateful:
-        return Given(seed=seed)
-    return Given(encode=_multipliers(config, x, spec, groups, scaling[slot::3]), observed=observed)
+    """What the layer brings to a cast of x, whose groups have a multiplier each."""
+    flat = [t.view(groups.number) for t in slot]
+    return delayed.given(config.recipe, pair, flat, _amaxes_of(x, groups), observed, seed)
 
 
-def _multipliers(config: Config, x: Tensor, spec: Quantizer, groups: Groups, slot: Sequence[Tensor]) -> Tensor:
-    """Delayed: the multipliers [G] that a slot holds; of (multipliers, amaxes seen), x's own for groups that have seen
-    none."""
-    encode = slot[0].view(groups.number)
-    if len(slot) == 1:
-        return encode
-    assert isinstance(spec, Tensorwise) and isinstance(config.recipe, Delayed)
-    amax = groups_amax(x, spec, None, groups)[0]
-    assert amax is not None
-    return warm_encode(encode, slot[1].view(groups.number) > 0, amax, spec, config.recipe.margin)
+def _amaxes_of(x: Tensor, groups: Groups) -> Amax:
+    def own(spec: Tensorwise, warm: Tensor) -> Tensor:
+        amax = groups_amax(x, spec, None, groups)[0]
+        assert amax is not None
+        return amax
+
+    return own
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -275,7 +248,7 @@ def _quantized_weight(config: Config, inputs: Inputs, observed: Tensor | None) -
     if config.w_pair[0] is None and config.w_pair[1] is None:
         return None, None
     matrix, groups = _stacked(weight)
-    given = _given(config, matrix, config.w_pair, groups, inputs.scaling, 1, observed)
+    given = _given(config, matrix, config.w_pair, groups, inputs.scaling[W::3], observed)
     row, column = _quantized(matrix, config.w_pair, groups, given)
     return (None if row is None else row.q), (None if column is None else column.q)
 
@@ -419,10 +392,9 @@ def refresh(
         for spec, parts, side in zip(specs, (row, column), ("row", "column"), strict=True)
     )
     given = Given(skip=skip)
-    spec = specs[0] or specs[1]
-    if scaling and spec is not None:
-        encode = _multipliers(config, matrix, spec, groups, scaling)
-        given = Given(encode=encode, skip=skip, observed=amaxes[0][number:] if amaxes else None)
+    if scaling:
+        given = _given(config, matrix, specs, groups, scaling, amaxes[0][number:] if amaxes else None)
+        given = given._replace(skip=skip)
     fill_groups(_aligned(matrix), (pair[0], pair[1]), given)
 
 
@@ -453,9 +425,7 @@ def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...
         w = (*given, None, None)[:3]
     bias = inputs.bias if "s" in config.grads else None
     scales = inputs.scales if "b" in config.grads else None
-    scaling: tuple[Tensor | None, Tensor | None] = (None, None)
-    if inputs.scaling and (config.dy_pair[0] or config.dy_pair[1]):
-        scaling = (inputs.scaling[2], inputs.scaling[5] if len(inputs.scaling) > 3 else None)
+    scaling = delayed.kept_for(config.dy_pair, inputs.scaling)
     start = config.posted[0] - 1
     slots = made.extras[start : start + config.slots]
     return (*x, *w, width, bias, scales, *scaling, *groups, *slots)
@@ -497,11 +467,9 @@ def backward(
 def _quantized_dy(
     config: Config, dy: Tensor, kept: Saved, groups: Groups, observed: Tensor | None, seed: Tensor | None
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    scaling: Any = (None, None, kept.scaling[0])
-    if kept.scaling[1] is not None:
-        scaling = (*scaling, None, None, kept.scaling[1])
+    slot = [t for t in kept.scaling if t is not None]
     drawn = seed if config.draws else None
-    given = _given(config, dy, config.dy_pair, groups, scaling, 2, observed, drawn)
+    given = _given(config, dy, config.dy_pair, groups, slot, observed, drawn)
     spec, into = config.dy_pair
     if config.slots < 2 or into is None:
         return _quantized(dy, config.dy_pair, groups, given)

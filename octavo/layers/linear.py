@@ -13,7 +13,6 @@ on the row codes of forward. Operands may also arrive as codes: x from a layer t
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +21,15 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from octavo.kernels.columns import column_sums
 from octavo.kernels.gemm import gemm, product
-from octavo.layers import post
-from octavo.layers.contract import Counts, Made, reader
+from octavo.layers import delayed, post
+from octavo.layers.contract import DTYPES, Counts, Made, reader
+from octavo.layers.delayed import Amax, Amaxes, W, X
+from octavo.layers.linear_config import NOTHING, Pair, Parts, Slots
+from octavo.layers.linear_config import Config as Config
 from octavo.layers.plain import passed as passed
 from octavo.layers.plain import replays as replays
 from octavo.layers.plain import returned_elsewhere as returned_elsewhere
 from octavo.layers.targets import Mail, Sought, Target
-from octavo.quant.blocks import is_square
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
 from octavo.quant.quantizer import (
@@ -40,123 +41,9 @@ from octavo.quant.quantizer import (
     fill_pair,
     quantize_pair,
 )
-from octavo.quant.state import warm_encode
-from octavo.quant.tensorwise import Tensorwise
-from octavo.recipes import BF16, Delayed, LinearQuant, Recipe
-from octavo.values import Value, register
 
-Parts = tuple[Tensor, ...]  # the tensors of a QTensor, or none
-Slots = tuple[Tensor | None, Tensor | None, Tensor | None]  # the same in a fixed number of places
 Operand = Tensor | QTensor
 Operands = tuple[Operand, Operand]  # of dw: dy, x
-NOTHING: Slots = (None, None, None)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@register("linear")
-class Config(Value):
-    """Everything that decides what a call does, but for its tensors."""
-
-    recipe: Recipe = BF16()
-    dtype: str = "float32"  # of y
-    weight_dtype: str = "float32"
-    bias_dtype: str = ""  # empty: no bias
-    grads: str = ""  # which gradients are wanted: letters of "xwb"
-    x: str = "plain"  # or "codes"
-    weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
-    observe: str = ""  # delayed scaling's amaxes are measured and returned ("extra"), or raised in place ("seen")
-    quantize_output: bool = False
-    main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
-    dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
-    delay: str = ""  # dw is put off: its operands go to a "mailbox", or in a graph to the "post" (see `posted`)
-    x_columns: str = "forward"  # or "backward": whoever runs this layer has x's column codes made again for dw
-    w_columns: str = "forward"  # or "backward": made there from the weight itself, one more read and nothing kept
-
-    @cached_property
-    def quant(self) -> LinearQuant:
-        return self.recipe.linear()
-
-    @cached_property
-    def wgrad_mode(self) -> str:
-        """The recipe's, but x that came as codes in long blocks cannot be turned around: its values are used."""
-        spec = self.quant.fprop.left
-        if self.x == "codes" and self.quant.wgrad.mode != "dequantized":
-            turns = self.quant.wgrad.mode == "quantized" and spec is not None and is_square(spec.block)
-            return "quantized" if turns else "dequantized"
-        return self.quant.wgrad.mode
-
-    @cached_property
-    def kept_x(self) -> str:
-        """What backward needs of x: "" or "plain", "row", "column"."""
-        if "w" not in self.grads:
-            return ""
-        if self.x == "codes":
-            return "row"
-        if self.x_columns == "backward" and self.wgrad_mode == "quantized":
-            return ""
-        return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.wgrad_mode]
-
-    @cached_property
-    def kept_w(self) -> str:
-        """What backward needs of w."""
-        if "x" not in self.grads:
-            return ""
-        if self.weight == "held" and self.quant.dgrad.mode != "quantized":
-            return "row"
-        again = self.w_columns == "backward" and self.weight == "plain" and self.quant.dgrad.mode == "quantized"
-        if again and getattr(self.recipe, "cold_start", "one") == "one":  # or forward's multiplier is not at hand
-            return "again"
-        return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.quant.dgrad.mode]
-
-    @cached_property
-    def keeps_width(self) -> bool:
-        """Whether K must be kept by itself: packed row codes do not tell how many columns they stand for, nor does
-        nothing at all."""
-        packed = self.quant.fprop.left is not None and self.quant.fprop.left.fmt.packed > 1
-        nothing = "w" in self.grads and not self.kept_x and not self.kept_w
-        return nothing or (packed and "row" in (self.kept_x, self.kept_w))
-
-    @cached_property
-    def x_pair(self) -> tuple[Quantizer | None, Quantizer | None]:
-        """Quantizers of the orientations of x that forward makes."""
-        if self.x == "codes":
-            return None, None
-        return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
-
-    @cached_property
-    def w_pair(self) -> tuple[Quantizer | None, Quantizer | None]:
-        if self.weight != "plain":
-            return None, None
-        return self.quant.fprop.right, self.quant.dgrad.right if self.kept_w == "column" else None
-
-    @cached_property
-    def dy_pair(self) -> tuple[Quantizer | None, Quantizer | None]:
-        return (
-            self.quant.dgrad.left if "x" in self.grads else None,
-            self.quant.wgrad.left if "w" in self.grads and self.wgrad_mode == "quantized" else None,
-        )
-
-    @cached_property
-    def draws(self) -> bool:
-        """Whether backward rounds stochastically."""
-        return any(spec is not None and spec.draws for spec in self.dy_pair)
-
-    @cached_property
-    def slots(self) -> int:
-        """How many tensors wait for dy in the post."""
-        return post.slots(self.delay, self.dy_pair[1])
-
-    @cached_property
-    def posted(self) -> tuple[int, int]:
-        """Where among all that forward makes, as a flat list, the post is: dy's slots, then x, as codes or a copy."""
-        start = 1 + (self.observe == "extra") + (self.quant.parts if self.quantize_output else 0)
-        spec = dict(zip(("row", "column"), self.x_pair, strict=True)).get(self.kept_x)
-        of_x = post.slots_of_x(self.kept_x, spec)
-        return start, start + self.slots + of_x
-
-    @cached_property
-    def y_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
 
 
 config = reader(Config)
@@ -192,25 +79,13 @@ def graph_buffers(
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-class Amaxes(NamedTuple):
-    """Where those of x and w go, if they are observed."""
-
-    x: Tensor | None = None
-    w: Tensor | None = None
-    extra: Tensor | None = None  # both, to be returned
-
-
 def forward(config: Config, inputs: Inputs) -> Made:
     amaxes = observed(config, inputs)
     return forward_from(config, inputs, _quantized_x(config, inputs, amaxes.x), amaxes)
 
 
 def observed(config: Config, inputs: Inputs) -> Amaxes:
-    """A graph's node returns them; elsewhere they are raised where they are remembered."""
-    if config.observe == "extra":
-        both = torch.zeros(2, dtype=torch.float32, device=inputs.weight.device)
-        return Amaxes(both[:1], both[1:], both)
-    return Amaxes(*inputs.seen)
+    return delayed.observed(config.observe, inputs.seen, 1, inputs.weight.device)
 
 
 def forward_from(
@@ -249,11 +124,8 @@ def fill_x(
 ) -> tuple[tuple[QTensor | None, QTensor | None], Given]:
     """Room for x's codes, with what a cast of x takes, for one who makes x and casts it in the same pass."""
     row, other = config.x_pair
-    return empty_pair(like, row, other if column else None, one_scale=True), _given_by(config, scaling[0::3], observed)
-
-
-def _given_by(config: Config, slot: Sequence[Tensor], observed: Tensor | None) -> Given:
-    return Given(encode=slot[0], observed=observed) if config.recipe.stateful else Given()
+    given = delayed.warm(config.recipe, scaling[X::3], observed)
+    return empty_pair(like, row, other if column else None, one_scale=True), given
 
 
 def _matrix(x: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -273,55 +145,35 @@ def _quantized_x(config: Config, inputs: Inputs, observed: Tensor | None) -> tup
         shape = (inputs.x_codes[0].shape[0], inputs.weight.shape[1])
         return spec.assemble(inputs.x_codes, shape, config.y_dtype), None
     assert inputs.x is not None
-    return _quantize(config, inputs.x, config.x_pair, inputs.scaling, 0, observed)
+    return _quantize(config, inputs.x, config.x_pair, inputs.scaling[X::3], observed)
 
 
 def _quantized_w(config: Config, inputs: Inputs, observed: Tensor | None) -> tuple[QTensor | None, QTensor | None]:
     if config.weight == "plain":
-        return _quantize(config, inputs.weight, config.w_pair, inputs.scaling, 1, observed)
+        return _quantize(config, inputs.weight, config.w_pair, inputs.scaling[W::3], observed)
     spec = config.quant.fprop.right
     n, k = inputs.weight.shape
     return (None if spec is None else spec.assemble(inputs.w_row, (n, k), inputs.weight.dtype)), None
 
 
 def _quantize(
-    config: Config,
-    x: Tensor,
-    pair: tuple[Quantizer | None, Quantizer | None],
-    scaling: Parts,
-    slot: int,
-    observed: Tensor | None,
-    seed: Tensor | None = None,
+    config: Config, x: Tensor, pair: Pair, slot: Sequence[Tensor], observed: Tensor | None, seed: Tensor | None = None
 ) -> tuple[QTensor | None, QTensor | None]:
     """The orientations that a pair of quantizers asks for, by the multiplier of its slot if scaling is delayed."""
     if pair[0] is None and pair[1] is None:
         return None, None
-    return quantize_pair(x, *pair, _given(config, x, pair, scaling, slot, observed, seed), one_scale=True)
+    return quantize_pair(x, *pair, _given(config, x, pair, slot, observed, seed), one_scale=True)
 
 
 def _given(
-    config: Config,
-    x: Tensor,
-    pair: tuple[Quantizer | None, Quantizer | None],
-    scaling: Parts,
-    slot: int,
-    observed: Tensor | None,
-    seed: Tensor | None,
+    config: Config, x: Tensor, pair: Pair, slot: Sequence[Tensor], observed: Tensor | None, seed: Tensor | None = None
 ) -> Given:
     """What the layer brings to a cast of x."""
-    spec = pair[0] or pair[1]
-    if spec is None or not config.recipe.stateful:
-        return Given(seed=seed)
-    return Given(encode=_multiplier(config, x, spec, scaling[slot::3]), observed=observed)
+    return delayed.given(config.recipe, pair, slot, _amax_of(x), observed, seed)
 
 
-def _multiplier(config: Config, x: Tensor, spec: Quantizer | None, slot: Sequence[Tensor]) -> Tensor:
-    """Delayed: the multiplier that a slot holds; of (multiplier, amaxes seen) x's own, as long as none was seen."""
-    if len(slot) == 1:
-        return slot[0]
-    assert isinstance(spec, Tensorwise) and isinstance(config.recipe, Delayed)
-    warm = slot[1] > 0
-    return warm_encode(slot[0], warm, spec.amax(x, skip=warm).view(1), spec, config.recipe.margin)
+def _amax_of(x: Tensor) -> Amax:
+    return lambda spec, warm: spec.amax(x, skip=warm).view(1)
 
 
 def _quantized_output(config: Config, y: Tensor, extras: Parts) -> tuple[Tensor, Parts]:
@@ -493,8 +345,7 @@ def refresh(
     )
     given = Given(skip=skip)
     if scaling:
-        encode = _multiplier(config, weight, specs[0] or specs[1], scaling)
-        given = Given(encode=encode, skip=skip, observed=amaxes[0][1:] if amaxes else None)
+        given = _given(config, weight, specs, scaling, amaxes[0][1:] if amaxes else None)._replace(skip=skip)
     fill_pair(as_matrix(weight), pair, given)
 
 
@@ -525,12 +376,10 @@ def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...
         w = (inputs.weight, None, None)
     elif config.kept_w and config.weight != "plain":
         w = _padded(inputs.w_row if config.kept_w == "row" else inputs.w_column)
-    scaling: tuple[Tensor | None, Tensor | None] = (None, None)
-    if inputs.scaling and (config.dy_pair[0] or config.dy_pair[1]):
-        scaling = (inputs.scaling[2], inputs.scaling[5] if len(inputs.scaling) > 3 else None)
-    delayed = len(inputs.scaling) > 0
-    x_encode = inputs.scaling[0] if delayed and config.x_columns == "backward" and "w" in config.grads else None
-    w_encode = inputs.scaling[1] if delayed and config.kept_w == "again" else None
+    scaling = delayed.kept_for(config.dy_pair, inputs.scaling)
+    has = len(inputs.scaling) > 0
+    x_encode = inputs.scaling[X] if has and config.x_columns == "backward" and "w" in config.grads else None
+    w_encode = inputs.scaling[W] if has and config.kept_w == "again" else None
     start = config.posted[0] - 1
     return (*x, *w, made.fresh[6], *scaling, x_encode, w_encode, *made.extras[start : start + config.slots])
 
@@ -567,7 +416,7 @@ def fill_dy(
 ) -> tuple[tuple[QTensor | None, QTensor | None], Given]:
     """Room for dy's codes, with what a cast of dy takes, for one who makes dy and casts it in the same pass."""
     slot = [t for t in kept.scaling if t is not None]
-    given = _given_by(config, slot, buffers.amax)
+    given = delayed.warm(config.recipe, slot, buffers.amax)
     if config.draws:
         given = given._replace(seed=buffers.seed)
     return empty_pair(like, *config.dy_pair, one_scale=True), given
@@ -612,18 +461,16 @@ def _delivered(
 
 
 def quantized_dy(config: Config, dy: Tensor, kept: Saved, buffers: Buffers) -> tuple[QTensor | None, QTensor | None]:
-    scaling: Any = (None, None, kept.scaling[0])
-    if kept.scaling[1] is not None:
-        scaling = (*scaling, None, None, kept.scaling[1])
+    slot = [t for t in kept.scaling if t is not None]
     row, column = config.dy_pair
     drawn = buffers.seed if config.draws else None
     if config.slots < 2 or column is None:
-        return _quantize(config, dy, config.dy_pair, scaling, 2, buffers.amax, drawn)
+        return _quantize(config, dy, config.dy_pair, slot, buffers.amax, drawn)
     found = (
         None if row is None else row.proto(TensorProto.of(dy)).empty(),
         _slot(config, kept.slots, dy.shape[-1]),  # type: ignore[arg-type]
     )
-    fill_pair(as_matrix(dy), found, _given(config, dy, config.dy_pair, scaling, 2, buffers.amax, drawn))
+    fill_pair(as_matrix(dy), found, _given(config, dy, config.dy_pair, slot, buffers.amax, drawn))
     return found
 
 

@@ -14,20 +14,16 @@ is written.
 
 import itertools
 import logging
-import math
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo import guards
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import backend, launch
+from octavo.lower.recorder import Recorder, Refused
 
 log = logging.getLogger("octavo.tape")
 
@@ -128,244 +124,13 @@ def _are_different(tensors: Sequence[Tensor | None]) -> bool:
     return len(set(here)) == len(here)
 
 
-# -- writing it down ---------------------------------------------------------------------------------------------------
-
-
-class _Refused(Exception):
-    pass
-
-
-class _Line(NamedTuple):
-    text: str
-    uses: tuple[str, ...]
-    makes: tuple[str, ...]
-    idle: bool = False  # allocates, or makes a view: for nothing, if nobody uses what it makes
-
-
 def _recorded(kind: _Kind, tensors: Sequence[Tensor | None], work: Work) -> tuple[Any, Sequence[Tensor | None]]:
-    recorder = _Recorder(tensors)
-    with recorder, _Reads(recorder), launch.listening(recorder.launched):
+    recorder = Recorder(tensors)
+    with recorder.watching():
         found = work(tensors)
     try:
         kind.run = recorder.function(*found)
-    except _Refused as why:
+    except Refused as why:
         log.debug("not put on a tape: %s", str(why))  # an error would keep what its frames hold
         kind.refused = True
     return found
-
-
-_EMPTY = {kind: getattr(guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}  # as Inductor allocates
-_FRESH = {
-    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
-    torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
-}  # fmt: skip
-# the same by a shorter way than the operator's own
-_SHORT: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten._scaled_mm.default: torch._scaled_mm,
-    torch.ops.aten.add_.Tensor: Tensor.add_,
-    torch.ops.aten.detach.default: Tensor.detach,
-    torch.ops.aten.maximum.out: torch.maximum,
-    torch.ops.aten.mm.default: torch.mm,
-    torch.ops.aten.permute.default: Tensor.permute,
-    torch.ops.aten.t.default: Tensor.t,
-    torch.ops.aten.transpose.int: Tensor.transpose,
-    torch.ops.aten.unbind.int: Tensor.unbind,
-    torch.ops.aten.view.default: Tensor.view,
-    torch.ops.aten.sum.dim_IntList: torch.sum,
-    torch.ops.aten.zero_.default: Tensor.zero_,
-    torch.ops.aten.zeros.default: torch.zeros,
-}
-_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-
-
-class _Reads(TorchFunctionMode):
-    """Notices what reads or moves memory without an operator."""
-
-    def __init__(self, recorder: "_Recorder") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _UNSEEN:
-            self._recorder.refuse(f"{func.__name__} is no operator")
-        return func(*args, **(kwargs or {}))
-
-
-_UNSEEN = frozenset((
-    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data.__set__, Tensor.set_,  # type: ignore[attr-defined]
-    Tensor.untyped_storage,
-))  # fmt: skip
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what goes by. Tensors are told apart by identity, and not kept."""
-
-    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._lines: list[_Line] = []
-        self._names: dict[int, tuple[Any, str]] = {}
-        self._constants: dict[str, Any] = {}
-        self._within: dict[str, tuple[str, int]] = {}  # a view -> what it is a view of, and how many bytes further
-        self._why = ""
-        self._tiled = False
-        self._inputs = tuple(f"i{n}" for n in range(len(inputs)))
-        self._index = next((t.get_device() for t in inputs if t is not None), -1)
-        for t, name in zip(inputs, self._inputs, strict=True):
-            if t is not None:
-                self._names[id(t)] = weakref.ref(t), name
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        uses: list[str] = []
-        said = [self._said(v, uses) for v in args] + [f"{k}={self._said(v, uses)}" for k, v in kwargs.items()]
-        made = func(*args, **kwargs)
-        try:
-            self._note(func, said, uses, args, made)
-        except _Refused as why:
-            self.refuse(str(why))
-        return made
-
-    def refuse(self, why: str) -> None:
-        self._why = self._why or why
-
-    def _note(self, func: Any, said: list[str], uses: list[str], args: Any, made: Any) -> None:
-        if any(tag in func.tags for tag in _READS):
-            raise _Refused(f"{func} depends on values")
-        results = list(made) if isinstance(made, (list, tuple)) else [made]
-        if not all(isinstance(t, Tensor) for t in results):
-            raise _Refused(f"{func} returns something else than tensors")
-        if func in _FRESH:
-            self._add(self._room(made), [], [made], idle=True)
-            return
-        short = self._constant(_SHORT.get(func, func))
-        many = isinstance(made, (list, tuple))
-        self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view)
-        if func.is_view:
-            for t in results:
-                name = self._known(t)  # some return what they are given, or a copy of it: aten.to, aten.reshape
-                if name != uses[0] and torch._C._is_alias_of(t, args[0]):  # type: ignore[attr-defined]
-                    self._within[name] = uses[0], t.data_ptr() - args[0].data_ptr()
-
-    def _room(self, t: Tensor) -> str:
-        if t.device.type not in _EMPTY or t.get_device() != self._index:
-            raise _Refused(f"something is made on {t.device}")
-        make = self._constant(_EMPTY[t.device.type])
-        return f"{make}({tuple(t.shape)}, {t.stride()}, {self._constant(t.dtype)})"
-
-    def launched(self, one: launch.Launch, pointers: Sequence[Any]) -> None:
-        """A kernel was launched."""
-        try:
-            uses: list[str] = []
-            direct = one.direct(*pointers)
-            if direct is None:
-                raise _Refused("this version of triton is called in its own way")
-            first = pointers[0].base if isinstance(pointers[0], launch.Tiles) else pointers[0]
-            if first.get_device() != self._index:
-                raise _Refused("it launches on several devices")
-            given = [self._pointer(t, uses) for t in pointers]
-            head, tail = self._constant(direct.head), self._constant(one.tail)
-            start = f"{self._constant(direct.launch)}({one.grid}, 1, 1, stream, *{head}"
-            self._add(f"{start}, {', '.join(given)}, *{tail})", uses, [])
-        except _Refused as why:
-            self.refuse(str(why))
-
-    def _pointer(self, t: Any, uses: list[str]) -> str:
-        if isinstance(t, launch.Tiles):
-            self._tiled = True
-            make, shape, layout = (self._constant(v) for v in (launch.Tiles, t.block_shape, t.layout))
-            return f"{make}({self._said(t.base, uses)}, {shape}, {layout})"
-        if t is None:
-            return "0"
-        name, offset = self._known(t), 0
-        while t.numel() and name in self._within:  # an address needs no view
-            name, further = self._within[name]
-            offset += further
-        uses.append(name or self._said(t, uses))
-        return f"{uses[-1]}.data_ptr()" + (f" + {offset}" if offset else "")
-
-    def _add(self, text: str, uses: list[str], made: list[Any], *, many: bool = False, idle: bool = False) -> None:
-        makes: list[str] = []
-        for t in made:
-            known = self._known(t)
-            name = known or f"t{len(self._lines)}_{len(makes)}"
-            if not known:
-                self._names[id(t)] = weakref.ref(t), name
-            makes.append(name)
-        fresh = tuple(name for name in makes if name not in uses)
-        if fresh:
-            target = f"{', '.join(makes)}," if many else makes[0]
-            text = f"{target} = {text}"
-        self._lines.append(_Line(text, tuple(uses), fresh, idle))
-
-    def _known(self, t: Any) -> str:
-        reference, name = self._names.get(id(t), (None, ""))
-        return name if reference is not None and reference() is t else ""
-
-    def _said(self, value: Any, uses: list[str]) -> str:
-        """A value as source."""
-        if isinstance(value, Tensor):
-            name = self._known(value)
-            if not name:
-                self.refuse("it uses a tensor that it was not given")
-            uses.append(name)
-            return name
-        if isinstance(value, (list, tuple)):
-            return "[" + "".join(self._said(v, uses) + "," for v in value) + "]"
-        if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
-            return repr(value)
-        return self._constant(value)
-
-    def _constant(self, value: Any) -> str:
-        for name, known in self._constants.items():
-            if known is value:
-                return name
-        name = f"c{len(self._constants)}"
-        self._constants[name] = value
-        return name
-
-    def _opening(self) -> Iterable[str]:
-        if self._index >= 0:
-            yield f"stream = {self._constant(torch._C._cuda_getCurrentRawStream)}({self._index})"
-        if self._tiled:
-            yield f"{self._constant(launch.enter_context)}({self._index})"
-
-    def function(self, about: Any, found: Iterable[Tensor | None]) -> Callable[..., Any]:
-        """What was written down, as a function of the inputs that returns these."""
-        uses: list[str] = []
-        returned = [self._said(t, uses) for t in found]
-        if self._why:
-            raise _Refused(self._why)
-        source = "\n    ".join([
-            f"def tape({', '.join(self._inputs)}):",
-            *self._opening(),
-            *_let_go(_needed(self._lines, set(uses)), set(uses)),
-            f"return {self._constant(about)}, [{', '.join(returned)}]",
-        ])  # fmt: skip
-        space = dict(self._constants)
-        exec(compile(source, "<octavo tape>", "exec"), space)  # every word of it was written above
-        made: Callable[..., Any] = space["tape"]
-        made.source = source  # type: ignore[attr-defined]
-        return made
-
-
-def _needed(lines: list[_Line], returned: set[str]) -> list[_Line]:
-    used, kept = set(returned), list[_Line]()
-    for line in reversed(lines):
-        if not line.idle or used.intersection(line.makes):
-            used.update(line.uses)
-            kept.append(line)
-    return kept[::-1]
-
-
-def _let_go(lines: list[_Line], returned: set[str]) -> Iterable[str]:
-    """The lines, each followed by letting go of what no later one uses."""
-    last: dict[str, int] = {}
-    own = {name for line in lines for name in line.makes}
-    for n, line in enumerate(lines):
-        for name in (*line.uses, *line.makes):
-            last[name] = n
-    for n, line in enumerate(lines):
-        yield line.text
-        done = [name for name in last if last[name] == n and name in own and name not in returned]
-        if done:
-            yield f"del {', '.join(done)}"

@@ -15,6 +15,7 @@ from octavo.formats import FLOATS
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.gemm import spec_route
 from octavo.layers import linear as layer
+from octavo.layers.linear_config import Parts
 from octavo.layers.targets import Sought, Target
 from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
 from octavo.modules import weights
@@ -123,7 +124,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         return (out, self.bias) if self.return_bias else out
 
     def _prepared(
-        self, recipe: Recipe, dtype: torch.dtype, needs_dx: bool, codes: layer.Parts,
+        self, recipe: Recipe, dtype: torch.dtype, needs_dx: bool, codes: Parts,
         is_first_microbatch: bool | Tensor | None, fp8_output: bool, tracing: bool,
     ) -> "_Call":  # fmt: skip
         """All of a call but x."""
@@ -255,7 +256,7 @@ def _refuse_parallel(parallel_mode: str | None, sequence_parallel: bool, tp_grou
 
 def _input(
     x: Tensor | QTensor, recipe: Recipe, weight: Tensor
-) -> tuple[Tensor | None, layer.Parts, torch.dtype, tuple[int, ...] | None]:
+) -> tuple[Tensor | None, Parts, torch.dtype, tuple[int, ...] | None]:
     """(tensor or token, codes, dtype of y, leading dims if the token does not tell them)."""
     if isinstance(x, QTensor):
         spec = recipe.linear().fprop.left
@@ -292,7 +293,7 @@ def check_features(x: Any, weight: Tensor) -> None:
         raise UnsupportedDtype(f"Linear takes float32, bfloat16 or float16 weights, got {weight.dtype}. Cast them.")
 
 
-def _quantized_output(recipe: Recipe, parts: layer.Parts, token: Tensor) -> QTensor:
+def _quantized_output(recipe: Recipe, parts: Parts, token: Tensor) -> QTensor:
     spec = recipe.linear().fprop.left
     assert spec is not None
     q = spec.assemble(parts, tuple(token.shape), token.dtype)

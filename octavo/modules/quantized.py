@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.formats import FLOATS
-from octavo.layers.linear import DTYPES, Parts
+from octavo.layers.contract import DTYPES
+from octavo.layers.linear_config import Parts
 from octavo.layers.targets import Sought, Target
 from octavo.lower import (
     is_inside_ddp,

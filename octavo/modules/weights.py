@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers.linear import Parts
+from octavo.layers.linear_config import Parts
 from octavo.lower import refresh_in_graph
 from octavo.quant.proto import TensorProto
 from octavo.recipes import Recipe

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import launch
-from octavo.lower import tape
+from octavo.lower import recorder, tape
 from octavo.recipes import SHIPPED
 
 K, N, ROWS, GROUPS = 64, 96, 32, 3
@@ -479,7 +479,7 @@ class Stub:
 def test_addresses_of_views(inference, monkeypatch):
     """They are reckoned from what the view is of, however it came about, itself included."""
     monkeypatch.setattr(tape, "DEVICES", {"cpu"})
-    monkeypatch.setattr(tape._Recorder, "_opening", lambda self: ["stream = 0"])
+    monkeypatch.setattr(recorder.Recorder, "_opening", lambda self: ["stream = 0"])
     stub = Stub()
 
     def work(tensors):

@@ -11,7 +11,7 @@ from octavo.fused import conditions
 from octavo.fuser.pattern import Rule
 from octavo.kernels import activation_quantize
 from octavo.layers import activation, linear
-from octavo.layers.linear import DTYPES
+from octavo.layers.contract import DTYPES
 from octavo.modules.activation import Activation, Bias, ConstantScale
 from octavo.modules.linear import Linear
 from octavo.quant.proto import TensorProto

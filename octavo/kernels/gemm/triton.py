@@ -56,7 +56,7 @@ def _scale_values(stored, KIND: tl.constexpr):
 
 
 @triton.jit
-def operand(
+def _operand(
     codes, scale, rows, first, COUNT, K, row_stride, scale_row_stride, scale_block_stride,
     REACH: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
     R: tl.constexpr, BK: tl.constexpr,
@@ -89,13 +89,45 @@ def operand(
 
 
 @triton.jit
-def row_scales(scale, rows, block, COUNT, row_stride, block_stride, SCALE_ROWS: tl.constexpr):
+def _row_scales(scale, rows, block, COUNT, row_stride, block_stride, SCALE_ROWS: tl.constexpr):
     """float32 [R]: the scale of each row in one block of columns. SCALE_ROWS 0: one scale for all rows."""
     if SCALE_ROWS == 0:
         at = rows * 0 + tl.cast(block, tl.int64) * block_stride
     else:
         at = (rows // SCALE_ROWS).to(tl.int64) * row_stride + tl.cast(block, tl.int64) * block_stride
     return tl.load(scale + at, mask=rows < COUNT, other=0.0)
+
+
+@triton.jit
+def product(
+    a, b, a_scale, b_scale, rows, columns, M, N, K,
+    a_stride, b_stride, a_scale_row, a_scale_block, b_scale_row, b_scale_block,
+    REACH: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """float32 [BM, BN], scaled by all but a global scale."""
+    total = tl.zeros((BM, BN), tl.float32)
+    for first in range(0, K, BK):
+        left = _operand(
+            a, a_scale, rows, first, M, K, a_stride, a_scale_row, a_scale_block,
+            REACH, A_ROWS, KIND, PACKED, BM, BK,
+        )  # fmt: skip
+        right = _operand(
+            b, b_scale, columns, first, N, K, b_stride, b_scale_row, b_scale_block,
+            REACH, B_ROWS, KIND, PACKED, BN, BK,
+        )  # fmt: skip
+        if REACH == 128:
+            partial = tl.dot(left, tl.trans(right))
+            sa = _row_scales(a_scale, rows, first // 128, M, a_scale_row, a_scale_block, A_ROWS)
+            sb = _row_scales(b_scale, columns, first // 128, N, b_scale_row, b_scale_block, B_ROWS)
+            total += (partial * sa[:, None]) * sb[None, :]
+        else:
+            total = tl.dot(left, tl.trans(right), total)
+    if REACH == 0:
+        sa = _row_scales(a_scale, rows, 0, M, a_scale_row, 0, A_ROWS)
+        sb = _row_scales(b_scale, columns, 0, N, b_scale_row, 0, B_ROWS)
+        total = (total * sa[:, None]) * sb[None, :]
+    return total
 
 
 @triton.jit
@@ -108,28 +140,11 @@ def _gemm_kernel(
     across = tl.cdiv(N, BN)
     pm, pn = tl.program_id(0) // across, tl.program_id(0) % across
     rows, columns = pm * BM + tl.arange(0, BM), pn * BN + tl.arange(0, BN)
-    total = tl.zeros((BM, BN), tl.float32)
-    for first in range(0, K, BK):
-        left = operand(
-            a, a_scale, rows, first, M, K, a_stride, a_scale_row, a_scale_block,
-            REACH, A_ROWS, KIND, PACKED, BM, BK,
-        )  # fmt: skip
-        right = operand(
-            b, b_scale, columns, first, N, K, b_stride, b_scale_row, b_scale_block,
-            REACH, B_ROWS, KIND, PACKED, BN, BK,
-        )  # fmt: skip
-        if REACH == 128:
-            block = first // 128
-            partial = tl.dot(left, tl.trans(right))
-            sa = row_scales(a_scale, rows, block, M, a_scale_row, a_scale_block, A_ROWS)
-            sb = row_scales(b_scale, columns, block, N, b_scale_row, b_scale_block, B_ROWS)
-            total += (partial * sa[:, None]) * sb[None, :]
-        else:
-            total = tl.dot(left, tl.trans(right), total)
-    if REACH == 0:
-        sa = row_scales(a_scale, rows, 0, M, a_scale_row, 0, A_ROWS)
-        sb = row_scales(b_scale, columns, 0, N, b_scale_row, 0, B_ROWS)
-        total = (total * sa[:, None]) * sb[None, :]
+    total = product(
+        a, b, a_scale, b_scale, rows, columns, M, N, K,
+        a_stride, b_stride, a_scale_row, a_scale_block, b_scale_row, b_scale_block,
+        REACH, A_ROWS, B_ROWS, KIND, PACKED, BM, BN, BK,
+    )  # fmt: skip
     if a_global is not None:
         total *= tl.load(a_global) * tl.load(b_global)
     if bias is not None:

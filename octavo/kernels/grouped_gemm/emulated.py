@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.gemm.triton import SCALES, operand, row_scales
+from octavo.kernels.gemm.triton import SCALES, product
 from octavo.kernels.grouped_gemm.scales import own, stacked
 from octavo.launch import Launch
 from octavo.quant.grouped import GroupedTensor
@@ -73,38 +73,6 @@ def _store_depth(total, out, group, rows, columns, N, K, ADD: tl.constexpr):
 
 
 @triton.jit
-def _product(
-    a, b, a_scale, b_scale, rows, columns, M, N, K,
-    a_stride, b_stride, a_scale_row, a_scale_block, b_scale_row, b_scale_block,
-    REACH: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """float32 [BM, BN], scaled by all but a global scale."""
-    total = tl.zeros((BM, BN), tl.float32)
-    for first in range(0, K, BK):
-        left = operand(
-            a, a_scale, rows, first, M, K, a_stride, a_scale_row, a_scale_block,
-            REACH, A_ROWS, KIND, PACKED, BM, BK,
-        )  # fmt: skip
-        right = operand(
-            b, b_scale, columns, first, N, K, b_stride, b_scale_row, b_scale_block,
-            REACH, B_ROWS, KIND, PACKED, BN, BK,
-        )  # fmt: skip
-        if REACH == 128:
-            partial = tl.dot(left, tl.trans(right))
-            sa = row_scales(a_scale, rows, first // 128, M, a_scale_row, a_scale_block, A_ROWS)
-            sb = row_scales(b_scale, columns, first // 128, N, b_scale_row, b_scale_block, B_ROWS)
-            total += (partial * sa[:, None]) * sb[None, :]
-        else:
-            total = tl.dot(left, tl.trans(right), total)
-    if REACH == 0:
-        sa = row_scales(a_scale, rows, 0, M, a_scale_row, 0, A_ROWS)
-        sb = row_scales(b_scale, columns, 0, N, b_scale_row, 0, B_ROWS)
-        total = (total * sa[:, None]) * sb[None, :]
-    return total
-
-
-@triton.jit
 def _rows_kernel(
     a, b, out, bias, scales, a_scale, b_scale, a_global, b_global, owner, source, live,
     N, K, a_stride, b_stride, apart, a_scale_group, a_scale_row, a_scale_block,
@@ -117,7 +85,7 @@ def _rows_kernel(
         return
     top = tl.cast(block * SIZE + before, tl.int64)
     rows, columns = tl.arange(0, BM), column * BN + tl.arange(0, BN)
-    total = _product(
+    total = product(
         a + top * a_stride, b + group * apart,
         a_scale + group * a_scale_group + top // A_ROWS * a_scale_row, b_scale + group * b_scale_group,
         rows, columns, count, N, K, a_stride, b_stride, a_scale_row, a_scale_block, b_scale_row, b_scale_block,
@@ -144,7 +112,7 @@ def _depth_kernel(
     columns = tl.program_id(0) % across * BN + tl.arange(0, BN)
     blocks: tl.constexpr = SIZE // REACH if REACH > 0 else 0
     codes: tl.constexpr = SIZE // 2 if PACKED else SIZE
-    total = _product(
+    total = product(
         a + first * codes, b + first * codes,
         a_scale + group * a_scale_group + first * blocks * a_scale_block,
         b_scale + group * b_scale_group + first * blocks * b_scale_block,

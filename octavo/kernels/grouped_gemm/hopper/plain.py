@@ -1,0 +1,156 @@
+"""Groups of unquantized rows, each by its own matrix."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from octavo.kernels.grouped_gemm.hopper.row_groups import write_rows
+from octavo.kernels.grouped_gemm.hopper.tiles import (
+    SIZE,
+    barriers,
+    can_be_copied,
+    following,
+    processors,
+    sum_layout,
+    tile_of_rows,
+)
+from octavo.launch import TiledLaunch, Tiles
+from octavo.quant.groups import BLOCK, Groups
+
+
+@gluon.jit
+def _load_plain(a, b, left, right, ready, empty, owner, block, source, G, N, K, TURNED: gl.constexpr):
+    """a's tiles begin at packed rows: those past the group's end are multiplied like the others, and not written."""
+    DEEP: gl.constexpr = left.shape[2]
+    ACROSS: gl.constexpr = right.shape[2] if TURNED else right.shape[1]
+    across = gl.cdiv(N, ACROSS)
+    total = gl.load(block + G) * across
+    stage, phase = gl.to_tensor(0), gl.to_tensor(1)
+    group, row, column = tile_of_rows(gl.program_id(0), total, owner, block, across)
+    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+        next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), total, owner, block, across)
+        start = gl.load(source + row)
+        for k in range(0, K, DEEP):
+            mbarrier.wait(empty.index(stage), phase)
+            bar = ready.index(stage)
+            mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
+            tma.async_copy_global_to_shared(a, [start, k], bar, left.index(stage))
+            if TURNED:
+                tma.async_copy_global_to_shared(b, [group * K + k, column * ACROSS], bar, right.index(stage))
+            else:
+                tma.async_copy_global_to_shared(b, [group * N + column * ACROSS, k], bar, right.index(stage))
+            stage, phase = following(stage, phase, left.shape[0])
+        group, row, column = next_group, next_row, next_column
+
+
+@gluon.jit
+def _multiply_plain(
+    HALF: gl.constexpr, left, right, ready, empty, out, bias, scales, owner, block, source, live, G, N, K,
+    TURNED: gl.constexpr,
+):  # fmt: skip
+    H: gl.constexpr = SIZE // 2
+    DEEP: gl.constexpr = left.shape[2]
+    ACROSS: gl.constexpr = right.shape[2] if TURNED else right.shape[1]
+    SUM: gl.constexpr = sum_layout(ACROSS, 16)
+    across = gl.cdiv(N, ACROSS)
+    tiles = gl.load(block + G) * across
+    stage, phase = gl.to_tensor(0), gl.to_tensor(0)
+    group, row, column = tile_of_rows(gl.program_id(0), tiles, owner, block, across)
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), tiles, owner, block, across)
+        start, count = gl.load(source + row), gl.load(live + row)
+        total = gl.zeros((H, ACROSS), gl.float32, layout=SUM)
+        for _ in range(0, K, DEEP):  # the other warpgroup multiplies while this one waits
+            mbarrier.wait(ready.index(stage), phase)
+            mine = left.index(stage).slice(HALF * H, H, dim=0)
+            if TURNED:
+                theirs = right.index(stage)
+            else:
+                theirs = right.index(stage).permute((1, 0))
+            begun = warpgroup_mma(mine, theirs, warpgroup_mma_init(total), is_async=True)
+            total = warpgroup_mma_wait(0, deps=[begun])
+            mbarrier.arrive(empty.index(stage), count=1)
+            stage, phase = following(stage, phase, left.shape[0])
+        write_rows(HALF, total, out, None, None, bias, scales, start, count, group, column, N)
+        group, row, column = next_group, next_row, next_column
+
+
+@gluon.jit
+def plain_rows_kernel(
+    a, b, out, bias, scales, owner, block, source, live, G, N, K, TURNED: gl.constexpr, COUNT: gl.constexpr
+):
+    """b [G * N, K], or [G * K, N] where it is turned."""
+    left = gl.allocate_shared_memory(a.dtype, [COUNT, a.block_type.shape[0], a.block_type.shape[1]], a.layout)
+    right = gl.allocate_shared_memory(b.dtype, [COUNT, b.block_type.shape[0], b.block_type.shape[1]], b.layout)
+    ready, empty = barriers(COUNT)
+    gl.warp_specialize(
+        [
+            (_multiply_plain, (0, left, right, ready, empty, out, bias, scales, owner, block, source, live, G, N, K,
+                               TURNED)),
+            (_multiply_plain, (1, left, right, ready, empty, out, bias, scales, owner, block, source, live, G, N, K,
+                               TURNED)),
+            (_load_plain, (a, b, left, right, ready, empty, owner, block, source, G, N, K, TURNED)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+_DEEP = 64  # of a tile of sixteen bits: 128 bytes, as far as one copy reaches
+
+
+def _stack(b: Tensor) -> tuple[Tensor, bool] | None:
+    """b [G, N, K] as one matrix [G * N, K], or turned [G * K, N], if it is one that can be copied by tiles. A tile of
+    a turned one must not reach into the next group: what it finds there may not be a number."""
+    for matrices, turned in ((b, False), (b.transpose(1, 2), True)):
+        if matrices.stride(0) == matrices.shape[1] * matrices.stride(1) and not (turned and b.shape[2] % _DEEP):
+            flat = matrices.flatten(0, 1)
+            if can_be_copied(flat):
+                return flat, turned
+    return None
+
+
+def takes_plain_rows(a: Tensor, b: Tensor) -> bool:
+    sixteen = a.dtype in (torch.bfloat16, torch.float16) and b.dtype == a.dtype
+    return sixteen and can_be_copied(a) and _stack(b) is not None
+
+
+def plain_rows(a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor | None, scales: Tensor | None) -> None:
+    found = _stack(b)
+    assert found is not None
+    flat, turned = found
+    across, stages = plain_tile(out)
+    tile = [_DEEP, across] if turned else [across, _DEEP]
+    _plain_rows_launch(processors(out.device), (groups.number, out.shape[1], a.shape[1]), turned, stages)(
+        Tiles(a, [BLOCK, _DEEP], plain_layout([BLOCK, _DEEP])), Tiles(flat, tile, plain_layout(tile)),
+        out, bias, scales, groups.owner, groups.block, groups.source, groups.live,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _plain_rows_launch(programs: int, sizes: tuple[int, ...], turned: bool, stages: int) -> TiledLaunch:
+    return TiledLaunch(plain_rows_kernel, programs, sizes, num_warps=4, TURNED=turned, COUNT=stages)
+
+
+def plain_tile(out: Tensor) -> tuple[int, int]:
+    """Columns of a tile of the result, and how many buffers fit beside it: it passes through shared memory too."""
+    n = out.shape[1]
+    return (256, 4) if out.dtype != torch.float32 and (n % 256 == 0 or n > 1024) else (128, 6)
+
+
+def plain_layout(tile: list[int]) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)

@@ -1,0 +1,302 @@
+"""Groups of rows, each by its own matrix: y and dx."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+
+from octavo.kernels.grouped_gemm.hopper.tiles import (
+    HALF_TILE,
+    SIZE,
+    add_products,
+    barriers,
+    can_be_copied,
+    flat_layout,
+    following,
+    processors,
+    product,
+    room_for_codes,
+    scaled,
+    sum_layout,
+    tile_of_rows,
+    tiles_of,
+)
+from octavo.kernels.grouped_gemm.scales import own, stacked, whole
+from octavo.launch import TiledLaunch, Tiles
+from octavo.quant.grouped import GroupedTensor
+from octavo.quant.groups import BLOCK
+from octavo.quant.qtensor import QTensor
+
+
+@gluon.jit
+def _pass_over(ready, empty, stage, phase, steps):
+    """Give back so many buffers unused: a half without a row of the group's has nothing to multiply."""
+    for _ in range(0, steps):
+        mbarrier.wait(ready.index(stage), phase)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = following(stage, phase)
+    return stage, phase
+
+
+@gluon.jit
+def _with_bias(HALF: gl.constexpr, total, bias, scales, start, count, group, column, N):
+    H: gl.constexpr = total.shape[0]
+    ACROSS: gl.constexpr = total.shape[1]
+    SUM: gl.constexpr = total.type.layout
+    if bias is not None:
+        columns = column * ACROSS + gl.arange(0, ACROSS, layout=gl.SliceLayout(0, SUM))
+        at_bias = bias + group.to(gl.int64) * N + columns
+        if scales is not None:
+            lanes = HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
+            own = gl.load(scales + start + lanes, mask=lanes < count, other=0.0).to(gl.float32)
+            total += own[:, None] * gl.load(at_bias, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+        else:
+            total += gl.load(at_bias, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+    return total
+
+
+@gluon.jit
+def write_rows(HALF: gl.constexpr, total, out, whole, room, bias, scales, start, count, group, column, N):
+    """A half of a tile, with its bias, where the rows that are the group's belong. Where all of them are, the copy unit
+    writes them (`whole`, from `room`), and nobody waits."""
+    H: gl.constexpr = total.shape[0]
+    ACROSS: gl.constexpr = total.shape[1]
+    FLAT: gl.constexpr = flat_layout(ACROSS)
+    total = _with_bias(HALF, total, bias, scales, start, count, group, column, N)
+    if whole is not None:
+        tma.store_wait(0)  # what was there has left
+        room.store(total.to(whole.dtype))
+        fence_async_shared()
+        if count >= (HALF + 1) * H:
+            tma.async_copy_shared_to_global(whole, [start + HALF * H, column * ACROSS], room)
+        else:
+            _write_some(HALF, room.load(FLAT), out, start, count, column, N)
+    else:
+        _write_some(HALF, gl.convert_layout(total.to(out.dtype.element_ty), FLAT), out, start, count, column, N)
+
+
+@gluon.jit
+def _write_some(HALF: gl.constexpr, y, out, start, count, column, N):
+    """Those of its rows that are the group's."""
+    H: gl.constexpr = y.shape[0]
+    ACROSS: gl.constexpr = y.shape[1]
+    FLAT: gl.constexpr = y.type.layout
+    r = HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, FLAT))
+    c = column * ACROSS + gl.arange(0, ACROSS, layout=gl.SliceLayout(0, FLAT))
+    at = (start + r).to(gl.int64)[:, None] * N + c[None, :]
+    gl.store(out + at, y, mask=(r < count)[:, None] & (c < N)[None, :])
+
+
+@gluon.jit
+def _load_rows(a, b, left, right, ready, empty, owner, block, G, N, K, group_rows, group_columns):
+    across = gl.cdiv(N, SIZE)
+    total = gl.load(block + G) * across
+    stage, phase = gl.to_tensor(0), gl.to_tensor(1)
+    group, row, column = tile_of_rows(gl.program_id(0), total, owner, block, across)
+    for t in range(gl.program_id(0), total, gl.num_programs(0)):
+        next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), total, owner, block, across)
+        for k in range(0, K, SIZE):
+            mbarrier.wait(empty.index(stage), phase)
+            bar = ready.index(stage)
+            mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
+            tma.async_copy_global_to_shared(a, [row * SIZE, k], bar, left.index(stage))
+            at = [group * group_rows + column * SIZE, group * group_columns + k]
+            tma.async_copy_global_to_shared(b, at, bar, right.index(stage))
+            stage, phase = following(stage, phase)
+        group, row, column = next_group, next_row, next_column
+
+
+@gluon.jit
+def _add_scaled_products(
+    HALF: gl.constexpr, left, right, ready, empty, stage, phase, steps, scale, at_a, at_b, a_scale_step, b_scale_step
+):
+    """The sum of so many products, each by the scales of its 128; the first one's is given. And the buffer after."""
+    total = gl.zeros((SIZE // 2, SIZE), gl.float32, layout=sum_layout())
+    for step in range(1, steps, 2):  # two at a time: the second is made while the first is scaled and added
+        mbarrier.wait(ready.index(stage), phase)
+        part = product(HALF, left, right, stage)
+        second, second_phase = following(stage, phase)
+        mbarrier.wait(ready.index(second), second_phase)
+        other = product(HALF, left, right, second)
+        now = scale
+        then = gl.load(at_a + gl.cast(step, gl.int64) * a_scale_step) * gl.load(at_b + step * b_scale_step)
+        later = gl.minimum(step + 1, steps - 1)
+        scale = gl.load(at_a + later.to(gl.int64) * a_scale_step) * gl.load(at_b + later * b_scale_step)
+        done = warpgroup_mma_wait(1, deps=[part])
+        mbarrier.arrive(empty.index(stage), count=1)
+        total += done * now[:, None]
+        done = warpgroup_mma_wait(0, deps=[other])
+        mbarrier.arrive(empty.index(second), count=1)
+        total += done * then[:, None]
+        stage, phase = following(second, second_phase)
+    if steps % 2 == 1:
+        mbarrier.wait(ready.index(stage), phase)
+        done = warpgroup_mma_wait(0, deps=[product(HALF, left, right, stage)])
+        mbarrier.arrive(empty.index(stage), count=1)
+        total += done * scale[:, None]
+        stage, phase = following(stage, phase)
+    return total, stage, phase
+
+
+@gluon.jit
+def _multiply_rows(
+    HALF: gl.constexpr, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner, block, source,
+    live, G, N, K, a_scale_step, b_scale_row, b_scale_step, group_rows, group_columns,
+):  # fmt: skip
+    """One half of each tile's rows, where a scale reaches 128 far."""
+    H: gl.constexpr = SIZE // 2
+    SUM: gl.constexpr = sum_layout()
+    room = None
+    if whole is not None:
+        room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
+    across, steps = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
+    tiles = gl.load(block + G) * across
+    stage, phase = gl.to_tensor(0), gl.to_tensor(0)
+    lanes = HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
+    b_group = (group_rows // SIZE) * b_scale_row + (group_columns // SIZE) * b_scale_step
+    group, row, column = tile_of_rows(gl.program_id(0), tiles, owner, block, across)
+    at_a, at_b = a_scale + row * SIZE + lanes, b_scale + group * b_group + column * b_scale_row
+    scale = gl.load(at_a) * gl.load(at_b)
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), tiles, owner, block, across)
+        start, count = gl.load(source + row), gl.load(live + row)
+        next_a = a_scale + next_row * SIZE + lanes
+        next_b = b_scale + next_group * b_group + next_column * b_scale_row
+        if count > HALF * H:
+            total, stage, phase = _add_scaled_products(
+                HALF, left, right, ready, empty, stage, phase, steps, scale, at_a, at_b, a_scale_step, b_scale_step
+            )
+            scale = gl.load(next_a) * gl.load(next_b)
+            write_rows(HALF, total, out, whole, room, bias, scales, start, count, group, column, N)
+        else:
+            stage, phase = _pass_over(ready, empty, stage, phase, steps)
+            scale = gl.load(next_a) * gl.load(next_b)
+        at_a, at_b = next_a, next_b
+        group, row, column = next_group, next_row, next_column
+    if whole is not None:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _multiply_whole_rows(
+    HALF: gl.constexpr, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner, block, source,
+    live, G, N, K, a_scale_group, b_scale_group, A_EACH: gl.constexpr, B_EACH: gl.constexpr,
+):  # fmt: skip
+    """The same, where a scale reaches over all of K: it waits for the sum."""
+    H: gl.constexpr = SIZE // 2
+    SUM: gl.constexpr = sum_layout()
+    room = None
+    if whole is not None:
+        room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
+    across, steps = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
+    tiles = gl.load(block + G) * across
+    stage, phase = gl.to_tensor(0), gl.to_tensor(0)
+    lanes = HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
+    group, row, column = tile_of_rows(gl.program_id(0), tiles, owner, block, across)
+    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), tiles, owner, block, across)
+        start, count = gl.load(source + row), gl.load(live + row)
+        if count > HALF * H:
+            total, stage, phase = add_products(HALF, left, right, ready, empty, stage, phase, steps)
+            columns = column * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, SUM))
+            if A_EACH:
+                at_a = a_scale + row * SIZE
+            else:
+                at_a = a_scale + group * a_scale_group
+            at_b = b_scale + group * b_scale_group
+            total = scaled(total, at_a, at_b, lanes, columns, SIZE, N, A_EACH, B_EACH)
+            write_rows(HALF, total, out, whole, room, bias, scales, start, count, group, column, N)
+        else:
+            stage, phase = _pass_over(ready, empty, stage, phase, steps)
+        group, row, column = next_group, next_row, next_column
+    if whole is not None:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def rows_kernel(
+    a, b, out, whole, bias, scales, a_scale, b_scale, owner, block, source, live,
+    G, N, K, a_scale_step, b_scale_row, b_scale_step, group_rows, group_columns,
+):  # fmt: skip
+    left, right = room_for_codes(a, b)
+    ready, empty = barriers()
+    gl.warp_specialize(
+        [
+            (_multiply_rows, (0, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner, block,
+                              source, live, G, N, K, a_scale_step, b_scale_row, b_scale_step, group_rows,
+                              group_columns)),
+            (_multiply_rows, (1, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner, block,
+                              source, live, G, N, K, a_scale_step, b_scale_row, b_scale_step, group_rows,
+                              group_columns)),
+            (_load_rows, (a, b, left, right, ready, empty, owner, block, G, N, K, group_rows, group_columns)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+@gluon.jit
+def whole_rows_kernel(
+    a, b, out, whole, bias, scales, a_scale, b_scale, owner, block, source, live,
+    G, N, K, a_scale_group, b_scale_group, group_rows, group_columns, A_EACH: gl.constexpr, B_EACH: gl.constexpr,
+):  # fmt: skip
+    left, right = room_for_codes(a, b)
+    ready, empty = barriers()
+    gl.warp_specialize(
+        [
+            (_multiply_whole_rows, (0, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner,
+                                    block, source, live, G, N, K, a_scale_group, b_scale_group, A_EACH, B_EACH)),
+            (_multiply_whole_rows, (1, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner,
+                                    block, source, live, G, N, K, a_scale_group, b_scale_group, A_EACH, B_EACH)),
+            (_load_rows, (a, b, left, right, ready, empty, owner, block, G, N, K, group_rows, group_columns)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+def _rows_of(out: Tensor) -> Tiles | None:
+    """A result [rows, N] for the same."""
+    if out.dtype == torch.float32 or out.shape[1] % 8 or out.data_ptr() % 16:
+        return None
+    return Tiles(out, [BLOCK // 2, BLOCK], HALF_TILE)
+
+
+def takes_rows(a: GroupedTensor, b: QTensor) -> bool:
+    return can_be_copied(a.q.codes) and can_be_copied(b.codes)
+
+
+def rows(
+    a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, scales: Tensor | None, height: int, along: str
+) -> None:
+    groups, left, right = a.groups, own(a), stacked(b, height, along)
+    tensors = (
+        tiles_of(a.q.codes), tiles_of(b.codes), out, _rows_of(out), bias, scales, a.q.scale, b.scale,
+        groups.owner, groups.block, groups.source, groups.live,
+    )  # fmt: skip
+    sizes = groups.number, out.shape[1], a.q.columns
+    apart, programs = (height, 0) if along == "rows" else (0, height), processors(out.device)
+    if whole(a.q.spec):
+        steps = (left.group, right.group)
+        launch = _whole_rows_launch(programs, (*sizes, *steps, *apart), left.row == 1, right.row == 1)
+    else:
+        launch = _rows_launch(programs, (*sizes, left.block, right.row, right.block, *apart))
+    launch(*tensors)
+
+
+@lru_cache(maxsize=4096)
+def _rows_launch(programs: int, sizes: tuple[int, ...]) -> TiledLaunch:
+    return TiledLaunch(rows_kernel, programs, sizes, num_warps=4)
+
+
+@lru_cache(maxsize=4096)
+def _whole_rows_launch(programs: int, sizes: tuple[int, ...], a_each: bool, b_each: bool) -> TiledLaunch:
+    return TiledLaunch(whole_rows_kernel, programs, sizes, num_warps=4, A_EACH=a_each, B_EACH=b_each)

@@ -1,0 +1,148 @@
+"""What the kernels share: tiles in shared memory, the barriers that hand them over, products of FP8 tiles, and what
+the copy unit is told of a matrix."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from octavo.launch import Tiles
+from octavo.quant.groups import BLOCK
+
+SIZE = gl.constexpr(BLOCK)  # of a tile, every way
+STAGES = gl.constexpr(5)  # buffers of both operands, 32 KiB each, in the 227 KiB that a program may have
+SPAN = gl.constexpr(8)  # row blocks whose tiles are taken together, so that what they share stays in the cache
+
+
+@gluon.constexpr_function
+def sum_layout(width=BLOCK, bits=8):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 256 // bits])
+
+
+@gluon.constexpr_function
+def flat_layout(width=BLOCK):
+    """Eight neighbours of a row to a thread: sixteen bytes of bfloat16."""
+    return gl.BlockedLayout([1, 8], [32 // (width // 8), width // 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def tile_of_rows(t, total, owner, block, across):
+    """Tile number -> (group, row block, column tile). Within a group, SPAN row blocks at a time, columns outermost.
+    Any number will do: it is asked for one tile ahead, so that nobody waits for the answer."""
+    t = gl.maximum(gl.minimum(t, total - 1), 0)
+    group = gl.maximum(gl.load(owner + t // across), 0)
+    first = gl.load(block + group)
+    count = gl.load(block + group + 1) - first
+    local = t - first * across
+    lead = (local // (SPAN * across)) * SPAN
+    height = gl.maximum(gl.minimum(count - lead, SPAN), 1)
+    within = local % (SPAN * across)
+    return group, first + lead + within % height, within // height
+
+
+@gluon.jit
+def following(stage, phase, COUNT: gl.constexpr = STAGES):
+    """The buffer after this one; the phase flips where they start over."""
+    wraps = stage == COUNT - 1
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def room_for_codes(a, b):
+    """Shared memory for tiles of both operands."""
+    left = gl.allocate_shared_memory(a.dtype, [STAGES, SIZE, SIZE], a.layout)
+    right = gl.allocate_shared_memory(b.dtype, [STAGES, SIZE, SIZE], b.layout)
+    return left, right
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr = STAGES):
+    """When a buffer is full, and when both warpgroups are done with it."""
+    ready = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    return ready, empty
+
+
+@gluon.jit
+def product(HALF: gl.constexpr, left, right, stage):
+    """One half of a tile's rows by the tile across, begun."""
+    H: gl.constexpr = SIZE // 2
+    zero = gl.zeros((H, SIZE), gl.float32, layout=sum_layout())
+    mine = left.index(stage).slice(HALF * H, H, dim=0)
+    across = right.index(stage).permute((1, 0))
+    return warpgroup_mma(mine, across, warpgroup_mma_init(zero), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_products(HALF: gl.constexpr, left, right, ready, empty, stage, phase, steps):
+    """The sum of so many products, unscaled; and the buffer after them."""
+    total = gl.zeros((SIZE // 2, SIZE), gl.float32, layout=sum_layout())
+    for _ in range(1, steps, 2):  # two at a time: the second is made while the first is added
+        mbarrier.wait(ready.index(stage), phase)
+        part = product(HALF, left, right, stage)
+        second, second_phase = following(stage, phase)
+        mbarrier.wait(ready.index(second), second_phase)
+        other = product(HALF, left, right, second)
+        done = warpgroup_mma_wait(1, deps=[part])
+        mbarrier.arrive(empty.index(stage), count=1)
+        total += done
+        done = warpgroup_mma_wait(0, deps=[other])
+        mbarrier.arrive(empty.index(second), count=1)
+        total += done
+        stage, phase = following(second, second_phase)
+    if steps % 2 == 1:
+        mbarrier.wait(ready.index(stage), phase)
+        done = warpgroup_mma_wait(0, deps=[product(HALF, left, right, stage)])
+        mbarrier.arrive(empty.index(stage), count=1)
+        total += done
+        stage, phase = following(stage, phase)
+    return total, stage, phase
+
+
+@gluon.jit
+def scaled(total, a_scale, b_scale, rows, columns, M, N, A_EACH: gl.constexpr, B_EACH: gl.constexpr):
+    """A sum by the scales of its rows and its columns; or by one of all rows, or columns, unless EACH has its own.
+    Where there are no rows or columns, nothing is read."""
+    if A_EACH:
+        total = total * gl.load(a_scale + rows, mask=rows < M, other=0.0)[:, None]
+    else:
+        total = total * gl.load(a_scale, mask=M > 0, other=0.0)
+    if B_EACH:
+        total = total * gl.load(b_scale + columns, mask=columns < N, other=0.0)[None, :]
+    else:
+        total = total * gl.load(b_scale, mask=N > 0, other=0.0)
+    return total
+
+
+TILE = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], gl.float8e4nv)
+HALF_TILE = gl.NVMMASharedLayout.get_default_for([BLOCK // 2, BLOCK], gl.bfloat16)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def can_be_copied(matrix: Tensor) -> bool:
+    """Whether tiles of it can be copied by descriptors."""
+    aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+    return aligned and matrix.stride(1) == 1 and matrix.numel() > 0
+
+
+def tiles_of(codes: Tensor) -> Tiles:
+    return Tiles(codes, [BLOCK, BLOCK], TILE)

@@ -1,0 +1,64 @@
+"""Delayed scaling in a linear layer: what multiplies x, w and dy, and where their amaxes go.
+
+A layer's `scaling` is flat: multipliers of x, w and dy, and for a cold start what each of the three has seen so far.
+The slot of one operand is every third of these.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.layers.linear_config import Pair, Parts
+from octavo.quant.quantizer import Given
+from octavo.quant.state import warm_encode
+from octavo.quant.tensorwise import Tensorwise
+from octavo.recipes import Delayed, Recipe
+
+X, W, DY = range(3)  # places in `scaling`
+Amax = Callable[[Tensorwise, Tensor], Tensor]  # a tensor's own, by a quantizer, unless a flag on the device says not to
+
+
+class Amaxes(NamedTuple):
+    """Where those of x and w go, if they are observed."""
+
+    x: Tensor | None = None
+    w: Tensor | None = None
+    extra: Tensor | None = None  # both, to be returned
+
+
+def observed(observe: str, seen: Parts, number: int, device: torch.device) -> Amaxes:
+    """A graph's node returns them, `number` of each; elsewhere they are raised where they are remembered."""
+    if observe == "extra":
+        both = torch.zeros(2 * number, dtype=torch.float32, device=device)
+        return Amaxes(both[:number], both[number:], both)
+    return Amaxes(*seen)
+
+
+def warm(recipe: Recipe, slot: Sequence[Tensor], observed: Tensor | None) -> Given:
+    """What a layer brings to a cast by the multiplier that a slot holds, whatever it has seen."""
+    return Given(encode=slot[0], observed=observed) if recipe.stateful else Given()
+
+
+def given(
+    recipe: Recipe, pair: Pair, slot: Sequence[Tensor], own: Amax, observed: Tensor | None, seed: Tensor | None = None
+) -> Given:
+    """The same, but of (multiplier, amaxes seen) the multiplier that the tensor's `own` amax leads to, as long as none
+    was seen. Not delayed: a seed, if it rounds stochastically."""
+    spec = pair[0] or pair[1]
+    if spec is None or not recipe.stateful:
+        return Given(seed=seed)
+    if len(slot) == 1:
+        return warm(recipe, slot, observed)
+    assert isinstance(spec, Tensorwise) and isinstance(recipe, Delayed)
+    has_seen = slot[1] > 0
+    encode = warm_encode(slot[0], has_seen, own(spec, has_seen), spec, recipe.margin)
+    return Given(encode=encode, observed=observed)
+
+
+def kept_for(dy_pair: Pair, scaling: Parts) -> tuple[Tensor | None, Tensor | None]:
+    """dy's slot, if backward will cast it."""
+    if not scaling or dy_pair == (None, None):
+        return None, None
+    return scaling[DY], scaling[3 + DY] if len(scaling) > 3 else None

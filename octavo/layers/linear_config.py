@@ -1,0 +1,138 @@
+"""What decides what a call of a linear layer does, but for its tensors: which GEMMs there are, in which operands, and
+what backward keeps for its own."""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from octavo.layers import post
+from octavo.layers.contract import DTYPES
+from octavo.quant.blocks import is_square
+from octavo.quant.quantizer import Quantizer
+from octavo.recipes import BF16, LinearQuant, Recipe
+from octavo.values import Value, register
+
+Parts = tuple[Tensor, ...]  # the tensors of a QTensor, or none
+Slots = tuple[Tensor | None, Tensor | None, Tensor | None]  # the same in a fixed number of places
+Pair = tuple[Quantizer | None, Quantizer | None]  # of the two orientations of an operand: row, column
+NOTHING: Slots = (None, None, None)
+
+
+class Matmuls(Value):
+    """What follows alike for the layer of one weight and for that of many."""
+
+    recipe: Recipe
+    dtype: str
+    delay: str
+
+    @cached_property
+    def quant(self) -> LinearQuant:
+        return self.recipe.linear()
+
+    @cached_property
+    def dy_pair(self) -> Pair:
+        """Quantizers of the orientations of dy that backward makes."""
+        raise NotImplementedError
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether backward rounds stochastically."""
+        return any(spec is not None and spec.draws for spec in self.dy_pair)
+
+    @cached_property
+    def slots(self) -> int:
+        """How many tensors wait for dy in the post."""
+        return post.slots(self.delay, self.dy_pair[1])
+
+    @cached_property
+    def y_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+
+@register("linear")
+class Config(Matmuls):
+    """Everything that decides what a call does, but for its tensors."""
+
+    recipe: Recipe = BF16()
+    dtype: str = "float32"  # of y
+    weight_dtype: str = "float32"
+    bias_dtype: str = ""  # empty: no bias
+    grads: str = ""  # which gradients are wanted: letters of "xwb"
+    x: str = "plain"  # or "codes"
+    weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
+    observe: str = ""  # delayed scaling's amaxes are measured and returned ("extra"), or raised in place ("seen")
+    quantize_output: bool = False
+    main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
+    dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
+    delay: str = ""  # dw is put off: its operands go to a "mailbox", or in a graph to the "post" (see `posted`)
+    x_columns: str = "forward"  # or "backward": whoever runs this layer has x's column codes made again for dw
+    w_columns: str = "forward"  # or "backward": made there from the weight itself, one more read and nothing kept
+
+    @cached_property
+    def wgrad_mode(self) -> str:
+        """The recipe's, but x that came as codes in long blocks cannot be turned around: its values are used."""
+        spec = self.quant.fprop.left
+        if self.x == "codes" and self.quant.wgrad.mode != "dequantized":
+            turns = self.quant.wgrad.mode == "quantized" and spec is not None and is_square(spec.block)
+            return "quantized" if turns else "dequantized"
+        return self.quant.wgrad.mode
+
+    @cached_property
+    def kept_x(self) -> str:
+        """What backward needs of x: "" or "plain", "row", "column"."""
+        if "w" not in self.grads:
+            return ""
+        if self.x == "codes":
+            return "row"
+        if self.x_columns == "backward" and self.wgrad_mode == "quantized":
+            return ""
+        return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.wgrad_mode]
+
+    @cached_property
+    def kept_w(self) -> str:
+        """What backward needs of w."""
+        if "x" not in self.grads:
+            return ""
+        if self.weight == "held" and self.quant.dgrad.mode != "quantized":
+            return "row"
+        again = self.w_columns == "backward" and self.weight == "plain" and self.quant.dgrad.mode == "quantized"
+        if again and getattr(self.recipe, "cold_start", "one") == "one":  # or forward's multiplier is not at hand
+            return "again"
+        return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.quant.dgrad.mode]
+
+    @cached_property
+    def keeps_width(self) -> bool:
+        """Whether K must be kept by itself: packed row codes do not tell how many columns they stand for, nor does
+        nothing at all."""
+        packed = self.quant.fprop.left is not None and self.quant.fprop.left.fmt.packed > 1
+        nothing = "w" in self.grads and not self.kept_x and not self.kept_w
+        return nothing or (packed and "row" in (self.kept_x, self.kept_w))
+
+    @cached_property
+    def x_pair(self) -> Pair:
+        """Quantizers of the orientations of x that forward makes."""
+        if self.x == "codes":
+            return None, None
+        return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
+
+    @cached_property
+    def w_pair(self) -> Pair:
+        if self.weight != "plain":
+            return None, None
+        return self.quant.fprop.right, self.quant.dgrad.right if self.kept_w == "column" else None
+
+    @cached_property
+    def dy_pair(self) -> Pair:
+        return (
+            self.quant.dgrad.left if "x" in self.grads else None,
+            self.quant.wgrad.left if "w" in self.grads and self.wgrad_mode == "quantized" else None,
+        )
+
+    @cached_property
+    def posted(self) -> tuple[int, int]:
+        """Where among all that forward makes, as a flat list, the post is: dy's slots, then x, as codes or a copy."""
+        start = 1 + (self.observe == "extra") + (self.quant.parts if self.quantize_output else 0)
+        spec = dict(zip(("row", "column"), self.x_pair, strict=True)).get(self.kept_x)
+        of_x = post.slots_of_x(self.kept_x, spec)
+        return start, start + self.slots + of_x
