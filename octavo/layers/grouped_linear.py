@@ -33,12 +33,13 @@ from octavo.quant.grouped import (
     grouped_proto,
     groups_amax,
     quantize_groups,
+    scale_strides,
 )
 from octavo.quant.groups import BLOCK, Groups, equal, split
 from octavo.quant.groups import protos as group_protos
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
-from octavo.quant.quantizer import Given, Quantizer
+from octavo.quant.quantizer import Given, Quantizer, in_order
 from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import BF16, Recipe
 from octavo.values import register
@@ -162,7 +163,7 @@ def returned_elsewhere(config: Config) -> dict[int, int]:
 
 def replays(config: Config, side: str) -> bool:
     """A tape does not see whether buffers of the caller's overlap others, or follow each other in memory."""
-    return side == "forward" or not (config.dgrad_out or config.main_grad)
+    return config.shipped and (side == "forward" or not (config.dgrad_out or config.main_grad))
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
@@ -496,7 +497,7 @@ def _input_gradient(
     else:
         spec = config.quant.dgrad.right
         assert spec is not None
-        w = grouped_assemble(spec, [t for t in kept.w if t is not None], number, "column", _wide(k), dy.dtype)
+        w = _saved_columns(spec, [t for t in kept.w if t is not None], number, _wide(k), dy.dtype)
         grouped_gemm.rows(row, w, dx, height=-(-n // BLOCK) * BLOCK, along="columns")
     return _finished(config, dx, groups) if out is None else dx
 
@@ -524,8 +525,13 @@ def _x_operand(config: Config, parts: Sequence[Tensor], groups: Groups, dtype: t
         return parts[0].to(dtype)
     spec = config.quant.wgrad.right
     assert spec is not None
-    q = grouped_assemble(spec, parts, groups.number, "column", parts[0].shape[0], dtype)
+    q = _saved_columns(spec, parts, groups.number, parts[0].shape[0], dtype)
     return GroupedTensor(q, groups, "column")
+
+
+def _saved_columns(spec: Quantizer, parts: Sequence[Tensor], number: int, k: int, dtype: torch.dtype) -> QTensor:
+    q = grouped_assemble(spec, parts, number, "column", k, dtype)
+    return in_order(q, scale_strides(spec, (q.scale.shape[0], q.scale.shape[1])))
 
 
 def weight_gradient(

@@ -27,7 +27,6 @@ from octavo.layers.delayed import Amax, Amaxes, W, X
 from octavo.layers.linear_config import NOTHING, Pair, Parts, Slots
 from octavo.layers.linear_config import Config as Config
 from octavo.layers.plain import passed as passed
-from octavo.layers.plain import replays as replays
 from octavo.layers.plain import returned_elsewhere as returned_elsewhere
 from octavo.layers.targets import Mail, Sought, Target
 from octavo.quant.proto import TensorProto
@@ -39,6 +38,7 @@ from octavo.quant.quantizer import (
     column_axis,
     empty_pair,
     fill_pair,
+    in_order,
     quantize_pair,
 )
 
@@ -74,6 +74,10 @@ def graph_buffers(
 ) -> Buffers:
     """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
     return Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed)
+
+
+def replays(config: Config, side: str) -> bool:
+    return config.shipped
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
@@ -523,7 +527,8 @@ def _x_operand(config: Config, kept: Saved, tokens: int, dtype: torch.dtype) -> 
 
 
 def _assembled(spec: Quantizer, slots: Slots, shape: tuple[int, ...], dtype: torch.dtype) -> QTensor:
-    return spec.assemble([t for t in slots if t is not None], shape, dtype)
+    q = spec.assemble([t for t in slots if t is not None], shape, dtype)
+    return in_order(q, spec.scale_strides(*q.scale.shape))
 
 
 def weight_gradient(config: Config, operands: Operands, target: Target | Sought | None) -> Tensor | None:

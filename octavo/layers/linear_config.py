@@ -31,6 +31,12 @@ class Matmuls(Value):
         return self.recipe.linear()
 
     @cached_property
+    def shipped(self) -> bool:
+        """Whether all quantizers are Octavo's: what somebody else's does besides operators would be on no tape."""
+        gemms = self.quant.fprop, self.quant.dgrad, self.quant.wgrad
+        return all(spec is None or spec.shipped for gemm in gemms for spec in (gemm.left, gemm.right))
+
+    @cached_property
     def dy_pair(self) -> Pair:
         """Quantizers of the orientations of dy that backward makes."""
         raise NotImplementedError

@@ -12,7 +12,6 @@ from octavo.layers.plain import flat_places as flat_places
 from octavo.layers.plain import flops as flops
 from octavo.layers.plain import gradient_flops as gradient_flops
 from octavo.layers.plain import graph_buffers as graph_buffers
-from octavo.layers.plain import replays as replays
 from octavo.layers.plain import returned_elsewhere as returned_elsewhere
 from octavo.quant.proto import TensorProto
 from octavo.quant.quantizer import Quantizer
@@ -36,6 +35,10 @@ config = reader(Config)
 class Inputs(NamedTuple):
     x: Tensor
     seed: Tensor | None = None  # [2] int64, where dy is rounded stochastically
+
+
+def replays(config: Config, side: str) -> bool:
+    return all(spec is None or spec.shipped for spec in (config.spec, config.back))
 
 
 def counts(config: Config) -> Counts:

@@ -29,8 +29,6 @@ class _Run(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         outputs, extras, saved, made = _forward(layer, config, layer.Inputs._make(inputs), True)
         ctx.save_for_backward(*saved)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            made = _unknown(saved)  # what comes back may lie otherwise
         ctx.call = layer, config, buffers, len(outputs), made
         ctx.set_materialize_grads(False)
         if extras:
@@ -52,10 +50,20 @@ class _Made(NamedTuple):
     kind: int | None
     known: int  # how many of the saved tensors forward made
     order: tuple[int, ...]  # all of them, those first
+    places: tuple[Any, ...]  # where those are
+
+    def still(self, saved: Tensors) -> bool:
+        """Whether they are where they were: hooks on what is saved may bring others back."""
+        return _places(saved, self.order[: self.known]) == self.places
+
+
+def _places(saved: Tensors, order: tuple[int, ...]) -> tuple[Any, ...]:
+    found = [saved[i] for i in order]
+    return tuple([None if t is None else (t.data_ptr(), t.stride()) for t in found])
 
 
 def _unknown(saved: Tensors) -> _Made:
-    return _Made(None, 0, tuple(range(len(saved))))
+    return _Made(None, 0, tuple(range(len(saved))), ())
 
 
 def _forward(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[Any, Any, Any, _Made]:
@@ -82,8 +90,9 @@ def _forward(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[Any,
         return (len(outputs), len(outputs) + len(extras), len(own), order), (*outputs, *extras, *saved)
 
     (first, second, known, order), found, kind = tape.call((config.key, saving, *sizes), tensors, work)
-    made = _Made(kind, 0 if kind is None else known, order)
-    return found[:first], found[first:second], found[second:], made
+    saved = found[second:]
+    known = 0 if kind is None else known
+    return found[:first], found[first:second], saved, _Made(kind, known, order, _places(saved, order[:known]))
 
 
 def _forward_now(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[Any, Any, Any]:
@@ -98,17 +107,26 @@ def _forward_now(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     layer, config, buffers, outputs, made = ctx.call
-    grads = grads[:outputs]
+    grads = tuple([None if g is None else _in_memory(g) for g in grads[:outputs]])
     for place in layer.returned_elsewhere(config).values():
         _refuse_rewriting(buffers[place])
     # a graph of the same layer may be in flight, and have the same buffers among what it saved
     written = tuple([t for t in buffers if isinstance(t, Tensor)])
     with _unsafe_preserve_version_counter(written) if written else nullcontext():
         if layer.replays(config, "backward") and _are_tensors(buffers) and not any([g is None for g in grads]):
-            found = _replayed(layer, config, ctx.saved_tensors, buffers, grads, made)
+            saved = ctx.saved_tensors
+            made = made if made.still(saved) else _unknown(saved)
+            found = _replayed(layer, config, saved, buffers, grads, made)
         else:
             found = layer.backward(config, ctx.saved_tensors, buffers, grads)
     return None, None, None, None, *found
+
+
+def _in_memory(t: Tensor) -> Tensor:
+    """A kernel reads memory: torch has zeros that have none, and tensors that are the negative of what is in theirs."""
+    if t._is_zerotensor():
+        return torch.zeros(t.shape, dtype=t.dtype, device=t.device)
+    return t.resolve_neg() if t.is_neg() else t
 
 
 def _are_tensors(buffers: Any) -> bool:
@@ -170,6 +188,7 @@ def run(
 ) -> tuple[Tensor, ...]:
     """Outputs, then extras, of one call. `differentiable` says whether any gradient can be asked for; `anchored` makes
     backward run for what it writes to `buffers`, even where no input takes a gradient."""
+    inputs = layer.Inputs._make([_in_memory(t) if isinstance(t, Tensor) else t for t in inputs])
     if not differentiable:
         with torch.no_grad():
             made, extras, _, _ = _forward(layer, config, inputs, False)

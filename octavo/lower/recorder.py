@@ -5,6 +5,7 @@ line; what reads a value, or a tensor that the call was not given, is refused.
 """
 
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ class _Line(NamedTuple):
     text: str
     uses: tuple[str, ...]
     makes: tuple[str, ...]
+    addresses: tuple[str, ...] = ()  # used too, for where they lie alone
     idle: bool = False  # allocates, or makes a view: for nothing, if nobody uses what it makes
 
 
@@ -51,6 +53,7 @@ _SHORT: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.zero_.default: Tensor.zero_,
     torch.ops.aten.zeros.default: torch.zeros,
 }
+_SMALL = 1024  # bytes of zeros that may wait for the last of them to be used
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -82,6 +85,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: dict[int, tuple[Any, str]] = {}
         self._constants: dict[str, Any] = {}
         self._within: dict[str, tuple[str, int]] = {}  # a view -> what it is a view of, and how many bytes further
+        self._forms: dict[str, str] = {}  # a fresh tensor, or all of one in another form -> what allocates it like this
+        self._zeros: dict[str, int] = {}  # a small fresh tensor of zeros -> its bytes
         self._why = ""
         self._tiled = False
         self._inputs = tuple(f"i{n}" for n in range(len(inputs)))
@@ -116,16 +121,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not all(isinstance(t, Tensor) for t in results):
             raise Refused(f"{func} returns something else than tensors")
         if func in _FRESH:
-            self._add(self._room(made), [], [made], idle=True)
+            self._add(room := self._room(made), [], [made], idle=True)
+            self._forms[self._known(made)] = room
             return
         short = self._constant(_SHORT.get(func, func))
         many = isinstance(made, (list, tuple))
         self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view)
+        if func is torch.ops.aten.zeros.default and made.get_device() == self._index and 0 < made.nbytes <= _SMALL:
+            self._zeros[self._known(made)] = made.nbytes
         if func.is_view:
             for t in results:
                 name = self._known(t)  # some return what they are given, or a copy of it: aten.to, aten.reshape
                 if name != uses[0] and torch._C._is_alias_of(t, args[0]):  # type: ignore[attr-defined]
                     self._within[name] = uses[0], t.data_ptr() - args[0].data_ptr()
+                    if uses[0] in self._forms and _covers(t, args[0]):
+                        self._forms[name] = self._room(t)
 
     def _room(self, t: Tensor) -> str:
         if t.device.type not in _EMPTY or t.get_device() != self._index:
@@ -136,20 +146,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def launched(self, one: launch.Launch, pointers: Sequence[Any]) -> None:
         """A kernel was launched."""
         try:
-            uses: list[str] = []
+            uses, addresses = list[str](), list[str]()
             direct = one.direct(*pointers)
             if direct is None:
                 raise Refused("this version of triton is called in its own way")
             if launch.device_index(pointers[0]) != self._index:
                 raise Refused("it launches on several devices")
-            given = [self._pointer(t, uses) for t in pointers]
+            given = [self._pointer(t, uses, addresses) for t in pointers]
             head, tail = self._constant(direct.head), self._constant(one.tail)
             start = f"{self._constant(direct.launch)}({one.grid}, 1, 1, stream, *{head}"
-            self._add(f"{start}, {', '.join(given)}, *{tail})", uses, [])
+            self._lines.append(_Line(f"{start}, {', '.join(given)}, *{tail})", tuple(uses), (), tuple(addresses)))
         except Refused as why:
             self.refuse(str(why))
 
-    def _pointer(self, t: Any, uses: list[str]) -> str:
+    def _pointer(self, t: Any, uses: list[str], addresses: list[str]) -> str:
         if isinstance(t, launch.Tiles):
             self._tiled = True
             make, shape, layout = (self._constant(v) for v in (launch.Tiles, t.block_shape, t.layout))
@@ -157,11 +167,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if t is None:
             return "0"
         name, offset = self._known(t), 0
+        if not name:
+            return self._said(t, uses)
         while t.numel() and name in self._within:  # an address needs no view
             name, further = self._within[name]
             offset += further
-        uses.append(name or self._said(t, uses))
-        return f"{uses[-1]}.data_ptr()" + (f" + {offset}" if offset else "")
+        addresses.append(name)
+        return _address(name) + (f" + {offset}" if offset else "")
 
     def _add(self, text: str, uses: list[str], made: list[Any], *, many: bool = False, idle: bool = False) -> None:
         makes: list[str] = []
@@ -175,7 +187,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if fresh:
             target = f"{', '.join(makes)}," if many else makes[0]
             text = f"{target} = {text}"
-        self._lines.append(_Line(text, tuple(uses), fresh, idle))
+        self._lines.append(_Line(text, tuple(uses), fresh, idle=idle))
 
     def _known(self, t: Any) -> str:
         reference, name = self._names.get(id(t), (None, ""))
@@ -209,16 +221,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._tiled:
             yield f"{self._constant(launch.enter_context)}({self._index})"
 
+    def _zeroed_at_once(self, lines: list[_Line], returned: set[str]) -> list[_Line]:
+        """The lines, with small zeros that only kernels see in one piece: one allocation, and one launch."""
+        others = returned.union(*(line.uses for line in lines))
+        names = [name for line in lines for name in line.makes if name in self._zeros and name not in others]
+        if len(names) < 2:
+            return lines
+        first = next(n for n, line in enumerate(lines) if names[0] in line.makes)
+        lines = [line for line in lines if not set(names).intersection(line.makes)]
+        end = 0
+        for name in names:
+            lines = [_readdressed(line, name, "zeros", end) for line in lines]
+            end = _place(end, self._zeros[name])
+        make, dtype = self._constant(torch.zeros), self._constant(torch.float32)
+        device = self._constant(torch.device("cuda", self._index) if self._index >= 0 else torch.device("cpu"))
+        lines.insert(first, _Line(f"zeros = {make}({end // 4}, dtype={dtype}, device={device})", (), ("zeros",)))
+        return lines
+
     def function(self, about: Any, found: Iterable[Tensor | None]) -> Callable[..., Any]:
         """What was written down, as a function of the inputs that returns these."""
         uses: list[str] = []
         returned = [self._said(t, uses) for t in found]
         if self._why:
             raise Refused(self._why)
+        lines = _in_form(_needed(self._lines, set(uses)), self._forms, set(uses))
+        lines = self._zeroed_at_once(lines, set(uses))
         source = "\n    ".join([
             f"def tape({', '.join(self._inputs)}):",
             *self._opening(),
-            *_let_go(_needed(self._lines, set(uses)), set(uses)),
+            *_let_go(lines, set(uses)),
             f"return {self._constant(about)}, [{', '.join(returned)}]",
         ])  # fmt: skip
         space = dict(self._constants)
@@ -228,11 +259,53 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
+def _place(first: int, nbytes: int) -> int:
+    """Where the next one begins, after one of so many bytes: as aligned as what the allocator gives to kernels."""
+    return first + -(-nbytes // 16) * 16
+
+
+def _address(name: str) -> str:
+    return f"{name}.data_ptr()"
+
+
+def _covers(view: Tensor, t: Tensor) -> bool:
+    """Whether a view is all of a tensor's memory, and of the same dtype, so that either might have been allocated."""
+    begins = view.data_ptr() == t.data_ptr() and view.dtype == t.dtype
+    return begins and 0 < view.numel() == t.numel() and _extent(view) == _extent(t)
+
+
+def _extent(t: Tensor) -> int:
+    return sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+
+
+def _in_form(lines: list[_Line], forms: dict[str, str], returned: set[str]) -> list[_Line]:
+    """The lines, with what is allocated only to be used in one other form allocated in that form: a view less."""
+    for i, line in enumerate(lines):
+        first, one = line.uses[:1], line.makes[:1]
+        if not (line.idle and first and one and one[0] in forms and len(line.makes) == 1) or first[0] in returned:
+            continue
+        at = next((n for n, other in enumerate(lines) if first[0] in other.makes), -1)
+        if at < 0 or lines[at].uses or any(first[0] in other.uses for other in lines if other is not line):
+            continue  # not allocated here, or somebody else uses it as it is
+        lines = [*lines[:i], *lines[i + 1 :]]
+        lines[at] = _Line(f"{one[0]} = {forms[one[0]]}", (), one, idle=True)
+        return _in_form([_readdressed(other, first[0], one[0]) for other in lines], forms, returned)
+    return lines
+
+
+def _readdressed(line: _Line, old: str, new: str, further: int = 0) -> _Line:
+    if old not in line.addresses:
+        return line
+    addresses = tuple(new if name == old else name for name in line.addresses)
+    there = _address(new) + (f" + {further}" if further else "")
+    return line._replace(text=re.sub(rf"\b{re.escape(_address(old))}", there, line.text), addresses=addresses)
+
+
 def _needed(lines: list[_Line], returned: set[str]) -> list[_Line]:
     used, kept = set(returned), list[_Line]()
     for line in reversed(lines):
         if not line.idle or used.intersection(line.makes):
-            used.update(line.uses)
+            used.update(line.uses, line.addresses)
             kept.append(line)
     return kept[::-1]
 
@@ -242,7 +315,7 @@ def _let_go(lines: list[_Line], returned: set[str]) -> Iterable[str]:
     last: dict[str, int] = {}
     own = {name for line in lines for name in line.makes}
     for n, line in enumerate(lines):
-        for name in (*line.uses, *line.makes):
+        for name in (*line.uses, *line.addresses, *line.makes):
             last[name] = n
     for n, line in enumerate(lines):
         yield line.text

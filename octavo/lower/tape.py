@@ -7,9 +7,9 @@ operator and launch by launch, and written down as a straight function; from the
 kernels, same arguments, same bits, a fraction of the host's time. What is not needed any more is let go on the way, as
 early as it can be.
 
-Nothing is put on a tape where a mode watches operators, a tensor is a subclass, the plain torch reference runs, or
-somebody else's code takes part. A call that turns out to read a value, or a tensor that it was not given, goes on as it
-is written.
+Nothing is put on a tape where a mode watches operators or functions, a tensor is a subclass, the plain torch reference
+runs, or somebody else's code takes part. A call that turns out to read a value, or a tensor that it was not given, goes
+on as it is written.
 """
 
 import itertools
@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import deterministic
+from torch.utils._device import DeviceContext
 
 from octavo import backend, launch
 from octavo.lower.recorder import Recorder, Refused
@@ -98,6 +100,8 @@ def _key(head: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[Any, 
         return None
     device = first.device.type
     recast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if any([t is not None and t.layout is not torch.strided for t in tensors]):
+        return None
     marks: list[Any] = [
         None if t is None else (t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15) for t in tensors
     ]
@@ -107,8 +111,10 @@ def _key(head: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[Any, 
 def _is_for_tapes(first: Tensor) -> bool:
     """Whether a call goes by the kernels, in a place where nobody stands between them and the tensors."""
     device = first.device
-    if device.type not in DEVICES or torch._C._len_torch_dispatch_stack():
+    if device.type not in DEVICES or torch._C._len_torch_dispatch_stack() or _functions_are_watched():
         return False
+    if torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
+        return False  # memory that nobody writes to is NaN there
     if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap, jvp: tensors without memory
         return False
     if device.type == "cpu":
@@ -116,6 +122,12 @@ def _is_for_tapes(first: Tensor) -> bool:
     if device.index != torch._C._cuda_getDevice():
         return False
     return backend.forced() != "reference" and backend.triton_refusal(device) is None
+
+
+def _functions_are_watched() -> bool:
+    """By a mode of somebody's; a default device is one that does not matter."""
+    modes = range(torch._C._len_torch_function_stack())
+    return any([type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in modes])
 
 
 def _are_different(tensors: Sequence[Tensor | None]) -> bool:

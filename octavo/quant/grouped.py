@@ -121,7 +121,7 @@ def grouped_proto(
     codes = TensorProto((shape[0], spec.code_columns(shape[1])), spec.fmt.dtype, device)
     grid = _grid(spec, shape, number, side)
     kind = torch.float32 if spec.scale_format is None else torch.uint8
-    scale = TensorProto(grid, kind, device, _strides(spec, grid))
+    scale = TensorProto(grid, kind, device, scale_strides(spec, grid))
     level2 = TensorProto((number,), torch.float32, device) if spec.two_level else None
     return QProto(codes, scale, spec, shape, dtype, level2)
 
@@ -136,7 +136,7 @@ def _grid(spec: Quantizer, shape: tuple[int, int], number: int, side: str) -> tu
     return (number if side == "row" and r is None else down), (number if side == "column" and c is None else across)
 
 
-def _strides(spec: Quantizer, grid: tuple[int, int]) -> tuple[int, int] | None:
+def scale_strides(spec: Quantizer, grid: tuple[int, int]) -> tuple[int, int] | None:
     """Of the scale; None for row-major. Rows are fastest where every row has scales of its own, rowwise too: a tile's
     are then contiguous to write."""
     return (1, max(grid[0], 1)) if spec.block[0] == 1 else None
@@ -151,7 +151,7 @@ def grouped_assemble(
     scale = parts[1]
     if scale.dim() == 1:  # it came flat
         grid = _grid(spec, shape, number, side)
-        scale = scale.as_strided(grid, _strides(spec, grid) or (grid[1], 1))
+        scale = scale.as_strided(grid, scale_strides(spec, grid) or (grid[1], 1))
     return QTensor(codes, scale, spec, shape, dtype, parts[2] if spec.two_level else None)
 
 

@@ -17,7 +17,7 @@ they then write are in `octavo.quant.grouped`.
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -59,6 +59,11 @@ class Quantizer(Value):
     draws: bool = False  # rounds stochastically, from a seed
     basis: str = ""  # how values are turned along the contraction before they are rounded; operands must agree
     package: ClassVar[str]  # where the twins live
+
+    @cached_property
+    def shipped(self) -> bool:
+        """Whether it is one of Octavo's, and not somebody else's, whose code may do anything."""
+        return type(self).__module__.partition(".")[0] == "octavo"
 
     # -- shapes, stated once -------------------------------------------------------------------------------------
 
@@ -395,6 +400,17 @@ def column_axis(dim: int) -> int:
 
 
 _VECTOR_COLUMN = -2
+
+
+def in_order(q: QTensor, strides: tuple[int, int] | None) -> QTensor:
+    """q in the strides that kernels read, its scale in these, None for row-major: whoever had its tensors meanwhile,
+    such as a hook on what a graph saves, may have brought them back in others."""
+    grid, wanted = q.scale.shape, strides or (q.scale.shape[1], 1)
+    moved = any(n > 1 and has != want for n, has, want in zip(grid, q.scale.stride(), wanted, strict=True))
+    if not moved and q.codes.is_contiguous():
+        return q
+    scale = torch.empty_strided(grid, wanted, dtype=q.scale.dtype, device=q.scale.device).copy_(q.scale)
+    return QTensor(q.codes.contiguous(), scale, q.spec, q.shape, q.dtype, q.global_scale)
 
 
 def oriented_shape(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 that could be otherwise the next time."""
 
 import copy
+import ctypes
 import gc
 import importlib
 import sys
@@ -506,6 +507,82 @@ def test_addresses_of_views(inference, monkeypatch):
                 copy + 8, turned + 4, at + 8,
             )  # fmt: skip
     assert taped() == 1 and "data_ptr() + 8" in tape.sources()[0]
+
+
+class Writing(Stub):
+    """A kernel that writes 0, 1, 2, ... to the first of its pointers."""
+
+    def launch(self, *arguments):
+        ctypes.memmove(arguments[4], (ctypes.c_float * 6)(*range(6)), 24)
+
+
+def turned(room):
+    return room.T
+
+
+def turned_twice(room):
+    return room.view(6).view(3, 2).t().detach()
+
+
+def as_it_is(room):
+    return room.view(2, 3)
+
+
+def left_out(room):
+    return room[:, 1:]
+
+
+def of_other_bits(room):
+    return room.view(torch.int32)
+
+
+def inserted(room):
+    return room.unsqueeze(1).permute(2, 1, 0)
+
+
+@pytest.mark.parametrize("view", [turned, turned_twice, as_it_is, left_out, of_other_bits, inserted])
+@pytest.mark.parametrize("used", ["as a view", "both ways", "returned", "both returned"])
+def test_room_that_is_used_in_another_form(view, used, monkeypatch):
+    """It is allocated in that form, unless somebody uses it as it was, or a view is not all of it."""
+    monkeypatch.setattr(tape, "DEVICES", {"cpu"})
+    monkeypatch.setattr(recorder.Recorder, "_opening", lambda self: ["stream = 0"])
+    stub, launched = Writing(), []
+
+    def work(tensors):
+        room = torch.empty(2, 3)
+        stub.launch(None, None, None, None, room.data_ptr())
+        if launch._threads.told is not None:
+            launch._threads.told(stub, (room,))
+        seen = view(room)
+        launched.append(1)
+        if used == "as a view":
+            return None, [seen + tensors[0]]
+        if used == "both ways":
+            return None, [seen + tensors[0], room * 2]
+        return None, [seen] if used == "returned" else [seen, room]
+
+    monkeypatch.setattr(launch._threads, "told", None, raising=False)
+    found = [tape.call(("work",), [torch.ones(1)], work).found for _ in range(4)]
+    assert len(launched) == 2 and taped() == 1
+    for again in found[1:]:
+        for one, other in zip(found[0], again, strict=True):
+            assert torch.equal(one, other) and one.stride() == other.stride() and one.dtype == other.dtype
+    folds = view not in (left_out, of_other_bits) and used in ("as a view", "returned")
+    assert tape.sources()[0].count("(2, 3), (3, 1)") == (0 if folds and view is not as_it_is else 1)
+    if used.endswith("returned") and len(found[3]) == 2:
+        assert found[3][0].untyped_storage().data_ptr() == found[3][1].untyped_storage().data_ptr()
+
+
+def test_room_with_something_in_it_is_not_allocated_anew(device):
+    def work(tensors):
+        room = torch.zeros(2, 3, device=device)
+        filled = torch.empty(2, 3, device=device).fill_(2)
+        return None, [room.T + tensors[0], filled.T + tensors[0]]
+
+    for _ in range(4):
+        zeros, twos = tape.call(("work",), [torch.ones(1, device=device)], work).found
+        assert (zeros == 1).all() and (twos == 3).all()
+    assert taped() == 1
 
 
 def test_what_is_written_in_place(device):
