@@ -172,7 +172,14 @@ def rules_of(number: int) -> Groups:
     return _sets[number]
 
 
+def check_name(rule: Rule) -> None:
+    """`explain` and `require` tell rules apart by name."""
+    if not rule.is_own and any(known.is_own and known.name == rule.name for known in everybodys()):
+        raise UnsupportedConfig(f"{rule.name!r} is the name of one of Octavo's own rules. Give yours another.")
+
+
 def _registered(rule: Rule, side: str, prepend: bool) -> Callable[[], None]:
+    check_name(rule)
     made = rule.on(side)
     _everybodys[0] = (made, *_everybodys[0]) if prepend else (*_everybodys[0], made)
 
@@ -229,7 +236,7 @@ def match(
                 continue
             spans = _spans(rule, first, last)
             settings = [c.settings if isinstance(c, custom.Config) else c for c in configs[first:last]]
-            failing = next((c for c in rule.conditions if not c.holds(settings)), None)
+            failing = next((c for c in rule.conditions if not _holds(c, settings, rule)), None)
             others = [name for side, (a, b) in spans.items() for name in taken[side][a:b] if name]
             if failing is None and rule.name in others:
                 continue  # it has fired here already
@@ -248,6 +255,14 @@ def match(
                 configs[first:last] = rule.changes(configs[first:last])
             found.append(Match(rule, first, last, config))
     return found, refused
+
+
+def _holds(condition: Condition, settings: Sequence[Any], rule: Rule) -> bool:
+    try:
+        return condition.holds(settings)
+    except Exception as error:
+        error.add_note(f"Raised by the condition {condition.name!r} of the rule {rule.name!r}, asked of {settings}.")
+        raise
 
 
 def _in_order(rules: Groups) -> Iterator[Rule]:

@@ -21,7 +21,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.fuser.layout import Layout, Part, routed, taken_apart
 from octavo.fuser.legacy import outside, run_legacy
 from octavo.fuser.operation import has_hooks
-from octavo.fuser.pattern import FREE, SIDES, Refused, Rule, everybodys
+from octavo.fuser.pattern import FREE, SIDES, Refused, Rule, check_name, everybodys
 from octavo.fuser.plan import Planned, Run
 from octavo.fuser.runs import Step, Wire, told_run
 
@@ -62,6 +62,8 @@ class Sequential(nn.Sequential):
             raise UnsupportedConfig(
                 "rules= takes Forward(rule), Backward(rule) or Joint(rule), got a rule without a side."
             )
+        for rule in rules or ():
+            check_name(rule)
         self._edits = self._depth = 0
         self._kept: tuple[Any, Layout | None] = ((), None)
         if len(modules) == 1 and isinstance(modules[0], dict):
@@ -93,6 +95,8 @@ class Sequential(nn.Sequential):
         return super().__getitem__(index)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_modules", ()):
+            _check_there(name, value)
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
             self.__dict__["_edits"] += 1
@@ -162,6 +166,7 @@ class Sequential(nn.Sequential):
             self._depth -= 1
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
+        _check_there(name, module)
         with self._editing():
             super().add_module(name, module)
 
@@ -283,6 +288,13 @@ class Sequential(nn.Sequential):
 
 
 @torch.compiler.disable(reason="octavo: a required fusion was refused")  # type: ignore[untyped-decorator,no-untyped-call]
+def _check_there(name: str, module: Any) -> None:
+    if module is None:
+        raise TypeError(
+            f"{name!r} of a Sequential is None. Leave it out, or put octavo.ops.Identity() where nothing is to be done."
+        )
+
+
 def _raise_outside(text: str) -> None:
     raise UnsupportedConfig(text)
 

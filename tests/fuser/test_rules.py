@@ -289,6 +289,23 @@ def test_the_first_condition_that_fails_is_the_one_that_is_said():
     assert (refused.rule, refused.condition, refused.sentence) == ("both", "cubes", "It takes an exponent of 3.")
 
 
+def test_a_condition_that_raises_is_named():
+    def holds(configs):
+        return configs[1].no_such_field
+
+    model = pair(rules=(ops.Forward(rule(conditions=(ops.Condition("asks", holds, "Not reached."),))),))
+    with pytest.raises(AttributeError, match="no_such_field") as caught:
+        model(X)
+    assert "the condition 'asks' of the rule 'both'" in "".join(caught.value.__notes__)
+
+
+def test_the_names_of_octavos_rules_are_taken():
+    taken = rule("norm-linear")
+    for bring in (ops.register_forward_fusion, lambda r: pair(rules=(ops.Forward(r),))):
+        with pytest.raises(UnsupportedConfig, match="'norm-linear' is the name of one of Octavo's own rules"):
+            bring(taken)
+
+
 def test_global_rules_come_and_go():
     leave = ops.register_forward_fusion(rule("everyone's", 10))
     try:

@@ -480,3 +480,19 @@ def test_what_recipes_remember_is_found_by_path():
     octavo.convert(model, "fp8-delayed")
     step(model, x, dy)
     assert {key.split(".scaling")[0] for key in octavo.state_dict(model)} == {"0.1", "2"}
+
+
+def test_none_is_no_module():
+    model = octavo.Sequential(ops.GELU(), octavo.Linear(H, H))
+    for put in (
+        lambda: octavo.Sequential(ops.GELU(), None),
+        lambda: octavo.Sequential({"first": None}),
+        lambda: model.append(None),
+        lambda: model.insert(0, None),
+        lambda: setattr(model, "0", None),
+        lambda: model.__setitem__(1, None),
+    ):
+        with pytest.raises(TypeError, match=r"is None\. Leave it out"):
+            put()
+    assert [type(m) for m in model] == [ops.GELU, octavo.Linear]
+    assert model(torch.randn(2, H)).shape == (2, H)
