@@ -37,6 +37,7 @@ class LayerNormLinear(Sequential):
     an error that says why."""
 
     _excused = (conditions.QUANTIZED, RECAST)
+    _way_out = "A plain octavo.Sequential of the same modules runs without it."
 
     def __init__(
         self,
@@ -58,13 +59,15 @@ class LayerNormLinear(Sequential):
 
 
 class LayerNormMLP(Sequential):
-    """A norm, a Linear, an activation and a Linear. `settings` are those of both Linears.
+    """A norm, a Linear, an activation and a Linear. In a recipe that quantizes, the norm and the activation write the
+    Linears' codes; a call in which one cannot is an error that says why. `settings` are those of both Linears.
 
     keep_weight_codes        as of Linear, but False unless told otherwise: of the weights nothing is kept besides them
     activation_recompute     nothing but x is kept for backward, which runs forward again
     """
 
     _excused = (conditions.QUANTIZED, RECAST)
+    _way_out = "A plain octavo.Sequential of the same modules runs without it."
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class LayerNormMLP(Sequential):
             "fc2": Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe, **settings),
         }
         self.activation_recompute = activation_recompute
-        super().__init__(modules, require="norm-linear")
+        super().__init__(modules, require=("norm-linear", "activation-linear"))
 
     def flattens(self) -> bool:
         return super().flattens() and not self.activation_recompute

@@ -48,9 +48,14 @@ class Layout(NamedTuple):
     excused: tuple[str, ...]
 
 
+def is_container(module: Any) -> bool:
+    """Whether a module is one that might be taken apart."""
+    return hasattr(type(module), "flattens")
+
+
 def opens(module: Any) -> bool:
     """Whether a module is a container that is to be taken apart."""
-    return bool(getattr(type(module), "flattens", None) and module.flattens())
+    return is_container(module) and bool(module.flattens())
 
 
 # -- taking apart ------------------------------------------------------------------------------------------------------
@@ -168,6 +173,10 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
                     count += 1
                 elif channel.name not in filled:
                     where = "a later operation fills it" if channel.name in names else "no operation fills it"
+                    if any(is_container(leaf) for leaf in leaves[:i]):
+                        where += (
+                            " (those of a Sequential with rules or hooks of its own, or that recomputes, stay in it)"
+                        )
                     raise UnsupportedConfig(
                         f"Operation {i} ({type(op).__name__}) takes the channel {channel.name!r}, and {where}. A "
                         "channel is filled by an extra output before it: MakeExtraOutput(channel=...)."
@@ -185,6 +194,12 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
                     filled[channel.name] = i
                 out.append(("", True) if channel is None else (channel.name, channel.output_to_caller))
             op.__dict__["_channels_locked"] = True
+        elif is_container(op):
+            container: Any = op
+            inner: Layout = container._layout()
+            own = [Source(count + n) for n in range(inner.inputs)]
+            count += inner.inputs
+            out = [("", True) for shown in inner.shown for to_caller in shown if to_caller]
         sources.append(tuple(own))
         drains.append(tuple(out))
     return tuple(sources), tuple(drains), count
@@ -193,18 +208,33 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
 # -- keywords of operations --------------------------------------------------------------------------------------------
 
 
-def routed(sequential: Any, layout: Layout, op_kwargs: dict[Any, dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The keywords of each leaf."""
-    found: list[dict[str, Any]] = [{} for _ in layout.leaves]
+def routed(sequential: Any, layout: Layout, op_kwargs: dict[Any, dict[str, Any]] | None) -> list[dict[Any, Any]]:
+    """The keywords of each leaf; of a Sequential that is called as it is, the op_kwargs of that call."""
+    found: list[dict[Any, Any]] = [{} for _ in layout.leaves]
     if op_kwargs is not None and not isinstance(op_kwargs, dict):
         raise TypeError(f"op_kwargs maps operations to dicts of their keywords, got {type(op_kwargs).__name__}.")
     for target, own in (op_kwargs or {}).items():
+        inside = _container_of(layout, target)
+        if inside is not None:
+            found[inside][layout.leaves[inside] if isinstance(target, int) else target] = own
+            continue
         leaves = _targets(sequential, layout, target)
         if not isinstance(own, dict):
             raise TypeError(f"op_kwargs maps an operation to a dict of its keywords, got {type(own).__name__}.")
         for name, value in own.items():
             found[_taker(layout, leaves, name, target)][name] = value
     return found
+
+
+def _container_of(layout: Layout, target: Any) -> int | None:
+    """The leaf that is a Sequential called as it is, and has what is meant."""
+    if isinstance(target, int) and -len(layout.places) <= target < len(layout.places):
+        first, end = layout.places[target]
+        return first if end == first + 1 and is_container(layout.leaves[first]) else None
+    for i, leaf in enumerate(layout.leaves):
+        if is_container(leaf) and any([m is target for m in leaf.modules()]):
+            return i
+    return None
 
 
 def _targets(sequential: Any, layout: Layout, target: Any) -> range:
@@ -217,7 +247,7 @@ def _targets(sequential: Any, layout: Layout, target: Any) -> range:
         if not -number <= target < number:
             raise IndexError(f"op_kwargs has the index {target}, and this Sequential {number} modules.")
         leaves = range(*layout.places[target])
-    elif hasattr(type(target), "flattens"):
+    elif is_container(target):
         own = list(sequential._modules.values())
         where = [i for i, m in enumerate(own) if m is target]
         if len(where) != 1:

@@ -142,17 +142,28 @@ def Joint(rule: Rule) -> Rule:
     return rule.on("both")
 
 
-_everybodys: list[tuple[Rule, ...]] = [()]  # one entry, which is replaced: whoever has seen it knows whether it changed
+_everybodys: tuple[Rule, ...] = ()
+_edition = "0"  # changes with them; a word, which a compiler watches, where it would make a number a symbol
 
 
 def everybodys() -> tuple[Rule, ...]:
     """Rules that every Sequential tries after its own. The same tuple, as long as nothing was registered."""
-    return _everybodys[0]
+    return _everybodys
+
+
+def edition() -> str:
+    """Another one after every change of everybody's rules."""
+    return _edition
+
+
+def _replace_everybodys(rules: tuple[Rule, ...]) -> None:
+    global _everybodys, _edition
+    _everybodys, _edition = rules, str(int(_edition) + 1)
 
 
 def offer(rules: Iterable[Rule]) -> None:
     """Add rules to everybody's."""
-    _everybodys[0] = (*_everybodys[0], *rules)
+    _replace_everybodys((*_everybodys, *rules))
 
 
 Groups = tuple[tuple[Rule, ...], ...]  # rules of a Sequential's own, then everybody's
@@ -181,10 +192,10 @@ def check_name(rule: Rule) -> None:
 def _registered(rule: Rule, side: str, prepend: bool) -> Callable[[], None]:
     check_name(rule)
     made = rule.on(side)
-    _everybodys[0] = (made, *_everybodys[0]) if prepend else (*_everybodys[0], made)
+    _replace_everybodys((made, *_everybodys) if prepend else (*_everybodys, made))
 
     def unregister() -> None:
-        _everybodys[0] = tuple(known for known in _everybodys[0] if known is not made)
+        _replace_everybodys(tuple(known for known in _everybodys if known is not made))
 
     return unregister
 
@@ -212,6 +223,7 @@ class Refused(NamedTuple):
     ops: tuple[str, ...]  # of the pattern
     condition: str
     sentence: str
+    by: str = ""  # the rule that does all that this one would, and more
 
 
 class Match(NamedTuple):
@@ -237,7 +249,8 @@ def match(
             spans = _spans(rule, first, last)
             settings = [c.settings if isinstance(c, custom.Config) else c for c in configs[first:last]]
             failing = next((c for c in rule.conditions if not _holds(c, settings, rule)), None)
-            others = [name for side, (a, b) in spans.items() for name in taken[side][a:b] if name]
+            names = [name for side, (a, b) in spans.items() for name in taken[side][a:b]]
+            others = [name for name in names if name]
             if failing is None and rule.name in others:
                 continue  # it has fired here already
             if failing is None and others:
@@ -247,7 +260,8 @@ def match(
                 failing = Condition("it can be run", rule.matches, config)
             if failing is not None:
                 titles = tuple(kind.__name__ for kind in rule.pattern)
-                refused.append(Refused(rule.name, titles, failing.name, failing.sentence))
+                by = names[0] if failing.name == FREE and len(set(names)) == 1 else ""
+                refused.append(Refused(rule.name, titles, failing.name, failing.sentence, by))
                 continue
             for side, (a, b) in spans.items():
                 taken[side][a:b] = [rule.name] * (b - a)
@@ -273,7 +287,7 @@ def _in_order(rules: Groups) -> Iterator[Rule]:
             yield from sorted((r for r in group if r.side == side), key=lambda r: -len(r.pattern))
 
 
-FREE = "the operations are free"
+FREE = "no other rule has them"
 
 
 def _taken_by(name: str) -> Condition:

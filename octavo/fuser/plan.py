@@ -78,7 +78,6 @@ def _plan(
 
 
 def tell(names: Sequence[str], plan: Planned) -> None:
-    """Once for each plan of a fuser."""
     log.info("run of %s: %s", ", ".join(names), ", ".join(plan.fired) or "no fusion")
     for r in plan.refused:
         log.info("%s on %s was refused: %s (%s)", r.rule, ", ".join(r.ops), r.sentence, r.condition)
@@ -162,6 +161,11 @@ def planned_now(
     keys: tuple[str, ...], routes: Routes, hidden: Hidden, rules: int, first: int, fields: list[Any]
 ) -> tuple[Any, ...]:
     return tuple(planned(keys, routes, hidden, rules, first, [_of_sketch(field) for field in fields]))
+
+
+def known_plan(keys: tuple[str, ...], routes: Routes, hidden: Hidden, rules: int, first: int) -> Planned:
+    """One that was made."""
+    return _plans[keys, routes, hidden, rules, first]
 
 
 @while_tracing

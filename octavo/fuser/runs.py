@@ -17,6 +17,7 @@ from octavo.fuser.plan import (
     Planned,
     Routes,
     Run,
+    known_plan,
     planned,
     planned_now,
     sketched,
@@ -59,11 +60,12 @@ class OperationFuser:
     def _rules(self) -> tuple[int, bool]:
         """The number of the rules in force, and whether one of them has a forward in one piece."""
         if torch.compiler.is_compiling():
-            return self._rules_now()
+            return self._rules_now(pattern.edition())
         return self._looked_up()
 
     @while_tracing
-    def _rules_now(self) -> tuple[int, bool]:
+    def _rules_now(self, edition: str) -> tuple[int, bool]:
+        """`edition` is for the tracer, which watches what it has read."""
         return self._looked_up()
 
     def _looked_up(self) -> tuple[int, bool]:
@@ -74,6 +76,25 @@ class OperationFuser:
             self._known = shared, (pattern.rule_set(groups), legacy)
         found: tuple[int, bool] = self._known[1]
         return found
+
+    def has_news(self, plan: Planned) -> bool:
+        """Whether the log has nothing of a plan yet."""
+        return plan.key not in self._logged
+
+    def tell(self, names: Sequence[str], plan: Planned) -> None:
+        self._logged.add(plan.key)
+        tell(names, plan)
+
+    def told_as(self, other: "OperationFuser") -> None:
+        """What the log has of the other is not told again."""
+        self._logged = other._logged
+
+    @while_tracing
+    def tell_now(self, names: Sequence[str], *at: Any) -> None:
+        """The same of one that was planned while tracing."""
+        plan = known_plan(*at)
+        if self.has_news(plan):
+            self.tell(names, plan)
 
     def _around(
         self, found: tuple[int, int, pattern.Rule], x: Any, steps: list[Step], channels: dict[str, Any],
@@ -134,7 +155,7 @@ class OperationFuser:
             else:
                 part = [_connected(step, channels) for step in steps[at:end]]
                 later = {t.channel for step in steps[end:] for t in step.extras if isinstance(t, Wire)}
-                x, made_by_each = _run(part, x, number, told, later, self._logged)
+                x, made_by_each = _run(part, x, number, told, later, self)
                 given += made_by_each
             for i in range(at, end):
                 for (name, _), t in zip(steps[i].drains, given[i], strict=True):
@@ -216,7 +237,7 @@ def _run(
     rules: int,
     told: list[Any] | None = None,
     later: Collection[str] = (),
-    logged: set[str] | None = None,
+    fuser: OperationFuser | None = None,
 ) -> tuple[Tensor, list[tuple[Any, ...]]]:
     """One chain. `later` are the channels that are needed after it."""
     tracing = torch.compiler.is_compiling()
@@ -238,12 +259,13 @@ def _run(
     if tracing:
         sketches = [sketched(t, x.shape[-1]) for t in fields] if x.dim() and takes_foreign(rules) else []
         key, places, fired, refused = planned_now(keys, routes, hidden, rules, first, sketches)
+        if fuser is not None:
+            fuser.tell_now(_names(steps), keys, routes, hidden, rules, first)
     else:
         plan = planned(keys, routes, hidden, rules, first, fields)
         key, places, fired, refused = plan
-        if logged is not None and key not in logged:
-            logged.add(key)
-            tell([type(step.op).__name__ for step in steps], plan)
+        if fuser is not None and fuser.has_news(plan):
+            fuser.tell(_names(steps), plan)
     if told is not None:
         told.append((steps, Planned(key, places, fired, refused)))
     buffers = tuple([t for stage in stages for t in stage.buffers])
@@ -259,6 +281,10 @@ def _run(
         if stage.after is not None:
             stage.after(made[start:stop])
     return made[0], _given(steps, x, made, hidden)
+
+
+def _names(steps: Sequence[Step]) -> tuple[str, ...]:
+    return tuple([type(step.op).__name__ for step in steps])
 
 
 def _stages(steps: list[Step], x: Edge, as_nodes: bool) -> tuple[list[Stage], Routes]:
@@ -337,7 +363,7 @@ def run_alone(op: BasicOperation, x: Any, extras: tuple[Tensor, ...], kwargs: di
 
 def told_run(steps: Sequence[Step], plan: Planned | str) -> Run:
     """A recorded run in words."""
-    names = tuple(type(step.op).__name__ for step in steps)
+    names = _names(steps)
     if isinstance(plan, str):
         return Run(names, names, names)
     if not plan.key:

@@ -20,10 +20,11 @@ from torch.utils._pytree import tree_map
 from octavo.errors import UnsupportedConfig
 from octavo.fuser.layout import Layout, Part, routed, taken_apart
 from octavo.fuser.legacy import outside, run_legacy
-from octavo.fuser.operation import has_hooks
+from octavo.fuser.operation import FusibleOperation, has_hooks
 from octavo.fuser.pattern import FREE, SIDES, Refused, Rule, check_name, everybodys
 from octavo.fuser.plan import Planned, Run
 from octavo.fuser.runs import Step, Wire, told_run
+from octavo.lower import while_tracing
 
 OUTPUT_BUFFER_KEY = "out"
 GRAD_INPUT_BUFFER_KEY = "dgrad_out"
@@ -45,6 +46,9 @@ class Explanation(NamedTuple):
         return "\n".join([*lines, *[f"by itself: {text}" for text in self.alone]])
 
 
+NO_OPERATION = "it is no operation of Octavo's, and is called as it is"
+
+
 class Sequential(nn.Sequential):
     """Modules in a row; operations among them run together.
 
@@ -54,6 +58,7 @@ class Sequential(nn.Sequential):
     """
 
     _excused: tuple[str, ...] = ()  # conditions that may keep a required rule from firing
+    _way_out = "Leave it out of require=."
 
     def __init__(self, *modules: Any, rules: tuple[Rule, ...] | None = (), require: Iterable[str] = ()) -> None:
         if isinstance(rules, Rule):
@@ -80,7 +85,8 @@ class Sequential(nn.Sequential):
     def flattens(self) -> bool:
         """Whether a Sequential around this one takes it apart: not if it has rules of its own, or is more than its
         modules."""
-        return self.rules == () and type(self).forward is self._plain_forward() and not has_hooks(self)
+        hooked = has_hooks(self) or self.__dict__.get("op_hooked", False)  # those of an explained copy were taken away
+        return self.rules == () and type(self).forward is self._plain_forward() and not hooked
 
     @classmethod
     def _plain_forward(cls) -> Any:
@@ -178,16 +184,29 @@ class Sequential(nn.Sequential):
             self._edits,
             self.__dict__.get("rules"),
             self.__dict__.get("require"),
+            *[isinstance(m, FusibleOperation) for m in self._modules.values()],  # `octavo.convert` changes classes
             *[(m.flattens(), *m._stamp()) for m in self._modules.values() if isinstance(m, Sequential)],
         )
 
     def _layout(self) -> Layout:
         stamp = self._stamp()
+        if torch.compiler.is_compiling():
+            self._update_now()
+        elif self._kept[0] != stamp:
+            self._update()
+        known, found = self._kept
+        assert known == stamp and found is not None  # comparing is what has a tracer watch what the stamp is made of
+        return found
+
+    def _update(self) -> None:
+        stamp = self._stamp()
         if self._kept[1] is None or self._kept[0] != stamp:
             self._kept = (stamp, taken_apart(self))
-        found = self._kept[1]
-        assert found is not None
-        return found
+
+    @while_tracing
+    def _update_now(self) -> None:
+        """Out of a tracer's sight: it cannot make objects that outlive the call."""
+        self._update()
 
     @property
     def groups(self) -> tuple[Any, ...]:
@@ -225,21 +244,23 @@ class Sequential(nn.Sequential):
         plans = [plan for _, plan in told if isinstance(plan, Planned)]
         fired = [name for plan in plans for name in plan.fired]
         refused = [r for plan in plans for r in plan.refused]
-        excused = [r[0] for r in refused if r[2] in layout.excused]
+        excused = [r[0] for r in refused if r[2] in layout.excused or r[4] in fired]
         alone = [(type(steps[0].op).__name__, plan) for steps, plan in told if _is_reason(plan)]
         for name in layout.require:
             own = [r[3] for r in refused if r[0] == name and r[2] not in (*layout.excused, FREE)]
             if own or (name not in fired and name not in excused):
                 if not own and any([why in layout.excused for _, why in alone]):
                     continue
-                self._refuse(name, tuple(own or [f"{op} runs by itself: {why}" for op, why in alone]))
+                taken = [r[3] for r in refused if r[0] == name and r[2] == FREE]
+                by_itself = [f"{op} runs by itself: {why}" for op, why in alone]
+                self._refuse(layout, name, tuple(own or taken or by_itself))
 
-    def _refuse(self, name: str, reasons: tuple[str, ...]) -> None:
-        known = [rule.name for rule in (*(self.rules or ()), *everybodys())]
-        why = "; ".join(reasons) or "its pattern is not among these operations"
-        if not reasons and name not in known:
-            why = f"no rule has that name, and these are known: {', '.join(dict.fromkeys(known))}"
-        text = f"The fusion {name!r} is required and was refused: {why}. Leave it out of require=."
+    def _refuse(self, layout: Layout, name: str, reasons: tuple[str, ...]) -> None:
+        rules = [*(self.rules or ()), *everybodys()]
+        why = "; ".join(reasons)
+        if not reasons:
+            why = _is_not_there(name, rules, layout)
+        text = f"The fusion {name!r} is required and was refused: {why}. {self._way_out}"
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=text)  # under fullgraph=True this is the error
             _raise_outside(text)
@@ -261,18 +282,32 @@ class Sequential(nn.Sequential):
         }
         for module in subject.modules():
             _take_hooks(module)
-        call = subject._begun(tuple(args[1:]), given or None, told)
-        y = args[0]
+        for mine, theirs in zip(self._layout().parts, subject._layout().parts, strict=True):
+            if mine.fuser is not None and theirs.fuser is not None:
+                theirs.fuser.told_as(mine.fuser)
         gpus = {t.device for t in args if isinstance(t, Tensor) and t.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(gpus)):
-            for part in call.layout.parts:
-                legacy = part.legacy
-                y = _through(part, call, y) if legacy is None else run_legacy(legacy, y, call.kwargs[part.first])
+            subject._tell(args[0], tuple(args[1:]), given or None, told)
         runs = tuple(told_run(steps, plan) for steps, plan in told if isinstance(plan, Planned) or _makes_node(steps))
         alone = tuple(f"{type(steps[0].op).__name__}: {plan}" for steps, plan in told if _is_reason(plan))
         plans = [plan for _, plan in told if isinstance(plan, Planned)]
         fired = dict.fromkeys(name for plan in plans for name in plan.fired)
         return Explanation(runs, tuple(fired), tuple(dict.fromkeys(r for plan in plans for r in plan.refused)), alone)
+
+    def _tell(self, x: Any, extra_inputs: tuple[Any, ...], op_kwargs: Any, told: list[Any]) -> Any:
+        """forward, with everything that is called told of, in Sequentials inside too."""
+        call = self._begun(extra_inputs, op_kwargs, told)
+        for part in call.layout.parts:
+            if part.legacy is not None:
+                x = run_legacy(part.legacy, x, call.kwargs[part.first])
+            elif isinstance(part.module, Sequential):
+                extras = tuple([call.extra_inputs[s.place] for s in call.layout.sources[part.first]])
+                x = _published(part, call, part.module._tell(x, extras, call.kwargs[part.first] or None, told))
+            else:
+                if part.fuser is None:
+                    told.append(([Step(part.module, (), {}, part.first, ())], NO_OPERATION))
+                x = _through(part, call, x)
+        return (x, *call.public) if call.public else x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Sequential":
         new = type(self).__new__(type(self))
@@ -287,7 +322,6 @@ class Sequential(nn.Sequential):
         return {**self.__dict__, "_kept": ((), None)}
 
 
-@torch.compiler.disable(reason="octavo: a required fusion was refused")  # type: ignore[untyped-decorator,no-untyped-call]
 def _check_there(name: str, module: Any) -> None:
     if module is None:
         raise TypeError(
@@ -295,6 +329,21 @@ def _check_there(name: str, module: Any) -> None:
         )
 
 
+def _is_not_there(name: str, rules: list[Rule], layout: Layout) -> str:
+    """Why a rule neither fired nor was refused."""
+    known = [rule for rule in rules if rule.name == name]
+    if not known:
+        return f"no rule has that name, and these are known: {', '.join(dict.fromkeys([rule.name for rule in rules]))}"
+    pattern = ", ".join([kind.__name__ for kind in known[0].pattern])
+    there = [f"{type(m).__name__}, called as it is" if _stands_alone(m) else type(m).__name__ for m in layout.leaves]
+    return f"its pattern, {pattern}, is not among {'; '.join(there)}"
+
+
+def _stands_alone(module: Any) -> bool:
+    return not isinstance(module, FusibleOperation)
+
+
+@torch.compiler.disable(reason="octavo: a required fusion was refused")  # type: ignore[untyped-decorator,no-untyped-call]
 def _raise_outside(text: str) -> None:
     raise UnsupportedConfig(text)
 
@@ -322,7 +371,8 @@ def _take_hooks(module: nn.Module) -> None:
 
 
 def _makes_node(steps: Any) -> bool:
-    return bool(steps[0].op.op_makes_node())
+    op = steps[0].op
+    return isinstance(op, FusibleOperation) and bool(op.op_makes_node())
 
 
 class _Call(NamedTuple):
@@ -336,10 +386,26 @@ class _Call(NamedTuple):
     told: list[Any] | None
 
 
+def _called(part: Part, call: _Call, x: Any) -> Any:
+    """An ordinary module, or a Sequential that is called as it is, with what it takes of the caller's."""
+    layout, kwargs = call.layout, call.kwargs[part.first]
+    extras = [call.extra_inputs[s.place] for s in layout.sources[part.first]]
+    made = part.module(x, *extras, op_kwargs=kwargs) if kwargs else part.module(x, *extras)
+    return _published(part, call, made)
+
+
+def _published(part: Part, call: _Call, made: Any) -> Any:
+    """x, of what such a module returned; the rest is the caller's."""
+    if not call.layout.shown[part.first]:
+        return made
+    call.public.extend(made[1:])
+    return made[0]
+
+
 def _through(part: Part, call: _Call, x: Any) -> Any:
     """One part of a call."""
     if part.fuser is None:
-        return part.module(x)
+        return _called(part, call, x)
     layout, steps = call.layout, []
     for i, op in enumerate(part.fuser.ops, part.first):
         extras = tuple([Wire(s.channel) if s.channel else call.extra_inputs[s.place] for s in layout.sources[i]])

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from octavo.errors import UnsupportedConfig
@@ -178,9 +177,32 @@ def _refuse_rewriting(buffer: Tensor) -> None:
     _last_written[buffer.data_ptr()] = task
 
 
-_once = once_differentiable(
-    _backward
-)  # under create_graph: what differentiates the result again is told that it cannot
+def _once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    """backward under create_graph=True: whoever differentiates what it returns again is told that it cannot be."""
+    with torch.no_grad():
+        found = _backward(ctx, *grads)
+    made = [t for t in found if t is not None]
+    leaves = [node.variable for node, _ in ctx.next_functions if hasattr(node, "variable")]
+    links = [t for t in (*grads, *ctx.saved_tensors, *leaves) if t is not None and t.requires_grad]
+    if not made or not links:
+        return found
+    named = iter(_Twice.apply(len(made), *made, *links))  # type: ignore[no-untyped-call]
+    return tuple([None if t is None else next(named) for t in found])
+
+
+class _Twice(torch.autograd.Function):
+    """Gradients, as they are. What they depend on is named, so that every way back leads here."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple([t.detach() for t in tensors[:number]])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise UnsupportedConfig(
+            "Octavo's layers are differentiated once, and a gradient of theirs (create_graph=True) was to be "
+            "differentiated again. Run the layers that such a loss goes through in plain torch (octavo.revert)."
+        )
 
 
 def run(
