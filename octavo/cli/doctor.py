@@ -4,10 +4,11 @@ native      the chip's own instructions
 emulated    the true codes, multiplied in bfloat16 with float32 accumulation
 reference   plain torch, float64 accumulation
 failed      the tile came out wrong, or raised: exit code 1
-absent      not part of this version             -   nothing to quantize
+-           nothing to quantize
 """
 
 import argparse
+import copy
 import json
 import os
 from collections.abc import Callable
@@ -20,13 +21,16 @@ from torch import Tensor
 from octavo import backend
 from octavo.cli import machine, table
 from octavo.cli.known_bad import known_bad
+from octavo.kernels import grouped_gemm
 from octavo.kernels.gemm import gemm, native, route
+from octavo.modules.grouped_linear import GroupedLinear
 from octavo.quant import QTensor, Quantizer
 from octavo.recipes import SHIPPED, Recipe, recipe
 
 COLUMNS = ("quantize", "fprop", "dgrad", "wgrad", "grouped")
 TILE = (160, 192, 256)  # tokens, out, in: not multiples of 128, so that edges are crossed
 CPU = torch.device("cpu")
+ROUTES = ("native", "emulated", "reference")
 Part = tuple[Tensor, int, Quantizer | None]
 
 
@@ -80,7 +84,7 @@ def probe(subject: Recipe, device: torch.device) -> dict[str, Cell]:
     for name, pair in operands.items():
         accumulation = getattr(quant, name).accumulation
         cells[name] = _guarded(lambda p=pair, a=accumulation: _probe_gemm(p, device, delayed, a))  # type: ignore[misc]
-    return cells | {"grouped": Cell("absent", "GroupedLinear is not part of this version")}
+    return cells | {"grouped": _guarded(lambda: _probe_grouped(subject, device))}
 
 
 def _guarded(check: Callable[[], Cell]) -> Cell:
@@ -138,6 +142,35 @@ def _probe_gemm(pair: tuple[Part, Part], device: torch.device, delayed: bool, ac
     if status == "emulated" and isinstance(a, QTensor) and isinstance(b, QTensor):
         return Cell(status, native.support(a.spec, b.spec, a.device).reason)
     return Cell(status)
+
+
+def _probe_grouped(subject: Recipe, device: torch.device) -> Cell:
+    """Three experts, one of them without tokens: y near the exact product, and everything as a CPU makes it."""
+    tokens, out, inner = TILE
+    there: Any = GroupedLinear(3, inner, out, bias=False, recipe=subject, dtype=torch.bfloat16)
+    with torch.no_grad():
+        there.weight.copy_(torch.stack([_tile(out, inner, 3 + g) for g in range(3)]))
+    here = copy.deepcopy(there).to(device)
+    x, dy, sizes = _tile(tokens, inner, 0), _tile(tokens, out, 2), torch.tensor([tokens - 60, 0, 60])
+    got, want = (_grouped_step(layer, x, dy, sizes) for layer in (here, there))
+    weights = there.weight.detach().double().repeat_interleave(sizes, 0)
+    exact = torch.einsum("tk,tnk->tn", x.double(), weights)
+    apart = [float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(got, want, strict=True)]
+    error = float((want[0].double() - exact).norm() / exact.norm())
+    quant = subject.linear()
+    gemms = (quant.fprop, quant.dgrad, quant.wgrad)
+    status = max((grouped_gemm.route(g.left, g.right, device) for g in gemms), key=ROUTES.index)
+    if not (max(apart) < 0.02 and error < 0.25):
+        return Cell("failed", f"{status}: off the product by {error:.3f}, off the reference by {max(apart):.3f}")
+    return Cell(status)
+
+
+def _grouped_step(layer: Any, x: Tensor, dy: Tensor, sizes: Tensor) -> list[Tensor]:
+    """y, dx, dw."""
+    device = layer.weight.device
+    leaf = x.clone().to(device).requires_grad_()
+    y = layer(leaf, sizes.to(device))
+    return [t.detach().cpu() for t in (y, *torch.autograd.grad(y, (leaf, layer.weight), dy.to(device)))]
 
 
 def render(report: dict[str, Any]) -> str:
