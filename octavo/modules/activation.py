@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
-from octavo.formats import FLOATS
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.layers import activation as layer
 from octavo.lower import is_watched, run, run_in_graph
+from octavo.modules.inputs import check_input
 from octavo.modules.quantized import NAMES
 from octavo.quant import QTensor
 from octavo.values import Value
@@ -30,11 +30,6 @@ def values_of(x: Any) -> Any:
 def numbers(x: Tensor | Edge) -> tuple[int, ...]:
     """x's shape for a message: numbers, also where a compiler thinks in symbols."""
     return tuple([len(range(n)) for n in x.shape])
-
-
-def check_input(title: str, x: Tensor | Edge) -> None:
-    if x.dtype not in FLOATS:
-        raise UnsupportedDtype(f"{title} takes float32, bfloat16 or float16, got {x.dtype}. Cast x first.")
 
 
 def _grads(x: bool, scales: Tensor | None, bias: Tensor | None) -> str:

@@ -23,6 +23,7 @@ from octavo.lower import (
 )
 from octavo.modules import weights
 from octavo.modules.ambient import ambient
+from octavo.modules.inputs import check_input
 from octavo.modules.quantized import NAMES, Quantized, outside, wanted
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS
@@ -235,14 +236,14 @@ class GroupedLinear(FusibleOperation, Quantized):
                     "A GroupedTensor given as x holds rows, and this one holds columns. Quantize the other side."
                 )
             x = x.dequantize()
+        check_input("GroupedLinear", x)
         kind, own = x.device.type, self.weight_parts()[0]
         if kind != "meta" and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
-        for what, dtype in (("activations", x.dtype), ("weights", own.dtype)):
-            if dtype not in FLOATS:
-                raise UnsupportedDtype(
-                    f"GroupedLinear takes float32, bfloat16 or float16 {what}, got {dtype}. Cast them."
-                )
+        if own.dtype not in FLOATS:
+            raise UnsupportedDtype(
+                f"GroupedLinear takes float32, bfloat16 or float16 weights, got {own.dtype}. Cast them."
+            )
         if x.dim() < 2 or x.shape[-1] != self.in_features:
             raise UnsupportedShape(
                 f"This GroupedLinear takes inputs [..., {self.in_features}] of two dims or more, got {tuple(x.shape)}. "

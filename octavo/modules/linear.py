@@ -20,6 +20,7 @@ from octavo.layers.targets import Sought, Target
 from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
 from octavo.modules import weights
 from octavo.modules.ambient import ambient
+from octavo.modules.inputs import check_input
 from octavo.modules.quantized import NAMES, Quantized, outside, wanted
 from octavo.quant import QTensor
 from octavo.quant.quantizer import Quantizer
@@ -190,6 +191,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
             )
         recipe = self._recipe or self._followed(ambient.recipe)
         weight = self.weight
+        check_input("Linear", x)
         check_features(x, weight)
         call = self._prepared(
             recipe, x.dtype, x.needs, (), kwargs.get("is_first_microbatch"), False, torch.compiler.is_compiling()
@@ -268,8 +270,7 @@ def _input(
         check_features(x, weight)
         lead = None if x.token is not None or len(x.shape) == 2 else x.shape[:-1]
         return x.token, tuple(x.tensors()), x.dtype, lead
-    if x.dtype not in FLOATS:
-        raise UnsupportedDtype(f"Linear takes float32, bfloat16 or float16 activations, got {x.dtype}. Cast x first.")
+    check_input("Linear", x)
     check_features(x, weight)
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):

@@ -610,3 +610,19 @@ def test_dropout_draws_anew_at_every_replay():
         graph.replay()
         masks.append(y.clone())
     assert not torch.equal(*masks)
+
+
+@pytest.mark.parametrize("x", [None, [1.0], "x", torch.zeros(4, 8).numpy()], ids=["None", "list", "word", "numpy"])
+@pytest.mark.parametrize("build", [lambda: octavo.Linear(8, 8), ops.GELU, lambda: ops.RMSNorm(8)])
+def test_what_is_no_tensor_is_called_that(build, x):
+    for module in (build(), octavo.Sequential(build(), ops.GELU())):
+        with pytest.raises(errors.UnsupportedDtype, match=rf"takes a tensor, got {type(x).__name__}\. Make one"):
+            module(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64])
+@pytest.mark.parametrize("build", [lambda: octavo.Linear(8, 8), ops.GELU, lambda: ops.RMSNorm(8)])
+def test_dtypes_that_are_not_taken_are_named_in_runs_too(build, dtype):
+    for module in (build(), octavo.Sequential(build(), ops.GELU()), octavo.Sequential(build())):
+        with pytest.raises(errors.UnsupportedDtype, match=f"got {dtype}. Cast x first"):
+            module(torch.zeros(4, 8).to(dtype))
