@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.layers import activation as layer
@@ -361,6 +361,10 @@ class Dropout(FusibleOperation, nn.Module):
     def _seed(self, x: Tensor | Edge, seed: Tensor | None) -> Tensor:
         if seed is None:
             return torch.randint(0, 2**62, (2,), device=x.device)
+        if not isinstance(seed, Tensor):
+            raise UnsupportedDtype(
+                f"The seed of Dropout is an int64 tensor [seed, step] where x is ({x.device}), got {seed!r}."
+            )
         if seed.dtype != torch.int64 or tuple(seed.shape) != (2,) or seed.device != x.device:
             raise UnsupportedConfig(
                 f"The seed of Dropout is an int64 tensor [seed, step] where x is ({x.device}), got {seed.dtype} "

@@ -218,7 +218,18 @@ def _recipes(graph: GraphModule) -> dict[int, Recipe]:
             for recipe, given in _recipes_of(config, node, presence.split(",")):
                 # a weight in parts reaches the node through a stack of them
                 found |= {places[n]: recipe for g in given for n in (g, *g.all_input_nodes) if n in places}
+    for body, given in _bodies(graph):
+        found |= {places[given[i]]: recipe for i, recipe in _recipes(body).items() if given[i] in places}
     return found
+
+
+def _bodies(graph: GraphModule) -> Iterator[tuple[GraphModule, list[Any]]]:
+    """Graphs inside of nodes, such as a checkpoint's, each with what it is given."""
+    for node in graph.graph.nodes:
+        first: Any = node.args[0] if node.op == "call_function" and node.args else None
+        body = getattr(graph, first.target, None) if getattr(first, "op", "") == "get_attr" else None
+        if isinstance(body, GraphModule):
+            yield body, list(node.args[1:])
 
 
 def _recipes_of(config: Any, node: Any, presence: list[str]) -> Iterator[tuple[Recipe, list[Any]]]:
@@ -243,6 +254,8 @@ def _runs(graph: GraphModule) -> Iterator[Fused]:
                 config = chain.config(key)
                 ops, forward, backward = steps_of(config)
                 yield Fused(ops, forward, backward, tuple(f"{r.rule}: {r.sentence}" for r in refusals_of(key)))
+    for body, _ in _bodies(graph):
+        yield from _runs(body)
 
 
 # -- the compiler's own words ------------------------------------------------------------------------------------------
