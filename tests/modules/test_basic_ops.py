@@ -631,5 +631,5 @@ def test_dtypes_that_are_not_taken_are_named_in_runs_too(build, dtype):
 @pytest.mark.parametrize("module", [ops.Dropout(0.5), octavo.Sequential(ops.GELU(), ops.Dropout(0.5))])
 def test_a_seed_that_is_no_tensor_is_called_that(module):
     given = {"op_kwargs": {1: {"seed": 3}}} if isinstance(module, octavo.Sequential) else {"seed": 3}
-    with pytest.raises(errors.UnsupportedDtype, match="The seed of Dropout is an int64 tensor .*, got 3"):
+    with pytest.raises(errors.UnsupportedDtype, match=r"The seed of Dropout is an int64 tensor .*, got 3"):
         module(torch.randn(4, 8), **given)

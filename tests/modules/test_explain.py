@@ -453,5 +453,5 @@ def test_a_refusal_is_a_sentence(model, settings, sentence):
 def test_a_block_that_runs_forward_again_is_seen():
     model = octavo.Sequential(octavo.LayerNormMLP(32, 32, recipe="fp8-current", activation_recompute=True), nn.Tanh())
     report = octavo.explain(model, torch.randn(4, 32, requires_grad=True))
-    assert [run.ops for run in report.runs] == [("norm", "linear", "activation", "linear")]
+    assert [run.stages for run in report.runs] == [("norm", "linear", "activation", "linear")]
     assert [layer.uncompiled for layer in report.layers] == ["", ""]
