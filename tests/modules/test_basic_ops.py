@@ -18,8 +18,17 @@ import octavo
 from octavo import errors, ops
 from octavo.kernels.activation import ACTIVATIONS, reference
 from octavo.lower.graph import UNDECLARED_WRITES
-from octavo.modules.activation import Activation
-from tests.kernels.test_activation import DTYPES, FORMULAS, applied, clamped_swiglu, data, taken_apart
+from octavo.modules.activation import Activation, values_of
+from tests.kernels.test_activation import (
+    DTYPES,
+    FORMULAS,
+    applied,
+    assert_rounded_once,
+    clamped_swiglu,
+    data,
+    situglu,
+    taken_apart,
+)
 from tests.lower.recorder import recorded, without_gradients
 from tests.modules.oracle import assert_same
 
@@ -53,7 +62,7 @@ def rms_norm(x, w, eps=1e-5):
 PLAIN = {
     "gelu": ops.GELU, "qgelu": ops.QGELU, "relu": ops.ReLU, "srelu": ops.SReLU, "silu": ops.SiLU, "glu": ops.GLU,
     "geglu": ops.GEGLU, "qgeglu": ops.QGEGLU, "reglu": ops.ReGLU, "sreglu": ops.SReGLU, "swiglu": ops.SwiGLU,
-    "clamped-swiglu": ops.ClampedSwiGLU,
+    "clamped-swiglu": ops.ClampedSwiGLU, "situglu": ops.SiTUGLU,
 }  # fmt: skip
 OPS = {  # name -> (module, what it is of x, then its parameters, or scales)
     **{name: (make, gated(name)) for name, make in PLAIN.items()},
@@ -65,11 +74,20 @@ OPS = {  # name -> (module, what it is of x, then its parameters, or scales)
         lambda: ops.ClampedSwiGLU(limit=0.75, alpha=1.5, glu_linear_offset=0, glu_interleave_size=4),
         lambda x: clamped_swiglu(*taken_apart(x, 4), 0.75, 1.5, 0.0),
     ),
+    "situglu by 4": (
+        lambda: ops.SiTUGLU(beta1=3, beta2=12.0, glu_interleave_size=4),
+        lambda x: situglu(*taken_apart(x, 4), 3.0, 12.0),
+    ),
     "scaled swiglu": (ops.ScaledSwiGLU, lambda x, s: gated("swiglu")(x) * s[..., None]),
     "scaled srelu": (ops.ScaledSReLU, lambda x, s: FORMULAS["srelu"](x) * s[..., None]),
     "scaled clamped-swiglu": (
         lambda: ops.ScaledClampedSwiGLU(limit=2.0, glu_interleave_size=2),
         lambda x, s: clamped_swiglu(*taken_apart(x, 2), 2.0, 1.702, 1.0) * s[..., None],
+    ),
+    "scaled situglu": (ops.ScaledSiTUGLU, lambda x, s: gated("situglu")(x) * s[..., None]),
+    "scaled situglu by 2": (
+        lambda: ops.ScaledSiTUGLU(2, beta1=3.0, beta2=12.0),
+        lambda x, s: situglu(*taken_apart(x, 2), 3.0, 12.0) * s[..., None],
     ),
     "layer norm": (lambda: ops.LayerNorm(WIDTH), layer_norm),
     "layer norm without bias": (
@@ -166,6 +184,27 @@ def test_the_first_half_is_the_one_that_is_activated():
     assert ops.ReGLU()(x * torch.tensor([1.0, -1.0])).item() == -6.0
     a, b = x.chunk(2, -1)
     torch.testing.assert_close(ops.GLU()(x), nn.functional.glu(torch.cat((b, a), -1)))
+
+
+@pytest.mark.parametrize("betas", [(4.0, 25.0), (3.0, 12.0)])
+@pytest.mark.parametrize("interleave", [None, 32])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "fp8-block", "mxfp8"])
+def test_situglu_between_casts(betas, interleave, recipe):
+    """Of the values of the codes before it; its y is cast after it, its dy before."""
+    op = ops.SiTUGLU(beta1=betas[0], beta2=betas[1], glu_interleave_size=interleave)
+    before, after = ops.Quantize(recipe=recipe), ops.Quantize(backward=True, recipe=recipe)
+    x, dy = data(17, 192, dtype=torch.bfloat16), data(17, 96, dtype=torch.bfloat16, seed=1)
+    leaf = x.clone().requires_grad_()
+    y = values_of(after(op(before(leaf))))
+    (dx,) = torch.autograd.grad(y, leaf, dy)
+
+    quant = octavo.recipe(recipe).linear()
+    cast = [lambda t, q=q: t if q is None else q.quantize(t).dequantize() for q in (quant.fprop.left, quant.dgrad.left)]
+    wide = cast[0](x).double().requires_grad_()
+    want = situglu(*taken_apart(wide, interleave or 0), *betas)
+    (want_dx,) = torch.autograd.grad(want, wide, cast[1](dy).double())
+    assert_same(y.detach(), cast[0](want.detach().bfloat16()))
+    assert_rounded_once(dx, want_dx)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.0, -2.5, 3.5, 2])
@@ -317,11 +356,22 @@ def test_frozen_parts_do_no_work(frozen, monkeypatch):
         assert (t.grad is not None) == t.requires_grad
 
 
+SCALED = {
+    "swiglu": ops.ScaledSwiGLU, "swiglu by 32": functools.partial(ops.ScaledSwiGLU, 32),
+    "clamped-swiglu": ops.ScaledClampedSwiGLU,
+    "clamped-swiglu by 32": functools.partial(ops.ScaledClampedSwiGLU, glu_interleave_size=32),
+    "situglu": ops.ScaledSiTUGLU, "situglu by 32": functools.partial(ops.ScaledSiTUGLU, 32, beta1=3.0, beta2=12.0),
+    "srelu": ops.ScaledSReLU,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(("lead", "width"), [((71,), 192), ((5, 7), 128)], ids=str)
 @pytest.mark.parametrize("x_grad", [False, True])
 @pytest.mark.parametrize("scales_grad", [False, True])
-def test_scales_have_a_gradient_only_if_they_want_one(x_grad, scales_grad):
-    op = ops.ScaledSwiGLU()
-    (x, scales), dy = batch("scaled swiglu", (71,), width=192)
+def test_scales_have_a_gradient_only_if_they_want_one(name, lead, width, x_grad, scales_grad):
+    op = SCALED[name]()
+    (x, scales), dy = batch(f"scaled {name}", lead, width=width)
     want = step(op, op, (x, scales), dy)
     y = op(x.requires_grad_(x_grad), scales.requires_grad_(scales_grad))
     assert y.requires_grad == (x_grad or scales_grad)
@@ -418,6 +468,12 @@ def refusals():
     yield "bias", lambda: ops.Bias(5)(x), errors.UnsupportedShape, r"\[..., 5\], got \(4, 6\)"
     yield "limit", lambda: ops.ClampedSwiGLU(limit=0), errors.UnsupportedConfig, "SwiGLU clamps nothing"
     yield "alpha", lambda: ops.ClampedSwiGLU(alpha=math.nan), errors.UnsupportedConfig, "finite"
+    for beta in (0.0, -4.0, math.nan, math.inf):
+        yield f"beta1 {beta}", lambda b=beta: ops.SiTUGLU(beta1=b), errors.UnsupportedConfig, "beta1 bounds a half"
+        yield f"beta2 {beta}", lambda b=beta: ops.ScaledSiTUGLU(beta2=b), errors.UnsupportedConfig, "beta2 bounds"
+    for kind in (ops.ScaledSwiGLU, ops.ScaledClampedSwiGLU, ops.ScaledSiTUGLU, ops.ScaledSReLU):
+        again, says = functools.partial(kind, activation_recompute_in_mlp=True), f"{kind.__name__} keeps x and the"
+        yield f"recompute {kind.__name__}", again, errors.UnsupportedConfig, says
     yield "scale", lambda: ops.ConstantScale(math.inf), errors.UnsupportedConfig, "finite"
     yield "p", lambda: ops.Dropout(1.5), errors.UnsupportedConfig, "probability"
     yield "seed", lambda: ops.Dropout(0.5)(x, torch.tensor([1])), errors.UnsupportedConfig, "int64 tensor"
