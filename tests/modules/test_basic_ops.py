@@ -19,6 +19,7 @@ from octavo import errors, ops
 from octavo.kernels.activation import ACTIVATIONS, reference
 from octavo.lower.graph import UNDECLARED_WRITES
 from octavo.modules.activation import Activation, values_of
+from octavo.recipes import SHIPPED
 from tests.kernels.test_activation import (
     DTYPES,
     FORMULAS,
@@ -217,6 +218,55 @@ def test_constant_scale(scale, shape):
     assert torch.equal(dx, torch.full(shape, float(scale)))
 
 
+@pytest.mark.parametrize("size", [1, 7, 32, 1000])
+@pytest.mark.parametrize("lead", [(), (1, 3), (4, 3, 8)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "mxfp8"])
+def test_bias_of_any_width_between_casts(size, lead, dtype, recipe):
+    """Of the values of the codes before it; its y is cast after it, its dy before."""
+    op, quant = ops.Bias(size, dtype=dtype), octavo.recipe(recipe).linear()
+    op.bias.data.copy_(data(size, seed=20, size=1.0))
+    x, dy = data(*lead, size, dtype=dtype), data(*lead, size, dtype=dtype, seed=1)
+    leaf = x.clone().requires_grad_()
+    y = values_of(ops.Quantize(backward=True, recipe=recipe)(op(ops.Quantize(recipe=recipe)(leaf))))
+    y.backward(dy)
+
+    cast = [lambda t, q=q: t if q is None else q.quantize(t).dequantize() for q in (quant.fprop.left, quant.dgrad.left)]
+    g = cast[1](dy)
+    assert_same(y.detach(), cast[0]((cast[0](x).double() + op.bias.detach().double()).to(dtype)))
+    assert_same(leaf.grad, g)
+    sums = g.double().reshape(-1, size)
+    allowed = torch.finfo(dtype).eps * sums.sum(0).abs() + 1e-6 * sums.abs().sum(0)  # float32's, and one rounding
+    assert op.bias.grad.dtype == dtype
+    assert ((op.bias.grad.double() - sums.sum(0)).abs() <= allowed).all()
+
+
+NORMS = {
+    "layer norm": (ops.LayerNorm, layer_norm), "rms norm": (ops.RMSNorm, rms_norm),
+    "bias": (ops.Bias, lambda x, b: x + b),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("within", [None, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("as_compiled", [False, True], ids=["eager", "compiled"])
+def test_half_precision_parameters_under_autocast(name, dtype, within, as_compiled):
+    """y and dx have x's dtype, gradients of parameters theirs, whatever autocast's is."""
+    make_op, formula = NORMS[name]
+    op, (x, dy) = make_op(32, dtype=torch.float16), (data(6, 32, dtype=dtype, seed=s) for s in (0, 1))
+    for i, p in enumerate(op.parameters()):
+        p.data.copy_(data(32, seed=20 + i, size=1.0))
+    with torch.autocast("cpu", within or torch.bfloat16, enabled=within is not None):
+        found = step(compiled(op) if as_compiled else op, op, [x], dy)
+    leaves = [t.detach().double().requires_grad_() for t in (x, *op.parameters())]
+    y = formula(*leaves)
+    want = [y.detach(), *torch.autograd.grad(y, leaves, dy.double())]
+    for i, (a, b) in enumerate(zip(found, want, strict=True)):
+        assert a.dtype == (dtype if i < 2 else torch.float16)
+        torch.testing.assert_close(a.double(), b, rtol=torch.finfo(a.dtype).eps, atol=2e-5)
+
+
 def test_mixed_dtypes_keep_their_own():
     norm, bias = ops.LayerNorm(8), ops.Bias(8)
     x = data(5, 8, dtype=torch.bfloat16).requires_grad_()
@@ -247,6 +297,20 @@ def test_views(shape, to):
     y.backward(torch.ones_like(y))
     assert torch.equal(x.grad, torch.ones(shape))
     assert ops.Identity()(x) is x
+
+
+@pytest.mark.parametrize("recipe", [r for r in SHIPPED if r != "fp8-delayed"])
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a Sequential"])
+def test_a_view_of_codes_is_one_of_their_values(recipe, inside):
+    cast, view = ops.Quantize(recipe=recipe), ops.Reshape((-1, 3, 16))
+    model = octavo.Sequential(cast, view) if inside else nn.Sequential(cast, view)
+    x, dy = data(6, 48).requires_grad_(), data(6, 3, 16, seed=1)
+    y = model(x)
+    assert type(y) is torch.Tensor
+    assert_same(y.detach(), values_of(cast(x.detach())).reshape(6, 3, 16))
+    y.backward(dy)
+    assert_same(x.grad, dy.reshape(6, 48))
+    assert ops.Identity()(codes := cast(x)) is codes
 
 
 @every
