@@ -1,6 +1,6 @@
 """The elementwise layer: an activation, and a bias before it, row scales and dropout after it, where a call has them.
 
-    y = keep(f(x + bias) · scales)          y = keep(f(a) · (b + offset) · scales)         (octavo.kernels.activation)
+    y = keep(f(x + bias) · scales)          y = keep(f(a) · (h(b) + offset) · scales)      (octavo.kernels.activation)
 
 Backward keeps x, by reference, if the function's slope depends on it, and what else it takes; of dropout the seed.
 """
@@ -31,8 +31,9 @@ from octavo.values import Value, register
 @register("activation")
 class Config(Value):
     name: str = "linear"  # an entry of ACTIVATIONS
-    alpha: float | None = None  # this, limit and offset as the entry says, if they are None
+    alpha: float | None = None  # this, limit, beta and offset as the entry says, if they are None
     limit: float | None = None
+    beta: float | None = None
     offset: float | None = None
     interleave: int = 0
     drop: float = 0.0
@@ -45,7 +46,7 @@ class Config(Value):
 
     @cached_property
     def function(self) -> Function:
-        own = {"alpha": self.alpha, "limit": self.limit, "offset": self.offset}
+        own = {"alpha": self.alpha, "limit": self.limit, "beta": self.beta, "offset": self.offset}
         changed = {name: float(v) for name, v in own.items() if v is not None}
         return ACTIVATIONS[self.name]._replace(interleave=self.interleave, drop=self.drop, **changed)  # type: ignore[arg-type]
 

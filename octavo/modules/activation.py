@@ -230,10 +230,42 @@ class ClampedSwiGLU(Activation):
         super().__init__(glu_interleave_size=glu_interleave_size, limit=limit, alpha=alpha, offset=glu_linear_offset)
 
 
+class SiTUGLU(Activation):
+    """beta1 · tanh(a / beta1) · σ(a) · beta2 · tanh(b / beta2): SwiGLU, with a and b bent to stay within ±beta1 and
+    ±beta2."""
+
+    NAME = "situglu"
+
+    def __init__(self, *, beta1: float = 4.0, beta2: float = 25.0, glu_interleave_size: int | None = None) -> None:
+        for name, value in (("beta1", beta1), ("beta2", beta2)):
+            if not 1e-30 <= value <= 1e30:  # what float32 holds, and its inverse
+                raise UnsupportedConfig(
+                    f"{name} bounds a half of x in magnitude, so it must be a finite number above 0 (from 1e-30 to "
+                    f"1e30), got {value!r}. SwiGLU bounds nothing."
+                )
+        super().__init__(glu_interleave_size=glu_interleave_size, alpha=beta1, beta=beta2)
+        self._given = f"beta1={beta1}, beta2={beta2}"
+
+
 class _Scaled(Activation):
     """Times a factor of its row, such as the probability with which a token was sent to an expert."""
 
     num_extra_inputs = 1
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        **settings: Any,
+    ) -> None:
+        if activation_recompute_in_mlp:
+            raise UnsupportedConfig(
+                f"{type(self).__name__} keeps x and the scales, and never y: activation_recompute_in_mlp=True has "
+                "nothing to leave out. To keep less of what is around it, use torch.utils.checkpoint."
+            )
+        interleave = {} if glu_interleave_size is None else {"glu_interleave_size": glu_interleave_size}
+        super().__init__(**interleave, **settings)  # the activation's own
 
     def forward(self, x: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
         x = values_of(x)
@@ -261,6 +293,10 @@ class ScaledSwiGLU(_Scaled, SwiGLU):
 
 class ScaledClampedSwiGLU(_Scaled, ClampedSwiGLU):
     """clamped_swiglu(x) · scales[..., None]"""
+
+
+class ScaledSiTUGLU(_Scaled, SiTUGLU):
+    """situglu(x) · scales[..., None]"""
 
 
 class ScaledSReLU(_Scaled, SReLU):

@@ -32,7 +32,7 @@ from tests.modules.test_saved_bytes import Saved
 
 NORMS = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 BIASES = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-ACTS = ("swiglu", "gelu", "relu", "geglu", "srelu", "silu", "clamped-swiglu")
+ACTS = ("swiglu", "gelu", "relu", "geglu", "srelu", "silu", "clamped-swiglu", "situglu")
 
 
 def linear_block(recipe="fp8-current", n=FFN, **settings):

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import octavo
 from octavo import ops
+from octavo.errors import UnsupportedConfig
 from tests.fuser.models import assert_state, fill, unfused
 from tests.modules.oracle import assert_same, spiky
 
@@ -51,6 +52,11 @@ def dense_model(recipe, **settings):
         ops.AddExtraInput(source="residual"),
     )
     return fill(model.cuda())
+
+
+def block_model(recipe, **settings):
+    settings = {"bias": True, "recipe": recipe, "dtype": torch.bfloat16, **settings}
+    return fill(octavo.LayerNormMLP(H, FFN, activation="situglu", **settings).cuda())
 
 
 def grouped_model(recipe, **settings):
@@ -287,19 +293,108 @@ def test_graphed_callables_follow_sizes_that_change(build, recipe):
     assert_state(model, twin)
 
 
-def test_graphed_callables_with_main_grad():
-    model, static = grouped_model("fp8-current"), Static(True)
+builds = pytest.mark.parametrize(
+    "build", [dense_model, block_model, grouped_model], ids=["dense", "LayerNormMLP", "grouped"]
+)
+
+
+def graphed(model, static):
+    """By make_graphed_callables. Weights whose gradient goes elsewhere are inputs that nobody asks of."""
+    given = (static.x, static.sizes, static.probs) if static.is_grouped else (static.x,)
+    arguments = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in given)
+    return torch.cuda.make_graphed_callables(Call(model, static.is_grouped), arguments, allow_unused_input=True)
+
+
+@builds
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-current"])
+@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
+def test_graphed_callables_with_main_grad(build, recipe, overwrite):
+    model, static = build(recipe), Static(build is grouped_model)
     give_buffers(model)
-    twin = twin_of(model)
-    arguments = tuple(
-        t.detach().clone().requires_grad_(t.requires_grad) for t in (static.x, static.sizes, static.probs)
-    )
-    call = torch.cuda.make_graphed_callables(Call(model, True), arguments, allow_unused_input=True)
+    twin, state = twin_of(model), {key: value.clone() for key, value in octavo.state_dict(model).items()}
+    for op in (*layers(model), *layers(twin)):
+        op.weight.overwrite_main_grad = overwrite
+    call = graphed(model, static)
+    octavo.load_state_dict(model, state)
+    for i, (name, splits) in enumerate(SPLITS.items()):
+        static.load(i, splits)
+        refill(model, float("nan") if overwrite else 0.25), refill(twin, float("nan") if overwrite else 0.25)
+        for _ in range(2):  # the second time to what the first left there
+            found, want = through(call, model, static), through(Call(twin, static.is_grouped), twin, static)
+            assert_equal(used(found, static, splits), used(want, static, splits), name)
+        assert_equal(buffers(model), buffers(twin), f"{name} main_grad")
+        assert not any(buffer.isnan().any() for buffer in buffers(model))
+        for each in (model, twin):
+            octavo.step(each)
+    assert_state(model, twin)
+
+
+WARM_UPS = 3  # of make_graphed_callables
+
+
+def graphed_weight_gradients(model):
+    """backward_dw() in a graph of its own, right after make_graphed_callables: its warm-ups ran backward too, and left
+    their operands first; those of the capture are where every replay leaves its own. What it returns are gradients by
+    parameter, where they do not go to main_grad."""
+    for _ in range(WARM_UPS):
+        for op in layers(model):
+            op.backward_dw()
+    for p in model.parameters():
+        p.grad = None
+    torch.cuda.synchronize()
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        for op in layers(model):
+            op.backward_dw()
+    return graph, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@builds
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-current"])
+@fusing
+def test_graphed_callables_with_weight_gradients_put_off(build, recipe, main_grad):
+    model, static = build(recipe, delay_wgrad_compute=True), Static(build is grouped_model)
+    if main_grad:
+        give_buffers(model)
+    twin, state = twin_of(model), {key: value.clone() for key, value in octavo.state_dict(model).items()}
+    for op in layers(twin):
+        op.delay_wgrad_compute = False
+    call = graphed(model, static)
+    later, gradients = graphed_weight_gradients(model)
+    octavo.load_state_dict(model, state)
+    assert len(gradients) == (0 if main_grad else len(layers(model)))
     for i, (name, splits) in enumerate(SPLITS.items()):
         static.load(i, splits)
         refill(model), refill(twin)
-        through(call, model, static), through(Call(twin, True), twin, static)
-        assert_equal(buffers(model), buffers(twin), name)
+        for _ in range(2):
+            before = [t.clone() for t in (*buffers(model), *gradients.values())]
+            found = through(call, model, static)
+            assert_equal((*buffers(model), *gradients.values()), before, f"{name}: before backward_dw")
+            later.replay()
+            want = through(Call(twin, static.is_grouped), twin, static)
+            own = [gradients.get(n, p.grad) for n, p in model.named_parameters()]
+            found = [*found[: 1 + len(static.leaves)], *own]
+            assert_equal(used(found, static, splits), used(want, static, splits), name)
+        assert_equal(buffers(model), buffers(twin), f"{name} main_grad")
+        for each in (model, twin):
+            octavo.step(each)
+    assert_state(model, twin)
+
+
+@pytest.mark.parametrize("build", [dense_model, block_model], ids=["dense", "LayerNormMLP"])
+def test_a_replayed_backward_leaves_nothing_for_backward_dw_in_eager_mode(build):
+    """Python does not run when a graph is replayed: what the warm-ups and the capture left is all there is."""
+    model, static = build("fp8-current", delay_wgrad_compute=True), Static(False)
+    call = graphed(model, static)
+    through(call, model, static)
+    for op in layers(model):
+        for _ in range(WARM_UPS + 1):
+            op.backward_dw()
+    through(call, model, static)
+    for op in layers(model):
+        with pytest.raises(UnsupportedConfig, match=r"backward_dw\(\) has no backward to finish"):
+            op.backward_dw()
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ CASES = {  # name -> (rule, its operations)
     "linear, bias, add": ("linear-bias-add", lambda r: [linear(r), ops.Bias(H), ops.AddExtraInput()]),
     "linear, scale, add": ("linear-scale-add", lambda r: [linear(r), ops.ConstantScale(-2.5), ops.AddExtraInput()]),
     "linear, scale 0, add": ("linear-scale-add", lambda r: [linear(r), ops.ConstantScale(0.0), ops.AddExtraInput()]),
+    "linear, scale 1, add": ("linear-scale-add", lambda r: [linear(r), ops.ConstantScale(1.0), ops.AddExtraInput()]),
+    "linear, scale 3.5, add": ("linear-scale-add", lambda r: [linear(r), ops.ConstantScale(3.5), ops.AddExtraInput()]),
     "extra output, linear": ("linear-add", lambda r: [ops.MakeExtraOutput(), linear(r, FFN, bias=True)]),
     "linear, scale": ("linear-scale", lambda r: [linear(r, FFN), ops.ConstantScale(3.5)]),
     "linear, swiglu, linear": ("mlp", lambda r: [linear(r, 2 * FFN), ops.SwiGLU(), linear(r, H, FFN)]),

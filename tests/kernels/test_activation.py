@@ -26,6 +26,7 @@ FORMULAS = {  # of x, or gated of a and b
     "sreglu": lambda a, b: F.relu(a) ** 2 * b,
     "swiglu": lambda a, b: F.silu(a) * b,
     "clamped-swiglu": lambda a, b: clamped_swiglu(a, b, 7.0, 1.702, 1.0),
+    "situglu": lambda a, b: situglu(a, b, 4.0, 25.0),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -36,6 +37,10 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def clamped_swiglu(a, b, limit, alpha, offset):
     a, b = a.clamp(max=limit), b.clamp(-limit, limit)
     return a * torch.sigmoid(alpha * a) * (b + offset)
+
+
+def situglu(a, b, beta1, beta2):
+    return beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * beta2 * torch.tanh(b / beta2)
 
 
 def taken_apart(x, interleave=0):
@@ -73,7 +78,8 @@ def sizes(fn):
 def test_every_activation_has_a_formula_and_both_twins():
     triton = pytest.importorskip("octavo.kernels.activation.triton")
     assert FORMULAS.keys() == ACTIVATIONS.keys()
-    assert {fn.curve for fn in ACTIVATIONS.values()} == reference.CURVES.keys() == triton.CURVES.keys()
+    named = {name for fn in ACTIVATIONS.values() for name in (fn.curve, fn.gate)}
+    assert named == reference.CURVES.keys() == triton.CURVES.keys()
 
 
 @every
@@ -99,7 +105,7 @@ def test_values_and_gradients_are_rounded_once(name, dtype, scaled):
         assert torch.equal(alone.scales, found.scales)
 
 
-@pytest.mark.parametrize("name", ["swiglu", "clamped-swiglu"])
+@pytest.mark.parametrize("name", ["swiglu", "clamped-swiglu", "situglu"])
 @pytest.mark.parametrize("interleave", [1, 3, 32])
 def test_interleaved_is_the_same_on_other_columns(name, interleave):
     fn = ACTIVATIONS[name]
@@ -119,6 +125,24 @@ def test_clamps_stop_gradients(limit, offset):
     x[0, 0] = x[0, 32] = limit  # at the limit itself they pass
     leaf = x.double().requires_grad_()
     y = clamped_swiglu(*taken_apart(leaf), limit, 1.5, offset)
+    (dx,) = torch.autograd.grad(y, leaf, dy.double())
+    assert_rounded_once(activation.forward(fn, x), y.detach(), "y")
+    assert_rounded_once(activation.backward(fn, dy, x).x, dx, "dx")
+
+
+@pytest.mark.parametrize("betas", [(4.0, 25.0), (3.0, 12.0), (0.5, 0.25), (1e-30, 1e30)])
+@pytest.mark.parametrize("extra", [{}, {"limit": 0.75}, {"offset": 1.0}], ids=str)
+def test_soft_bounds(betas, extra):
+    """Below, at and far above the bounds; with a clamp before them, and an offset after."""
+    fn = ACTIVATIONS["situglu"]._replace(alpha=betas[0], beta=betas[1], **extra)
+    x, dy = data(9, 64), data(9, 32, seed=1)
+    x[0] *= 1e-4
+    x[1] *= 1e4
+    leaf = x.double().requires_grad_()
+    a, b = taken_apart(leaf)
+    if fn.limit:
+        a, b = a.clamp(max=fn.limit), b.clamp(-fn.limit, fn.limit)
+    y = betas[0] * torch.tanh(a / betas[0]) * torch.sigmoid(a) * (betas[1] * torch.tanh(b / betas[1]) + fn.offset)
     (dx,) = torch.autograd.grad(y, leaf, dy.double())
     assert_rounded_once(activation.forward(fn, x), y.detach(), "y")
     assert_rounded_once(activation.backward(fn, dy, x).x, dx, "dx")
@@ -212,6 +236,7 @@ def test_a_config_is_its_string():
     config = layer.Config("clamped-swiglu", alpha=2.0, interleave=8, scales_dtype="float32", grads="xs")
     assert layer.config(config.key) == config
     assert config.function == ACTIVATIONS["clamped-swiglu"]._replace(alpha=2.0, interleave=8)
+    assert layer.Config("situglu", beta=12.0).function == ACTIVATIONS["situglu"]._replace(beta=12.0)
     with pytest.raises(UnsupportedConfig, match="must be one of 'gelu'"):
         layer.Config("mish")
 
@@ -223,6 +248,8 @@ CASES = {
     "swiglu interleaved": (ACTIVATIONS["swiglu"]._replace(interleave=16), ()),
     "swiglu scaled": (ACTIVATIONS["swiglu"], ("scales",)),
     "clamped-swiglu interleaved, scaled": (ACTIVATIONS["clamped-swiglu"]._replace(interleave=16), ("scales",)),
+    "situglu by 16, scaled": (ACTIVATIONS["situglu"]._replace(interleave=16), ("scales",)),
+    "situglu of small bounds": (ACTIVATIONS["situglu"]._replace(alpha=0.5, beta=3.0), ()),
     "srelu scaled": (ACTIVATIONS["srelu"], ("scales",)),
     "gelu with a bias": (ACTIVATIONS["gelu"], ("bias",)),
     "dropout": (ACTIVATIONS["linear"]._replace(drop=0.1), ("seed",)),
@@ -277,6 +304,21 @@ def test_triton_drops_the_same_elements():
     for shape in ((3, 5), (65, 1023), (128, 4096)):
         y = activation.forward(fn, torch.ones(shape, device="cuda"), seed=seed_of(2**45 + 3, 11, "cuda"))
         assert torch.equal((y != 0).cpu(), reference.kept(shape, 0.3, seed_of(2**45 + 3, 11)))
+
+
+@pytest.mark.gpu
+def test_triton_has_soft_bounds_to_the_last_places():
+    """However small x is: tanh does not cancel there, and its slope does not vanish before its time."""
+    fn = ACTIVATIONS["situglu"]
+    b = torch.logspace(-30, 2, 4096, device="cuda")
+    x = torch.stack((torch.full_like(b, 2.0), b), 1).repeat(2, 1)
+    x[4096:] *= torch.tensor([1.0, -1.0], device="cuda")
+    dy = torch.ones(8192, 1, device="cuda")
+    found = activation.forward(fn, x), activation.backward(fn, dy, x).x
+    with backend.use("reference"):
+        want = activation.forward(fn, x), activation.backward(fn, dy, x).x
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=4e-6, atol=0)
 
 
 @pytest.mark.gpu

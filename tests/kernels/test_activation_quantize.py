@@ -251,10 +251,11 @@ def test_triton_fills_the_same_bytes_for_every_shape(name, spec, m, h):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", ["swiglu", "situglu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_triton_fills_the_same_bytes_for_every_side_and_dtype(spec, dtype):
-    fn = ACTIVATIONS["swiglu"]
+def test_triton_fills_the_same_bytes_for_every_side_and_dtype(spec, dtype, name):
+    fn = ACTIVATIONS[name]
     for sides in ("r", "c", "rc"):
         x, dy, extra = operands(fn, 130, 256, dtype, "cuda", odd=ODD)
         check_forward(fn, x, extra, spec, sides)
@@ -267,6 +268,9 @@ CASES = {
     "clamped-swiglu by 3, scaled, strided": (ACTIVATIONS["clamped-swiglu"]._replace(interleave=3), ("scales",)),
     "clamped-swiglu, scaled": (ACTIVATIONS["clamped-swiglu"], ("scales",)),
     "clamped-swiglu by 128, with a bias": (ACTIVATIONS["clamped-swiglu"]._replace(interleave=128), ("bias",)),
+    "situglu by 16, scaled": (ACTIVATIONS["situglu"]._replace(interleave=16), ("scales",)),
+    "situglu with a bias, strided": (ACTIVATIONS["situglu"], ("bias",)),
+    "situglu, clamped, offset, scaled": (ACTIVATIONS["situglu"]._replace(limit=2.0, offset=1.0), ("scales",)),
     "swiglu, scaled, strided": (ACTIVATIONS["swiglu"], ("scales",)),
     "swiglu with a bias": (ACTIVATIONS["swiglu"], ("bias",)),
     "swiglu with dropout, scaled, strided": (ACTIVATIONS["swiglu"]._replace(drop=0.3), ("scales", "seed")),

@@ -18,8 +18,18 @@ import octavo
 from octavo import errors, ops
 from octavo.kernels.activation import ACTIVATIONS, reference
 from octavo.lower.graph import UNDECLARED_WRITES
-from octavo.modules.activation import Activation
-from tests.kernels.test_activation import DTYPES, FORMULAS, applied, clamped_swiglu, data, taken_apart
+from octavo.modules.activation import Activation, values_of
+from octavo.recipes import SHIPPED
+from tests.kernels.test_activation import (
+    DTYPES,
+    FORMULAS,
+    applied,
+    assert_rounded_once,
+    clamped_swiglu,
+    data,
+    situglu,
+    taken_apart,
+)
 from tests.lower.recorder import recorded, without_gradients
 from tests.modules.oracle import assert_same
 
@@ -53,7 +63,7 @@ def rms_norm(x, w, eps=1e-5):
 PLAIN = {
     "gelu": ops.GELU, "qgelu": ops.QGELU, "relu": ops.ReLU, "srelu": ops.SReLU, "silu": ops.SiLU, "glu": ops.GLU,
     "geglu": ops.GEGLU, "qgeglu": ops.QGEGLU, "reglu": ops.ReGLU, "sreglu": ops.SReGLU, "swiglu": ops.SwiGLU,
-    "clamped-swiglu": ops.ClampedSwiGLU,
+    "clamped-swiglu": ops.ClampedSwiGLU, "situglu": ops.SiTUGLU,
 }  # fmt: skip
 OPS = {  # name -> (module, what it is of x, then its parameters, or scales)
     **{name: (make, gated(name)) for name, make in PLAIN.items()},
@@ -65,11 +75,20 @@ OPS = {  # name -> (module, what it is of x, then its parameters, or scales)
         lambda: ops.ClampedSwiGLU(limit=0.75, alpha=1.5, glu_linear_offset=0, glu_interleave_size=4),
         lambda x: clamped_swiglu(*taken_apart(x, 4), 0.75, 1.5, 0.0),
     ),
+    "situglu by 4": (
+        lambda: ops.SiTUGLU(beta1=3, beta2=12.0, glu_interleave_size=4),
+        lambda x: situglu(*taken_apart(x, 4), 3.0, 12.0),
+    ),
     "scaled swiglu": (ops.ScaledSwiGLU, lambda x, s: gated("swiglu")(x) * s[..., None]),
     "scaled srelu": (ops.ScaledSReLU, lambda x, s: FORMULAS["srelu"](x) * s[..., None]),
     "scaled clamped-swiglu": (
         lambda: ops.ScaledClampedSwiGLU(limit=2.0, glu_interleave_size=2),
         lambda x, s: clamped_swiglu(*taken_apart(x, 2), 2.0, 1.702, 1.0) * s[..., None],
+    ),
+    "scaled situglu": (ops.ScaledSiTUGLU, lambda x, s: gated("situglu")(x) * s[..., None]),
+    "scaled situglu by 2": (
+        lambda: ops.ScaledSiTUGLU(2, beta1=3.0, beta2=12.0),
+        lambda x, s: situglu(*taken_apart(x, 2), 3.0, 12.0) * s[..., None],
     ),
     "layer norm": (lambda: ops.LayerNorm(WIDTH), layer_norm),
     "layer norm without bias": (
@@ -168,6 +187,27 @@ def test_the_first_half_is_the_one_that_is_activated():
     torch.testing.assert_close(ops.GLU()(x), nn.functional.glu(torch.cat((b, a), -1)))
 
 
+@pytest.mark.parametrize("betas", [(4.0, 25.0), (3.0, 12.0)])
+@pytest.mark.parametrize("interleave", [None, 32])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "fp8-block", "mxfp8"])
+def test_situglu_between_casts(betas, interleave, recipe):
+    """Of the values of the codes before it; its y is cast after it, its dy before."""
+    op = ops.SiTUGLU(beta1=betas[0], beta2=betas[1], glu_interleave_size=interleave)
+    before, after = ops.Quantize(recipe=recipe), ops.Quantize(backward=True, recipe=recipe)
+    x, dy = data(17, 192, dtype=torch.bfloat16), data(17, 96, dtype=torch.bfloat16, seed=1)
+    leaf = x.clone().requires_grad_()
+    y = values_of(after(op(before(leaf))))
+    (dx,) = torch.autograd.grad(y, leaf, dy)
+
+    quant = octavo.recipe(recipe).linear()
+    cast = [lambda t, q=q: t if q is None else q.quantize(t).dequantize() for q in (quant.fprop.left, quant.dgrad.left)]
+    wide = cast[0](x).double().requires_grad_()
+    want = situglu(*taken_apart(wide, interleave or 0), *betas)
+    (want_dx,) = torch.autograd.grad(want, wide, cast[1](dy).double())
+    assert_same(y.detach(), cast[0](want.detach().bfloat16()))
+    assert_rounded_once(dx, want_dx)
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.0, -2.5, 3.5, 2])
 @pytest.mark.parametrize("shape", [(), (1, 13), (4, 4, 2)], ids=str)
 def test_constant_scale(scale, shape):
@@ -176,6 +216,55 @@ def test_constant_scale(scale, shape):
     assert torch.equal(y, x * scale)
     (dx,) = torch.autograd.grad(y, x, torch.ones(shape))
     assert torch.equal(dx, torch.full(shape, float(scale)))
+
+
+@pytest.mark.parametrize("size", [1, 7, 32, 1000])
+@pytest.mark.parametrize("lead", [(), (1, 3), (4, 3, 8)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "mxfp8"])
+def test_bias_of_any_width_between_casts(size, lead, dtype, recipe):
+    """Of the values of the codes before it; its y is cast after it, its dy before."""
+    op, quant = ops.Bias(size, dtype=dtype), octavo.recipe(recipe).linear()
+    op.bias.data.copy_(data(size, seed=20, size=1.0))
+    x, dy = data(*lead, size, dtype=dtype), data(*lead, size, dtype=dtype, seed=1)
+    leaf = x.clone().requires_grad_()
+    y = values_of(ops.Quantize(backward=True, recipe=recipe)(op(ops.Quantize(recipe=recipe)(leaf))))
+    y.backward(dy)
+
+    cast = [lambda t, q=q: t if q is None else q.quantize(t).dequantize() for q in (quant.fprop.left, quant.dgrad.left)]
+    g = cast[1](dy)
+    assert_same(y.detach(), cast[0]((cast[0](x).double() + op.bias.detach().double()).to(dtype)))
+    assert_same(leaf.grad, g)
+    sums = g.double().reshape(-1, size)
+    allowed = torch.finfo(dtype).eps * sums.sum(0).abs() + 1e-6 * sums.abs().sum(0)  # float32's, and one rounding
+    assert op.bias.grad.dtype == dtype
+    assert ((op.bias.grad.double() - sums.sum(0)).abs() <= allowed).all()
+
+
+NORMS = {
+    "layer norm": (ops.LayerNorm, layer_norm), "rms norm": (ops.RMSNorm, rms_norm),
+    "bias": (ops.Bias, lambda x, b: x + b),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("within", [None, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("as_compiled", [False, True], ids=["eager", "compiled"])
+def test_half_precision_parameters_under_autocast(name, dtype, within, as_compiled):
+    """y and dx have x's dtype, gradients of parameters theirs, whatever autocast's is."""
+    make_op, formula = NORMS[name]
+    op, (x, dy) = make_op(32, dtype=torch.float16), (data(6, 32, dtype=dtype, seed=s) for s in (0, 1))
+    for i, p in enumerate(op.parameters()):
+        p.data.copy_(data(32, seed=20 + i, size=1.0))
+    with torch.autocast("cpu", within or torch.bfloat16, enabled=within is not None):
+        found = step(compiled(op) if as_compiled else op, op, [x], dy)
+    leaves = [t.detach().double().requires_grad_() for t in (x, *op.parameters())]
+    y = formula(*leaves)
+    want = [y.detach(), *torch.autograd.grad(y, leaves, dy.double())]
+    for i, (a, b) in enumerate(zip(found, want, strict=True)):
+        assert a.dtype == (dtype if i < 2 else torch.float16)
+        torch.testing.assert_close(a.double(), b, rtol=torch.finfo(a.dtype).eps, atol=2e-5)
 
 
 def test_mixed_dtypes_keep_their_own():
@@ -208,6 +297,20 @@ def test_views(shape, to):
     y.backward(torch.ones_like(y))
     assert torch.equal(x.grad, torch.ones(shape))
     assert ops.Identity()(x) is x
+
+
+@pytest.mark.parametrize("recipe", [r for r in SHIPPED if r != "fp8-delayed"])
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a Sequential"])
+def test_a_view_of_codes_is_one_of_their_values(recipe, inside):
+    cast, view = ops.Quantize(recipe=recipe), ops.Reshape((-1, 3, 16))
+    model = octavo.Sequential(cast, view) if inside else nn.Sequential(cast, view)
+    x, dy = data(6, 48).requires_grad_(), data(6, 3, 16, seed=1)
+    y = model(x)
+    assert type(y) is torch.Tensor
+    assert_same(y.detach(), values_of(cast(x.detach())).reshape(6, 3, 16))
+    y.backward(dy)
+    assert_same(x.grad, dy.reshape(6, 48))
+    assert ops.Identity()(codes := cast(x)) is codes
 
 
 @every
@@ -317,11 +420,22 @@ def test_frozen_parts_do_no_work(frozen, monkeypatch):
         assert (t.grad is not None) == t.requires_grad
 
 
+SCALED = {
+    "swiglu": ops.ScaledSwiGLU, "swiglu by 32": functools.partial(ops.ScaledSwiGLU, 32),
+    "clamped-swiglu": ops.ScaledClampedSwiGLU,
+    "clamped-swiglu by 32": functools.partial(ops.ScaledClampedSwiGLU, glu_interleave_size=32),
+    "situglu": ops.ScaledSiTUGLU, "situglu by 32": functools.partial(ops.ScaledSiTUGLU, 32, beta1=3.0, beta2=12.0),
+    "srelu": ops.ScaledSReLU,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(("lead", "width"), [((71,), 192), ((5, 7), 128)], ids=str)
 @pytest.mark.parametrize("x_grad", [False, True])
 @pytest.mark.parametrize("scales_grad", [False, True])
-def test_scales_have_a_gradient_only_if_they_want_one(x_grad, scales_grad):
-    op = ops.ScaledSwiGLU()
-    (x, scales), dy = batch("scaled swiglu", (71,), width=192)
+def test_scales_have_a_gradient_only_if_they_want_one(name, lead, width, x_grad, scales_grad):
+    op = SCALED[name]()
+    (x, scales), dy = batch(f"scaled {name}", lead, width=width)
     want = step(op, op, (x, scales), dy)
     y = op(x.requires_grad_(x_grad), scales.requires_grad_(scales_grad))
     assert y.requires_grad == (x_grad or scales_grad)
@@ -418,6 +532,12 @@ def refusals():
     yield "bias", lambda: ops.Bias(5)(x), errors.UnsupportedShape, r"\[..., 5\], got \(4, 6\)"
     yield "limit", lambda: ops.ClampedSwiGLU(limit=0), errors.UnsupportedConfig, "SwiGLU clamps nothing"
     yield "alpha", lambda: ops.ClampedSwiGLU(alpha=math.nan), errors.UnsupportedConfig, "finite"
+    for beta in (0.0, -4.0, math.nan, math.inf):
+        yield f"beta1 {beta}", lambda b=beta: ops.SiTUGLU(beta1=b), errors.UnsupportedConfig, "beta1 bounds a half"
+        yield f"beta2 {beta}", lambda b=beta: ops.ScaledSiTUGLU(beta2=b), errors.UnsupportedConfig, "beta2 bounds"
+    for kind in (ops.ScaledSwiGLU, ops.ScaledClampedSwiGLU, ops.ScaledSiTUGLU, ops.ScaledSReLU):
+        again, says = functools.partial(kind, activation_recompute_in_mlp=True), f"{kind.__name__} keeps x and the"
+        yield f"recompute {kind.__name__}", again, errors.UnsupportedConfig, says
     yield "scale", lambda: ops.ConstantScale(math.inf), errors.UnsupportedConfig, "finite"
     yield "p", lambda: ops.Dropout(1.5), errors.UnsupportedConfig, "probability"
     yield "seed", lambda: ops.Dropout(0.5)(x, torch.tensor([1])), errors.UnsupportedConfig, "int64 tensor"

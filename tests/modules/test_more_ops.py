@@ -240,7 +240,7 @@ OPS = {
         for name in (
             "GELU", "QGELU", "ReLU", "SReLU", "SiLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU",
             "ClampedSwiGLU", "L2Normalization", "Identity", "MakeExtraOutput", "AddExtraInput", "ScaledSwiGLU",
-            "ScaledSReLU", "ScaledClampedSwiGLU", "AllReduce", "AllGather", "ReduceScatter",
+            "ScaledSReLU", "ScaledClampedSwiGLU", "SiTUGLU", "ScaledSiTUGLU", "AllReduce", "AllGather", "ReduceScatter",
         )
     },
     "LayerNorm": lambda: ops.LayerNorm(K),

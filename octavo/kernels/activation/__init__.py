@@ -1,14 +1,14 @@
 """Functions of single elements, and of pairs of them: activations, and what goes along with them in the same pass.
 
     y = keep(f(x + bias) · scales)                          x [M, K] -> y [M, K]
-    y = keep(f(a) · (b + offset) · scales)                  gated: x [M, 2H] holds a and b, y [M, H]
+    y = keep(f(a) · (h(b) + offset) · scales)               gated: x [M, 2H] holds a and b, y [M, H]
 
 `a` is the first half of a row and is the half that is activated (`torch.nn.functional.glu` activates the second), or
 with `interleave` = k every other k columns. `bias` has an element for each column of x, `scales` one for each row;
 `keep` is dropout: which elements stay is a function of where they are and of `seed`, never of when they are computed,
 so that backward finds the same ones and nothing but the seed is kept.
 
-f is a curve: a function of the same name in `reference.py` and in `triton.py` that returns value and slope. An
+f and h are curves: functions of the same name in `reference.py` and in `triton.py` that return value and slope. An
 activation is an entry of ACTIVATIONS; kernels, layer and tests know no other list.
 """
 
@@ -28,7 +28,9 @@ class Function(NamedTuple):
     gated: bool = False
     alpha: float = 1.0  # the curve's own setting
     limit: float | None = None  # gated: a is at most this, b at most this in magnitude
-    offset: float = 0.0  # gated: added to b, after it was clamped
+    gate: str = "linear"  # gated: the curve of b, after it was clamped
+    beta: float = 1.0  # that curve's own setting
+    offset: float = 0.0  # gated: added to that
     interleave: int = 0  # gated: a and b take turns, so many columns each; 0: by halves
     drop: float = 0.0  # how likely an element is left out; the others are divided by how likely they are kept
 
@@ -57,6 +59,7 @@ ACTIVATIONS = {
     "sreglu": Function("srelu", gated=True),
     "swiglu": Function("swish", gated=True),
     "clamped-swiglu": Function("swish", gated=True, alpha=1.702, limit=7.0, offset=1.0),
+    "situglu": Function("situ", gated=True, alpha=4.0, gate="softcap", beta=25.0),
 }
 
 DRAWN_BITS = 30  # of randomness for each element

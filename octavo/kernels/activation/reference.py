@@ -45,7 +45,22 @@ def linear(x: Tensor, alpha: float) -> Curve:
     return alpha * x, torch.full_like(x, alpha)
 
 
-CURVES = {"gelu": gelu, "swish": swish, "sigmoid": sigmoid, "relu": relu, "srelu": srelu, "linear": linear}
+def softcap(x: Tensor, alpha: float) -> Curve:
+    """α tanh(x/α)"""
+    u = x / alpha
+    return alpha * torch.tanh(u), 1 / torch.cosh(u) ** 2
+
+
+def situ(x: Tensor, alpha: float) -> Curve:
+    """α tanh(x/α) · σ(x)"""
+    s, (cap, slope) = torch.sigmoid(x), softcap(x, alpha)
+    return cap * s, s * (slope + cap * (1 - s))
+
+
+CURVES = {
+    "gelu": gelu, "swish": swish, "sigmoid": sigmoid, "relu": relu, "srelu": srelu, "linear": linear,
+    "softcap": softcap, "situ": situ,
+}  # fmt: skip
 
 
 def kept(shape: tuple[int, ...], drop: float, seed: Tensor) -> Tensor:
@@ -76,9 +91,13 @@ def joined(fn: Function, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _clamped(fn: Function, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    if fn.limit is None:
-        return a, b + fn.offset
-    return a.clamp(max=fn.limit), b.clamp(-fn.limit, fn.limit) + fn.offset
+    return (a, b) if fn.limit is None else (a.clamp(max=fn.limit), b.clamp(-fn.limit, fn.limit))
+
+
+def _gate(fn: Function, b: Tensor) -> Curve:
+    """What the value at a is multiplied by, of b clamped."""
+    value, slope = CURVES[fn.gate](b, fn.beta)
+    return value + fn.offset, slope
 
 
 def _wide(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -90,7 +109,7 @@ def _activated(fn: Function, x: Tensor) -> Tensor:
     if not fn.gated:
         return CURVES[fn.curve](x, fn.alpha)[0]
     a, b = _clamped(fn, *halves(fn, x))
-    return CURVES[fn.curve](a, fn.alpha)[0] * b
+    return CURVES[fn.curve](a, fn.alpha)[0] * _gate(fn, b)[0]
 
 
 def forward(fn: Function, x: Tensor, scales: Tensor | None, bias: Tensor | None, seed: Tensor | None) -> Tensor:
@@ -126,9 +145,10 @@ def backward(
         dx.copy_(g * CURVES[fn.curve](wide, fn.alpha)[1])
         return
     a, b = halves(fn, wide)
-    top, gate = _clamped(fn, a, b)
+    top, within = _clamped(fn, a, b)
     value, slope = CURVES[fn.curve](top, fn.alpha)
-    da, db = g * slope * gate, g * value
+    gate, gate_slope = _gate(fn, within)
+    da, db = g * slope * gate, g * value * gate_slope
     if fn.limit is not None:
         da, db = torch.where(a <= fn.limit, da, 0.0), torch.where(b.abs() <= fn.limit, db, 0.0)
     dx.copy_(joined(fn, da, db))

@@ -67,7 +67,32 @@ def linear(x, ALPHA: tl.constexpr):
     return x * ALPHA, tl.where(x == x, ALPHA, ALPHA)
 
 
-CURVES = {"gelu": gelu, "swish": swish, "sigmoid": sigmoid, "relu": relu, "srelu": srelu, "linear": linear}
+@triton.jit
+def _tanh(x):
+    """Value and slope. Near zero, where 1 - e would cancel, by a polynomial: off by two units in the last place."""
+    e, s = tl.exp(-2.0 * tl.abs(x)), x * x
+    near = x * (1.0 + s * (-0.3333315 + s * (0.13325988 + s * (-0.053052943 + s * 0.017256979))))
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(s < 0.25, near, tl.where(x < 0.0, -far, far)), 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def softcap(x, ALPHA: tl.constexpr):
+    value, slope = _tanh(x * (1.0 / ALPHA))
+    return value * ALPHA, slope
+
+
+@triton.jit
+def situ(x, ALPHA: tl.constexpr):
+    s = tl.sigmoid(x)
+    cap, slope = softcap(x, ALPHA)
+    return cap * s, s * (slope + cap * (1.0 - s))  # slope is a quotient: one product is added, not two
+
+
+CURVES = {
+    "gelu": gelu, "swish": swish, "sigmoid": sigmoid, "relu": relu, "srelu": srelu, "linear": linear,
+    "softcap": softcap, "situ": situ,
+}  # fmt: skip
 
 
 @triton.jit
@@ -111,17 +136,18 @@ def clamped_a(a, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def gate_of(b, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+def gate_of(b, LIMIT: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, OFFSET: tl.constexpr):
+    """What the value at a is multiplied by, and its slope."""
     if LIMIT is not None:
-        return _within(b, LIMIT) + OFFSET
-    else:
-        return b + OFFSET
+        b = _within(b, LIMIT)
+    value, slope = GATE(b, BETA)
+    return value + OFFSET, slope
 
 
 @triton.jit
-def gated_slopes(g, a, b, value, slope, gate, LIMIT: tl.constexpr):
-    """da and db, from the curve's value and slope at a."""
-    da, db = g * slope * gate, g * value
+def gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT: tl.constexpr):
+    """da and db, from values and slopes of both curves."""
+    da, db = g * slope * gate, g * value * gate_slope
     if LIMIT is not None:
         da, db = tl.where(a <= LIMIT, da, 0.0), tl.where(tl.abs(b) <= LIMIT, db, 0.0)
     return da, db
@@ -130,8 +156,9 @@ def gated_slopes(g, a, b, value, slope, gate, LIMIT: tl.constexpr):
 @triton.jit
 def _forward_kernel(
     x, y, scales, bias, seed, M, H, stride_m, stride_k,
-    CURVE: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
-    INTERLEAVE: tl.constexpr, DROP: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CURVE: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.constexpr,
+    BETA: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVE: tl.constexpr, DROP: tl.constexpr, KEPT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     pm, pk = tile.tile_index(H, COLUMNS)
     rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
@@ -141,7 +168,8 @@ def _forward_kernel(
         a = _values(x, bias, rows, at_a, live, stride_m, stride_k)
         b = _values(x, bias, rows, at_b, live, stride_m, stride_k)
         value, _ = CURVE(clamped_a(a, LIMIT), ALPHA)
-        value *= gate_of(b, LIMIT, OFFSET)
+        gate, _ = gate_of(b, LIMIT, GATE, BETA, OFFSET)
+        value *= gate
     else:
         value, _ = CURVE(_values(x, bias, rows, columns, live, stride_m, stride_k), ALPHA)
     if scales is not None:
@@ -154,8 +182,9 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     dy, x, dx, scales, ds, bias, seed, M, H, dy_stride_m, dy_stride_k, stride_m, stride_k,
-    CURVE: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr,
-    INTERLEAVE: tl.constexpr, DROP: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CURVE: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.constexpr,
+    BETA: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVE: tl.constexpr, DROP: tl.constexpr, KEPT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     if ds is not None:
         pm, begin, end = tl.program_id(0), 0, H
@@ -177,13 +206,13 @@ def _backward_kernel(
             a = _values(x, bias, rows, at_a, live, stride_m, stride_k)
             b = _values(x, bias, rows, at_b, live, stride_m, stride_k)
             value, slope = CURVE(clamped_a(a, LIMIT), ALPHA)
-            gate = gate_of(b, LIMIT, OFFSET)
+            gate, gate_slope = gate_of(b, LIMIT, GATE, BETA, OFFSET)
             if ds is not None:
                 total += g * value * gate
             if dx is not None:
                 if scales is not None:
                     g *= scale
-                da, db = gated_slopes(g, a, b, value, slope, gate, LIMIT)
+                da, db = gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT)
                 at = rows.to(tl.int64)[:, None] * (2 * H)
                 tl.store(dx + at + at_a[None, :], da.to(dx.dtype.element_ty), mask=live)
                 tl.store(dx + at + at_b[None, :], db.to(dx.dtype.element_ty), mask=live)
@@ -234,8 +263,9 @@ def _shape(width: int) -> tuple[int, int]:
 def constants(fn: Function) -> dict[str, object]:
     """What a kernel is compiled with, but for its tile."""
     return {
-        "CURVE": CURVES[fn.curve], "GATED": fn.gated, "ALPHA": fn.alpha, "LIMIT": fn.limit, "OFFSET": fn.offset,
-        "INTERLEAVE": fn.interleave, "DROP": threshold(fn.drop), "KEPT": kept_scale(fn.drop),
+        "CURVE": CURVES[fn.curve], "GATED": fn.gated, "ALPHA": fn.alpha, "LIMIT": fn.limit, "GATE": CURVES[fn.gate],
+        "BETA": fn.beta, "OFFSET": fn.offset, "INTERLEAVE": fn.interleave, "DROP": threshold(fn.drop),
+        "KEPT": kept_scale(fn.drop),
     }  # fmt: skip
 
 
@@ -260,12 +290,13 @@ def _backward_launch(fn: Function, sizes: tuple[int, ...], whole_rows: bool) -> 
 
 def variants() -> list[Variant]:
     """Every activation, and what goes along with one."""
-    swiglu, clamped, plain = (ACTIVATIONS[name] for name in ("swiglu", "clamped-swiglu", "linear"))
+    swiglu, clamped, situ, plain = (ACTIVATIONS[name] for name in ("swiglu", "clamped-swiglu", "situglu", "linear"))
     cases = [_variants(name, fn, torch.bfloat16) for name, fn in ACTIVATIONS.items()]
     cases += [
         _variants("swiglu", swiglu, torch.float16),
         _variants("swiglu", swiglu, torch.float32, "scales"),
         _variants("clamped-swiglu by 32", clamped._replace(interleave=32), torch.bfloat16, "scales"),
+        _variants("situglu by 32", situ._replace(interleave=32), torch.bfloat16, "scales"),
         _variants("srelu", ACTIVATIONS["srelu"], torch.bfloat16, "scales"),
         _variants("dropout", plain._replace(drop=0.1), torch.bfloat16, "seed"),
         _variants("bias", plain, torch.bfloat16, "bias"),

@@ -134,9 +134,10 @@ def _store_sums(parts, v, pm, columns, limit, N):
 def _forward_kernel(
     x, scales, bias, seed, row, column, row_scale, column_scale, encode, observed,
     M, H, stride_m, stride_k, row_stride, row_block_stride, column_stride, column_block_stride,
-    CURVE: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr,
-    INTERLEAVE: gl.constexpr, DROP: gl.constexpr, KEPT: gl.constexpr, AT_ZERO: gl.constexpr, PUT: gl.constexpr,
-    RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+    CURVE: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, GATE: gl.constexpr,
+    BETA: gl.constexpr, OFFSET: gl.constexpr, INTERLEAVE: gl.constexpr, DROP: gl.constexpr, KEPT: gl.constexpr,
+    AT_ZERO: gl.constexpr, PUT: gl.constexpr, RULE: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     pm, pk = tile_index(H, COLUMNS)
     rows, columns = _places_of_tile(pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
@@ -147,7 +148,8 @@ def _forward_kernel(
         a, b = _raw(x, rows, at_a, live, stride_m, stride_k), _raw(x, rows, at_b, live, stride_m, stride_k)
         a, b = _added(a, bias, at_a, 2 * H, live), _added(b, bias, at_b, 2 * H, live)
         value, _ = CURVE(clamped_a(a, LIMIT), ALPHA)
-        value *= gate_of(b, LIMIT, OFFSET)
+        gate, _ = gate_of(b, LIMIT, GATE, BETA, OFFSET)
+        value *= gate
     else:
         value, _ = CURVE(_added(_raw(x, rows, columns, live, stride_m, stride_k), bias, columns, H, live), ALPHA)
     y = _finished(value, x, scales, seed, rows, columns, live, M, H, DROP, KEPT, AT_ZERO)
@@ -163,9 +165,9 @@ def _backward_kernel(
     again, again_scale, again_encode, again_observed,
     M, H, dy_stride_m, dy_stride_k, stride_m, stride_k,
     row_stride, row_block_stride, column_stride, column_block_stride, again_stride, again_block_stride,
-    CURVE: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr,
-    INTERLEAVE: gl.constexpr, DROP: gl.constexpr, KEPT: gl.constexpr, AT_ZERO: gl.constexpr, PUT: gl.constexpr,
-    RULE: gl.constexpr, AGAIN_PUT: gl.constexpr, AGAIN_RULE: gl.constexpr,
+    CURVE: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, GATE: gl.constexpr,
+    BETA: gl.constexpr, OFFSET: gl.constexpr, INTERLEAVE: gl.constexpr, DROP: gl.constexpr, KEPT: gl.constexpr,
+    AT_ZERO: gl.constexpr, PUT: gl.constexpr, RULE: gl.constexpr, AGAIN_PUT: gl.constexpr, AGAIN_RULE: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """A tile of dy, and all that follows from it."""
@@ -179,9 +181,9 @@ def _backward_kernel(
         b = _raw(x, rows, columns + H, live, stride_m, stride_k)
         a, b = _added(a, bias, columns, H, live), _added(b, bias, columns + H, 2 * H, live)
         value, slope = CURVE(clamped_a(a, LIMIT), ALPHA)
-        gate = gate_of(b, LIMIT, OFFSET)
+        gate, gate_slope = gate_of(b, LIMIT, GATE, BETA, OFFSET)
         g = _begun(g, scales, seed, rows, columns, live, M, H, DROP, KEPT)
-        da, db = gated_slopes(g, a, b, value, slope, gate, LIMIT)
+        da, db = gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT)
         value *= gate
         da, db = da.to(dy.dtype.element_ty), db.to(dy.dtype.element_ty)
     else:
@@ -233,9 +235,9 @@ def _woven_kernel(
     dy, x, scales, bias, seed, parts, row, column, row_scale, column_scale, encode, observed,
     M, H, dy_stride_m, dy_stride_k, stride_m, stride_k,
     row_stride, row_block_stride, column_stride, column_block_stride,
-    CURVE: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, OFFSET: gl.constexpr,
-    INTERLEAVE: gl.constexpr, DROP: gl.constexpr, KEPT: gl.constexpr, AT_ZERO: gl.constexpr, PUT: gl.constexpr,
-    RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+    CURVE: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr,
+    OFFSET: gl.constexpr, INTERLEAVE: gl.constexpr, DROP: gl.constexpr, KEPT: gl.constexpr, AT_ZERO: gl.constexpr,
+    PUT: gl.constexpr, RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """A tile of dx of a gated function, wherever its a and b are."""
     N = 2 * H
@@ -248,9 +250,9 @@ def _woven_kernel(
     a, b = _raw(x, rows, at_a, live, stride_m, stride_k), _raw(x, rows, at_b, live, stride_m, stride_k)
     a, b = _added(a, bias, at_a, N, live), _added(b, bias, at_b, N, live)
     value, slope = CURVE(clamped_a(a, LIMIT), ALPHA)
-    gate = gate_of(b, LIMIT, OFFSET)
+    gate, gate_slope = gate_of(b, LIMIT, GATE, BETA, OFFSET)
     g = _begun(g, scales, seed, rows, owner, live, M, H, DROP, KEPT)
-    da, db = gated_slopes(g, a, b, value, slope, gate, LIMIT)
+    da, db = gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT)
     d = gl.where(is_a[None, :], da, db).to(dy.dtype.element_ty)
     if parts is not None:
         _store_sums(parts, d, pm, columns, N, N)
@@ -264,7 +266,7 @@ def _woven_kernel(
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 _WHAT = "the activation"
-_ZERO_AT_ZERO = ("gelu", "swish", "relu", "srelu", "linear")  # curves that are zero where x is
+_ZERO_AT_ZERO = ("gelu", "swish", "relu", "srelu", "linear", "softcap", "situ")  # curves that are zero where x is
 _NO_SINK: dict[str, Any] = {"PUT": None, "RULE": ()}
 
 
@@ -372,7 +374,7 @@ def _beside(fn: Function, x: Tensor | None, again: QTensor, given: Given) -> boo
 
 def _constants(fn: Function) -> dict[str, Any]:
     """AT_ZERO: whether y may be something else than zero where x is zero, as it is read outside."""
-    gate = not fn.gated or fn.offset != 0.0
+    gate = not fn.gated or fn.offset != 0.0 or fn.gate not in _ZERO_AT_ZERO
     return {**constants(fn), "AT_ZERO": gate and fn.curve not in _ZERO_AT_ZERO}
 
 
@@ -456,11 +458,20 @@ def variants() -> list[Variant]:
         _backward_variant("gelu", gelu, square, half, extra="bias", again=square),
         _backward_variant("gelu", gelu, square, torch.float32, extra="bias"),
     ]
-    by_32 = clamped._replace(interleave=32)
+    by_32, situ = clamped._replace(interleave=32), ACTIVATIONS["situglu"]
     found += [
         _woven_variant("clamped-swiglu by 32", by_32, gradient, half),
         _woven_variant("clamped-swiglu by 32", by_32, gradient, half, "scales"),
         _woven_variant("clamped-swiglu by 32", by_32, gradient, torch.float16, "bias"),
+        _woven_variant("situglu by 32", situ._replace(interleave=32), gradient, half, "scales"),
+    ]
+    # the curves that take the most registers, in what takes the most of them besides
+    found += [_backward_variant("situglu", situ, gradient, half, config, again=given) for config in GATED_CONFIGS]
+    found += [_forward_variant("situglu", situ, spec, torch.float32) for spec in (given, rows, square)]
+    found += [
+        _forward_variant("situglu", situ, rows, half, "scales"),
+        _backward_variant("situglu", situ, gradient, half, extra="bias", again=given),
+        _backward_variant("situglu", situ, gradient, torch.float32, again=given),
     ]
     return found
 
