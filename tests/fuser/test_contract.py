@@ -124,6 +124,27 @@ def test_half_an_operation_with_extra_inputs_is_a_type_error(missing):
         define(without(body, missing))
 
 
+WITH_EXTRAS = {name: vars(Take)[name] for name in (*PAIR, "fuser_backward")}
+
+
+@pytest.mark.parametrize("given", [SPLIT, OLD, {"op_backward": SPLIT["op_backward"]}], ids=["split", "legacy", "half"])
+def test_an_operation_with_op_and_fuser_functions_is_a_type_error(given):
+    with pytest.raises(TypeError, match="Made defines"):
+        define({**WITH_EXTRAS, **given})
+
+
+def test_the_nearer_of_op_and_fuser_functions_runs():
+    body = {
+        "fuser_forward_compute": staticmethod(lambda config, inputs: (3 * inputs.x, (), ())),
+        "fuser_forward_save_ctx": staticmethod(lambda config, inputs, outputs, fresh: ()),
+        "fuser_backward": staticmethod(lambda config, saved, grads, wants: (3 * grads[0],)),
+    }
+    x, dy = spiky(4, H), spiky(4, H, seed=2)
+    wide = define(body, Doubled)
+    assert_equal(step(wide(), x, dy), [3 * x, 3 * dy])
+    assert_equal(step(define(SPLIT, wide)(), x, dy), [2 * x, 2 * dy])
+
+
 @pytest.mark.parametrize("body", [SPLIT, OLD], ids=["split", "legacy"])
 def test_a_whole_operation_runs_alone(body):
     x, dy = spiky(4, H), spiky(4, H, seed=2)
