@@ -24,6 +24,8 @@ An operation with extra inputs or outputs defines `fuser_forward_compute`, `fuse
 
 import hashlib
 import inspect
+import keyword
+import re
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -195,6 +197,27 @@ def check_functions(cls: type, base: type, names: tuple[str, ...], legacy: str) 
     return compute is not None
 
 
+def _check_names(cls: Any) -> None:
+    """`params` and `kwargs` are fields beside x and the extra inputs, each once."""
+    taken = {"x"}
+    for what in ("params", "kwargs"):
+        names = getattr(cls, what)
+        if not isinstance(names, tuple | list):
+            hint = f" Write ({names!r},)." if isinstance(names, str) else ""
+            raise TypeError(f"{cls.__name__}.{what} is a tuple of names, got {names!r}.{hint}")
+        for name in names:
+            if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+                raise TypeError(
+                    f"{cls.__name__}.{what} has names of attributes that do not start with an underscore, got {name!r}."
+                )
+            if name in taken or re.fullmatch(r"extra\d+", name):
+                raise TypeError(
+                    f"{cls.__name__}.{what} has {name!r}, which its inputs have already: they are x, params, extra0, "
+                    "extra1, … and kwargs. Give it another name."
+                )
+            taken.add(name)
+
+
 def nearest(cls: type, base: type, forwards: tuple[str, ...]) -> str:
     """Which of these a class runs: the first that somebody wrote, from the class up. Empty if there is none."""
     for parent in cls.__mro__:
@@ -227,6 +250,7 @@ class BasicOperation(FusibleOperation, nn.Module):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        _check_names(cls)
         cls.op_keywords = tuple(cls.kwargs)
         has_extras = bool(cls.num_extra_inputs or cls.num_extra_outputs)
         splits_op = check_functions(cls, BasicOperation, OP, "op_forward")
@@ -256,6 +280,7 @@ class BasicOperation(FusibleOperation, nn.Module):
         backward = _defined(cls, last, BasicOperation)
         if backward is None:
             raise TypeError(f"{cls.__name__} defines a forward and no {last}. Define it.")
+        check_backward(cls, last, forward, legacy)
         if not legacy and not isinstance(backward, staticmethod):
             raise TypeError(f"{cls.__name__}.{last} must be a @staticmethod: it sees what was saved, not the module.")
         cls.op_is_legacy = legacy
