@@ -24,6 +24,8 @@ An operation with extra inputs or outputs defines `fuser_forward_compute`, `fuse
 
 import hashlib
 import inspect
+import keyword
+import re
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -195,6 +197,48 @@ def check_functions(cls: type, base: type, names: tuple[str, ...], legacy: str) 
     return compute is not None
 
 
+def _check_names(cls: Any) -> None:
+    """`params` and `kwargs` are fields beside x and the extra inputs, each once."""
+    taken = {"x"}
+    for what in ("params", "kwargs"):
+        names = getattr(cls, what)
+        if not isinstance(names, tuple | list):
+            hint = f" Write ({names!r},)." if isinstance(names, str) else ""
+            raise TypeError(f"{cls.__name__}.{what} is a tuple of names, got {names!r}.{hint}")
+        for name in names:
+            if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+                raise TypeError(
+                    f"{cls.__name__}.{what} has names of attributes that do not start with an underscore, got {name!r}."
+                )
+            if name in taken or re.fullmatch(r"extra\d+", name):
+                raise TypeError(
+                    f"{cls.__name__}.{what} has {name!r}, which its inputs have already: they are x, params, extra0, "
+                    "extra1, … and kwargs. Give it another name."
+                )
+            taken.add(name)
+
+
+def nearest(cls: type, base: type, forwards: tuple[str, ...]) -> str:
+    """Which of these a class runs: the first that somebody wrote, from the class up. Empty if there is none."""
+    for parent in cls.__mro__:
+        if parent is base:
+            return ""
+        for name in forwards:
+            if name in parent.__dict__:
+                return name
+    return ""
+
+
+def check_backward(cls: type, name: str, forward: str, legacy: bool) -> None:
+    """Refuse a backward that a parent wrote for the other kind of forward: it has other arguments."""
+    owner = next(parent for parent in cls.__mro__ if name in parent.__dict__)
+    if owner is not cls and getattr(owner, "op_is_legacy", legacy) != legacy:
+        raise TypeError(
+            f"{cls.__name__} runs {forward}, and its {name} is that of {owner.__name__}, for a forward in "
+            f"{'two pieces' if legacy else 'one piece'}. Define {name} too."
+        )
+
+
 class BasicOperation(FusibleOperation, nn.Module):
     """An operation of your own. See this file's head, and docs/custom-ops.md."""
 
@@ -206,32 +250,44 @@ class BasicOperation(FusibleOperation, nn.Module):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        _check_names(cls)
         cls.op_keywords = tuple(cls.kwargs)
         has_extras = bool(cls.num_extra_inputs or cls.num_extra_outputs)
         splits_op = check_functions(cls, BasicOperation, OP, "op_forward")
         splits_fuser = check_functions(cls, BasicOperation, _FUSER, "op_forward")
-        legacy = _legacy_wins(cls)
+        forward = nearest(cls, BasicOperation, ("op_forward", _FUSER[0], OP[0]))
+        legacy = forward == "op_forward"
         if has_extras and legacy:
             raise TypeError(
                 f"{cls.__name__} has extra inputs or outputs, and op_forward has no place for them. Define "
                 f"{', '.join(_FUSER)}."
             )
-        if has_extras and not splits_fuser:
+        if has_extras and forward != _FUSER[0]:
             raise TypeError(
                 f"{cls.__name__} has extra inputs or outputs, and op_* functions have no place for them. Define "
                 f"{', '.join(_FUSER)}."
             )
         if not (splits_op or splits_fuser or legacy):
             raise TypeError(f"{cls.__name__} defines no forward. Define {OP[0]} and {OP[1]}, or op_forward.")
-        last = _FUSER[2] if splits_fuser and not legacy else OP[2]
+        runs = ("op_forward", OP[2]) if legacy else _FUSER if forward == _FUSER[0] else OP
+        for name in (*OP, *_FUSER, "op_forward"):
+            if name in cls.__dict__ and name not in runs:
+                raise TypeError(
+                    f"{cls.__name__} defines {name}, which would never run: its forward is {forward}. Define op_* "
+                    "functions or fuser_* ones, not both."
+                )
+        last = runs[-1]
         backward = _defined(cls, last, BasicOperation)
         if backward is None:
             raise TypeError(f"{cls.__name__} defines a forward and no {last}. Define it.")
+        check_backward(cls, last, forward, legacy)
         if not legacy and not isinstance(backward, staticmethod):
             raise TypeError(f"{cls.__name__}.{last} must be a @staticmethod: it sees what was saved, not the module.")
         cls.op_is_legacy = legacy
-        if not legacy:
-            _register(cls, splits_fuser)
+        if legacy:
+            cls.op_name = ""  # and not a parent's, whose rules are not for it
+        else:
+            _register(cls, forward == _FUSER[0])
 
     def op_config(self) -> Value | None:
         """Settings of a call, as a registered value."""
@@ -334,18 +390,6 @@ def as_it_is(t: Any) -> Any:
 
 def wants_gradient(t: Any) -> bool:
     return t is not None and t.requires_grad and torch.is_grad_enabled()
-
-
-def _legacy_wins(cls: type) -> bool:
-    """Whether the nearest forward that somebody wrote is in one piece."""
-    for parent in cls.__mro__:
-        if parent is BasicOperation:
-            return False
-        if "op_forward" in parent.__dict__:
-            return True
-        if OP[0] in parent.__dict__ or _FUSER[0] in parent.__dict__:
-            return False
-    return False
 
 
 def digest_of(cls: type) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from octavo.errors import UnsupportedConfig
-from octavo.fuser.operation import BasicOperation, check_functions, name_of
+from octavo.fuser.operation import BasicOperation, check_backward, check_functions, name_of, nearest
 from octavo.layers import chain, composite, custom
 from octavo.values import Value
 
@@ -48,15 +48,21 @@ class FusedOperation:
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         has_forward = check_functions(cls, FusedOperation, _NAMES, "fuser_forward")
-        cls.op_is_legacy = "fuser_forward" in cls.__dict__
+        forward = nearest(cls, FusedOperation, ("fuser_forward", _NAMES[0]))
+        legacy = forward == "fuser_forward"
         has_backward = hasattr(cls, "fuser_backward")
-        if not (has_forward or has_backward or cls.op_is_legacy):
+        if not (has_forward or has_backward or legacy):
             raise TypeError(f"{cls.__name__} defines neither forward nor backward. Define {_NAMES[0]} and {_NAMES[1]}.")
-        if cls.op_is_legacy and not has_backward:
+        if legacy and not isinstance(_found(cls, "fuser_forward"), staticmethod):
+            raise TypeError(f"{cls.__name__}.fuser_forward must be a @staticmethod: the class is never constructed.")
+        if legacy and not has_backward:
             raise TypeError(f"{cls.__name__} defines fuser_forward and no fuser_backward. Define it.")
         if has_backward and not isinstance(_found(cls, "fuser_backward"), staticmethod):
             raise TypeError(f"{cls.__name__}.fuser_backward must be a @staticmethod: it sees what was saved.")
-        if not cls.op_is_legacy:
+        if forward and has_backward:
+            check_backward(cls, "fuser_backward", forward, legacy)
+        cls.op_is_legacy = legacy
+        if not legacy:
             cls.op_name = name_of(cls, composite.FUNCTIONS)
             functions = [getattr(cls, name, None) for name in _NAMES]
             composite.FUNCTIONS[cls.op_name] = composite.Functions(cls.__name__, *functions)
@@ -67,6 +73,10 @@ class FusedOperation:
 
 def _found(cls: type, name: str) -> Any:
     return next((parent.__dict__[name] for parent in cls.__mro__ if name in parent.__dict__), None)
+
+
+def _is_fused(op: Any) -> bool:
+    return isinstance(op, type) and issubclass(op, FusedOperation) and op is not FusedOperation
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,12 @@ class Rule:
     changes: Callable[[Sequence[Any]], Sequence[Any]] | None = None  # configs as they are to be, if it fires
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise UnsupportedConfig(f"A rule's name is a string that is not empty, got {self.name!r}.")
+        if not self.is_own and not _is_fused(self.op):
+            raise UnsupportedConfig(
+                f"{self.name!r} puts a class derived from FusedOperation in the place of its pattern, got {self.op!r}."
+            )
         if not isinstance(self.conditions, tuple) or any(not isinstance(c, Condition) for c in self.conditions):
             raise UnsupportedConfig(f"conditions of {self.name!r} is a tuple of Conditions, got {self.conditions!r}.")
         kinds: Any = self.pattern
@@ -92,6 +108,11 @@ class Rule:
                 f"The pattern of {self.name!r} is a tuple of operations' classes, got {self.pattern}."
             )
         for kind in self.pattern:
+            if self.is_legacy and any(getattr(kind, f"num_extra_{what}", None) for what in ("inputs", "outputs")):
+                raise UnsupportedConfig(
+                    f"{self.op.__name__}, of the rule {self.name!r}, has its forward in one piece, which has no "
+                    f"place for the extra inputs and outputs of {kind.__name__}. Define {', '.join(_NAMES)}."
+                )
             matcher = next(parent for parent in kind.__mro__ if "op_matches" in parent.__dict__)
             if (
                 matcher is not kind
@@ -108,22 +129,35 @@ class Rule:
         """Whether it is one of this package's, which run as steps of a chain."""
         return isinstance(self.op, str)
 
+    @property
+    def is_legacy(self) -> bool:
+        return not self.is_own and bool(self.op.op_is_legacy)
+
     def on(self, side: str) -> "Rule":
+        if self.is_own and self.op not in chain.FUSED:  # not when it is made: a folder states its rules before that
+            known = ", ".join(chain.FUSED)
+            raise UnsupportedConfig(
+                f"{self.op!r}, of the rule {self.name!r}, is none of Octavo's fused operations: {known}. Give the rule "
+                "a class derived from FusedOperation."
+            )
         if not self.is_own:
             has = {name: getattr(self.op, name, None) is not None for name in (_NAMES[0], _NAMES[2])}
-            legacy = self.op.op_is_legacy
+            legacy = self.is_legacy
             needs = {"forward": _NAMES[:1], "backward": _NAMES[2:], "both": (_NAMES[0], _NAMES[2])}[side]
             for name in needs:
                 if not has[name] and not legacy:
                     raise TypeError(f"Rule {self.name!r} is for {side}, and {self.op.__name__} defines no {name}.")
-            if side == "forward" and has[_NAMES[2]] and not legacy:
+            other = {"forward": (_NAMES[2], "backward"), "backward": (_NAMES[0], "forward")}.get(side)
+            if other is not None and has[other[0]] and not legacy:
                 raise TypeError(
-                    f"Rule {self.name!r} is for forward, and {self.op.__name__} defines a backward too, which would "
+                    f"Rule {self.name!r} is for {side}, and {self.op.__name__} defines a {other[1]} too, which would "
                     "never run. Register it for both."
                 )
         return replace(self, side=side)
 
     def matches(self, configs: Sequence[Value]) -> bool:
+        if self.is_legacy:
+            return False  # it is part of no run: `octavo.fuser.legacy` finds its operations
         kinds: Sequence[Any] = self.pattern
         return len(configs) == len(kinds) and all(
             kind.op_matches(config) for kind, config in zip(kinds, configs, strict=True)

@@ -55,6 +55,7 @@ class OperationFuser:
             raise UnsupportedConfig("An OperationFuser takes at least one operation, got none.")
         self.ops, self.rules = tuple(ops), rules
         self._logged: set[str] = set()
+        self._quiet = False
         self._known: tuple[Any, ...] = (None,)  # everybody's rules when they were last looked at, and what came of it
 
     def _rules(self) -> tuple[int, bool]:
@@ -79,15 +80,15 @@ class OperationFuser:
 
     def has_news(self, plan: Planned) -> bool:
         """Whether the log has nothing of a plan yet."""
-        return plan.key not in self._logged
+        return plan.key not in self._logged and not self._quiet
 
     def tell(self, names: Sequence[str], plan: Planned) -> None:
         self._logged.add(plan.key)
         tell(names, plan)
 
-    def told_as(self, other: "OperationFuser") -> None:
-        """What the log has of the other is not told again."""
-        self._logged = other._logged
+    def keep_quiet(self) -> None:
+        """Nothing more is news."""
+        self._quiet = True
 
     @while_tracing
     def tell_now(self, names: Sequence[str], *at: Any) -> None:

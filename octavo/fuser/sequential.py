@@ -282,9 +282,9 @@ class Sequential(nn.Sequential):
         }
         for module in subject.modules():
             _take_hooks(module)
-        for mine, theirs in zip(self._layout().parts, subject._layout().parts, strict=True):
-            if mine.fuser is not None and theirs.fuser is not None:
-                theirs.fuser.told_as(mine.fuser)
+        for fuser in [p.fuser for m in subject.modules() if isinstance(m, Sequential) for p in m._layout().parts]:
+            if fuser is not None:
+                fuser.keep_quiet()
         gpus = {t.device for t in args if isinstance(t, Tensor) and t.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(gpus)):
             subject._tell(args[0], tuple(args[1:]), given or None, told)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from octavo.layers import chain, custom
+from octavo.layers import chain, custom, fork
 from octavo.layers.contract import Counts, Made, reader
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
@@ -139,36 +139,62 @@ def _own_inputs(config: Config, inputs: Sequence[Any]) -> tuple[Any, ...]:
 
 def _computed(config: Config, inputs: Sequence[Any]) -> tuple[Any, list[Any], list[tuple[Any, ...]]]:
     """y, all extra outputs, what is fresh for each stage."""
-    functions, number = config.functions, len(config.stages)
+    functions, unfused = config.functions, config.unfused
     assert functions.compute is not None
+    where = f"{functions.title}.fuser_forward_compute"
     made = functions.compute(config.settings, _own_inputs(config, inputs))
-    if not isinstance(made, tuple) or len(made) != 3 or len(made[1]) != number or len(made[2]) != number:
-        raise custom.Miscounted(
-            f"{functions.title}.fuser_forward_compute returns y, extra outputs and fresh tensors, the latter two with "
-            f"an entry for each of {number} operations."
-        )
+    if not isinstance(made, tuple) or len(made) != 3:
+        raise custom.Miscounted(f"{where} returns y, extra outputs and fresh tensors, got {custom.told(made)}.")
     y, extra, fresh = made
+    if not isinstance(y, Tensor):
+        raise custom.Miscounted(f"{where} returns a tensor first, got {custom.told(y)}.")
+    extra = _entries(where, "extra outputs", extra, len(config.stages))
+    fresh = _entries(where, "fresh tensors", fresh, len(config.stages))
     shown: list[Any] = []
-    for i, (given, want) in enumerate(zip(extra, config.unfused.made, strict=True)):
+    for i, (given, want) in enumerate(zip(extra, unfused.made, strict=True)):
         if len(given) != want:
-            raise custom.Miscounted(
-                f"{functions.title}.fuser_forward_compute returns {want} extra outputs for operation {i}, got "
-                f"{len(given)}."
-            )
-        shown += [given[k] for k in config.unfused.shown[i]]
-        if any(given[k] is None for k in config.unfused.shown[i]):
-            raise custom.Miscounted(
-                f"{functions.title}.fuser_forward_compute leaves out an extra output of operation {i} that is public, "
-                "or taken by an operation outside its forward fusion. Return it."
-            )
-    return y, shown, [tuple(part) for part in fresh]
+            raise custom.Miscounted(f"{where} returns {want} extra outputs for operation {i}, got {len(given)}.")
+        for k in unfused.shown[i]:
+            if given[k] is None:
+                raise custom.Miscounted(
+                    f"{where} leaves out an extra output of operation {i} that is public, or taken by an operation "
+                    "outside its forward fusion. Return it."
+                )
+            if not isinstance(given[k], Tensor):
+                raise custom.Miscounted(
+                    f"{where} returns tensors as extra outputs, got {custom.told(given[k])} for operation {i}."
+                )
+            shown.append(given[k])
+    return y, shown, fresh
+
+
+def _entries(
+    where: str, what: str, found: Any, number: int, error: type[Exception] = custom.Miscounted
+) -> list[tuple[Any, ...]]:
+    """What a function returned for each operation, if it is for all of them."""
+    if not isinstance(found, tuple | list) or len(found) != number:
+        raise error(f"{where} returns {what} with an entry for each of {number} operations, got {custom.told(found)}.")
+    for i, part in enumerate(found):
+        if not isinstance(part, tuple | list):
+            raise error(f"{where} returns a tuple of {what} for operation {i}, got {custom.told(part)}.")
+    return [tuple(part) for part in found]
 
 
 def forward(config: Config, inputs: Sequence[Any]) -> Made:
     if not config.own:
         return chain.forward(config.unfused, inputs)
     y, extra, fresh = _computed(config, inputs)
-    return Made((y, *extra), (), tuple([t for part in fresh for value in part for t in custom.packed(value)]))
+    where = f"{config.functions.title}.fuser_forward_compute"
+    values = [value for part in fresh for value in part]
+    custom.check_kinds(where, values, config.kinds)
+    given = [t for field in inputs for t in (field if isinstance(field, tuple) else (field,)) if t is not None]
+    stage, away = config.stages[0], extra
+    if isinstance(stage, fork.Config) and extra and extra[0] is inputs[0]:  # x is what it gives away
+        extra, away = [fork.forward(stage, fork.Inputs(inputs[0])).outputs[1], *extra[1:]], extra[1:]
+    custom.refuse_inputs(where, (y, *away), given)
+    slots = [t for value in values for t in custom.packed(value)]
+    outputs = custom.without_aliases((y, *extra), ())
+    return Made(outputs, (), custom.without_aliases(slots, (*given, *outputs)))
 
 
 def protos(config: Config, inputs: Sequence[Any]) -> Made:
@@ -247,23 +273,19 @@ def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[
     fields = [custom.wanted_fields(layer, stage) for layer, stage in zip(unfused.layers, unfused.stages, strict=True)]
     rest = iter(grads[1:])
     whole = [next(rest) if k in unfused.shown[i] else None for i, n in enumerate(unfused.made) for k in range(n)]
+    where = f"{functions.title}.fuser_backward"
     found = functions.backward(config.settings, _saved_values(config, saved), (grads[0], *whole), fields)
-    if len(found) != len(config.stages):
-        raise custom.Miscounted(
-            f"{functions.title}.fuser_backward returns gradients of {len(config.stages)} operations."
-        )
+    found = _entries(where, "gradients", found, len(config.stages))
     for i, (own, wanted) in enumerate(zip(found, unfused.wanted, strict=True)):
         if len(own) != len(wanted):
-            raise custom.Miscounted(
-                f"{functions.title}.fuser_backward returns {len(wanted)} gradients for operation {i}, got {len(own)}."
-            )
+            raise custom.Miscounted(f"{where} returns {len(wanted)} gradients for operation {i}, got {len(own)}.")
     flat = (found[0][0], *[t for own in found for t in own[1:]])
     names = [f"{i}.{field}" for i, own in enumerate(fields) for field in own._fields if i == 0 or field != "x"]
     for name, t, want in zip(names, flat, wants(config), strict=True):
         if want and t is None:
-            raise custom.Miscounted(
-                f"{functions.title}.fuser_backward returned no gradient of {name}, which is wanted."
-            )
+            raise custom.Miscounted(f"{where} returned no gradient of {name}, which is wanted.")
+        if want and not isinstance(t, Tensor):
+            raise custom.Miscounted(f"{where} returned {custom.told(t)} as the gradient of {name}.")
     chosen = [t if want else None for t, want in zip(flat, wants(config), strict=True)]
     return custom.without_aliases(chosen, grads)
 
@@ -289,15 +311,34 @@ def probe(config: Config, inputs: Sequence[Any]) -> Config:
         own = _own_inputs(config, fakes)
         y, extra, fresh = _computed(config, fakes)
         assert functions.select is not None
+        where, made_by = (f"{functions.title}.{name}" for name in ("fuser_forward_save_ctx", "fuser_forward_compute"))
         chosen = functions.select(config.settings, own, (y, *extra), fresh)
-        kinds = tuple(tuple(custom.kind_of(value, functions.title) for value in part) for part in fresh)
-        saved = tuple(
-            tuple(_source(functions.title, value, own, (y, *extra), fresh) for value in part) for part in chosen
-        )
+        chosen = _entries(where, "what is saved", chosen, len(config.stages), TypeError)
+        kinds = tuple(tuple(custom.kind_of(value, made_by) for value in part) for part in fresh)
+        saved = tuple(tuple(_source(where, value, own, (y, *extra), fresh) for value in part) for part in chosen)
         found = replace(config, fresh=kinds, saved=saved)
-        if config.side == "forward" and any(wants(config)):
-            _check_saved_alike(found, fakes, chosen)
+        like = protos_of(fakes)
+        saves_theirs = config.side == "forward" and any(wants(config))
+        try:
+            made = chain.protos(config.unfused, like)
+        except (RuntimeError, ValueError):  # sizes that were made up for a graph do not fit these operations
+            if saves_theirs:
+                raise
+            return found
+        _check_outputs_alike(made_by, (y, *extra), made.outputs)
+        if saves_theirs:
+            _check_saved_alike(found, chain.save(config.unfused, like, made), chosen)
     return found
+
+
+def _check_outputs_alike(where: str, outputs: Sequence[Any], theirs: Sequence[Any]) -> None:
+    """What comes after, and the caller, count on what the operations would have made."""
+    for i, (t, want) in enumerate(zip(outputs, theirs, strict=True)):
+        if (tuple(t.shape), t.dtype) != (tuple(want.shape), want.dtype):
+            raise TypeError(
+                f"{where} returned {custom.told(t)} as {f'extra output {i - 1}' if i else 'y'}, and the operations by "
+                f"themselves make {custom.told(want)}. Return one like theirs."
+            )
 
 
 def protos_of(fields: Sequence[Any]) -> tuple[Any, ...]:
@@ -318,9 +359,10 @@ def _fake(field: Any) -> Any:
     return None if field is None else custom.fake(field)
 
 
-def _source(title: str, value: Any, own: Sequence[Any], outputs: Sequence[Any], fresh: Sequence[Any]) -> str:
+def _source(where: str, value: Any, own: Sequence[Any], outputs: Sequence[Any], fresh: Sequence[Any]) -> str:
     if value is None:
         return "none"
+    custom.kind_of(value, where)
     for i, fields in enumerate(own):
         for j, place in enumerate(fields):
             if place is value:
@@ -332,17 +374,15 @@ def _source(title: str, value: Any, own: Sequence[Any], outputs: Sequence[Any], 
         for j, place in enumerate(part):
             if place is value:
                 return f"fresh:{i}:{j}"
-    raise TypeError(f"{title}.fuser_forward_save_ctx made a tensor. It only selects.")
+    raise TypeError(
+        f"{where} made {custom.told(value)}. It only selects, among inputs, outputs and what compute hands it, since "
+        "it does not run at every step. Make the tensor in compute and hand it over."
+    )
 
 
-def _check_saved_alike(config: Config, fakes: Sequence[Any], chosen: Sequence[Sequence[Any]]) -> None:
+def _check_saved_alike(config: Config, want: Sequence[Any], chosen: Sequence[Sequence[Any]]) -> None:
     """A forward of its own is followed by the operations' own backward, which takes what they save."""
-    unfused = config.unfused
-    like = [tuple(TensorProto.of(t) for t in f) if isinstance(f, tuple) else None if f is None else TensorProto.of(f)
-            for f in fakes]  # fmt: skip
-    made = chain.protos(unfused, like)
-    want = chain.save(unfused, like, made)
-    sizes = [counts.saved for counts in unfused.sizes]
+    sizes = [counts.saved for counts in config.unfused.sizes]
     for i, part in enumerate(chosen):
         theirs: list[Any] = list(want[sum(sizes[:i]) : sum(sizes[: i + 1])])
         missing: list[Any] = [] if isinstance(config.stages[i], custom.Config) else [None]

@@ -94,7 +94,8 @@ def slots_of(kind: str) -> int:
     return {"none": 0, "empty": 1, "tensor": 1, "codes": 4, "groups": 9}[kind.split(":")[0]]
 
 
-def kind_of(value: Any, title: str) -> str:
+def kind_of(value: Any, where: str) -> str:
+    """What a value is that backward may need; `where` is the function that returned it."""
     if value is None:
         return "none"
     if isinstance(value, Tensor):
@@ -104,9 +105,18 @@ def kind_of(value: Any, title: str) -> str:
     if isinstance(value, GroupedTensor):
         return f"groups:{value.side}:{NAMES[value.q.dtype]}:{value.q.spec.key}"
     raise TypeError(
-        f"{title} hands a {type(value).__name__} to its save_ctx. What backward needs is a Tensor, QTensor, "
-        "GroupedTensor or None; any other choice is a field of op_config, known when the run is planned."
+        f"{where} returned {told(value)} for backward. What backward needs is a Tensor, QTensor, GroupedTensor or "
+        "None; any other choice is a field of op_config, known when the run is planned."
     )
+
+
+def told(value: Any) -> str:
+    """What came back, for messages."""
+    if isinstance(value, Tensor | TensorProto):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"{len(value)} {'entry' if len(value) == 1 else 'entries'}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def packed(value: Any) -> list[Tensor | None]:
@@ -166,7 +176,7 @@ def probe(functions: Functions, settings: Value | None, inputs: Sequence[Any]) -
         chosen = functions.select(settings, named, outputs, fresh)
     if not isinstance(chosen, tuple | list):
         raise TypeError(f"{functions.title}'s save_ctx returns a tuple, got {type(chosen).__name__}.")
-    kinds = tuple(kind_of(value, functions.title) for value in fresh)
+    kinds = tuple(kind_of(value, f"{functions.title}'s compute") for value in fresh)
     sources = tuple(_source(functions, value, fakes, outputs, fresh) for value in chosen)
     return Probed(kinds, sources, tuple(TensorProto.of(t) for t in outputs))
 
@@ -189,7 +199,7 @@ def fake(t: Any) -> Tensor:
 def _source(functions: Functions, value: Any, inputs: Sequence[Any], outputs: Sequence[Any], fresh: Any) -> str:
     if value is None:
         return "none"
-    kind_of(value, functions.title)
+    kind_of(value, f"{functions.title}'s save_ctx")
     for name, places in (("input", inputs), ("output", outputs), ("fresh", fresh)):
         for i, place in enumerate(places):
             if place is value:
@@ -230,21 +240,30 @@ def counts(config: Config) -> Counts:
 def forward(config: Config, inputs: Any) -> Made:
     functions = config.functions
     y, extra, fresh = checked(functions, functions.compute(config.settings, inputs))
-    if tuple(kind_of(value, functions.title) for value in fresh) != config.fresh:
-        raise Miscounted(
-            f"{functions.title}'s compute handed over {[kind_of(v, functions.title) for v in fresh]}, and "
-            f"{list(config.fresh)} when the run was planned. Which tensors there are follows from op_config alone."
-        )
+    check_kinds(f"{functions.title}'s compute", fresh, config.fresh)
     given = [t for t in inputs if isinstance(t, Tensor)]
-    for value in (y, *extra):
-        if any(_memory(t) == _memory(value) != 0 for t in given if t.numel()):
-            raise UnsupportedConfig(
-                f"{functions.title} returns one of its inputs, or a view of it. Return a fresh tensor: a node of a "
-                "graph has no aliases."
-            )
+    refuse_inputs(functions.title, (y, *extra), given)
     outputs = without_aliases((y, *extra), ())
     slots = [t for value in fresh for t in packed(value)]
     return Made(outputs, (), without_aliases(slots, (*given, *outputs)))
+
+
+def check_kinds(where: str, fresh: Sequence[Any], planned: tuple[str, ...]) -> None:
+    kinds = tuple(kind_of(value, where) for value in fresh)
+    if kinds != planned:
+        raise Miscounted(
+            f"{where} handed over {list(kinds)}, and {list(planned)} when the run was planned. Which tensors there are "
+            "follows from op_config alone."
+        )
+
+
+def refuse_inputs(where: str, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    for value in outputs:
+        if any(_memory(t) == _memory(value) != 0 for t in given if t.numel()):
+            raise UnsupportedConfig(
+                f"{where} returns one of its inputs, or a view of it. Return a fresh tensor: a node of a graph has no "
+                "aliases."
+            )
 
 
 def _memory(t: Tensor) -> int:

@@ -3,12 +3,13 @@
 import re
 
 import pytest
+import torch
 from torch import nn
 
 import octavo
 from octavo import ops
 from tests.fuser.custom import Doubled, Emit, Powered, Take
-from tests.fuser.models import H, assert_unfused, fill
+from tests.fuser.models import H, assert_equal, assert_unfused, compiled, fill, step
 from tests.fuser.test_contract import define
 from tests.modules.oracle import spiky
 
@@ -109,3 +110,110 @@ def test_a_forward_only_rule_that_saves_something_else_is_refused_when_planned(n
     for call in (model.explain, model, model):
         with pytest.raises(TypeError, match="Other"):
             call(x.clone().requires_grad_())
+
+
+# -- fused operations are held to what single ones are -----------------------------------------------------------------
+
+
+def fused(name, compute=None, save=None, backward=None, pattern=(Doubled, Doubled)):
+    """A joint rule whose functions are right but for those that are given."""
+    body = {
+        "fuser_forward_compute": compute or (lambda configs, inputs: (4 * inputs[0].x, ((), ()), ((), ()))),
+        "fuser_forward_save_ctx": save or (lambda configs, inputs, outputs, fresh: ((), ())),
+        "fuser_backward": backward or (lambda configs, saved, grads, wants: ((4 * grads[0],), (None,))),
+    }
+    made = define({k: staticmethod(v) for k, v in body.items()}, ops.FusedOperation, name)
+    return ops.Joint(ops.Rule("quadruple", pattern, made))
+
+
+def quadruple(rule):
+    return octavo.Sequential(Doubled(), Doubled(), rules=(rule,))
+
+
+def stepped(model, call=None):
+    (call or model)(spiky(4, H).requires_grad_()).sum().backward()
+
+
+def computes(make):
+    return {"compute": lambda configs, inputs: (make(inputs[0].x), ((), ()), ((), ()))}
+
+
+FUSED = {  # -> the function that is wrong, the error, what came back
+    "y of another dtype": (computes(lambda x: (4 * x).bfloat16()), TypeError, r"a bfloat16 tensor of shape .*, 32\)"),
+    "y of another shape": (computes(lambda x: 4 * x[:, :1]), TypeError, r"a float32 tensor of shape \(\d+, 1\)"),
+    "y None": (computes(lambda x: None), RuntimeError, "got None"),
+    "y a float": (computes(lambda x: 4.0), RuntimeError, "got a float"),
+    "y alone": ({"compute": lambda configs, inputs: 4 * inputs[0].x}, RuntimeError, "got a float32 tensor"),
+    "no tuples": ({"compute": lambda configs, inputs: (4 * inputs[0].x, None, None)}, RuntimeError, "got None"),
+    "x": (computes(lambda x: x), ValueError, "returns one of its inputs"),
+    "a view of x": (computes(lambda x: x.view(x.shape)), ValueError, "returns one of its inputs"),
+    "saves for one": ({"save": lambda *_: ((),)}, TypeError, "got 1 entry"),
+    "saves for four": ({"save": lambda *_: ((),) * 4}, TypeError, "got 4 entries"),
+    "saves None": ({"save": lambda *_: None}, TypeError, "got None"),
+    "saves None for one": ({"save": lambda *_: ((), None)}, TypeError, "operation 1, got None"),
+    "saves a float": ({"save": lambda *_: ((3.0,), ())}, TypeError, "returned a float"),
+    "saves something made": (
+        {"save": lambda configs, inputs, outputs, fresh: ((inputs[0].x + 1,), ())}, TypeError, "made a float32 tensor",
+    ),
+    "gradients None": ({"backward": lambda *_: None}, RuntimeError, "got None"),
+    "gradients for one": (
+        {"backward": lambda configs, saved, grads, wants: ((grads[0],),)}, RuntimeError, "got 1 entry"
+    ),
+    "a gradient None": ({"backward": lambda *_: (None, (None,))}, RuntimeError, "operation 0, got None"),
+    "a float as gradient": ({"backward": lambda *_: ((4.0,), (None,))}, RuntimeError, "returned a float as"),
+}  # fmt: skip
+FUNCTION = {"compute": "fuser_forward_compute", "save": "fuser_forward_save_ctx", "backward": "fuser_backward"}
+
+
+def test_a_fused_operation_that_is_right_runs():
+    x, dy = spiky(4, H), spiky(4, H, seed=2)
+    assert_unfused(quadruple(fused("Right")), x, dy)
+
+
+@pytest.mark.parametrize("what", FUSED)
+def test_a_fused_operation_that_returns_something_else_is_named_with_its_function_and_what_came_back(what):
+    functions, error, says = FUSED[what]
+    model = quadruple(fused("Wrong" + what.title().replace(" ", ""), **functions))
+    with pytest.raises(error, match=says) as refused:
+        stepped(model)
+    (which,) = functions
+    assert f"Wrong{what.title().replace(' ', '')}.{FUNCTION[which]}" in str(refused.value)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=says):
+        stepped(model, compiled(model))
+
+
+def test_what_a_fused_operation_keeps_follows_from_its_configs():
+    seen = []
+
+    def compute(configs, inputs):
+        seen.append(None)
+        return 4 * inputs[0].x, ((), ()), ((inputs[0].x + 1,) if len(seen) == 1 else (), ())
+
+    with pytest.raises(RuntimeError, match=r"Changing.fuser_forward_compute handed over \[\], and \['tensor'\]"):
+        stepped(quadruple(fused("Changing", compute)))
+
+
+def test_what_a_fused_operation_keeps_may_be_a_view_of_what_it_was_given():
+    def compute(configs, inputs):
+        y = 4 * inputs[0].x
+        return y, ((), ()), ((inputs[0].x.view(-1), y.view(-1)), ())
+
+    rule = fused("Keeping", compute, lambda configs, inputs, outputs, fresh: (fresh[0], ()))
+    model, x, dy = quadruple(rule), spiky(4, H), spiky(4, H, seed=2)
+    assert_equal(step(model, x, dy, call=compiled(model)), assert_unfused(model, x, dy))
+
+
+@pytest.mark.parametrize("before", [(), (ops.ConstantScale(3.0),)], ids=["leading", "inside"])
+def test_a_fused_operation_may_give_x_away_where_make_extra_output_would(before):
+    def backward(configs, saved, grads, wants):
+        return (sum(f * g for f, g in zip((2, 1), grads, strict=True) if g is not None),), (None,)
+
+    rule = fused(
+        "GivesAway", lambda configs, inputs: (2 * inputs[0].x, ((inputs[0].x,), ()), ((), ())),
+        backward=backward, pattern=(ops.MakeExtraOutput, Doubled),
+    )  # fmt: skip
+    model = octavo.Sequential(*before, ops.MakeExtraOutput(), Doubled(), rules=(rule,))
+    x, dys = spiky(4, H), (spiky(4, H, seed=2), spiky(4, H, seed=3))
+    assert model.explain(x.clone().requires_grad_()).fired == ("quadruple",)
+    assert_equal(step(model, x, dys, call=compiled(model)), assert_unfused(model, x, dys))

@@ -124,6 +124,52 @@ def test_half_an_operation_with_extra_inputs_is_a_type_error(missing):
         define(without(body, missing))
 
 
+WITH_EXTRAS = {name: vars(Take)[name] for name in (*PAIR, "fuser_backward")}
+
+
+@pytest.mark.parametrize("given", [SPLIT, OLD, {"op_backward": SPLIT["op_backward"]}], ids=["split", "legacy", "half"])
+def test_an_operation_with_op_and_fuser_functions_is_a_type_error(given):
+    with pytest.raises(TypeError, match="Made defines"):
+        define({**WITH_EXTRAS, **given})
+
+
+def test_the_nearer_of_op_and_fuser_functions_runs():
+    body = {
+        "fuser_forward_compute": staticmethod(lambda config, inputs: (3 * inputs.x, (), ())),
+        "fuser_forward_save_ctx": staticmethod(lambda config, inputs, outputs, fresh: ()),
+        "fuser_backward": staticmethod(lambda config, saved, grads, wants: (3 * grads[0],)),
+    }
+    x, dy = spiky(4, H), spiky(4, H, seed=2)
+    wide = define(body, Doubled)
+    assert_equal(step(wide(), x, dy), [3 * x, 3 * dy])
+    assert_equal(step(define(SPLIT, wide)(), x, dy), [2 * x, 2 * dy])
+
+
+NAMES = {
+    "a bare string": ({"params": "gain"}, r"params is a tuple of names, got 'gain'. Write \('gain',\)"),
+    "a bare keyword": ({"kwargs": "factor"}, r"kwargs is a tuple of names, got 'factor'. Write \('factor',\)"),
+    "nothing": ({"params": None}, "params is a tuple of names, got None"),
+    "x": ({"params": ("x",)}, "params has 'x', which its inputs have already"),
+    "twice": ({"params": ("gain", "gain")}, "params has 'gain', which its inputs have already"),
+    "in both": ({"params": ("gain",), "kwargs": ("gain",)}, "kwargs has 'gain', which its inputs have already"),
+    "an extra input": ({"kwargs": ("extra0",)}, "kwargs has 'extra0', which its inputs have already"),
+    "no name": ({"params": ("a b",)}, "params has names of attributes .* got 'a b'"),
+    "a hidden name": ({"params": ("_gain",)}, "params has names of attributes .* got '_gain'"),
+    "a number": ({"kwargs": (3,)}, "kwargs has names of attributes .* got 3"),
+}
+
+
+@pytest.mark.parametrize(("body", "says"), NAMES.values(), ids=NAMES)
+def test_names_of_inputs_are_checked_when_a_class_is_defined(body, says):
+    for functions in (SPLIT, OLD):
+        with pytest.raises(TypeError, match=rf"Made\.{says}"):
+            define({**functions, **body})
+
+
+def test_names_of_inputs_may_be_a_list():
+    assert define({**SPLIT, "kwargs": ["factor"]}).op_keywords == ("factor",)
+
+
 @pytest.mark.parametrize("body", [SPLIT, OLD], ids=["split", "legacy"])
 def test_a_whole_operation_runs_alone(body):
     x, dy = spiky(4, H), spiky(4, H, seed=2)
@@ -166,6 +212,13 @@ def test_a_subclass_that_defines_op_forward_runs_that():
     x, dy = spiky(4, H), spiky(4, H, seed=2)
     assert_equal(step(Old(), x, dy), [3 * x, 3 * dy])
     assert_equal(step(octavo.Sequential(Doubled(), Old()), x, dy), [6 * x, 6 * dy])
+
+
+def test_a_forward_in_one_piece_has_a_backward_of_its_own():
+    with pytest.raises(TypeError, match=r"Made runs op_forward, and its op_backward is that of Doubled, .* two pieces"):
+        define({"op_forward": legacy}, Doubled)
+    with pytest.raises(TypeError, match="Made runs op_forward_compute, and its op_backward is that of Legacy"):
+        define(without(SPLIT, "op_backward"), Legacy)
 
 
 def test_a_subclass_without_a_body_is_its_parent():

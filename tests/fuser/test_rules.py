@@ -217,7 +217,7 @@ def test_an_explanation_has_what_runs_together_and_what_runs_alone():
         ("Bias", "ReLU", "ConstantScale"),
     ]  # fmt: skip
     assert all(len(run.forward) == len(run.backward) == len(run.ops) for run in explained.runs)  # nothing fired
-    assert [why.split(":")[0] for why in explained.alone] == ["Identity", "Reshape", "Quantize", "Linear"]
+    assert [why.split(":")[0] for why in explained.alone] == ["Tanh", "Identity", "Reshape", "Quantize", "Linear"]
     text = str(explained)
     places = [text.index(f"run of {', '.join(run.ops)}\n") for run in explained.runs]
     assert places == sorted(places)
@@ -270,14 +270,15 @@ def test_a_plan_is_logged_once(caplog):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-current"])
-def test_what_was_refused_is_logged_with_the_plan(caplog, recipe):
+@pytest.mark.parametrize("compiles", [False, True])
+def test_what_was_refused_is_logged_with_the_plan(caplog, recipe, compiles):
     model, x = residual(recipe), batch()[0]
-    refused = model.explain(x.clone().requires_grad_()).refused
-    assert len(refused) >= 3
-    caplog.clear()
     with caplog.at_level(logging.INFO, logger="octavo"):
+        refused = model.explain(x.clone().requires_grad_()).refused
+        assert len(refused) >= 3 and not caplog.records
+        call = torch.compile(model, backend="aot_eager") if compiles else model
         for _ in range(3):
-            model(x.clone().requires_grad_())
+            call(x.clone().requires_grad_())
     said = [r.getMessage() for r in caplog.records]
     assert said[0].startswith("run of MakeExtraOutput, RMSNorm, Linear, SwiGLU, Linear, AddExtraInput: ")
     assert said[1:] == [
@@ -433,3 +434,91 @@ def test_a_subclass_of_an_operation_is_not_fused_by_its_parents_rules():
 
     model = octavo.Sequential(Doubled(), Special(4), rules=(ops.Forward(rule()),))
     assert torch.equal(model(X), -2 * X)
+
+
+# -- what a rule is made of --------------------------------------------------------------------------------------------
+
+
+NOT_FUSED = {"an operation": Doubled, "a function": step, "the base": ops.FusedOperation, "nothing": None}
+
+
+@pytest.mark.parametrize("op", NOT_FUSED.values(), ids=NOT_FUSED)
+def test_a_rule_takes_a_fused_operation(op):
+    with pytest.raises(UnsupportedConfig, match=r"'mine' puts a class derived from FusedOperation .* got"):
+        ops.Rule("mine", (Doubled, Powered), op)
+
+
+def test_a_rule_that_names_no_fused_operation_of_octavos_is_refused_before_it_is_used():
+    rule = ops.Rule("mine", (Doubled, Powered), "nonsense")
+    for bring in (ops.Forward, ops.Backward, ops.Joint, ops.register_forward_fusion):
+        with pytest.raises(UnsupportedConfig, match=r"'nonsense', of the rule 'mine', is none of .*norm-linear"):
+            bring(rule)
+
+
+@pytest.mark.parametrize("name", [None, "", 3])
+def test_a_rule_has_a_name(name):
+    with pytest.raises(UnsupportedConfig, match=f"name is a string that is not empty, got {name!r}"):
+        rule(name)
+
+
+class BothSides(fused_power()):
+    @staticmethod
+    def fuser_backward(configs, saved, grads, wants):
+        raise AssertionError("not run")
+
+
+@pytest.mark.parametrize(("bring", "other"), [(ops.Forward, "backward"), (ops.Backward, "forward")])
+def test_a_joint_operation_is_for_both_sides(bring, other):
+    with pytest.raises(TypeError, match=f"BothSides defines a {other} too, which would never run"):
+        bring(ops.Rule("mine", (Doubled, Powered), BothSides))
+
+
+class OnePiece(ops.FusedOperation):
+    @staticmethod
+    def fuser_forward(ctxs, inputs):
+        return 4 * inputs[0].x
+
+    @staticmethod
+    def fuser_backward(ctxs, dy):
+        return (4 * dy,), (None,)
+
+
+def test_what_inherits_a_fused_forward_in_one_piece_runs_it():
+    class Again(OnePiece):
+        @staticmethod
+        def fuser_backward(ctxs, dy):
+            return (40 * dy,), (None,)
+
+    rules = (ops.Joint(ops.Rule("again", (Doubled, Doubled), Again)),)
+    model = octavo.Sequential(Doubled(), Doubled(), rules=rules)
+    assert_equal(step(model, X, X), [4 * X, 40 * X])
+
+
+def test_a_backward_goes_with_its_own_kind_of_forward():
+    with pytest.raises(TypeError, match=r"Late runs fuser_forward, and its fuser_backward is that of BothSides"):
+
+        class Late(BothSides):
+            @staticmethod
+            def fuser_forward(ctxs, inputs):
+                return None
+
+    body = {name: staticmethod(getattr(BothSides, f"fuser_forward_{name}")) for name in ("compute", "save_ctx")}
+    with pytest.raises(TypeError, match=r"Early runs fuser_forward_compute, and its fuser_backward is .* OnePiece"):
+        type("Early", (OnePiece,), {f"fuser_forward_{name}": function for name, function in body.items()})
+
+
+def test_a_fused_forward_in_one_piece_is_static():
+    with pytest.raises(TypeError, match=r"Bound.fuser_forward must be a @staticmethod"):
+
+        class Bound(ops.FusedOperation):
+            def fuser_forward(self, ctxs, inputs):
+                return None
+
+            @staticmethod
+            def fuser_backward(ctxs, dy):
+                return None
+
+
+def test_a_fused_forward_in_one_piece_has_no_place_for_extra_outputs():
+    with pytest.raises(UnsupportedConfig, match=r"OnePiece, of the rule 'mine', .* of MakeExtraOutput"):
+        ops.Rule("mine", (ops.MakeExtraOutput, Doubled), OnePiece)
