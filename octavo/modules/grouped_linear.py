@@ -365,10 +365,12 @@ class GroupedLinear(FusibleOperation, Quantized):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """One parameter for all groups or one for each: either is read from a checkpoint of either."""
-        found = dict(state_dict)
+        found, strict = dict(state_dict), rest[1]
         for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)):
             if names:
-                _convert(found, prefix + kind, self.num_groups, single=names[0] == kind)
+                why = _convert(found, prefix + kind, self.num_groups, single=names[0] == kind)
+                if why and strict:
+                    rest[-1].append(why)  # what load_state_dict raises, with what else is wrong
         keys = [prefix + name for name in self._weight_names]
         parts, own = [found.get(key) for key in keys], self.weight_parts()
         recipe = self._codes.recipe
@@ -431,14 +433,23 @@ def _register(module: nn.Module, kind: str, whole: Tensor, single: bool) -> list
     return names
 
 
-def _convert(state: dict[str, Any], key: str, number: int, *, single: bool) -> None:
-    """Bring a parameter of all groups, or of each, to the other form in a checkpoint, if that is what it has."""
+def _convert(state: dict[str, Any], key: str, number: int, *, single: bool) -> str:
+    """Bring a parameter of all groups, or of each, to the other form in a checkpoint, if that is what it has. Returns
+    what keeps groups from being one."""
     parts = [f"{key}{i}" for i in range(number)]
-    found = [state[part] for part in parts if part in state]
-    if single and key not in state and len(found) == number and all(t.shape == found[0].shape for t in found):
+    found = [part for part in parts if part in state]
+    if single and key not in state and found:
+        shapes = {part: tuple(state[part].shape) for part in found}
+        missing = [part for part in parts if part not in state]
+        odd = [part for part in found if shapes[part] != shapes[found[0]]]
+        if missing or odd:
+            wrong = [f"{part} is missing" for part in missing]
+            wrong += [f"{part} is {shapes[part]}, where {found[0]} is {shapes[found[0]]}" for part in odd]
+            return f"{key} is made of {number} groups, and {', '.join(wrong)}."
         state[key] = torch.stack([state.pop(part) for part in parts])
     elif not single and key in state and not found and state[key].dim() and len(state[key]) == number:
         state |= dict(zip(parts, state.pop(key).unbind(), strict=True))
+    return ""
 
 
 def _fit(parts: list[Tensor | None], own: list[nn.Parameter]) -> bool:

@@ -1620,7 +1620,7 @@ def test_a_checkpoint_with_a_missing_an_extra_or_a_misshapen_group_is_refused_by
         "weight0": {**parts, "weight0": torch.zeros(N, K + 1)},
     }
     for name, state in bad.items():
-        with pytest.raises((RuntimeError, Unsupported), match=name if "3" in name else name.rstrip("012")):
+        with pytest.raises((RuntimeError, Unsupported), match=rf"\b{name}\b"):
             copy.deepcopy(layer).load_state_dict(state, strict=True)
     for name, value in layer.state_dict().items():
         assert_same(value, before[name])
