@@ -274,20 +274,39 @@ def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[
     rest = iter(grads[1:])
     whole = [next(rest) if k in unfused.shown[i] else None for i, n in enumerate(unfused.made) for k in range(n)]
     where = f"{functions.title}.fuser_backward"
-    found = functions.backward(config.settings, _saved_values(config, saved), (grads[0], *whole), fields)
+    kept = _saved_values(config, saved)
+    found = functions.backward(config.settings, kept, (grads[0], *whole), fields)
     found = _entries(where, "gradients", found, len(config.stages))
     for i, (own, wanted) in enumerate(zip(found, unfused.wanted, strict=True)):
         if len(own) != len(wanted):
             raise custom.Miscounted(f"{where} returns {len(wanted)} gradients for operation {i}, got {len(own)}.")
     flat = (found[0][0], *[t for own in found for t in own[1:]])
     names = [f"{i}.{field}" for i, own in enumerate(fields) for field in own._fields if i == 0 or field != "x"]
-    for name, t, want in zip(names, flat, wants(config), strict=True):
+    likes = _likes(config, kept)
+    for name, t, want, like in zip(names, flat, wants(config), likes, strict=True):
         if want and t is None:
             raise custom.Miscounted(f"{where} returned no gradient of {name}, which is wanted.")
-        if want and not isinstance(t, Tensor):
-            raise custom.Miscounted(f"{where} returned {custom.told(t)} as the gradient of {name}.")
+        if want:
+            custom.check_gradient(where, name, t, *like, grads[0])
     chosen = [t if want else None for t, want in zip(flat, wants(config), strict=True)]
     return custom.without_aliases(chosen, grads)
+
+
+def _likes(config: Config, kept: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """For each gradient what a custom stage says of its input, and that input itself if it was saved."""
+    as_y = all(isinstance(stage, custom.Config) and stage.likes[0][2] for stage in config.stages)
+    given: dict[str, Any] = {}
+    for i, (stage, values) in enumerate(zip(config.stages, kept, strict=True)):
+        if config.own:
+            given |= custom.given_among(values, config.saved[i])
+        elif isinstance(stage, custom.Config):
+            given |= {f"{i}:{at}": t for at, t in custom.given_among(values, stage.saved).items()}
+    found: list[tuple[Any, Any]] = []
+    for i, (stage, wanted) in enumerate(zip(config.stages, config.unfused.wanted, strict=True)):
+        for j in range(min(i, 1), len(wanted)):
+            like = stage.likes[j] if isinstance(stage, custom.Config) else None
+            found.append((like and (*like[:2], like[2] and as_y), given.get(f"{i}:{j}")))
+    return found
 
 
 def flops(config: Config, inputs: Sequence[Any]) -> int:

@@ -59,6 +59,7 @@ class Config(Value):
         str, ...
     ] = ()  # what each is: "tensor", "none", "codes:dtype:quantizer", "groups:side:dtype:quantizer"
     saved: tuple[str, ...] = ()  # where each comes from: "none", "input:0", "output:0", "fresh:0"
+    likes: tuple[tuple[str, tuple[int, ...], bool], ...] = ()  # what each gradient is to be like: `like`
 
     @cached_property
     def functions(self) -> Functions:
@@ -113,7 +114,8 @@ def kind_of(value: Any, where: str) -> str:
 def told(value: Any) -> str:
     """What came back, for messages."""
     if isinstance(value, Tensor | TensorProto):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+        name = dtype_name(value.dtype)
+        return f"{'an' if name.startswith('i') else 'a'} {name} tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list):
         return f"{len(value)} {'entry' if len(value) == 1 else 'entries'}"
     return "None" if value is None else f"a {type(value).__name__}"
@@ -226,6 +228,24 @@ def checked(functions: Functions, made: Any) -> tuple[Any, tuple[Any, ...], tupl
     return y, tuple(extra), tuple(fresh)
 
 
+def like(t: TensorProto | None, known: str, y: TensorProto) -> tuple[str, tuple[int, ...], bool]:
+    """What the gradient of an input is checked against: its dtype; its dims as far as they are `known` ("all", "last",
+    those that are not made up, or "none"), -1 for the others; whether y has its shape."""
+    if t is None:
+        return "", (), False
+    end = len(t.shape) - 1
+    dims = [n if known == "all" or (known == "last" and (n != MADE_UP or i == end > 0)) else -1
+            for i, n in enumerate(t.shape)]  # fmt: skip
+    return dtype_name(t.dtype), tuple(dims), tuple(t.shape) == tuple(y.shape)
+
+
+MADE_UP = 128  # what a dim is taken to be, when a run is planned, that the plan does not depend on
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 # -- the contract ------------------------------------------------------------------------------------------------------
 
 
@@ -331,16 +351,55 @@ def gradients(config: Config, saved: Sequence[Any], grads: tuple[Any, ...]) -> t
     """What its backward returns, if it is as many as it should be; nothing that is not wanted."""
     functions = config.functions
     wanted = fields_of(functions.fields)(*config.wanted)
-    found = functions.backward(config.settings, kept_values(config, saved), grads, wanted)
+    kept = kept_values(config, saved)
+    found = functions.backward(config.settings, kept, grads, wanted)
     if not isinstance(found, tuple | list) or len(found) != len(config.wanted):
         raise Miscounted(
             f"{functions.title}'s backward returns a gradient for each of {', '.join(functions.fields)}: "
             f"{len(config.wanted)}, got {len(found) if isinstance(found, tuple | list) else type(found).__name__}."
         )
-    for name, g, want in zip(functions.fields, found, config.wanted, strict=True):
+    given = given_among(kept, config.saved)
+    for i, (name, g, want) in enumerate(zip(functions.fields, found, config.wanted, strict=True)):
         if want and g is None:
             raise Miscounted(f"{functions.title}'s backward returned no gradient of {name}, which is wanted.")
+        if want:
+            check_gradient(f"{functions.title}'s backward", name, g, config.likes[i], given.get(str(i)), grads[0])
     return tuple(g if want else None for g, want in zip(found, config.wanted, strict=True))
+
+
+def given_among(kept: Sequence[Any], sources: Sequence[str]) -> dict[str, Any]:
+    """Inputs that were saved, by their places."""
+    return {s.removeprefix("input:"): t for t, s in zip(kept, sources, strict=True) if s.startswith("input:")}
+
+
+def check_gradient(where: str, name: str, g: Any, like: Any, given: Any, dy: Any) -> None:
+    """Refuse a gradient that is not like its input: it would be broadcast, summed or cast, and nobody would know.
+    `given` is the input itself, where it was saved."""
+    if not isinstance(g, Tensor):
+        raise Miscounted(f"{where} returned {told(g)} as the gradient of {name}. Return a tensor.")
+    if like is None:  # of a layer of Octavo's
+        if given is None:
+            return
+        like = dtype_name(given.dtype), given.shape, False
+    dtype, dims, as_y = like
+    want: Sequence[Any] = dims if given is None else given.shape
+    fits = dtype_name(g.dtype) == dtype and g.dim() == len(want)
+    fits = fits and not any([_differs(n, m) and n >= 0 for n, m in zip(want, g.shape, strict=True)])
+    if fits and as_y and given is None and dy is not None and dy.dim() == g.dim():
+        # which rows there are is not known, but that there is more than one where dy has more
+        fits = not any([_differs(n, m) and m == 1 for n, m in zip(dy.shape, g.shape, strict=True)])
+        want = want if fits else dy.shape
+    if not fits:
+        shape = ", ".join("?" if n == -1 else str(n) for n in want) + ("," if len(want) == 1 else "")
+        raise Miscounted(
+            f"{where} returned {told(g)} as the gradient of {name}, which is a {dtype} tensor of shape ({shape}). "
+            "Return gradients in the dtype and shape of their inputs."
+        )
+
+
+def _differs(a: Any, b: Any) -> bool:
+    """As numbers; a compiler's symbols are left alone."""
+    return isinstance(a, int) and isinstance(b, int) and a != b
 
 
 def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
