@@ -311,6 +311,9 @@ class BasicOperation(FusibleOperation, nn.Module):
             raise ValueError(
                 f"{type(self).__name__} takes {self.num_extra_inputs} extra inputs besides x, got {len(extras)}."
             )
+        for i, extra in enumerate(extras):
+            if not isinstance(extra, Tensor | Edge):  # an Edge: what another operation of the run will make
+                raise TypeError(f"{type(self).__name__} takes a tensor as extra input {i}, got {custom.told(extra)}.")
         own = tuple([getattr(self, name) for name in self.params])
         given = tuple([kwargs.get(name) for name in self.kwargs])
         for name, t in zip(self.kwargs, given, strict=True):

@@ -202,7 +202,8 @@ def protos(config: Config, inputs: Sequence[Any]) -> Made:
         return chain.protos(config.unfused, inputs)
     with custom.without_data():
         fakes = [_empty(field) for field in inputs]
-        made = forward(config, fakes)
+        with custom.tried(f"{config.functions.title}.fuser_forward_compute"):
+            made = forward(config, fakes)
         return Made(*(tuple(None if t is None else TensorProto.of(t) for t in group) for group in made))
 
 
@@ -261,7 +262,8 @@ def gradient_protos(config: Config, saved: tuple[Any, ...], dy: Any) -> tuple[Te
     with custom.without_data():
         values = [t if t is None or isinstance(t, Tensor) else t.empty() for t in saved]
         g = dy if isinstance(dy, Tensor) else dy.empty()
-        found = backward(config, tuple(values), (), (g, *[None] * (outputs(config) - 1)))
+        with custom.tried(f"{config.functions.title}.fuser_backward"):
+            found = backward(config, tuple(values), (), (g, *[None] * (outputs(config) - 1)))
         return tuple(None if t is None else TensorProto.of(t) for t in found)
 
 
@@ -328,10 +330,12 @@ def probe(config: Config, inputs: Sequence[Any]) -> Config:
     with custom.without_data():
         fakes = [_fake(field) for field in inputs]
         own = _own_inputs(config, fakes)
-        y, extra, fresh = _computed(config, fakes)
-        assert functions.select is not None
         where, made_by = (f"{functions.title}.{name}" for name in ("fuser_forward_save_ctx", "fuser_forward_compute"))
-        chosen = functions.select(config.settings, own, (y, *extra), fresh)
+        with custom.tried(made_by):
+            y, extra, fresh = _computed(config, fakes)
+        assert functions.select is not None
+        with custom.tried(where):
+            chosen = functions.select(config.settings, own, (y, *extra), fresh)
         chosen = _entries(where, "what is saved", chosen, len(config.stages), TypeError)
         kinds = tuple(tuple(custom.kind_of(value, made_by) for value in part) for part in fresh)
         saved = tuple(tuple(_source(where, value, own, (y, *extra), fresh) for value in part) for part in chosen)

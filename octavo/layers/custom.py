@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    is_fake,
+)
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import DTYPES, Counts, Made, reader
@@ -172,10 +177,10 @@ def probe(functions: Functions, settings: Value | None, inputs: Sequence[Any]) -
     with without_data():
         fakes = [None if t is None else fake(t) for t in inputs]
         named = fields_of(functions.fields)(*fakes)
-        say = functions.compute if functions.protos is None else functions.protos
-        y, extra, fresh = checked(functions, say(settings, named))
+        y, extra, fresh = _said(functions, settings, named)
         outputs = (y, *extra)
-        chosen = functions.select(settings, named, outputs, fresh)
+        with tried(f"{functions.title}'s save_ctx"):
+            chosen = functions.select(settings, named, outputs, fresh)
     if not isinstance(chosen, tuple | list):
         raise TypeError(f"{functions.title}'s save_ctx returns a tuple, got {type(chosen).__name__}.")
     kinds = tuple(kind_of(value, f"{functions.title}'s compute") for value in fresh)
@@ -183,9 +188,53 @@ def probe(functions: Functions, settings: Value | None, inputs: Sequence[Any]) -
     return Probed(kinds, sources, tuple(TensorProto.of(t) for t in outputs))
 
 
+def _said(functions: Functions, settings: Value | None, inputs: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """What compute returns for tensors without data, or would."""
+    if functions.protos is None:
+        otherwise = ", or define op_protos, which is asked for shapes in its place"
+        with tried(f"{functions.title}'s compute", otherwise):
+            made = functions.compute(settings, inputs)
+    else:
+        with tried(f"{functions.title}'s op_protos"):
+            made = functions.protos(settings, inputs)
+    return checked(functions, made)
+
+
 def without_data() -> Any:
     """Tensors made within have none."""
     return nullcontext() if _is_fake_already() else FakeTensorMode()
+
+
+class tried:
+    """Functions of somebody else's, called within on tensors without data: what they raise says so. `otherwise` is what
+    else their author can do."""
+
+    def __init__(self, where: str, otherwise: str = "") -> None:
+        self.where, self.otherwise = where, otherwise
+
+    def __enter__(self) -> None:
+        self.before = _values_asked_for()
+
+    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
+        if _is_about_values(error) or (error is None and _values_asked_for() > self.before):
+            raise TypeError(
+                f"{self.where} asks what is in a tensor, and is run without data to learn shapes. Leave out .item(), "
+                f"bool() of a tensor and sizes that follow from values{self.otherwise}."
+            ) from error
+        if error is not None and kind is not Miscounted:
+            error.add_note(f"Raised by {self.where}, which is run without data to learn shapes.")
+
+
+def _is_about_values(error: Any) -> bool:
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return True
+    return type(error).__name__ == "GuardOnDataDependentSymNode"  # a compiler's, whose module is not imported for this
+
+
+def _values_asked_for() -> int:
+    """A compiler has symbols for values, as for sizes, and counts those that nobody has returned yet."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return len(getattr(getattr(mode, "shape_env", None), "pending_fresh_unbacked_symbols", ()))
 
 
 def _is_fake_already() -> bool:
@@ -236,7 +285,7 @@ def like(t: TensorProto | None, known: str, y: TensorProto) -> tuple[str, tuple[
     end = len(t.shape) - 1
     dims = [n if known == "all" or (known == "last" and (n != MADE_UP or i == end > 0)) else -1
             for i, n in enumerate(t.shape)]  # fmt: skip
-    return dtype_name(t.dtype), tuple(dims), tuple(t.shape) == tuple(y.shape)
+    return dtype_name(t.dtype), tuple(dims), known != "all" and tuple(t.shape) == tuple(y.shape)
 
 
 MADE_UP = 128  # what a dim is taken to be, when a run is planned, that the plan does not depend on
@@ -295,8 +344,7 @@ def protos(config: Config, inputs: Any) -> Made:
     functions = config.functions
     with without_data():
         fakes = fields_of(functions.fields)(*[None if p is None else p.empty() for p in inputs])
-        say = functions.compute if functions.protos is None else functions.protos
-        y, extra, fresh = checked(functions, say(config.settings, fakes))
+        y, extra, fresh = _said(functions, config.settings, fakes)
         slots = [t for value in fresh for t in packed(value)]
         return Made(
             tuple(TensorProto.of(t) for t in (y, *extra)), (),
@@ -331,7 +379,8 @@ def gradient_protos(config: Config, saved: tuple[Any, ...], dy: Any) -> tuple[Te
     with without_data():
         values = [t if t is None or isinstance(t, Tensor) else t.empty() for t in saved]
         g = dy if isinstance(dy, Tensor) else dy.empty()
-        found = gradients(config, tuple(values), (g, *[None] * (functions.outputs - 1)))
+        with tried(f"{functions.title}'s backward"):
+            found = gradients(config, tuple(values), (g, *[None] * (functions.outputs - 1)))
         return tuple(None if t is None else TensorProto.of(t) for t in found)
 
 

@@ -120,7 +120,7 @@ def quadruple(rule):
 
 
 def stepped(model, call=None):
-    (call or model)(spiky(4, H).requires_grad_()).sum().backward()
+    (model if call is None else call)(spiky(4, H).requires_grad_()).sum().backward()
 
 
 def computes(make):
@@ -372,3 +372,82 @@ def test_a_gradient_of_a_forward_in_one_piece_is_like_its_input(name):
     op = define({"op_backward": LEGACY_UNLIKE[name]}, Legacy, "Old")(H)
     with pytest.raises(RuntimeError, match=rf"Old.op_backward returned a float32 .* as the gradient of {name}, which"):
         stepped(op)
+
+
+# -- run without data --------------------------------------------------------------------------------------------------
+
+
+def only_positive(x):
+    return x if x.sum() > 0 else 2 * x
+
+
+PEEKS = {
+    "item": lambda x: x * x.abs().max().item(),
+    "bool": lambda x: only_positive(x).clone(),
+    "sizes": lambda x: x[x > 0],
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("make", PEEKS.values(), ids=PEEKS)
+def test_compute_that_reads_values_is_a_type_error_that_says_what_to_do(make, wrap):
+    op = define({"op_forward_compute": staticmethod(lambda config, inputs: (make(inputs.x), ()))}, Doubled, "Peeking")()
+    for model in (op, octavo.Sequential(ops.ConstantScale(1.0), op)):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"Peeking's compute .* without data .* or define op_protos") as refused:
+            wrap(model)(spiky(4, H))
+        assert wrap is compiled or isinstance(refused.value, TypeError)
+
+
+def test_what_reads_values_and_says_its_shapes_runs():
+    body = {
+        "op_forward_compute": staticmethod(lambda config, inputs: (2 * only_positive(inputs.x), ())),
+        "op_protos": staticmethod(lambda config, inputs: (torch.empty_like(inputs.x), ())),
+    }
+    op, x, dy = define(body, Doubled)(), spiky(4, H).abs(), spiky(4, H, seed=2)
+    assert_equal(step(op, x, dy), [2 * x, 2 * dy])
+    assert_equal(step(op, x, dy, call=compiled(op)), [2 * x, 2 * dy])
+
+
+@pytest.mark.parametrize("make", [PEEKS["item"], PEEKS["bool"]], ids=["item", "bool"])
+def test_a_backward_that_reads_values_is_said_where_a_graph_asks_for_shapes(make):
+    backward = staticmethod(lambda config, saved, dy, wants: (make(dy),))
+    op = define({"op_backward": backward}, Doubled, "Peeking")()
+    stepped(op)  # in eager mode it has data
+    with pytest.raises(Exception, match=r"Peeking's backward .* without data"):
+        stepped(op, compiled(op))
+
+
+def test_a_fused_operation_that_reads_values_is_a_type_error():
+    model = quadruple(fused("Peeking", **computes(lambda x: 4 * x * x.abs().max().item())))
+    with pytest.raises(TypeError, match=r"Peeking.fuser_forward_compute .* without data"):
+        stepped(model)
+
+
+def fails(*_):
+    raise KeyError("mine")
+
+
+FAILING = {"op_forward_compute": "compute", "op_forward_save_ctx": "save_ctx", "op_protos": "op_protos"}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_an_operation_raises_without_data_names_it(name):
+    op = define({name: staticmethod(fails)}, Doubled, "Failing")()
+    with pytest.raises(KeyError) as caught:
+        op(spiky(4, H))
+    assert f"Raised by Failing's {FAILING[name]}, which is run without data" in "".join(caught.value.__notes__)
+
+
+def test_what_a_fused_operation_raises_without_data_names_it():
+    for which, name in (("compute", "fuser_forward_compute"), ("save", "fuser_forward_save_ctx")):
+        with pytest.raises(KeyError) as caught:
+            stepped(quadruple(fused("Failing", **{which: fails})))
+        assert f"Raised by Failing.{name}" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(("extra", "said"), [(None, "None"), (3.0, "a float"), ([1], "1 entry")], ids=str)
+def test_an_extra_input_that_is_no_tensor_is_named(extra, said):
+    for call in (Take(), octavo.Sequential(Doubled(), Take())):
+        with pytest.raises(TypeError, match=f"Take takes a tensor as extra input 0, got {said}"):
+            call(spiky(4, H), extra)
