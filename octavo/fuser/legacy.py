@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.errors import UnsupportedConfig
 from octavo.fuser.operation import OP
 from octavo.fuser.pattern import Rule
-from octavo.layers.custom import fields_of
+from octavo.layers.custom import check_gradient, dtype_name, fields_of
 from octavo.quant import QTensor
 
 
@@ -30,6 +30,7 @@ class _Legacy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: Any, kwargs: dict[str, Any], count: int, x: Tensor, *params: Tensor) -> Tensor:
         ctx.op, ctx.own, ctx.count = op, OperationContext(), count
+        ctx.likes = [(dtype_name(t.dtype), tuple(t.shape), False) for t in (x, *params)]
         y: Tensor = op.op_forward(ctx.own, x, **kwargs)
         ctx.save_for_backward(*ctx.own.to_save)
         ctx.own.to_save = ()  # kept there, and not here too
@@ -46,6 +47,9 @@ class _Legacy(torch.autograd.Function):
         dx, grads = found
         if len(grads) != ctx.count:
             raise RuntimeError(f"{title}.op_backward returns {ctx.count} gradients of parameters, got {len(grads)}.")
+        for i, (g, like) in enumerate(zip((dx, *grads), ctx.likes, strict=True)):
+            if g is not None:
+                check_gradient(f"{title}.op_backward", f"parameter {i - 1}" if i else "x", g, like, None, None)
         return None, None, None, dx, *grads
 
 

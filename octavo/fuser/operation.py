@@ -26,6 +26,7 @@ import hashlib
 import inspect
 import keyword
 import re
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -310,6 +311,9 @@ class BasicOperation(FusibleOperation, nn.Module):
             raise ValueError(
                 f"{type(self).__name__} takes {self.num_extra_inputs} extra inputs besides x, got {len(extras)}."
             )
+        for i, extra in enumerate(extras):
+            if not isinstance(extra, Tensor | Edge):  # an Edge: what another operation of the run will make
+                raise TypeError(f"{type(self).__name__} takes a tensor as extra input {i}, got {custom.told(extra)}.")
         own = tuple([getattr(self, name) for name in self.params])
         given = tuple([kwargs.get(name) for name in self.kwargs])
         for name, t in zip(self.kwargs, given, strict=True):
@@ -325,14 +329,17 @@ class BasicOperation(FusibleOperation, nn.Module):
         key = "" if settings is None else settings.key
         width = x.width
         sketches = [sketch(x, width), *[as_it_is(t) for t in own], *[sketch(t, width) for t in (*extras, *given)]]
+        # of which inputs the sizes are known: what a custom operation made has those that were made up for its own
+        known = [_known(x), *["all" for _ in own], *[_known(t) for t in (*extras, *given)]]
         if torch.compiler.is_compiling():
-            found = self._planned_now(key, wanted, sketches)
+            found = self._planned_now(key, wanted, sketches, known)
             if not found:  # then for these sizes alone
-                found = self._planned_now(key, wanted, [_sizes(t) for t in (x, *inputs)], last=True)
+                found = self._planned_now(key, wanted, [_sizes(t) for t in (x, *inputs)], known, last=True)
         else:
-            found = planned(self.op_name, key, wanted, tuple(sketches))
+            found = planned(self.op_name, key, wanted, tuple(sketches), tuple(known))
             if not found:
-                found = planned(self.op_name, key, wanted, tuple([_sizes(t) for t in (x, *inputs)]), last=True)
+                sizes = tuple([_sizes(t) for t in (x, *inputs)])
+                found = planned(self.op_name, key, wanted, sizes, tuple(known), last=True)
         said, outputs = found
         # what y's leading dims are is not known here, only what they would be for an x like the one that was tried
         edges = [
@@ -343,9 +350,14 @@ class BasicOperation(FusibleOperation, nn.Module):
 
     @while_tracing
     def _planned_now(
-        self, key: str, wanted: tuple[bool, ...], sketches: list[Any], last: bool = False
+        self, key: str, wanted: tuple[bool, ...], sketches: list[Any], known: list[str], last: bool = False
     ) -> tuple[Any, ...]:
-        return _plan(self.op_name, key, wanted, tuple(sketches), last)
+        return _plan(self.op_name, key, wanted, tuple(sketches), known, last)
+
+
+def _known(t: Any) -> str:
+    """As much of its shape as `octavo.layers.custom.like` may rely on."""
+    return "none" if isinstance(t, Edge) and t.like is not None else "last"
 
 
 def sketch(t: Any, width: int = 0) -> Any:
@@ -358,9 +370,6 @@ def sketch(t: Any, width: int = 0) -> Any:
     return _made_up(t.shape, width), t.dtype, t.device
 
 
-LEADING = 128  # what a dim is taken to be that a plan does not depend on
-
-
 def _made_up(shape: Any, width: int) -> tuple[int, ...]:
     known: list[int] = []
     for i, n in enumerate(shape):
@@ -371,7 +380,7 @@ def _made_up(shape: Any, width: int) -> tuple[int, ...]:
         elif i == len(shape) - 1 and len(shape) > 1:
             known.append(len(range(n)))
         else:
-            known.append(LEADING)
+            known.append(custom.MADE_UP)
     return tuple(known)
 
 
@@ -464,18 +473,23 @@ _planned: dict[tuple[Any, ...], Said | tuple[()]] = {}
 
 
 def planned(
-    name: str, settings: str, wanted: tuple[bool, ...], sketches: tuple[Any, ...], last: bool = False
+    name: str,
+    settings: str,
+    wanted: tuple[bool, ...],
+    sketches: tuple[Any, ...],
+    known: tuple[str, ...],
+    last: bool = False,
 ) -> Said | tuple[()]:
     """A custom stage for inputs like these: what its functions save is found out once. Nothing, if they cannot be run
     on tensors of these sizes and this is not the last try."""
-    at = (name, settings, wanted, sketches)
+    at = (name, settings, wanted, sketches, known)
     if at not in _planned:
-        _planned[at] = _plan(name, settings, wanted, sketches, last)
+        _planned[at] = _plan(name, settings, wanted, sketches, known, last)
     return _planned[at]
 
 
 def _plan(
-    name: str, settings: str, wanted: tuple[bool, ...], sketches: tuple[Any, ...], last: bool
+    name: str, settings: str, wanted: tuple[bool, ...], sketches: tuple[Any, ...], known: Sequence[str], last: bool
 ) -> Said | tuple[()]:
     value = None if settings == "" else parse(settings)
     protos = [None if t is None else TensorProto(*t) for t in sketches]
@@ -487,5 +501,7 @@ def _plan(
         if last:
             raise
         return ()
-    config = custom.Config(name, value, wanted, found.fresh, found.saved)
+    y = found.outputs[0]
+    likes = tuple(custom.like(t if want else None, how, y) for t, how, want in zip(protos, known, wanted, strict=True))
+    config = custom.Config(name, value, wanted, found.fresh, found.saved, likes)
     return config.key, tuple((p.shape, p.dtype, p.device) for p in found.outputs)

@@ -282,7 +282,8 @@ def protos(config: Config, inputs: Sequence[Any]) -> Made:
     for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
         own[i] = own[i]._replace(x=x)
         _connect(config, own, made, i, i + 1)
-        made.append(layer.protos(stage, own[i]))
+        with _named(config.begin + i):
+            made.append(layer.protos(stage, own[i]))
         x = made[-1].outputs[0]
     return _gathered(config, own, made)
 
@@ -431,7 +432,8 @@ def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -
     for i in reversed(range(len(config.stages))):
         if not any(config.wanted[i]):
             break
-        found[i] = config.layers[i].gradient_protos(config.stages[i], saved[spans[i]], g)
+        with _named(config.begin + i):
+            found[i] = config.layers[i].gradient_protos(config.stages[i], saved[spans[i]], g)
         g = found[i][0]
     return _returned(config, found)
 

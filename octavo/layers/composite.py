@@ -202,7 +202,8 @@ def protos(config: Config, inputs: Sequence[Any]) -> Made:
         return chain.protos(config.unfused, inputs)
     with custom.without_data():
         fakes = [_empty(field) for field in inputs]
-        made = forward(config, fakes)
+        with custom.tried(f"{config.functions.title}.fuser_forward_compute"):
+            made = forward(config, fakes)
         return Made(*(tuple(None if t is None else TensorProto.of(t) for t in group) for group in made))
 
 
@@ -261,7 +262,8 @@ def gradient_protos(config: Config, saved: tuple[Any, ...], dy: Any) -> tuple[Te
     with custom.without_data():
         values = [t if t is None or isinstance(t, Tensor) else t.empty() for t in saved]
         g = dy if isinstance(dy, Tensor) else dy.empty()
-        found = backward(config, tuple(values), (), (g, *[None] * (outputs(config) - 1)))
+        with custom.tried(f"{config.functions.title}.fuser_backward"):
+            found = backward(config, tuple(values), (), (g, *[None] * (outputs(config) - 1)))
         return tuple(None if t is None else TensorProto.of(t) for t in found)
 
 
@@ -274,20 +276,39 @@ def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[
     rest = iter(grads[1:])
     whole = [next(rest) if k in unfused.shown[i] else None for i, n in enumerate(unfused.made) for k in range(n)]
     where = f"{functions.title}.fuser_backward"
-    found = functions.backward(config.settings, _saved_values(config, saved), (grads[0], *whole), fields)
+    kept = _saved_values(config, saved)
+    found = functions.backward(config.settings, kept, (grads[0], *whole), fields)
     found = _entries(where, "gradients", found, len(config.stages))
     for i, (own, wanted) in enumerate(zip(found, unfused.wanted, strict=True)):
         if len(own) != len(wanted):
             raise custom.Miscounted(f"{where} returns {len(wanted)} gradients for operation {i}, got {len(own)}.")
     flat = (found[0][0], *[t for own in found for t in own[1:]])
     names = [f"{i}.{field}" for i, own in enumerate(fields) for field in own._fields if i == 0 or field != "x"]
-    for name, t, want in zip(names, flat, wants(config), strict=True):
+    likes = _likes(config, kept)
+    for name, t, want, like in zip(names, flat, wants(config), likes, strict=True):
         if want and t is None:
             raise custom.Miscounted(f"{where} returned no gradient of {name}, which is wanted.")
-        if want and not isinstance(t, Tensor):
-            raise custom.Miscounted(f"{where} returned {custom.told(t)} as the gradient of {name}.")
+        if want:
+            custom.check_gradient(where, name, t, *like, grads[0])
     chosen = [t if want else None for t, want in zip(flat, wants(config), strict=True)]
     return custom.without_aliases(chosen, grads)
+
+
+def _likes(config: Config, kept: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """For each gradient what a custom stage says of its input, and that input itself if it was saved."""
+    as_y = all(isinstance(stage, custom.Config) and stage.likes[0][2] for stage in config.stages)
+    given: dict[str, Any] = {}
+    for i, (stage, values) in enumerate(zip(config.stages, kept, strict=True)):
+        if config.own:
+            given |= custom.given_among(values, config.saved[i])
+        elif isinstance(stage, custom.Config):
+            given |= {f"{i}:{at}": t for at, t in custom.given_among(values, stage.saved).items()}
+    found: list[tuple[Any, Any]] = []
+    for i, (stage, wanted) in enumerate(zip(config.stages, config.unfused.wanted, strict=True)):
+        for j in range(min(i, 1), len(wanted)):
+            like = stage.likes[j] if isinstance(stage, custom.Config) else None
+            found.append((like and (*like[:2], like[2] and as_y), given.get(f"{i}:{j}")))
+    return found
 
 
 def flops(config: Config, inputs: Sequence[Any]) -> int:
@@ -309,10 +330,12 @@ def probe(config: Config, inputs: Sequence[Any]) -> Config:
     with custom.without_data():
         fakes = [_fake(field) for field in inputs]
         own = _own_inputs(config, fakes)
-        y, extra, fresh = _computed(config, fakes)
-        assert functions.select is not None
         where, made_by = (f"{functions.title}.{name}" for name in ("fuser_forward_save_ctx", "fuser_forward_compute"))
-        chosen = functions.select(config.settings, own, (y, *extra), fresh)
+        with custom.tried(made_by):
+            y, extra, fresh = _computed(config, fakes)
+        assert functions.select is not None
+        with custom.tried(where):
+            chosen = functions.select(config.settings, own, (y, *extra), fresh)
         chosen = _entries(where, "what is saved", chosen, len(config.stages), TypeError)
         kinds = tuple(tuple(custom.kind_of(value, made_by) for value in part) for part in fresh)
         saved = tuple(tuple(_source(where, value, own, (y, *extra), fresh) for value in part) for part in chosen)

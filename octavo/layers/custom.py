@@ -17,7 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    is_fake,
+)
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import DTYPES, Counts, Made, reader
@@ -59,6 +64,7 @@ class Config(Value):
         str, ...
     ] = ()  # what each is: "tensor", "none", "codes:dtype:quantizer", "groups:side:dtype:quantizer"
     saved: tuple[str, ...] = ()  # where each comes from: "none", "input:0", "output:0", "fresh:0"
+    likes: tuple[tuple[str, tuple[int, ...], bool], ...] = ()  # what each gradient is to be like: `like`
 
     @cached_property
     def functions(self) -> Functions:
@@ -113,7 +119,8 @@ def kind_of(value: Any, where: str) -> str:
 def told(value: Any) -> str:
     """What came back, for messages."""
     if isinstance(value, Tensor | TensorProto):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+        name = dtype_name(value.dtype)
+        return f"{'an' if name.startswith('i') else 'a'} {name} tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list):
         return f"{len(value)} {'entry' if len(value) == 1 else 'entries'}"
     return "None" if value is None else f"a {type(value).__name__}"
@@ -170,10 +177,10 @@ def probe(functions: Functions, settings: Value | None, inputs: Sequence[Any]) -
     with without_data():
         fakes = [None if t is None else fake(t) for t in inputs]
         named = fields_of(functions.fields)(*fakes)
-        say = functions.compute if functions.protos is None else functions.protos
-        y, extra, fresh = checked(functions, say(settings, named))
+        y, extra, fresh = _said(functions, settings, named)
         outputs = (y, *extra)
-        chosen = functions.select(settings, named, outputs, fresh)
+        with tried(f"{functions.title}'s save_ctx"):
+            chosen = functions.select(settings, named, outputs, fresh)
     if not isinstance(chosen, tuple | list):
         raise TypeError(f"{functions.title}'s save_ctx returns a tuple, got {type(chosen).__name__}.")
     kinds = tuple(kind_of(value, f"{functions.title}'s compute") for value in fresh)
@@ -181,9 +188,53 @@ def probe(functions: Functions, settings: Value | None, inputs: Sequence[Any]) -
     return Probed(kinds, sources, tuple(TensorProto.of(t) for t in outputs))
 
 
+def _said(functions: Functions, settings: Value | None, inputs: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
+    """What compute returns for tensors without data, or would."""
+    if functions.protos is None:
+        otherwise = ", or define op_protos, which is asked for shapes in its place"
+        with tried(f"{functions.title}'s compute", otherwise):
+            made = functions.compute(settings, inputs)
+    else:
+        with tried(f"{functions.title}'s op_protos"):
+            made = functions.protos(settings, inputs)
+    return checked(functions, made)
+
+
 def without_data() -> Any:
     """Tensors made within have none."""
     return nullcontext() if _is_fake_already() else FakeTensorMode()
+
+
+class tried:
+    """Functions of somebody else's, called within on tensors without data: what they raise says so. `otherwise` is what
+    else their author can do."""
+
+    def __init__(self, where: str, otherwise: str = "") -> None:
+        self.where, self.otherwise = where, otherwise
+
+    def __enter__(self) -> None:
+        self.before = _values_asked_for()
+
+    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
+        if _is_about_values(error) or (error is None and _values_asked_for() > self.before):
+            raise TypeError(
+                f"{self.where} asks what is in a tensor, and is run without data to learn shapes. Leave out .item(), "
+                f"bool() of a tensor and sizes that follow from values{self.otherwise}."
+            ) from error
+        if error is not None and kind is not Miscounted:
+            error.add_note(f"Raised by {self.where}, which is run without data to learn shapes.")
+
+
+def _is_about_values(error: Any) -> bool:
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return True
+    return type(error).__name__ == "GuardOnDataDependentSymNode"  # a compiler's, whose module is not imported for this
+
+
+def _values_asked_for() -> int:
+    """A compiler has symbols for values, as for sizes, and counts those that nobody has returned yet."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return len(getattr(getattr(mode, "shape_env", None), "pending_fresh_unbacked_symbols", ()))
 
 
 def _is_fake_already() -> bool:
@@ -224,6 +275,24 @@ def checked(functions: Functions, made: Any) -> tuple[Any, tuple[Any, ...], tupl
     if not isinstance(fresh, tuple | list):
         raise Miscounted(f"{functions.title}'s compute returns fresh tensors as a tuple, got {type(fresh).__name__}.")
     return y, tuple(extra), tuple(fresh)
+
+
+def like(t: TensorProto | None, known: str, y: TensorProto) -> tuple[str, tuple[int, ...], bool]:
+    """What the gradient of an input is checked against: its dtype; its dims as far as they are `known` ("all", "last",
+    those that are not made up, or "none"), -1 for the others; whether y has its shape."""
+    if t is None:
+        return "", (), False
+    end = len(t.shape) - 1
+    dims = [n if known == "all" or (known == "last" and (n != MADE_UP or i == end > 0)) else -1
+            for i, n in enumerate(t.shape)]  # fmt: skip
+    return dtype_name(t.dtype), tuple(dims), known != "all" and tuple(t.shape) == tuple(y.shape)
+
+
+MADE_UP = 128  # what a dim is taken to be, when a run is planned, that the plan does not depend on
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # -- the contract ------------------------------------------------------------------------------------------------------
@@ -275,8 +344,7 @@ def protos(config: Config, inputs: Any) -> Made:
     functions = config.functions
     with without_data():
         fakes = fields_of(functions.fields)(*[None if p is None else p.empty() for p in inputs])
-        say = functions.compute if functions.protos is None else functions.protos
-        y, extra, fresh = checked(functions, say(config.settings, fakes))
+        y, extra, fresh = _said(functions, config.settings, fakes)
         slots = [t for value in fresh for t in packed(value)]
         return Made(
             tuple(TensorProto.of(t) for t in (y, *extra)), (),
@@ -311,7 +379,8 @@ def gradient_protos(config: Config, saved: tuple[Any, ...], dy: Any) -> tuple[Te
     with without_data():
         values = [t if t is None or isinstance(t, Tensor) else t.empty() for t in saved]
         g = dy if isinstance(dy, Tensor) else dy.empty()
-        found = gradients(config, tuple(values), (g, *[None] * (functions.outputs - 1)))
+        with tried(f"{functions.title}'s backward"):
+            found = gradients(config, tuple(values), (g, *[None] * (functions.outputs - 1)))
         return tuple(None if t is None else TensorProto.of(t) for t in found)
 
 
@@ -331,16 +400,55 @@ def gradients(config: Config, saved: Sequence[Any], grads: tuple[Any, ...]) -> t
     """What its backward returns, if it is as many as it should be; nothing that is not wanted."""
     functions = config.functions
     wanted = fields_of(functions.fields)(*config.wanted)
-    found = functions.backward(config.settings, kept_values(config, saved), grads, wanted)
+    kept = kept_values(config, saved)
+    found = functions.backward(config.settings, kept, grads, wanted)
     if not isinstance(found, tuple | list) or len(found) != len(config.wanted):
         raise Miscounted(
             f"{functions.title}'s backward returns a gradient for each of {', '.join(functions.fields)}: "
             f"{len(config.wanted)}, got {len(found) if isinstance(found, tuple | list) else type(found).__name__}."
         )
-    for name, g, want in zip(functions.fields, found, config.wanted, strict=True):
+    given = given_among(kept, config.saved)
+    for i, (name, g, want) in enumerate(zip(functions.fields, found, config.wanted, strict=True)):
         if want and g is None:
             raise Miscounted(f"{functions.title}'s backward returned no gradient of {name}, which is wanted.")
+        if want:
+            check_gradient(f"{functions.title}'s backward", name, g, config.likes[i], given.get(str(i)), grads[0])
     return tuple(g if want else None for g, want in zip(found, config.wanted, strict=True))
+
+
+def given_among(kept: Sequence[Any], sources: Sequence[str]) -> dict[str, Any]:
+    """Inputs that were saved, by their places."""
+    return {s.removeprefix("input:"): t for t, s in zip(kept, sources, strict=True) if s.startswith("input:")}
+
+
+def check_gradient(where: str, name: str, g: Any, like: Any, given: Any, dy: Any) -> None:
+    """Refuse a gradient that is not like its input: it would be broadcast, summed or cast, and nobody would know.
+    `given` is the input itself, where it was saved."""
+    if not isinstance(g, Tensor):
+        raise Miscounted(f"{where} returned {told(g)} as the gradient of {name}. Return a tensor.")
+    if like is None:  # of a layer of Octavo's
+        if given is None:
+            return
+        like = dtype_name(given.dtype), given.shape, False
+    dtype, dims, as_y = like
+    want: Sequence[Any] = dims if given is None else given.shape
+    fits = dtype_name(g.dtype) == dtype and g.dim() == len(want)
+    fits = fits and not any([_differs(n, m) and n >= 0 for n, m in zip(want, g.shape, strict=True)])
+    if fits and as_y and given is None and dy is not None and dy.dim() == g.dim():
+        # which rows there are is not known, but that there is more than one where dy has more
+        fits = not any([_differs(n, m) and m == 1 for n, m in zip(dy.shape, g.shape, strict=True)])
+        want = want if fits else dy.shape
+    if not fits:
+        shape = ", ".join("?" if n == -1 else str(n) for n in want) + ("," if len(want) == 1 else "")
+        raise Miscounted(
+            f"{where} returned {told(g)} as the gradient of {name}, which is a {dtype} tensor of shape ({shape}). "
+            "Return gradients in the dtype and shape of their inputs."
+        )
+
+
+def _differs(a: Any, b: Any) -> bool:
+    """As numbers; a compiler's symbols are left alone."""
+    return isinstance(a, int) and isinstance(b, int) and a != b
 
 
 def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from torch import nn
 
 import octavo
 from octavo import ops
-from tests.fuser.custom import Doubled, Emit, Powered, Take
+from tests.fuser.custom import Doubled, Emit, Legacy, Powered, Take
 from tests.fuser.models import H, assert_equal, assert_unfused, compiled, fill, step
 from tests.fuser.test_contract import define
 from tests.modules.oracle import spiky
@@ -131,7 +131,7 @@ def quadruple(rule):
 
 
 def stepped(model, call=None):
-    (call or model)(spiky(4, H).requires_grad_()).sum().backward()
+    (model if call is None else call)(spiky(4, H).requires_grad_()).sum().backward()
 
 
 def computes(make):
@@ -217,3 +217,248 @@ def test_a_fused_operation_may_give_x_away_where_make_extra_output_would(before)
     x, dys = spiky(4, H), (spiky(4, H, seed=2), spiky(4, H, seed=3))
     assert model.explain(x.clone().requires_grad_()).fired == ("quadruple",)
     assert_equal(step(model, x, dys, call=compiled(model)), assert_unfused(model, x, dys))
+
+
+# -- gradients are like their inputs -----------------------------------------------------------------------------------
+
+
+def adding(dx=lambda dy: dy, dbias=lambda dy: dy.sum(0)):
+    """x + bias, nothing saved, with a backward of its own."""
+
+    class Adding(ops.BasicOperation):
+        params = ("bias",)
+
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(H))
+
+        @staticmethod
+        def op_forward_compute(config, inputs):
+            return inputs.x + inputs.bias, ()
+
+        @staticmethod
+        def op_forward_save_ctx(config, inputs, y, fresh):
+            return ()
+
+        @staticmethod
+        def op_backward(config, saved, dy, wants):
+            return dx(dy) if wants.x else None, dbias(dy) if wants.bias else None
+
+    return Adding()
+
+
+UNLIKE = {  # -> which gradient, what came, what was expected
+    "dx of one row": ({"dx": lambda dy: dy.sum(0, keepdim=True)}, "x", r"\(1, 32\)"),
+    "dx of one column": ({"dx": lambda dy: dy.sum(1, keepdim=True)}, "x", r"\(\d+, 1\)"),
+    "dx without rows": ({"dx": lambda dy: dy.sum(0)}, "x", r"\(32,\)"),
+    "dx, a number": ({"dx": lambda dy: dy.sum()}, "x", r"\(\)"),
+    "dx of integers": ({"dx": lambda dy: dy.int()}, "x", "an int32"),
+    "dx in float64": ({"dx": lambda dy: dy.double()}, "x", "a float64"),
+    "dx, a float": ({"dx": lambda dy: 1.0}, "x", "a float"),
+    "dbias, thrice": ({"dbias": lambda dy: dy.sum(0).expand(3, H).clone()}, "bias", r"\(3, 32\)"),
+    "dbias not summed": ({"dbias": lambda dy: dy.clone()}, "bias", r"\(\d+, 32\)"),
+    "dbias in bfloat16": ({"dbias": lambda dy: dy.sum(0).bfloat16()}, "bias", "a bfloat16"),
+}
+BEFORE = {"alone": lambda: (), "after a custom one": lambda: (Powered(H),), "after a Linear": lambda: (linear(),)}
+
+
+def linear():
+    return octavo.Linear(H, H)
+
+
+@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
+@pytest.mark.parametrize("what", UNLIKE)
+def test_a_gradient_unlike_its_input_is_an_error_that_names_it(what, before):
+    functions, name, came = UNLIKE[what]
+    model = octavo.Sequential(*before(), adding(**functions), ops.ConstantScale(1.0))
+    says = rf"Operation \d: Adding's backward returned {came}.* as the gradient of {name}"
+    says = says.replace("returned \\(", "returned a float32 tensor of shape \\(")
+    with pytest.raises(RuntimeError, match=says):
+        stepped(model)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=says):
+        stepped(model, compiled(model))
+
+
+def test_gradients_like_their_inputs_are_none():
+    model, x, dy = octavo.Sequential(Powered(H), adding(), linear()), spiky(4, H), spiky(4, H, seed=2)
+    want = assert_unfused(model, x, dy)
+    assert_equal(step(model, x, dy, call=compiled(model)), want)
+
+
+class Turned(ops.BasicOperation):
+    """x, its first two dims exchanged: a fresh tensor of a shape that a plan on made up sizes does not tell apart."""
+
+    @staticmethod
+    def op_forward_compute(config, inputs):
+        return inputs.x.transpose(0, 1).clone(memory_format=torch.contiguous_format), ()
+
+    @staticmethod
+    def op_forward_save_ctx(config, inputs, y, fresh):
+        return ()
+
+    @staticmethod
+    def op_backward(config, saved, dy, wants):
+        return (dy.transpose(0, 1).contiguous(),)
+
+
+class Padded(Turned):
+    """Rows, up to a multiple of 8."""
+
+    params = ("rows",)
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Buffer(torch.zeros(3, H))
+
+    @staticmethod
+    def op_forward_compute(config, inputs):
+        return torch.cat([inputs.x, inputs.x.new_zeros(-inputs.x.shape[0] % 8, H)]), (inputs.x.new_empty(0),)
+
+    @staticmethod
+    def op_forward_save_ctx(config, inputs, y, fresh):
+        return (inputs.x,)
+
+    @staticmethod
+    def op_backward(config, saved, dy, wants):
+        return dy[: saved[0].shape[0]].clone(), None
+
+
+@pytest.mark.parametrize("shape", [(5, 7, H), (1, 7, H), (5, 1, H), (H, 5), (0, 3, H)], ids=str)
+def test_rows_may_change_places(shape):
+    x = spiky(*shape)
+    for model in (
+        octavo.Sequential(Turned(), Doubled(), Turned(), Doubled()), octavo.Sequential(Doubled(), Turned(), Turned()),
+    ):  # fmt: skip
+        want = assert_unfused(model, x, x)
+        assert_equal(step(model, x, x, call=compiled(model)), want)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+def test_rows_may_be_added(rows):
+    x, dy = spiky(rows, H), spiky(8, H, seed=2)
+    for model in (octavo.Sequential(Doubled(), Padded()), octavo.Sequential(Padded(), Doubled())):
+        assert_unfused(model, x, dy)
+
+
+FUSED_UNLIKE = {
+    "dx of one row": lambda configs, saved, grads, wants: ((grads[0].sum(0, keepdim=True),), (None,)),
+    "dx in float64": lambda configs, saved, grads, wants: ((grads[0].double(),), (None,)),
+}
+
+
+@pytest.mark.parametrize("backward", FUSED_UNLIKE.values(), ids=FUSED_UNLIKE)
+def test_a_gradient_of_a_fused_operation_is_like_its_input(backward):
+    model = quadruple(fused("Unlike", backward=backward))
+    says = r"Unlike.fuser_backward returned a float.* as the gradient of 0.x, which is a float32 tensor of shape .*32\)"
+    with pytest.raises(RuntimeError, match=says):
+        stepped(model)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=says):
+        stepped(model, compiled(model))
+
+
+def test_a_gradient_of_a_parameter_in_a_fused_operation_is_like_it():
+    def backward(configs, saved, grads, wants):
+        return (4 * grads[0],), (None, grads[0].clone(), None)
+
+    def compute(configs, inputs):
+        return 4 * inputs[0].x * inputs[1].gain, ((), ()), ((), ())
+
+    model = octavo.Sequential(
+        Doubled(), Powered(H), rules=(fused("Loose", compute, backward=backward, pattern=(Doubled, Powered)),)
+    )
+    with pytest.raises(RuntimeError, match=r"Loose.fuser_backward .* gradient of 1.gain, .* of shape \(32,\)"):
+        stepped(model)
+
+
+LEGACY_UNLIKE = {
+    "x": lambda self, ctx, dy: (dy.sum(0).expand(3, *dy.shape).clone(), (dy.sum(0),)),
+    "parameter 0": lambda self, ctx, dy: (dy.clone(), (dy.sum(0).expand(3, H).clone(),)),
+}
+
+
+@pytest.mark.parametrize("name", LEGACY_UNLIKE)
+def test_a_gradient_of_a_forward_in_one_piece_is_like_its_input(name):
+    op = define({"op_backward": LEGACY_UNLIKE[name]}, Legacy, "Old")(H)
+    with pytest.raises(RuntimeError, match=rf"Old.op_backward returned a float32 .* as the gradient of {name}, which"):
+        stepped(op)
+
+
+# -- run without data --------------------------------------------------------------------------------------------------
+
+
+def only_positive(x):
+    return x if x.sum() > 0 else 2 * x
+
+
+PEEKS = {
+    "item": lambda x: x * x.abs().max().item(),
+    "bool": lambda x: only_positive(x).clone(),
+    "sizes": lambda x: x[x > 0],
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, compiled], ids=["eager", "compiled"])
+@pytest.mark.parametrize("make", PEEKS.values(), ids=PEEKS)
+def test_compute_that_reads_values_is_a_type_error_that_says_what_to_do(make, wrap):
+    op = define({"op_forward_compute": staticmethod(lambda config, inputs: (make(inputs.x), ()))}, Doubled, "Peeking")()
+    for model in (op, octavo.Sequential(ops.ConstantScale(1.0), op)):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=r"Peeking's compute .* without data .* or define op_protos") as refused:
+            wrap(model)(spiky(4, H))
+        assert wrap is compiled or isinstance(refused.value, TypeError)
+
+
+def test_what_reads_values_and_says_its_shapes_runs():
+    body = {
+        "op_forward_compute": staticmethod(lambda config, inputs: (2 * only_positive(inputs.x), ())),
+        "op_protos": staticmethod(lambda config, inputs: (torch.empty_like(inputs.x), ())),
+    }
+    op, x, dy = define(body, Doubled)(), spiky(4, H).abs(), spiky(4, H, seed=2)
+    assert_equal(step(op, x, dy), [2 * x, 2 * dy])
+    assert_equal(step(op, x, dy, call=compiled(op)), [2 * x, 2 * dy])
+
+
+@pytest.mark.parametrize("make", [PEEKS["item"], PEEKS["bool"]], ids=["item", "bool"])
+def test_a_backward_that_reads_values_is_said_where_a_graph_asks_for_shapes(make):
+    backward = staticmethod(lambda config, saved, dy, wants: (make(dy),))
+    op = define({"op_backward": backward}, Doubled, "Peeking")()
+    stepped(op)  # in eager mode it has data
+    with pytest.raises(Exception, match=r"Peeking's backward .* without data"):
+        stepped(op, compiled(op))
+
+
+def test_a_fused_operation_that_reads_values_is_a_type_error():
+    model = quadruple(fused("Peeking", **computes(lambda x: 4 * x * x.abs().max().item())))
+    with pytest.raises(TypeError, match=r"Peeking.fuser_forward_compute .* without data"):
+        stepped(model)
+
+
+def fails(*_):
+    raise KeyError("mine")
+
+
+FAILING = {"op_forward_compute": "compute", "op_forward_save_ctx": "save_ctx", "op_protos": "op_protos"}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_an_operation_raises_without_data_names_it(name):
+    op = define({name: staticmethod(fails)}, Doubled, "Failing")()
+    with pytest.raises(KeyError) as caught:
+        op(spiky(4, H))
+    assert f"Raised by Failing's {FAILING[name]}, which is run without data" in "".join(caught.value.__notes__)
+
+
+def test_what_a_fused_operation_raises_without_data_names_it():
+    for which, name in (("compute", "fuser_forward_compute"), ("save", "fuser_forward_save_ctx")):
+        with pytest.raises(KeyError) as caught:
+            stepped(quadruple(fused("Failing", **{which: fails})))
+        assert f"Raised by Failing.{name}" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(("extra", "said"), [(None, "None"), (3.0, "a float"), ([1], "1 entry")], ids=str)
+def test_an_extra_input_that_is_no_tensor_is_named(extra, said):
+    for call in (Take(), octavo.Sequential(Doubled(), Take())):
+        with pytest.raises(TypeError, match=f"Take takes a tensor as extra input 0, got {said}"):
+            call(spiky(4, H), extra)
