@@ -19,7 +19,8 @@ it may be put on a tape (`octavo.lower.tape`), as it may not where somebody else
 memory of the caller's lies.
 
 These functions read nothing but their arguments: no module, no global, no environment, no clock. A config holds no
-shapes and no tensors; it crosses into a graph as the string that `octavo.values.parse` reads back. `octavo.lower` runs
+tensors, and no shapes but the widths that gradients of somebody else's operations are checked against; it crosses into
+a graph as the string that `octavo.values.parse` reads back. `octavo.lower` runs
 the contract, in eager mode and elsewhere.
 """
 
