@@ -259,14 +259,14 @@ UNLIKE = {  # -> which gradient, what came, what was expected
     "dbias not summed": ({"dbias": lambda dy: dy.clone()}, "bias", r"\(\d+, 32\)"),
     "dbias in bfloat16": ({"dbias": lambda dy: dy.sum(0).bfloat16()}, "bias", "a bfloat16"),
 }
-BEFORE = {"alone": lambda: (), "after a custom one": lambda: (Powered(H),), "after a Linear": lambda: (linear(),)}
+NEIGHBOURS = {"alone": lambda: (), "after a custom one": lambda: (Powered(H),), "after a Linear": lambda: (linear(),)}
 
 
 def linear():
     return octavo.Linear(H, H)
 
 
-@pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
+@pytest.mark.parametrize("before", NEIGHBOURS.values(), ids=NEIGHBOURS)
 @pytest.mark.parametrize("what", UNLIKE)
 def test_a_gradient_unlike_its_input_is_an_error_that_names_it(what, before):
     functions, name, came = UNLIKE[what]
