@@ -228,7 +228,7 @@ def routed(sequential: Any, layout: Layout, op_kwargs: dict[Any, dict[str, Any]]
 
 def _container_of(layout: Layout, target: Any) -> int | None:
     """The leaf that is a Sequential called as it is, and has what is meant."""
-    if isinstance(target, int) and -len(layout.places) <= target < len(layout.places):
+    if isinstance(target, int) and not isinstance(target, bool) and -len(layout.places) <= target < len(layout.places):
         first, end = layout.places[target]
         return first if end == first + 1 and is_container(layout.leaves[first]) else None
     for i, leaf in enumerate(layout.leaves):

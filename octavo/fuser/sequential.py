@@ -192,10 +192,12 @@ class Sequential(nn.Sequential):
         stamp = self._stamp()
         if torch.compiler.is_compiling():
             self._update_now()
+            if self._kept[0] != stamp:  # never: but comparing is what has a tracer watch what the stamp is made of
+                raise RuntimeError("A Sequential was taken apart, and is not what it was.")
         elif self._kept[0] != stamp:
             self._update()
-        known, found = self._kept
-        assert known == stamp and found is not None  # comparing is what has a tracer watch what the stamp is made of
+        found = self._kept[1]
+        assert found is not None
         return found
 
     def _update(self) -> None:
@@ -301,8 +303,8 @@ class Sequential(nn.Sequential):
             if part.legacy is not None:
                 x = run_legacy(part.legacy, x, call.kwargs[part.first])
             elif isinstance(part.module, Sequential):
-                extras = tuple([call.extra_inputs[s.place] for s in call.layout.sources[part.first]])
-                x = _published(part, call, part.module._tell(x, extras, call.kwargs[part.first] or None, told))
+                made = part.module._tell(x, _extras_of(part, call), call.kwargs[part.first] or None, told)
+                x = _published(part, call, made)
             else:
                 if part.fuser is None:
                     told.append(([Step(part.module, (), {}, part.first, ())], NO_OPERATION))
@@ -335,12 +337,11 @@ def _is_not_there(name: str, rules: list[Rule], layout: Layout) -> str:
     if not known:
         return f"no rule has that name, and these are known: {', '.join(dict.fromkeys([rule.name for rule in rules]))}"
     pattern = ", ".join([kind.__name__ for kind in known[0].pattern])
-    there = [f"{type(m).__name__}, called as it is" if _stands_alone(m) else type(m).__name__ for m in layout.leaves]
+    there = [
+        type(m).__name__ if isinstance(m, FusibleOperation) else f"{type(m).__name__}, called as it is"
+        for m in layout.leaves
+    ]
     return f"its pattern, {pattern}, is not among {'; '.join(there)}"
-
-
-def _stands_alone(module: Any) -> bool:
-    return not isinstance(module, FusibleOperation)
 
 
 @torch.compiler.disable(reason="octavo: a required fusion was refused")  # type: ignore[untyped-decorator,no-untyped-call]
@@ -388,10 +389,13 @@ class _Call(NamedTuple):
 
 def _called(part: Part, call: _Call, x: Any) -> Any:
     """An ordinary module, or a Sequential that is called as it is, with what it takes of the caller's."""
-    layout, kwargs = call.layout, call.kwargs[part.first]
-    extras = [call.extra_inputs[s.place] for s in layout.sources[part.first]]
+    extras, kwargs = _extras_of(part, call), call.kwargs[part.first]
     made = part.module(x, *extras, op_kwargs=kwargs) if kwargs else part.module(x, *extras)
     return _published(part, call, made)
+
+
+def _extras_of(part: Part, call: _Call) -> tuple[Any, ...]:
+    return tuple([call.extra_inputs[s.place] for s in call.layout.sources[part.first]])
 
 
 def _published(part: Part, call: _Call, made: Any) -> Any:

@@ -89,12 +89,6 @@ class Config(Matmuls):
         return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
 
     @cached_property
-    def w_pair(self) -> Pair:
-        if self.weight != "plain":
-            return None, None
-        return self.quant.fprop.right, self.quant.dgrad.right if self.kept_w == "column" else None
-
-    @cached_property
     def dy_pair(self) -> Pair:
         return (
             self.quant.dgrad.left if "x" in self.grads else None,

@@ -24,6 +24,7 @@ class Matmuls(Value):
 
     recipe: Recipe
     dtype: str
+    weight: str
     delay: str
 
     @cached_property
@@ -35,6 +36,18 @@ class Matmuls(Value):
         """Whether all quantizers are Octavo's: what somebody else's does besides operators would be on no tape."""
         gemms = self.quant.fprop, self.quant.dgrad, self.quant.wgrad
         return all(spec is None or spec.shipped for gemm in gemms for spec in (gemm.left, gemm.right))
+
+    @cached_property
+    def kept_w(self) -> str:
+        """What backward needs of w."""
+        raise NotImplementedError
+
+    @cached_property
+    def w_pair(self) -> Pair:
+        """Quantizers of the orientations of w that forward makes."""
+        if self.weight != "plain":
+            return None, None
+        return self.quant.fprop.right, self.quant.dgrad.right if self.kept_w == "column" else None
 
     @cached_property
     def dy_pair(self) -> Pair:
@@ -121,12 +134,6 @@ class Config(Matmuls):
         if self.x == "codes":
             return None, None
         return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
-
-    @cached_property
-    def w_pair(self) -> Pair:
-        if self.weight != "plain":
-            return None, None
-        return self.quant.fprop.right, self.quant.dgrad.right if self.kept_w == "column" else None
 
     @cached_property
     def dy_pair(self) -> Pair:

@@ -183,6 +183,8 @@ def test_keywords_pass_through(kept, target):
         model(x, op_kwargs={at: {"is_first_microbatch": False}})
     with pytest.raises(TypeError, match="No operation there takes the keyword 'nonsense'"):
         model(x, op_kwargs={at: {"nonsense": 1}})
+    with pytest.raises(TypeError, match="keyed by a module"):
+        model(x, op_kwargs={False: {"is_first_microbatch": True}})  # no index, though it equals 0
 
 
 @as_it_is
