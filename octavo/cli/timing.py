@@ -4,9 +4,11 @@ A graph leaves the host out: a Python call takes tens of microseconds to issue, 
 take a hundred. What the host takes is measured on its own.
 """
 
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 import torch
@@ -44,6 +46,42 @@ def host_us(call: Callable[[], object], *, repeats: int = REPEATS) -> float:
         readings.append((time.perf_counter() - start) * 1e6)
     torch.cuda.synchronize()
     return statistics.median(readings)
+
+
+def hosts_us(call: Callable[[], object], *, repeats: int = REPEATS) -> dict[str, float]:
+    """The same of a step: as it is, with backward on the thread that asks for it, and with both of autograd's threads
+    on one core. What passes from one core to another between forward and backward is dear."""
+    for _ in range(WARMUP):
+        call()
+    found = {"as it is": host_us(call, repeats=repeats)}
+    with torch.autograd.set_multithreading_enabled(False):
+        found["one thread"] = host_us(call, repeats=repeats)
+    with on_one_core():
+        found["one core"] = host_us(call, repeats=repeats)
+    return found
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """All threads of this process on one of the cores that it may use (Linux)."""
+    everywhere = os.sched_getaffinity(0)
+    before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
+    try:
+        for thread in before:
+            _place(thread, {max(everywhere)})
+        yield
+    finally:
+        for thread in _threads():  # some may have begun
+            _place(thread, before.get(thread, everywhere))
+
+
+def _place(thread: int, cores: set[int]) -> None:
+    with suppress(ProcessLookupError):  # it has ended
+        os.sched_setaffinity(thread, cores)
+
+
+def _threads() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/task")]
 
 
 def eager_ms(call: Callable[[], object], *, warmup: int = WARMUP, repeats: int = REPEATS) -> tuple[float, list[float]]:

@@ -40,6 +40,7 @@ _FRESH = {
 # the same by a shorter way than the operator's own
 _SHORT: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._scaled_mm.default: torch._scaled_mm,
+    torch.ops.aten._scaled_mm_v2.default: torch._scaled_mm_v2,
     torch.ops.aten.add_.Tensor: Tensor.add_,
     torch.ops.aten.detach.default: Tensor.detach,
     torch.ops.aten.maximum.out: torch.maximum,

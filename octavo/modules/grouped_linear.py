@@ -1,6 +1,7 @@
 """`octavo.GroupedLinear`: one linear layer for each group of rows, such as the tokens of each expert."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -120,9 +121,8 @@ class GroupedLinear(FusibleOperation, Quantized):
     def _is_single(self) -> bool:
         return self._weight_names[0] == "weight"
 
-    def _stacked_weight(self) -> Tensor:
+    def _stacked_weight(self, own: Sequence[Tensor]) -> Tensor:
         """The weight [G, N, K], whose gradient goes to the parameters."""
-        own = self.weight_parts()
         if self._is_single:
             return own[0]
         if self._codes.held and not any([w.requires_grad for w in own]):
@@ -191,14 +191,15 @@ class GroupedLinear(FusibleOperation, Quantized):
             found: Tensor = outside(self, why, x, m_splits, is_first_microbatch, out, dgrad_out, scales)
             return found
         recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
-        x = self._input(x)
-        splits = self._splits(m_splits)
+        own = self.weight_parts()  # once: somebody may make them then (a parametrization)
+        x = self._input(x, own[0])
+        splits = self._splits(m_splits, own[0].device)
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
-        weight, bias = self._stacked_weight(), self._stacked_bias()
+        weight, bias = self._stacked_weight(own), self._stacked_bias()
         scales = self._bias_scales(scales, rows)
-        grads = wanted(rows.requires_grad, self.weight_parts(), bias, scales)
+        grads = wanted(rows.requires_grad, own, bias, scales)
         self._check_buffers(rows, grads, out, dgrad_out)
-        observe = self._observes(recipe)
+        observe = self._observes(recipe, own[0])
         kind = self._weight_codes(recipe, is_first_microbatch, grads, observe != "")
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self.delay_wgrad_compute and "w" in grads
@@ -229,7 +230,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         y: Tensor = made[0]
         return y if y.dim() == len(shape) else y.view(shape)
 
-    def _input(self, x: Tensor | GroupedTensor) -> Tensor:
+    def _input(self, x: Tensor | GroupedTensor, own: Tensor) -> Tensor:
         if isinstance(x, GroupedTensor):
             if x.side != "row":
                 raise UnsupportedShape(
@@ -237,7 +238,7 @@ class GroupedLinear(FusibleOperation, Quantized):
                 )
             x = x.dequantize()
         check_input("GroupedLinear", x)
-        kind, own = x.device.type, self.weight_parts()[0]
+        kind = x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
         if own.dtype not in FLOATS:
@@ -309,9 +310,8 @@ class GroupedLinear(FusibleOperation, Quantized):
         if dgrad_out is not None and "x" not in grads:
             raise UnsupportedConfig("dgrad_out is for the gradient of x, and x needs none here. Leave it out.")
 
-    def _splits(self, splits: Tensor | list[int]) -> Tensor:
+    def _splits(self, splits: Tensor | list[int], device: torch.device) -> Tensor:
         """On the device; from elsewhere they are copied there, which a graph would do only once, at capture."""
-        device = self.weight_parts()[0].device
         if not isinstance(splits, Tensor) or splits.device != device:
             captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             if torch.compiler.is_compiling() or captured:

@@ -106,11 +106,11 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return outside(self, why, x, is_first_microbatch, fp8_output)
         recipe = self._recipe or self._followed(ambient.recipe)
-        source, codes, dtype, shape = _input(x, recipe, self.weight)
+        weight = self.weight
+        source, codes, dtype, shape = _input(x, recipe, weight)
         tracing = torch.compiler.is_compiling()
-        call = self._prepared(
-            recipe, dtype, source is not None and source.requires_grad, codes, is_first_microbatch, fp8_output, tracing
-        )
+        needs_dx = source is not None and source.requires_grad
+        call = self._prepared(recipe, weight, dtype, needs_dx, codes, is_first_microbatch, fp8_output, tracing)
         # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
         as_nodes = tracing or (is_watched() and not call.delay and not call.main_grad and not saved_elsewhere())
         made = self._call(
@@ -125,14 +125,13 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         return (out, self.bias) if self.return_bias else out
 
     def _prepared(
-        self, recipe: Recipe, dtype: torch.dtype, needs_dx: bool, codes: Parts,
+        self, recipe: Recipe, weight: Tensor, dtype: torch.dtype, needs_dx: bool, codes: Parts,
         is_first_microbatch: bool | Tensor | None, fp8_output: bool, tracing: bool,
     ) -> "_Call":  # fmt: skip
-        """All of a call but x."""
-        weight = self.weight
+        """All of a call but x. The weight is read once a call: somebody may make it then (a parametrization)."""
         added = None if self.return_bias else self.bias
-        grads = wanted(needs_dx, [weight], added)  # type: ignore[list-item]
-        observe = self._observes(recipe)
+        grads = wanted(needs_dx, [weight], added)
+        observe = self._observes(recipe, weight)
         kind = self._weight_codes(recipe, is_first_microbatch, grads, observe != "")
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self.delay_wgrad_compute and "w" in grads
@@ -193,9 +192,8 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         weight = self.weight
         check_input("Linear", x)
         check_features(x, weight)
-        call = self._prepared(
-            recipe, x.dtype, x.needs, (), kwargs.get("is_first_microbatch"), False, torch.compiler.is_compiling()
-        )
+        first, tracing = kwargs.get("is_first_microbatch"), torch.compiler.is_compiling()
+        call = self._prepared(recipe, weight, x.dtype, x.needs, (), first, False, tracing)
         elsewhere = not as_nodes and (call.delay != "" or (call.main_grad != "" and not call.dummy))
         inputs = call.inputs._replace(weight=weight.detach()) if elsewhere else call.inputs
         return Stage(

@@ -30,9 +30,9 @@ def step(model: nn.Module, group: Any = None) -> None:
     for _, module in layers(model):
         scaling = module._scaling
         if scaling.recipe is not None:
-            recipe = scaling.recipe
-            key = (recipe.history, recipe.algorithm, recipe.margin, module.weight_parts()[0].device)
-            batches.setdefault(key, []).extend(scaling.state(module, side) for side in SIDES)
+            recipe, states = scaling.recipe, [scaling.state(module, side) for side in SIDES]
+            key = (recipe.history, recipe.algorithm, recipe.margin, states[0].encode.device)
+            batches.setdefault(key, []).extend(states)
             scaling.stepped()
     for (_, algorithm, margin, _), states in batches.items():
         update_all(states, algorithm=algorithm, margin=margin, reduce=None if group is None else _maximum_over(group))

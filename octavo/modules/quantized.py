@@ -9,7 +9,7 @@ import copy
 import ctypes
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -245,13 +245,13 @@ class Quantized(nn.Module):
         slots = self._scaling.inputs(self)[1::3] if recipe.stateful else ()
         return [current] if observe and current is not None else [], list(slots)
 
-    def _observes(self, recipe: Recipe) -> str:
+    def _observes(self, recipe: Recipe, weight: Tensor) -> str:
         """How a call observes the amaxes of x and w: not at all, in place, or as something that it returns."""
         if not (recipe.stateful and self.training and torch.is_grad_enabled()):
             return ""
         if torch.compiler.is_compiling() or is_watched():
             return "extra"
-        self._scaling.watch(self.weight_parts()[0])
+        self._scaling.watch(weight)
         return "seen"
 
     def _remember(self, amax: Tensor, tracing: bool) -> None:
@@ -339,11 +339,13 @@ class Quantized(nn.Module):
 
     def _graph_refusal(self) -> str:
         """Why a graph that is being traced cannot hold this layer; empty if it can."""
+        fused = self.fuse_wgrad_accumulation
+        if not (fused or self.delay_wgrad_compute) or not torch.is_grad_enabled():
+            return ""
         own = self.weight_parts()
-        if not any([weight.requires_grad for weight in own]) or not torch.is_grad_enabled():
+        if not any([weight.requires_grad for weight in own]):
             return ""
         why = ""
-        fused = self.fuse_wgrad_accumulation
         if self.delay_wgrad_compute and (is_inside_operator() or recomputes()):
             why = (
                 "delay_wgrad_compute=True inside torch.utils.checkpoint, or with a memory budget below 1, would leave "
@@ -530,7 +532,7 @@ def outside(module: Quantized, why: str, *arguments: Any) -> Any:
     return module.forward(*arguments)
 
 
-def wanted(x: bool, weights: list[nn.Parameter], bias: Tensor | None, scales: Tensor | None = None) -> str:
+def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tensor | None = None) -> str:
     """Which gradients can be asked for; `x` says whether x requires one."""
     if not torch.is_grad_enabled():
         return ""

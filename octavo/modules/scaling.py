@@ -28,7 +28,7 @@ _LISTENERS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # modules whose memory s
 
 
 def listen(module: nn.Module) -> None:
-    """Count the steps of whatever optimizer has this module's weight."""
+    """Count the steps of whatever optimizer has this module's parameters."""
     _hear_optimizers()
     _LISTENERS.add(module)
 
@@ -38,7 +38,7 @@ def _hear_optimizers() -> None:
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         moved = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         for module in list(_LISTENERS):
-            if module._scaling.recipe is not None and any(id(weight) in moved for weight in module.weight_parts()):
+            if module._scaling.recipe is not None and any(id(p) in moved for p in module.parameters()):
                 module._scaling.updated()
 
     register_optimizer_step_post_hook(after)

@@ -303,6 +303,18 @@ def test_codes_of_groups_stand_for_their_values(recipe, inside):
     assert_same(call(row, SPLITS).detach(), layer(row.dequantize(), SPLITS).detach())
 
 
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "mxfp8"])
+def test_a_gradient_in_codes_stands_for_its_values(recipe):
+    """A Quantize behind a grouped layer hands it the values of codes; so does one who quantizes dy first."""
+    layer, x, dy = fill(octavo.GroupedLinear(3, K, N, recipe=recipe)), spiky(M, K), spiky(M, N, seed=1)
+    quantize = ops.Quantize(recipe=recipe, forward=False, backward=True)
+    z = torch.zeros(M, N).requires_grad_()
+    quantize(z).backward(dy)
+    assert not torch.equal(z.grad, dy)
+    want = step(copy.deepcopy(layer), (x, SPLITS), z.grad)
+    assert_equal(step(octavo.Sequential(layer, quantize), (x, SPLITS), dy), want)
+
+
 def test_codes_of_the_wrong_shape_are_refused():
     layer = octavo.GroupedLinear(3, K, N, recipe="fp8-current")
     row, _ = quantize_groups(spiky(M, K + 16), spec_of("fp8-current"), None, split(SPLITS, M))

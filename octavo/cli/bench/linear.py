@@ -4,9 +4,9 @@ ms          one eager step after another, gradients dropped between them, as tra
 graph ms    the same step replayed from a CUDA graph: what the device alone takes (peers are not captured)
 of floor    floor / ms. The floor is the chip's stock FP8 GEMMs, timed here (fast accumulation in fprop only), and
             the bytes that quantizing once must move, at the rate of a plain copy, timed here; for bf16 its GEMMs
-host us     what the host takes to issue one step of a tiny layer: alone, its share in a stack of sixteen, where
-            backward's change of threads is paid once, and alone with backward in the thread that calls it
-            (torch.autograd.set_multithreading_enabled(False))
+host us     what the host takes to issue one step of a tiny layer: alone, and its share in a stack of sixteen, where
+            backward's change of threads is paid once; each also with backward in the thread that calls it
+            (torch.autograd.set_multithreading_enabled(False)), and with all threads on one core
 saved       bytes kept from forward to backward, parameters not counted; peak: most that was allocated beyond them
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from octavo.cli import machine, table
 from octavo.cli.bench import peers
 from octavo.cli.bench.step import peak_mib, settled_step
-from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, host_us
+from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, hosts_us
 from octavo.formats import E4M3, E5M2
 from octavo.modules import Linear
 from octavo.recipes import SHIPPED
@@ -73,18 +73,14 @@ def _step(module: nn.Module, tokens: int, k: int, n: int) -> Callable[[], None]:
 
 
 def _hosts(make: Callable[[int, int], nn.Module]) -> dict[str, float]:
-    alone, stacked = _host(make, 1), _host(make, STACK)
-    with torch.autograd.set_multithreading_enabled(False):
-        return {"alone": alone, "in a stack": stacked, "alone, one thread": _host(make, 1)}
+    """Microseconds a tiny layer, alone and among others."""
+    alone, stack = (hosts_us(_tiny_step(make, layers), repeats=200 // layers + 10) for layers in (1, STACK))
+    return {**alone, **{f"in a stack, {name}": us / STACK for name, us in stack.items()}}
 
 
-def _host(make: Callable[[int, int], nn.Module], layers: int) -> float:
-    """Microseconds a layer."""
+def _tiny_step(make: Callable[[int, int], nn.Module], layers: int) -> Callable[[], None]:
     tokens, k, n = TINY
-    step = _step(nn.Sequential(*[make(k, n) for _ in range(layers)]), tokens, k, n)
-    for _ in range(WARMUP):
-        step()
-    return host_us(step, repeats=200 // layers + 10) / layers
+    return _step(nn.Sequential(*[make(k, n) for _ in range(layers)]), tokens, k, n)
 
 
 def _shape_report(shape: tuple[int, int, int], makers: dict[str, Callable[[int, int], nn.Module]]) -> dict[str, Any]:
@@ -188,20 +184,17 @@ def render(report: dict[str, Any]) -> str:
                 f"{r['tflops']:.0f}",
                 f"{r['saved_mib']:.0f}",
                 f"{r['peak_mib']:.0f}",
-                ", ".join(f"{us:.0f}" for us in report["host_us"][r["case"]].values()),
             ]
             for r in entry["results"]
         ]
-        header = (
-            "case",
-            "ms",
-            "graph ms",
-            "of floor",
-            "TFLOP/s",
-            "saved MiB",
-            "peak MiB",
-            "host us alone, in a stack, one thread",
-        )
+        header = ("case", "ms", "graph ms", "of floor", "TFLOP/s", "saved MiB", "peak MiB")
         title = f"{tokens} x {k} -> {n}: floor {floors['fp8_ms']:.3f} ms in FP8, {floors['bf16_ms']:.3f} in bf16"
         parts.append(title + "\n" + table.render(header, rows))
-    return "\n\n".join(parts)
+    tokens, k, n = report["host_shape"]
+    title = f"host us of a step, one layer of {tokens} x {k} -> {n}, and one of a stack of {report['host_stack']}"
+    return "\n\n".join([*parts, title + "\n" + _host_table(report["host_us"])])
+
+
+def _host_table(hosts: dict[str, dict[str, float]]) -> str:
+    rows = [[case, *[f"{us:.0f}" for us in found.values()]] for case, found in hosts.items()]
+    return table.render(("case", *next(iter(hosts.values()))), rows)

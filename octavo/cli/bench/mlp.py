@@ -5,7 +5,8 @@ graph ms    the same step replayed from a CUDA graph: what the device alone take
 kept MiB    what forward leaves allocated for backward, y among it; x was there before
 of floor    floor / ms. The floor is the stock FP8 GEMMs of both layers, timed here, and the bytes that every tensor
             read and written once takes, at the rate of a plain copy, timed here; for bf16 its GEMMs
-host us     what the host takes to issue one step at a tiny size, and the same with backward in the thread that calls it
+host us     what the host takes to issue one step at a tiny size; the same with backward in the thread that calls it
+            (torch.autograd.set_multithreading_enabled(False)); and with all threads on one core
             (torch.autograd.set_multithreading_enabled(False)) and not in one of autograd's own
 kernels     of one step of the first recipe, by name: what the device's time is made of
 """
@@ -22,7 +23,7 @@ from octavo.cli import machine, table
 from octavo.cli.bench import linear, peers
 from octavo.cli.bench.step import settled_step
 from octavo.cli.bench.transformer import Size, SwiGLU
-from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, host_us
+from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, hosts_us
 from octavo.fused.blocks import LayerNormMLP
 from octavo.recipes import SHIPPED
 
@@ -118,13 +119,8 @@ def _case(
         row["graph_ms"], row["graph_readings_ms"] = device_ms(step)
     del module, step
     torch.cuda.empty_cache()
-    tiny = make(*TINY[1:])
-    small = settled_step(tiny, *_tensors(TINY[0], TINY[1]))
-    for _ in range(WARMUP):
-        small()
-    row["host_us"] = host_us(small, repeats=200)
-    with torch.autograd.set_multithreading_enabled(False):
-        return {**row, "host_one_thread_us": host_us(small, repeats=200)}
+    tiny = settled_step(make(*TINY[1:]), *_tensors(TINY[0], TINY[1]))
+    return {**row, "host_us": hosts_us(tiny, repeats=200)}
 
 
 def _kept_mib(module: nn.Module, x: Tensor) -> float:
@@ -184,11 +180,11 @@ def render(report: dict[str, Any]) -> str:
             f"{r['kept_mib']:.0f}",
             f"{r['of_floor']:.2f}",
             f"{r['tflops']:.0f}",
-            f"{r['host_us']:.0f}, {r['host_one_thread_us']:.0f}",
+            ", ".join(f"{us:.0f}" for us in r["host_us"].values()),
         ]
         for r in report["results"]
     ]
-    header = ("case", "ms", "graph ms", "kept MiB", "of floor", "TFLOP/s", "host us, one thread")
+    header = ("case", "ms", "graph ms", "kept MiB", "of floor", "TFLOP/s", "host us, one thread, one core")
     title = (
         f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward\n"
         f"RMSNorm, SwiGLU MLP, {tokens} x {hidden} x {ffn}: floor {floors['fp8_ms']:.3f} ms in FP8 "

@@ -1,0 +1,182 @@
+"""Parameters that somebody else makes for each call: FSDP in two processes, and torch's parametrizations. What comes
+out is what the same model gives with parameters of its own, bit for bit, and it fuses as that does."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrize
+
+import octavo
+from tests.fuser.models import H, M, batch, every, fill, mlp, residual
+from tests.modules.oracle import assert_same, randn, spiky
+
+RECIPES = ("bf16", "fp8-delayed", "fp8-block", "nvfp4")
+SPLITS = torch.tensor([10, 0, M - 10])
+
+
+def blocks(kind, recipe):
+    """Two blocks, and what each takes besides x."""
+    if kind == "experts":
+        layers = [fill(octavo.Sequential(octavo.GroupedLinear(3, H, H, recipe=recipe)), seed) for seed in (1, 5)]
+        return nn.ModuleList(layers), (SPLITS,)
+    made = [fill(octavo.LayerNormMLP(H, 48, activation="swiglu", recipe=recipe), 1), residual(recipe)]
+    return nn.ModuleList(made), ()
+
+
+def through(model, x, extras):
+    for block in model:
+        x = block(x, *extras)
+    return x
+
+
+def runs(y):
+    """Octavo's nodes behind y."""
+    seen, todo = set(), [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return sum(type(node).__name__ == "_RunBackward" for node in seen)
+
+
+def sharded(model, mesh, *, compiled):
+    for block in model:
+        if compiled:
+            block.compile(fullgraph=True, backend="aot_eager")
+        fully_shard(block, mesh=mesh)
+    return model
+
+
+def train(kind, recipe, rank, *, compiled):
+    """Three steps of a model whose parameters lie in two processes, and of one that is whole in each."""
+    torch._dynamo.reset()
+    plain, extras = blocks(kind, recipe)
+    model = sharded(copy.deepcopy(plain), init_device_mesh("cpu", (2,)), compiled=compiled)
+    pair = plain, model
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in pair]
+    for step in range(3):
+        x, dy = batch(seed=10 * step + rank)
+        want, found = (through(m, x, extras) for m in pair)
+        assert_same(found, want)
+        assert compiled or runs(found) == runs(want) > 0
+        want.backward(dy)
+        found.backward(dy)
+        for p, part in zip(plain.parameters(), model.parameters(), strict=True):
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+            assert_same(part.grad.full_tensor(), p.grad)
+        for m, optimizer in zip(pair, optimizers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            octavo.step(m)
+
+
+def from_meta(rank):
+    """Made without memory, sharded, and then filled."""
+    with torch.device("meta"):
+        model = nn.ModuleList([octavo.LayerNormMLP(H, 48, activation="swiglu", recipe="fp8-delayed")])
+    sharded(model, init_device_mesh("cpu", (2,)), compiled=False)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    x, dy = batch(seed=rank)
+    through(model, x, ()).backward(dy)
+    assert all(p.grad.full_tensor().isfinite().all() for p in model.parameters())
+
+
+def _process(rank, store):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for compiled in (False, True):
+        for recipe in RECIPES:
+            train("dense", recipe, rank, compiled=compiled)
+        train("experts", "fp8-delayed", rank, compiled=compiled)
+    from_meta(rank)
+    dist.destroy_process_group()
+
+
+def test_two_processes_that_hold_half_of_each_parameter(tmp_path):
+    mp.spawn(_process, (str(tmp_path / "store"),), nprocs=2)
+
+
+class Scaled(nn.Module):
+    """A parametrization that counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, w):
+        self.calls += 1
+        return 2 * w
+
+
+@every
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_weight_that_is_made_of_another_parameter(recipe, compiled):
+    """Twice a power of two is exact: y and dx are those of the doubled weight, its gradient is twice as large."""
+    model = mlp(recipe, bias=True)
+    want = copy.deepcopy(model)
+    with torch.no_grad():
+        want[1].weight.mul_(2)
+    scale = Scaled()
+    parametrize.register_parametrization(model[1], "weight", scale)
+    calls = scale.calls
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+    for i in range(2):
+        x, dy = batch(seed=i)
+        xs = [x.clone().requires_grad_() for _ in range(2)]
+        found, expected = call(xs[0]), want(xs[1])
+        assert_same(found, expected)
+        found.backward(dy)
+        expected.backward(dy)
+        assert_same(xs[0].grad, xs[1].grad)
+    if not compiled:
+        assert scale.calls == calls + 2, "once for each forward"
+        assert runs(call(xs[0])) == runs(want(xs[1])) == 1
+    assert_same(model[1].parametrizations.weight.original.grad, 2 * want[1].weight.grad)
+    assert_same(model[3].weight.grad, want[3].weight.grad)
+
+
+def test_experts_that_are_made_of_another_parameter():
+    layer = fill(octavo.GroupedLinear(3, H, H, recipe="fp8-block"))
+    want = copy.deepcopy(layer)
+    with torch.no_grad():
+        want.weight.mul_(2)
+    parametrize.register_parametrization(layer, "weight", Scaled())
+    x, dy = spiky(M, H), randn(M, H, seed=3)
+    found, expected = octavo.Sequential(layer)(x, SPLITS), want(x, SPLITS)
+    found.backward(dy)
+    expected.backward(dy)
+    assert_same(found, expected)
+    assert_same(layer.parametrizations.weight.original.grad, 2 * want.weight.grad)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("kind", [octavo.Linear, octavo.GroupedLinear])
+def test_a_weight_whose_making_has_a_memory(kind, compiled):
+    """Spectral norm goes one step further each time that the weight is made: once for each forward, and not when a
+    step ends."""
+    given = (3, H, H) if kind is octavo.GroupedLinear else (H, H)
+    layer, extras = fill(kind(*given, recipe="fp8-delayed")), (SPLITS,) if len(given) == 3 else ()
+    plain = nn.Module()
+    plain.weight = nn.Parameter(layer.weight.detach().clone())
+    for module in (layer, plain):
+        torch.manual_seed(4)
+        nn.utils.parametrizations.spectral_norm(module, n_power_iterations=1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    for i in range(3):
+        call(spiky(M, H, seed=i), *extras).sum().backward()
+        optimizer.step()
+        octavo.step(layer)
+        assert plain.weight is not None
+        assert_same(layer.parametrizations.weight[0]._u, plain.parametrizations.weight[0]._u)
