@@ -1,7 +1,8 @@
 """The fusible operations under one name. Each is the module of the same name, and works alone."""
 
+from octavo.fuser.basic import BasicOperation
 from octavo.fuser.legacy import OperationContext
-from octavo.fuser.operation import BasicOperation, FusibleOperation
+from octavo.fuser.operation import FusibleOperation
 from octavo.fuser.pattern import (
     Backward,
     Condition,

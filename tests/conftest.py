@@ -1,7 +1,9 @@
 """Set before torch is imported: some virtual machines die on bfloat16 matmuls, and compiler caches are a test's own."""
 
+import gc
 import os
 import tempfile
+from collections.abc import Iterator
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="octavo-inductor-"))
@@ -26,6 +28,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_old_to_collect() -> Iterator[None]:
+    """What compilers keep grows with every test, and a collection would look at all of it each time."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
-from octavo.fuser.operation import OP
+from octavo.fuser.basic import OP
 from octavo.fuser.pattern import Rule
-from octavo.layers.custom import check_gradient, dtype_name, fields_of
+from octavo.layers.custom import fields_of
+from octavo.layers.gradient_check import check_gradient
+from octavo.layers.parcel import dtype_name
 from octavo.quant import QTensor
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 from octavo.errors import UnsupportedConfig
-from octavo.fuser.operation import BasicOperation, check_backward, check_functions, name_of, nearest
+from octavo.fuser.basic import BasicOperation
+from octavo.fuser.definition import check_backward, check_functions, name_of, nearest
 from octavo.layers import chain, composite, custom
 from octavo.values import Value
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from octavo.fuser import pattern
-from octavo.fuser.operation import as_it_is, sketch
 from octavo.fuser.pattern import Refused
+from octavo.fuser.sketch import as_it_is, sketch
 from octavo.layers import chain, composite, custom, linear
+from octavo.layers.dry_run import without_data
 from octavo.lower import while_tracing
 from octavo.quant.proto import TensorProto
 from octavo.values import parse
@@ -96,7 +97,7 @@ def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first:
         return tuple(fields[: 1 + count])
     before = chain.Config(tuple(configs[:first]), routes=tuple(r for r in routes if r[0] < first))
     skipped = sum(before.fields)
-    with custom.without_data():
+    with without_data():
         x = chain.protos(before, fields[: 1 + skipped]).outputs[0]
     return (x, *fields[1 + skipped : 1 + count])
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
 from octavo.fuser import pattern
+from octavo.fuser.basic import BasicOperation
 from octavo.fuser.legacy import find_fused, fused_refusal, outside_for_fused, run_fused, run_legacy
-from octavo.fuser.operation import BasicOperation, Edge, FusibleOperation, Stage, has_hooks
+from octavo.fuser.operation import Edge, FusibleOperation, Stage, has_hooks
 from octavo.fuser.plan import (
     Hidden,
     Planned,
@@ -25,7 +26,8 @@ from octavo.fuser.plan import (
     takes_foreign,
     tell,
 )
-from octavo.layers import chain, custom
+from octavo.layers import chain
+from octavo.layers.dry_run import Miscounted
 from octavo.lower import is_watched, run, run_in_graph, saved_elsewhere, while_tracing
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
@@ -328,7 +330,7 @@ def _stage(step: Step, x: Edge, *, leads: bool, as_nodes: bool) -> Stage:
         return Stage(f"fork(leads={leads},grads='{grads}')", (), (), x, x.needs)
     try:
         found: Stage = op.op_stage(x, step.extras, step.kwargs, as_nodes)
-    except custom.Miscounted as error:
+    except Miscounted as error:
         raise RuntimeError(f"Operation {step.number}: {error}") from error
     return found
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.layers import activation, add, custom, fork, linear, norm
 from octavo.layers.contract import Counts, Made, reader
+from octavo.layers.dry_run import Miscounted
 from octavo.layers.plain import returned_elsewhere as returned_elsewhere
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
@@ -298,7 +299,7 @@ class _named:
         pass
 
     def __exit__(self, kind: Any, error: Any, _: Any) -> None:
-        if kind is custom.Miscounted:
+        if kind is Miscounted:
             raise RuntimeError(f"Operation {self.stage}: {error}") from error
 
 

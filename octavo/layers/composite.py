@@ -17,6 +17,9 @@ from torch import Tensor
 
 from octavo.layers import chain, custom, fork
 from octavo.layers.contract import Counts, Made, reader
+from octavo.layers.dry_run import Miscounted, fake, tried, without_data
+from octavo.layers.gradient_check import check_gradient, given_among
+from octavo.layers.parcel import kind_of, packed, slots_of, told, unpacked_all
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -97,8 +100,8 @@ def counts(config: Config) -> Counts:
     unfused = chain.counts(config.unfused)
     if not config.own:
         return unfused
-    slots = sum(custom.slots_of(kind) for kind in config.kinds)
-    saved = sum(custom.slots_of(kind) for stage in config.saved_kinds for kind in stage)
+    slots = sum(slots_of(kind) for kind in config.kinds)
+    saved = sum(slots_of(kind) for stage in config.saved_kinds for kind in stage)
     return Counts(0, slots, saved, unfused.buffers)
 
 
@@ -144,39 +147,37 @@ def _computed(config: Config, inputs: Sequence[Any]) -> tuple[Any, list[Any], li
     where = f"{functions.title}.fuser_forward_compute"
     made = functions.compute(config.settings, _own_inputs(config, inputs))
     if not isinstance(made, tuple) or len(made) != 3:
-        raise custom.Miscounted(f"{where} returns y, extra outputs and fresh tensors, got {custom.told(made)}.")
+        raise Miscounted(f"{where} returns y, extra outputs and fresh tensors, got {told(made)}.")
     y, extra, fresh = made
     if not isinstance(y, Tensor):
-        raise custom.Miscounted(f"{where} returns a tensor first, got {custom.told(y)}.")
+        raise Miscounted(f"{where} returns a tensor first, got {told(y)}.")
     extra = _entries(where, "extra outputs", extra, len(config.stages))
     fresh = _entries(where, "fresh tensors", fresh, len(config.stages))
     shown: list[Any] = []
     for i, (given, want) in enumerate(zip(extra, unfused.made, strict=True)):
         if len(given) != want:
-            raise custom.Miscounted(f"{where} returns {want} extra outputs for operation {i}, got {len(given)}.")
+            raise Miscounted(f"{where} returns {want} extra outputs for operation {i}, got {len(given)}.")
         for k in unfused.shown[i]:
             if given[k] is None:
-                raise custom.Miscounted(
+                raise Miscounted(
                     f"{where} leaves out an extra output of operation {i} that is public, or taken by an operation "
                     "outside its forward fusion. Return it."
                 )
             if not isinstance(given[k], Tensor):
-                raise custom.Miscounted(
-                    f"{where} returns tensors as extra outputs, got {custom.told(given[k])} for operation {i}."
-                )
+                raise Miscounted(f"{where} returns tensors as extra outputs, got {told(given[k])} for operation {i}.")
             shown.append(given[k])
     return y, shown, fresh
 
 
 def _entries(
-    where: str, what: str, found: Any, number: int, error: type[Exception] = custom.Miscounted
+    where: str, what: str, found: Any, number: int, error: type[Exception] = Miscounted
 ) -> list[tuple[Any, ...]]:
     """What a function returned for each operation, if it is for all of them."""
     if not isinstance(found, tuple | list) or len(found) != number:
-        raise error(f"{where} returns {what} with an entry for each of {number} operations, got {custom.told(found)}.")
+        raise error(f"{where} returns {what} with an entry for each of {number} operations, got {told(found)}.")
     for i, part in enumerate(found):
         if not isinstance(part, tuple | list):
-            raise error(f"{where} returns a tuple of {what} for operation {i}, got {custom.told(part)}.")
+            raise error(f"{where} returns a tuple of {what} for operation {i}, got {told(part)}.")
     return [tuple(part) for part in found]
 
 
@@ -192,7 +193,7 @@ def forward(config: Config, inputs: Sequence[Any]) -> Made:
     if isinstance(stage, fork.Config) and extra and extra[0] is inputs[0]:  # x is what it gives away
         extra, away = [fork.forward(stage, fork.Inputs(inputs[0])).outputs[1], *extra[1:]], extra[1:]
     custom.refuse_inputs(where, (y, *away), given)
-    slots = [t for value in values for t in custom.packed(value)]
+    slots = [t for value in values for t in packed(value)]
     outputs = custom.without_aliases((y, *extra), ())
     return Made(outputs, (), custom.without_aliases(slots, (*given, *outputs)))
 
@@ -200,9 +201,9 @@ def forward(config: Config, inputs: Sequence[Any]) -> Made:
 def protos(config: Config, inputs: Sequence[Any]) -> Made:
     if not config.own:
         return chain.protos(config.unfused, inputs)
-    with custom.without_data():
+    with without_data():
         fakes = [_empty(field) for field in inputs]
-        with custom.tried(f"{config.functions.title}.fuser_forward_compute"):
+        with tried(f"{config.functions.title}.fuser_forward_compute"):
             made = forward(config, fakes)
         return Made(*(tuple(None if t is None else TensorProto.of(t) for t in group) for group in made))
 
@@ -222,7 +223,7 @@ def save(config: Config, inputs: Sequence[Any], made: Made) -> tuple[Any, ...]:
     for i, stage in enumerate(config.fresh):
         for j, kind in enumerate(stage):
             starts[i, j] = at
-            at += custom.slots_of(kind)
+            at += slots_of(kind)
     found: list[Any] = []
     for kinds, sources in zip(config.saved_kinds, config.saved, strict=True):
         for kind, source in zip(kinds, sources, strict=True):
@@ -235,7 +236,7 @@ def save(config: Config, inputs: Sequence[Any], made: Made) -> tuple[Any, ...]:
                 found.append(made.outputs[int(place[0])])
             elif name == "fresh":
                 i, j = int(place[0]), int(place[1])
-                found += made.fresh[starts[i, j] : starts[i, j] + custom.slots_of(config.fresh[i][j])]
+                found += made.fresh[starts[i, j] : starts[i, j] + slots_of(config.fresh[i][j])]
     return tuple(found)
 
 
@@ -244,8 +245,8 @@ def _saved_values(config: Config, saved: Sequence[Any]) -> list[tuple[Any, ...]]
     if config.own:
         found, at = [], 0
         for stage in config.saved_kinds:
-            size = sum(custom.slots_of(kind) for kind in stage)
-            found.append(custom.unpacked_all(stage, saved[at : at + size]))
+            size = sum(slots_of(kind) for kind in stage)
+            found.append(unpacked_all(stage, saved[at : at + size]))
             at += size
         return found
     sizes = [counts.saved for counts in config.unfused.sizes]
@@ -259,10 +260,10 @@ def _saved_values(config: Config, saved: Sequence[Any]) -> list[tuple[Any, ...]]
 def gradient_protos(config: Config, saved: tuple[Any, ...], dy: Any) -> tuple[TensorProto | None, ...]:
     if config.side == "forward":
         return chain.gradient_protos(config.unfused, saved, dy)
-    with custom.without_data():
+    with without_data():
         values = [t if t is None or isinstance(t, Tensor) else t.empty() for t in saved]
         g = dy if isinstance(dy, Tensor) else dy.empty()
-        with custom.tried(f"{config.functions.title}.fuser_backward"):
+        with tried(f"{config.functions.title}.fuser_backward"):
             found = backward(config, tuple(values), (), (g, *[None] * (outputs(config) - 1)))
         return tuple(None if t is None else TensorProto.of(t) for t in found)
 
@@ -281,15 +282,15 @@ def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[
     found = _entries(where, "gradients", found, len(config.stages))
     for i, (own, wanted) in enumerate(zip(found, unfused.wanted, strict=True)):
         if len(own) != len(wanted):
-            raise custom.Miscounted(f"{where} returns {len(wanted)} gradients for operation {i}, got {len(own)}.")
+            raise Miscounted(f"{where} returns {len(wanted)} gradients for operation {i}, got {len(own)}.")
     flat = (found[0][0], *[t for own in found for t in own[1:]])
     names = [f"{i}.{field}" for i, own in enumerate(fields) for field in own._fields if i == 0 or field != "x"]
     likes = _likes(config, kept)
     for name, t, want, like in zip(names, flat, wants(config), likes, strict=True):
         if want and t is None:
-            raise custom.Miscounted(f"{where} returned no gradient of {name}, which is wanted.")
+            raise Miscounted(f"{where} returned no gradient of {name}, which is wanted.")
         if want:
-            custom.check_gradient(where, name, t, *like, grads[0])
+            check_gradient(where, name, t, *like, grads[0])
     chosen = [t if want else None for t, want in zip(flat, wants(config), strict=True)]
     return custom.without_aliases(chosen, grads)
 
@@ -300,9 +301,9 @@ def _likes(config: Config, kept: Sequence[Any]) -> list[tuple[Any, Any]]:
     given: dict[str, Any] = {}
     for i, (stage, values) in enumerate(zip(config.stages, kept, strict=True)):
         if config.own:
-            given |= custom.given_among(values, config.saved[i])
+            given |= given_among(values, config.saved[i])
         elif isinstance(stage, custom.Config):
-            given |= {f"{i}:{at}": t for at, t in custom.given_among(values, stage.saved).items()}
+            given |= {f"{i}:{at}": t for at, t in given_among(values, stage.saved).items()}
     found: list[tuple[Any, Any]] = []
     for i, (stage, wanted) in enumerate(zip(config.stages, config.unfused.wanted, strict=True)):
         for j in range(min(i, 1), len(wanted)):
@@ -327,17 +328,17 @@ def probe(config: Config, inputs: Sequence[Any]) -> Config:
     if not config.own:
         return config
     functions = config.functions
-    with custom.without_data():
+    with without_data():
         fakes = [_fake(field) for field in inputs]
         own = _own_inputs(config, fakes)
         where, made_by = (f"{functions.title}.{name}" for name in ("fuser_forward_save_ctx", "fuser_forward_compute"))
-        with custom.tried(made_by):
+        with tried(made_by):
             y, extra, fresh = _computed(config, fakes)
         assert functions.select is not None
-        with custom.tried(where):
+        with tried(where):
             chosen = functions.select(config.settings, own, (y, *extra), fresh)
         chosen = _entries(where, "what is saved", chosen, len(config.stages), TypeError)
-        kinds = tuple(tuple(custom.kind_of(value, made_by) for value in part) for part in fresh)
+        kinds = tuple(tuple(kind_of(value, made_by) for value in part) for part in fresh)
         saved = tuple(tuple(_source(where, value, own, (y, *extra), fresh) for value in part) for part in chosen)
         found = replace(config, fresh=kinds, saved=saved)
         like = protos_of(fakes)
@@ -359,8 +360,8 @@ def _check_outputs_alike(where: str, outputs: Sequence[Any], theirs: Sequence[An
     for i, (t, want) in enumerate(zip(outputs, theirs, strict=True)):
         if (tuple(t.shape), t.dtype) != (tuple(want.shape), want.dtype):
             raise TypeError(
-                f"{where} returned {custom.told(t)} as {f'extra output {i - 1}' if i else 'y'}, and the operations by "
-                f"themselves make {custom.told(want)}. Return one like theirs."
+                f"{where} returned {told(t)} as {f'extra output {i - 1}' if i else 'y'}, and the operations by "
+                f"themselves make {told(want)}. Return one like theirs."
             )
 
 
@@ -378,14 +379,14 @@ def _proto(t: Any) -> TensorProto:
 
 def _fake(field: Any) -> Any:
     if isinstance(field, tuple):
-        return tuple(custom.fake(t) for t in field)
-    return None if field is None else custom.fake(field)
+        return tuple(fake(t) for t in field)
+    return None if field is None else fake(field)
 
 
 def _source(where: str, value: Any, own: Sequence[Any], outputs: Sequence[Any], fresh: Sequence[Any]) -> str:
     if value is None:
         return "none"
-    custom.kind_of(value, where)
+    kind_of(value, where)
     for i, fields in enumerate(own):
         for j, place in enumerate(fields):
             if place is value:
@@ -398,7 +399,7 @@ def _source(where: str, value: Any, own: Sequence[Any], outputs: Sequence[Any], 
             if place is value:
                 return f"fresh:{i}:{j}"
     raise TypeError(
-        f"{where} made {custom.told(value)}. It only selects, among inputs, outputs and what compute hands it, since "
+        f"{where} made {told(value)}. It only selects, among inputs, outputs and what compute hands it, since "
         "it does not run at every step. Make the tensor in compute and hand it over."
     )
 
@@ -409,7 +410,7 @@ def _check_saved_alike(config: Config, want: Sequence[Any], chosen: Sequence[Seq
     for i, part in enumerate(chosen):
         theirs: list[Any] = list(want[sum(sizes[:i]) : sum(sizes[: i + 1])])
         missing: list[Any] = [] if isinstance(config.stages[i], custom.Config) else [None]
-        ours = [t for value in part for t in (missing if value is None else custom.packed(value))]
+        ours = [t for value in part for t in (missing if value is None else packed(value))]
         same = len(ours) == len(theirs) and all(
             (a is None) == (b is None) and (a is None or (tuple(a.shape), a.dtype) == (tuple(b.shape), b.dtype))
             for a, b in zip(ours, theirs, strict=True)

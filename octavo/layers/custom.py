@@ -1,4 +1,4 @@
-"""A layer that somebody else wrote (`octavo.fuser.operation`), as a stage of a chain.
+"""A layer that somebody else wrote (`octavo.fuser.basic`), as a stage of a chain.
 
     compute (settings, inputs)                   -> y, extra outputs, fresh
     select  (settings, inputs, outputs, fresh)   -> which of these backward needs
@@ -6,40 +6,28 @@
 
 Functions are found by name, since a graph holds strings. What `select` chose, and what each fresh value is, was found
 out when the run was planned, on tensors without data (`probe`), and is part of the config: it is not asked again.
-A QTensor or GroupedTensor crosses as its tensors and an empty one that has its shape.
 """
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    is_fake,
-)
+from torch._subclasses.fake_tensor import is_fake
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers.contract import DTYPES, Counts, Made, reader
+from octavo.layers.contract import Counts, Made, reader
+from octavo.layers.dry_run import Miscounted, fake, tried, without_data
+from octavo.layers.gradient_check import check_gradient, given_among
+from octavo.layers.parcel import kind_of, packed, slots_of, unpacked_all
 from octavo.layers.plain import fills as fills
 from octavo.layers.plain import flat_places as flat_places
 from octavo.layers.plain import flops as flops
 from octavo.layers.plain import gradient_flops as gradient_flops
-from octavo.quant.grouped import GroupedTensor, restore
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import QTensor
-from octavo.values import Value, parse, register
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class Miscounted(RuntimeError):
-    """Functions returned more or fewer things than they should."""
+from octavo.values import Value, register
 
 
 class Functions(NamedTuple):
@@ -60,11 +48,9 @@ class Config(Value):
     name: str = ""  # of its functions, with a digest of their text: a graph on disk must not outlive them
     settings: Value | None = None
     wanted: tuple[bool, ...] = ()  # which inputs want a gradient
-    fresh: tuple[
-        str, ...
-    ] = ()  # what each is: "tensor", "none", "codes:dtype:quantizer", "groups:side:dtype:quantizer"
+    fresh: tuple[str, ...] = ()  # the kind of each (`octavo.layers.parcel`)
     saved: tuple[str, ...] = ()  # where each comes from: "none", "input:0", "output:0", "fresh:0"
-    likes: tuple[tuple[str, tuple[int, ...], bool], ...] = ()  # what each gradient is to be like: `like`
+    likes: tuple[tuple[str, tuple[int, ...], bool], ...] = ()  # of each gradient (`octavo.layers.gradient_check`)
 
     @cached_property
     def functions(self) -> Functions:
@@ -93,73 +79,6 @@ def fields_of(names: tuple[str, ...]) -> Any:
 
 def inputs_of(config: Config, values: Sequence[Any]) -> Any:
     return fields_of(config.functions.fields)(*values)
-
-
-def slots_of(kind: str) -> int:
-    """How many tensors a value of this kind is."""
-    return {"none": 0, "empty": 1, "tensor": 1, "codes": 4, "groups": 9}[kind.split(":")[0]]
-
-
-def kind_of(value: Any, where: str) -> str:
-    """What a value is that backward may need; `where` is the function that returned it."""
-    if value is None:
-        return "none"
-    if isinstance(value, Tensor):
-        return "tensor"
-    if isinstance(value, QTensor):
-        return f"codes:{NAMES[value.dtype]}:{value.spec.key}"
-    if isinstance(value, GroupedTensor):
-        return f"groups:{value.side}:{NAMES[value.q.dtype]}:{value.q.spec.key}"
-    raise TypeError(
-        f"{where} returned {told(value)} for backward. What backward needs is a Tensor, QTensor, GroupedTensor or "
-        "None; any other choice is a field of op_config, known when the run is planned."
-    )
-
-
-def told(value: Any) -> str:
-    """What came back, for messages."""
-    if isinstance(value, Tensor | TensorProto):
-        name = dtype_name(value.dtype)
-        return f"{'an' if name.startswith('i') else 'a'} {name} tensor of shape {tuple(value.shape)}"
-    if isinstance(value, tuple | list):
-        return f"{len(value)} {'entry' if len(value) == 1 else 'entries'}"
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def packed(value: Any) -> list[Tensor | None]:
-    if value is None:
-        return []
-    if isinstance(value, QTensor):
-        return [value.codes, value.scale, value.global_scale, value.codes.new_empty(0, *value.shape)]
-    if isinstance(value, GroupedTensor):
-        q = value.q
-        shape = q.codes.new_empty(0, value.groups.rows, *q.shape)
-        return [q.codes, q.scale, q.global_scale, *value.groups.tensors(), shape]
-    return [value]
-
-
-def _unpacked(kind: str, slots: Sequence[Any]) -> Any:
-    name, *rest = kind.split(":", 2 if kind.startswith("codes") else 3)
-    if name in ("none", "empty"):
-        return None
-    if name == "tensor":
-        return slots[0]
-    spec, dtype = parse(rest[-1]), DTYPES[rest[-2]]
-    parts = [t for t in slots[:3] if t is not None]
-    if name == "codes":
-        return spec.assemble(parts, tuple(slots[3].shape[1:]), dtype)
-    rows, *shape = slots[8].shape[1:]
-    codes = parts[0] if parts[0].dtype == spec.fmt.dtype else parts[0].view(spec.fmt.dtype)
-    settings = (spec, tuple(shape), dtype, rows, rest[0])
-    return restore([codes, *parts[1:], *slots[3:8]], settings)
-
-
-def unpacked_all(kinds: Sequence[str], slots: Sequence[Any]) -> tuple[Any, ...]:
-    found, start = [], 0
-    for kind in kinds:
-        found.append(_unpacked(kind, slots[start : start + slots_of(kind)]))
-        start += slots_of(kind)
-    return tuple(found)
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
@@ -200,53 +119,6 @@ def _said(functions: Functions, settings: Value | None, inputs: Any) -> tuple[An
     return checked(functions, made)
 
 
-def without_data() -> Any:
-    """Tensors made within have none."""
-    return nullcontext() if _is_fake_already() else FakeTensorMode()
-
-
-class tried:
-    """Functions of somebody else's, called within on tensors without data: what they raise says so. `otherwise` is what
-    else their author can do."""
-
-    def __init__(self, where: str, otherwise: str = "") -> None:
-        self.where, self.otherwise = where, otherwise
-
-    def __enter__(self) -> None:
-        self.before = _values_asked_for()
-
-    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
-        if _is_about_values(error) or (error is None and _values_asked_for() > self.before):
-            raise TypeError(
-                f"{self.where} asks what is in a tensor, and is run without data to learn shapes. Leave out .item(), "
-                f"bool() of a tensor and sizes that follow from values{self.otherwise}."
-            ) from error
-        if error is not None and kind is not Miscounted:
-            error.add_note(f"Raised by {self.where}, which is run without data to learn shapes.")
-
-
-def _is_about_values(error: Any) -> bool:
-    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
-        return True
-    return type(error).__name__ == "GuardOnDataDependentSymNode"  # a compiler's, whose module is not imported for this
-
-
-def _values_asked_for() -> int:
-    """A compiler has symbols for values, as for sizes, and counts those that nobody has returned yet."""
-    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return len(getattr(getattr(mode, "shape_env", None), "pending_fresh_unbacked_symbols", ()))
-
-
-def _is_fake_already() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-def fake(t: Any) -> Tensor:
-    if isinstance(t, TensorProto):
-        return t.empty()
-    return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
-
-
 def _source(functions: Functions, value: Any, inputs: Sequence[Any], outputs: Sequence[Any], fresh: Any) -> str:
     if value is None:
         return "none"
@@ -275,24 +147,6 @@ def checked(functions: Functions, made: Any) -> tuple[Any, tuple[Any, ...], tupl
     if not isinstance(fresh, tuple | list):
         raise Miscounted(f"{functions.title}'s compute returns fresh tensors as a tuple, got {type(fresh).__name__}.")
     return y, tuple(extra), tuple(fresh)
-
-
-def like(t: TensorProto | None, known: str, y: TensorProto) -> tuple[str, tuple[int, ...], bool]:
-    """What the gradient of an input is checked against: its dtype; its dims as far as they are `known` ("all", "last",
-    those that are not made up, or "none"), -1 for the others; whether y has its shape."""
-    if t is None:
-        return "", (), False
-    end = len(t.shape) - 1
-    dims = [n if known == "all" or (known == "last" and (n != MADE_UP or i == end > 0)) else -1
-            for i, n in enumerate(t.shape)]  # fmt: skip
-    return dtype_name(t.dtype), tuple(dims), known != "all" and tuple(t.shape) == tuple(y.shape)
-
-
-MADE_UP = 128  # what a dim is taken to be, when a run is planned, that the plan does not depend on
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # -- the contract ------------------------------------------------------------------------------------------------------
@@ -414,41 +268,6 @@ def gradients(config: Config, saved: Sequence[Any], grads: tuple[Any, ...]) -> t
         if want:
             check_gradient(f"{functions.title}'s backward", name, g, config.likes[i], given.get(str(i)), grads[0])
     return tuple(g if want else None for g, want in zip(found, config.wanted, strict=True))
-
-
-def given_among(kept: Sequence[Any], sources: Sequence[str]) -> dict[str, Any]:
-    """Inputs that were saved, by their places."""
-    return {s.removeprefix("input:"): t for t, s in zip(kept, sources, strict=True) if s.startswith("input:")}
-
-
-def check_gradient(where: str, name: str, g: Any, like: Any, given: Any, dy: Any) -> None:
-    """Refuse a gradient that is not like its input: it would be broadcast, summed or cast, and nobody would know.
-    `given` is the input itself, where it was saved."""
-    if not isinstance(g, Tensor):
-        raise Miscounted(f"{where} returned {told(g)} as the gradient of {name}. Return a tensor.")
-    if like is None:  # of a layer of Octavo's
-        if given is None:
-            return
-        like = dtype_name(given.dtype), given.shape, False
-    dtype, dims, as_y = like
-    want: Sequence[Any] = dims if given is None else given.shape
-    fits = dtype_name(g.dtype) == dtype and g.dim() == len(want)
-    fits = fits and not any([_differs(n, m) and n >= 0 for n, m in zip(want, g.shape, strict=True)])
-    if fits and as_y and given is None and dy is not None and dy.dim() == g.dim():
-        # which rows there are is not known, but that there is more than one where dy has more
-        fits = not any([_differs(n, m) and m == 1 for n, m in zip(dy.shape, g.shape, strict=True)])
-        want = want if fits else dy.shape
-    if not fits:
-        shape = ", ".join("?" if n == -1 else str(n) for n in want) + ("," if len(want) == 1 else "")
-        raise Miscounted(
-            f"{where} returned {told(g)} as the gradient of {name}, which is a {dtype} tensor of shape ({shape}). "
-            "Return gradients in the dtype and shape of their inputs."
-        )
-
-
-def _differs(a: Any, b: Any) -> bool:
-    """As numbers; a compiler's symbols are left alone."""
-    return isinstance(a, int) and isinstance(b, int) and a != b
 
 
 def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:

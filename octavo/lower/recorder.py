@@ -5,11 +5,10 @@ line; what reads a value, or a tensor that the call was not given, is refused.
 """
 
 import math
-import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import launch
+from octavo.lower.lines import Line, address, in_form, let_go, needed, readdressed
 
 
 class Refused(Exception):
     """This call cannot be written down."""
-
-
-class _Line(NamedTuple):
-    text: str
-    uses: tuple[str, ...]
-    makes: tuple[str, ...]
-    addresses: tuple[str, ...] = ()  # used too, for where they lie alone
-    idle: bool = False  # allocates, or makes a view: for nothing, if nobody uses what it makes
 
 
 _EMPTY = {kind: getattr(guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}  # as Inductor allocates
@@ -82,7 +74,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, inputs: Sequence[Tensor | None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._lines: list[_Line] = []
+        self._lines: list[Line] = []
         self._names: dict[int, tuple[Any, str]] = {}
         self._constants: dict[str, Any] = {}
         self._within: dict[str, tuple[str, int]] = {}  # a view -> what it is a view of, and how many bytes further
@@ -156,7 +148,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = [self._pointer(t, uses, addresses) for t in pointers]
             head, tail = self._constant(direct.head), self._constant(one.tail)
             start = f"{self._constant(direct.launch)}({one.grid}, 1, 1, stream, *{head}"
-            self._lines.append(_Line(f"{start}, {', '.join(given)}, *{tail})", tuple(uses), (), tuple(addresses)))
+            self._lines.append(Line(f"{start}, {', '.join(given)}, *{tail})", tuple(uses), (), tuple(addresses)))
         except Refused as why:
             self.refuse(str(why))
 
@@ -174,7 +166,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name, further = self._within[name]
             offset += further
         addresses.append(name)
-        return _address(name) + (f" + {offset}" if offset else "")
+        return address(name) + (f" + {offset}" if offset else "")
 
     def _add(self, text: str, uses: list[str], made: list[Any], *, many: bool = False, idle: bool = False) -> None:
         makes: list[str] = []
@@ -188,7 +180,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if fresh:
             target = f"{', '.join(makes)}," if many else makes[0]
             text = f"{target} = {text}"
-        self._lines.append(_Line(text, tuple(uses), fresh, idle=idle))
+        self._lines.append(Line(text, tuple(uses), fresh, idle=idle))
 
     def _known(self, t: Any) -> str:
         reference, name = self._names.get(id(t), (None, ""))
@@ -222,7 +214,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._tiled:
             yield f"{self._constant(launch.enter_context)}({self._index})"
 
-    def _zeroed_at_once(self, lines: list[_Line], returned: set[str]) -> list[_Line]:
+    def _zeroed_at_once(self, lines: list[Line], returned: set[str]) -> list[Line]:
         """The lines, with small zeros that only kernels see in one piece: one allocation, and one launch."""
         others = returned.union(*(line.uses for line in lines))
         names = [name for line in lines for name in line.makes if name in self._zeros and name not in others]
@@ -232,11 +224,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lines = [line for line in lines if not set(names).intersection(line.makes)]
         end = 0
         for name in names:
-            lines = [_readdressed(line, name, "zeros", end) for line in lines]
+            lines = [readdressed(line, name, "zeros", end) for line in lines]
             end = _place(end, self._zeros[name])
         make, dtype = self._constant(torch.zeros), self._constant(torch.float32)
         device = self._constant(torch.device("cuda", self._index) if self._index >= 0 else torch.device("cpu"))
-        lines.insert(first, _Line(f"zeros = {make}({end // 4}, dtype={dtype}, device={device})", (), ("zeros",)))
+        lines.insert(first, Line(f"zeros = {make}({end // 4}, dtype={dtype}, device={device})", (), ("zeros",)))
         return lines
 
     def function(self, about: Any, found: Iterable[Tensor | None]) -> Callable[..., Any]:
@@ -245,12 +237,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returned = [self._said(t, uses) for t in found]
         if self._why:
             raise Refused(self._why)
-        lines = _in_form(_needed(self._lines, set(uses)), self._forms, set(uses))
+        lines = in_form(needed(self._lines, set(uses)), self._forms, set(uses))
         lines = self._zeroed_at_once(lines, set(uses))
         source = "\n    ".join([
             f"def tape({', '.join(self._inputs)}):",
             *self._opening(),
-            *_let_go(lines, set(uses)),
+            *let_go(lines, set(uses)),
             f"return {self._constant(about)}, [{', '.join(returned)}]",
         ])  # fmt: skip
         space = dict(self._constants)
@@ -265,10 +257,6 @@ def _place(first: int, nbytes: int) -> int:
     return first + -(-nbytes // 16) * 16
 
 
-def _address(name: str) -> str:
-    return f"{name}.data_ptr()"
-
-
 def _covers(view: Tensor, t: Tensor) -> bool:
     """Whether a view is all of a tensor's memory, and of the same dtype, so that either might have been allocated."""
     begins = view.data_ptr() == t.data_ptr() and view.dtype == t.dtype
@@ -277,49 +265,3 @@ def _covers(view: Tensor, t: Tensor) -> bool:
 
 def _extent(t: Tensor) -> int:
     return sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-
-
-def _in_form(lines: list[_Line], forms: dict[str, str], returned: set[str]) -> list[_Line]:
-    """The lines, with what is allocated only to be used in one other form allocated in that form: a view less."""
-    for i, line in enumerate(lines):
-        first, one = line.uses[:1], line.makes[:1]
-        if not (line.idle and first and one and one[0] in forms and len(line.makes) == 1) or first[0] in returned:
-            continue
-        at = next((n for n, other in enumerate(lines) if first[0] in other.makes), -1)
-        if at < 0 or lines[at].uses or any(first[0] in other.uses for other in lines if other is not line):
-            continue  # not allocated here, or somebody else uses it as it is
-        lines = [*lines[:i], *lines[i + 1 :]]
-        lines[at] = _Line(f"{one[0]} = {forms[one[0]]}", (), one, idle=True)
-        return _in_form([_readdressed(other, first[0], one[0]) for other in lines], forms, returned)
-    return lines
-
-
-def _readdressed(line: _Line, old: str, new: str, further: int = 0) -> _Line:
-    if old not in line.addresses:
-        return line
-    addresses = tuple(new if name == old else name for name in line.addresses)
-    there = _address(new) + (f" + {further}" if further else "")
-    return line._replace(text=re.sub(rf"\b{re.escape(_address(old))}", there, line.text), addresses=addresses)
-
-
-def _needed(lines: list[_Line], returned: set[str]) -> list[_Line]:
-    used, kept = set(returned), list[_Line]()
-    for line in reversed(lines):
-        if not line.idle or used.intersection(line.makes):
-            used.update(line.uses, line.addresses)
-            kept.append(line)
-    return kept[::-1]
-
-
-def _let_go(lines: list[_Line], returned: set[str]) -> Iterable[str]:
-    """The lines, each followed by letting go of what no later one uses."""
-    last: dict[str, int] = {}
-    own = {name for line in lines for name in line.makes}
-    for n, line in enumerate(lines):
-        for name in (*line.uses, *line.addresses, *line.makes):
-            last[name] = n
-    for n, line in enumerate(lines):
-        yield line.text
-        done = [name for name in last if last[name] == n and name in own and name not in returned]
-        if done:
-            yield f"del {', '.join(done)}"

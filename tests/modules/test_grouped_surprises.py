@@ -160,7 +160,7 @@ def test_held_codes_of_groups_are_all_there_is():
     octavo.quantize_weights(layer)
     for p in layer.weight_parts():
         p.requires_grad_(False)
-    assert layer._stacked_weight().untyped_storage().nbytes() == 4
+    assert layer._stacked_weight(layer.weight_parts()).untyped_storage().nbytes() == 4
     octavo.revert(layer)
     assert not layer._codes.held
     assert all(p.stride() == (K, 1) for p in layer.weight_parts())

@@ -1,0 +1,60 @@
+"""Whether a gradient that a function of somebody else's returned is like its input: in dtype, and in shape as far as it
+was known when the run was planned.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from octavo.layers.dry_run import Miscounted
+from octavo.layers.parcel import dtype_name, told
+from octavo.quant.proto import TensorProto
+
+MADE_UP = 128  # what a dim is taken to be, when a run is planned, that the plan does not depend on
+
+
+def like(t: TensorProto | None, known: str, y: TensorProto) -> tuple[str, tuple[int, ...], bool]:
+    """What the gradient of an input is checked against: its dtype; its dims as far as they are `known` ("all", "last",
+    those that are not made up, or "none"), -1 for the others; whether y has its shape."""
+    if t is None:
+        return "", (), False
+    end = len(t.shape) - 1
+    dims = [n if known == "all" or (known == "last" and (n != MADE_UP or i == end > 0)) else -1
+            for i, n in enumerate(t.shape)]  # fmt: skip
+    return dtype_name(t.dtype), tuple(dims), known != "all" and tuple(t.shape) == tuple(y.shape)
+
+
+def check_gradient(where: str, name: str, g: Any, like: Any, given: Any, dy: Any) -> None:
+    """Refuse a gradient that is not like its input: it would be broadcast, summed or cast, and nobody would know.
+    `given` is the input itself, where it was saved."""
+    if not isinstance(g, Tensor):
+        raise Miscounted(f"{where} returned {told(g)} as the gradient of {name}. Return a tensor.")
+    if like is None:  # of a layer of Octavo's
+        if given is None:
+            return
+        like = dtype_name(given.dtype), given.shape, False
+    dtype, dims, as_y = like
+    want: Sequence[Any] = dims if given is None else given.shape
+    fits = dtype_name(g.dtype) == dtype and g.dim() == len(want)
+    fits = fits and not any([_differs(n, m) and n >= 0 for n, m in zip(want, g.shape, strict=True)])
+    if fits and as_y and given is None and dy is not None and dy.dim() == g.dim():
+        # which rows there are is not known, but that there is more than one where dy has more
+        fits = not any([_differs(n, m) and m == 1 for n, m in zip(dy.shape, g.shape, strict=True)])
+        want = want if fits else dy.shape
+    if not fits:
+        shape = ", ".join("?" if n == -1 else str(n) for n in want) + ("," if len(want) == 1 else "")
+        raise Miscounted(
+            f"{where} returned {told(g)} as the gradient of {name}, which is a {dtype} tensor of shape ({shape}). "
+            "Return gradients in the dtype and shape of their inputs."
+        )
+
+
+def _differs(a: Any, b: Any) -> bool:
+    """As numbers; a compiler's symbols are left alone."""
+    return isinstance(a, int) and isinstance(b, int) and a != b
+
+
+def given_among(kept: Sequence[Any], sources: Sequence[str]) -> dict[str, Any]:
+    """Inputs that were saved, by their places."""
+    return {s.removeprefix("input:"): t for t, s in zip(kept, sources, strict=True) if s.startswith("input:")}

@@ -1,0 +1,92 @@
+"""What passes from a function of somebody else's to its backward: a Tensor, QTensor, GroupedTensor or None, packed as
+plain tensors, and its kind in words, which a config can hold.
+
+    "none", "empty", "tensor", "codes:dtype:quantizer", "groups:side:dtype:quantizer"
+
+A QTensor or GroupedTensor is its tensors and an empty one that has its shape.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.layers.contract import DTYPES
+from octavo.quant.grouped import GroupedTensor, restore
+from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import QTensor
+from octavo.values import parse
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def slots_of(kind: str) -> int:
+    """How many tensors a value of this kind is."""
+    return {"none": 0, "empty": 1, "tensor": 1, "codes": 4, "groups": 9}[kind.split(":")[0]]
+
+
+def kind_of(value: Any, where: str) -> str:
+    """What a value is that backward may need; `where` is the function that returned it."""
+    if value is None:
+        return "none"
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, QTensor):
+        return f"codes:{NAMES[value.dtype]}:{value.spec.key}"
+    if isinstance(value, GroupedTensor):
+        return f"groups:{value.side}:{NAMES[value.q.dtype]}:{value.q.spec.key}"
+    raise TypeError(
+        f"{where} returned {told(value)} for backward. What backward needs is a Tensor, QTensor, GroupedTensor or "
+        "None; any other choice is a field of op_config, known when the run is planned."
+    )
+
+
+def packed(value: Any) -> list[Tensor | None]:
+    if value is None:
+        return []
+    if isinstance(value, QTensor):
+        return [value.codes, value.scale, value.global_scale, value.codes.new_empty(0, *value.shape)]
+    if isinstance(value, GroupedTensor):
+        q = value.q
+        shape = q.codes.new_empty(0, value.groups.rows, *q.shape)
+        return [q.codes, q.scale, q.global_scale, *value.groups.tensors(), shape]
+    return [value]
+
+
+def _unpacked(kind: str, slots: Sequence[Any]) -> Any:
+    name, *rest = kind.split(":", 2 if kind.startswith("codes") else 3)
+    if name in ("none", "empty"):
+        return None
+    if name == "tensor":
+        return slots[0]
+    spec, dtype = parse(rest[-1]), DTYPES[rest[-2]]
+    parts = [t for t in slots[:3] if t is not None]
+    if name == "codes":
+        return spec.assemble(parts, tuple(slots[3].shape[1:]), dtype)
+    rows, *shape = slots[8].shape[1:]
+    codes = parts[0] if parts[0].dtype == spec.fmt.dtype else parts[0].view(spec.fmt.dtype)
+    settings = (spec, tuple(shape), dtype, rows, rest[0])
+    return restore([codes, *parts[1:], *slots[3:8]], settings)
+
+
+def unpacked_all(kinds: Sequence[str], slots: Sequence[Any]) -> tuple[Any, ...]:
+    found, start = [], 0
+    for kind in kinds:
+        found.append(_unpacked(kind, slots[start : start + slots_of(kind)]))
+        start += slots_of(kind)
+    return tuple(found)
+
+
+def told(value: Any) -> str:
+    """What came back, for messages."""
+    if isinstance(value, Tensor | TensorProto):
+        name = dtype_name(value.dtype)
+        return f"{'an' if name.startswith('i') else 'a'} {name} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"{len(value)} {'entry' if len(value) == 1 else 'entries'}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

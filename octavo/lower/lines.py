@@ -1,0 +1,65 @@
+"""The lines of a tape: what each uses and makes, and what becomes of them before they are a function. What nobody uses
+is left out, what is only used in another form is made in it, and everything is let go of after its last line.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    text: str
+    uses: tuple[str, ...]
+    makes: tuple[str, ...]
+    addresses: tuple[str, ...] = ()  # used too, for where they lie alone
+    idle: bool = False  # allocates, or makes a view: for nothing, if nobody uses what it makes
+
+
+def address(name: str) -> str:
+    return f"{name}.data_ptr()"
+
+
+def needed(lines: list[Line], returned: set[str]) -> list[Line]:
+    used, kept = set(returned), list[Line]()
+    for line in reversed(lines):
+        if not line.idle or used.intersection(line.makes):
+            used.update(line.uses, line.addresses)
+            kept.append(line)
+    return kept[::-1]
+
+
+def in_form(lines: list[Line], forms: dict[str, str], returned: set[str]) -> list[Line]:
+    """The lines, with what is allocated only to be used in one other form allocated in that form: a view less."""
+    for i, line in enumerate(lines):
+        first, one = line.uses[:1], line.makes[:1]
+        if not (line.idle and first and one and one[0] in forms and len(line.makes) == 1) or first[0] in returned:
+            continue
+        at = next((n for n, other in enumerate(lines) if first[0] in other.makes), -1)
+        if at < 0 or lines[at].uses or any(first[0] in other.uses for other in lines if other is not line):
+            continue  # not allocated here, or somebody else uses it as it is
+        lines = [*lines[:i], *lines[i + 1 :]]
+        lines[at] = Line(f"{one[0]} = {forms[one[0]]}", (), one, idle=True)
+        return in_form([readdressed(other, first[0], one[0]) for other in lines], forms, returned)
+    return lines
+
+
+def readdressed(line: Line, old: str, new: str, further: int = 0) -> Line:
+    if old not in line.addresses:
+        return line
+    addresses = tuple(new if name == old else name for name in line.addresses)
+    there = address(new) + (f" + {further}" if further else "")
+    return line._replace(text=re.sub(rf"\b{re.escape(address(old))}", there, line.text), addresses=addresses)
+
+
+def let_go(lines: list[Line], returned: set[str]) -> Iterable[str]:
+    """The lines, each followed by letting go of what no later one uses."""
+    last: dict[str, int] = {}
+    own = {name for line in lines for name in line.makes}
+    for n, line in enumerate(lines):
+        for name in (*line.uses, *line.addresses, *line.makes):
+            last[name] = n
+    for n, line in enumerate(lines):
+        yield line.text
+        done = [name for name in last if last[name] == n and name in own and name not in returned]
+        if done:
+            yield f"del {', '.join(done)}"
