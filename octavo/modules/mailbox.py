@@ -3,11 +3,15 @@
 A graph cannot put anything into a queue, and Python does not run when a captured one is replayed. Its forward therefore
 links what it will have posted (`octavo.layers.post`) in front of what was there,
 without looking at it: a compiler that saw a queue grow would make a new graph for every length.
+
+What a backward leaves while it is captured is where every replay leaves its own, for a captured `backward_dw()` alone;
+what one outside leaves is of that moment. Which is which is known of letters, not of what a compiler's graph posted.
 """
 
 from collections import deque
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
@@ -19,6 +23,7 @@ class Letter(NamedTuple):
     config: Any  # of the layer
     operands: tuple[Any, ...]
     versions: tuple[int, ...]  # of the operands that are the caller's own tensors
+    captured: bool
 
 
 class Posted(NamedTuple):
@@ -33,6 +38,10 @@ def _versions(operands: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(t._version for t in operands if isinstance(t, Tensor))
 
 
+def is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
 class Mailbox:
     def __init__(self) -> None:
         self._letters: deque[Letter | Posted] = deque()
@@ -44,7 +53,7 @@ class Mailbox:
 
     def put(self, config: Any, *operands: Any) -> None:
         self._collect()
-        self._letters.append(Letter(config, operands, _versions(operands)))
+        self._letters.append(Letter(config, operands, _versions(operands), is_capturing()))
 
     def _collect(self) -> None:
         """Move what graphs have posted to the queue."""
@@ -62,6 +71,7 @@ class Mailbox:
                 "backward_dw() has no backward to finish: each call takes one backward that has run with "
                 "delay_wgrad_compute=True, oldest first. Call it once for each."
             )
+        self._check_capture(is_capturing())
         letter = self._letters.popleft()
         if isinstance(letter, Posted):
             found = layer.config(letter.key)
@@ -72,3 +82,32 @@ class Mailbox:
                 "Call it before their buffers are used again, or let wgrad be quantized: codes are copies."
             )
         return letter.config, letter.operands
+
+    def _check_capture(self, capturing: bool) -> None:
+        """What waits outside of captures must not be taken for what a replay has left, nor be read by replays."""
+        outside, inside = (
+            sum(isinstance(letter, Letter) and letter.captured == captured for letter in self._letters)
+            for captured in (False, True)
+        )
+        both = f"{outside} were left outside of captures, by warm-ups perhaps, and {inside} captured. "
+        if capturing and outside:
+            raise UnsupportedConfig(
+                f"backward_dw() is captured, and backwards wait for it: {both}A replay would read the former's memory, "
+                "which nobody writes to again. Drop them with discard_dw(), or call backward_dw() for each before "
+                "anything is captured."
+            )
+        if inside and not capturing:
+            raise UnsupportedConfig(
+                f"Backwards wait for backward_dw(): {both}A replay leaves its operands to a captured backward_dw() "
+                "alone. "
+                + ("Call discard_dw(), then capture it" if outside else "Capture it")
+                + ", in the graph of its backward or in one of its own, and replay that."
+            )
+
+    def discard(self) -> int:
+        """Drop what was left outside of captures. How many there were."""
+        self._collect()
+        kept = [letter for letter in self._letters if isinstance(letter, Letter) and letter.captured]
+        count = len(self._letters) - len(kept)
+        self._letters = deque(kept)
+        return count

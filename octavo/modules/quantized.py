@@ -295,6 +295,11 @@ class Quantized(nn.Module):
             # accumulates as any backward does, hooks included
             torch.autograd.backward([weight for weight, _ in pairs], [part for _, part in pairs])
 
+    def discard_dw(self) -> int:
+        """Forget the backwards outside of CUDA graph captures that still wait for `backward_dw`: those of warm-ups, of
+        which nobody wants gradients. How many there were."""
+        return self._mailbox.discard()
+
     def _weight_gradient(self, config: Any, operands: Any, target: Target | Sought | None) -> Tensor | None:
         raise NotImplementedError
 

@@ -333,14 +333,10 @@ WARM_UPS = 3  # of make_graphed_callables
 
 
 def graphed_weight_gradients(model):
-    """backward_dw() in a graph of its own, right after make_graphed_callables: its warm-ups ran backward too, and left
-    their operands first; those of the capture are where every replay leaves its own. What it returns are gradients by
+    """backward_dw() in a graph of its own, right after make_graphed_callables: its warm-ups ran backward too, and what
+    they left is dropped; what the capture left is where every replay leaves its own. What it returns are gradients by
     parameter, where they do not go to main_grad."""
-    for _ in range(WARM_UPS):
-        for op in layers(model):
-            op.backward_dw()
-    for p in model.parameters():
-        p.grad = None
+    assert [op.discard_dw() for op in layers(model)] == [WARM_UPS] * len(layers(model))
     torch.cuda.synchronize()
     gc.collect()
     graph = torch.cuda.CUDAGraph()

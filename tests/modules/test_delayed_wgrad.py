@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.errors import UnsupportedConfig
+from octavo.modules import mailbox
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import assert_same, expected, make, run, seed_of, spiky
 
@@ -200,6 +201,73 @@ def test_what_was_pending_is_released():
     del x, dy
     gc.collect()
     assert kept() is None
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """What a CUDA stream would say of itself."""
+    said = []
+    monkeypatch.setattr(mailbox, "is_capturing", lambda: bool(said))
+    return said
+
+
+def backwards(layer, *flags, capturing):
+    for i, flag in enumerate(flags):
+        capturing[:] = [flag] * flag
+        x, dy = batch(i)
+        layer(x).backward(dy)
+    capturing.clear()
+
+
+def test_what_a_captured_backward_left_is_for_a_captured_backward_dw(capturing):
+    """As make_graphed_callables leaves it: warm-ups, then a capture."""
+    layer, plain = delayed(), make("fp8-current", K, N)
+    backwards(layer, False, False, True, capturing=capturing)
+    with pytest.raises(UnsupportedConfig, match=r"2 were left outside .* and 1 captured.*discard_dw\(\), then"):
+        layer.backward_dw()
+    capturing.append(True)
+    with pytest.raises(UnsupportedConfig, match=r"2 were left outside of captures.*Drop them"):
+        layer.backward_dw()
+    assert layer.weight.grad is None
+    assert layer.discard_dw() == 2
+    layer.backward_dw()
+    x, dy = batch(2)
+    plain(x).backward(dy)
+    assert_same(layer.weight.grad, plain.weight.grad)
+    assert layer.discard_dw() == 0
+
+
+def test_what_a_captured_backward_left_is_not_for_one_outside(capturing):
+    layer = delayed()
+    backwards(layer, True, capturing=capturing)
+    with pytest.raises(UnsupportedConfig, match=r"Capture it, in the graph of its backward"):
+        layer.backward_dw()
+    assert layer.discard_dw() == 0, "it is still there"
+    capturing.append(True)
+    layer.backward_dw()
+
+
+def test_what_was_left_outside_is_not_for_a_capture(capturing):
+    layer = delayed()
+    backwards(layer, False, capturing=capturing)
+    capturing.append(True)
+    with pytest.raises(UnsupportedConfig, match="which nobody writes to again"):
+        layer.backward_dw()
+    capturing.clear()
+    layer.backward_dw()
+    assert layer.weight.grad is not None
+
+
+def test_backwards_that_were_discarded_are_none_to_finish():
+    layer, (x, dy) = delayed(), batch()
+    kept = weakref.ref(x)
+    layer(x).backward(dy)
+    assert layer.discard_dw() == 1
+    del x
+    gc.collect()
+    assert kept() is None
+    with pytest.raises(UnsupportedConfig, match="no backward to finish"):
+        layer.backward_dw()
 
 
 @every

@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import octavo
-from octavo.errors import Unsupported
+from octavo.errors import Unsupported, UnsupportedConfig
 from octavo.quant.grouped import quantize_groups
 from octavo.quant.groups import split
 from octavo.recipes import SHIPPED
@@ -393,17 +393,19 @@ def weight_gradients_of(layer):
 @biases
 @fusing
 def test_weight_gradients_put_off_by_graphed_callables(recipe, layout, bias, main_grad):
-    """backward_dw() has a graph of its own, captured before the first call: the three warm-ups left their operands
-    first, and those of the capture are where every replay leaves its own."""
+    """backward_dw() has a graph of its own, captured before the first call: what the three warm-ups left is dropped,
+    and what the capture left is where every replay leaves its own."""
     layer, static = experts_on_gpu(recipe, layout, bias, main_grad=main_grad, delay_wgrad_compute=True), Static(bias)
     twin, state = twin_of(layer), octavo.state_dict(layer)
     twin.delay_wgrad_compute = False
     given = [static.x, static.sizes] + ([] if static.scales is None else [static.scales])
     arguments = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in given)
     call = torch.cuda.make_graphed_callables(Call(layer), arguments, allow_unused_input=True)
-    for _ in range(3):
+    with pytest.raises(UnsupportedConfig, match=r"3 were left outside of captures.* and 1 captured.*discard_dw"):
         layer.backward_dw()
-    layer.zero_grad()
+    assert layer.discard_dw() == 3
+    with pytest.raises(UnsupportedConfig, match=r"0 were left outside of captures.*Capture it"):
+        layer.backward_dw()
     torch.cuda.synchronize()
     gc.collect()
     later = torch.cuda.CUDAGraph()
