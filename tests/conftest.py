@@ -35,7 +35,7 @@ def _nothing_old_to_collect() -> Iterator[None]:
     """What compilers keep grows with every test, and a collection would look at all of it each time."""
     yield
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # what dies of it later is not collected: it is what compilers keep for good
 
 
 @pytest.fixture(autouse=True)

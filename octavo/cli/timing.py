@@ -65,9 +65,11 @@ def hosts_us(call: Callable[[], object], *, repeats: int = REPEATS) -> dict[str,
 def on_one_core() -> Iterator[None]:
     """All threads of this process on one of the cores that it may use (Linux)."""
     everywhere = os.sched_getaffinity(0)
-    before = {thread: os.sched_getaffinity(thread) for thread in _threads()}
+    before: dict[int, set[int]] = {}
     try:
-        for thread in before:
+        for thread in _threads():
+            with suppress(ProcessLookupError):  # it has ended
+                before[thread] = os.sched_getaffinity(thread)
             _place(thread, {max(everywhere)})
         yield
     finally:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from octavo.errors import UnsupportedConfig
 from octavo.formats import FLOATS
@@ -76,7 +77,13 @@ def revert(model: nn.Module) -> None:
         if len(module._mailbox):
             raise UnsupportedConfig(
                 f"{path or 'The model'} has {len(module._mailbox)} weight gradients pending, which would be lost. "
-                "Call backward_dw() for each first."
+                "Call backward_dw() for each first, or discard_dw(captured=True)."
+            )
+    for path, module in model.named_modules():
+        if isinstance(module, Linear) and is_parametrized(module):
+            raise UnsupportedConfig(
+                f"{path or 'The model'} has a parametrization, which made it a class of its own. Remove it first: "
+                "torch.nn.utils.parametrize.remove_parametrizations."
             )
     for other in model.modules():
         if isinstance(other, Quantized) and not isinstance(other, Linear):

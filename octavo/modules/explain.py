@@ -153,7 +153,8 @@ def _lend_buffers(model: nn.Module) -> list[Any]:
 
 def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
     weight = layer.weight_parts()[0]
-    own, seen = layer.recipe, capture.recipes.get(id(weight))
+    given = (weight, *layer.parameters(recurse=False), *layer.buffers(recurse=False))
+    own, seen = layer.recipe, next((capture.recipes[id(t)] for t in given if id(t) in capture.recipes), None)
     recipe = own or seen or ambient.recipe or UNQUANTIZED
     gemms = {name: getattr(recipe.linear(), name) for name in GEMMS}
     return Layer(
@@ -161,11 +162,13 @@ def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
         recipe=recipe.key if own else f"{FOLLOWS}: {recipe.key}",
         routes=tuple((name, layer.route(g.left, g.right, weight.device)) for name, g in gemms.items()),
         why=route(weight.device, recipe)[1],
-        uncompiled="" if seen else _why_uncompiled(path, capture.refusals()),
+        uncompiled="" if seen else _why_uncompiled(path, layer, capture.refusals()),
     )
 
 
-def _why_uncompiled(path: str, refusals: tuple[str, ...]) -> str:
+def _why_uncompiled(path: str, layer: Quantized, refusals: tuple[str, ...]) -> str:
     """The refusal that names the layer."""
     own = [text for text in refusals if f"at {path!r}" in text]
+    if not own and layer.made_weights():
+        return "whether it is in a graph is found by its weight, and this one is made by a parametrization"
     return own[0] if own else "it was not called, or ran outside of the graphs"

@@ -99,6 +99,9 @@ class GroupedLinear(FusibleOperation, Quantized):
 
     # -- parameters, one or many -----------------------------------------------------------------------------------
 
+    def weight_names(self) -> list[str]:
+        return self._weight_names
+
     def weight_parts(self) -> list[nn.Parameter]:
         return [getattr(self, name) for name in self._weight_names]
 
@@ -202,7 +205,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         observe = self._observes(recipe, own[0])
         kind = self._weight_codes(recipe, is_first_microbatch, grads, observe != "")
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
-        delayed = self.delay_wgrad_compute and "w" in grads
+        delayed = self._puts_off(grads)
         as_nodes = tracing or isinstance(rows, FakeTensor) or rows.is_meta  # without values, only shapes go through
         delay = "" if not delayed else "post" if as_nodes else "mailbox"
         key = (

@@ -69,6 +69,9 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         self.keep_weight_codes = keep_weight_codes
         self._set_up(recipe, fuse_wgrad_accumulation, delay_wgrad_compute, strict)
 
+    def weight_names(self) -> list[str]:
+        return ["weight"]
+
     def weight_parts(self) -> list[nn.Parameter]:
         return [self.weight]  # type: ignore[list-item]
 
@@ -134,7 +137,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         observe = self._observes(recipe, weight)
         kind = self._weight_codes(recipe, is_first_microbatch, grads, observe != "")
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
-        delayed = self.delay_wgrad_compute and "w" in grads
+        delayed = self._puts_off(grads)
         delay = "" if not delayed else "post" if tracing else "mailbox"
         if fp8_output and recipe.linear().fprop.left is None:
             raise UnsupportedConfig(

@@ -63,6 +63,10 @@ class Mailbox:
             newest_first.append(letter)
         self._letters.extend(reversed(newest_first))
 
+    def __deepcopy__(self, memo: Any) -> "Mailbox":
+        """A copy of a layer has run no backward."""
+        return Mailbox()
+
     def take(self, layer: Any, weight: Tensor) -> tuple[Any, tuple[Any, ...]]:
         """Config and operands of the oldest microbatch, for a layer of `octavo.layers` and its weight."""
         self._collect()
@@ -89,6 +93,7 @@ class Mailbox:
             sum(isinstance(letter, Letter) and letter.captured == captured for letter in self._letters)
             for captured in (False, True)
         )
+        dropped = "discard_dw()" if outside else "discard_dw(captured=True)"
         both = f"{outside} were left outside of captures, by warm-ups perhaps, and {inside} captured. "
         if capturing and outside:
             raise UnsupportedConfig(
@@ -99,15 +104,14 @@ class Mailbox:
         if inside and not capturing:
             raise UnsupportedConfig(
                 f"Backwards wait for backward_dw(): {both}A replay leaves its operands to a captured backward_dw() "
-                "alone. "
-                + ("Call discard_dw(), then capture it" if outside else "Capture it")
-                + ", in the graph of its backward or in one of its own, and replay that."
+                "alone. Capture it, in the graph of its backward or in one of its own, and replay that. What nobody "
+                f"wants any more, {dropped} drops first."
             )
 
-    def discard(self) -> int:
-        """Drop what was left outside of captures. How many there were."""
+    def discard(self, *, captured: bool) -> int:
+        """Drop what waits, but for letters that were left in a capture, unless these are meant too. How many."""
         self._collect()
-        kept = [letter for letter in self._letters if isinstance(letter, Letter) and letter.captured]
+        kept = [letter for letter in self._letters if isinstance(letter, Letter) and letter.captured and not captured]
         count = len(self._letters) - len(kept)
         self._letters = deque(kept)
         return count

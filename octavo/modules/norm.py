@@ -40,16 +40,16 @@ class _Norm(FusibleOperation, nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = values_of(x)
         check_input(type(self).__name__, x)
-        self._check_fits(x)
-        grads, key = self._said(x.requires_grad)
-        inputs = layer.Inputs(x, self.weight, self.bias)
+        weight, bias = self.weight, self.bias
+        self._check_fits(x, weight, bias)
+        grads, key = self._said(x.requires_grad, weight, bias)
+        inputs = layer.Inputs(x, weight, bias)
         if torch.compiler.is_compiling() or is_watched():
             return run_in_graph("norm", key, inputs, (None,))[0]
         return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]  # type: ignore[arg-type]
 
-    def _said(self, needs_dx: bool) -> tuple[str, str]:
+    def _said(self, needs_dx: bool, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:
         """Which gradients are wanted, and the config's key."""
-        weight, bias = self.weight, self.bias
         grads = ""
         if torch.is_grad_enabled():
             grads = (
@@ -68,19 +68,20 @@ class _Norm(FusibleOperation, nn.Module):
 
     def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         check_input(type(self).__name__, x)
+        weight, bias = self.weight, self.bias
         if x.shape:
-            self._check_fits(x)
-        grads, key = self._said(x.needs)
-        return Stage(key, (self.weight, self.bias), (), x._replace(needs=grads != ""), grads != "")
+            self._check_fits(x, weight, bias)
+        grads, key = self._said(x.needs, weight, bias)
+        return Stage(key, (weight, bias), (), x._replace(needs=grads != ""), grads != "")
 
-    def _check_fits(self, x: Tensor | Edge) -> None:
+    def _check_fits(self, x: Tensor | Edge, *parameters: Tensor | None) -> None:
         shape = self.normalized_shape
         if len(x.shape) < max(1, len(shape)) or (shape and tuple(x.shape[-len(shape) :]) != shape):
             raise UnsupportedShape(
                 f"This {type(self).__name__} normalises inputs [..., {', '.join(map(str, shape))}], got {numbers(x)}. "
                 "Check the layer before it, or normalized_shape."
             )
-        for p in (self.weight, self.bias):
+        for p in parameters:
             if p is not None and p.device != x.device:
                 raise UnsupportedDevice(f"x is on {x.device} and the parameters on {p.device}. Move them together.")
             if p is not None and p.dtype not in FLOATS:

@@ -56,6 +56,10 @@ class Quantized(nn.Module):
 
     # -- what a subclass says of its weight ------------------------------------------------------------------------
 
+    def weight_names(self) -> list[str]:
+        """Of the parameters that the weight consists of."""
+        raise NotImplementedError
+
     def weight_parts(self) -> list[nn.Parameter]:
         """The parameters that the weight consists of."""
         raise NotImplementedError
@@ -182,6 +186,7 @@ class Quantized(nn.Module):
             return "held"
         if first is None:
             return "plain"
+        self._refuse_made("is_first_microbatch")
         quant = recipe.linear()
         if quant.fprop.right is None and quant.dgrad.right is None:
             return "plain"
@@ -213,6 +218,7 @@ class Quantized(nn.Module):
                 )
 
     def _refresh(self, recipe: Recipe, *, column: bool, observe: bool, skip: Tensor | None = None) -> None:
+        weights.refuse_shards(self.weight_parts(), "refresh_weights")
         amaxes, slots = self._weight_scaling(recipe, observe)
         self._codes.fill(self, self.whole_weight(), recipe, column=column, amaxes=amaxes, scaling=slots, skip=skip)
 
@@ -263,12 +269,31 @@ class Quantized(nn.Module):
         else:
             torch.maximum(current, amax, out=current)
 
+    def made_weights(self) -> list[str]:
+        """Names of weights that are no parameters, but made at every call."""
+        return [name for name in self.weight_names() if name not in self._parameters]
+
+    def _refuse_made(self, what: str) -> None:
+        if why := self._why_made(what):
+            raise UnsupportedConfig(f"{self.title()}: {why}.")
+
+    def _why_made(self, what: str) -> str:
+        """Why a weight that is no parameter, but made at every call, does not serve; empty if it does."""
+        made = self.made_weights()
+        if not made:
+            return ""
+        return (
+            f"{what} needs a weight that stays from call to call, and {made[0]} is made anew for each, by a "
+            "parametrization. Leave it out, or remove the parametrization"
+        )
+
     # -- the weight's gradient ---------------------------------------------------------------------------------------
 
     def _gradient_target(self) -> tuple[str, bool]:
         """How dw goes to `main_grad`, "" if it does not, and whether zeros stand for it elsewhere."""
         if not self.fuse_wgrad_accumulation:
             return "", False
+        self._refuse_made("fuse_wgrad_accumulation=True")
         own = [weight for weight in self.weight_parts() if weight.requires_grad]
         overwrites = bool(getattr(own[0], "overwrite_main_grad", False))
         for weight in own[1:]:
@@ -279,12 +304,20 @@ class Quantized(nn.Module):
                 )
         return "overwrite" if overwrites else "add", any([hasattr(weight, "grad_added_to_main_grad") for weight in own])
 
+    def _puts_off(self, grads: str) -> bool:
+        """Whether dw waits for `backward_dw`."""
+        if not self.delay_wgrad_compute or "w" not in grads:
+            return False
+        self._refuse_made("delay_wgrad_compute=True")
+        return True
+
     def backward_dw(self) -> None:
         """Compute the weight gradient of the oldest backward that left it out, and add it to `weight.grad` or to
         `weight.main_grad`. Hooks of the weight fire here, once."""
         own = self.weight_parts()
         if not self.delay_wgrad_compute or not any(weight.requires_grad for weight in own):
             return
+        weights.refuse_shards(own, "delay_wgrad_compute=True")
         config, operands = self._mailbox.take(self.LAYER, self.whole_weight())
         with torch.no_grad():
             dw = self._weight_gradient(config, operands, MainGrad(own, config.main_grad) if config.main_grad else None)
@@ -295,10 +328,10 @@ class Quantized(nn.Module):
             # accumulates as any backward does, hooks included
             torch.autograd.backward([weight for weight, _ in pairs], [part for _, part in pairs])
 
-    def discard_dw(self) -> int:
-        """Forget the backwards outside of CUDA graph captures that still wait for `backward_dw`: those of warm-ups, of
-        which nobody wants gradients. How many there were."""
-        return self._mailbox.discard()
+    def discard_dw(self, captured: bool = False) -> int:
+        """Forget the backwards that still wait for `backward_dw`: those of warm-ups, of which nobody wants gradients.
+        What was captured in a CUDA graph stays, unless `captured` says that nobody wants that either. How many."""
+        return self._mailbox.discard(captured=captured)
 
     def _weight_gradient(self, config: Any, operands: Any, target: Target | Sought | None) -> Tensor | None:
         raise NotImplementedError
@@ -350,7 +383,9 @@ class Quantized(nn.Module):
         own = self.weight_parts()
         if not any([weight.requires_grad for weight in own]):
             return ""
-        why = ""
+        setting = "delay_wgrad_compute=True" if self.delay_wgrad_compute else "fuse_wgrad_accumulation=True"
+        if why := self._why_made(setting):
+            return f"{self.title()} does not compile: {why}."
         if self.delay_wgrad_compute and (is_inside_operator() or recomputes()):
             why = (
                 "delay_wgrad_compute=True inside torch.utils.checkpoint, or with a memory budget below 1, would leave "
@@ -464,8 +499,10 @@ class Quantized(nn.Module):
                 f"A weight is held as the codes its fprop multiplies, and this layer's recipe is {recipe}. "
                 "Give it one whose fprop is quantized: octavo.convert(model, recipe), or recipe= of the layer."
             )
-        self._codes.drop(self)
+        self._refuse_made("A weight held as codes")
         whole = self.whole_weight()
+        weights.refuse_shards([whole], "A weight held as codes")
+        self._codes.drop(self)
         # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
         self._codes.fill(self, whole, recipe, column=True)
         self._codes.held = True

@@ -147,8 +147,8 @@ class Scaling:
         if not self._said and (self._updates >= 2 or self._forwards >= PATIENCE):
             self._said = True
             warnings.warn(
-                "fp8-delayed: weights were updated, or a thousand forwards run, and octavo.step(model) was not called, "
-                "so the scales still are what they were. Call it once after every optimizer.step(), or "
+                "fp8-delayed: parameters were updated, or a thousand forwards run, and octavo.step(model) was not "
+                "called, so the scales still are what they were. Call it once after every optimizer.step(), or "
                 "octavo.attach(model, optimizer) once.",
                 stacklevel=6,  # past this, the layer, and the two frames in which torch calls it
             )

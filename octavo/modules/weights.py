@@ -140,6 +140,15 @@ def state_of(weight: Tensor) -> tuple[int, int]:
     return (-1 if weight.is_inference() else weight._version), 0 if elusive else weight.data_ptr()
 
 
+def refuse_shards(weights: Sequence[Tensor], what: str) -> None:
+    """Outside of forward and backward FSDP leaves a part of the weight in each process."""
+    if any([type(weight).__name__ == "DTensor" for weight in weights]):
+        raise UnsupportedConfig(
+            f"{what} needs the whole weight, and this process holds a shard of it (a DTensor). Leave it out where "
+            "parameters are sharded."
+        )
+
+
 def as_real_as(weight: Tensor) -> AbstractContextManager[Any]:
     """State of a real layer is real, also where a fake mode watches, which would leave fakes behind in it."""
     return nullcontext() if isinstance(weight, FakeTensor) else unset_fake_temporarily()

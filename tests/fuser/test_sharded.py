@@ -13,6 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
 import octavo
+from octavo import ops
+from octavo.errors import UnsupportedConfig
 from tests.fuser.models import H, M, batch, every, fill, mlp, residual
 from tests.modules.oracle import assert_same, randn, spiky
 
@@ -92,6 +94,17 @@ def from_meta(rank):
     assert all(p.grad.full_tensor().isfinite().all() for p in model.parameters())
 
 
+def whole_weights(rank):
+    """What needs all of a weight between calls says so."""
+    layer = octavo.Linear(H, H, recipe="fp8-current", delay_wgrad_compute=True)
+    fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    x, dy = batch(seed=rank)
+    layer(x, is_first_microbatch=True).backward(dy)
+    for call in (layer.backward_dw, lambda: octavo.refresh_weights(layer), lambda: octavo.quantize_weights(layer)):
+        with pytest.raises(UnsupportedConfig, match="holds a shard of it"):
+            call()
+
+
 def _process(rank, store):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -100,6 +113,7 @@ def _process(rank, store):
             train("dense", recipe, rank, compiled=compiled)
         train("experts", "fp8-delayed", rank, compiled=compiled)
     from_meta(rank)
+    whole_weights(rank)
     dist.destroy_process_group()
 
 
@@ -180,3 +194,55 @@ def test_a_weight_whose_making_has_a_memory(kind, compiled):
         octavo.step(layer)
         assert plain.weight is not None
         assert_same(layer.parametrizations.weight[0]._u, plain.parametrizations.weight[0]._u)
+
+
+def made(**settings):
+    layer = fill(octavo.Linear(H, H, recipe="fp8-current", **settings))
+    parametrize.register_parametrization(layer, "weight", Scaled())
+    return layer
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("settings", "flags"),
+    [({"delay_wgrad_compute": True}, {}), ({"fuse_wgrad_accumulation": True}, {}), ({}, {"is_first_microbatch": True})],
+    ids=["delay", "main_grad", "cache"],
+)
+def test_what_needs_a_weight_that_stays_is_refused_for_one_that_is_made(settings, flags, compiled):
+    layer = made(**settings)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+    with pytest.raises(Exception, match="stays from call to call, and weight is made anew for each"):
+        call(spiky(M, H), **flags)
+
+
+def test_a_weight_that_is_made_is_not_held_as_codes():
+    layer = made()
+    with pytest.raises(UnsupportedConfig, match="made anew"):
+        octavo.quantize_weights(layer)
+    assert layer(spiky(M, H)).shape == (M, H)
+
+
+def test_a_parametrized_layer_is_not_left_behind_by_revert():
+    model = nn.Sequential(made())
+    with pytest.raises(UnsupportedConfig, match="0 has a parametrization"):
+        octavo.revert(model)
+    parametrize.remove_parametrizations(model[0], "weight")
+    octavo.revert(model)
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_report_does_not_call_a_parametrized_layer_uncompiled(bias):
+    text = str(octavo.explain(made(bias=bias), spiky(M, H)))
+    assert "not called" not in text
+    assert bias or "made by a parametrization" in text
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a Sequential"])
+def test_a_norms_weight_is_made_once_too(inside):
+    norm, scale = ops.RMSNorm(H), Scaled()
+    parametrize.register_parametrization(norm, "weight", scale)
+    call = octavo.Sequential(norm, ops.GELU()) if inside else norm
+    calls = scale.calls
+    call(spiky(M, H))
+    assert scale.calls == calls + 1

@@ -59,8 +59,10 @@ def calls(module, device, *extras):
         for _ in range(2):
             found.clear()
             sys.setprofile(seen)
-            step()
-            sys.setprofile(None)
+            try:
+                step()
+            finally:
+                sys.setprofile(None)
             readings.append(dict(found))
     assert readings[0] == readings[1], "a step is as the step before"
     return found

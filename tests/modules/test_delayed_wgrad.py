@@ -1,5 +1,6 @@
 """delay_wgrad_compute: backward gives dx and db, backward_dw() gives dw later, oldest microbatch first."""
 
+import copy
 import gc
 import weakref
 
@@ -223,7 +224,7 @@ def test_what_a_captured_backward_left_is_for_a_captured_backward_dw(capturing):
     """As make_graphed_callables leaves it: warm-ups, then a capture."""
     layer, plain = delayed(), make("fp8-current", K, N)
     backwards(layer, False, False, True, capturing=capturing)
-    with pytest.raises(UnsupportedConfig, match=r"2 were left outside .* and 1 captured.*discard_dw\(\), then"):
+    with pytest.raises(UnsupportedConfig, match=r"2 were left outside .* and 1 captured.*discard_dw\(\) drops"):
         layer.backward_dw()
     capturing.append(True)
     with pytest.raises(UnsupportedConfig, match=r"2 were left outside of captures.*Drop them"):
@@ -243,7 +244,29 @@ def test_what_a_captured_backward_left_is_not_for_one_outside(capturing):
     with pytest.raises(UnsupportedConfig, match=r"Capture it, in the graph of its backward"):
         layer.backward_dw()
     assert layer.discard_dw() == 0, "it is still there"
+    with pytest.raises(UnsupportedConfig, match=r"discard_dw\(captured=True\)"):
+        octavo.revert(layer)
     capturing.append(True)
+    layer.backward_dw()
+
+
+def test_a_capture_that_came_to_nothing_is_dropped(capturing):
+    layer = delayed()
+    backwards(layer, True, capturing=capturing)
+    assert layer.discard_dw(captured=True) == 1
+    x, dy = batch(3)
+    layer(x).backward(dy)
+    layer.backward_dw()
+    plain = make("fp8-current", K, N)
+    plain(x).backward(dy)
+    assert_same(layer.weight.grad, plain.weight.grad)
+
+
+def test_a_copy_has_no_backward_to_finish():
+    layer, (x, dy) = delayed(), batch()
+    layer(x).backward(dy)
+    with pytest.raises(UnsupportedConfig, match="no backward to finish"):
+        copy.deepcopy(layer).backward_dw()
     layer.backward_dw()
 
 

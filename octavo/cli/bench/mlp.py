@@ -7,7 +7,6 @@ of floor    floor / ms. The floor is the stock FP8 GEMMs of both layers, timed h
             read and written once takes, at the rate of a plain copy, timed here; for bf16 its GEMMs
 host us     what the host takes to issue one step at a tiny size; the same with backward in the thread that calls it
             (torch.autograd.set_multithreading_enabled(False)); and with all threads on one core
-            (torch.autograd.set_multithreading_enabled(False)) and not in one of autograd's own
 kernels     of one step of the first recipe, by name: what the device's time is made of
 """
 
