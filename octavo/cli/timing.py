@@ -49,8 +49,8 @@ def host_us(call: Callable[[], object], *, repeats: int = REPEATS) -> float:
 
 
 def hosts_us(call: Callable[[], object], *, repeats: int = REPEATS) -> dict[str, float]:
-    """The same of a step: as it is, with backward on the thread that asks for it, and with both of autograd's threads
-    on one core. What passes from one core to another between forward and backward is dear."""
+    """The same of a step: as it is, with backward on the thread that asks for it, and with autograd's thread and
+    that one on one core."""
     for _ in range(WARMUP):
         call()
     found = {"as it is": host_us(call, repeats=repeats)}

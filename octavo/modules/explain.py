@@ -153,7 +153,7 @@ def _lend_buffers(model: nn.Module) -> list[Any]:
 
 def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
     weight = layer.weight_parts()[0]
-    given = (weight, *layer.parameters(recurse=False), *layer.buffers(recurse=False))
+    given = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
     own, seen = layer.recipe, next((capture.recipes[id(t)] for t in given if id(t) in capture.recipes), None)
     recipe = own or seen or ambient.recipe or UNQUANTIZED
     gemms = {name: getattr(recipe.linear(), name) for name in GEMMS}
