@@ -32,12 +32,16 @@ def _norm(kind: str, size: int, eps: float, zero_centered: bool, device: Any, dt
     return NORMS[kind](size, eps=eps, zero_centered_gamma=zero_centered, device=device, dtype=dtype)
 
 
-class LayerNormLinear(Sequential):
-    """A norm and a Linear. In a recipe that quantizes, the norm writes the Linear's codes; a call in which it cannot is
-    an error that says why."""
+class _Block(Sequential):
+    """A Sequential that requires its fusions, where there are codes to write."""
 
     _excused = (conditions.QUANTIZED, RECAST)
     _way_out = "A plain octavo.Sequential of the same modules runs without it."
+
+
+class LayerNormLinear(_Block):
+    """A norm and a Linear. In a recipe that quantizes, the norm writes the Linear's codes; a call in which it cannot is
+    an error that says why."""
 
     def __init__(
         self,
@@ -58,16 +62,13 @@ class LayerNormLinear(Sequential):
         super().__init__({"norm": norm, "linear": linear}, require="norm-linear")
 
 
-class LayerNormMLP(Sequential):
+class LayerNormMLP(_Block):
     """A norm, a Linear, an activation and a Linear. In a recipe that quantizes, the norm and the activation write the
     Linears' codes; a call in which one cannot is an error that says why. `settings` are those of both Linears.
 
     keep_weight_codes        as of Linear, but False unless told otherwise: of the weights nothing is kept besides them
     activation_recompute     nothing but x is kept for backward, which runs forward again
     """
-
-    _excused = (conditions.QUANTIZED, RECAST)
-    _way_out = "A plain octavo.Sequential of the same modules runs without it."
 
     def __init__(
         self,

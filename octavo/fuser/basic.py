@@ -109,27 +109,12 @@ class BasicOperation(FusibleOperation, nn.Module):
         return "its forward is in one piece (op_forward)" if self.op_is_legacy else ""
 
     def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
-        if len(extras) != self.num_extra_inputs:
-            raise ValueError(
-                f"{type(self).__name__} takes {self.num_extra_inputs} extra inputs besides x, got {len(extras)}."
-            )
-        for i, extra in enumerate(extras):
-            if not isinstance(extra, Tensor | Edge):  # an Edge: what another operation of the run will make
-                raise TypeError(f"{type(self).__name__} takes a tensor as extra input {i}, got {told(extra)}.")
         own = tuple([getattr(self, name) for name in self.params])
         given = tuple([kwargs.get(name) for name in self.kwargs])
-        for name, t in zip(self.kwargs, given, strict=True):
-            if t is not None and not isinstance(t, Tensor):
-                raise TypeError(f"{type(self).__name__} takes a tensor as {name}, got {type(t).__name__}.")
+        self._check_given(extras, given)
         inputs = (*own, *extras, *given)
         wanted = (x.needs, *[wants_gradient(t) for t in inputs])
-        settings = self.op_config()
-        if settings is not None and not isinstance(settings, Value):
-            raise TypeError(
-                f"{type(self).__name__}.op_config returns a registered octavo.values.Value or None, got {settings!r}."
-            )
-        key = "" if settings is None else settings.key
-        width = x.width
+        key, width = self._settings_key(), x.width
         sketches = [sketch(x, width), *[as_it_is(t) for t in own], *[sketch(t, width) for t in (*extras, *given)]]
         # of which inputs the sizes are known: what a custom operation made has those that were made up for its own
         known = [known_sizes(x), *["all" for _ in own], *[known_sizes(t) for t in (*extras, *given)]]
@@ -149,6 +134,26 @@ class BasicOperation(FusibleOperation, nn.Module):
             for shape, dtype, device in outputs
         ]
         return Stage(said, inputs, (), edges[0], any(wanted), tuple(edges[1:]))
+
+    def _check_given(self, extras: tuple[Any, ...], given: tuple[Any, ...]) -> None:
+        if len(extras) != self.num_extra_inputs:
+            raise ValueError(
+                f"{type(self).__name__} takes {self.num_extra_inputs} extra inputs besides x, got {len(extras)}."
+            )
+        for i, extra in enumerate(extras):
+            if not isinstance(extra, Tensor | Edge):  # an Edge: what another operation of the run will make
+                raise TypeError(f"{type(self).__name__} takes a tensor as extra input {i}, got {told(extra)}.")
+        for name, t in zip(self.kwargs, given, strict=True):
+            if t is not None and not isinstance(t, Tensor):
+                raise TypeError(f"{type(self).__name__} takes a tensor as {name}, got {type(t).__name__}.")
+
+    def _settings_key(self) -> str:
+        settings = self.op_config()
+        if settings is not None and not isinstance(settings, Value):
+            raise TypeError(
+                f"{type(self).__name__}.op_config returns a registered octavo.values.Value or None, got {settings!r}."
+            )
+        return "" if settings is None else settings.key
 
     @while_tracing
     def _planned_now(

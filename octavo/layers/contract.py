@@ -35,6 +35,7 @@ from octavo import values
 
 C = TypeVar("C")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}  # as configs say them
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def reader(kind: type[C]) -> Callable[[str], C]:

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.layers.contract import DTYPES
+from octavo.layers.contract import DTYPES, NAMES
 from octavo.quant.grouped import GroupedTensor, restore
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QTensor
 from octavo.values import parse
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def slots_of(kind: str) -> int:

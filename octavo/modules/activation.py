@@ -15,9 +15,9 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.layers import activation as layer
+from octavo.layers.contract import NAMES
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.inputs import check_input
-from octavo.modules.quantized import NAMES
 from octavo.quant import QTensor
 from octavo.values import Value
 

@@ -13,6 +13,7 @@ from octavo.formats import FLOATS
 from octavo.fuser.operation import FusibleOperation
 from octavo.kernels import grouped_gemm
 from octavo.layers import grouped_linear as layer
+from octavo.layers.contract import NAMES
 from octavo.layers.targets import Sought, Target, joined_rows
 from octavo.lower import (
     claim,
@@ -24,8 +25,9 @@ from octavo.lower import (
 )
 from octavo.modules import weights
 from octavo.modules.ambient import ambient
+from octavo.modules.graph_refusal import graph_refusal
 from octavo.modules.inputs import check_input
-from octavo.modules.quantized import NAMES, Quantized, outside, wanted
+from octavo.modules.quantized import Quantized, outside, wanted
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS
 from octavo.quant.quantizer import Quantizer
@@ -101,9 +103,6 @@ class GroupedLinear(FusibleOperation, Quantized):
 
     def weight_names(self) -> list[str]:
         return self._weight_names
-
-    def weight_parts(self) -> list[nn.Parameter]:
-        return [getattr(self, name) for name in self._weight_names]
 
     def whole_weight(self) -> Tensor:
         own = self.weight_parts()
@@ -187,7 +186,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         and their tails left alone. What comes back is on `out`'s memory, as part of the graph: for the next step, pass
         the buffer again, not what came back. `dgrad_out` is the whole gradient only if x is used nowhere else."""
         tracing = torch.compiler.is_compiling()
-        if tracing and (why := self._graph_refusal() or self._buffer_refusal(out, dgrad_out)):
+        if tracing and (why := graph_refusal(self) or self._buffer_refusal(out, dgrad_out)):
             if is_inside_operator():
                 self._refuse_now(why)
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error

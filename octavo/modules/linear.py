@@ -15,13 +15,15 @@ from octavo.formats import FLOATS
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.gemm import spec_route
 from octavo.layers import linear as layer
+from octavo.layers.contract import NAMES
 from octavo.layers.linear_config import Parts
 from octavo.layers.targets import Sought, Target
 from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
 from octavo.modules import weights
 from octavo.modules.ambient import ambient
+from octavo.modules.graph_refusal import graph_refusal
 from octavo.modules.inputs import check_input
-from octavo.modules.quantized import NAMES, Quantized, outside, wanted
+from octavo.modules.quantized import Quantized, outside, wanted
 from octavo.quant import QTensor
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
@@ -72,9 +74,6 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
     def weight_names(self) -> list[str]:
         return ["weight"]
 
-    def weight_parts(self) -> list[nn.Parameter]:
-        return [self.weight]  # type: ignore[list-item]
-
     def whole_weight(self) -> Tensor:
         return self.weight
 
@@ -103,7 +102,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
     def forward(  # type: ignore[override]
         self, x: Tensor | QTensor, is_first_microbatch: bool | Tensor | None = None, fp8_output: bool = False
     ) -> Any:
-        if torch.compiler.is_compiling() and (why := self._graph_refusal()):
+        if torch.compiler.is_compiling() and (why := graph_refusal(self)):
             if is_inside_operator():
                 self._refuse_now(why)  # what follows would not be reached: all of the operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
@@ -175,7 +174,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         if torch.compiler.is_compiling():
             if self.delay_wgrad_compute:
                 return "its dW is put off, and in a graph that takes a node of its own"
-            if self._graph_refusal():
+            if graph_refusal(self):
                 return "it does not compile"
         return ""
 

@@ -68,7 +68,7 @@ def quantize_weights(model: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             owners.setdefault(id(parameter), []).append(_key(path, name))
     for path, module in found:
-        module._refuse_made("quantize_weights")
+        module.check_holdable()
         for weight in module.weight_parts():
             names = owners[id(weight)]
             if len(names) > 1:

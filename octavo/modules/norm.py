@@ -13,10 +13,10 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.formats import FLOATS
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.layers import norm as layer
+from octavo.layers.contract import NAMES
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.activation import numbers, values_of
 from octavo.modules.inputs import check_input
-from octavo.modules.quantized import NAMES
 from octavo.values import Value
 
 

@@ -17,14 +17,10 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.formats import FLOATS
-from octavo.layers.contract import DTYPES
 from octavo.layers.linear_config import Parts
 from octavo.layers.targets import Sought, Target
 from octavo.lower import (
-    is_inside_ddp,
-    is_inside_operator,
     is_watched,
-    recomputes,
     refresh_in_graph,
     run,
     run_in_graph,
@@ -33,14 +29,13 @@ from octavo.lower import (
 )
 from octavo.modules import scaling, weights
 from octavo.modules.mailbox import Mailbox, Posted
-from octavo.modules.main_grad import MainGrad, graph_buffers, has_buffer
+from octavo.modules.main_grad import MainGrad, graph_buffers
 from octavo.quant import DelayedState
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import BF16, Recipe
 from octavo.recipes import recipe as resolve
 
 UNQUANTIZED = BF16()
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 SEED = "rounding_seed"
 
 
@@ -61,8 +56,8 @@ class Quantized(nn.Module):
         raise NotImplementedError
 
     def weight_parts(self) -> list[nn.Parameter]:
-        """The parameters that the weight consists of."""
-        raise NotImplementedError
+        """Those, or what is made in their place at this call."""
+        return [getattr(self, name) for name in self.weight_names()]
 
     def whole_weight(self) -> Tensor:
         """The weight as the layer takes it, without a gradient."""
@@ -274,10 +269,10 @@ class Quantized(nn.Module):
         return [name for name in self.weight_names() if name not in self._parameters]
 
     def _refuse_made(self, what: str) -> None:
-        if why := self._why_made(what):
+        if why := self.why_made(what):
             raise UnsupportedConfig(f"{self.title()}: {why}.")
 
-    def _why_made(self, what: str) -> str:
+    def why_made(self, what: str) -> str:
         """Why a weight that is no parameter, but made at every call, does not serve; empty if it does."""
         made = self.made_weights()
         if not made:
@@ -375,42 +370,6 @@ class Quantized(nn.Module):
         found = MainGrad(self.weight_parts(), main_grad) if main_grad and not delay else None
         return found, amax, seed, self._mailbox if delay else None
 
-    def _graph_refusal(self) -> str:
-        """Why a graph that is being traced cannot hold this layer; empty if it can."""
-        fused = self.fuse_wgrad_accumulation
-        if not (fused or self.delay_wgrad_compute) or not torch.is_grad_enabled():
-            return ""
-        own = self.weight_parts()
-        if not any([weight.requires_grad for weight in own]):
-            return ""
-        setting = "delay_wgrad_compute=True" if self.delay_wgrad_compute else "fuse_wgrad_accumulation=True"
-        if why := self._why_made(setting):
-            return f"{self.title()} does not compile: {why}."
-        if self.delay_wgrad_compute and (is_inside_operator() or recomputes()):
-            why = (
-                "delay_wgrad_compute=True inside torch.utils.checkpoint, or with a memory budget below 1, would leave "
-                "the operands of dw with a forward that is run again. Leave one of the two out"
-            )
-        elif self.delay_wgrad_compute and is_inside_ddp():
-            why = (
-                "delay_wgrad_compute=True inside DistributedDataParallel, which would take a graph's backward for the "
-                "end of this weight's, and never reduce its gradient. Leave it out"
-            )
-        elif fused and not self.delay_wgrad_compute and not has_buffer(own):
-            why = (
-                "fuse_wgrad_accumulation=True needs weight.main_grad, or weight.get_main_grad(), before forward. "
-                "Set it first"
-            )
-        elif (
-            self.delay_wgrad_compute or (fused and not any([hasattr(w, "grad_added_to_main_grad") for w in own]))
-        ) and self._has_hooks():
-            why = (
-                "its weight has hooks, and gets its gradient elsewhere (delay_wgrad_compute, fuse_wgrad_accumulation), "
-                "so that every backward of a graph would call them with None. Remove the hooks, or set "
-                "weight.grad_added_to_main_grad, with which they get zeros"
-            )
-        return why and f"{self.title()} does not compile: {why}, or build the layer with strict=False, to run outside."
-
     def _refuse(self, why: str) -> None:
         if self.strict:
             raise UnsupportedConfig(why)
@@ -424,7 +383,7 @@ class Quantized(nn.Module):
         return True
 
     @while_tracing
-    def _has_hooks(self) -> bool:
+    def has_weight_hooks(self) -> bool:
         own: list[Any] = list(self.weight_parts())
         return any(bool(weight._backward_hooks or weight._post_accumulate_grad_hooks) for weight in own)
 
@@ -489,6 +448,11 @@ class Quantized(nn.Module):
 
     # -- weights held as codes -------------------------------------------------------------------------------------
 
+    def check_holdable(self) -> None:
+        """Refuse a weight of which codes cannot take the place."""
+        self._refuse_made("A weight held as codes")
+        weights.refuse_shards(self.weight_parts(), "A weight held as codes")
+
     def hold_codes(self) -> None:
         """Keep the weight as codes of this layer's recipe, in both orientations, and let the rest of it go."""
         recipe = self._recipe
@@ -499,10 +463,8 @@ class Quantized(nn.Module):
                 f"A weight is held as the codes its fprop multiplies, and this layer's recipe is {recipe}. "
                 "Give it one whose fprop is quantized: octavo.convert(model, recipe), or recipe= of the layer."
             )
-        self._refuse_made("A weight held as codes")
-        whole = self.whole_weight()
-        weights.refuse_shards([whole], "A weight held as codes")
         self._codes.drop(self)
+        whole = self.whole_weight()
         # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
         self._codes.fill(self, whole, recipe, column=True)
         self._codes.held = True

@@ -9,10 +9,10 @@ from octavo.errors import UnsupportedDevice, UnsupportedShape
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.layers import add as layer
 from octavo.layers import fork
+from octavo.layers.contract import NAMES
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.activation import numbers, values_of
 from octavo.modules.inputs import check_input
-from octavo.modules.quantized import NAMES
 from octavo.values import Value
 
 

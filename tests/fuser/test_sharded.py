@@ -216,10 +216,13 @@ def test_what_needs_a_weight_that_stays_is_refused_for_one_that_is_made(settings
 
 
 def test_a_weight_that_is_made_is_not_held_as_codes():
-    layer = made()
+    """And no other of the same model, before it is said."""
+    model = nn.Sequential(octavo.Linear(H, H, recipe="fp8-current"), made())
+    want = model(spiky(M, H))
     with pytest.raises(UnsupportedConfig, match="made anew"):
-        octavo.quantize_weights(layer)
-    assert layer(spiky(M, H)).shape == (M, H)
+        octavo.quantize_weights(model)
+    assert model[0].weight.stride() == (H, 1), "a weight that is held has no memory"
+    assert_same(model(spiky(M, H)), want)
 
 
 def test_a_parametrized_layer_is_not_left_behind_by_revert():
