@@ -5,9 +5,10 @@
     E2M1  1-2-1  max 6       neither           0 .5 1 1.5 2 3 4 6, two codes to a byte
     E8M0  0-8-0  max 2^127   NaN, no zero      a power of two: the scale of an MX block
 
-Encoding rounds to nearest, ties to even, and saturates: |x| > max, Inf included, becomes max with its sign. NaN stays
-NaN, always as the byte 0x7f (what the hardware writes; torch would keep the sign). E2M1 has no NaN and writes +6, as
-the hardware does. Zeros keep their sign, subnormals are exact.
+Encoding rounds to nearest, ties to even. A finite |x| > max saturates: it becomes max with its sign. A value that is
+not finite stays visible where the format can say it: NaN is the byte 0x7f in FP8 (what the hardware writes; torch would
+keep the sign) and 255 in E8M0; Inf stays Inf in E5M2 and becomes NaN in E4M3 and E8M0, which have no Inf. E2M1 has
+neither and writes 6: its scales say it instead. Zeros keep their sign, subnormals are exact.
 
 The clamp before each cast is deliberate: torch 2.11 turns an E4M3 overflow into NaN where 2.13 saturates, and both turn
 an E5M2 overflow into Inf.
@@ -34,6 +35,7 @@ class Format:
     min_normal: float
     min_subnormal: float
     emax: int  # exponent of the largest power of two
+    inf: int | None = None  # the code of +Inf, in a format that has one
 
     @property
     def packed(self) -> int:
@@ -61,7 +63,7 @@ class Format:
 
 
 E4M3 = Format("E4M3", torch.float8_e4m3fn, 8, 448.0, 2.0**-6, 2.0**-9, 8)
-E5M2 = Format("E5M2", torch.float8_e5m2, 8, 57344.0, 2.0**-14, 2.0**-16, 15)
+E5M2 = Format("E5M2", torch.float8_e5m2, 8, 57344.0, 2.0**-14, 2.0**-16, 15, inf=0x7C)
 E2M1 = Format("E2M1", torch.uint8, 4, 6.0, 1.0, 0.5, 2)
 E8M0 = Format("E8M0", torch.uint8, 8, 2.0**127, 2.0**-126, 2.0**-127, 127)
 
@@ -74,6 +76,8 @@ FP8_NAN = 0x7F
 
 def _encode_fp8(x: Tensor, fmt: Format) -> Tensor:
     codes = x.clamp(-fmt.max, fmt.max).to(fmt.dtype).view(torch.uint8)
+    infinite = FP8_NAN if fmt.inf is None else x.signbit().to(torch.uint8) * 0x80 + fmt.inf
+    codes = torch.where(x.isinf(), infinite, codes)
     return torch.where(x.isnan(), FP8_NAN, codes).view(fmt.dtype)
 
 
@@ -99,13 +103,13 @@ def _decode_e2m1(codes: Tensor) -> Tensor:
 
 
 def _encode_e8m0(x: Tensor) -> Tensor:
-    """The smallest power of two that is not below |x| (0 gives 2^-127, the smallest there is)."""
+    """The smallest power of two that is not below |x| (0 gives 2^-127, the smallest there is); NaN if |x| is Inf."""
     bits = x.view(torch.int32) & 0x7FFFFFFF
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # exponent 0 holds float32's subnormals, where 2^-127 is the mantissa 0x400000
     up = torch.where(exponent == 0, mantissa > 0x400000, mantissa > 0)
     byte = (exponent + up).clamp(max=254)
-    return torch.where(x.isnan(), E8M0_NAN, byte).to(torch.uint8)
+    return torch.where(x.isfinite(), byte, E8M0_NAN).to(torch.uint8)
 
 
 def _decode_e8m0(codes: Tensor) -> Tensor:

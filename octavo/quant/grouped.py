@@ -60,7 +60,7 @@ class GroupedTensor:
         values = codes * blocks.spread(scale, spec.block, *codes.shape)
         if q.global_scale is not None:
             values = values * q.global_scale[owner].unsqueeze(1 - dim)
-        values = spec.finished(values, q.columns, dtype)
+        values = spec.finished(values, q.codes, q.columns, dtype)
         return pack(values.T if dim else values, self.groups)
 
     def members(self) -> list[QTensor]:

@@ -273,17 +273,22 @@ class Quantizer(Value):
         return blocks.spread(self.scale_values(q), self.block, q.rows, q.codes.shape[1] * self.fmt.packed)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Values of the codes, saturated to what the dtype holds: a scale rounded up may decode past it."""
+        """Values of the codes, saturated to what the dtype holds: a scale rounded up may decode past it. A code of Inf
+        stays Inf."""
         dtype = check_float(q.dtype if dtype is None else dtype, "dequantize")
         values = self.values(q)
         if q.global_scale is not None:
             values = values * q.global_scale
-        return self.finished(values, q.columns, dtype).view(q.shape)
+        return self.finished(values, q.codes, q.columns, dtype).view(q.shape)
 
-    def finished(self, values: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Decoded values in x's own basis and without padding, saturated."""
+    def finished(self, values: Tensor, codes: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """Decoded values in x's own basis and without padding, saturated unless their code is Inf."""
         inside = self.turned_back(values)[:, :columns]
-        return blocks.no_larger(inside, torch.finfo(dtype).max).to(dtype)
+        finite = blocks.no_larger(inside, torch.finfo(dtype).max).to(dtype)
+        if self.fmt.inf is None:
+            return finite
+        infinite = (codes.view(torch.uint8)[:, :columns] & 0x7F) == self.fmt.inf
+        return torch.where(infinite, inside.to(dtype), finite)
 
     def turned_back(self, values: Tensor) -> Tensor:
         """Values in x's own basis."""

@@ -5,12 +5,18 @@
     s  = ceiling if that overflowed to Inf                   float32's max, or for 1x128 blocks the input dtype's
     s <- the power of two at or below it, if pow2            its mantissa bits cleared
 
-`encode` = s multiplies values into codes; the scale that multiplies codes back is 1/s. The Triton twin of this rule is
-`octavo.quant.tile.encode_scale`.
+`encode` = s multiplies values into codes; the scale that multiplies codes back is 1/s, or NaN if a is not finite: no
+multiplier fits such a block, so all of it decodes to NaN. The Triton twin is `octavo.quant.tile.encode_scale`.
+
+A finite value that is too large saturates, also one whose product with s overflows. Where s was known beforehand the
+scale says nothing about this tensor, so each code does: an Inf stays an Inf, or NaN where the format has no Inf.
 """
 
 import torch
 from torch import Tensor
+
+from octavo.formats import Format
+from octavo.quant.blocks import no_larger
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -28,8 +34,21 @@ def encode_scale(amax: Tensor, fmt_max: float, *, eps: float, ceiling: float, po
     return clear_mantissa(s) if pow2 else s
 
 
-def decode_scale(encode: Tensor) -> Tensor:
-    return divide(1.0, encode)
+def decode_scale(encode: Tensor, amax: Tensor | None = None) -> Tensor:
+    """1 / encode; NaN where the amax that it was measured from is not finite."""
+    scale = divide(1.0, encode)
+    return scale if amax is None else torch.where(amax.isfinite(), scale, float("nan"))
+
+
+def saturated_codes(x: Tensor, encode: Tensor, fmt: Format) -> Tensor:
+    """Codes of x * encode for a scale that was measured from x: Inf saturates, the scale beside it is NaN."""
+    return fmt.encode(no_larger(x.float() * encode, fmt.max))
+
+
+def given_codes(x: Tensor, encode: Tensor, fmt: Format) -> Tensor:
+    """Codes of x * encode for a multiplier known beforehand: finite values saturate, Inf and NaN stay visible."""
+    wide = x.float()
+    return fmt.encode(torch.where(wide.isinf(), wide, no_larger(wide * encode, fmt.max)))
 
 
 def clear_mantissa(s: Tensor) -> Tensor:

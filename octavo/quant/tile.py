@@ -134,7 +134,8 @@ def load_tile(x, M, K, stride_m, stride_k, rows, columns):
 
 @triton.jit
 def encode_scale(amax, MAX: tl.constexpr, EPS: tl.constexpr, CEILING: tl.constexpr, POW2: tl.constexpr):
-    """(multiplier into codes, its reciprocal): the twin of octavo.quant.scale.encode_scale and decode_scale."""
+    """(multiplier into codes, scale back): the twin of octavo.quant.scale.encode_scale and decode_scale. The scale is
+    NaN if amax is Inf or NaN."""
     a = amax
     if EPS > 0:
         a = tl.where(amax < EPS, EPS, amax)  # a NaN passes
@@ -143,9 +144,9 @@ def encode_scale(amax, MAX: tl.constexpr, EPS: tl.constexpr, CEILING: tl.constex
     else:
         s = divide(MAX, a)
         s = tl.where(s == float("inf"), CEILING, s)
-        odd = (a == 0) | (a == float("inf")) | (a != a)
-        s = tl.where(odd, 1.0, s)
-        return s, divide(1.0, s)
+        bad = (a == float("inf")) | (a != a)
+        s = tl.where((a == 0) | bad, 1.0, s)
+        return s, tl.where(bad, float("nan"), divide(1.0, s))
 
 
 @triton.constexpr_function
@@ -166,14 +167,55 @@ def _power_of_two(a, MAX: tl.constexpr, CEILING: tl.constexpr):
     odd = (bits - 1).to(tl.uint32, bitcast=True) >= 0x7F7FFFFF  # 0, Inf or NaN
     biased = tl.where(odd, 127, biased)
     s = (biased << 23).to(tl.float32, bitcast=True)
-    undo = tl.maximum((254 - biased) << 23, 0x400000).to(tl.float32, bitcast=True)  # 1 / 2^127 is a subnormal
-    return s, undo
+    undo = tl.maximum((254 - biased) << 23, 0x400000)  # 1 / 2^127 is a subnormal
+    undo = tl.where(bits >= 0x7F800000, 0x7FC00000, undo)
+    return s, undo.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def divide(NUMERATOR: tl.constexpr, x):
     """NUMERATOR / x, correctly rounded."""
     return tl.div_rn(tl.where(x == x, NUMERATOR, NUMERATOR), x)
+
+
+# Four elements to a word. The cast saturates, Inf to 0x7b or 0xfb; the byte after that is the Inf of this sign.
+_E5M2_WITH_INF = tl.constexpr(
+    """
+{
+    .reg .b16 low, high;
+    .reg .b32 word;
+    .reg .f32 a, b;
+    .reg .pred is_inf;
+    mul.f32 a, $1, $5;
+    mul.f32 b, $2, $6;
+    cvt.rn.satfinite.e5m2x2.f32 low, b, a;
+    mul.f32 a, $3, $7;
+    mul.f32 b, $4, $8;
+    cvt.rn.satfinite.e5m2x2.f32 high, b, a;
+    mov.b32 word, {low, high};
+"""
+    + "".join(
+        f"""
+    abs.f32 a, ${i + 1};
+    setp.eq.f32 is_inf, a, 0f7F800000;
+    @is_inf add.u32 word, word, {1 << 8 * i};
+"""
+        for i in range(4)
+    )
+    + """
+    mov.b32 $0, word;
+}
+"""
+)
+
+
+@triton.jit
+def e5m2_with_inf(v, s):
+    """E5M2 codes of v * s, saturated, but Inf where v is infinite."""
+    code = tl.inline_asm_elementwise(
+        _E5M2_WITH_INF, "=r,r,r,r,r,r,r,r,r", [v, s], dtype=tl.uint8, is_pure=True, pack=4
+    )
+    return code.to(tl.float8e5, bitcast=True)
 
 
 @triton.jit

@@ -50,9 +50,9 @@ def multiplier(amax: np.ndarray, largest: float, *, pow2: bool, ceiling: float =
     return np.where(ordinary, s, 1.0)
 
 
-def stored(s: np.ndarray) -> np.ndarray:
-    """Bits of RN32(1 / s)."""
-    return (1.0 / s).astype(np.float32).view(np.uint32)
+def stored(s: np.ndarray, amax: np.ndarray | float = 1.0) -> np.ndarray:
+    """Bits of RN32(1 / s), or of NaN where the amax is not finite."""
+    return np.where(np.isfinite(amax), (1.0 / s).astype(np.float32), np.float32(NAN)).view(np.uint32)
 
 
 def cast_product(x: np.ndarray, s: np.ndarray, fmt) -> np.ndarray:
@@ -120,9 +120,7 @@ def mx_byte(amax: np.ndarray, fmt, rounding: str) -> np.ndarray:
         byte = (bits >> 23) - LARGEST_EXPONENT[fmt]
         if rounding == "ceil":
             byte = byte + ((bits & 0x7FFFFF) != 0)
-    byte = np.clip(byte, 0, 254)
-    byte = np.where(np.isinf(a), 254, byte)
-    return np.where(np.isnan(a), 255, byte).astype(np.uint8)
+    return np.where(np.isfinite(a), np.clip(byte, 0, 254), 255).astype(np.uint8)
 
 
 # ------------------------------------------------------------------------------------------------------------- inputs
@@ -154,7 +152,7 @@ def bytes_of(t: torch.Tensor) -> np.ndarray:
 def check_column(spec, x: torch.Tensor, s: np.ndarray) -> None:
     """x [n, 1]: each row is its own amax. Stored scale and code must both follow from the oracle's multiplier."""
     q = spec.quantize(x)
-    assert np.array_equal(bits_of(q.scale).ravel(), stored(s))
+    assert np.array_equal(bits_of(q.scale).ravel(), stored(s, x.float().numpy().ravel()))
     assert np.array_equal(bytes_of(q.codes).ravel(), cast_product(x.float().numpy().ravel(), s, spec.fmt))
 
 
@@ -262,7 +260,7 @@ def test_2d_block_scale_of_every_bf16_amax(fmt, scale):
     x = amax.reshape(1, -1)
     q = Q.Block2D(fmt=fmt, scale=scale).quantize(x)
     s = multiplier(every_bf16_amax().float().numpy(), LARGEST[fmt], pow2=scale == "pow2", ceiling=BF16_MAX)
-    assert np.array_equal(bits_of(q.scale).ravel(), stored(s))
+    assert np.array_equal(bits_of(q.scale).ravel(), stored(s, every_bf16_amax().float().numpy()))
     expected = cast_product(x.float().numpy().ravel(), np.repeat(s, 128), fmt)
     assert np.array_equal(bytes_of(q.codes).ravel(), expected)
 
@@ -272,7 +270,7 @@ def check_tensorwise(amaxes: torch.Tensor, fmt, pow2: bool) -> None:
     quantized = [spec.quantize(a.view(1, 1)) for a in amaxes]
     x = amaxes.float().numpy()
     s = multiplier(x, LARGEST[fmt], pow2=pow2)
-    assert np.array_equal(bits_of(torch.cat([q.scale for q in quantized])).ravel(), stored(s))
+    assert np.array_equal(bits_of(torch.cat([q.scale for q in quantized])).ravel(), stored(s, x))
     codes = torch.cat([q.codes.view(torch.uint8) for q in quantized])
     assert np.array_equal(codes.numpy().ravel(), cast_product(x, s, fmt))
 
@@ -374,8 +372,8 @@ TENSORWISE_FP32 = {
     1e-38: (0x00200000, 0x46),  # 1e-38 * FLT_MAX = 3.403 -> 3.5
     TINY: (0x00200000, 0x48),  # 4
     FLT_MAX: (0x7B124924, 0x7E),
-    INF: (0x3F800000, 0x7E),
-    NAN: (0x3F800000, 0x7F),
+    INF: (0x7FC00000, 0x7E),  # the scale is NaN, whatever the code
+    NAN: (0x7FC00000, 0x7F),
 }
 # FLT_MAX with its mantissa cleared is 2^127; 2^-127 is 0x00400000.
 TENSORWISE_POW2 = {
@@ -384,8 +382,8 @@ TENSORWISE_POW2 = {
     1e-38: (0x00400000, 0x3E),  # 1e-38 * 2^127 = 1.701 -> 1.75
     TINY: (0x00400000, 0x40),  # 2
     FLT_MAX: (0x7B800000, 0x78),  # s = 2^-120, code 256
-    INF: (0x3F800000, 0x7E),
-    NAN: (0x3F800000, 0x7F),
+    INF: (0x7FC00000, 0x7E),  # the scale is NaN, whatever the code
+    NAN: (0x7FC00000, 0x7F),
 }
 # eps = 1e-12 lifts everything small: 448e12 floors to 2^48.
 ROWWISE_POW2 = {
@@ -394,8 +392,8 @@ ROWWISE_POW2 = {
     1e-38: (0x27800000, 0x00),
     TINY: (0x27800000, 0x00),
     FLT_MAX: (0x7B800000, 0x78),
-    INF: (0x3F800000, 0x7E),
-    NAN: (0x3F800000, 0x7F),
+    INF: (0x7FC00000, 0x7E),  # the scale is NaN, whatever the code
+    NAN: (0x7FC00000, 0x7F),
 }
 # bf16 input: 2^-133 is its smallest number and 0x7f7f, 255 * 2^120, its largest. Overflow goes to the latter,
 # whose reciprocal, 2105376.25 * 2^-149, is 0x00202020.
@@ -404,16 +402,16 @@ BLOCK_BF16_FP32 = {
     2.0**-133: (0x00202020, 0x10),  # 2^-133 * 2^128 = 2^-5
     TINY: (0x00202020, 0x48),  # 3.98 -> 4
     BF16_MAX: (0x7B11B6DB, 0x7E),
-    INF: (0x3F800000, 0x7E),
-    NAN: (0x3F800000, 0x7F),
+    INF: (0x7FC00000, 0x7E),  # the scale is NaN, whatever the code
+    NAN: (0x7FC00000, 0x7F),
 }
 BLOCK_BF16_POW2 = {
     0.0: (0x3F800000, 0x00),
     2.0**-133: (0x00400000, 0x08),  # 2^-6
     TINY: (0x00400000, 0x40),
     BF16_MAX: (0x7B800000, 0x78),
-    INF: (0x3F800000, 0x7E),
-    NAN: (0x3F800000, 0x7F),
+    INF: (0x7FC00000, 0x7E),  # the scale is NaN, whatever the code
+    NAN: (0x7FC00000, 0x7F),
 }
 F32, BF16 = torch.float32, torch.bfloat16
 FP32_SCALE_EDGES = [
@@ -455,7 +453,7 @@ MX_E4M3_RCEIL = {
     1.75: (119, 0x7E),
     1.875: (120, 0x77),  # 1.875 * 2^7 = 240
     FLT_MAX: (247, 0x78),
-    INF: (254, 0x7E),
+    INF: (255, 0x7F),
     NAN: (255, 0x7F),
 }
 MX_E4M3_FLOOR = {
@@ -468,7 +466,7 @@ MX_E4M3_FLOOR = {
     1.75: (119, 0x7E),
     1.875: (119, 0x7E),  # 480 saturates: what RCEIL is for
     FLT_MAX: (246, 0x7E),
-    INF: (254, 0x7E),
+    INF: (255, 0x7F),
     NAN: (255, 0x7F),
 }
 MX_E4M3_CEIL = {
@@ -479,7 +477,7 @@ MX_E4M3_CEIL = {
     1.0 + 2.0**-23: (120, 0x70),
     1.875: (120, 0x77),
     FLT_MAX: (247, 0x78),
-    INF: (254, 0x7E),
+    INF: (255, 0x7F),
     NAN: (255, 0x7F),
 }
 MX_E4M3_EVEN = {
@@ -490,7 +488,7 @@ MX_E4M3_EVEN = {
     1.9375 - 2.0**-23: (119, 0x7E),
     1.9375: (120, 0x78),  # rounds to 2 in three mantissa bits; 248 ties to 256
     FLT_MAX: (247, 0x78),
-    INF: (254, 0x7E),
+    INF: (255, 0x7F),
     NAN: (255, 0x7F),
 }
 MX_E5M2_RCEIL = {
@@ -501,7 +499,7 @@ MX_E5M2_RCEIL = {
     1.75: (112, 0x7B),
     1.875: (113, 0x78),  # 1.875 * 2^14 ties between 1.75 and 2
     FLT_MAX: (240, 0x78),
-    INF: (254, 0x7B),
+    INF: (255, 0x7F),
     NAN: (255, 0x7F),
 }
 
@@ -521,13 +519,14 @@ MX_E5M2_RCEIL = {
 def test_edge_amaxes_give_these_mx_bytes(spec, edges, sign):
     for amax, (byte, code) in edges.items():
         q = spec.quantize(torch.tensor([[sign * float(amax)]]))
-        signed_code = code if math.isnan(amax) or sign > 0 else code | 0x80
+        signed_code = code if not math.isfinite(amax) or sign > 0 else code | 0x80
         assert (q.scale.item(), bytes_of(q.codes).item()) == (byte, signed_code), amax
 
 
-def test_a_nan_spoils_its_own_mx_block_and_no_other():
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_a_bad_element_spoils_its_own_mx_block_and_no_other(bad):
     x = torch.ones(2, 64)
-    x[0, 40] = NAN
+    x[0, 40] = bad
     q = Q.MX().quantize(x)
     assert q.scale.tolist() == [[119, 255], [119, 119]]  # 2^8 * 2^-8: amax 1 is 256 * 2^-8
     codes = bytes_of(q.codes)
@@ -535,36 +534,53 @@ def test_a_nan_spoils_its_own_mx_block_and_no_other():
     assert (codes[0, :32] == 0x78).all() and (codes[1] == 0x78).all()
 
 
-@pytest.mark.parametrize("bad", [INF, -INF])
-def test_an_inf_flattens_its_own_mx_block_and_no_other(bad):
-    x = torch.ones(1, 64)
-    x[0, 1] = bad
-    q = Q.MX().quantize(x)
-    assert q.scale.tolist() == [[254, 119]]
-    assert bytes_of(q.codes)[0, :3].tolist() == [0x00, 0x7E if bad > 0 else 0xFE, 0x00]
-    assert (bytes_of(q.codes)[0, 32:] == 0x78).all()
-
-
 @pytest.mark.parametrize(
-    ("spec", "own", "others"),
+    ("spec", "others"),
     [
-        (Q.Tensorwise(), 1.0, 1.0),
-        (Q.Rowwise(), 1.0, 2.0**-8),
-        (Q.Block1D(), 1.0, 2.0**-8),
-        (Q.Block2D(), 1.0, 1.0),  # both rows are in the one block
+        (Q.Tensorwise(), NAN),
+        (Q.Rowwise(), 2.0**-8),
+        (Q.Block1D(), 2.0**-8),
+        (Q.Block2D(), NAN),  # both rows are in the one block
     ],
 )
-@pytest.mark.parametrize("bad", [INF, NAN])
-def test_a_bad_element_sets_the_multiplier_of_its_group_to_one(spec, own, others, bad):
+@pytest.mark.parametrize("bad", [INF, -INF, NAN])
+def test_a_bad_element_makes_the_scale_of_its_group_nan(spec, others, bad):
+    """All that shares the scale decodes to NaN, and nothing else does. The codes there are of the values as they are."""
     x = torch.ones(2, 128)
     x[1, 5] = bad
     q = spec.quantize(x)
     scale = q.scale.expand(2, 1) if q.scale.shape[0] == 1 else q.scale
-    assert scale.ravel().tolist() == [others, own]
+    np.testing.assert_array_equal(scale.ravel().tolist(), [others, NAN])
     codes = bytes_of(q.codes)
-    assert codes[1, 5] == (0x7F if math.isnan(bad) else 0x7E)
+    assert codes[1, 5] == {INF: 0x7E, -INF: 0xFE}.get(bad, 0x7F)
     assert codes[1, 6] == 0x38  # 1, unscaled
-    assert codes[0, 6] == (0x38 if others == 1.0 else 0x78)
+    assert codes[0, 6] == (0x38 if math.isnan(others) else 0x78)
+    assert q.dequantize().isnan().tolist() == [[math.isnan(others)] * 128, [True] * 128]
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_by_a_given_multiplier_a_bad_element_spoils_itself_alone(fmt, dtype):
+    """And a finite one whose product overflows, float32's or the format's, saturates."""
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([[INF, -INF, NAN, largest, -largest, 1.0, -0.0]], dtype=dtype)
+    q, column, _ = Q.Tensorwise(fmt).observe(x, torch.tensor([3e38]))
+    infinite = [0x7C, 0xFC] if fmt is E5M2 else [0x7F, 0x7F]
+    top = 0x7B if fmt is E5M2 else 0x7E
+    want = [*infinite, 0x7F, top, top | 0x80, top, 0x80]
+    assert bytes_of(q.codes).ravel().tolist() == want
+    assert bytes_of(column.codes).ravel().tolist() == want
+    back = q.dequantize().ravel()
+    assert back[:2].tolist() == [INF, -INF] if fmt is E5M2 else back[:2].isnan().all()
+    assert back[2].isnan() and back[3:].isfinite().all()
+
+
+def test_an_infinite_code_decodes_to_inf_beside_one_that_saturates():
+    """1 / encode is so large that the largest finite code decodes past float16."""
+    x = torch.tensor([[INF, -INF, 60000.0, -60000.0]], dtype=torch.float16)
+    q = Q.Tensorwise(E5M2).observe(x, torch.tensor([0.5]))[0]
+    assert q.dequantize().tolist() == [[INF, -INF, 57344.0, -57344.0]]
+    assert Q.Tensorwise(E5M2).observe(x * 1.0, torch.tensor([0.9]))[0].dequantize()[0, 2].isfinite()
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
@@ -598,7 +614,7 @@ def test_eps_is_a_floor_under_the_amax_and_nothing_else(make, eps):
     for amax in (0.0, 1e-45, floor / 2, floor, above, 10.0 * floor, INF, NAN):
         q = make(eps).quantize(torch.tensor([[amax]]))
         s = multiplier(np.array([amax], np.float32), 448.0, pow2=False, eps=eps)
-        assert bits_of(q.scale).ravel().tolist() == stored(s).tolist(), amax
+        assert bits_of(q.scale).ravel().tolist() == stored(s, amax).tolist(), amax
 
 
 def test_rowwise_default_eps_keeps_an_all_zero_row_finite():

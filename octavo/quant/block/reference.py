@@ -24,4 +24,5 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -
                 found, spec.fmt.max, eps=spec.eps, ceiling=torch.finfo(x.dtype).max, pow2=spec.pow2
             )
             spread = blocks.spread(encode, spec.block, *matrix.shape)
-            write(q, given.skip, codes=spec.fmt.encode(matrix.float() * spread), scale=scale.decode_scale(encode))
+            codes = scale.saturated_codes(matrix, spread, spec.fmt)
+            write(q, given.skip, codes=codes, scale=scale.decode_scale(encode, found))

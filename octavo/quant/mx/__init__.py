@@ -8,7 +8,7 @@
     ceil   the same, exponent rounded up
     even   the same, amax first rounded to the format's mantissa
 
-amax 0 gives b = 0, Inf gives 254, NaN gives 255: the whole block decodes to NaN, which is how a NaN stays visible.
+amax 0 gives b = 0. An amax of Inf or NaN gives 255: the whole block decodes to NaN, and so stays visible.
 """
 
 from octavo.errors import check_choice

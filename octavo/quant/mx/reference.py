@@ -10,6 +10,7 @@ from octavo.quant.maxima import amax as amax
 from octavo.quant.mx import MANTISSA_BITS, MX
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given
+from octavo.quant.scale import saturated_codes
 from octavo.quant.writing import write
 
 
@@ -17,10 +18,8 @@ def scale_byte(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
     """The E8M0 byte of a block whose largest magnitude is amax (float32), as uint8."""
     if rounding == "rceil":
         # the product with the rounded reciprocal equals exact division for every bfloat16 amax
-        byte = E8M0.encode(amax * (1 / fmt.max))
-    else:
-        byte = _shifted_exponent(amax, fmt, rounding)
-    return torch.where(amax.isinf(), 254, byte)
+        return E8M0.encode(amax * (1 / fmt.max))
+    return _shifted_exponent(amax, fmt, rounding)
 
 
 def _shifted_exponent(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
@@ -31,7 +30,7 @@ def _shifted_exponent(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
     if rounding == "ceil":
         exponent = exponent + ((bits & 0x7FFFFF) > 0)
     byte = (exponent - fmt.emax).clamp(0, 254)
-    return torch.where(amax.isnan(), E8M0_NAN, byte).to(torch.uint8)
+    return torch.where(amax.isfinite(), byte, E8M0_NAN).to(torch.uint8)
 
 
 def encode_multiplier(byte: Tensor) -> Tensor:
@@ -48,4 +47,4 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -
             found = blocks.amax(matrix, spec.block) if found is None else found
             byte = scale_byte(found, spec.fmt, spec.rounding)
             spread = blocks.spread(encode_multiplier(byte), spec.block, *matrix.shape)
-            write(q, given.skip, codes=spec.fmt.encode(matrix.float() * spread), scale=byte)
+            write(q, given.skip, codes=saturated_codes(matrix, spread, spec.fmt), scale=byte)

@@ -34,8 +34,8 @@ def _scale_byte(bits, MAX: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.conste
             exponent = (bits + (1 << (22 - MANTISSA))) >> 23
         if ROUNDING == "ceil":
             exponent = (bits + 0x7FFFFF) >> 23
-        byte = tl.where(bits == 0x7F800000, 254, tl.maximum(exponent - EMAX, 0))
-    return tl.where(bits > 0x7F800000, 255, tl.minimum(byte, 254))
+        byte = tl.maximum(exponent - EMAX, 0)
+    return tl.where(bits >= 0x7F800000, 255, tl.minimum(byte, 254))  # Inf or NaN
 
 
 @triton.jit

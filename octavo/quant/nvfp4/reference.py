@@ -18,18 +18,20 @@ TOP = E2M1.max * E4M3.max  # 2688: the largest code times the largest block scal
 
 
 def tensor_scales(g: Tensor) -> tuple[Tensor, Tensor]:
-    """(S_enc, global_scale) from the tensor's amax [1]. Where S_enc is not TOP/G (G is 0, Inf, NaN, or so small that
-    the quotient overflows) the global scale is its reciprocal, so that decoding undoes encoding; NaN stays NaN."""
+    """(S_enc, global_scale) from the tensor's amax [1]. Where TOP/G overflows, the global scale is the reciprocal of
+    S_enc, so that decoding undoes encoding. If G is not finite, the global scale is NaN, and the tensor decodes to it."""
     quotient = divide(TOP, g)
-    odd = (g == 0) | g.isinf() | g.isnan()
-    s_enc = torch.where(odd, 1.0, torch.where(quotient > FLOAT32_MAX, FLOAT32_MAX, quotient))
-    global_scale = torch.where(odd | (quotient > FLOAT32_MAX), divide(1.0, s_enc), g / torch.full_like(g, TOP))
-    return s_enc, torch.where(g.isnan(), float("nan"), torch.where(g == 0, 0.0, global_scale))
+    s_enc = torch.where(quotient > FLOAT32_MAX, FLOAT32_MAX, quotient)
+    s_enc = torch.where((g == 0) | ~g.isfinite(), 1.0, s_enc)
+    global_scale = torch.where(quotient > FLOAT32_MAX, divide(1.0, s_enc), g / torch.full_like(g, TOP))
+    global_scale = torch.where(g == 0, 0.0, global_scale)
+    return s_enc, torch.where(g.isfinite(), global_scale, float("nan"))
 
 
 def block_scales(amax_b: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
     """(S_b as E4M3 codes, the multiplier e_b into codes) from block maxima."""
-    s_b = E4M3.encode(amax_b * (s_enc * (1 / E2M1.max)))
+    scaled = blocks.no_larger(amax_b * (s_enc * (1 / E2M1.max)), E4M3.max)
+    s_b = E4M3.encode(torch.where(amax_b.isinf(), float("nan"), scaled))
     e = divide(1.0, s_b.float() * divide(1.0, s_enc))
     return s_b, torch.where(e > FLOAT32_MAX, FLOAT32_MAX, e)
 
@@ -45,7 +47,8 @@ def round_stochastically(x: Tensor, r: Tensor) -> Tensor:
 
 
 def _step(a: Tensor) -> Tensor:
-    return torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, 2.0))
+    # arithmetic in a's own dtype: torch.where of two numbers has the default dtype
+    return torch.where(a < 2, 0.5, torch.where(a < 4, 1.0, torch.full_like(a, 2.0)))
 
 
 def _operand(x: Tensor, spec: Quantizer) -> Tensor:

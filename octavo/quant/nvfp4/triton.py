@@ -114,12 +114,12 @@ def _random_bytes(seed, block_index, like, STREAM: gl.constexpr):
 def _tensor_scales(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
     """(S_enc, global_scale): the twin of reference.tensor_scales."""
     quotient = divide(TOP, g)
-    odd = (g == 0) | (g == float("inf")) | (g != g)
-    s_enc = tl.where(odd, 1.0, tl.where(quotient > LARGEST, LARGEST, quotient))
+    bad = (g == float("inf")) | (g != g)
+    s_enc = tl.where((g == 0) | bad, 1.0, tl.where(quotient > LARGEST, LARGEST, quotient))
     undo = divide(1.0, s_enc)
     plain = tl.div_rn(g, tl.where(g == g, TOP, TOP))
-    global_scale = tl.where(odd | (quotient > LARGEST), undo, plain)
-    return s_enc, tl.where(g != g, float("nan"), tl.where(g == 0, 0.0, global_scale))
+    global_scale = tl.where(quotient > LARGEST, undo, plain)
+    return s_enc, tl.where(bad, float("nan"), tl.where(g == 0, 0.0, global_scale))
 
 
 @gluon.jit
@@ -139,6 +139,7 @@ def _orientation(
     v = v.to(gl.float32)
     blocks = gl.reshape(v, (down, R // down, groups, 16))
     a = amax_along(amax_along(blocks, 3), 1)  # [down, groups]
+    a = gl.where(a == float("inf"), float("nan"), a)  # the hardware's cast would saturate
     s_b = (a * (s_enc * (1 / 6))).to(gl.float8e4nv)
     layout: gl.constexpr = a.type.layout
     scale_rows = first_row // (R // down) + gl.arange(0, down, layout=gl.SliceLayout(1, layout))

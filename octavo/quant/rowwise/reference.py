@@ -19,4 +19,5 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -
             spec = q.spec
             assert isinstance(spec, Rowwise) and found is not None
             encode = scale.encode_scale(found, spec.fmt.max, eps=spec.eps, ceiling=scale.FLOAT32_MAX, pow2=spec.pow2)
-            write(q, given.skip, codes=spec.fmt.encode(matrix.float() * encode), scale=scale.decode_scale(encode))
+            codes = scale.saturated_codes(matrix, encode, spec.fmt)
+            write(q, given.skip, codes=codes, scale=scale.decode_scale(encode, found))

@@ -24,12 +24,15 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -
         put(given.observed, torch.maximum(given.observed, largest), given.skip)
     for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
         if q is not None:
-            encode = _encode(q.spec, found, given.encode)
-            write(q, given.skip, codes=q.spec.fmt.encode(matrix.float() * encode), scale=scale.decode_scale(encode))
+            codes, undo = _cast(matrix, q.spec, found, given.encode)
+            write(q, given.skip, codes=codes, scale=undo)
 
 
-def _encode(spec: Quantizer, amax: Tensor | None, given: Tensor | None) -> Tensor:
+def _cast(x: Tensor, spec: Quantizer, amax: Tensor | None, given: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(codes, scale)."""
     if given is not None:
-        return given.view(1, 1)
+        encode = given.view(1, 1)
+        return scale.given_codes(x, encode, spec.fmt), scale.decode_scale(encode)
     assert isinstance(spec, Tensorwise) and amax is not None
-    return scale.encode_scale(amax, spec.fmt.max, eps=spec.eps, ceiling=scale.FLOAT32_MAX, pow2=spec.pow2)
+    encode = scale.encode_scale(amax, spec.fmt.max, eps=spec.eps, ceiling=scale.FLOAT32_MAX, pow2=spec.pow2)
+    return scale.saturated_codes(x, encode, spec.fmt), scale.decode_scale(encode, amax)

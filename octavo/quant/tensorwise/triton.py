@@ -51,16 +51,29 @@ def _store_scale(row_scale, column_scale, g, undo):
 
 @gluon.jit
 def _store_tile(
-    v, s, row, column, M, K, pitch, first_row, first_column, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr
+    v, s, row, column, M, K, pitch, first_row, first_column,
+    GIVEN: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """The codes of v, in the orientations that are there; `pitch` is how far apart rows of `row` are."""
+    """The codes of v, in the orientations that are there; `pitch` is how far apart rows of `row` are. By a multiplier
+    that was GIVEN, an Inf stays visible in its code; by one that was measured it saturates, and the scale is NaN."""
     if row is not None:
-        wide = v.to(gl.float32) * s
-        dual.store_codes_inside(row, wide, M, K, pitch, first_row, first_column, ROWS, COLUMNS, W)
+        codes = _codes(v, s, row.dtype.element_ty, GIVEN)
+        dual.store_codes_inside(row, codes, M, K, pitch, first_row, first_column, ROWS, COLUMNS, W)
     if column is not None:
         # turned around before the cast: plain Triton, turning the codes, wrote wrong bytes for float32 tiles
-        down = dual.transpose(v, ROWS, W).to(gl.float32) * s
-        dual.store_codes(column, down, K, M, first_column, first_row, COLUMNS, ROWS, W)
+        codes = _codes(dual.transpose(v, ROWS, W), s, column.dtype.element_ty, GIVEN)
+        dual.store_codes(column, codes, K, M, first_column, first_row, COLUMNS, ROWS, W)
+
+
+@gluon.jit
+def _codes(v, s, kind: gl.constexpr, GIVEN: gl.constexpr):
+    wide = v.to(gl.float32)
+    if not GIVEN:
+        return wide * s
+    elif kind == gl.float8e5:
+        return tile.e5m2_with_inf(wide, s)
+    else:
+        return wide * s + wide * 0.0  # one instruction more: zero for a finite v, whatever its product, else NaN
 
 
 @gluon.jit
@@ -74,7 +87,7 @@ def put(
         raise_amax(observed, amax_bits(v))
     if gl.program_id(0) == 0:
         _store_scale(row_scale, column_scale, 0, divide(1.0, s))
-    _store_tile(v, s, row, column, M, K, pitch, first_row, first_column, ROWS, COLUMNS, W)
+    _store_tile(v, s, row, column, M, K, pitch, first_row, first_column, True, ROWS, COLUMNS, W)
 
 
 @gluon.jit
@@ -105,7 +118,7 @@ def _cast_kernel(
     if owner is None:
         if gl.program_id(0) == 0:
             _store_scale(row_scale, column_scale, 0, undo)
-    _store_tile(v, s, row, column, M, K, K, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
+    _store_tile(v, s, row, column, M, K, K, pm * ROWS, pk * COLUMNS, encode is not None, ROWS, COLUMNS, W)
 
 
 def amax(
