@@ -109,7 +109,7 @@ def amax_each(amax: Amax) -> AmaxOfGroups:
         down = [a.view(-1) for a, _ in found if a is not None]
         across = [a.view(-1) for _, a in found if a is not None]
         if row is not None and _has_row_scales(row):
-            inside = torch.zeros(groups.padded, device=x.device)
+            inside = torch.zeros(groups.padded, dtype=torch.float32, device=x.device)
             for place, a in zip(places, down, strict=True):
                 inside[place.inside] = a
             return inside, (torch.stack(across) if across else None)

@@ -186,6 +186,34 @@ def test_observe_measures_and_casts_in_one_read():
     assert torch.equal(got[2].cpu(), want[2])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fmt", [E4M3, E5M2], ids=str)
+def test_by_a_given_multiplier_infinities_stay_visible(fmt, dtype):
+    """In every configuration, with and without the amax measured beside it; products that overflow saturate."""
+    spec, configs = Tensorwise(fmt), importlib.import_module("octavo.quant.tensorwise.triton").CONFIGS
+    for shape in ((15, 33), (129, 255), (272, 128), (1, 1)):
+        x = wide(shape, dtype)
+        x.view(-1)[::7] = torch.tensor(EDGES).repeat(x.numel())[: x.view(-1)[::7].numel()].to(dtype)
+        for encode in (0.37, 3e38):
+            for sides in ("rc", "r", "c"):
+                want, want_amax = cast_by(encode, "reference", spec, x, sides)
+                for config in configs:
+                    for observe in (True, False):
+                        got, amax = cast_by(encode, "triton", spec, x.cuda(), sides, observe, config=config)
+                        assert_same(got, want, (shape, encode, sides, config, observe))
+                        assert not observe or torch.equal(amax.isnan(), want_amax.isnan())
+
+
+def cast_by(encode: float, twin: str, spec, x: torch.Tensor, sides: str, observe: bool = True, **settings):
+    """(bytes of codes and scales, amax) of a cast by this multiplier."""
+    pair = outputs(spec, x, sides)
+    observed = torch.zeros(1, 1, device=x.device) if observe else None
+    given = Given(encode=torch.tensor([encode], device=x.device), observed=observed)
+    importlib.import_module(f"{spec.package}.{twin}").cast(x, *pair, given, **settings)
+    codes = [bytes_of(t) for q in pair if q is not None for t in q.tensors()]
+    return codes, None if observed is None else observed.cpu()
+
+
 def test_a_bool_flag_skips_too():
     row = Tensorwise().quantize(torch.ones(16, 16, device="cuda"))
     Tensorwise().quantize_into(row, torch.full((16, 16), 2.0, device="cuda"), torch.tensor([True], device="cuda"))

@@ -84,10 +84,10 @@ def _probe(
     generator = torch.Generator().manual_seed(0)
     operands = []
     for block, fmt, rows in ((a, a_fmt, m), (b, b_fmt, n)):
-        x = torch.randn(rows, k, generator=generator) * torch.exp2(torch.arange(rows) % 4)[:, None]
+        x = torch.randn(rows, k, generator=generator, dtype=torch.float32) * 2.0 ** (torch.arange(rows) % 4)[:, None]
         operands.append(_with_format(_KINDS[block][1], fmt).quantize(x.to(device, torch.bfloat16)))
     qa, qb = operands
-    bias = torch.randn(n, generator=generator).to(device, dtype)
+    bias = torch.randn(n, generator=generator, dtype=torch.float32).to(device, dtype)
     got = gemm(qa, qb, dtype, bias, fast).double()
     want = reference.gemm(qa, qb, torch.float32, bias).double()
     size = qa.dequantize(torch.float32).abs().double() @ qb.dequantize(torch.float32).abs().double().T
