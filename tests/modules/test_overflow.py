@@ -1,12 +1,13 @@
 """Overflow is seen: an Inf or a NaN in x, w or dy reaches every check that finds it behind an nn.Linear.
 
 The checks are those of a training loop: `torch.isfinite(loss)`, `clip_grad_norm_`, anomaly mode, DDP's averaged
-gradients and `torch.amp.GradScaler`. A recipe may spread a value that is not finite over all that shares its scale, so a
-check may see more of them than behind an nn.Linear, and never fewer.
+gradients and `torch.amp.GradScaler`. A recipe may spread a value that is not finite over all that shares its scale, so
+a check may see more of them than behind an nn.Linear, and never fewer.
 """
 
 import copy
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -129,14 +130,10 @@ def test_anomaly_mode(recipe, device):
             dy = corrupt(dy, value) if place == "dy" else dy
             layer(x).backward(dy)
             makes_nan = any(g.isnan().any().item() for g in (x.grad, *(p.grad for p in layer.parameters())))
-            try:
-                with torch.autograd.detect_anomaly():
-                    layer(x).backward(dy)
-                raised.append(False)
-            except RuntimeError as error:
-                assert "returned nan values" in str(error)
-                raised.append(True)
-            assert raised[-1] == makes_nan, (place, value, r)
+            raises = pytest.raises(RuntimeError, match="returned nan values") if makes_nan else nullcontext()
+            with raises, torch.autograd.detect_anomaly():
+                layer(x).backward(dy)
+            raised.append(makes_nan)
         assert raised[1] >= raised[0], (place, value)
         assert raised[0] == (place is not None and math.isnan(value)), (place, value)
 
@@ -298,21 +295,22 @@ def test_a_skipped_step_leaves_the_windows_of_delayed_scaling_clean(place, ends,
         assert (state["current"] == 0).all(), prefix
 
 
-# -- how far a value that is not finite spreads -------------------------------------------------------------------------
+# -- how far a value that is not finite spreads ------------------------------------------------------------------------
 
 ROWS, OUT, IN = 150, 200, 160
-R, C, O = 140, 131, 70  # a token, an input feature, an output feature
+TOKEN, FEATURE, OUTPUT = 140, 131, 70  # a token, an input feature, an output feature
 
+ALL = slice(None)
 SPREAD = {  # (place, result): the elements of the result that are not finite, by recipe; "" is every other recipe
-    ("x", "y"): {"": (R, slice(None)), "fp8-current": ..., "nvfp4": ...},
-    ("x", "dw"): {"": (slice(None), C), "fp8-current": ..., "nvfp4": ...},
-    ("w", "y"): {"": (slice(None), O), "fp8-block": (slice(None), slice(0, 128)), "fp8-current": ..., "nvfp4": ...},
-    ("w", "dx"): {"": (slice(None), C), "fp8-block": (slice(None), slice(128, None)), "fp8-current": ..., "nvfp4": ...},
-    ("dy", "dx"): {"": (R, slice(None)), "fp8-current": ..., "nvfp4": ...},
-    ("dy", "dw"): {"": (O, slice(None)), "fp8-current": ..., "nvfp4": ...},
-    ("dy", "db"): {"": (O,)},
+    ("x", "y"): {"": (TOKEN, ALL), "fp8-current": ..., "nvfp4": ...},
+    ("x", "dw"): {"": (ALL, FEATURE), "fp8-current": ..., "nvfp4": ...},
+    ("w", "y"): {"": (ALL, OUTPUT), "fp8-block": (ALL, slice(0, 128)), "fp8-current": ..., "nvfp4": ...},
+    ("w", "dx"): {"": (ALL, FEATURE), "fp8-block": (ALL, slice(128, None)), "fp8-current": ..., "nvfp4": ...},
+    ("dy", "dx"): {"": (TOKEN, ALL), "fp8-current": ..., "nvfp4": ...},
+    ("dy", "dw"): {"": (OUTPUT, ALL), "fp8-current": ..., "nvfp4": ...},
+    ("dy", "db"): {"": (OUTPUT,)},
 }
-AT = {"x": (R, C), "w": (O, C), "dy": (R, O)}
+AT = {"x": (TOKEN, FEATURE), "w": (OUTPUT, FEATURE), "dy": (TOKEN, OUTPUT)}
 
 
 def results(layer, x, dy, *sizes):
@@ -364,7 +362,7 @@ def test_other_experts_do_not_see_it(recipe, place, value, device):
     rounding = {name: t.clone() for name, t in octavo.state_dict(layer).items()}
     want = results(layer, x, dy, sizes)
     octavo.load_state_dict(layer, rounding)  # both runs draw the same numbers
-    at = (1, O, C) if place == "w" else ((50, C) if place == "x" else (50, O))
+    at = (1, OUTPUT, FEATURE) if place == "w" else ((50, FEATURE) if place == "x" else (50, OUTPUT))
     if place == "w":
         with torch.no_grad():
             layer.weight[at] = value
