@@ -141,6 +141,7 @@ class Results:
     dscales: Product
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def linear(recipe: Recipe, given: Operands) -> Results:
     """y, dx, dW, db of one forward and backward, and the gradient of the bias' scales."""
     cast_w = rounded(given.w, given.dtype)

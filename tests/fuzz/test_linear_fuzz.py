@@ -29,6 +29,7 @@ from tests.fuzz.draw import (
 from tests.fuzz.formats import rounded
 from tests.fuzz.oracle import Memory, Operands, Product, Recipe, Results, accumulated, linear
 
+pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 FAST, CHUNKS, CHUNK = 60, 20, 200  # cases of the sample; of the long run
 
 

@@ -1,6 +1,8 @@
 """Every quantizer on random cases: codes and scales are the oracle's, byte for byte, on every device."""
 
+import ast
 from dataclasses import dataclass
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 import octavo
+from tests.fuzz import formats, oracle, schemes
 from tests.fuzz.draw import KINDS, LAYOUTS, RECIPES, SIZES, choose, data, laid_out, replay, spoil
 from tests.fuzz.formats import E2M1, E4M3, E5M2, decode_e8m0
 from tests.fuzz.oracle import Recipe
@@ -115,6 +118,18 @@ def check(seed: int, device: str = "cpu", nonfinite: bool = False) -> None:
 
 
 # -- tests -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [formats, schemes, oracle], ids=lambda module: module.__name__)
+def test_the_oracle_imports_nothing_of_octavo(module):
+    names = []
+    for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+    assert names and not [n for n in names if n.split(".")[0] in ("octavo", "torch")]
+    assert all(n.startswith("tests.fuzz.") for n in names if n.startswith("tests"))
 
 
 @pytest.mark.parametrize("name", ["E4M3", "E5M2", "E2M1", "E8M0"])
