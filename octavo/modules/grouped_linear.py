@@ -397,7 +397,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        if parts[0].numel() > 1 and weights.is_token(parts[0]):  # a weight [1, 1] has a token's strides
+        if weights.is_token(parts[0]):
             return parts[0].new_zeros(1).expand(len(parts), *parts[0].shape)
         joined = _joined(parts)
         if joined is not None:
