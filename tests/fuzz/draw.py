@@ -17,7 +17,7 @@ RECIPES = (
     "bf16",
     "fp8-delayed",
     "fp8-delayed(history=2,algorithm='most_recent',margin=1)",
-    "fp8-delayed(grad_format=E4M3,cold_start='current')",
+    "fp8-delayed(grad_format=E4M3,cold_start='one')",
     "fp8-delayed(wgrad='bf16')",
     "fp8-current",
     "fp8-current(pow2=True,grad_format=E4M3)",
@@ -42,8 +42,6 @@ RECIPES = (
 DEQUANTIZED = tuple(
     f"{name}(backward='dequantized')" for name in ("fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4")
 )
-# a cold start measures an amax and then gives a multiplier: the rule for values that are not finite leaves that open
-DECIDED = tuple(name for name in RECIPES if "cold_start" not in name)
 KINDS = ("normal", "normal", "outliers", "rows", "tiny", "huge", "zeros", "sparse", "ties")
 LAYOUTS = ("contiguous", "contiguous", "transposed", "sliced", "expanded")
 
