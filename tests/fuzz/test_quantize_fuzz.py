@@ -173,7 +173,7 @@ def test_many(chunk, nonfinite):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("nonfinite", [False, True], ids=["finite", "nonfinite"])
-@pytest.mark.parametrize("chunk", range(4))
+@pytest.mark.parametrize("chunk", range(2))
 def test_on_a_gpu(chunk, nonfinite):
     for seed in range(chunk * FAST, (chunk + 1) * FAST):
         check(seed, "cuda", nonfinite)

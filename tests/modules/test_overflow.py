@@ -254,7 +254,7 @@ def test_a_scaler_and_experts(recipe, device):
         assert all(p.isfinite().all() for p in loop.parameters())
 
 
-@every
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-rowwise", "nvfp4"])  # each way to keep a value visible
 def test_a_scaler_in_a_compiled_step(recipe):
     model = mlp(recipe, bias=False)
     loop = Loop(model, "cpu", call=torch.compile(model, fullgraph=True, backend="aot_eager"))
@@ -275,7 +275,7 @@ def test_a_scale_too_large_at_the_start_comes_down_as_with_nn_linear(recipe, dev
     """From 2^40 the first steps overflow by themselves, until the scale fits. It may end higher than the plain run's:
     dW has its parameter's dtype, float32, and torch's is float16 before it is cast."""
     plain, loop = (Loop(mlp(r, device=device), device, scale=2.0**40) for r in (None, recipe))
-    for seed in range(32):
+    for seed in range(26):
         plain(seed), loop(seed)
     assert plain.scaler.get_scale() < 2.0**30
     assert plain.scaler.get_scale() / 2 <= loop.scaler.get_scale() < 2.0**30
@@ -374,7 +374,7 @@ def test_a_value_that_is_not_finite_spreads_over_its_scale(recipe, place, value,
 
 @every
 @places
-@values
+@pytest.mark.parametrize("value", [math.inf, math.nan])
 @on_devices
 def test_other_experts_do_not_see_it(recipe, place, value, device):
     """An expert's results with a value that is not finite elsewhere are those without it, bit for bit."""
