@@ -280,3 +280,19 @@ def test_an_optimizer_moves_weights_that_lie_together():
             optimizer.step()
     assert torch.equal(torch.stack(layer.weight_parts()), twin.weight)
     assert isinstance(layer.weight0, nn.Parameter)
+
+
+@pytest.mark.parametrize("recipe", octavo.recipes.SHIPPED)
+def test_weights_of_one_element_each(recipe):
+    """By its strides a weight [1, 1] looks like the placeholder of a weight held as codes, which is not read."""
+    layers = [octavo.GroupedLinear(2, 1, 1, recipe=recipe, **layout) for layout in ({}, EACH)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    octavo.load_state_dict(layers[1], octavo.state_dict(layers[0]))
+    x, found = torch.randn(5, 1), []
+    for layer in layers:
+        leaf_x = x.clone().requires_grad_()
+        y = layer(leaf_x, torch.tensor([2, 3]))
+        y.backward(torch.ones(5, 1))
+        found.append((y.detach(), leaf_x.grad, torch.stack([p.grad.flatten() for p in layer.weight_parts()]).flatten()))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other) and one.count_nonzero()
