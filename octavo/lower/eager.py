@@ -24,11 +24,11 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 class _Run(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, *inputs: Any
+        ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, watched: "Watched | None", *inputs: Any
     ) -> tuple[Tensor, ...]:
         outputs, extras, saved, made = _forward(layer, config, layer.Inputs._make(inputs), True)
         ctx.save_for_backward(*saved)
-        ctx.call = layer, config, buffers, len(outputs), made
+        ctx.call = layer, config, buffers, len(outputs), made, watched
         ctx.set_materialize_grads(False)
         if extras:
             ctx.mark_non_differentiable(*extras)
@@ -40,6 +40,26 @@ class _Run(torch.autograd.Function):
 
 
 Tensors = Sequence[Tensor | None]
+
+
+class Watched(NamedTuple):
+    """Tensors in whose memory a saved one lies that has a version of its own: a write to them is not seen by its."""
+
+    tensors: Sequence[Tensor]
+    versions: list[int]
+
+    @classmethod
+    def now(cls, tensors: Sequence[Tensor]) -> "Watched":
+        return cls(tensors, [t._version for t in tensors])
+
+    def check(self) -> None:
+        for i, (t, version) in enumerate(zip(self.tensors, self.versions, strict=True)):
+            if t._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"weight {i} of {len(self.tensors)}, {t.dtype} {tuple(t.shape)}, is at version {t._version}, and "
+                    f"was at {version} in forward. The gradient of x needs it as it was: update it after backward."
+                )
 
 
 class _Made(NamedTuple):
@@ -105,7 +125,9 @@ def _forward_now(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    layer, config, buffers, outputs, made = ctx.call
+    layer, config, buffers, outputs, made, watched = ctx.call
+    if watched is not None:
+        watched.check()
     grads = tuple([None if g is None else _in_memory(g) for g in grads[:outputs]])
     for place in layer.returned_elsewhere(config).values():
         _refuse_rewriting(buffers[place])
@@ -118,7 +140,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             found = _replayed(layer, config, saved, buffers, grads, made)
         else:
             found = layer.backward(config, ctx.saved_tensors, buffers, grads)
-    return None, None, None, None, *found
+    return None, None, None, None, None, *found
 
 
 def _in_memory(t: Tensor) -> Tensor:
@@ -206,10 +228,12 @@ class _Twice(torch.autograd.Function):
 
 
 def run(
-    layer: Layer, config: Any, inputs: Any, buffers: Any, *, differentiable: bool, anchored: bool = False
-) -> tuple[Tensor, ...]:
+    layer: Layer, config: Any, inputs: Any, buffers: Any, *, differentiable: bool, anchored: bool = False,
+    watched: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Outputs, then extras, of one call. `differentiable` says whether any gradient can be asked for; `anchored` makes
-    backward run for what it writes to `buffers`, even where no input takes a gradient."""
+    backward run for what it writes to `buffers`, even where no input takes a gradient; tensors that are `watched` must
+    not be written to before it."""
     inputs = layer.Inputs._make([_in_memory(t) if isinstance(t, Tensor) else t for t in inputs])
     if not differentiable:
         with torch.no_grad():
@@ -218,7 +242,9 @@ def run(
     out = getattr(inputs, "out", None)
     if out is not None:
         _forget_values(out)
-    tensors: tuple[Tensor, ...] = _Run.apply(layer, config, buffers, _ANCHOR if anchored else None, *inputs)  # type: ignore[no-untyped-call]
+    tensors: tuple[Tensor, ...] = _Run.apply(  # type: ignore[no-untyped-call]
+        layer, config, buffers, _ANCHOR if anchored else None, Watched.now(watched) if watched else None, *inputs
+    )
     if out is not None:
         _values_in[out.data_ptr()] = tensors[0]
     return tensors

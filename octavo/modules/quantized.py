@@ -364,10 +364,11 @@ class Quantized(nn.Module):
     def _call(
         self, key: str, inputs: Any, *, grads: str, observe: str, main_grad: str, dummy: bool, delay: str,
         as_nodes: bool, more: tuple[Tensor | None, ...] = (), out: Tensor | None = None, shape: tuple[int, ...] = (),
-        codes: Parts = (),
+        codes: Parts = (), parts: Sequence[Tensor] = (),
     ) -> Any:  # fmt: skip
         """Outputs, then extras, of the layer: as nodes, or by the eager driver. `more` are buffers that only this layer
-        has; y goes to `out`, if there is one, and looks like `shape` in a graph; `codes` are x's as they were given."""
+        has; y goes to `out`, if there is one, and looks like `shape` in a graph; `codes` are x's as they were given; the weight lies in
+        the memory of its `parts`."""
         buffers = (*self._writes(grads, observe, main_grad, delay, as_nodes), *more)
         if as_nodes:
             if out is None:
@@ -383,8 +384,9 @@ class Quantized(nn.Module):
             inputs = inputs._replace(weight=inputs.weight.detach())
         if out is not None:
             inputs = inputs._replace(out=out)
-        found = self.LAYER.Buffers(*buffers)
-        return run(self.LAYER, self.LAYER.config(key), inputs, found, differentiable=grads != "", anchored=elsewhere)
+        found, config = self.LAYER.Buffers(*buffers), self.LAYER.config(key)
+        watched = parts if parts and config.kept_w == "plain" else ()
+        return run(self.LAYER, config, inputs, found, differentiable=grads != "", anchored=elsewhere, watched=watched)
 
     def _writes(self, grads: str, observe: str, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
         """What backward writes besides its results: main_grad, dy's amax, the counter of rounding, the mailbox."""
