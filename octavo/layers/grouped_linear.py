@@ -25,7 +25,7 @@ from octavo.layers.contract import DTYPES, Made, reader
 from octavo.layers.delayed import Amax, W, X
 from octavo.layers.linear_config import NOTHING, Matmuls, Pair, Parts, Slots
 from octavo.layers.plain import passed as passed
-from octavo.layers.targets import Mail, Sought, Target, overlap
+from octavo.layers.targets import Mail, Sought, Target, advance, overlap
 from octavo.quant.grouped import (
     GroupedTensor,
     fill_groups,
@@ -455,7 +455,7 @@ def backward(
     if "w" in config.grads:  # buffers are written last
         dw = _delivered(config, dy, column, kept, groups, buffers)
     if config.draws and buffers.seed is not None:
-        buffers.seed[1:].add_(1)
+        advance(buffers.seed)
     return dx, dw, db, None, ds, *[None] * (len(Inputs._fields) - 5)
 
 

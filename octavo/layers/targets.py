@@ -1,6 +1,6 @@
 """Where a weight's gradient goes if not to `weight.grad`: a buffer to be added to, or a mailbox to wait in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,35 @@ class Mail(Protocol):
     """Where the operands of a delayed dw are left."""
 
     def put(self, config: Any, *operands: Any) -> None: ...
+
+
+class Writes:
+    """What a backward writes besides its results, put off until all of it is computed: one that fails on the way has
+    written nothing."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+    def put_off(self, write: Callable[..., Any], *arguments: Any) -> None:
+        self._due.append((write, arguments))
+
+    def drawn(self, seed: Tensor) -> Tensor:
+        """A random counter as the next draw is to find it: behind the steps that are due to it."""
+        due = sum([write is advance and given[0].data_ptr() == seed.data_ptr() for write, given in self._due])
+        if not due:
+            return seed
+        ahead = seed.clone()
+        ahead[1:].add_(due)
+        return ahead
+
+    def do(self) -> None:
+        for write, arguments in self._due:
+            write(*arguments)
+
+
+def advance(seed: Tensor) -> None:
+    """The next step of a random counter [seed, step]."""
+    seed[1:].add_(1)
 
 
 class Target:
