@@ -501,7 +501,7 @@ class Inner(NamedTuple):
 
 def _stage_buffers(config: Config, buffers: Sequence[Any], writes: Writes) -> list[Any]:
     return [
-        linear.Buffers(*buffers[span], writes) if layer is linear else Inner(tuple(buffers[span]), writes)
+        linear.Buffers._make((*buffers[span], writes)) if layer is linear else Inner(tuple(buffers[span]), writes)
         for layer, span in zip(config.layers, config.buffer_spans, strict=True)
     ]
 

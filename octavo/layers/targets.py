@@ -126,13 +126,13 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may share memory, by what they say of themselves."""
     if a.numel() == 0 or b.numel() == 0:
         return False
-    (first, end), (other, other_end) = _range(a), _range(b)
+    (first, end), (other, other_end) = span(a), span(b)
     return first < other_end and other < end
 
 
-def _range(t: Tensor) -> tuple[int, int]:
+def span(t: Tensor) -> tuple[int, int]:
     """The addresses between which its elements are."""
-    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    last: int = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
     return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
 
 

@@ -287,8 +287,9 @@ class GroupedLinear(FusibleOperation, Quantized):
                     f"a CUDA graph writes to the memory it was captured with, and {name} may be another each time. "
                     "Make it, whole, with octavo.buffer(...), or compile without CUDA graphs"
                 )
-            elif not nested and not claim(name, buffer):
-                why = f"two calls in one graph write to one {name}. Give each call a buffer of its own"
+            elif not nested and not claim(buffer):
+                why = f"two calls in one graph write to one {name}, or {name} overlaps another buffer of that graph. "
+                why += "Give each call buffers of its own"
             if why:
                 return f"{self.title()} does not compile: {why}, or build the layer with strict=False, to run outside."
         return ""

@@ -1,5 +1,5 @@
-"""Weight gradients put off: backward leaves the operands here, `backward_dw()` takes them, oldest first. They stay until
-the gradient has arrived: a call that fails on the way can be made again.
+"""Weight gradients put off: backward leaves the operands here, `backward_dw()` takes them, oldest first. Those whose
+gradient has not arrived come back: a call that fails on the way can be made again.
 
 A graph cannot put anything into a queue, and Python does not run when a captured one is replayed. Its forward therefore
 links what it will have posted (`octavo.layers.post`) in front of what was there,
@@ -55,8 +55,8 @@ def operands_of(letter: Letter | Posted, layer: Any, weight: Tensor) -> tuple[An
     if letter.versions != _versions(letter.operands):
         raise UnsupportedConfig(
             "backward_dw() needs the unquantized x and dy of that backward, and one of them was written to since. "
-            "Call it before their buffers are used again, or let wgrad be quantized: codes are copies. What waits, this "
-            "one too, discard_dw() drops."
+            "Call it before their buffers are used again, or let wgrad be quantized: codes are copies. discard_dw() "
+            "drops all that waits, this one too."
         )
     return letter.config, letter.operands
 
@@ -126,7 +126,7 @@ class Mailbox:
     def discard(self, *, captured: bool) -> int:
         """Drop what waits, but for letters that were left in a capture, unless these are meant too. How many."""
         self._collect()
-        kept = [letter for letter in self._letters if not isinstance(letter, Posted) and letter.captured and not captured]
+        kept = [letter for letter in self._letters if letter.captured and not captured]
         count = len(self._letters) - len(kept)
         self._letters = deque(kept)
         return count

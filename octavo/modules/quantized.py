@@ -367,8 +367,8 @@ class Quantized(nn.Module):
         codes: Parts = (), parts: Sequence[Tensor] = (),
     ) -> Any:  # fmt: skip
         """Outputs, then extras, of the layer: as nodes, or by the eager driver. `more` are buffers that only this layer
-        has; y goes to `out`, if there is one, and looks like `shape` in a graph; `codes` are x's as they were given; the weight lies in
-        the memory of its `parts`."""
+        has; y goes to `out`, if there is one, and looks like `shape` in a graph; `codes` are x's as they were given;
+        the weight lies in the memory of its `parts`."""
         buffers = (*self._writes(grads, observe, main_grad, delay, as_nodes), *more)
         if as_nodes:
             if out is None:
