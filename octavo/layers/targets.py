@@ -124,16 +124,18 @@ def is_nothing(buffer: Tensor) -> bool:
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may share memory, by what they say of themselves."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    (first, end), (other, other_end) = span(a), span(b)
+    first, end = span(a)
+    other, other_end = span(b)
     return first < other_end and other < end
 
 
 def span(t: Tensor) -> tuple[int, int]:
     """The addresses between which its elements are."""
+    first = t.data_ptr()  # 0 where there are none
+    if t.is_contiguous():
+        return first, first + t.nbytes
     last: int = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+    return first, first + (last + 1) * t.element_size()
 
 
 def spread(loose: Tensor, buffers: Sequence[Tensor], mode: str) -> None:

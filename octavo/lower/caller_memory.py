@@ -31,14 +31,21 @@ _MOST = 4096  # allocations, before those without values are looked for
 def begin_write(buffer: Tensor, task: int = -1) -> None:
     """The buffer is about to be written to: a backward that still needs a value that lies there must notice. A gradient
     that waits in its buffer to be added to another of the same `task` has no version that tells: it is refused."""
-    _forget(buffer.untyped_storage().data_ptr(), *span(buffer), task)
+    key = _allocation(buffer)
+    if key in _values:
+        _forget(key, *span(buffer), task)
 
 
 def begin_write_at(place: Tensor, nbytes: int) -> None:
     """The same of so many bytes from where a tensor begins, which may have none itself."""
     key = place.untyped_storage().data_ptr()
-    first = key + int(place.storage_offset()) * place.element_size()
-    _forget(key, first, first + nbytes, -1)
+    if key in _values:
+        first = key + int(place.storage_offset()) * place.element_size()
+        _forget(key, first, first + nbytes, -1)
+
+
+def _allocation(buffer: Tensor) -> int:
+    return buffer.data_ptr() - int(buffer.storage_offset()) * buffer.element_size()
 
 
 def keep(buffer: Tensor, value: Tensor | None, task: int = -1) -> None:
@@ -51,7 +58,7 @@ def keep(buffer: Tensor, value: Tensor | None, task: int = -1) -> None:
         if len(_values) > _MOST:
             for key in [key for key, own in _values.items() if not any(_is_there(v, task) for v in own)]:
                 del _values[key]
-        _values.setdefault(buffer.untyped_storage().data_ptr(), []).append(found)
+        _values.setdefault(_allocation(buffer), []).append(found)
 
 
 def _is_there(value: _Value, task: int) -> bool:
@@ -60,8 +67,6 @@ def _is_there(value: _Value, task: int) -> bool:
 
 def _forget(key: int, first: int, end: int, task: int) -> None:
     """Let go of the values that lie between two addresses, and of those that are gone; tell autograd of the former."""
-    if key not in _values:
-        return
     stale, rest = list[Tensor](), list[_Value]()
     with _lock:
         for value in _values.get(key, ()):
