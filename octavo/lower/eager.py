@@ -14,7 +14,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import Layer
-from octavo.layers.targets import Sought, Target
+from octavo.layers.targets import Sought, Target, overlap
 from octavo.lower import tape
 from octavo.lower.caller_memory import begin_write, keep, refuse_overlap
 
@@ -238,8 +238,8 @@ def run(
     out = getattr(inputs, "out", None)
     if out is not None:
         begin_write(out)
-        if not out.is_inference():
-            torch.autograd.graph.increment_version([out])  # kernels do not
+        written = [out, inputs.x] if overlap(out, inputs.x) else [out]
+        torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])  # kernels do not
     if not differentiable:
         with torch.no_grad():
             made, extras, _, _ = _forward(layer, config, inputs, False)

@@ -172,6 +172,19 @@ def test_a_missing_main_grad_may_be_set_and_backward_dw_called_again(recipe):
     assert_same(layer.weight.main_grad, 1 + want)
 
 
+def test_what_a_graph_left_may_be_taken_again():
+    layer, (x, dy) = delayed(fuse_wgrad_accumulation=True), batch()
+    want = wanted(layer, "fp8-current", x, dy).dw
+    layer.weight.main_grad = torch.zeros(N, K)
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(x).backward(dy)
+    layer.weight.main_grad = None
+    with pytest.raises(UnsupportedConfig, match="main_grad"):
+        layer.backward_dw()
+    layer.weight.main_grad = torch.zeros(N, K)
+    layer.backward_dw()
+    assert_same(layer.weight.main_grad, want)
+
+
 @pytest.mark.parametrize("what", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("grad", [None, 1.0], ids=["no gradient yet", "added to one"])
 def test_a_hook_that_raises_neither_loses_a_gradient_nor_doubles_it(what, grad):

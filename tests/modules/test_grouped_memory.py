@@ -83,8 +83,8 @@ def test_y_over_an_x_that_is_multiplied_as_it_is_is_refused(grads):
         layer(h, sizes(), out=h.detach())
 
 
-@pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda h: h.view(R, K).detach()], ids=["detached", "a view"])
-def test_y_over_codes_of_x_is_told_to_who_made_x(alias):
+@pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda h: h.data], ids=["detached", "data"])
+def test_y_over_codes_of_x_is_told_to_what_made_x(alias):
     layer = make("fp8-current")
     h = torch.relu(leaf())
     y = layer(h, sizes(), out=alias(h))
