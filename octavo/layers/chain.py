@@ -21,6 +21,7 @@ from octavo.layers import activation, add, custom, fork, linear, norm
 from octavo.layers.contract import Counts, Made, reader
 from octavo.layers.dry_run import Miscounted
 from octavo.layers.plain import returned_elsewhere as returned_elsewhere
+from octavo.layers.targets import Writes
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -200,7 +201,7 @@ def graph_buffers(config: Config, *fields: Any) -> tuple[Any, ...]:
     found: list[Any] = []
     for layer, stage, span in zip(config.layers, config.stages, config.buffer_spans, strict=True):
         if span.stop > span.start:
-            found += layer.graph_buffers(stage, *fields[span])
+            found += layer.graph_buffers(stage, *fields[span])[: span.stop - span.start]
     return tuple(found)
 
 
@@ -448,10 +449,14 @@ def _returned(config: Config, found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def backward(
-    config: Config, saved: tuple[Tensor | None, ...], buffers: Sequence[Any], grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
+    config: Config, saved: tuple[Tensor | None, ...], buffers: Sequence[Any], grads: tuple[Tensor | None, ...],
+    outer: Writes | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """One gradient for each input. What stages write besides is written when all of them are through, or when those of
+    the `outer` chain are, of which this is a stage."""
+    writes = Writes() if outer is None else outer
     found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
-    spans, own, given = config.saved_spans, _stage_buffers(config, buffers), config.given_spans
+    spans, own, given = config.saved_spans, _stage_buffers(config, buffers, writes), config.given_spans
     g = grads[0]
     for name, first, last in config.back_steps:
         parts = [saved[span] for span in spans[first:last]]
@@ -469,7 +474,10 @@ def backward(
         g = found[first][0]
         if first:
             found[first] = (None, *found[first][1:])  # the stages before have it, and let it go
-    return _returned(config, found)
+    returned = _returned(config, found)
+    if outer is None:
+        writes.do()
+    return returned
 
 
 def _away(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[Any]:
@@ -484,9 +492,16 @@ def _away(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[An
     return sums
 
 
-def _stage_buffers(config: Config, buffers: Sequence[Any]) -> list[Any]:
+class Inner(NamedTuple):
+    """Buffers of a stage that is a chain itself."""
+
+    buffers: tuple[Any, ...]
+    writes: Writes
+
+
+def _stage_buffers(config: Config, buffers: Sequence[Any], writes: Writes) -> list[Any]:
     return [
-        linear.Buffers(*buffers[span]) if layer is linear else tuple(buffers[span])
+        linear.Buffers._make((*buffers[span], writes)) if layer is linear else Inner(tuple(buffers[span]), writes)
         for layer, span in zip(config.layers, config.buffer_spans, strict=True)
     ]
 

@@ -270,7 +270,7 @@ def gradient_protos(config: Config, saved: tuple[Any, ...], dy: Any) -> tuple[Te
 
 def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
     if config.side == "forward":
-        return chain.backward(config.unfused, saved, buffers, grads)
+        return chain.backward(config.unfused, saved, buffers.buffers, grads, buffers.writes)
     functions, unfused = config.functions, config.unfused
     assert functions.backward is not None
     fields = [custom.wanted_fields(layer, stage) for layer, stage in zip(unfused.layers, unfused.stages, strict=True)]

@@ -25,7 +25,7 @@ from octavo.layers.contract import DTYPES, Made, reader
 from octavo.layers.delayed import Amax, W, X
 from octavo.layers.linear_config import NOTHING, Matmuls, Pair, Parts, Slots
 from octavo.layers.plain import passed as passed
-from octavo.layers.targets import Mail, Sought, Target, overlap
+from octavo.layers.targets import Mail, Sought, Target, advance, overlap
 from octavo.quant.grouped import (
     GroupedTensor,
     fill_groups,
@@ -165,8 +165,8 @@ def replays(config: Config, side: str) -> bool:
 
 def forward(config: Config, inputs: Inputs) -> Made:
     x, number = inputs.x, inputs.weight.shape[0]
-    if inputs.out is not None and config.kept_x == "plain" and overlap(inputs.out, x):
-        _refuse_overlap("out", "x, which the weight's gradient needs as it is")
+    if inputs.out is not None:
+        _check_out(config, inputs, inputs.out)
     groups = split(inputs.splits, x.shape[0])
     amaxes = delayed.observed(config.observe, inputs.seen, number, x.device)
     given = _given(config, x, config.x_pair, groups, inputs.scaling[X::3], amaxes.x)
@@ -181,7 +181,10 @@ def forward(config: Config, inputs: Inputs) -> Made:
         grouped_gemm.plain_rows(x.to(config.y_dtype), weight, y, groups, inputs.bias, scales)
     else:
         grouped_gemm.rows(x_row, w_row, y, inputs.bias, scales, height=_height(inputs.weight))
-    y = _finished(config, y, groups) if inputs.out is None else y.data  # no view of the caller's: other slices may move
+    if inputs.out is None:
+        y = _finished(config, y, groups)
+    else:  # a slice's version is the whole allocation's, where other slices may move
+        y = y.data if y._is_view() else y.detach()
     extras: Parts = () if amaxes.extra is None else (amaxes.extra,)
     if config.slots:
         extras = (*extras, *_empty_slots(config, y, groups))
@@ -252,6 +255,16 @@ def _stacked(weight: Tensor) -> tuple[Tensor, Groups]:
     """Weights [G, N, K] as rows in groups."""
     number, n, k = weight.shape
     return weight.detach().reshape(number * n, k), equal(number, n, weight.device)
+
+
+def _check_out(config: Config, inputs: Inputs, out: Tensor) -> None:
+    """Refuse a y that would be written to what is still to be read."""
+    if overlap(out, inputs.x) and (config.kept_x == "plain" or config.quant.fprop.left is None):
+        _refuse_overlap("out", "x, which is multiplied as it is, now or for the weight's gradient")
+    for name in ("weight", "bias", "splits", "scales"):
+        tensor = getattr(inputs, name)
+        if tensor is not None and overlap(out, tensor):
+            _refuse_overlap("out", f"{name}, which the layer needs as it is")
 
 
 def _refuse_overlap(name: str, what: str) -> NoReturn:
@@ -437,12 +450,10 @@ def backward(
     if dy is None:
         return (None,) * len(Inputs._fields)
     kept = _kept(saved)
+    if buffers.dgrad_out is not None and overlap(buffers.dgrad_out, dy):
+        _refuse_overlap("dgrad_out", "dy, which this layer and others may still have to read")
     dy = dy.contiguous()  # expanded and turned gradients too: every kernel reads rows
     groups = Groups._make((*kept.groups, dy.shape[0]))
-    if buffers.dgrad_out is not None and config.kept_x == "plain":
-        for tensor, what in ((dy, "dy"), (kept.x[0], "x")):
-            if tensor is not None and overlap(buffers.dgrad_out, tensor):
-                _refuse_overlap("dgrad_out", f"{what}, which the weight's gradient needs as it is")
     row, column = _quantized_dy(config, dy, kept, groups, buffers.amax, buffers.seed)
     dx = dw = db = ds = None
     if "x" in config.grads:
@@ -455,7 +466,7 @@ def backward(
     if "w" in config.grads:  # buffers are written last
         dw = _delivered(config, dy, column, kept, groups, buffers)
     if config.draws and buffers.seed is not None:
-        buffers.seed[1:].add_(1)
+        advance(buffers.seed)
     return dx, dw, db, None, ds, *[None] * (len(Inputs._fields) - 5)
 
 

@@ -12,7 +12,7 @@ on the row codes of forward. Operands may also arrive as codes: x from a layer t
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from octavo.kernels.columns import column_sums
-from octavo.kernels.gemm import gemm, product
+from octavo.kernels.gemm import product
 from octavo.layers import delayed, post
 from octavo.layers.contract import DTYPES, Counts, Made, reader
 from octavo.layers.delayed import Amax, Amaxes, W, X
@@ -28,7 +28,7 @@ from octavo.layers.linear_config import NOTHING, Pair, Parts, Slots
 from octavo.layers.linear_config import Config as Config
 from octavo.layers.plain import passed as passed
 from octavo.layers.plain import returned_elsewhere as returned_elsewhere
-from octavo.layers.targets import Mail, Sought, Target
+from octavo.layers.targets import Mail, Sought, Target, Writes, advance
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
 from octavo.quant.quantizer import (
@@ -67,6 +67,7 @@ class Buffers(NamedTuple):
     amax: Tensor | None = None  # [1]: the amax of dy, folded by maximum
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
     mail: Mail | None = None
+    writes: Writes | None = None  # of a chain, which does them last of all; None: they are done here
 
 
 def graph_buffers(
@@ -422,7 +423,7 @@ def fill_dy(
     slot = [t for t in kept.scaling if t is not None]
     given = delayed.warm(config.recipe, slot, buffers.amax)
     if config.draws:
-        given = given._replace(seed=buffers.seed)
+        given = given._replace(seed=_drawn(buffers))
     return empty_pair(like, *config.dy_pair, one_scale=True), given
 
 
@@ -442,8 +443,22 @@ def finish(
     codes of it."""
     dw = _delivered(config, dy, column, kept, buffers, x_column) if "w" in config.grads else None
     if config.draws and buffers.seed is not None:
-        buffers.seed[1:].add_(1)
+        _write(buffers.writes, advance, buffers.seed)
     return dw
+
+
+def _write(writes: Writes | None, write: Callable[..., Any], *arguments: Any) -> None:
+    if writes is None:
+        write(*arguments)
+    else:
+        writes.put_off(write, *arguments)
+
+
+def _drawn(buffers: Buffers) -> Tensor | None:
+    """The random counter that a cast of dy draws by."""
+    if buffers.seed is None or buffers.writes is None:
+        return buffers.seed
+    return buffers.writes.drawn(buffers.seed)
 
 
 def _delivered(
@@ -459,15 +474,15 @@ def _delivered(
     right = _x_operand(config, kept, math.prod(dy.shape[:-1]), dy.dtype) if x_column is None else x_column
     if config.delay:
         assert buffers.mail is not None
-        buffers.mail.put(config, left, right)
+        _write(buffers.writes, buffers.mail.put, config, left, right)
         return None
-    return weight_gradient(config, (left, right), buffers.main_grad)
+    return weight_gradient(config, (left, right), buffers.main_grad, buffers.writes)
 
 
 def quantized_dy(config: Config, dy: Tensor, kept: Saved, buffers: Buffers) -> tuple[QTensor | None, QTensor | None]:
     slot = [t for t in kept.scaling if t is not None]
     row, column = config.dy_pair
-    drawn = buffers.seed if config.draws else None
+    drawn = _drawn(buffers) if config.draws else None
     if config.slots < 2 or column is None:
         return _quantize(config, dy, config.dy_pair, slot, buffers.amax, drawn)
     found = (
@@ -531,15 +546,22 @@ def _assembled(spec: Quantizer, slots: Slots, shape: tuple[int, ...], dtype: tor
     return in_order(q, spec.scale_strides(*q.scale.shape))
 
 
-def weight_gradient(config: Config, operands: Operands, target: Target | Sought | None) -> Tensor | None:
-    """dw from its operands, both contracted over the tokens: a tensor, or what stands for one that went to a buffer."""
+def weight_gradient(
+    config: Config, operands: Operands, target: Target | Sought | None, writes: Writes | None = None
+) -> Tensor | None:
+    """dw from its operands, both contracted over the tokens: a tensor, or what stands for one that goes to a buffer."""
     dy, x = operands
     accumulation = config.quant.wgrad.accumulation
     if target is None:
         return product(dy, x, DTYPES[config.weight_dtype], None, accumulation)
     n, k = (q.rows if isinstance(q, QTensor) else q.shape[0] for q in operands)
     out = target.open(n, k)
-    with _unsafe_preserve_version_counter(out):  # a graph in flight may have it among what it saved
-        gemm(dy, x, out=out, accumulate=config.main_grad == "add", accumulation=accumulation)
-    target.close()
+    _write(writes, _store, config, target, out, product(dy, x, out.dtype, None, accumulation))
     return torch.zeros(n, k, dtype=DTYPES[config.weight_dtype], device=out.device) if config.dummy_grad else None
+
+
+def _store(config: Config, target: Target | Sought, out: Tensor, dw: Tensor) -> None:
+    """Bring dw to the matrix that a target opened."""
+    with _unsafe_preserve_version_counter(out):  # a graph in flight may have it among what it saved
+        out.add_(dw) if config.main_grad == "add" else out.copy_(dw)
+    target.close()

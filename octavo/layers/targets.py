@@ -1,6 +1,6 @@
 """Where a weight's gradient goes if not to `weight.grad`: a buffer to be added to, or a mailbox to wait in."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,35 @@ class Mail(Protocol):
     """Where the operands of a delayed dw are left."""
 
     def put(self, config: Any, *operands: Any) -> None: ...
+
+
+class Writes:
+    """What a backward writes besides its results, put off until all of it is computed: one that fails on the way has
+    written nothing."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+    def put_off(self, write: Callable[..., Any], *arguments: Any) -> None:
+        self._due.append((write, arguments))
+
+    def drawn(self, seed: Tensor) -> Tensor:
+        """A random counter as the next draw is to find it: behind the steps that are due to it."""
+        due = sum([write is advance and given[0].data_ptr() == seed.data_ptr() for write, given in self._due])
+        if not due:
+            return seed
+        ahead = seed.clone()
+        ahead[1:].add_(due)
+        return ahead
+
+    def do(self) -> None:
+        for write, arguments in self._due:
+            write(*arguments)
+
+
+def advance(seed: Tensor) -> None:
+    """The next step of a random counter [seed, step]."""
+    seed[1:].add_(1)
 
 
 class Target:
@@ -95,16 +124,18 @@ def is_nothing(buffer: Tensor) -> bool:
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors may share memory, by what they say of themselves."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    (first, end), (other, other_end) = _range(a), _range(b)
+    first, end = span(a)
+    other, other_end = span(b)
     return first < other_end and other < end
 
 
-def _range(t: Tensor) -> tuple[int, int]:
+def span(t: Tensor) -> tuple[int, int]:
     """The addresses between which its elements are."""
-    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+    first = t.data_ptr()  # 0 where there are none
+    if t.is_contiguous():
+        return first, first + t.nbytes
+    last: int = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    return first, first + (last + 1) * t.element_size()
 
 
 def spread(loose: Tensor, buffers: Sequence[Tensor], mode: str) -> None:

@@ -4,7 +4,6 @@ What backward writes besides its results does not pass through `save_for_backwar
 away would otherwise hand backward a copy to write to, and two forwards in flight would trip its version check.
 """
 
-import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -15,8 +14,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import Layer
-from octavo.layers.targets import Sought, Target
+from octavo.layers.targets import Sought, Target, overlap
 from octavo.lower import tape
+from octavo.lower.caller_memory import begin_write, keep, refuse_overlap
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 
@@ -24,11 +24,11 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 class _Run(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, *inputs: Any
+        ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, watched: Any, *inputs: Any
     ) -> tuple[Tensor, ...]:
         outputs, extras, saved, made = _forward(layer, config, layer.Inputs._make(inputs), True)
         ctx.save_for_backward(*saved)
-        ctx.call = layer, config, buffers, len(outputs), made
+        ctx.call = layer, config, buffers, len(outputs), made, watched
         ctx.set_materialize_grads(False)
         if extras:
             ctx.mark_non_differentiable(*extras)
@@ -40,6 +40,26 @@ class _Run(torch.autograd.Function):
 
 
 Tensors = Sequence[Tensor | None]
+
+
+class Watched(NamedTuple):
+    """Tensors in whose memory a saved one lies that has a version of its own: a write to them is not seen by its."""
+
+    tensors: Sequence[Tensor]
+    versions: list[int]
+
+    @classmethod
+    def now(cls, tensors: Sequence[Tensor]) -> "Watched":
+        return cls(tensors, [t._version for t in tensors])
+
+    def check(self) -> None:
+        for i, (t, version) in enumerate(zip(self.tensors, self.versions, strict=True)):
+            if t._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"weight {i} of {len(self.tensors)}, {t.dtype} {tuple(t.shape)}, is at version {t._version}, and "
+                    f"was at {version} in forward. The gradient of x needs it as it was: update it after backward."
+                )
 
 
 class _Made(NamedTuple):
@@ -105,10 +125,13 @@ def _forward_now(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    layer, config, buffers, outputs, made = ctx.call
+    layer, config, buffers, outputs, made, watched = ctx.call
+    if watched is not None:
+        watched.check()
     grads = tuple([None if g is None else _in_memory(g) for g in grads[:outputs]])
-    for place in layer.returned_elsewhere(config).values():
-        _refuse_rewriting(buffers[place])
+    elsewhere = layer.returned_elsewhere(config)
+    for place in elsewhere.values():
+        begin_write(buffers[place], torch._C._current_graph_task_id())
     # a graph of the same layer may be in flight, and have the same buffers among what it saved
     written = tuple([t for t in buffers if isinstance(t, Tensor)])
     with _unsafe_preserve_version_counter(written) if written else nullcontext():
@@ -118,7 +141,21 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             found = _replayed(layer, config, saved, buffers, grads, made)
         else:
             found = layer.backward(config, ctx.saved_tensors, buffers, grads)
-    return None, None, None, None, *found
+    if elsewhere:
+        found = _in_callers_memory(ctx, found, elsewhere)
+    return None, None, None, None, None, *found
+
+
+def _in_callers_memory(ctx: Any, found: Sequence[Any], elsewhere: dict[int, int]) -> list[Any]:
+    """Gradients, those in buffers of the caller's with versions of their own. The node keeps these, or autograd would
+    make the buffer a leaf's `.grad`, and add the next gradient to it where that one has just been written."""
+    given = list(found)
+    for i in elsewhere:
+        if found[i] is not None:
+            given[i] = found[i].data
+            keep(found[i], given[i], torch._C._current_graph_task_id())
+    ctx.kept = [given[i] for i in elsewhere]
+    return given
 
 
 def _in_memory(t: Tensor) -> Tensor:
@@ -162,21 +199,6 @@ def _target(t: Tensor | None, mode: str) -> Any:
     return Target([t], mode) if mode and t is not None else t
 
 
-_last_written: dict[int, int] = {}  # address of a caller's gradient buffer -> the backward that wrote to it
-
-
-def _refuse_rewriting(buffer: Tensor) -> None:
-    """A gradient that waits in its buffer to be added to another must not be overwritten by that other."""
-    task = torch._C._current_graph_task_id()
-    if _last_written.get(buffer.data_ptr()) == task:
-        raise UnsupportedConfig(
-            "Two gradients of one backward were to be written to one dgrad_out. Give each call a buffer of its own."
-        )
-    if len(_last_written) > 4096:
-        _last_written.clear()
-    _last_written[buffer.data_ptr()] = task
-
-
 def _once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     """backward under create_graph=True: whoever differentiates what it returns again is told that it cannot be."""
     with torch.no_grad():
@@ -206,31 +228,28 @@ class _Twice(torch.autograd.Function):
 
 
 def run(
-    layer: Layer, config: Any, inputs: Any, buffers: Any, *, differentiable: bool, anchored: bool = False
-) -> tuple[Tensor, ...]:
+    layer: Layer, config: Any, inputs: Any, buffers: Any, *, differentiable: bool, anchored: bool = False,
+    watched: Sequence[Tensor] = (),
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Outputs, then extras, of one call. `differentiable` says whether any gradient can be asked for; `anchored` makes
-    backward run for what it writes to `buffers`, even where no input takes a gradient."""
+    backward run for what it writes to `buffers`, even where no input takes a gradient; tensors that are `watched` must
+    not be written to before it."""
     inputs = layer.Inputs._make([_in_memory(t) if isinstance(t, Tensor) else t for t in inputs])
+    out = getattr(inputs, "out", None)
+    if out is not None:
+        begin_write(out)
+        written = [out, inputs.x] if overlap(out, inputs.x) else [out]
+        torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])  # kernels do not
     if not differentiable:
         with torch.no_grad():
             made, extras, _, _ = _forward(layer, config, inputs, False)
-        return *made, *extras
-    out = getattr(inputs, "out", None)
+        tensors = (*made, *extras)
+    else:
+        if getattr(buffers, "dgrad_out", None) is not None:
+            refuse_overlap(buffers.dgrad_out, inputs)
+        tensors = _Run.apply(  # type: ignore[no-untyped-call]
+            layer, config, buffers, _ANCHOR if anchored else None, Watched.now(watched) if watched else None, *inputs
+        )
     if out is not None:
-        _forget_values(out)
-    tensors: tuple[Tensor, ...] = _Run.apply(layer, config, buffers, _ANCHOR if anchored else None, *inputs)  # type: ignore[no-untyped-call]
-    if out is not None:
-        _values_in[out.data_ptr()] = tensors[0]
+        keep(out, tensors[0])
     return tensors
-
-
-# address of a caller's buffer -> the y that is in it. A y has a version of its own, since slices of one allocation must
-# not disturb each other: what comes after it in the same place is told to autograd here
-_values_in: "weakref.WeakValueDictionary[int, Tensor]" = weakref.WeakValueDictionary()
-
-
-def _forget_values(out: Tensor) -> None:
-    """The y that was written here before is about to be overwritten: a backward that still needs it must notice."""
-    before = _values_in.get(out.data_ptr())
-    if before is not None:
-        torch.autograd.graph.increment_version([before])

@@ -35,7 +35,9 @@ from torch.utils.flop_counter import register_flop_formula
 from octavo.errors import UnsupportedConfig
 from octavo.layers import activation, add, chain, composite, grouped_linear, linear, norm, rounding
 from octavo.layers.contract import Made
+from octavo.layers.targets import span
 from octavo.lower import tape
+from octavo.lower.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 
@@ -81,6 +83,11 @@ class _Plan:
     def inputs(self, tensors: Sequence[Any]) -> Any:
         """The layer's inputs, from the head of the list."""
         return self.layer.Inputs._make(_fields(self.presence, tensors))
+
+    def refuse_overlaps(self, tensors: Sequence[Tensor]) -> None:
+        """Of buffers for gradients and inputs, out of the list of both."""
+        for at in self.elsewhere.values():
+            refuse_overlap(tensors[self.count + at], tensors[: self.count])
 
     def returned(self, grads: Sequence[Any]) -> list[Any]:
         """The gradients that backward's node returns: none that is another's, or in a buffer."""
@@ -131,6 +138,7 @@ def _run(tensors: list[Tensor], plan: str) -> list[Tensor]:
     parsed = _plan(plan)
     if parsed.writes:
         _refuse_hooks(parsed)
+        parsed.refuse_overlaps(tensors)
 
     def work(tensors: Sequence[Any]) -> tuple[None, list[Tensor]]:
         return None, _crossing(parsed, parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
@@ -181,6 +189,10 @@ def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
         saved, dys = _saved(parsed, tensors, mask)
         return None, parsed.returned(parsed.layer.backward(parsed.config, saved, parsed.buffers_of(tensors), dys))
 
+    for at in parsed.elsewhere.values():
+        task = torch._C._current_graph_task_id()
+        begin_write(tensors[at], task)
+        keep(tensors[at], None, task)
     with _unsafe_preserve_version_counter(tuple(tensors)):
         found: Any = tape.call((plan, mask), list(tensors), work).found if parsed.replays_back else work(tensors)[1]
     return list(found)
@@ -234,7 +246,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
     places = [_total(parsed.presence[:i]) for i in range(len(parsed.presence))]  # of each input among the tensors
     for i, wanted in enumerate(parsed.layer.wants(parsed.config)):
         if i in parsed.elsewhere:
-            found[places[i]] = kept[parsed.elsewhere[i]].detach()
+            found[places[i]] = kept[parsed.elsewhere[i]]
         elif wanted and i not in parsed.passed:
             found[places[i]] = next(results)
     for i, other in parsed.passed.items():
@@ -276,7 +288,11 @@ def _run_into(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ..
     parsed = _plan(plan)
     if parsed.writes:
         _refuse_hooks(parsed)
+        parsed.refuse_overlaps(tensors)
+    begin_write_at(tensors[-1], out.nbytes)
+    begin_write(out)
     made = parsed.layer.forward(parsed.config, parsed.inputs(tensors)._replace(out=out))
+    keep(out, out)  # y will be a view of it
     return _places(parsed, made, out)
 
 
@@ -384,7 +400,9 @@ def run_into(name: str, key: str, inputs: Any, buffers: Any, out: Tensor, shape:
     presence = _packed(inputs, tensors)
     plan = DIGEST + "|" + name + "|" + presence + "|" + _packed(buffers, tensors) + "|" + key
     with torch.no_grad():
-        made = list(torch.ops.octavo.run_into([t.detach() for t in tensors], out, plan))
+        # none of its elements, but where it is: a compiler may hand over a copy of what is written to
+        place = out.detach()[:0]
+        made = list(torch.ops.octavo.run_into([*[t.detach() for t in tensors], place], out, plan))
     token = torch.ops.octavo.attach([*tensors, *made], plan)
     # viewed before it is joined: of a view that comes after, the compiler makes a leaf, and its gradient is lost
     return [Join.apply(out.view(shape), token.view(shape)), *made]  # type: ignore[no-untyped-call]
@@ -449,19 +467,20 @@ def buffer(*shape: int, dtype: torch.dtype | None = None, device: torch.device |
 
 
 @while_tracing
-def claim(name: str, tensor: Tensor) -> bool:
-    """Take a caller's buffer for one write of the graph being traced; False where another write has it. Inductor moves
-    what reads the first result behind the second write."""
+def claim(tensor: Tensor) -> bool:
+    """Take a caller's buffer for one write of the graph being traced; False where another write has some of it.
+    Inductor moves what reads the first result behind the second write."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
         graph: Any = InstructionTranslator.current_tx().output
     except AttributeError:
         return True
-    taken: set[tuple[str, int]] = graph.__dict__.setdefault("_octavo_claims", set())
-    if (name, tensor.data_ptr()) in taken:
+    first, end = span(tensor)
+    taken: list[tuple[int, int]] = graph.__dict__.setdefault("_octavo_claims", [])
+    if any(other < end and first < other_end for other, other_end in taken):
         return False
-    taken.add((name, tensor.data_ptr()))
+    taken.append((first, end))
     return True
 
 

@@ -223,9 +223,10 @@ class GroupedLinear(FusibleOperation, Quantized):
         )  # fmt: skip
         # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
         as_nodes = as_nodes or (is_watched() and not delayed and not main_grad and not saved_elsewhere())
+        joined = not (as_nodes or self._is_single) and weight.data_ptr() == own[0].data_ptr()
         made = self._call(
             key, inputs, grads=grads, observe=observe, main_grad=main_grad, dummy=dummy, delay=delay,
-            as_nodes=as_nodes, more=(dgrad_out,), out=out, shape=shape,
+            as_nodes=as_nodes, more=(dgrad_out,), out=out, shape=shape, parts=own if joined else (),
         )  # fmt: skip
         if observe == "extra":
             self._remember(made[1], tracing)
@@ -286,8 +287,9 @@ class GroupedLinear(FusibleOperation, Quantized):
                     f"a CUDA graph writes to the memory it was captured with, and {name} may be another each time. "
                     "Make it, whole, with octavo.buffer(...), or compile without CUDA graphs"
                 )
-            elif not nested and not claim(name, buffer):
-                why = f"two calls in one graph write to one {name}. Give each call a buffer of its own"
+            elif not nested and not claim(buffer):
+                why = f"two calls in one graph write to one {name}, or {name} overlaps another buffer of that graph. "
+                why += "Give each call buffers of its own"
             if why:
                 return f"{self.title()} does not compile: {why}, or build the layer with strict=False, to run outside."
         return ""
@@ -400,13 +402,10 @@ class _Joined(torch.autograd.Function):
         if weights.is_token(parts[0]):
             return parts[0].new_zeros(1).expand(len(parts), *parts[0].shape)
         joined = _joined(parts)
-        if joined is not None:
-            ctx.save_for_backward(*parts)  # the joined tensor has a version of its own: theirs are checked here
         return torch.stack(parts) if joined is None else joined
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        _ = ctx.saved_tensors
         return tuple(g if needed else None for g, needed in zip(grad.unbind(), ctx.needs_input_grad, strict=True))
 
 

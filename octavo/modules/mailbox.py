@@ -1,4 +1,5 @@
-"""Weight gradients put off: backward leaves the operands here, `backward_dw()` takes them, oldest first.
+"""Weight gradients put off: backward leaves the operands here, `backward_dw()` takes them, oldest first. Those whose
+gradient has not arrived come back: a call that fails on the way can be made again.
 
 A graph cannot put anything into a queue, and Python does not run when a captured one is replayed. Its forward therefore
 links what it will have posted (`octavo.layers.post`) in front of what was there,
@@ -32,10 +33,32 @@ class Posted(NamedTuple):
     key: str  # of its config
     mail: tuple[Tensor, ...]
     x: tuple[Tensor, ...]  # as it was given, where no codes of it were made
+    captured: bool = False  # not known: a compiler's graph does not say
+
+
+class Computed(NamedTuple):
+    """A dw that was computed, and `main_grad` written to, before a hook of a weight raised."""
+
+    parts: tuple[Tensor | None, ...]  # one for each weight; None where it has arrived, or nothing is to
+    captured: bool
 
 
 def _versions(operands: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(t._version for t in operands if isinstance(t, Tensor))
+
+
+def operands_of(letter: Letter | Posted, layer: Any, weight: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """Config and operands of a dw, for a layer of `octavo.layers` and its weight."""
+    if isinstance(letter, Posted):
+        found = layer.config(letter.key)
+        return found, layer.posted_operands(found, letter.mail, letter.x, weight)
+    if letter.versions != _versions(letter.operands):
+        raise UnsupportedConfig(
+            "backward_dw() needs the unquantized x and dy of that backward, and one of them was written to since. "
+            "Call it before their buffers are used again, or let wgrad be quantized: codes are copies. discard_dw() "
+            "drops all that waits, this one too."
+        )
+    return letter.config, letter.operands
 
 
 def is_capturing() -> bool:
@@ -44,7 +67,7 @@ def is_capturing() -> bool:
 
 class Mailbox:
     def __init__(self) -> None:
-        self._letters: deque[Letter | Posted] = deque()
+        self._letters: deque[Letter | Posted | Computed] = deque()
         self.posted: Any = None  # (newest Posted, (the one before, ...)), of graphs since the last look
 
     def __len__(self) -> int:
@@ -67,30 +90,22 @@ class Mailbox:
         """A copy of a layer has run no backward."""
         return Mailbox()
 
-    def take(self, layer: Any, weight: Tensor) -> tuple[Any, tuple[Any, ...]]:
-        """Config and operands of the oldest microbatch, for a layer of `octavo.layers` and its weight."""
+    def take(self) -> Letter | Posted | Computed | None:
+        """The oldest microbatch; None if none waits."""
         self._collect()
         if not self._letters:
-            raise UnsupportedConfig(
-                "backward_dw() has no backward to finish: each call takes one backward that has run with "
-                "delay_wgrad_compute=True, oldest first. Call it once for each."
-            )
+            return None
         self._check_capture(is_capturing())
-        letter = self._letters.popleft()
-        if isinstance(letter, Posted):
-            found = layer.config(letter.key)
-            return found, layer.posted_operands(found, letter.mail, letter.x, weight)
-        if letter.versions != _versions(letter.operands):
-            raise UnsupportedConfig(
-                "backward_dw() needs the unquantized x and dy of that backward, and one of them was written to since. "
-                "Call it before their buffers are used again, or let wgrad be quantized: codes are copies."
-            )
-        return letter.config, letter.operands
+        return self._letters.popleft()
+
+    def put_back(self, letter: Letter | Posted | Computed) -> None:
+        """Its gradient has not arrived: it is the oldest again."""
+        self._letters.appendleft(letter)
 
     def _check_capture(self, capturing: bool) -> None:
         """What waits outside of captures must not be taken for what a replay has left, nor be read by replays."""
         outside, inside = (
-            sum(isinstance(letter, Letter) and letter.captured == captured for letter in self._letters)
+            sum(not isinstance(letter, Posted) and letter.captured == captured for letter in self._letters)
             for captured in (False, True)
         )
         dropped = "discard_dw()" if outside else "discard_dw(captured=True)"
@@ -111,7 +126,7 @@ class Mailbox:
     def discard(self, *, captured: bool) -> int:
         """Drop what waits, but for letters that were left in a capture, unless these are meant too. How many."""
         self._collect()
-        kept = [letter for letter in self._letters if isinstance(letter, Letter) and letter.captured and not captured]
+        kept = [letter for letter in self._letters if letter.captured and not captured]
         count = len(self._letters) - len(kept)
         self._letters = deque(kept)
         return count

@@ -28,7 +28,7 @@ from octavo.lower import (
     while_tracing,
 )
 from octavo.modules import scaling, weights
-from octavo.modules.mailbox import Mailbox, Posted
+from octavo.modules.mailbox import Computed, Letter, Mailbox, Posted, operands_of
 from octavo.modules.main_grad import MainGrad, graph_buffers
 from octavo.quant import DelayedState
 from octavo.quant.quantizer import Quantizer
@@ -308,20 +308,48 @@ class Quantized(nn.Module):
 
     def backward_dw(self) -> None:
         """Compute the weight gradient of the oldest backward that left it out, and add it to `weight.grad` or to
-        `weight.main_grad`. Hooks of the weight fire here, once."""
+        `weight.main_grad`. Hooks of the weight fire here, once. If it raises, call it again: nothing was lost, and what
+        has arrived does not arrive twice."""
         own = self.weight_parts()
         if not self.delay_wgrad_compute or not any(weight.requires_grad for weight in own):
             return
         weights.refuse_shards(own, "delay_wgrad_compute=True")
-        config, operands = self._mailbox.take(self.LAYER, self.whole_weight())
+        letter = self._mailbox.take()
+        if letter is None:
+            warnings.warn(
+                "backward_dw() has no backward to finish, and does nothing: each call takes one backward that has run "
+                "with delay_wgrad_compute=True, oldest first. Call it once for each.",
+                stacklevel=2,
+            )
+            return
+        try:
+            parts = letter.parts if isinstance(letter, Computed) else self._computed_dw(letter, own)
+        except BaseException:
+            self._mailbox.put_back(letter)
+            raise
+        pairs = [(weight, part) for weight, part in zip(own, parts, strict=True) if part is not None]
+        before = [(weight.grad, _version(weight.grad)) for weight in own]
+        try:
+            if pairs:  # accumulates as any backward does, hooks included
+                torch.autograd.backward([weight for weight, _ in pairs], [part for _, part in pairs])
+        except BaseException:  # a hook's, before this weight's gradient was added or after
+            rest = tuple(
+                part if weight.grad is grad and _version(grad) == version else None
+                for weight, part, (grad, version) in zip(own, parts, before, strict=True)
+            )
+            if any(part is not None for part in rest):
+                self._mailbox.put_back(Computed(rest, letter.captured))
+            raise
+
+    def _computed_dw(self, letter: Letter | Posted, own: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+        """dw for each weight; None where it went to `main_grad`, or is not wanted."""
+        config, operands = operands_of(letter, self.LAYER, self.whole_weight())
         with torch.no_grad():
             dw = self._weight_gradient(config, operands, MainGrad(own, config.main_grad) if config.main_grad else None)
-        if dw is not None:
-            parts = [dw] if len(own) == 1 else list(dw.unbind())
-            pairs = [(weight, part.view(weight.shape)) for weight, part in zip(own, parts, strict=True)
-                     if weight.requires_grad]  # fmt: skip
-            # accumulates as any backward does, hooks included
-            torch.autograd.backward([weight for weight, _ in pairs], [part for _, part in pairs])
+        if dw is None:
+            return [None] * len(own)
+        parts = [dw] if len(own) == 1 else list(dw.unbind())
+        return [part.view(w.shape) if w.requires_grad else None for w, part in zip(own, parts, strict=True)]
 
     def discard_dw(self, captured: bool = False) -> int:
         """Forget the backwards that still wait for `backward_dw`: those of warm-ups, of which nobody wants gradients.
@@ -336,10 +364,11 @@ class Quantized(nn.Module):
     def _call(
         self, key: str, inputs: Any, *, grads: str, observe: str, main_grad: str, dummy: bool, delay: str,
         as_nodes: bool, more: tuple[Tensor | None, ...] = (), out: Tensor | None = None, shape: tuple[int, ...] = (),
-        codes: Parts = (),
+        codes: Parts = (), parts: Sequence[Tensor] = (),
     ) -> Any:  # fmt: skip
         """Outputs, then extras, of the layer: as nodes, or by the eager driver. `more` are buffers that only this layer
-        has; y goes to `out`, if there is one, and looks like `shape` in a graph; `codes` are x's as they were given."""
+        has; y goes to `out`, if there is one, and looks like `shape` in a graph; `codes` are x's as they were given;
+        the weight lies in the memory of its `parts`."""
         buffers = (*self._writes(grads, observe, main_grad, delay, as_nodes), *more)
         if as_nodes:
             if out is None:
@@ -355,8 +384,9 @@ class Quantized(nn.Module):
             inputs = inputs._replace(weight=inputs.weight.detach())
         if out is not None:
             inputs = inputs._replace(out=out)
-        found = self.LAYER.Buffers(*buffers)
-        return run(self.LAYER, self.LAYER.config(key), inputs, found, differentiable=grads != "", anchored=elsewhere)
+        found, config = self.LAYER.Buffers(*buffers), self.LAYER.config(key)
+        watched = parts if parts and config.kept_w == "plain" else ()
+        return run(self.LAYER, config, inputs, found, differentiable=grads != "", anchored=elsewhere, watched=watched)
 
     def _writes(self, grads: str, observe: str, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
         """What backward writes besides its results: main_grad, dy's amax, the counter of rounding, the mailbox."""
@@ -534,6 +564,10 @@ def outside(module: Quantized, why: str, *arguments: Any) -> Any:
     """What a graph cannot hold: an error, or eager mode with a word about it."""
     module._refuse(why)
     return module.forward(*arguments)
+
+
+def _version(grad: Tensor | None) -> int:
+    return -1 if grad is None else grad._version
 
 
 def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tensor | None = None) -> str:

@@ -168,9 +168,9 @@ def test_into_a_buffer_two_nodes_are_traced_and_the_one_without_values_is_not_ru
     found = nodes(layer, layer, out=torch.zeros(ROWS, N))
     assert found.traced == ["run_into", "attach"]
     assert found.ours == {"forward": ["run_into"], "backward": ["run_bwd"]}
-    # a mutated input is brought home by a copy_, which Inductor leaves out
+    # a mutated input is brought home by a copy_, which Inductor leaves out; a slice of nothing says where it is
     rest = found.others["forward"] - VIEWS - {"aten.detach.default"} - (FOLDS if recipe == "fp8-delayed" else set())
-    assert rest <= {"aten.copy_.default", "aten.as_strided.default"}, rest
+    assert rest <= {"aten.copy_.default", "aten.as_strided.default", "aten.slice.Tensor"}, rest
     assert found.others["backward"] <= VIEWS
 
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.errors import UnsupportedConfig
+from octavo.kernels.gemm import reference
 from octavo.modules import mailbox
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import assert_same, expected, make, run, seed_of, spiky
@@ -59,7 +60,7 @@ def test_the_oldest_microbatch_comes_first_and_gradients_accumulate(recipe):
         layer.backward_dw()
         total += want
         assert_same(layer.weight.grad, total)
-    with pytest.raises(UnsupportedConfig, match="backward_dw"):
+    with pytest.warns(UserWarning, match="no backward to finish"):
         layer.backward_dw()
 
 
@@ -126,15 +127,143 @@ def test_together_with_main_grad(recipe, overwrite):
 
 
 def test_nothing_pending_is_said():
-    with pytest.raises(UnsupportedConfig, match="backward_dw"):
+    with pytest.warns(UserWarning, match="no backward to finish"):
         delayed().backward_dw()
     layer = delayed()
     y = layer(batch()[0])  # forward alone leaves nothing to compute
-    with pytest.raises(UnsupportedConfig, match="backward_dw"):
+    with pytest.warns(UserWarning, match="no backward to finish"):
         layer.backward_dw()
     y.backward(batch()[1])
     layer.backward_dw()
     assert layer.weight.grad is not None
+
+
+class Refused(RuntimeError):
+    pass
+
+
+def refuse_once(then=lambda g: None):
+    """A hook that raises the first time."""
+    left = [1]
+
+    def hook(g):
+        if left:
+            left.pop()
+            raise Refused("not now")
+        return then(g)
+
+    return hook
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "nvfp4"])
+def test_a_missing_main_grad_may_be_set_and_backward_dw_called_again(recipe):
+    layer, (x, dy) = delayed(recipe, fuse_wgrad_accumulation=True), batch()
+    want = wanted(layer, recipe, x, dy).dw
+    layer(x).backward(dy)
+    for wrong in (None, torch.zeros(N, K + 1)):
+        layer.weight.main_grad = wrong
+        with pytest.raises((ValueError, TypeError), match="main_grad"):
+            layer.backward_dw()
+    layer.weight.main_grad = torch.ones(N, K)
+    layer.backward_dw()
+    assert_same(layer.weight.main_grad, 1 + want)
+    with pytest.warns(UserWarning, match="no backward to finish"):
+        layer.backward_dw()
+    assert_same(layer.weight.main_grad, 1 + want)
+
+
+def test_what_a_graph_left_may_be_taken_again():
+    layer, (x, dy) = delayed(fuse_wgrad_accumulation=True), batch()
+    want = wanted(layer, "fp8-current", x, dy).dw
+    layer.weight.main_grad = torch.zeros(N, K)
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(x).backward(dy)
+    layer.weight.main_grad = None
+    with pytest.raises(UnsupportedConfig, match="main_grad"):
+        layer.backward_dw()
+    layer.weight.main_grad = torch.zeros(N, K)
+    layer.backward_dw()
+    assert_same(layer.weight.main_grad, want)
+
+
+@pytest.mark.parametrize("what", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("grad", [None, 1.0], ids=["no gradient yet", "added to one"])
+def test_a_hook_that_raises_neither_loses_a_gradient_nor_doubles_it(what, grad):
+    layer, twin = delayed(), delayed()
+    for model in (layer, twin):
+        model.weight.grad = None if grad is None else torch.full((N, K), grad)
+        for i in range(2):
+            model(batch(i)[0]).backward(batch(i)[1])
+    getattr(layer.weight, what)(refuse_once())
+    with pytest.raises(Refused):
+        layer.backward_dw()
+    while len(layer._mailbox):
+        layer.backward_dw()
+    for _ in range(2):
+        twin.backward_dw()
+    assert_same(layer.weight.grad, twin.weight.grad)
+
+
+def test_a_hook_that_raises_after_main_grad_was_written_to_does_not_double_it():
+    layer, (x, dy), seen = delayed(fuse_wgrad_accumulation=True), batch(), []
+    layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(N, K), False
+    layer.weight.register_hook(refuse_once(lambda g: seen.append(g.clone())))
+    want = wanted(layer, "fp8-current", x, dy).dw
+    layer(x).backward(dy)
+    with pytest.raises(Refused):
+        layer.backward_dw()
+    layer.backward_dw()
+    assert_same(layer.weight.main_grad, want)
+    assert len(seen) == 1 and not seen[0].any()
+
+
+def test_one_groups_hook_that_raises_does_not_double_the_others():
+    sizes = torch.tensor([9, 0, 12])
+    layer, twin = (
+        octavo.GroupedLinear(3, K, N, recipe="fp8-current", single_grouped_weight=False, delay_wgrad_compute=True)
+        for _ in range(2)
+    )
+    twin.load_state_dict(layer.state_dict())
+    for model in (layer, twin):
+        for _ in range(2):
+            model(batch()[0], sizes).backward(batch()[1])
+    layer.weight1.register_hook(refuse_once())
+    layer.weight2.register_post_accumulate_grad_hook(refuse_once())
+    refusals = 0
+    while len(layer._mailbox):
+        try:
+            layer.backward_dw()
+        except Refused:
+            refusals += 1
+    assert refusals == 2
+    for _ in range(2):
+        twin.backward_dw()
+    for p, other in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert_same(p.grad, other.grad)
+
+
+def test_a_gemm_that_fails_leaves_what_waits(monkeypatch):
+    layer, (x, dy) = delayed(), batch()
+    want = wanted(layer, "fp8-current", x, dy).dw
+    layer(x).backward(dy)
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "gemm", refuse_once())
+        with pytest.raises(TypeError):
+            layer.backward_dw()
+    layer.backward_dw()
+    assert_same(layer.weight.grad, want)
+
+
+def test_a_hook_may_take_the_next_one():
+    layer, twin = delayed(), delayed()
+    for model in (layer, twin):
+        for i in range(2):
+            model(batch(i)[0]).backward(batch(i)[1])
+    layer.weight.register_post_accumulate_grad_hook(lambda p: layer.backward_dw() if len(layer._mailbox) else None)
+    layer.backward_dw()
+    assert len(layer._mailbox) == 0
+    for _ in range(2):
+        twin.backward_dw()
+    assert_same(layer.weight.grad, twin.weight.grad)
 
 
 def test_a_discarded_forward_is_not_waited_for():
@@ -149,7 +278,7 @@ def test_no_grad_forwards_leave_nothing_pending():
     layer = delayed()
     with torch.no_grad():
         layer(batch()[0])
-    with pytest.raises(UnsupportedConfig):
+    with pytest.warns(UserWarning, match="no backward to finish"):
         layer.backward_dw()
 
 
@@ -180,7 +309,7 @@ def test_a_checkpointed_microbatch_is_pending_once(reentrant):
     checkpoint(layer, x.clone().requires_grad_(), use_reentrant=reentrant).backward(dy)
     layer.backward_dw()
     assert_same(layer.weight.grad, wanted(layer, "fp8-current", x, dy).dw)
-    with pytest.raises(UnsupportedConfig):
+    with pytest.warns(UserWarning, match="no backward to finish"):
         layer.backward_dw()
 
 
@@ -265,7 +394,7 @@ def test_a_capture_that_came_to_nothing_is_dropped(capturing):
 def test_a_copy_has_no_backward_to_finish():
     layer, (x, dy) = delayed(), batch()
     layer(x).backward(dy)
-    with pytest.raises(UnsupportedConfig, match="no backward to finish"):
+    with pytest.warns(UserWarning, match="no backward to finish"):
         copy.deepcopy(layer).backward_dw()
     layer.backward_dw()
 
@@ -289,7 +418,7 @@ def test_backwards_that_were_discarded_are_none_to_finish():
     del x
     gc.collect()
     assert kept() is None
-    with pytest.raises(UnsupportedConfig, match="no backward to finish"):
+    with pytest.warns(UserWarning, match="no backward to finish"):
         layer.backward_dw()
 
 

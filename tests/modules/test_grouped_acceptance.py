@@ -1310,7 +1310,7 @@ def test_the_oldest_microbatch_comes_first_and_gradients_accumulate(recipe, layo
             layer.backward_dw()
             total, done = total + wants[done], done + 1
             assert_same(stacked(layer), total, f"after {done}")
-    with pytest.raises(UnsupportedConfig, match="backward_dw"):
+    with pytest.warns(UserWarning, match="no backward to finish"):
         layer.backward_dw()
 
 
@@ -1362,11 +1362,11 @@ def test_nothing_pending_is_said(layout):
     layer, (x, dy) = delayed("fp8-current", layout), batch()
     for forward in (lambda: None, lambda: layer(x, sizes())):  # a forward whose backward never comes is not waited for
         forward()
-        with pytest.raises(UnsupportedConfig, match="backward_dw"):
+        with pytest.warns(UserWarning, match="no backward to finish"):
             layer.backward_dw()
     with torch.no_grad():
         layer(x, sizes())
-    with pytest.raises(UnsupportedConfig, match="backward_dw"):
+    with pytest.warns(UserWarning, match="no backward to finish"):
         layer.backward_dw()
     layer(x, sizes()).backward(dy)
     layer.backward_dw()
@@ -1419,7 +1419,7 @@ def test_a_checkpointed_microbatch_is_pending_once(reentrant):
     checkpoint(layer, x.clone().requires_grad_(), sizes(), use_reentrant=reentrant).backward(dy)
     layer.backward_dw()
     assert_same(stacked(layer), step(twin, x, dy)["dw"])
-    with pytest.raises(UnsupportedConfig, match="backward_dw"):
+    with pytest.warns(UserWarning, match="no backward to finish"):
         layer.backward_dw()
 
 
@@ -1893,7 +1893,7 @@ def test_compiled_weight_gradients_put_off(recipe, layout):
     for _ in wants:
         layer.backward_dw()
     assert_same(buffer if main_grad else stacked(layer), wants[0]["dw"] + wants[1]["dw"])
-    with pytest.raises(UnsupportedConfig, match="backward_dw"):
+    with pytest.warns(UserWarning, match="no backward to finish"):
         layer.backward_dw()
 
 

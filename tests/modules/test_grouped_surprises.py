@@ -135,6 +135,59 @@ def test_a_weight_that_changed_before_backward_is_noticed(layout):
         y.sum().backward()
 
 
+def given_gradients(layer):
+    for p in layer.weight_parts():
+        p.main_grad = torch.zeros_like(p)
+
+
+def all_frozen(layer):
+    for p in layer.weight_parts():
+        p.requires_grad_(False)
+
+
+WAYS = {
+    "trained": ({}, lambda layer: None),
+    "frozen": ({}, all_frozen),
+    "one frozen": ({}, lambda layer: layer.weight_parts()[0].requires_grad_(False)),
+    "main_grad": ({"fuse_wgrad_accumulation": True}, given_gradients),
+    "delayed": ({"delay_wgrad_compute": True}, lambda layer: None),
+}
+
+
+@pytest.mark.parametrize("which", [0, -1])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-block(dgrad='bf16')", "fp8-current"])
+@pytest.mark.parametrize("way", WAYS)
+@each
+def test_a_weight_that_changes_before_backward_is_refused_or_does_not_matter(layout, way, recipe, which):
+    settings, prepare = WAYS[way]
+    layer, twin = (make(recipe=recipe, **layout, **settings) for _ in range(2))
+    x, other = leaf(), leaf()
+    prepare(layer), prepare(twin)
+    y, want = layer(x, sizes()), twin(other, sizes())
+    want.sum().backward()
+    with torch.no_grad():
+        layer.weight_parts()[which].mul_(3)
+    if recipe == "fp8-current":  # codes are copies
+        y.sum().backward()
+        assert torch.equal(x.grad, other.grad)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        assert x.grad is None
+
+
+def test_weights_that_lie_apart_are_copied_by_forward():
+    layer, twin = make(**EACH), make(**EACH)
+    x, other = leaf(), leaf()
+    layer.weight1.data = layer.weight1.data.clone()
+    y = layer(x, sizes())
+    with torch.no_grad():
+        layer.weight1.mul_(3)
+    y.sum().backward()
+    twin(other, sizes()).sum().backward()
+    assert torch.equal(x.grad, other.grad)
+
+
 def lies_together(layer):
     first, *rest = layer.weight_parts()
     return all(p.data_ptr() == first.data_ptr() + (i + 1) * first.nbytes for i, p in enumerate(rest))

@@ -1,0 +1,96 @@
+"""Values that lie in memory of the caller's (`out`, `dgrad_out`), and what is written there after them.
+
+Such a value has a version of its own, since slices of one allocation must not disturb each other: autograd does not see
+when its memory is written to again, and is told here.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedConfig
+from octavo.layers.targets import overlap, span
+
+
+class _Value(NamedTuple):
+    first: int
+    end: int  # addresses
+    tensor: "weakref.ref[Tensor] | None"  # None: a gradient from a graph, remembered while its backward goes on
+    task: int  # the backward that wrote it; -1 for a forward
+
+
+_values: dict[int, list[_Value]] = {}  # by the address of the allocation
+_lock = threading.Lock()  # backward has threads of its own
+_MOST = 4096  # allocations, before those without values are looked for
+
+
+def begin_write(buffer: Tensor, task: int = -1) -> None:
+    """The buffer is about to be written to: a backward that still needs a value that lies there must notice. A gradient
+    that waits in its buffer to be added to another of the same `task` has no version that tells: it is refused."""
+    key = _allocation(buffer)
+    if key in _values:
+        _forget(key, *span(buffer), task)
+
+
+def begin_write_at(place: Tensor, nbytes: int) -> None:
+    """The same of so many bytes from where a tensor begins, which may have none itself."""
+    key = place.untyped_storage().data_ptr()
+    if key in _values:
+        first = key + int(place.storage_offset()) * place.element_size()
+        _forget(key, first, first + nbytes, -1)
+
+
+def _allocation(buffer: Tensor) -> int:
+    return buffer.data_ptr() - int(buffer.storage_offset()) * buffer.element_size()
+
+
+def keep(buffer: Tensor, value: Tensor | None, task: int = -1) -> None:
+    """Remember the value that lies in a buffer; of a graph's gradient, whose buffer other graphs in flight have saved
+    as it is, only that there is one."""
+    if buffer.numel() == 0 or (value is not None and value.is_inference()):  # no backward will need it
+        return
+    found = _Value(*span(buffer), None if value is None else weakref.ref(value), task)
+    with _lock:
+        if len(_values) > _MOST:
+            for key in [key for key, own in _values.items() if not any(_is_there(v, task) for v in own)]:
+                del _values[key]
+        _values.setdefault(_allocation(buffer), []).append(found)
+
+
+def _is_there(value: _Value, task: int) -> bool:
+    return value.task == task if value.tensor is None else value.tensor() is not None
+
+
+def _forget(key: int, first: int, end: int, task: int) -> None:
+    """Let go of the values that lie between two addresses, and of those that are gone; tell autograd of the former."""
+    stale, rest = list[Tensor](), list[_Value]()
+    with _lock:
+        for value in _values.get(key, ()):
+            if not _is_there(value, task):
+                continue
+            if not (value.first < end and first < value.end):
+                rest.append(value)
+            elif value.task == task >= 0:
+                raise UnsupportedConfig(
+                    "Two gradients of one backward were to be written to one dgrad_out. Give each call a buffer of its "
+                    "own, in which no other one lies."
+                )
+            elif value.tensor is not None and (tensor := value.tensor()) is not None:
+                stale.append(tensor)
+        _values[key] = rest
+    if stale:
+        torch.autograd.graph.increment_version(stale)
+
+
+def refuse_overlap(dgrad_out: Tensor, inputs: Iterable[Any]) -> None:
+    """Refuse a gradient of x in the memory of an input: what made the input may need it in its own backward."""
+    for tensor in inputs:
+        if isinstance(tensor, Tensor) and overlap(dgrad_out, tensor):
+            raise UnsupportedConfig(
+                f"dgrad_out lies in the memory of x, or of something else that the layer takes: {tensor.dtype} "
+                f"{tuple(tensor.shape)}, which is needed as it is until backward is through. Give it memory of its own."
+            )
