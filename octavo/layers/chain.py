@@ -150,6 +150,12 @@ class Config(Value):
         return frozenset((consumer, field) for consumer, field, _, _ in self.routes)
 
     @cached_property
+    def sums(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Routes in the order in which their gradients are added: the last consumer's first, as autograd adds those of
+        operations that are called one by one."""
+        return tuple(sorted(self.routes, key=lambda route: (-route[0], route[1])))
+
+    @cached_property
     def replays(self) -> bool:
         return all(
             layer.replays(stage, side) for layer, stage in zip(self.layers, self.stages, strict=True)
@@ -473,12 +479,12 @@ def backward(
 
 
 def _away(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[Any]:
-    """Gradients of what a stage gave away, from those outside and inside."""
+    """Gradients of what a stage gave away: that from outside, then those from inside."""
     shown = dict(zip(config.shown[stage], grads, strict=True))
     sums = []
     for k in range(config.made[stage]):
         parts = [shown.get(k)]
-        parts += [found[c][field] for c, field, producer, which in config.routes if (producer, which) == (stage, k)]
+        parts += [found[c][field] for c, field, producer, which in config.sums if (producer, which) == (stage, k)]
         here = [g for g in parts if g is not None]
         sums.append(None if not here else here[0] if len(here) == 1 else sum(here[1:], here[0]))
     return sums

@@ -13,6 +13,7 @@ from octavo.layers.contract import NAMES
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.activation import numbers, values_of
 from octavo.modules.inputs import check_input
+from octavo.quant.qtensor import Join
 from octavo.values import Value
 
 
@@ -132,7 +133,13 @@ class MakeExtraOutput(FusibleOperation, nn.Module):
             self.set_extra_output_channel(0, channel, output_to_caller)
 
     def forward(self, x: Any) -> Any:
-        return x, x
+        if not isinstance(x, Tensor) or not (x.requires_grad and torch.is_grad_enabled()):
+            return x, x
+        # Views have gradients of their own, so that uses of the extra output are summed first, then that of x is added,
+        # then others of x's: as inside a run. A compiler would send the gradient of a plain view past the graph.
+        y = x.view_as(x)
+        extra = Join.apply(x, y) if torch.compiler.is_compiling() else y.view_as(y)  # type: ignore[no-untyped-call]
+        return y, extra
 
     def op_makes_node(self) -> bool:
         return False
