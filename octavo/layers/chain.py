@@ -11,7 +11,7 @@ keeps; a fused backward takes what each stage has saved and returns what each wo
 fused together, the stages' own configs say what is saved instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -412,37 +412,46 @@ def passed(config: Config) -> dict[int, int]:
     """Gradients that are another's: of the values that are added to the run's, and of x, where nothing lies between."""
     holder: int | None = -1  # what has the gradient that arrives at a stage: an output's (-1), an input's, nobody's yet
     found: dict[int, int] = {}
-    places = config.input_spans
     for i in reversed(range(len(config.stages))):
-        layer, wanted = config.layers[i], config.wanted[i]
-        stage: Any = config.stages[i]
+        layer, wanted, before = config.layers[i], config.wanted[i], config.input_spans[i].start - 1
         if not any(wanted):
             return found
-        if layer is add:
-            if wanted[1] and add.same(stage) and (i, 1) not in config.inside:
-                at = places[i].start
-                if holder is None:
-                    holder = at
-                else:
-                    found[at] = holder
-        else:
-            holder = None
+        own = layer.passed(config.stages[i]) if hasattr(layer, "passed") else {}
+        for j, other in sorted(own.items()):
+            if j == 0 or (i, j) in config.inside:
+                continue
+            if other > 0:  # another input of this stage has it
+                found[before + j] = before + other
+            elif holder is None:
+                holder = before + j
+            else:
+                found[before + j] = holder
+        first = own.get(0)
+        holder = None if first is None else holder if first < 0 else before + first
     if config.wanted[0][0] and holder is not None:
         found[0] = holder
     return found
 
 
-def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> tuple[TensorProto | None, ...]:
-    spans = config.saved_spans
+def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], *grads: Any) -> tuple[TensorProto | None, ...]:
     found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
-    g: Any = dy
-    for i in reversed(range(len(config.stages))):
-        if not any(config.wanted[i]):
-            break
+    for i, own, dys in _dry_backward(config, saved, grads, found):
         with _named(config.begin + i):
-            found[i] = config.layers[i].gradient_protos(config.stages[i], saved[spans[i]], g)
-        g = found[i][0]
+            found[i] = config.layers[i].gradient_protos(config.stages[i], own, *dys)
     return _returned(config, found)
+
+
+def _dry_backward(config: Config, saved: Any, grads: Any, found: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Each stage that backward comes to, what it saved, and what its gradients are like. What the stage's own gradients
+    are like is put into `found` before the next is asked for."""
+    spans, given, g = config.saved_spans, config.given_spans, grads[0]
+    for i in reversed(range(len(config.stages))):
+        if not config.active[i]:
+            return
+        away = [next((t for t in parts if t is not None), None) for parts in _parts(config, grads[given[i]], i, found)]
+        if g is not None or any(t is not None for t in away):
+            yield i, saved[spans[i]], (g, *away)
+        g = found[i][0]
 
 
 def _returned(config: Config, found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -479,15 +488,21 @@ def backward(
 
 
 def _away(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[Any]:
-    """Gradients of what a stage gave away: that from outside, then those from inside."""
-    shown = dict(zip(config.shown[stage], grads, strict=True))
+    """Gradients of what a stage gave away."""
     sums = []
-    for k in range(config.made[stage]):
-        parts = [shown.get(k)]
-        parts += [found[c][field] for c, field, producer, which in config.sums if (producer, which) == (stage, k)]
+    for parts in _parts(config, grads, stage, found):
         here = [g for g in parts if g is not None]
         sums.append(None if not here else here[0] if len(here) == 1 else sum(here[1:], here[0]))
     return sums
+
+
+def _parts(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[list[Any]]:
+    """Of each value that a stage gave away the gradients: that from outside, then those from inside."""
+    shown = dict(zip(config.shown[stage], grads, strict=True))
+    return [
+        [shown.get(k), *[found[c][field] for c, field, p, which in config.sums if (p, which) == (stage, k)]]
+        for k in range(config.made[stage])
+    ]
 
 
 def _stage_buffers(config: Config, buffers: Sequence[Any]) -> list[Any]:
@@ -519,12 +534,11 @@ def flops(config: Config, inputs: Sequence[Any]) -> int:
     return total
 
 
-def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> int:
-    spans, g, total = config.saved_spans, dy, 0
-    for i in reversed(range(len(config.stages))):
-        if not config.active[i] or g is None:
-            break
+def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], *grads: Any) -> int:
+    found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
+    total = 0
+    for i, own, dys in _dry_backward(config, saved, grads, found):
         layer, stage = config.layers[i], config.stages[i]
-        total += layer.gradient_flops(stage, saved[spans[i]], g)
-        g = layer.gradient_protos(stage, saved[spans[i]], g)[0]
+        total += layer.gradient_flops(stage, own, *dys)
+        found[i] = layer.gradient_protos(stage, own, *dys)
     return total

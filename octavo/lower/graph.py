@@ -190,7 +190,7 @@ def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
 def _(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
     parsed = _plan(plan)
     saved, dys = _saved(parsed, tensors, mask)
-    return [p.empty() for p in parsed.returned(parsed.layer.gradient_protos(parsed.config, saved, dys[0]))]
+    return [p.empty() for p in parsed.returned(parsed.layer.gradient_protos(parsed.config, saved, *dys))]
 
 
 def _saved(parsed: _Plan, tensors: Sequence[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
@@ -259,7 +259,7 @@ def _(tensors: list[Tensor], plan: str, **_: Any) -> int:
 def _(tensors: list[Tensor], plan: str, mask: str, **_: Any) -> int:
     parsed = _plan(plan)
     saved, dys = _saved(parsed, tensors, mask)
-    return int(parsed.layer.gradient_flops(parsed.config, saved, dys[0]))
+    return int(parsed.layer.gradient_flops(parsed.config, saved, *dys))
 
 
 # -- y in memory of the caller's -----------------------------------------------------------------------------------
