@@ -218,8 +218,8 @@ class Sequential(nn.Sequential):
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self, x: Any, *extra_inputs: Any, op_kwargs: dict[Any, dict[str, Any]] | None = None) -> Any:  # type: ignore[override]
-        call = self._begun(extra_inputs, op_kwargs)
+    def forward(self, input: Any, *extra_inputs: Any, op_kwargs: dict[Any, dict[str, Any]] | None = None) -> Any:  # type: ignore[override]
+        call, x = self._begun(extra_inputs, op_kwargs), input
         # the loop is here, and not a function of its own: a graph that breaks in it breaks once
         for part in call.layout.parts:
             if part.legacy is None:

@@ -20,8 +20,8 @@ from octavo.values import Value
 class Identity(FusibleOperation, nn.Module):
     """x"""
 
-    def forward(self, x: Any) -> Any:
-        return x
+    def forward(self, input: Any) -> Any:
+        return input
 
     def op_alone(self, x: Any) -> str:
         return "it is x itself"
@@ -37,8 +37,8 @@ class Reshape(FusibleOperation, nn.Module):
         super().__init__()
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = values_of(x).reshape(self.shape)
+    def forward(self, input: Tensor) -> Tensor:
+        found: Tensor = values_of(input).reshape(self.shape)
         return found
 
     def op_alone(self, x: Any) -> str:
@@ -63,8 +63,8 @@ class AddExtraInput(FusibleOperation, nn.Module):
         if source is not None:
             self.set_extra_input_channel(0, source)
 
-    def forward(self, x: Tensor, extra: Tensor) -> Tensor:
-        x, extra = values_of(x), values_of(extra)
+    def forward(self, input: Tensor, extra: Tensor) -> Tensor:
+        x, extra = values_of(input), values_of(extra)
         self._check(x, extra)
         if self.in_place:
             return extra.add_(x)
@@ -132,7 +132,8 @@ class MakeExtraOutput(FusibleOperation, nn.Module):
         if channel is not None:
             self.set_extra_output_channel(0, channel, output_to_caller)
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, input: Any) -> Any:
+        x = input
         if not isinstance(x, Tensor) or not (x.requires_grad and torch.is_grad_enabled()):
             return x, x
         # Views have gradients of their own, so that uses of the extra output are summed first, then that of x is added,
