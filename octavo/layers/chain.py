@@ -284,6 +284,11 @@ def _run(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
 
 
 def protos(config: Config, inputs: Sequence[Any]) -> Made:
+    return _gathered(config, *stage_protos(config, inputs))
+
+
+def stage_protos(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
+    """Inputs of each stage, and what it would make."""
     own, made = stage_inputs(config, inputs), list[Made]()
     x = inputs[0]
     for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
@@ -292,7 +297,7 @@ def protos(config: Config, inputs: Sequence[Any]) -> Made:
         with _named(config.begin + i):
             made.append(layer.protos(stage, own[i]))
         x = made[-1].outputs[0]
-    return _gathered(config, own, made)
+    return own, made
 
 
 class _named:
@@ -313,10 +318,10 @@ def _connect(config: Config, own: list[Any], made: list[Made], first: int, last:
     """Give stages what others have given away."""
     for consumer, field, producer, k in config.routes:
         if first <= consumer < last and producer < first:
-            own[consumer] = _with(own[consumer], field, _away_from(config, made[producer].outputs, producer, k))
+            own[consumer] = _with(own[consumer], field, away_from(config, made[producer].outputs, producer, k))
 
 
-def _away_from(config: Config, outputs: Sequence[Any], stage: int, k: int) -> Any:
+def away_from(config: Config, outputs: Sequence[Any], stage: int, k: int) -> Any:
     """What a stage gave away. A fork's is its x."""
     return outputs[0] if config.layers[stage] is fork else outputs[1 + k]
 
@@ -417,17 +422,17 @@ def passed(config: Config) -> dict[int, int]:
         if not any(wanted):
             return found
         own = layer.passed(config.stages[i]) if hasattr(layer, "passed") else {}
+        # who has the gradient that the stage calls -1, and those of its inputs that are returned
+        holders = {j: before + j for j in range(1, len(wanted)) if (i, j) not in config.inside} | {-1: holder}
         for j, other in sorted(own.items()):
             if j == 0 or (i, j) in config.inside:
                 continue
-            if other > 0:  # another input of this stage has it
-                found[before + j] = before + other
-            elif holder is None:
-                holder = before + j
+            has = holders.get(other)
+            if has is None:
+                holders[other] = before + j
             else:
-                found[before + j] = holder
-        first = own.get(0)
-        holder = None if first is None else holder if first < 0 else before + first
+                found[before + j] = has
+        holder = holders.get(own[0]) if 0 in own else None
     if config.wanted[0][0] and holder is not None:
         found[0] = holder
     return found

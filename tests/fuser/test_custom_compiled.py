@@ -106,6 +106,25 @@ def test_a_forward_fusion_over_an_addition_compiles(name, frozen):
     assert_equal(step(model, inputs, dy, call=compiled(model), frozen=frozen), want, "compiled")
 
 
+@pytest.mark.parametrize("wired", [(1,), (2,), (1, 2)], ids=str)
+def test_a_forward_fusion_over_additions_of_which_some_are_from_a_channel(wired):
+    """The gradient of one that comes from inside of the run is not returned, so that none can be taken from it."""
+
+    def build(**settings):
+        adds = [ADD(source="r") if i in wired else ADD() for i in range(3)]
+        return octavo.Sequential(
+            ops.MakeExtraOutput(channel="r", output_to_caller=False), Doubled(), *adds, SCALE(2.0), **settings
+        )
+
+    model = build(rules=(ops.Forward(ops.Rule("summed", (ADD, ADD, ADD, SCALE), Summed)),))
+    inputs = [whole(M, H, seed=i) for i in range(1 + 3 - len(wired))]
+    assert "summed" in model.explain(*[t.clone().requires_grad_() for t in inputs]).fired
+    dy = whole(M, H, seed=50)
+    want = step(build(rules=None), inputs, dy)
+    assert_equal(step(model, inputs, dy), want, "fused")
+    assert_equal(step(model, inputs, dy, call=compiled(model)), want, "compiled")
+
+
 def test_a_forward_fusion_over_an_addition_of_another_dtype_compiles():
     rule = ops.Forward(ops.Rule("summed", (SCALE, ADD), Cast))
     model = octavo.Sequential(SCALE(2.0), ADD(), rules=(rule,))
