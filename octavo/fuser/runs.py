@@ -156,7 +156,7 @@ class OperationFuser:
                 given.append(own)
                 end = at + 1
             else:
-                part = [_connected(step, channels, steps[i + 1 : end]) for i, step in enumerate(steps[at:end], at)]
+                part = [_connected(step, channels) for step in steps[at:end]]
                 later = {t.channel for step in steps[end:] for t in step.extras if isinstance(t, Wire)}
                 x, made_by_each = _run(part, x, number, told, later, self)
                 given += made_by_each
@@ -168,19 +168,11 @@ class OperationFuser:
         return x, given
 
 
-def _connected(step: Step, channels: dict[str, Any], after: Sequence[Step] = ()) -> Step:
-    """With what channels have; what comes from within the same run stays a Wire. A value that the run's steps `after`
-    this one take too is a view: the run is one node, whose gradients of one tensor autograd would add in the order of
-    its inputs, and a view's gradient comes after those of later steps, as for operations that are called one by one."""
+def _connected(step: Step, channels: dict[str, Any]) -> Step:
+    """With what channels have; what comes from within the same run stays a Wire."""
     if not any([isinstance(t, Wire) for t in step.extras]):
         return step
-    later = [t.channel for other in after for t in other.extras if isinstance(t, Wire)]
-    found = []
-    for t in step.extras:
-        value = channels.get(t.channel, t) if isinstance(t, Wire) else t
-        if isinstance(t, Wire) and t.channel in later and isinstance(value, Tensor) and value.requires_grad:
-            value = value.view_as(value)
-        found.append(value)
+    found = [channels.get(t.channel, t) if isinstance(t, Wire) else t for t in step.extras]
     return step._replace(extras=tuple(found))
 
 

@@ -153,7 +153,7 @@ class Config(Value):
     def sums(self) -> tuple[tuple[int, int, int, int], ...]:
         """Routes in the order in which their gradients are added: the last consumer's first, as autograd adds those of
         operations that are called one by one."""
-        return tuple(sorted(self.routes, key=lambda route: (-route[0], route[1])))
+        return tuple(sorted(self.routes, reverse=True))
 
     @cached_property
     def replays(self) -> bool:

@@ -26,7 +26,7 @@ class _Run(torch.autograd.Function):
     def forward(
         ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, *inputs: Any
     ) -> tuple[Tensor, ...]:
-        outputs, extras, saved, made = _forward(layer, config, layer.Inputs._make(inputs), True)
+        outputs, extras, saved, made = _forward(layer, config, layer.Inputs._make(inputs[::-1]), True)
         ctx.save_for_backward(*saved)
         ctx.call = layer, config, buffers, len(outputs), made
         ctx.set_materialize_grads(False)
@@ -118,7 +118,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             found = _replayed(layer, config, saved, buffers, grads, made)
         else:
             found = layer.backward(config, ctx.saved_tensors, buffers, grads)
-    return None, None, None, None, *found
+    return None, None, None, None, *found[::-1]
 
 
 def _in_memory(t: Tensor) -> Tensor:
@@ -218,7 +218,9 @@ def run(
     out = getattr(inputs, "out", None)
     if out is not None:
         _forget_values(out)
-    tensors: tuple[Tensor, ...] = _Run.apply(layer, config, buffers, _ANCHOR if anchored else None, *inputs)  # type: ignore[no-untyped-call]
+    # the last input first: of a tensor that is there twice autograd adds the gradients in this order, which is that of
+    # layers called one by one
+    tensors: tuple[Tensor, ...] = _Run.apply(layer, config, buffers, _ANCHOR if anchored else None, *inputs[::-1])  # type: ignore[no-untyped-call]
     if out is not None:
         _values_in[out.data_ptr()] = tensors[0]
     return tensors

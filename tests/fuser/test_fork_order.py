@@ -1,5 +1,5 @@
-"""Where several gradients meet at one fork, they are added in one order: those of the extra output, the last use first,
-then that of y, then what else uses x. Fused, unfused, called one by one and compiled, the bits are the same."""
+"""Where several gradients of one value are added, they are added in one order, fused, unfused, called one by one and
+compiled. At a fork: those of the extra output, the last use first, then that of y, then what else uses x."""
 
 import itertools
 
@@ -115,3 +115,23 @@ def test_a_fork_without_gradients_is_x_itself():
     assert all(t is x for t in fork(x))
     with torch.no_grad():
         assert all(t is x for t in fork(x.requires_grad_()))
+
+
+def test_layers_and_extra_inputs_that_are_in_one_run_three_times():
+    layer, norm, add = octavo.Linear(H, H, recipe="fp8-current"), ops.RMSNorm(H), ops.AddExtraInput()
+    model = fill(octavo.Sequential(norm, layer, add, norm, layer, add, norm, layer, add))
+
+    def by_hand(x, extra, *_):
+        for op in model:
+            x = op(x, extra) if op is add else op(x)
+        return x
+
+    def step(call):
+        x, extra, dy = (torch.randn(M, H, generator=torch.Generator().manual_seed(i)) for i in range(3))
+        model.zero_grad()
+        call(x.requires_grad_(), *[extra.requires_grad_()] * 3).backward(dy)
+        return [x.grad, extra.grad, *[p.grad for p in model.parameters()]]
+
+    want = step(by_hand)
+    assert_equal(step(model), want, "fused")
+    assert_equal(step(compiled(model)), want, "compiled")
