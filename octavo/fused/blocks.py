@@ -105,7 +105,7 @@ class LayerNormMLP(_Block):
     def _plain_forward(cls) -> Any:
         return LayerNormMLP.forward
 
-    def forward(self, x: Tensor, *extra_inputs: Any, op_kwargs: Any = None) -> Any:  # type: ignore[override]
+    def forward(self, input: Tensor, *extra_inputs: Any, op_kwargs: Any = None) -> Any:  # type: ignore[override]
         if self.activation_recompute and torch.is_grad_enabled():
             run, recipe = super().forward, ambient.recipe
 
@@ -113,5 +113,5 @@ class LayerNormMLP(_Block):
                 with nullcontext() if recipe is None else autocast(recipe):  # in backward, nobody's is in force
                     return run(x, *extra_inputs, op_kwargs=op_kwargs)
 
-            return checkpoint(again, x, use_reentrant=False)
-        return super().forward(x, *extra_inputs, op_kwargs=op_kwargs)
+            return checkpoint(again, input, use_reentrant=False)
+        return super().forward(input, *extra_inputs, op_kwargs=op_kwargs)

@@ -62,11 +62,20 @@ def opens(module: Any) -> bool:
 
 
 def leaves_of(sequential: Any) -> Iterator[nn.Module]:
-    for module in sequential._modules.values():
+    for name, module in sequential._modules.items():
+        check_there(name, module)
         if opens(module):
             yield from leaves_of(module)
-        elif module is not None:
+        else:
             yield module
+
+
+def check_there(name: str, module: Any) -> None:
+    """Refuse an entry of a Sequential that is None."""
+    if module is None:
+        raise TypeError(
+            f"{name!r} of a Sequential is None. Leave it out, or put octavo.ops.Identity() where nothing is to be done."
+        )
 
 
 def taken_apart(sequential: Any) -> Layout:
@@ -88,9 +97,6 @@ def taken_apart(sequential: Any) -> Layout:
     places: list[tuple[int, int]] = []
     at = 0
     for module in sequential._modules.values():
-        if module is None:
-            places.append((at, at))
-            continue
         size = len(list(leaves_of(module))) if opens(module) else 1
         places.append((at, at + size))
         at += size

@@ -5,6 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.errors import UnsupportedShape
 from octavo.values import Value
 
 
@@ -35,6 +36,19 @@ class Edge(NamedTuple):
     @classmethod
     def of(cls, x: Tensor) -> "Edge":
         return cls(tuple(x.shape), x.dtype, x.device, x.requires_grad and torch.is_grad_enabled())
+
+
+def check_layout(title: str, x: Any) -> None:
+    """Refuse a tensor whose elements do not lie at strides: a nested or a sparse one."""
+    if getattr(x, "is_nested", False):
+        raise UnsupportedShape(
+            f"{title} takes plain tensors, got a nested one, whose rows are of several lengths. Call it on the rows, "
+            "x.values() of a jagged tensor, and nest what comes back: "
+            "torch.nested.nested_tensor_from_jagged(y, x.offsets())."
+        )
+    layout = getattr(x, "layout", torch.strided)
+    if layout is not torch.strided:
+        raise UnsupportedShape(f"{title} takes dense tensors, got one of layout {layout}. Call it on x.to_dense().")
 
 
 class Stage(NamedTuple):

@@ -98,8 +98,13 @@ def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first:
     before = chain.Config(tuple(configs[:first]), routes=tuple(r for r in routes if r[0] < first))
     skipped = sum(before.fields)
     with without_data():
-        x = chain.protos(before, fields[: 1 + skipped]).outputs[0]
-    return (x, *fields[1 + skipped : 1 + count])
+        _, made = chain.stage_protos(before, fields[: 1 + skipped])
+    own = [made[-1].outputs[0], *fields[1 + skipped : 1 + count]]
+    for consumer, field, producer, k in whole.routes:
+        if producer < first <= consumer:
+            at = whole.input_spans[consumer].start - skipped + field - 1
+            own[at] = chain.away_from(before, made[producer].outputs, producer, k)
+    return tuple(own)
 
 
 def _extras(config: chain.Config, count: int, matches: Sequence[pattern.Match]) -> tuple[tuple[int, int], ...]:

@@ -12,7 +12,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.fuser import pattern
 from octavo.fuser.basic import BasicOperation
 from octavo.fuser.legacy import find_fused, fused_refusal, outside_for_fused, run_fused, run_legacy
-from octavo.fuser.operation import Edge, FusibleOperation, Stage, has_hooks
+from octavo.fuser.operation import Edge, FusibleOperation, Stage, check_layout, has_hooks
 from octavo.fuser.plan import (
     Hidden,
     Planned,
@@ -243,6 +243,7 @@ def _run(
     fuser: OperationFuser | None = None,
 ) -> tuple[Tensor, list[tuple[Any, ...]]]:
     """One chain. `later` are the channels that are needed after it."""
+    check_layout(type(steps[0].op).__name__, x)
     tracing = torch.compiler.is_compiling()
     as_nodes = tracing or (is_watched() and not any(_holds_objects(s.op) for s in steps) and not saved_elsewhere())
     stages, routes = _stages(steps, Edge.of(x), as_nodes)

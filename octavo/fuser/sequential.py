@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from octavo.errors import UnsupportedConfig
-from octavo.fuser.layout import Layout, Part, routed, taken_apart
+from octavo.fuser.layout import Layout, Part, check_there, routed, taken_apart
 from octavo.fuser.legacy import outside, run_legacy
 from octavo.fuser.operation import FusibleOperation, has_hooks
 from octavo.fuser.pattern import FREE, SIDES, Refused, Rule, check_name, everybodys
@@ -102,7 +102,7 @@ class Sequential(nn.Sequential):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("_modules", ()):
-            _check_there(name, value)
+            check_there(name, value)
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
             self.__dict__["_edits"] += 1
@@ -172,7 +172,7 @@ class Sequential(nn.Sequential):
             self._depth -= 1
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        _check_there(name, module)
+        check_there(name, module)
         with self._editing():
             super().add_module(name, module)
 
@@ -184,6 +184,7 @@ class Sequential(nn.Sequential):
             self._edits,
             self.__dict__.get("rules"),
             self.__dict__.get("require"),
+            *self._modules.values(),  # themselves: a module may be replaced in this dict, past every method here
             *[isinstance(m, FusibleOperation) for m in self._modules.values()],  # `octavo.convert` changes classes
             *[(m.flattens(), *m._stamp()) for m in self._modules.values() if isinstance(m, Sequential)],
         )
@@ -217,8 +218,8 @@ class Sequential(nn.Sequential):
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self, x: Any, *extra_inputs: Any, op_kwargs: dict[Any, dict[str, Any]] | None = None) -> Any:  # type: ignore[override]
-        call = self._begun(extra_inputs, op_kwargs)
+    def forward(self, input: Any, *extra_inputs: Any, op_kwargs: dict[Any, dict[str, Any]] | None = None) -> Any:  # type: ignore[override]
+        call, x = self._begun(extra_inputs, op_kwargs), input
         # the loop is here, and not a function of its own: a graph that breaks in it breaks once
         for part in call.layout.parts:
             if part.legacy is None:
@@ -322,13 +323,6 @@ class Sequential(nn.Sequential):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_kept": ((), None)}
-
-
-def _check_there(name: str, module: Any) -> None:
-    if module is None:
-        raise TypeError(
-            f"{name!r} of a Sequential is None. Leave it out, or put octavo.ops.Identity() where nothing is to be done."
-        )
 
 
 def _is_not_there(name: str, rules: list[Rule], layout: Layout) -> str:

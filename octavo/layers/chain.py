@@ -11,7 +11,7 @@ keeps; a fused backward takes what each stage has saved and returns what each wo
 fused together, the stages' own configs say what is saved instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
@@ -151,6 +151,12 @@ class Config(Value):
         return frozenset((consumer, field) for consumer, field, _, _ in self.routes)
 
     @cached_property
+    def sums(self) -> tuple[tuple[int, int, int, int], ...]:
+        """Routes in the order in which their gradients are added: the last consumer's first, as autograd adds those of
+        operations that are called one by one."""
+        return tuple(sorted(self.routes, reverse=True))
+
+    @cached_property
     def replays(self) -> bool:
         return all(
             layer.replays(stage, side) for layer, stage in zip(self.layers, self.stages, strict=True)
@@ -279,6 +285,11 @@ def _run(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
 
 
 def protos(config: Config, inputs: Sequence[Any]) -> Made:
+    return _gathered(config, *stage_protos(config, inputs))
+
+
+def stage_protos(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
+    """Inputs of each stage, and what it would make."""
     own, made = stage_inputs(config, inputs), list[Made]()
     x = inputs[0]
     for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
@@ -287,7 +298,7 @@ def protos(config: Config, inputs: Sequence[Any]) -> Made:
         with _named(config.begin + i):
             made.append(layer.protos(stage, own[i]))
         x = made[-1].outputs[0]
-    return _gathered(config, own, made)
+    return own, made
 
 
 class _named:
@@ -308,10 +319,10 @@ def _connect(config: Config, own: list[Any], made: list[Made], first: int, last:
     """Give stages what others have given away."""
     for consumer, field, producer, k in config.routes:
         if first <= consumer < last and producer < first:
-            own[consumer] = _with(own[consumer], field, _away_from(config, made[producer].outputs, producer, k))
+            own[consumer] = _with(own[consumer], field, away_from(config, made[producer].outputs, producer, k))
 
 
-def _away_from(config: Config, outputs: Sequence[Any], stage: int, k: int) -> Any:
+def away_from(config: Config, outputs: Sequence[Any], stage: int, k: int) -> Any:
     """What a stage gave away. A fork's is its x."""
     return outputs[0] if config.layers[stage] is fork else outputs[1 + k]
 
@@ -407,37 +418,46 @@ def passed(config: Config) -> dict[int, int]:
     """Gradients that are another's: of the values that are added to the run's, and of x, where nothing lies between."""
     holder: int | None = -1  # what has the gradient that arrives at a stage: an output's (-1), an input's, nobody's yet
     found: dict[int, int] = {}
-    places = config.input_spans
     for i in reversed(range(len(config.stages))):
-        layer, wanted = config.layers[i], config.wanted[i]
-        stage: Any = config.stages[i]
+        layer, wanted, before = config.layers[i], config.wanted[i], config.input_spans[i].start - 1
         if not any(wanted):
             return found
-        if layer is add:
-            if wanted[1] and add.same(stage) and (i, 1) not in config.inside:
-                at = places[i].start
-                if holder is None:
-                    holder = at
-                else:
-                    found[at] = holder
-        else:
-            holder = None
+        own = layer.passed(config.stages[i]) if hasattr(layer, "passed") else {}
+        # who has the gradient that the stage calls -1, and those of its inputs that are returned
+        holders = {j: before + j for j in range(1, len(wanted)) if (i, j) not in config.inside} | {-1: holder}
+        for j, other in sorted(own.items()):
+            if j == 0 or (i, j) in config.inside:
+                continue
+            has = holders.get(other)
+            if has is None:
+                holders[other] = before + j
+            else:
+                found[before + j] = has
+        holder = holders.get(own[0]) if 0 in own else None
     if config.wanted[0][0] and holder is not None:
         found[0] = holder
     return found
 
 
-def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> tuple[TensorProto | None, ...]:
-    spans = config.saved_spans
+def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], *grads: Any) -> tuple[TensorProto | None, ...]:
     found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
-    g: Any = dy
-    for i in reversed(range(len(config.stages))):
-        if not any(config.wanted[i]):
-            break
+    for i, own, dys in _dry_backward(config, saved, grads, found):
         with _named(config.begin + i):
-            found[i] = config.layers[i].gradient_protos(config.stages[i], saved[spans[i]], g)
-        g = found[i][0]
+            found[i] = config.layers[i].gradient_protos(config.stages[i], own, *dys)
     return _returned(config, found)
+
+
+def _dry_backward(config: Config, saved: Any, grads: Any, found: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Each stage that backward comes to, what it saved, and what its gradients are like. What the stage's own gradients
+    are like is put into `found` before the next is asked for."""
+    spans, given, g = config.saved_spans, config.given_spans, grads[0]
+    for i in reversed(range(len(config.stages))):
+        if not config.active[i]:
+            return
+        away = [next((t for t in parts if t is not None), None) for parts in _parts(config, grads[given[i]], i, found)]
+        if g is not None or any(t is not None for t in away):
+            yield i, saved[spans[i]], (g, *away)
+        g = found[i][0]
 
 
 def _returned(config: Config, found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -481,15 +501,21 @@ def backward(
 
 
 def _away(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[Any]:
-    """Gradients of what a stage gave away, from those outside and inside."""
-    shown = dict(zip(config.shown[stage], grads, strict=True))
+    """Gradients of what a stage gave away."""
     sums = []
-    for k in range(config.made[stage]):
-        parts = [shown.get(k)]
-        parts += [found[c][field] for c, field, producer, which in config.routes if (producer, which) == (stage, k)]
+    for parts in _parts(config, grads, stage, found):
         here = [g for g in parts if g is not None]
         sums.append(None if not here else here[0] if len(here) == 1 else sum(here[1:], here[0]))
     return sums
+
+
+def _parts(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[list[Any]]:
+    """Of each value that a stage gave away the gradients: that from outside, then those from inside."""
+    shown = dict(zip(config.shown[stage], grads, strict=True))
+    return [
+        [shown.get(k), *[found[c][field] for c, field, p, which in config.sums if (p, which) == (stage, k)]]
+        for k in range(config.made[stage])
+    ]
 
 
 class Inner(NamedTuple):
@@ -528,12 +554,11 @@ def flops(config: Config, inputs: Sequence[Any]) -> int:
     return total
 
 
-def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> int:
-    spans, g, total = config.saved_spans, dy, 0
-    for i in reversed(range(len(config.stages))):
-        if not config.active[i] or g is None:
-            break
+def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], *grads: Any) -> int:
+    found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
+    total = 0
+    for i, own, dys in _dry_backward(config, saved, grads, found):
         layer, stage = config.layers[i], config.stages[i]
-        total += layer.gradient_flops(stage, saved[spans[i]], g)
-        g = layer.gradient_protos(stage, saved[spans[i]], g)[0]
+        total += layer.gradient_flops(stage, own, *dys)
+        found[i] = layer.gradient_protos(stage, own, *dys)
     return total

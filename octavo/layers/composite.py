@@ -17,7 +17,7 @@ from torch import Tensor
 
 from octavo.layers import chain, custom, fork
 from octavo.layers.contract import Counts, Made, reader
-from octavo.layers.dry_run import Miscounted, fake, tried, without_data
+from octavo.layers.dry_run import Miscounted, fake, stand_in, tried, without_data
 from octavo.layers.gradient_check import check_gradient, given_among
 from octavo.layers.parcel import kind_of, packed, slots_of, told, unpacked_all
 from octavo.quant.proto import TensorProto
@@ -257,14 +257,17 @@ def _saved_values(config: Config, saved: Sequence[Any]) -> list[tuple[Any, ...]]
     ]
 
 
-def gradient_protos(config: Config, saved: tuple[Any, ...], dy: Any) -> tuple[TensorProto | None, ...]:
+def passed(config: Config) -> dict[int, int]:
+    return chain.passed(config.unfused) if config.side == "forward" else {}
+
+
+def gradient_protos(config: Config, saved: tuple[Any, ...], *grads: Any) -> tuple[TensorProto | None, ...]:
     if config.side == "forward":
-        return chain.gradient_protos(config.unfused, saved, dy)
+        return chain.gradient_protos(config.unfused, saved, *grads)
     with without_data():
-        values = [t if t is None or isinstance(t, Tensor) else t.empty() for t in saved]
-        g = dy if isinstance(dy, Tensor) else dy.empty()
+        values, dys = (tuple(stand_in(t) for t in given) for given in (saved, grads))
         with tried(f"{config.functions.title}.fuser_backward"):
-            found = backward(config, tuple(values), (), (g, *[None] * (outputs(config) - 1)))
+            found = backward(config, values, (), dys)
         return tuple(None if t is None else TensorProto.of(t) for t in found)
 
 
@@ -292,7 +295,7 @@ def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[
         if want:
             check_gradient(where, name, t, *like, grads[0])
     chosen = [t if want else None for t, want in zip(flat, wants(config), strict=True)]
-    return custom.without_aliases(chosen, grads)
+    return custom.without_aliases(chosen, (*grads, *saved))
 
 
 def _likes(config: Config, kept: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -316,7 +319,7 @@ def flops(config: Config, inputs: Sequence[Any]) -> int:
     return 0
 
 
-def gradient_flops(config: Config, saved: tuple[Any, ...], dy: Any) -> int:
+def gradient_flops(config: Config, saved: tuple[Any, ...], *grads: Any) -> int:
     return 0
 
 

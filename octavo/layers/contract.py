@@ -10,13 +10,13 @@
 amax, a random counter. Forward never sees them; all it may write to is an input that is the caller's memory for y, or
 outside of graphs a running amax of x or of a weight.
 
-A graph asks for more, all of it without data: `gradient_protos` (what backward returns), `wants` (which inputs have a
-gradient), `flat_places` (which fresh tensors are scales), `graph_buffers` (buffers from plain tensors), `fills`
-(whether backward writes to what forward made), `returned_elsewhere` (inputs whose gradient is one of the buffers),
-`passed` (inputs whose gradient is that of an output, or of another input), `flops` and `gradient_flops`. A chain of
-layers (`octavo.layers.chain`) also asks for `counts`, and the driver whether `forward` or `backward` `replays`: whether
-it may be put on a tape (`octavo.lower.tape`), as it may not where somebody else's code takes part, or where it asks how
-memory of the caller's lies.
+A graph asks for more, all of it without data: `gradient_protos` (what backward returns, given one for each output),
+`wants` (which inputs have a gradient), `flat_places` (which fresh tensors are scales), `graph_buffers` (buffers from
+plain tensors), `fills` (whether backward writes to what forward made), `returned_elsewhere` (inputs whose gradient is
+one of the buffers), `passed` (inputs whose gradient is that of an output, or of another input), `flops` and
+`gradient_flops`. A chain of layers (`octavo.layers.chain`) also asks for `counts`, and the driver whether `forward` or
+`backward` `replays`: whether it may be put on a tape (`octavo.lower.tape`), as it may not where somebody else's code
+takes part, or where it asks how memory of the caller's lies.
 
 These functions read nothing but their arguments: no module, no global, no environment, no clock. A config holds no
 tensors, and no shapes but the widths that gradients of somebody else's operations are checked against; it crosses into

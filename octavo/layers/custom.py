@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import Counts, Made, reader
-from octavo.layers.dry_run import Miscounted, fake, tried, without_data
+from octavo.layers.dry_run import Miscounted, fake, stand_in, tried, without_data
 from octavo.layers.gradient_check import check_gradient, given_among
 from octavo.layers.parcel import kind_of, packed, slots_of, unpacked_all
 from octavo.layers.plain import fills as fills
@@ -228,13 +228,11 @@ def save(config: Config, inputs: Any, made: Made) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def gradient_protos(config: Config, saved: tuple[Any, ...], dy: Any) -> tuple[TensorProto | None, ...]:
-    functions = config.functions
+def gradient_protos(config: Config, saved: tuple[Any, ...], *grads: Any) -> tuple[TensorProto | None, ...]:
     with without_data():
-        values = [t if t is None or isinstance(t, Tensor) else t.empty() for t in saved]
-        g = dy if isinstance(dy, Tensor) else dy.empty()
-        with tried(f"{functions.title}'s backward"):
-            found = gradients(config, tuple(values), (g, *[None] * (functions.outputs - 1)))
+        values, dys = (tuple(stand_in(t) for t in given) for given in (saved, grads))
+        with tried(f"{config.functions.title}'s backward"):
+            found = gradients(config, values, dys)
         return tuple(None if t is None else TensorProto.of(t) for t in found)
 
 
@@ -274,7 +272,7 @@ def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[
     if all(g is None for g in grads):
         return (None,) * len(config.wanted)
     found = gradients(config, saved, grads)
-    return without_aliases(found, grads)
+    return without_aliases(found, (*grads, *saved))
 
 
 def without_aliases(found: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:

@@ -5,7 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    is_fake,
+)
 
 from octavo.quant.proto import TensorProto
 
@@ -23,6 +28,11 @@ def fake(t: Any) -> Tensor:
     if isinstance(t, TensorProto):
         return t.empty()
     return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
+
+
+def stand_in(t: Any) -> Any:
+    """A tensor without data for a proto or for a tensor, which may be one already; None for None."""
+    return t if t is None or (isinstance(t, Tensor) and is_fake(t)) else fake(t)
 
 
 class tried:

@@ -54,8 +54,11 @@ def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...
     return ()
 
 
-def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> tuple[TensorProto | None, ...]:
-    return (TensorProto(tuple(dy.shape), dy.dtype, dy.device) if "x" in config.grads else None,)
+def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], *grads: Any) -> tuple[TensorProto | None, ...]:
+    like = next((g for g in grads if g is not None), None)
+    return (
+        TensorProto(tuple(like.shape), like.dtype, like.device) if like is not None and "x" in config.grads else None,
+    )
 
 
 def backward(

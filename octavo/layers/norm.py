@@ -114,11 +114,13 @@ def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor
 
 
 def backward(
-    config: Config, saved: tuple[Tensor | None, ...], buffers: Any, grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
+    config: Config, saved: tuple[Tensor | None, ...], buffers: Any, grads: tuple[Tensor | None, ...],
+    added: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """`added` is a gradient that came to x another way: dx is the sum, rounded once."""
     dy = grads[0]
     if dy is None:
-        return (None,) * len(Inputs._fields)
+        return (added, *[None] * (len(Inputs._fields) - 1))
     x, weight, mean, rstd = saved
     wanted = wants(config)
     found = kernel.backward(
@@ -131,6 +133,7 @@ def backward(
         x_grad=wanted[0],
         weight_grad=DTYPES[config.weight_dtype] if wanted[1] else None,
         bias_grad=DTYPES[config.bias_dtype] if wanted[2] else None,
+        added=None if added is None else matrix(config, added).contiguous(),
     )
     row = dy.shape[dy.dim() - config.dims :]
     return (

@@ -26,7 +26,7 @@ class _Run(torch.autograd.Function):
     def forward(
         ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, watched: Any, *inputs: Any
     ) -> tuple[Tensor, ...]:
-        outputs, extras, saved, made = _forward(layer, config, layer.Inputs._make(inputs), True)
+        outputs, extras, saved, made = _forward(layer, config, layer.Inputs._make(inputs[::-1]), True)
         ctx.save_for_backward(*saved)
         ctx.call = layer, config, buffers, len(outputs), made, watched
         ctx.set_materialize_grads(False)
@@ -143,7 +143,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             found = layer.backward(config, ctx.saved_tensors, buffers, grads)
     if elsewhere:
         found = _in_callers_memory(ctx, found, elsewhere)
-    return None, None, None, None, None, *found
+    return None, None, None, None, None, *found[::-1]
 
 
 def _in_callers_memory(ctx: Any, found: Sequence[Any], elsewhere: dict[int, int]) -> list[Any]:
@@ -247,9 +247,12 @@ def run(
     else:
         if getattr(buffers, "dgrad_out", None) is not None:
             refuse_overlap(buffers.dgrad_out, inputs)
+        # the last input first: of a tensor that is there twice autograd adds the gradients in this order, which is that
+        # of layers called one by one
         tensors = _Run.apply(  # type: ignore[no-untyped-call]
-            layer, config, buffers, _ANCHOR if anchored else None, Watched.now(watched) if watched else None, *inputs
-        )
+            layer, config, buffers, _ANCHOR if anchored else None, Watched.now(watched) if watched else None,
+            *inputs[::-1],
+        )  # fmt: skip
     if out is not None:
         keep(out, tensors[0])
     return tensors

@@ -3,6 +3,9 @@
     octavo::run     (Tensor[] tensors, str plan) -> Tensor[]              outputs, extras, fresh
     octavo::run_bwd (Tensor[] tensors, str plan, str mask) -> Tensor[]    the gradients that were asked for
 
+The tensors of `run` are inputs, then buffers, all of it backwards: of a tensor that is there twice autograd adds the
+gradients in this order, which is that of layers called one by one.
+
 The plan is `layer|presence|buffers|config`: which of the layer's inputs are in the list, which buffers follow them,
 and the config's string, led by a digest of this package's sources. A compiler's disk cache keys on the graph, and a
 graph that calls the same op with the same string looks the same after `backward` was edited: hence the digest.
@@ -135,7 +138,7 @@ def _bytes(t: Tensor) -> Tensor:
 
 @torch.library.custom_op("octavo::run", mutates_args=())
 def _run(tensors: list[Tensor], plan: str) -> list[Tensor]:
-    parsed = _plan(plan)
+    parsed, tensors = _plan(plan), tensors[::-1]
     if parsed.writes:
         _refuse_hooks(parsed)
         parsed.refuse_overlaps(tensors)
@@ -173,7 +176,7 @@ def _refuse_hooks(parsed: _Plan) -> None:
 
 @_run.register_fake
 def _(tensors: list[Tensor], plan: str) -> list[Tensor]:
-    return _crossing(_plan(plan), _fakes(_plan(plan), tensors))
+    return _crossing(_plan(plan), _fakes(_plan(plan), tensors[::-1]))
 
 
 def _fakes(parsed: _Plan, tensors: list[Tensor]) -> Made:
@@ -202,7 +205,7 @@ def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
 def _(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
     parsed = _plan(plan)
     saved, dys = _saved(parsed, tensors, mask)
-    return [p.empty() for p in parsed.returned(parsed.layer.gradient_protos(parsed.config, saved, dys[0]))]
+    return [p.empty() for p in parsed.returned(parsed.layer.gradient_protos(parsed.config, saved, *dys))]
 
 
 def _saved(parsed: _Plan, tensors: Sequence[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
@@ -217,7 +220,7 @@ UNDECLARED_WRITES = (torch.ops.octavo.run_bwd.default,)  # all operators whose s
 
 def _set_up(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
     tensors, plan = inputs
-    outputs = _save(ctx, tensors, plan, output)
+    outputs = _save(ctx, tensors[::-1], plan, output)
     ctx.mark_non_differentiable(*output[outputs:])
 
 
@@ -258,20 +261,24 @@ def _zeros(p: TensorProto) -> Tensor:
     return torch.zeros(p.shape, dtype=p.dtype, device=p.device)
 
 
-_run.register_autograd(_backward, setup_context=_set_up)
+def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    return _backward(ctx, grads)[0][::-1], None
+
+
+_run.register_autograd(_run_backward, setup_context=_set_up)
 
 
 @register_flop_formula(torch.ops.octavo.run, get_raw=True)  # type: ignore[untyped-decorator]
 def _(tensors: list[Tensor], plan: str, **_: Any) -> int:
     parsed = _plan(plan)
-    return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors)))
+    return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors[::-1])))
 
 
 @register_flop_formula(torch.ops.octavo.run_bwd, get_raw=True)  # type: ignore[untyped-decorator]
 def _(tensors: list[Tensor], plan: str, mask: str, **_: Any) -> int:
     parsed = _plan(plan)
     saved, dys = _saved(parsed, tensors, mask)
-    return int(parsed.layer.gradient_flops(parsed.config, saved, dys[0]))
+    return int(parsed.layer.gradient_flops(parsed.config, saved, *dys))
 
 
 # -- y in memory of the caller's -----------------------------------------------------------------------------------
@@ -390,7 +397,7 @@ def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
     presence = _packed(inputs, tensors)
     plan = DIGEST + "|" + name + "|" + presence + "|" + _packed(buffers, tensors) + "|" + key
-    found: list[Tensor] = torch.ops.octavo.run(tensors, plan)
+    found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], plan)
     return found
 
 

@@ -93,8 +93,8 @@ class Activation(FusibleOperation, nn.Module):
             f"{name}={float(value)!r}," for name, value in settings.items()
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = values_of(x)
+    def forward(self, input: Tensor) -> Tensor:
+        x = values_of(input)
         self._check(x)
         return elementwise(self._settings, x)
 
@@ -267,8 +267,8 @@ class _Scaled(Activation):
         interleave = {} if glu_interleave_size is None else {"glu_interleave_size": glu_interleave_size}
         super().__init__(**interleave, **settings)  # the activation's own
 
-    def forward(self, x: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
-        x = values_of(x)
+    def forward(self, input: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
+        x = values_of(input)
         self._check(x)
         if not x.shape:
             raise UnsupportedShape(f"{type(self).__name__} takes x [..., K] with rows to scale, got ().")
@@ -326,8 +326,8 @@ class Bias(FusibleOperation, nn.Module):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = values_of(x)
+    def forward(self, input: Tensor) -> Tensor:
+        x = values_of(input)
         self._check(x)
         return elementwise("", x, bias=self.bias)
 
@@ -373,10 +373,10 @@ class Dropout(FusibleOperation, nn.Module):
 
     op_keywords = ("seed",)
 
-    def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, seed: Tensor | None = None) -> Tensor:
         if not self.training or self._keeps_all:
-            return x
-        x = values_of(x)
+            return input
+        x = values_of(input)
         check_input("Dropout", x)
         return elementwise(self._settings, x, seed=self._seed(x, seed))
 

@@ -242,7 +242,7 @@ def _recipes_of(config: Any, node: Any, presence: list[str]) -> Iterator[tuple[R
         for i, stage in enumerate(owner):
             if isinstance(stage, linear.Config):
                 start = sum(sizes[:i])
-                yield stage.recipe, list(node.args[0][start : start + sizes[i]])
+                yield stage.recipe, list(node.args[0][::-1][start : start + sizes[i]])  # a run's tensors, backwards
 
 
 def _runs(graph: GraphModule) -> Iterator[Fused]:

@@ -26,8 +26,9 @@ class _Collective(FusibleOperation, nn.Module):
     def op_alone(self, x: Any) -> str:
         return "it speaks with other processes"
 
-    def forward(self, x: Any) -> Any:
-        return values_of(x) if self._is_alone() else self._reduced(values_of(x).contiguous(), self._ranks())
+    def forward(self, input: Any) -> Any:
+        x = values_of(input)
+        return x if self._is_alone() else self._reduced(x.contiguous(), self._ranks())
 
     def _is_alone(self) -> bool:
         return not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self.group) == 1

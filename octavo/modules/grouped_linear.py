@@ -173,14 +173,14 @@ class GroupedLinear(FusibleOperation, Quantized):
 
     def forward(
         self,
-        x: Tensor | GroupedTensor,
+        input: Tensor | GroupedTensor,
         m_splits: Tensor | list[int],
         is_first_microbatch: bool | Tensor | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """y [..., N] of x [..., K], whose rows, leading dims folded, belong to groups of `m_splits` rows each.
+        """y [..., N] of x [..., K], the input, whose rows, leading dims folded, are in groups of `m_splits` rows each.
 
         out [rows, N] and dgrad_out [rows, K] are buffers of the caller's that y and the gradient of x are written to,
         and their tails left alone. What comes back is on `out`'s memory, as part of the graph: for the next step, pass
@@ -190,11 +190,11 @@ class GroupedLinear(FusibleOperation, Quantized):
             if is_inside_operator():
                 self._refuse_now(why)
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
-            found: Tensor = outside(self, why, x, m_splits, is_first_microbatch, out, dgrad_out, scales)
+            found: Tensor = outside(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales)
             return found
         recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
         own = self.weight_parts()  # once: somebody may make them then (a parametrization)
-        x = self._input(x, own[0])
+        x = self._input(input, own[0])
         splits = self._splits(m_splits, own[0].device)
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         weight, bias = self._stacked_weight(own), self._stacked_bias()

@@ -6,6 +6,7 @@ import torch
 
 from octavo.errors import UnsupportedDtype
 from octavo.formats import FLOATS
+from octavo.fuser.operation import check_layout
 
 
 def check_input(title: str, x: Any) -> None:
@@ -15,3 +16,4 @@ def check_input(title: str, x: Any) -> None:
         raise UnsupportedDtype(f"{title} takes a tensor, got {type(x).__name__}. Make one: torch.as_tensor(...).")
     if dtype not in FLOATS:
         raise UnsupportedDtype(f"{title} takes float32, bfloat16 or float16, got {dtype}. Cast x first.")
+    check_layout(title, x)

@@ -100,16 +100,16 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(  # type: ignore[override]
-        self, x: Tensor | QTensor, is_first_microbatch: bool | Tensor | None = None, fp8_output: bool = False
+        self, input: Tensor | QTensor, is_first_microbatch: bool | Tensor | None = None, fp8_output: bool = False
     ) -> Any:
         if torch.compiler.is_compiling() and (why := graph_refusal(self)):
             if is_inside_operator():
                 self._refuse_now(why)  # what follows would not be reached: all of the operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
-            return outside(self, why, x, is_first_microbatch, fp8_output)
+            return outside(self, why, input, is_first_microbatch, fp8_output)
         recipe = self._recipe or self._followed(ambient.recipe)
         weight = self.weight
-        source, codes, dtype, shape = _input(x, recipe, weight)
+        source, codes, dtype, shape = _input(input, recipe, weight)
         tracing = torch.compiler.is_compiling()
         needs_dx = source is not None and source.requires_grad
         call = self._prepared(recipe, weight, dtype, needs_dx, codes, is_first_microbatch, fp8_output, tracing)

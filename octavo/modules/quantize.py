@@ -9,6 +9,7 @@ from octavo.fuser.operation import FusibleOperation
 from octavo.layers import rounding as layer
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.ambient import ambient
+from octavo.modules.inputs import check_input
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 from octavo.recipes import Recipe
@@ -28,7 +29,8 @@ class Quantize(FusibleOperation, nn.Module):
         self.quantize_forward, self.quantize_backward = forward, backward
         self.recipe = None if recipe is None else resolve(recipe)
 
-    def forward(self, x: Tensor | QTensor) -> Tensor | QTensor:
+    def forward(self, input: Tensor | QTensor) -> Tensor | QTensor:
+        x = input
         recipe = self.recipe or ambient.recipe
         if recipe is None:
             return x
@@ -37,6 +39,7 @@ class Quantize(FusibleOperation, nn.Module):
         back = quant.dgrad.left if self.quantize_backward else None
         if isinstance(x, QTensor) or (spec is None and back is None):
             return x
+        check_input("Quantize", x)
         needs = x.requires_grad and torch.is_grad_enabled()
         if spec is None and not needs:
             return x

@@ -13,14 +13,15 @@ from octavo.layers.contract import NAMES
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.activation import numbers, values_of
 from octavo.modules.inputs import check_input
+from octavo.quant.qtensor import Join
 from octavo.values import Value
 
 
 class Identity(FusibleOperation, nn.Module):
     """x"""
 
-    def forward(self, x: Any) -> Any:
-        return x
+    def forward(self, input: Any) -> Any:
+        return input
 
     def op_alone(self, x: Any) -> str:
         return "it is x itself"
@@ -36,8 +37,8 @@ class Reshape(FusibleOperation, nn.Module):
         super().__init__()
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = values_of(x).reshape(self.shape)
+    def forward(self, input: Tensor) -> Tensor:
+        found: Tensor = values_of(input).reshape(self.shape)
         return found
 
     def op_alone(self, x: Any) -> str:
@@ -62,8 +63,8 @@ class AddExtraInput(FusibleOperation, nn.Module):
         if source is not None:
             self.set_extra_input_channel(0, source)
 
-    def forward(self, x: Tensor, extra: Tensor) -> Tensor:
-        x, extra = values_of(x), values_of(extra)
+    def forward(self, input: Tensor, extra: Tensor) -> Tensor:
+        x, extra = values_of(input), values_of(extra)
         self._check(x, extra)
         if self.in_place:
             return extra.add_(x)
@@ -131,8 +132,15 @@ class MakeExtraOutput(FusibleOperation, nn.Module):
         if channel is not None:
             self.set_extra_output_channel(0, channel, output_to_caller)
 
-    def forward(self, x: Any) -> Any:
-        return x, x
+    def forward(self, input: Any) -> Any:
+        x = input
+        if not isinstance(x, Tensor) or not (x.requires_grad and torch.is_grad_enabled()):
+            return x, x
+        # Views have gradients of their own, so that uses of the extra output are summed first, then that of x is added,
+        # then others of x's: as inside a run. A compiler would send the gradient of a plain view past the graph.
+        y = x.view_as(x)
+        extra = Join.apply(x, y) if torch.compiler.is_compiling() else y.view_as(y)  # type: ignore[no-untyped-call]
+        return y, extra
 
     def op_makes_node(self) -> bool:
         return False

@@ -212,9 +212,7 @@ _E5M2_WITH_INF = tl.constexpr(
 @triton.jit
 def e5m2_with_inf(v, s):
     """E5M2 codes of v * s, saturated, but Inf where v is infinite."""
-    code = tl.inline_asm_elementwise(
-        _E5M2_WITH_INF, "=r,r,r,r,r,r,r,r,r", [v, s], dtype=tl.uint8, is_pure=True, pack=4
-    )
+    code = tl.inline_asm_elementwise(_E5M2_WITH_INF, "=r,r,r,r,r,r,r,r,r", [v, s], dtype=tl.uint8, is_pure=True, pack=4)
     return code.to(tl.float8e5, bitcast=True)
 
 

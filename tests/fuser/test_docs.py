@@ -20,10 +20,20 @@ def test_a_page_shows_how_to_write_an_operation_and_each_kind_of_fusion():
         assert word in shown
 
 
+def ran(page, backend):
+    """The names that a page's examples define, once all of them have run, compiled by this backend."""
+    names, plain = {}, torch.compile
+    torch.compile = functools.partial(plain, backend=backend)
+    try:
+        for example in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+            exec(example, names)
+    finally:
+        torch.compile = plain
+    return names
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_examples_in_the_docs_run(page, monkeypatch):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    names = {}
-    for example in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        exec(example, names)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_the_examples_in_the_docs_run(page, backend):
+    names = ran(page, backend)
     assert any(isinstance(v, type) and issubclass(v, ops.BasicOperation) for v in names.values())

@@ -211,3 +211,63 @@ def test_an_explanation_has_as_many_runs_as_a_graph_has_nodes(kept):
     torch.compiler.reset()
     torch.compile(model, backend=graphs, fullgraph=True)(x).backward(x_of())
     assert graphs.runs()[0] == 3
+
+
+# -- modules replaced behind the container's back ----------------------------------------------------------------------
+
+
+def test_a_module_written_to_modules_is_the_one_that_runs():
+    model, x = octavo.Sequential(ops.GELU(), octavo.Linear(H, H, recipe=RECIPE)), x_of()
+    call = compiled(model)
+    call(x), model(x)
+    for new in (ops.SiLU(), nn.Tanh(), ops.GELU()):
+        model._modules["0"] = new
+        want = model[1](new(x))
+        assert torch.equal(model(x), want) and torch.equal(call(x), want)
+    other = octavo.Linear(H, H, recipe=RECIPE)
+    model._modules["1"] = other  # of the same class: nothing but the object differs
+    want = other(model[0](x))
+    assert torch.equal(model(x), want) and torch.equal(call(x), want)
+    assert [run.ops for run in model.explain(x).runs] == [("GELU", "Linear")]
+    assert torch.equal(copy.deepcopy(model)(x), want)
+
+
+def test_modules_that_trade_places_in_modules():
+    model, x = octavo.Sequential(ops.RMSNorm(H), ops.ConstantScale(3.0), ops.Bias(H), ops.Bias(H)), x_of()
+    fill_biases(model)
+    call = compiled(model)
+    call(x), model(x)
+    own = model._modules
+    own["1"], own["2"] = own["2"], own["1"]
+    want = model[3](3 * (model[0](x) + model[1].bias))
+    assert torch.equal(model(x), want) and torch.equal(call(x), want)
+    own["1"], own["3"] = own["3"], own["1"]
+    want = model[3](3 * (model[0](x) + model[1].bias))
+    assert torch.equal(model(x), want) and torch.equal(call(x), want)
+
+
+def fill_biases(model):
+    with torch.no_grad():
+        for i, op in enumerate(model):
+            if isinstance(op, ops.Bias):
+                op.bias.fill_(float(i))
+
+
+def test_a_module_written_to_the_modules_of_a_sequential_inside():
+    block = octavo.LayerNormMLP(H, H, recipe=RECIPE)
+    model, x = octavo.Sequential(block, ops.GELU()), x_of()
+    call = compiled(model)
+    call(x), model(x)
+    block._modules["fc1"] = octavo.Linear(H, H, recipe=RECIPE)
+    want = ops.GELU()(block.fc2(block.activation(block.fc1(block.norm(x)))))
+    assert torch.equal(model(x), want) and torch.equal(call(x), want)
+
+
+def test_none_written_to_modules_is_refused_and_a_deleted_one_is_gone():
+    model, x = octavo.Sequential(ops.GELU(), ops.ConstantScale(2.0)), x_of()
+    model(x)
+    model._modules["1"] = None
+    with pytest.raises(TypeError, match=r"'1' of a Sequential is None\. Leave it out"):
+        model(x)
+    del model._modules["1"]
+    assert torch.equal(model(x), ops.GELU()(x))

@@ -19,6 +19,7 @@ from tests.fuser.models import (
     assert_state,
     assert_unfused,
     batch,
+    compiled,
     error,
     every,
     fill,
@@ -216,6 +217,22 @@ def test_the_gradient_of_a_norm_takes_the_residuals_along(extra, dtype):
     reference = reference_step(model, x, dys, public=True)
     for a, b, c in zip(found, want, reference, strict=True):
         assert error(a, c) <= 1.1 * error(b, c) + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lead", [(M,), (3, 8)], ids=str)
+def test_the_gradient_of_a_norm_and_the_residuals_are_rounded_once(dtype, lead):
+    model = fill(octavo.Sequential(ops.MakeExtraOutput(), ops.RMSNorm(H)).to(dtype))
+    x, dy = batch(*lead, dtype=dtype)
+    dys = dy, spiky(*lead, H, seed=7, dtype=dtype)
+    dx = step(model, x, dys)[2]
+    exact = reference_step(model, x, dys, public=True)[2]
+    halves = torch.finfo(dtype).eps / 2 * exact.abs() + 1e-6 * exact.abs().max()
+    assert ((dx.double() - exact).abs() <= halves).all()
+    for strange in (dys[1].mT.contiguous().mT, dys[1][..., :1].expand(*lead, H)):  # however it lies in memory
+        want = step(model, x, (dy, strange.contiguous()))
+        assert_equal(step(model, x, (dy, strange)), want)
+        assert_equal(step(model, x, (dy, strange), call=compiled(model)), want)
 
 
 @every

@@ -13,7 +13,7 @@ import torch
 import octavo
 import octavo.quant as Q
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
-from octavo.formats import E5M2
+from octavo.formats import E4M3, E5M2
 from octavo.kernels.gemm import gemm
 
 CODE = {
@@ -571,3 +571,24 @@ def test_no_gradient_flows_through_any_operand():
     assert not gemm(q(Q.MX(), rows=6), q(Q.MX(), rows=4), bias=bias).requires_grad
     plain = randn(4, 32).requires_grad_()
     assert not gemm(plain, plain, bias=bias).requires_grad
+
+
+def swallowed(left, right, count):
+    """Operands whose products are `count` times the largest, once the smallest, and the largest again, negative: any
+    order of an exact sum leaves the smallest."""
+    large = torch.full((count,), left.max), torch.full((count,), right.max)
+    a = torch.cat([large[0], torch.tensor([left.min_subnormal]), -large[0]])
+    b = torch.cat([large[1], torch.tensor([right.min_subnormal]), large[1]])
+    return a, b, left.min_subnormal * right.min_subnormal
+
+
+@pytest.mark.parametrize(("left", "count"), [(E4M3, 2**15 - 1), (E5M2, 5)], ids=["E4M3 to K = 2^16", "E5M2 below 2^28"])
+def test_the_order_of_the_contraction_does_not_matter_where_it_is_said_not_to(left, count):
+    a, b, want = swallowed(left, E4M3, count)
+    assert left is E4M3 or (a.double() * b.double()).abs().sum() < 2**28
+    one = torch.ones(1)
+    for seed in range(4):
+        order = torch.randperm(len(a), generator=torch.Generator().manual_seed(seed))
+        rows = [spec.quantize(t[order].expand(3, -1), encode=one) for spec, t in
+                ((Q.Tensorwise(left), a), (Q.Tensorwise(E4M3), b))]  # fmt: skip
+        assert (gemm(*rows, out_dtype=torch.float32) == want).all()

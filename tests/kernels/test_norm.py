@@ -177,3 +177,40 @@ def test_triton_makes_only_what_is_wanted(name, n):
         only_dw = kernel.backward(norm, dy, x, mean, rstd, None, x_grad=False, weight_grad=torch.float32)
         assert only_dw.x is None
         assert torch.equal(only_dw.weight, all_of_it[2])
+
+
+# -- a gradient that is added to dx ------------------------------------------------------------------------------------
+
+
+def dx_with(norm, x, dy, weight, added):
+    _, mean, rstd = kernel.forward(norm, x, weight, None)
+    return kernel.backward(norm, dy, x, mean, rstd, weight, weight_grad=torch.float32, added=added)
+
+
+@pytest.mark.parametrize("name", ["rms", "rms, zero centered"])
+@dtypes
+@pytest.mark.parametrize(("m", "n"), [(6, 19), (33, 64), (0, 64)])
+def test_an_added_gradient_and_dx_are_rounded_once(name, dtype, m, n):
+    norm = NORMS[name]
+    x, dy, weight, _ = operands(norm, m, n, dtype)
+    added = data(m, n, dtype=dtype, seed=9)
+    found = dx_with(norm, x, dy, weight, added)
+    _, mean, rstd = kernel.forward(norm, x, weight, None)
+    exact = kernel.backward(norm, dy.double(), x.double(), mean, rstd, weight.double()).x
+    assert found.x.dtype == dtype
+    assert_rounded_once(found.x, exact + added.double(), "dx")
+    assert torch.equal(found.weight, dx_with(norm, x, dy, weight, None).weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["rms", "rms, zero centered"])
+@dtypes
+@pytest.mark.parametrize(("m", "n"), WIDTHS)
+def test_triton_adds_a_gradient_as_the_reference_does(name, dtype, m, n):
+    norm = NORMS[name]
+    x, dy, weight, _ = operands(norm, m, n, dtype, "cuda")
+    added = data(m, n, dtype=dtype, seed=9).to("cuda")
+    found = dx_with(norm, x, dy, weight, added)
+    with backend.use("reference"):
+        want = dx_with(norm, x, dy, weight, added)
+    assert_close((None, *found), (None, *want), terms(norm, x, dy, weight), 4e-6)

@@ -277,6 +277,7 @@ def test_opcheck_of_every_operator_of_a_step(recipe, way):
         tests = [test for test in ALL if test != "test_schema" or op not in graph.UNDECLARED_WRITES]
         if op in (torch.ops.octavo.run.default, torch.ops.octavo.attach.default):
             wanting = [t.requires_grad for t in args[0]]
+            wanting = wanting[::-1] if op is torch.ops.octavo.run.default else wanting
             assert wanting[0] and (way in ("main_grad", "put off", "both, put off") or wanting[1]), "x and the weight"
         else:
             args = without_gradients(args)

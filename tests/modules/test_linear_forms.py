@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import octavo
+from octavo import ops
 from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedShape
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import (
@@ -212,3 +213,107 @@ def test_return_bias_lets_the_bias_train_where_it_is_added():
 def test_return_bias_without_a_bias():
     y, bias = make("fp8-current", return_bias=True, bias=False)(spiky(21, 48))
     assert bias is None and y.shape == (21, 40)
+
+
+# -- the input by its name ---------------------------------------------------------------------------------------------
+
+H = 16
+TWINS = {  # an operation -> the module of torch whose place it takes
+    "Linear": (lambda: octavo.Linear(H, H), nn.Linear),
+    "LayerNorm": (lambda: ops.LayerNorm(H), nn.LayerNorm),
+    "RMSNorm": (lambda: ops.RMSNorm(H), nn.RMSNorm),
+    "GELU": (ops.GELU, nn.GELU),
+    "ReLU": (ops.ReLU, nn.ReLU),
+    "SiLU": (ops.SiLU, nn.SiLU),
+    "GLU": (ops.GLU, nn.GLU),
+    "Dropout": (lambda: ops.Dropout(0.0), nn.Dropout),
+    "Identity": (ops.Identity, nn.Identity),
+    "Sequential": (lambda: octavo.Sequential(ops.GELU(), octavo.Linear(H, H)), nn.Sequential),
+    "LayerNormMLP": (lambda: octavo.LayerNormMLP(H, H), nn.Sequential),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_module_takes_its_input_by_the_name_that_torchs_has(name, mode):
+    build, twin = TWINS[name]
+    module, x = build(), spiky(6, H)
+    first = list(inspect.signature(twin.forward).parameters)[1]
+    call = torch.compile(module, backend="aot_eager", fullgraph=True) if mode == "compiled" else module
+    assert torch.equal(call(**{first: x}), module(x))
+
+
+def test_other_operations_and_experts_take_their_input_by_the_same_name():
+    x, extra = spiky(6, H), spiky(6, H, seed=1)
+    experts = octavo.GroupedLinear(2, H, H)
+    assert torch.equal(experts(input=x, m_splits=[2, 4]), experts(x, [2, 4]))
+    for op in (ops.QGELU(), ops.SwiGLU(), ops.L2Normalization(), ops.ConstantScale(2.0), ops.Bias(H), ops.Reshape(-1)):
+        assert torch.equal(op(input=x), op(x))
+    assert torch.equal(ops.AddExtraInput()(input=x, extra=extra), x + extra)
+    assert torch.equal(ops.ScaledSReLU()(input=x, scales=x[:, 0]), ops.ScaledSReLU()(x, x[:, 0]))
+
+
+def test_a_converted_model_that_calls_by_name():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(H, H)
+
+        def forward(self, x):
+            return self.layer(input=x)
+
+    model, x = Model(), spiky(6, H)
+    octavo.convert(model, "fp8-current")
+    assert torch.equal(model(x), model.layer(x))
+
+
+# -- tensors that are not dense ----------------------------------------------------------------------------------------
+
+
+def jagged():
+    return torch.nested.nested_tensor([spiky(2, H), spiky(5, H, seed=1)], layout=torch.jagged)
+
+
+REFUSING = {
+    "Linear": lambda: octavo.Linear(H, H, recipe="fp8-current"),
+    "a run": lambda: octavo.Sequential(ops.GELU(), octavo.Linear(H, H)),
+    "Quantize": lambda: ops.Quantize(recipe="fp8-current"),
+    **{name: TWINS[name][0] for name in ("LayerNorm", "RMSNorm", "GELU", "LayerNormMLP")},
+}
+
+
+@pytest.mark.parametrize("name", REFUSING)
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_a_nested_tensor_is_refused_with_the_way_out(name, layout):
+    module = REFUSING[name]()
+    x = torch.nested.nested_tensor([spiky(2, H), spiky(5, H, seed=1)], layout=layout)
+    with pytest.raises(Unsupported, match=r"takes plain tensors, got a nested one.* x\.values\(\)"):
+        module(x)
+
+
+def test_a_nested_tensor_is_refused_as_an_extra_input_by_experts_and_in_a_graph():
+    x = jagged()
+    for call in (lambda: octavo.GroupedLinear(2, H, H)(x, [2, 5]), lambda: ops.AddExtraInput()(spiky(7, H), x)):
+        with pytest.raises(Unsupported, match="got a nested one"):
+            call()
+    layer = octavo.Linear(H, H)
+    with pytest.raises(Exception, match="got a nested one"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+
+
+def test_the_way_out_for_a_jagged_tensor_is_one():
+    layer, x = octavo.Linear(H, H, recipe="fp8-current"), jagged()
+    y = torch.nested.nested_tensor_from_jagged(layer(x.values()), x.offsets())
+    assert y.layout == torch.jagged and torch.equal(y.values(), layer(torch.cat(list(x.unbind()))))
+
+
+def test_a_sparse_tensor_is_refused_with_the_way_out():
+    with pytest.raises(Unsupported, match=r"takes dense tensors, got one of layout torch\.sparse_coo.*to_dense"):
+        octavo.Linear(H, H)(spiky(6, H).to_sparse())
+
+
+def test_a_fork_and_an_identity_take_nested_tensors_as_they_are():
+    x = jagged().requires_grad_()
+    y, extra = ops.MakeExtraOutput()(ops.Identity()(x))
+    (y.values().sum() + 2 * extra.values().sum()).backward()
+    assert (x.grad.values() == 3).all()

@@ -156,6 +156,52 @@ def test_add_extra_input(dtype):
     assert_same(extra, kept)
 
 
+def eye(dtype):
+    layer = octavo.Linear(K, K, bias=False, dtype=dtype, recipe="bf16")
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(K))
+    return layer
+
+
+ADDED = {
+    "alone": lambda dtype: ops.AddExtraInput(),
+    "in a run": lambda dtype: octavo.Sequential(ops.ConstantScale(1.0), ops.AddExtraInput()),
+    "linear-bias-add": lambda dtype: octavo.Sequential(eye(dtype), ops.AddExtraInput()),
+    "linear-bias-add, a bias": lambda dtype: octavo.Sequential(
+        eye(dtype), ops.Bias(K, dtype=dtype), ops.AddExtraInput()
+    ),
+    "linear-scale-add": lambda dtype: octavo.Sequential(eye(dtype), ops.ConstantScale(1.0), ops.AddExtraInput()),
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_float32_extra_input_is_rounded_once_with_x(name, dtype):
+    half = torch.finfo(dtype).eps / 2
+    x = torch.ones(M, K, dtype=dtype)
+    extra = torch.full(
+        (M, K), half * (1 + 2**-12)
+    )  # a little more than half a last place: up, but by itself it is half
+    model = ADDED[name](dtype)
+    want = torch.full((M, K), 1 + 2 * half, dtype=dtype)
+    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        leaves = x.clone().requires_grad_(), extra.clone().requires_grad_()
+        y = call(*leaves)
+        assert torch.equal(y, want)
+        y.backward(want)
+        assert [t.grad.dtype for t in leaves] == [dtype, torch.float32]
+        assert torch.equal(leaves[1].grad, want.float())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_sum_is_contiguous_however_the_two_lie_in_memory(backend):
+    op, x, extra = ops.AddExtraInput(), spiky(K, M).T.requires_grad_(), spiky(K, M, seed=1).T
+    for call in (op, torch.compile(op, backend=backend, fullgraph=True)):
+        y = call(x, extra)
+        assert torch.equal(y, x + extra) and y.is_contiguous()
+        y.sum().backward()
+
+
 def test_add_extra_input_writes_to_the_extra_tensor_if_told_to():
     op, x, extra = ops.AddExtraInput(in_place=True), spiky(M, K).requires_grad_(), spiky(M, K, seed=1)
     want, dy = x.detach() + extra, spiky(M, K, seed=2)

@@ -381,6 +381,27 @@ def test_float32_block_scales_are_idempotent_in_codes_and_mostly_in_scales():
     assert 0.8 < (twice.scale == once.scale).double().mean() < 1
 
 
+@pytest.mark.parametrize("spec", [Q.Tensorwise(), Q.Tensorwise(E5M2), Q.Block1D(scale="fp32")], ids=str)
+def test_values_under_float32_scales_move_by_no_more_than_the_scale(spec):
+    once = spec.quantize(randn(96, 256))
+    twice = spec.quantize(once.dequantize(torch.float32))
+    assert torch.equal(twice.codes.view(torch.uint8), once.codes.view(torch.uint8))
+    values, again = once.dequantize(torch.float32), twice.dequantize(torch.float32)
+    torch.testing.assert_close(again, values, rtol=2**-21, atol=0)
+
+
+def test_values_of_nvfp4_are_rounded_anew_where_no_code_is_six():
+    total = moved = 0
+    for seed in range(20):  # small rows, whose scales are E4M3's coarsest
+        once = Q.NVFP4().quantize(randn(64, 256, seed=seed) * torch.exp2(3 * randn(64, 1, seed=100 + seed)))
+        values = once.dequantize(torch.float32)
+        differ = (Q.NVFP4().quantize(values).dequantize(torch.float32) != values).view(64, 16, 16)
+        largest = torch.maximum(once.codes & 7, once.codes >> 4 & 7).view(64, 16, 8).amax(-1)
+        assert not differ[largest == 7].any()
+        total, moved = total + differ.numel(), moved + differ.sum().item()
+    assert 0 < moved < 1e-4 * total
+
+
 # -- C5, C6: symmetries --------------------------------------------------------------------------------------------
 
 

@@ -1,13 +1,14 @@
-"""The backward of a fork (MakeExtraOutput) with that of what follows it: the gradient that came the other way is added
-to dx in place.
+"""The backward of a fork (MakeExtraOutput) with that of the layer that follows it: the gradient that came the other way
+is added to dx.
 
-    linear-add     dx = dy · w + dextra
-    add-rmsnorm    dx = the norm's + dextra
+    linear-add     dx = dy · w + dextra       in dx's own memory, once dx is rounded
+    add-rmsnorm    dx = the norm's + dextra   in 16 bits by the norm's kernel, rounded once
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from octavo.fuser.pattern import Rule
@@ -19,19 +20,31 @@ from octavo.modules.views import MakeExtraOutput
 Grads = tuple[Tensor | None, ...]
 
 
-class Summed:
-    """The backward of a layer after a fork."""
-
+class LinearAdd:
     forward = None
 
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-
+    @staticmethod
     def backward(
-        self, configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads]
+        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads]
     ) -> list[Grads]:
-        found = self.layer.backward(configs[1], saved[1], buffers[1], grads[1])
+        found = linear.backward(configs[1], saved[1], buffers[1], grads[1])
         return [_summed(found[0], grads[0][1]), (None, *found[1:])]
+
+
+class AddRMSNorm:
+    forward = None
+
+    @staticmethod
+    def backward(
+        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads]
+    ) -> list[Grads]:
+        extra = grads[0][1]
+        if extra is None or extra.dtype == torch.float32:
+            # the kernel's product and sum would be one instruction there, and dx other bits than of layers one by one
+            found = norm.backward(configs[1], saved[1], buffers[1], grads[1])
+            return [_summed(found[0], extra), (None, *found[1:])]
+        found = norm.backward(configs[1], saved[1], buffers[1], grads[1], extra)
+        return [(found[0],), (None, *found[1:])]
 
 
 def _summed(dx: Tensor | None, extra: Tensor | None) -> Grads:
@@ -41,7 +54,7 @@ def _summed(dx: Tensor | None, extra: Tensor | None) -> Grads:
     return (dx.add_(extra),)
 
 
-FUSED = {"linear-add": Summed(linear), "add-rmsnorm": Summed(norm)}
+FUSED = {"linear-add": LinearAdd, "add-rmsnorm": AddRMSNorm}
 RULES = (
     Rule("linear-add", (MakeExtraOutput, Linear), "linear-add"),
     Rule("add-rmsnorm", (MakeExtraOutput, RMSNorm), "add-rmsnorm"),

@@ -59,7 +59,7 @@ class BiasAdd:
         else:
             made = linear.forward(configs[0], inputs[0])
             own, y = made._replace(outputs=(None,)), made.outputs[0]
-        y.add_(inputs[-1].extra.to(y.dtype))
+        y.add_(inputs[-1].extra)
         return [own, *[EMPTY] * (len(configs) - 2), Made((y,), (), ())]
 
 
@@ -70,7 +70,7 @@ class ScaleAdd:
     def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
         made = linear.forward(configs[0], inputs[0])
         y = made.outputs[0]
-        torch.add(inputs[2].extra.to(y.dtype), y, alpha=configs[1].function.alpha, out=y)
+        torch.add(inputs[2].extra, y, alpha=configs[1].function.alpha, out=y)
         return [made._replace(outputs=(None,)), EMPTY, Made((y,), (), ())]
 
 

@@ -8,7 +8,7 @@
     dγ = Σ dy · x̂    dβ = Σ dy                                         over the rows
 
 Backward takes x again, with the mean and rstd that forward found, as float32 [M]. With `zero_centered` the weight is
-γ - 1. y and dx have x's dtype.
+γ - 1. y and dx have x's dtype. A gradient that came to x another way can be `added` to dx before dx is rounded.
 """
 
 from typing import NamedTuple
@@ -66,8 +66,10 @@ def backward(
     x_grad: bool = True,
     weight_grad: torch.dtype | None = None,
     bias_grad: torch.dtype | None = None,
+    added: Tensor | None = None,
 ) -> Gradients:
-    """What is wanted, dγ and dβ in these dtypes. For dβ alone dy is enough; `weight` is only looked at for dx."""
+    """What is wanted, dγ and dβ in these dtypes. For dβ alone dy is enough; `weight` is only looked at for dx, as is
+    `added`, a contiguous tensor like dx."""
     if not x_grad and weight_grad is None:
         return Gradients(None, None, None if bias_grad is None else column_sums(dy, bias_grad))
     assert x is not None and rstd is not None
@@ -78,6 +80,6 @@ def backward(
         )
         return Gradients(dx, *sums)
     found: Gradients = backend.twin(__name__, dy).backward(
-        norm, dy, x, mean, rstd, weight, x_grad, weight_grad, bias_grad
+        norm, dy, x, mean, rstd, weight, x_grad, weight_grad, bias_grad, added
     )
     return found

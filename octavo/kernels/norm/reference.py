@@ -29,6 +29,7 @@ def backward(
     x_grad: bool,
     weight_grad: torch.dtype | None,
     bias_grad: torch.dtype | None,
+    added: Tensor | None,
 ) -> Gradients:
     g, r = dy.double(), rstd.double()[:, None]
     found = (x.double() if mean is None else x.double() - mean.double()[:, None]) * r
@@ -41,7 +42,8 @@ def backward(
     dx = g - found * _average(norm, g * found)[:, None]
     if norm.centers:
         dx = dx - g.mean(1, keepdim=True)
-    return Gradients((dx * r).to(dy.dtype), dw, db)
+    dx = dx * r if added is None else dx * r + added.double()
+    return Gradients(dx.to(dy.dtype), dw, db)
 
 
 def _average(norm: Norm, v: Tensor) -> Tensor:

@@ -127,19 +127,22 @@ def _statistics(mean, rstd, rows, M, CENTER: tl.constexpr):
 
 
 @triton.jit
-def _store_dx(dx, g, found, r, along, shift, rows, columns, M, N, CENTER: tl.constexpr):
+def _store_dx(dx, added, g, found, r, along, shift, rows, columns, M, N, CENTER: tl.constexpr):
     """along = mean of g · x̂, shift = mean of g, [ROWS] each."""
     d = g - found * along[:, None]
     if CENTER:
         d -= shift[:, None]
+    d *= r[:, None]
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
     live = (rows < M)[:, None] & (columns < N)[None, :]
-    tl.store(dx + at, (d * r[:, None]).to(dx.dtype.element_ty), mask=live)
+    if added is not None:
+        d += tl.load(added + at, mask=live, other=0.0).to(tl.float32)
+    tl.store(dx + at, d.to(dx.dtype.element_ty), mask=live)
 
 
 @triton.jit
 def _backward_kernel(
-    dy, x, rstd, mean, weight, dx, dw, db, M, N, dy_stride_m, dy_stride_n, stride_m, stride_n,
+    dy, x, rstd, mean, weight, dx, dw, db, added, M, N, dy_stride_m, dy_stride_n, stride_m, stride_n,
     CENTER: tl.constexpr, AVERAGE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -167,7 +170,7 @@ def _backward_kernel(
             shift = along
             if CENTER:
                 shift = tl.sum(g, 1) / divisor
-            _store_dx(dx, g, found, r, along, shift, rows, columns, M, N, CENTER)
+            _store_dx(dx, added, g, found, r, along, shift, rows, columns, M, N, CENTER)
     at = tl.program_id(0).to(tl.int64) * N + columns
     if dw is not None:
         tl.store(dw + at, tl.sum(dw_sum, 0), mask=columns < N)
@@ -177,7 +180,7 @@ def _backward_kernel(
 
 @triton.jit
 def _long_dx_kernel(
-    dy, x, rstd, mean, weight, dx, M, N, dy_stride_m, dy_stride_n, stride_m, stride_n,
+    dy, x, rstd, mean, weight, dx, added, M, N, dy_stride_m, dy_stride_n, stride_m, stride_n,
     CENTER: tl.constexpr, AVERAGE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +205,7 @@ def _long_dx_kernel(
             g *= _gamma(weight, columns, N, ZERO_CENTERED)
         v = _load(x, rows, columns, M, N, stride_m, stride_n)
         found = _around(v, m, columns, N, CENTER) * r[:, None]
-        _store_dx(dx, g, found, r, along, shift, rows, columns, M, N, CENTER)
+        _store_dx(dx, added, g, found, r, along, shift, rows, columns, M, N, CENTER)
 
 
 @triton.jit
@@ -272,6 +275,7 @@ def backward(
     x_grad: bool,
     weight_grad: torch.dtype | None,
     bias_grad: torch.dtype | None,
+    added: Tensor | None,
 ) -> Gradients:
     m, n = x.shape
     dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if x_grad else None
@@ -282,10 +286,10 @@ def backward(
         for d in (weight_grad, bias_grad)
     )
     if n <= MOST:
-        _backward_launch(norm, sizes, parts)(dy, x, rstd, mean, weight, dx, dw, db)
+        _backward_launch(norm, sizes, parts)(dy, x, rstd, mean, weight, dx, dw, db, added)
     else:
         if dx is not None:
-            _long_dx_launch(norm, sizes)(dy, x, rstd, mean, weight, dx)
+            _long_dx_launch(norm, sizes)(dy, x, rstd, mean, weight, dx, added)
         if dw is not None or db is not None:
             _long_parts_launch(norm, sizes)(dy, x, rstd, mean, dw, db)
     return Gradients(
@@ -364,16 +368,17 @@ def _variants(norm: Norm, n: int, dtype: torch.dtype) -> list[Variant]:
         "ROWS": rows, "COLUMNS": columns, "HEIGHT": PART_HEIGHT,
     }  # fmt: skip
 
-    def variant(name, kernel, warps=warps, **changed):
-        said, own = {**pointers, **sizes}, {**fixed, **changed}
+    def variant(name, kernel, warps=warps, added=None, **changed):
+        said, own = {**pointers, **sizes, "added": added}, {**fixed, **changed}
         signature = {k: said[k] for k in kernel.arg_names if said.get(k) is not None}
         own = {k: own.get(k) for k in kernel.arg_names if k not in signature}
         return Variant(f"{name} {title}", kernel, signature, own, warps, 1)
 
     found = [variant("norm", _forward_kernel)]
-    if n <= MOST:
-        return [*found, variant("norm backward", _backward_kernel)]
-    found.append(variant("norm backward", _long_dx_kernel))
-    if weight or bias:
+    backward = _backward_kernel if n <= MOST else _long_dx_kernel
+    found.append(variant("norm backward", backward))
+    if norm.kind == "rms" and dtype != torch.float32:  # octavo/fused/fork_sum
+        found.append(variant("norm backward, added", backward, added=kind))
+    if n > MOST and (weight or bias):
         found.append(variant("norm sums", _long_parts_kernel, 4, ROWS=PART_ROWS, COLUMNS=PART_COLUMNS))
     return found
