@@ -352,6 +352,30 @@ def refresh(
     torch.ops.octavo.refresh(weight, row, column, amaxes, scaling, skip, DIGEST + "|" + name + "|" + key)
 
 
+@torch.library.custom_op("octavo::weight_values", mutates_args=())
+def _weight_values(row: list[Tensor], shape: list[int], dtype: torch.dtype, plan: str) -> Tensor:
+    _, name, key = plan.split("|", 2)
+    layer = LAYERS[name]
+    found: Tensor = layer.weight_values(layer.config(key), row, tuple(shape), dtype)
+    return found.contiguous()
+
+
+@_weight_values.register_fake
+def _(row: list[Tensor], shape: list[int], dtype: torch.dtype, plan: str) -> Tensor:
+    return row[0].new_empty(shape, dtype=dtype)
+
+
+def weight_values(name: str, key: str, row: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What the row codes of a weight stand for."""
+    found: Tensor = torch.ops.octavo.weight_values(list(row), list(shape), dtype, DIGEST + "|" + name + "|" + key)
+    return found
+
+
+def layer_named(name: str) -> Any:
+    """The layer of this name in a plan."""
+    return LAYERS[name]
+
+
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import ctypes
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +28,10 @@ from octavo.lower import (
     while_tracing,
 )
 from octavo.modules import scaling, weights
+from octavo.modules.held import HeldWeight, codes_of, hold, moved
 from octavo.modules.mailbox import Mailbox, Posted
 from octavo.modules.main_grad import MainGrad, graph_buffers
+from octavo.modules.optimizers import refuse_updates
 from octavo.quant import DelayedState
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import BF16, Recipe
@@ -63,8 +65,8 @@ class Quantized(nn.Module):
         """The weight as the layer takes it, without a gradient."""
         raise NotImplementedError
 
-    def set_weights(self, whole: Tensor, *, token: bool) -> None:
-        """Make parameters of a whole weight; with `token`, of one element each that looks like its part."""
+    def set_weights(self, whole: Tensor) -> None:
+        """Make parameters of a whole weight, which may be held as codes."""
         raise NotImplementedError
 
     def title(self) -> str:
@@ -128,8 +130,9 @@ class Quantized(nn.Module):
 
     def refusal(self, recipe: Recipe | None) -> str:
         """Why this layer cannot take over a recipe; empty if it can."""
-        if self._codes.held and recipe != self._codes.recipe:
-            return f"its weight is held as codes of {self._codes.recipe}"
+        weight: Any = self.weight_parts()[0]
+        if recipe is not None and isinstance(weight, HeldWeight) and recipe.key != weight.kind.recipe:
+            return f"its weight is held as codes of {weight.kind.recipe}"
         dtype = self.weight_parts()[0].dtype
         if dtype not in FLOATS:
             return f"its weight is {dtype}, and float32, bfloat16 or float16 can be quantized"
@@ -173,12 +176,16 @@ class Quantized(nn.Module):
 
     # -- the weight's codes ----------------------------------------------------------------------------------------
 
-    def _weight_codes(self, recipe: Recipe, first: bool | Tensor | None, grads: str, observe: bool) -> str:
+    def _weight_codes(
+        self, recipe: Recipe, own: Sequence[Tensor], first: bool | Tensor | None, grads: str, observe: bool
+    ) -> str:
         """How the layer gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or "held"."""
         stored = self._codes
-        if stored.held:
-            self._check_tokens()
+        if isinstance(own[0], HeldWeight):
+            self._check_held(recipe, own)
             return "held"
+        if stored.held:
+            self._refuse_dense(own[0])
         if first is None:
             return "plain"
         self._refuse_made("is_first_microbatch")
@@ -204,13 +211,29 @@ class Quantized(nn.Module):
             self._refresh(recipe, column=column, observe=observe, skip=skip if there else None)
         return "codes"
 
-    def _check_tokens(self) -> None:
-        for weight in self.weight_parts():
-            if not weights.is_token(weight):
-                raise UnsupportedConfig(
-                    f"This layer's weight is held as codes, and it was given another of {tuple(weight.shape)}, which "
-                    "forward would not read. octavo.revert(model) first, or load_state_dict, which quantizes."
-                )
+    def _check_held(self, recipe: Recipe, own: Sequence[Any]) -> None:
+        """Codes serve the recipe that made them, and groups lie in one piece of memory."""
+        first = own[0].kind
+        if first.recipe != recipe.key or first.layer != self.NAME:
+            raise UnsupportedConfig(
+                f"{self.title()}: its weight is held as codes of {first.recipe} for a {first.layer} layer, and runs in "
+                f"{recipe}. Use that recipe, or octavo.revert(model) first."
+            )
+        for weight in own[1:]:
+            if not isinstance(weight, HeldWeight):
+                self._refuse_dense(weight)
+
+    def _refuse_dense(self, weight: Tensor) -> NoReturn:
+        raise UnsupportedConfig(
+            f"This layer's weight is held as codes, and it was given another of {tuple(weight.shape)}, which "
+            "forward would not read. octavo.revert(model) first, or write into the weight: that quantizes."
+        )
+
+    def _parts(self, kind: str, weight: Tensor, side: str) -> Parts:
+        """The weight's codes, for a call that gets it as `_weight_codes` said."""
+        if kind == "plain":
+            return ()
+        return codes_of(weight, side) if kind == "held" else self._codes.parts(self, side)
 
     def _refresh(self, recipe: Recipe, *, column: bool, observe: bool, skip: Tensor | None = None) -> None:
         weights.refuse_shards(self.weight_parts(), "refresh_weights")
@@ -464,19 +487,26 @@ class Quantized(nn.Module):
                 "Give it one whose fprop is quantized: octavo.convert(model, recipe), or recipe= of the layer."
             )
         self._codes.drop(self)
+        refuse_updates()
         whole = self.whole_weight()
-        # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
-        self._codes.fill(self, whole, recipe, column=True)
+        with weights.as_real_as(whole):
+            # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
+            self.set_weights(hold(self.NAME, recipe, whole.detach()))
         self._codes.held = True
-        self.set_weights(whole, token=True)
 
     def release_codes(self) -> None:
         """Back to a weight, of the values that the codes stand for."""
         if self._codes.held:
-            values = self._codes.values(self)
+            values = self.held_values()
             self._codes.held = False
-            self._codes.drop(self)
-            self.set_weights(values, token=False)
+            self.set_weights(values)
+
+    def held_values(self) -> Tensor:
+        """The whole weight that held codes stand for."""
+        whole: Any = self.whole_weight()
+        if not isinstance(whole, HeldWeight):
+            self._refuse_dense(whole)
+        return whole.values()
 
     # -- what nn.Module does to a module ------------------------------------------------------------------------------
 
@@ -486,8 +516,6 @@ class Quantized(nn.Module):
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         if new._scaling.recipe is not None:
             scaling.listen(new)
-        if new._codes.held:  # a parameter's copy is dense
-            new.set_weights(new.whole_weight(), token=True)
         return new
 
     def _refuse_drawing(self) -> None:
@@ -507,14 +535,18 @@ class Quantized(nn.Module):
             self._codes.drop(self)
         self._scaling.forget_views()
         unborn = self.weight_parts()[0].is_meta
+        held = {name: p for name, p in self._parameters.items() if isinstance(p, HeldWeight)}
+        done: dict[int, Tensor] = {}
+        for name, weight in held.items():
+            self._parameters[name] = None
+            held[name] = moved(weight, fn, done)
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._parameters.update(held)
         for name, before in kept.items():
             after = self._buffers[name]
             if after is not None and after.dtype != before.dtype:
                 self._buffers[name] = before.to(after.device)
-        if self._codes.held and not all(weights.is_token(weight) for weight in self.weight_parts()):
-            self.set_weights(self.whole_weight(), token=True)
         if unborn and not self.weight_parts()[0].is_meta:
             self._reset_state()
         return self

@@ -1,8 +1,8 @@
-"""A weight's codes, kept in buffers of its module at fixed addresses.
+"""A cache of a weight's codes, in buffers of its module at fixed addresses.
 
-Two uses, one storage. A *cache* spares the microbatches of a step from quantizing the same weight again: it is
-refreshed in place, and remembers which version of the weight it was made from. *Held* codes are the weight itself:
-nothing else of it is left.
+It spares the microbatches of a step from quantizing the same weight again: it is refreshed in place, and remembers
+which version of the weight it was made from. A weight of which nothing but codes is left is another thing
+(`held.py`).
 
 The buffers are not persistent (a checkpoint keeps weights, not codes of them), and codes are bytes, so that
 `module.half()` leaves them alone.
@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.linear_config import Parts
-from octavo.lower import refresh_in_graph
+from octavo.modules.held import quantize_into
 from octavo.quant.proto import TensorProto
 from octavo.recipes import Recipe
 
@@ -36,7 +36,7 @@ class Codes:
     """What is known of the codes in a module's buffers. Holds no tensor: buffers may be moved or replaced."""
 
     def __init__(self) -> None:
-        self.held = False
+        self.held = False  # whether the layer's weight is codes (`held.py`), and then there is nothing to cache
         self.recipe: Recipe | None = None  # that they were made by; None: there are none
         self._weights: list[weakref.ref[Tensor]] | None = None  # that they were made from,
         self._states: list[tuple[int, int]] = []  # and their versions and addresses then
@@ -78,15 +78,8 @@ class Codes:
             row, columns = self.parts(module, "row"), self.parts(module, "column")
             known = self._weights
             self._weights = None  # unknown until the cast is done
-            if isinstance(weight, FakeTensor):  # a reference may read what a fake does not have
-                key = f"{module.NAME}(recipe={recipe.key})"
-                refresh_in_graph(
-                    module.NAME, key, weight.detach(), list(row), list(columns), list(amaxes), list(scaling), skip
-                )
-            else:
-                module.LAYER.refresh(config, weight, row, columns, amaxes, scaling, skip)
-            # a backward that still waits for the old codes must notice
-            torch.autograd.graph.increment_version([*row, *columns])
+            key = f"{module.NAME}(recipe={recipe.key})"
+            quantize_into(module.NAME, key, weight, row, columns, amaxes, scaling, skip)
         if skip is not None:  # who can tell whether they changed: what was known of them still is
             self._weights = known
             return
@@ -125,14 +118,6 @@ class Codes:
             "is_first_microbatch=True once a step, or call octavo.refresh_weights(model) after the optimizer's."
         )
 
-    def values(self, module: Any) -> Tensor:
-        """The whole weight that held codes stand for."""
-        assert self.recipe is not None
-        config = module.LAYER.config(f"{module.NAME}(recipe={self.recipe.key})")
-        weight = module.whole_weight()
-        found: Tensor = module.LAYER.weight_values(config, self.parts(module, "row"), tuple(weight.shape), weight.dtype)
-        return found
-
 
 def state_of(weight: Tensor) -> tuple[int, int]:
     """Version and address: what changes when the weight does. Inference tensors have no version."""
@@ -158,36 +143,3 @@ def drop_buffers(module: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
-
-
-# -- tokens ----------------------------------------------------------------------------------------------------------
-
-
-def token(weight: Tensor) -> nn.Parameter:
-    """A parameter of one element that looks like the weight, has its attributes and receives its gradient."""
-    _refuse_updates()
-    one = torch.zeros(1, dtype=weight.dtype, device=weight.device)
-    found = nn.Parameter(one.expand(weight.shape), requires_grad=weight.requires_grad)
-    found.__dict__.update(weight.__dict__)
-    return found
-
-
-def is_token(weight: Tensor) -> bool:
-    return all(n == 1 or step == 0 for n, step in zip(weight.shape, weight.stride(), strict=True))
-
-
-@cache
-def _refuse_updates() -> None:
-    """Optimizers raise before they write to a token. Torch's plain ones would anyway; its fused ones would write a
-    whole weight over one element's memory."""
-
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.dim() >= 2 and p.numel() > 1 and is_token(p):
-                    raise UnsupportedConfig(
-                        f"A weight of {tuple(p.shape)} is held as codes (octavo.quantize_weights), which an optimizer "
-                        "cannot update. Leave it out of the optimizer, or octavo.revert(model) and train the weight."
-                    )
-
-    register_optimizer_step_pre_hook(check)
