@@ -5,6 +5,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo.lower.held import HeldWeight, refuse_codes
 from octavo.values import Value
 
 
@@ -34,6 +35,8 @@ class Edge(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "Edge":
+        if isinstance(x, HeldWeight):
+            refuse_codes("A Sequential")
         return cls(tuple(x.shape), x.dtype, x.device, x.requires_grad and torch.is_grad_enabled())
 
 

@@ -9,7 +9,6 @@ from octavo.lower.graph import (
     is_inside_operator,
     is_static,
     is_watched,
-    layer_named,
     recomputes,
     sac_save_ops,
     saved_elsewhere,
@@ -18,7 +17,6 @@ from octavo.lower.graph import (
 from octavo.lower.graph import refresh as refresh_in_graph
 from octavo.lower.graph import run as run_in_graph
 from octavo.lower.graph import run_into as run_into_in_graph
-from octavo.lower.graph import weight_values as values_in_graph
 
 __all__ = [
     "buffer",
@@ -28,7 +26,6 @@ __all__ = [
     "is_inside_operator",
     "is_static",
     "is_watched",
-    "layer_named",
     "recomputes",
     "refresh_in_graph",
     "run",
@@ -36,6 +33,5 @@ __all__ = [
     "run_into_in_graph",
     "sac_save_ops",
     "saved_elsewhere",
-    "values_in_graph",
     "while_tracing",
 ]

@@ -23,9 +23,9 @@ from octavo.lower import (
     is_watched,
     saved_elsewhere,
 )
+from octavo.lower.held import HeldWeight, linked_token, parameter
 from octavo.modules.ambient import ambient
 from octavo.modules.graph_refusal import graph_refusal
-from octavo.modules.held import HeldWeight, linked_token, parameter
 from octavo.modules.inputs import check_input
 from octavo.modules.quantized import Quantized, outside, wanted
 from octavo.quant.grouped import GroupedTensor
@@ -218,8 +218,8 @@ class GroupedLinear(FusibleOperation, Quantized):
         )
         inputs = layer.Inputs(
             rows, weight, bias, splits, scales, None,
-            self._parts(kind, own[0], "row"),
-            self._parts(kind, own[0], "column"),
+            self._parts(kind, own[0], "row") if kind != "plain" else (),
+            self._parts(kind, own[0], "column") if kind != "plain" else (),
             self._scaling.inputs(self) if recipe.stateful else (),
             self._scaling.seen(self) if observe == "seen" else (),
         )  # fmt: skip
@@ -363,7 +363,7 @@ class GroupedLinear(FusibleOperation, Quantized):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._codes.held:
-            values = self.held_values()
+            values = self._codes.values(self)
             for name, part in zip(self._weight_names, [values] if self._is_single else values.unbind(), strict=True):
                 destination[prefix + name] = part
 
@@ -380,7 +380,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         if self._codes.held and _fit(parts, own):
             with torch.no_grad():
                 for p, part in zip(own, parts, strict=True):
-                    p.copy_(part)
+                    p.copy_(part)  # type: ignore[arg-type]
             # the rest of the loading sees weights that already are what they would become
             found |= {key: p.detach() for key, p in zip(keys, own, strict=True)}
         super()._load_from_state_dict(found, prefix, *rest)  # type: ignore[no-untyped-call]

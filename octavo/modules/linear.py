@@ -19,9 +19,9 @@ from octavo.layers.contract import NAMES
 from octavo.layers.linear_config import Parts
 from octavo.layers.targets import Sought, Target
 from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
+from octavo.lower.held import HeldWeight, linked_token, parameter
 from octavo.modules.ambient import ambient
 from octavo.modules.graph_refusal import graph_refusal
-from octavo.modules.held import HeldWeight, linked_token, parameter
 from octavo.modules.inputs import check_input
 from octavo.modules.quantized import Quantized, outside, wanted
 from octavo.quant import QTensor
@@ -153,8 +153,8 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         given = linked_token((weight,)) if kind == "held" and not tracing else weight
         inputs = layer.Inputs(
             None, given, added, codes,
-            self._parts(kind, weight, "row"),
-            self._parts(kind, weight, "column"),
+            self._parts(kind, weight, "row") if kind != "plain" else (),
+            self._parts(kind, weight, "column") if kind != "plain" else (),
             self._scaling.inputs(self) if recipe.stateful else (),
             self._scaling.seen(self) if observe == "seen" else (),
         )  # fmt: skip
@@ -214,7 +214,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._codes.held:
-            destination[prefix + "weight"] = self.held_values()
+            destination[prefix + "weight"] = self._codes.values(self)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         key = prefix + "weight"

@@ -28,6 +28,7 @@ def step(model: nn.Module, group: Any = None) -> None:
     rank must then hold the same layers. None reduces nothing."""
     batches: dict[tuple[Any, ...], list[DelayedState]] = {}
     for _, module in layers(model):
+        module._codes.end_step()
         scaling = module._scaling
         if scaling.recipe is not None:
             recipe, states = scaling.recipe, [scaling.state(module, side) for side in SIDES]

@@ -1,26 +1,106 @@
-"""What torch's optimizers are asked and told, for all of them: hooks that fire around every step."""
+"""Torch's optimizers, as the caches of weights see them: hooks that fire before every step of every one of them.
 
+A fused kernel writes to a weight without advancing the version that torch keeps of it, so that neither autograd nor a
+cache notices. Here a step advances it: before the optimizer writes, or, where a closure is given, after that has run.
+Hooks of the caller's own then find the version that the weight will keep, and may refresh codes.
+"""
+
+import gc
+import weakref
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from octavo.errors import UnsupportedConfig
-from octavo.modules.held import HeldWeight
+from octavo.lower.held import HeldWeight
+from octavo.modules.mailbox import is_capturing
+
+_GRADIENTS = ("main_grad", "get_main_grad", "decoupled_grad")  # attributes in which a weight's gradient may be instead
+
+
+class _Heard:
+    """All that was heard of steps in this process."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.captured: Any = WeakTensorKeyDictionary()  # weights that replays of a CUDA graph update
+
+
+_heard = _Heard()
+
+
+def steps() -> int:
+    """How many steps torch's optimizers have taken."""
+    return _heard.steps
+
+
+def is_replayed(weight: Tensor) -> bool:
+    """Whether an update of this weight was captured in a CUDA graph, whose replays nothing tells of."""
+    return bool(_heard.captured) and weight in _heard.captured
+
+
+def owner_of(weight: Tensor) -> Optimizer | None:
+    """The torch optimizer that updates a weight: its steps are heard."""
+    for optimizer in list(_heard.optimizers):
+        if _has(optimizer, weight):
+            return optimizer
+    # one that has not stepped yet: a slow search, for a weight that is about to be refused
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Optimizer) and "param_groups" in thing.__dict__ and _has(thing, weight):
+            _heard.optimizers.add(thing)
+            found: Optimizer = thing
+            return found
+    return None
+
+
+def _has(optimizer: Optimizer, weight: Tensor) -> bool:
+    return any(p is weight for group in optimizer.param_groups for p in group["params"])
 
 
 @cache
-def refuse_updates() -> None:
-    """Optimizers raise before they write to a weight held as codes: most updates would be rounded away."""
+def listen() -> None:
+    """Hear the steps of all optimizers, made before or after."""
+    register_optimizer_step_pre_hook(_before)
 
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if isinstance(p, HeldWeight) and p.grad is not None:
-                    raise UnsupportedConfig(
-                        f"A weight of {tuple(p.shape)} is held as codes (octavo.quantize_weights), which an optimizer "
-                        "cannot update. Leave it out of the optimizer, or octavo.revert(model) and train the weight."
-                    )
 
-    register_optimizer_step_pre_hook(check)
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if not callable(closure):
+        _written(optimizer)
+        return None
+
+    def then_written() -> Any:
+        loss = closure()
+        _written(optimizer)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], then_written, *args[2:]), kwargs
+    return args, {**kwargs, "closure": then_written}
+
+
+def _written(optimizer: Optimizer) -> None:
+    """The optimizer is about to write to its parameters that have a gradient."""
+    found = [p for group in optimizer.param_groups for p in group["params"] if _has_gradient(p)]
+    for p in found:
+        if isinstance(p, HeldWeight):
+            raise UnsupportedConfig(
+                f"A weight of {tuple(p.shape)} is held as codes (octavo.quantize_weights), which an optimizer "
+                "cannot update. Leave it out of the optimizer, or octavo.revert(model) and train the weight."
+            )
+    _heard.steps += 1
+    _heard.optimizers.add(optimizer)
+    torch.autograd.graph.increment_version(found)
+    if is_capturing():
+        for p in found:
+            _heard.captured[p] = True
+
+
+def _has_gradient(p: Tensor) -> bool:
+    return p.grad is not None or not p.__dict__.keys().isdisjoint(_GRADIENTS)

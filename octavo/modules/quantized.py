@@ -10,7 +10,7 @@ import ctypes
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,10 @@ from octavo.lower import (
     run_into_in_graph,
     while_tracing,
 )
-from octavo.modules import scaling, weights
-from octavo.modules.held import HeldWeight, codes_of, hold, moved
+from octavo.lower.held import HeldWeight, codes_of, hold, moved
+from octavo.modules import optimizers, scaling, weights
 from octavo.modules.mailbox import Mailbox, Posted
 from octavo.modules.main_grad import MainGrad, graph_buffers
-from octavo.modules.optimizers import refuse_updates
 from octavo.quant import DelayedState
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import BF16, Recipe
@@ -87,6 +86,7 @@ class Quantized(nn.Module):
         path: str = "",
     ) -> None:
         """Settings, and what the recipe needs."""
+        optimizers.listen()
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.strict = strict
@@ -185,7 +185,9 @@ class Quantized(nn.Module):
             self._check_held(recipe, own)
             return "held"
         if stored.held:
-            self._refuse_dense(own[0])
+            weights.refuse_dense(own[0])
+        if "w" in grads and not torch.compiler.is_compiling():
+            stored.trained = True
         if first is None:
             return "plain"
         self._refuse_made("is_first_microbatch")
@@ -221,18 +223,10 @@ class Quantized(nn.Module):
             )
         for weight in own[1:]:
             if not isinstance(weight, HeldWeight):
-                self._refuse_dense(weight)
-
-    def _refuse_dense(self, weight: Tensor) -> NoReturn:
-        raise UnsupportedConfig(
-            f"This layer's weight is held as codes, and it was given another of {tuple(weight.shape)}, which "
-            "forward would not read. octavo.revert(model) first, or write into the weight: that quantizes."
-        )
+                weights.refuse_dense(weight)
 
     def _parts(self, kind: str, weight: Tensor, side: str) -> Parts:
         """The weight's codes, for a call that gets it as `_weight_codes` said."""
-        if kind == "plain":
-            return ()
         return codes_of(weight, side) if kind == "held" else self._codes.parts(self, side)
 
     def _refresh(self, recipe: Recipe, *, column: bool, observe: bool, skip: Tensor | None = None) -> None:
@@ -487,7 +481,6 @@ class Quantized(nn.Module):
                 "Give it one whose fprop is quantized: octavo.convert(model, recipe), or recipe= of the layer."
             )
         self._codes.drop(self)
-        refuse_updates()
         whole = self.whole_weight()
         with weights.as_real_as(whole):
             # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
@@ -497,16 +490,9 @@ class Quantized(nn.Module):
     def release_codes(self) -> None:
         """Back to a weight, of the values that the codes stand for."""
         if self._codes.held:
-            values = self.held_values()
+            values = self._codes.values(self)
             self._codes.held = False
             self.set_weights(values)
-
-    def held_values(self) -> Tensor:
-        """The whole weight that held codes stand for."""
-        whole: Any = self.whole_weight()
-        if not isinstance(whole, HeldWeight):
-            self._refuse_dense(whole)
-        return whole.values()
 
     # -- what nn.Module does to a module ------------------------------------------------------------------------------
 
@@ -535,11 +521,9 @@ class Quantized(nn.Module):
             self._codes.drop(self)
         self._scaling.forget_views()
         unborn = self.weight_parts()[0].is_meta
-        held = {name: p for name, p in self._parameters.items() if isinstance(p, HeldWeight)}
         done: dict[int, Tensor] = {}
-        for name, weight in held.items():
-            self._parameters[name] = None
-            held[name] = moved(weight, fn, done)
+        held = {name: moved(p, fn, done) for name, p in self._parameters.items() if isinstance(p, HeldWeight)}
+        self._parameters.update(dict.fromkeys(held))  # their turn is over
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._parameters.update(held)

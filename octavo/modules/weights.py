@@ -11,17 +11,18 @@ The buffers are not persistent (a checkpoint keeps weights, not codes of them), 
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.linear_config import Parts
-from octavo.modules.held import quantize_into
+from octavo.lower.held import HeldWeight, quantize_into
+from octavo.modules import optimizers
+from octavo.modules.mailbox import is_capturing
 from octavo.quant.proto import TensorProto
 from octavo.recipes import Recipe
 
@@ -39,11 +40,16 @@ class Codes:
         self.held = False  # whether the layer's weight is codes (`held.py`), and then there is nothing to cache
         self.recipe: Recipe | None = None  # that they were made by; None: there are none
         self._weights: list[weakref.ref[Tensor]] | None = None  # that they were made from,
-        self._states: list[tuple[int, int]] = []  # and their versions and addresses then
+        self._states: list[State] = []  # as they were then
+        self.trained = False  # whether a forward has asked for the weight's gradient
+        self._steps = 0  # that optimizers had taken when they were made, or last vouched for
+        self._ended = False  # whether a training step has ended since
+        self._captured = False  # whether a CUDA graph makes them, at every replay
+        self._owners: list[weakref.ref[Any]] = []  # optimizers that were found to update the weights
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy's weight is another tensor: its cache is cold."""
-        return {**self.__dict__, "_weights": None, "_states": []}
+        return {**self.__dict__, "_weights": None, "_states": [], "_owners": []}
 
     def parts(self, module: nn.Module, side: str) -> Parts:
         buffers = module._buffers
@@ -85,6 +91,7 @@ class Codes:
             return
         own = module.weight_parts()
         self.recipe, self._weights, self._states = recipe, [weakref.ref(w) for w in own], [state_of(w) for w in own]
+        self._steps, self._ended, self._captured = optimizers.steps(), False, is_capturing()
 
     def _reserve(self, module: Any, config: Any, weight: Tensor, column: bool) -> None:
         """The buffers that are missing."""
@@ -111,18 +118,59 @@ class Codes:
             if then != now:
                 other = "it has another storage"
                 self._refuse(f"from version {then[0]} to {now[0]}" if then[0] != now[0] else other)
+            if optimizers.is_replayed(weight) and not self._captured:
+                self._refuse("an optimizer's step was captured in a CUDA graph, and nothing tells of its replays")
+        if self._ended or self._steps != optimizers.steps():
+            self._check_owners(weights)
+
+    def end_step(self) -> None:
+        """A training step has ended: weights that torch's optimizers do not update may have changed unseen."""
+        self._ended = True
+
+    def _check_owners(self, weights: Sequence[Tensor]) -> None:
+        """Versions tell of updates by torch's optimizers. A weight that is trained and that none of them has is updated
+        by something else, such as an optimizer of copies or of shards, which may write behind torch's back."""
+        unheard = [w for w in weights if w.requires_grad and (self.trained or w.grad is not None)]
+        if len(self._owners) < len(unheard) or any([ref() is None for ref in self._owners]):
+            owners = [optimizers.owner_of(weight) for weight in unheard]
+            if None in owners:
+                what = "octavo.step ended" if self._ended else "other weights' optimizers took"
+                self._refuse(f"{what} a training step, and no torch optimizer, which would be heard, has it")
+            self._owners = [weakref.ref(owner) for owner in owners]
+        self._steps, self._ended = optimizers.steps(), False
+
+    def values(self, module: Any) -> Tensor:
+        """The whole weight of a module whose weight is codes."""
+        whole = module.whole_weight()
+        return whole.values() if isinstance(whole, HeldWeight) else refuse_dense(whole)
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedConfig(
-            f"is_first_microbatch=False uses cached codes of a weight that has changed since ({what}). Pass "
-            "is_first_microbatch=True once a step, or call octavo.refresh_weights(model) after the optimizer's."
+            f"is_first_microbatch=False uses cached codes of a weight that has changed since, or may have ({what}). "
+            "Pass is_first_microbatch=True once a step, or call octavo.refresh_weights(model) after the optimizer's."
         )
 
 
-def state_of(weight: Tensor) -> tuple[int, int]:
-    """Version and address: what changes when the weight does. Inference tensors have no version."""
-    elusive = isinstance(weight, FakeTensor)
-    return (-1 if weight.is_inference() else weight._version), 0 if elusive else weight.data_ptr()
+class State(NamedTuple):
+    """What changes when a weight does."""
+
+    version: int  # inference tensors have none
+    address: int
+    storage: Any  # a weak reference: while it is held, no other storage looks the same
+
+
+def state_of(weight: Tensor) -> State:
+    version = -1 if weight.is_inference() else weight._version
+    if isinstance(weight, FakeTensor):
+        return State(version, 0, None)
+    return State(version, weight.data_ptr(), StorageWeakRef(weight.untyped_storage()))  # type: ignore[no-untyped-call]
+
+
+def refuse_dense(weight: Tensor) -> NoReturn:
+    raise UnsupportedConfig(
+        f"This layer's weight is held as codes, and it was given another of {tuple(weight.shape)}, which forward would "
+        "not read. octavo.revert(model) first, or write to the weight: that quantizes."
+    )
 
 
 def refuse_shards(weights: Sequence[Tensor], what: str) -> None:

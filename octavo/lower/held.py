@@ -1,7 +1,7 @@
 """A weight that is codes: a tensor that owns them, in both orientations, and no other memory.
 
-Reading it gives the values that the codes stand for, in the weight's dtype, with gradients that are dense. Writing to it
-in place, through a view too, computes with the values and quantizes the result into the same codes: one rounding for
+Reading it gives the values that the codes stand for, in the weight's dtype, with gradients that are dense. Writing to
+it in place, through a view too, computes with the values and quantizes the result into the same codes: one rounding for
 each write, of all that shares a scale with it. `detach()`, `.data`, views, `clone()` and moves to another device are
 codes again; every other operation returns a plain tensor.
 
@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_map
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.linear_config import Parts
-from octavo.lower import is_watched, layer_named, refresh_in_graph, values_in_graph
+from octavo.lower.graph import is_watched, layer_named, weight_values
+from octavo.lower.graph import refresh as refresh_in_graph
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 from octavo.recipes import Recipe
@@ -50,11 +51,11 @@ class Step(NamedTuple):
     operator: str  # its name: an operator itself is not pickled
     arguments: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
-    index: int | None  # of the tensor, where there are several
+    which: int | None  # of the tensors, where there are several
 
     def of(self, values: Tensor) -> Tensor:
         found: Any = _operator(self.operator)(values, *self.arguments, **dict(self.keywords))
-        view: Tensor = found if self.index is None else found[self.index]
+        view: Tensor = found if self.which is None else found[self.which]
         return view
 
 
@@ -62,7 +63,7 @@ class HeldWeight(Tensor):
     """A weight held as codes, one group of it, or a view of either."""
 
     __slots__ = (*INNER, "kind", "group", "steps")
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     row_codes: Tensor
     row_scale: Tensor
@@ -98,19 +99,23 @@ class HeldWeight(Tensor):
 
     # -- the codes -------------------------------------------------------------------------------------------------
 
-    def inner(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The tensors inside, by name."""
         return {name: t for name in INNER if (t := getattr(self, name)) is not None}
 
     def with_inner(self, inner: dict[str, Tensor]) -> "HeldWeight":
         """The same view of other codes."""
-        return HeldWeight(inner, self.kind, self.group, self.steps, self.shape, self.stride())
+        return self._made(inner, self.kind, self.group, self.steps, self.shape, self.stride())
 
     def whole(self) -> "HeldWeight":
-        return HeldWeight(self.inner(), self.kind)
+        return self._made(self.tensors(), self.kind)
 
     def groups(self) -> list["HeldWeight"]:
-        return [HeldWeight(self.inner(), self.kind, i) for i in range(self.kind.shape[0])]
+        return [self._made(self.tensors(), self.kind, i) for i in range(self.kind.shape[0])]
+
+    def _made(self, *settings: Any) -> "HeldWeight":
+        with torch.inference_mode(self.is_inference()):  # a view is an inference tensor if its base is one
+            return HeldWeight(*settings)
 
     def values(self) -> Tensor:
         """What it reads as, without a gradient."""
@@ -122,6 +127,9 @@ class HeldWeight(Tensor):
             values = self.values()
         found: Tensor = Join.apply(values, self)  # type: ignore[no-untyped-call]
         return found
+
+    def tolist(self) -> Any:
+        return self.values().tolist()
 
     def _shown(self, base: Tensor) -> Tensor:
         for step in self.steps:
@@ -157,20 +165,22 @@ class HeldWeight(Tensor):
 
     def _group_slices(self) -> tuple[list[Tensor], list[Tensor]]:
         """This group's part of each tensor: of the one dim that grows with the number of groups."""
-        found = []
-        for side, room in zip(("row", "column"), _protos(self.kind, 1, torch.float32, torch.device("meta")), strict=True):
-            own = codes_of(self, side)
-            found.append([_slice(t, alone, self.group or 0) for t, alone in zip(own, _room(room) if own else (), strict=True)])
-        return found[0], found[1]
+        row, column = _protos(self.kind, 1, self.dtype, torch.device("meta"))
+        return self._slices(codes_of(self, "row"), row), self._slices(codes_of(self, "column"), column)
+
+    def _slices(self, own: Parts, proto: Any) -> list[Tensor]:
+        assert self.group is not None
+        return [_slice(t, alone, self.group) for t, alone in zip(own, _room(proto) if own else (), strict=True)]
 
     # -- what torch asks of a tensor that is made of others ----------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self.inner()), (self.kind, self.group, self.steps)
+        return list(self.tensors()), (self.kind, self.group, self.steps)
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "HeldWeight":
-        return HeldWeight(inner, *context, size, stride)
+        kind, group, steps = context
+        return HeldWeight(inner, kind, group, steps, size, stride)
 
     def _stable_hash_for_caching(self) -> str:
         return repr((self.kind, self.group, self.steps, tuple(self.shape), self.dtype))
@@ -182,12 +192,12 @@ class HeldWeight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_parameter = isinstance(self, nn.Parameter)
         attributes = {name: value for name, value in self.__dict__.items() if name != "_is_param"}
-        where = self.inner(), self.kind, self.group, self.steps, tuple(self.shape), tuple(self.stride())
+        where = self.tensors(), self.kind, self.group, self.steps, tuple(self.shape), tuple(self.stride())
         return _rebuilt, (where, is_parameter, self.requires_grad, attributes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """As a parameter's: its values, not its gradient and attributes."""
-        found = self.with_inner({name: copy.deepcopy(t, memo) for name, t in self.inner().items()})
+        found = self.with_inner({name: copy.deepcopy(t, memo) for name, t in self.tensors().items()})
         made = memo[id(self)] = _as_parameter(found, self.requires_grad) if isinstance(self, nn.Parameter) else found
         return made
 
@@ -208,7 +218,7 @@ class HeldWeight(Tensor):
     # -- operators -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func.namespace == "octavo":  # a layer's node, that has the codes beside it
             return func(*tree_map(_token_or, args), **kwargs)
@@ -239,12 +249,12 @@ class HeldWeight(Tensor):
         step = Step(func.name(), arguments, tuple(keywords.items()), None)
         if isinstance(shown, Tensor):
             return self._seen(step, shown)
-        return [self._seen(step._replace(index=i), part) for i, part in enumerate(shown)]
+        return [self._seen(step._replace(which=i), part) for i, part in enumerate(shown)]
 
     def _seen(self, step: Step, like: Tensor) -> Any:
         if like.dtype != self.dtype:
             self._refuse(f"{step.operator} would show its bits as {like.dtype}, which it does not have")
-        return HeldWeight(self.inner(), self.kind, self.group, (*self.steps, step), like.shape, like.stride())
+        return self._made(self.tensors(), self.kind, self.group, (*self.steps, step), like.shape, like.stride())
 
     # -- refusals --------------------------------------------------------------------------------------------------
 
@@ -288,11 +298,11 @@ def parameter(weight: HeldWeight, like: Tensor) -> nn.Parameter:
     return found
 
 
-def moved(weight: HeldWeight, fn: Any, done: dict[int, Tensor]) -> nn.Parameter:
-    """What `fn` of `nn.Module._apply` makes of a parameter: codes and scales follow to its device, and keep their dtype.
+def moved(weight: Any, fn: Any, done: dict[int, Tensor]) -> nn.Parameter:
+    """A held parameter after `fn` of `nn.Module._apply`: codes and scales follow to its device, and keep their dtype.
     `done` has what it made of tensors that several parameters share."""
     inner = {}
-    for name, tensor in weight.inner().items():
+    for name, tensor in weight.tensors().items():
         if id(tensor) not in done:
             new = fn(tensor)
             cast = new.dtype != tensor.dtype and name != "element"
@@ -313,6 +323,13 @@ def quantize_into(
             which = layer_named(layer)
             which.refresh(which.config(key), weight, row, column, amaxes, scaling, skip)
         torch.autograd.graph.increment_version([*row, *column])
+
+
+def refuse_codes(title: str) -> NoReturn:
+    """Kernels read memory, and a held weight has none of its own."""
+    raise UnsupportedConfig(
+        f"{title} takes an activation, got a weight that is held as codes. Pass its values: weight.dequantize()."
+    )
 
 
 class _Token(torch.autograd.Function):
@@ -346,13 +363,13 @@ def linked_token(parts: Sequence[Any]) -> Tensor:
 
 
 def _aliased(func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].with_inner(args[0].inner())
+    return args[0].with_inner(args[0].tensors())
 
 
 def _cloned(func: Any, args: Any, kwargs: Any) -> Any:
     if args[0].steps or args[0].group is not None:
         return NotImplemented
-    return args[0].with_inner({name: t.clone() for name, t in args[0].inner().items()})
+    return args[0].with_inner({name: t.clone() for name, t in args[0].tensors().items()})
 
 
 def _moved_copy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -361,7 +378,7 @@ def _moved_copy(func: Any, args: Any, kwargs: Any) -> Any:
     dtype, device = kwargs.get("dtype") or own.dtype, kwargs.get("device") or own.device
     if own.steps or own.group is not None or dtype != own.dtype:
         return NotImplemented
-    return own.with_inner({name: t.to(device, copy=True) for name, t in own.inner().items()})
+    return own.with_inner({name: t.to(device, copy=True) for name, t in own.tensors().items()})
 
 
 def _copied(func: Any, args: Any, kwargs: Any) -> Any:
@@ -372,7 +389,7 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
     if own.kind != other.kind or own.dtype != other.dtype:
         return NotImplemented
     own._refuse_in_graphs()
-    for name, t in own.inner().items():
+    for name, t in own.tensors().items():
         t.copy_(getattr(other, name))
     return own
 
@@ -390,7 +407,7 @@ def _stacked(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _recorded(func: Any, args: Any, kwargs: Any) -> Any:
-    for tensor in args[0].inner().values():
+    for tensor in args[0].tensors().values():
         func(tensor, *args[1:], **kwargs)
 
 
@@ -471,7 +488,7 @@ def _values(kind: Kind, row: Parts, shape: tuple[int, ...], dtype: torch.dtype) 
         layer = layer_named(kind.layer)
         found: Tensor = layer.weight_values(layer.config(kind.key), row, shape, dtype)
         return found.contiguous()
-    return values_in_graph(kind.layer, kind.key, row, shape, dtype)
+    return weight_values(kind.layer, kind.key, row, shape, dtype)
 
 
 def _protos(kind: Kind, groups: int | None, dtype: torch.dtype, device: torch.device) -> Any:
