@@ -215,6 +215,12 @@ class HeldWeight(Tensor):
         with torch.no_grad():
             self.copy_(value)
 
+    def data_ptr(self) -> NoReturn:  # kernels ask for it, and would read at address 0
+        self._refuse("it has no memory of its own")
+
+    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse("it has no memory to share")
+
     # -- operators -------------------------------------------------------------------------------------------------
 
     @classmethod

@@ -203,7 +203,7 @@ class Quantized(nn.Module):
         elif not isinstance(first, bool):
             raise UnsupportedConfig(f"is_first_microbatch is True, False, None or one element, got {first!r}.")
         if torch.compiler.is_compiling():
-            self._refresh_in_graph(recipe, first, column, observe, skip)
+            self._refresh_in_graph(recipe, first, grads, observe, skip)
             return "codes"
         there = stored.recipe == recipe and not stored.is_cold
         if not first and there:
@@ -234,10 +234,11 @@ class Quantized(nn.Module):
         amaxes, slots = self._weight_scaling(recipe, observe)
         self._codes.fill(self, self.whole_weight(), recipe, column=column, amaxes=amaxes, scaling=slots, skip=skip)
 
-    def _refresh_in_graph(self, recipe: Recipe, first: bool, column: bool, observe: bool, skip: Tensor | None) -> None:
+    def _refresh_in_graph(self, recipe: Recipe, first: bool, grads: str, observe: bool, skip: Tensor | None) -> None:
         """The same, while a graph is traced: buffers that are missing are made and filled now, once; the graph
         refreshes them where it is told to. Whether a weight has changed is not for a graph to see."""
-        self._make_cache(recipe.key, column, observe and not first)
+        column = "x" in grads and recipe.linear().dgrad.right is not None
+        self._make_cache(recipe.key, column, observe and not first, "w" in grads)
         stored = self._codes.recipe
         if stored is None or stored.key != recipe.key:  # never now; read here, it is a guard of the graph
             raise UnsupportedConfig(f"The weight cache holds codes of {stored}, and {recipe} is in force.")
@@ -250,9 +251,10 @@ class Quantized(nn.Module):
                 refresh_in_graph(self.NAME, key, weight, list(row), list(columns), amaxes, slots, skip)
 
     @while_tracing
-    def _make_cache(self, recipe_key: str, column: bool, observe: bool) -> bool:
+    def _make_cache(self, recipe_key: str, column: bool, observe: bool, trains: bool) -> bool:
         """The cache that a graph is about to use."""
         recipe, stored = resolve(recipe_key), self._codes
+        stored.trained = stored.trained or trains
         if stored.recipe != recipe or stored.is_cold or (column and not stored.has(self, "column")):
             self._refresh(recipe, column=column, observe=observe)
         return True

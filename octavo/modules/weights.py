@@ -79,17 +79,18 @@ class Codes:
         with as_real_as(weight), torch.no_grad():
             if self.recipe != recipe:
                 self.drop(module)
-            config = module.LAYER.config(f"{module.NAME}(recipe={recipe.key})")
-            self._reserve(module, config, weight, column)
+            key = f"{module.NAME}(recipe={recipe.key})"
+            self._reserve(module, module.LAYER.config(key), weight, column)
             row, columns = self.parts(module, "row"), self.parts(module, "column")
             known = self._weights
             self._weights = None  # unknown until the cast is done
-            key = f"{module.NAME}(recipe={recipe.key})"
             quantize_into(module.NAME, key, weight, row, columns, amaxes, scaling, skip)
         if skip is not None:  # who can tell whether they changed: what was known of them still is
             self._weights = known
             return
         own = module.weight_parts()
+        if known is None or any([ref() is not w for ref, w in zip(known, own, strict=True)]):
+            self._owners = []  # they are of other weights
         self.recipe, self._weights, self._states = recipe, [weakref.ref(w) for w in own], [state_of(w) for w in own]
         self._steps, self._ended, self._captured = optimizers.steps(), False, is_capturing()
 

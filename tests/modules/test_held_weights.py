@@ -67,7 +67,6 @@ READS = {
     "foreach": lambda w: torch._foreach_mul([w, w], 2.0)[1],
     "max": lambda w: w.max(1).values,
     "iteration": lambda w: sum(row.sum() for row in w),
-    "numpy": lambda w: torch.from_numpy(w.detach().numpy().copy()),
 }
 
 
@@ -78,11 +77,7 @@ def test_a_read_sees_what_the_codes_stand_for(read, mode):
     want = values(layer)
     assert want.abs().sum() > 1
     with mode():
-        try:
-            found = read(layer.weight)
-        except (RuntimeError, TypeError):
-            assert read is READS["numpy"]  # as torch refuses it for any tensor that is more than its memory
-            return
+        found = read(layer.weight)
     expected = read(want)
     assert_same(found.detach().clone() * 1, expected.detach())
 
@@ -270,6 +265,16 @@ def test_another_shape_or_memory_is_refused(change):
     assert_same(values(layer), before)
 
 
+@pytest.mark.parametrize(
+    "reach",
+    [lambda w: w.data_ptr(), torch.from_dlpack, lambda w: w.numpy(), lambda w: w.view(torch.int32)],
+    ids=["data_ptr", "dlpack", "numpy", "bits"],
+)
+def test_memory_that_it_does_not_have_is_not_given_away(reach):
+    with pytest.raises((UnsupportedConfig, RuntimeError), match="codes|subclass"):
+        reach(held().weight.detach())
+
+
 def test_an_operator_that_hides_what_it_writes_is_refused():
     """Collectives do not say that they write: what they wrote would be lost."""
     layer = held()
@@ -337,7 +342,7 @@ def test_a_held_weight_serves_whatever_layer_has_it():
         functional_call(make("mxfp8", K, N, bias=False), {"weight": layer.weight}, (X,))
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_values_are_read_in_a_graph(backend):
     layer = held()
 
@@ -352,22 +357,19 @@ def test_values_are_read_in_a_graph(backend):
     assert (grad - dw).norm() / dw.norm() < 1e-5
 
 
-def test_a_write_in_a_graph_is_refused_or_done():
+@pytest.mark.parametrize("write", [lambda w: w.mul_(2), lambda w: w.data.add_(1), lambda w: w[0].zero_()])
+def test_a_write_in_a_graph_is_refused(write):
     layer = held()
+    before = values(layer).clone()
 
     @torch.compile(backend="aot_eager")
     def call():
         with torch.no_grad():
-            layer.weight.mul_(2)
+            write(layer.weight)
 
-    before = values(layer).clone()
-    try:
+    with pytest.raises(Exception, match="held as codes"):
         call()
-    except Exception as error:
-        assert "held as codes" in str(error)
-        assert_same(values(layer), before)
-    else:
-        assert_same(values(layer), 2 * before)
+    assert_same(values(layer), before)
 
 
 @pytest.mark.parametrize("each", [False, True], ids=["one", "each"])
@@ -391,7 +393,7 @@ def test_groups_compile(each, frozen):
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
-@quantized
+@sample
 @pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
 def test_copies_and_pickles_are_held_too(recipe, each):
     layer = held(recipe) if each is None else experts(recipe, each)
