@@ -23,6 +23,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.layers.linear_config import Parts
 from octavo.lower.graph import is_watched, layer_named, weight_values
 from octavo.lower.graph import refresh as refresh_in_graph
+from octavo.lower.graph import token as token_in_graph
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 from octavo.recipes import Recipe
@@ -62,7 +63,7 @@ class Step(NamedTuple):
 class HeldWeight(Tensor):
     """A weight held as codes, one group of it, or a view of either."""
 
-    __slots__ = (*INNER, "kind", "group", "steps")
+    __slots__ = (*INNER, "group", "kind", "steps", "token")
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     row_codes: Tensor
@@ -74,6 +75,7 @@ class HeldWeight(Tensor):
     element: Tensor  # [1], zero: what the token is made of
     kind: Kind
     group: int | None
+    token: Tensor | None  # a plain tensor that looks like the whole weight: a layer asks it for shape, dtype and device
     steps: tuple[Step, ...]  # from the weight, or the group, to what this tensor shows
 
     @staticmethod
@@ -96,6 +98,7 @@ class HeldWeight(Tensor):
         for name in INNER:
             setattr(self, name, inner.get(name))
         self.kind, self.group, self.steps = kind, group, steps
+        self.token = token_of(self) if _is_plain(self.element) else None  # kept: a call asks for it each time
 
     # -- the codes -------------------------------------------------------------------------------------------------
 
@@ -226,8 +229,6 @@ class HeldWeight(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func.namespace == "octavo":  # a layer's node, that has the codes beside it
-            return func(*tree_map(_token_or, args), **kwargs)
         special = _SPECIAL.get(func)
         if special is not None:
             found = special(func, args, kwargs)
@@ -284,6 +285,15 @@ def codes_of(weight: Tensor, side: str) -> Parts:
     if codes is None:
         return ()
     return (codes, scale) if level2 is None else (codes, scale, level2)
+
+
+def is_whole(parts: Sequence[Any]) -> bool:
+    """Whether these are one held weight, or all of its groups in their order."""
+    first = parts[0]
+    if len(parts) == 1 and first.group is None:
+        return not first.steps
+    same = [isinstance(p, HeldWeight) and p.row_codes is first.row_codes and not p.steps for p in parts]
+    return all(same) and [p.group for p in parts] == list(range(first.kind.shape[0]))
 
 
 def hold(layer: str, recipe: Recipe, weight: Tensor) -> HeldWeight:
@@ -353,16 +363,19 @@ class _Token(torch.autograd.Function):
 
 
 def token_of(weight: HeldWeight) -> Tensor:
-    """A plain tensor of one element that looks like the whole weight: a layer asks it for shape, dtype and device."""
+    """A new token."""
     return weight.element.expand(weight.kind.shape)
 
 
 def linked_token(parts: Sequence[Any]) -> Tensor:
     """The same, with the gradients of the parameters that the weight consists of."""
+    if torch.compiler.is_compiling():
+        return token_in_graph(parts, parts[0].kind.shape)
     if torch.is_grad_enabled() and any([p.requires_grad for p in parts]):
         found: Tensor = _Token.apply(*parts)  # type: ignore[no-untyped-call]
         return found
-    return token_of(parts[0])
+    token: Tensor | None = parts[0].token
+    return token_of(parts[0]) if token is None else token
 
 
 # -- operators that have a way of their own ----------------------------------------------------------------------------
@@ -400,16 +413,8 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
     return own
 
 
-def _stacked(func: Any, args: Any, kwargs: Any) -> Any:
-    """All groups, one after the other, are the whole weight."""
-    parts, dim = args[0], (*args[1:], kwargs.get("dim", 0))[0]
-    first = parts[0]
-    if dim != 0 or not isinstance(first, HeldWeight) or len(parts) != first.kind.shape[0]:
-        return NotImplemented
-    for i, part in enumerate(parts):
-        if not isinstance(part, HeldWeight) or part.group != i or part.steps or part.row_codes is not first.row_codes:
-            return NotImplemented
-    return first.whole()
+def _linked(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0][0].element.new_zeros(1).expand(args[1])
 
 
 def _recorded(func: Any, args: Any, kwargs: Any) -> Any:
@@ -419,8 +424,8 @@ def _recorded(func: Any, args: Any, kwargs: Any) -> Any:
 
 _SPECIAL: dict[Any, Any] = {
     aten.detach.default: _aliased, aten.alias.default: _aliased, aten.clone.default: _cloned,
-    aten._to_copy.default: _moved_copy, aten.copy_.default: _copied, aten.stack.default: _stacked,
-    aten.record_stream.default: _recorded,
+    aten._to_copy.default: _moved_copy, aten.copy_.default: _copied,
+    aten.record_stream.default: _recorded, torch.ops.octavo.token.default: _linked,
 }  # fmt: skip
 
 
@@ -479,10 +484,6 @@ def _first_held(tree: Any) -> HeldWeight:
     found: list[HeldWeight] = []
     tree_map(lambda t: found.append(t) if isinstance(t, HeldWeight) else None, tree)
     return found[0]
-
-
-def _token_or(t: Any) -> Any:
-    return token_of(t) if isinstance(t, HeldWeight) else t
 
 
 def _is_plain(t: Tensor) -> bool:

@@ -150,7 +150,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
             f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe='{observe}',quantize_output={fp8_output},"
             f"main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',w_columns='{columns}')"
         )
-        given = linked_token((weight,)) if kind == "held" and not tracing else weight
+        given = linked_token((weight,)) if kind == "held" else weight
         inputs = layer.Inputs(
             None, given, added, codes,
             self._parts(kind, weight, "row") if kind != "plain" else (),

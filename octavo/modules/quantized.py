@@ -27,7 +27,7 @@ from octavo.lower import (
     run_into_in_graph,
     while_tracing,
 )
-from octavo.lower.held import HeldWeight, codes_of, hold, moved
+from octavo.lower.held import HeldWeight, codes_of, hold, is_whole, moved
 from octavo.modules import optimizers, scaling, weights
 from octavo.modules.mailbox import Mailbox, Posted
 from octavo.modules.main_grad import MainGrad, graph_buffers
@@ -214,16 +214,24 @@ class Quantized(nn.Module):
         return "codes"
 
     def _check_held(self, recipe: Recipe, own: Sequence[Any]) -> None:
-        """Codes serve the recipe that made them, and groups lie in one piece of memory."""
+        """Codes serve the recipe that made them, and the layer takes all of them at once."""
         first = own[0].kind
         if first.recipe != recipe.key or first.layer != self.NAME:
             raise UnsupportedConfig(
                 f"{self.title()}: its weight is held as codes of {first.recipe} for a {first.layer} layer, and runs in "
                 f"{recipe}. Use that recipe, or octavo.revert(model) first."
             )
-        for weight in own[1:]:
-            if not isinstance(weight, HeldWeight):
-                weights.refuse_dense(weight)
+        if torch.compiler.is_compiling():
+            self._check_own_whole()
+        elif not is_whole(own):
+            weights.refuse_dense(own[0])
+
+    @while_tracing
+    def _check_own_whole(self) -> bool:
+        own = self.weight_parts()
+        if not is_whole(own):
+            weights.refuse_dense(own[0])
+        return True
 
     def _parts(self, kind: str, weight: Tensor, side: str) -> Parts:
         """The weight's codes, for a call that gets it as `_weight_codes` said."""

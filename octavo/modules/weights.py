@@ -169,8 +169,8 @@ def state_of(weight: Tensor) -> State:
 
 def refuse_dense(weight: Tensor) -> NoReturn:
     raise UnsupportedConfig(
-        f"This layer's weight is held as codes, and it was given another of {tuple(weight.shape)}, which forward would "
-        "not read. octavo.revert(model) first, or write to the weight: that quantizes."
+        f"This layer's weight is held as codes, and it, or a part of it, was given another of {tuple(weight.shape)}, "
+        "which forward would not read. octavo.revert(model) first, or write to the weight: that quantizes."
     )
 
 

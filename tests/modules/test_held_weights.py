@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.func import functional_call
 
 import octavo
@@ -271,7 +273,7 @@ def test_another_shape_or_memory_is_refused(change):
     ids=["data_ptr", "dlpack", "numpy", "bits"],
 )
 def test_memory_that_it_does_not_have_is_not_given_away(reach):
-    with pytest.raises((UnsupportedConfig, RuntimeError), match="codes|subclass"):
+    with pytest.raises((UnsupportedConfig, RuntimeError), match=r"codes|subclass"):
         reach(held().weight.detach())
 
 
@@ -342,6 +344,22 @@ def test_a_held_weight_serves_whatever_layer_has_it():
         functional_call(make("mxfp8", K, N, bias=False), {"weight": layer.weight}, (X,))
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_part_of_another_weight_is_not_taken_for_ones_own(compiled):
+    layer, other = experts(each=True), experts(each=True)
+    square = make("fp8-current", K, K)
+    octavo.quantize_weights(square)
+    layer.weight1 = other.weight1
+    square.weight = nn.Parameter(square.weight.detach().t())
+    for model, arguments in ((layer, (X, SIZES)), (square, (X,))):
+        call = torch.compile(model, backend="aot_eager") if compiled else model
+        with pytest.raises(Exception, match="would not read"):
+            call(*arguments)
+    layer.weight1, layer.weight2 = layer.weight2, layer.weight1
+    with pytest.raises(UnsupportedConfig, match="would not read"):
+        layer(X, SIZES)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_values_are_read_in_a_graph(backend):
     layer = held()
@@ -355,6 +373,24 @@ def test_values_are_read_in_a_graph(backend):
     (grad,) = torch.autograd.grad(found, layer.weight)
     assert (found - want).abs() / want.abs() < 1e-6
     assert (grad - dw).norm() / dw.norm() < 1e-5
+
+
+@pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_a_layers_node_takes_the_codes_and_reads_no_values(each, frozen):
+    layer = (held() if each is None else experts(each=each)).requires_grad_(not frozen)
+    graphs = []
+
+    def noted(graph, _):
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=noted)
+    x = X.clone().requires_grad_()
+    torch.compile(layer, backend=backend, fullgraph=True)(x, *([] if each is None else [SIZES])).sum().backward()
+    assert len(graphs) == 2
+    assert not any("weight_values" in name or "dequantize" in name for names in graphs for name in names)
+    assert sum("octavo.run" in name for names in graphs for name in names) == 2
 
 
 @pytest.mark.parametrize("write", [lambda w: w.mul_(2), lambda w: w.data.add_(1), lambda w: w[0].zero_()])
@@ -467,7 +503,7 @@ def test_a_held_weight_tells_what_it_is():
     assert "held as codes" in repr(layer)
 
 
-def test_reverting_keeps_attributes_and_brings_the_values():
+def test_reverting_brings_the_values():
     layer = held()
     want = layer.weight.detach() * 1
     octavo.revert(layer)
