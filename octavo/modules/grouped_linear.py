@@ -218,8 +218,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         )
         inputs = layer.Inputs(
             rows, weight, bias, splits, scales, None,
-            self._parts(kind, own[0], "row") if kind != "plain" else (),
-            self._parts(kind, own[0], "column") if kind != "plain" else (),
+            *(self._parts(kind, own[0]) if kind != "plain" else ((), ())),
             self._scaling.inputs(self) if recipe.stateful else (),
             self._scaling.seen(self) if observe == "seen" else (),
         )  # fmt: skip

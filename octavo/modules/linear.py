@@ -153,8 +153,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         given = linked_token((weight,)) if kind == "held" else weight
         inputs = layer.Inputs(
             None, given, added, codes,
-            self._parts(kind, weight, "row") if kind != "plain" else (),
-            self._parts(kind, weight, "column") if kind != "plain" else (),
+            *(self._parts(kind, weight) if kind != "plain" else ((), ())),
             self._scaling.inputs(self) if recipe.stateful else (),
             self._scaling.seen(self) if observe == "seen" else (),
         )  # fmt: skip

@@ -53,8 +53,8 @@ def refresh_weights(model: nn.Module) -> None:
 
 
 def quantize_weights(model: nn.Module) -> None:
-    """Hold the weights as codes only, in both orientations: for weights that nobody trains, or that are trained by one
-    who updates codes: an optimizer that writes to them raises."""
+    """Hold the weights as codes only, in both orientations, for weights that no optimizer updates: a step on one
+    raises. The parameters read as the values of their codes, and quantize what is written to them."""
     found = [
         (path, module)
         for path, module in layers(model)

@@ -27,33 +27,24 @@ class _Heard:
     """All that was heard of steps in this process."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps = 0  # that torch's optimizers have taken
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.captured: Any = WeakTensorKeyDictionary()  # weights that replays of a CUDA graph update
+        self.captures = False  # whether a step was captured in a CUDA graph, whose replays nothing tells of,
+        self.captured: Any = WeakTensorKeyDictionary()  # and of which weights
 
 
-_heard = _Heard()
-
-
-def steps() -> int:
-    """How many steps torch's optimizers have taken."""
-    return _heard.steps
-
-
-def is_replayed(weight: Tensor) -> bool:
-    """Whether an update of this weight was captured in a CUDA graph, whose replays nothing tells of."""
-    return bool(_heard.captured) and weight in _heard.captured
+heard = _Heard()
 
 
 def owner_of(weight: Tensor) -> Optimizer | None:
     """The torch optimizer that updates a weight: its steps are heard."""
-    for optimizer in list(_heard.optimizers):
+    for optimizer in list(heard.optimizers):
         if _has(optimizer, weight):
             return optimizer
     # one that has not stepped yet: a slow search, for a weight that is about to be refused
     for thing in gc.get_objects():
         if issubclass(type(thing), Optimizer) and "param_groups" in thing.__dict__ and _has(thing, weight):
-            _heard.optimizers.add(thing)
+            heard.optimizers.add(thing)
             found: Optimizer = thing
             return found
     return None
@@ -94,12 +85,13 @@ def _written(optimizer: Optimizer) -> None:
                 f"A weight of {tuple(p.shape)} is held as codes (octavo.quantize_weights), which an optimizer "
                 "cannot update. Leave it out of the optimizer, or octavo.revert(model) and train the weight."
             )
-    _heard.steps += 1
-    _heard.optimizers.add(optimizer)
+    heard.steps += 1
+    heard.optimizers.add(optimizer)
     torch.autograd.graph.increment_version(found)
     if is_capturing():
+        heard.captures = True
         for p in found:
-            _heard.captured[p] = True
+            heard.captured[p] = True
 
 
 def _has_gradient(p: Tensor) -> bool:

@@ -233,9 +233,11 @@ class Quantized(nn.Module):
             weights.refuse_dense(own[0])
         return True
 
-    def _parts(self, kind: str, weight: Tensor, side: str) -> Parts:
-        """The weight's codes, for a call that gets it as `_weight_codes` said."""
-        return codes_of(weight, side) if kind == "held" else self._codes.parts(self, side)
+    def _parts(self, kind: str, weight: Tensor) -> tuple[Parts, Parts]:
+        """The weight's codes by row and by column, for a call that gets it as `_weight_codes` said."""
+        if kind == "held":
+            return codes_of(weight, "row"), codes_of(weight, "column")
+        return self._codes.parts(self, "row"), self._codes.parts(self, "column")
 
     def _refresh(self, recipe: Recipe, *, column: bool, observe: bool, skip: Tensor | None = None) -> None:
         weights.refuse_shards(self.weight_parts(), "refresh_weights")

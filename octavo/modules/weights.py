@@ -21,8 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from octavo.errors import UnsupportedConfig
 from octavo.layers.linear_config import Parts
 from octavo.lower.held import HeldWeight, quantize_into
-from octavo.modules import optimizers
 from octavo.modules.mailbox import is_capturing
+from octavo.modules.optimizers import heard, owner_of
 from octavo.quant.proto import TensorProto
 from octavo.recipes import Recipe
 
@@ -92,7 +92,7 @@ class Codes:
         if known is None or any([ref() is not w for ref, w in zip(known, own, strict=True)]):
             self._owners = []  # they are of other weights
         self.recipe, self._weights, self._states = recipe, [weakref.ref(w) for w in own], [state_of(w) for w in own]
-        self._steps, self._ended, self._captured = optimizers.steps(), False, is_capturing()
+        self._steps, self._ended, self._captured = heard.steps, False, is_capturing()
 
     def _reserve(self, module: Any, config: Any, weight: Tensor, column: bool) -> None:
         """The buffers that are missing."""
@@ -119,9 +119,9 @@ class Codes:
             if then != now:
                 other = "it has another storage"
                 self._refuse(f"from version {then[0]} to {now[0]}" if then[0] != now[0] else other)
-            if optimizers.is_replayed(weight) and not self._captured:
+            if heard.captures and not self._captured and weight in heard.captured:
                 self._refuse("an optimizer's step was captured in a CUDA graph, and nothing tells of its replays")
-        if self._ended or self._steps != optimizers.steps():
+        if self._ended or self._steps != heard.steps:
             self._check_owners(weights)
 
     def end_step(self) -> None:
@@ -133,12 +133,12 @@ class Codes:
         by something else, such as an optimizer of copies or of shards, which may write behind torch's back."""
         unheard = [w for w in weights if w.requires_grad and (self.trained or w.grad is not None)]
         if len(self._owners) < len(unheard) or any([ref() is None for ref in self._owners]):
-            owners = [optimizers.owner_of(weight) for weight in unheard]
+            owners = [owner_of(weight) for weight in unheard]
             if None in owners:
                 what = "octavo.step ended" if self._ended else "other weights' optimizers took"
                 self._refuse(f"{what} a training step, and no torch optimizer, which would be heard, has it")
             self._owners = [weakref.ref(owner) for owner in owners]
-        self._steps, self._ended = optimizers.steps(), False
+        self._steps, self._ended = heard.steps, False
 
     def values(self, module: Any) -> Tensor:
         """The whole weight of a module whose weight is codes."""
