@@ -21,10 +21,8 @@ from torch.utils._pytree import tree_map
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.linear_config import Parts
-from octavo.lower.graph import is_watched, layer_named, weight_values
-from octavo.lower.graph import refresh as refresh_in_graph
+from octavo.lower.codes import Kind, group_slices, is_plain, quantize_into, room_for, values_of
 from octavo.lower.graph import token as token_in_graph
-from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 from octavo.recipes import Recipe
 
@@ -32,18 +30,6 @@ aten = torch.ops.aten
 ROW = ("row_codes", "row_scale", "row_level2")
 COLUMN = ("column_codes", "column_scale", "column_level2")
 INNER = (*ROW, *COLUMN, "element")
-
-
-class Kind(NamedTuple):
-    """How the codes of a whole weight were made."""
-
-    layer: str  # the name of a layer in a graph's plan
-    recipe: str  # canonical
-    shape: tuple[int, ...]  # [N, K]; of groups [G, N, K]
-
-    @property
-    def key(self) -> str:
-        return f"{self.layer}(recipe={self.recipe})"
 
 
 class Step(NamedTuple):
@@ -98,7 +84,7 @@ class HeldWeight(Tensor):
         for name in INNER:
             setattr(self, name, inner.get(name))
         self.kind, self.group, self.steps = kind, group, steps
-        self.token = token_of(self) if _is_plain(self.element) else None  # kept: a call asks for it each time
+        self.token = token_of(self) if is_plain(self.element) else None  # kept: a call asks for it each time
 
     # -- the codes -------------------------------------------------------------------------------------------------
 
@@ -140,40 +126,31 @@ class HeldWeight(Tensor):
         return base
 
     def _base_values(self) -> Tensor:
-        """Of the weight, or of the group, that this is a view of."""
-        kind, row = self.kind, codes_of(self, "row")
+        """Those of the weight, or of the group, that this is a view of."""
+        kind = self.kind
         if self.group is None:
-            return _values(kind, row, kind.shape, self.dtype)
-        mine = self._group_slices()[0]
-        room = self._group_room()[0]
-        for own, part in zip(room, mine, strict=True):
+            return values_of(kind, codes_of(self, "row"), kind.shape, self.dtype)
+        row, _ = room_for(kind, self.dtype, self.device, groups=1)
+        for own, part in zip(row, self.own_codes(), strict=False):
             own.copy_(part)
-        return _values(kind, room, (1, *kind.shape[1:]), self.dtype)[0]
+        return values_of(kind, row, (1, *kind.shape[1:]), self.dtype)[0]
 
     def _write_base(self, values: Tensor) -> None:
-        self._refuse_in_graphs()
         if self.group is None:
             quantize_into(self.kind.layer, self.kind.key, values, codes_of(self, "row"), codes_of(self, "column"))
             return
-        room = self._group_room()
+        room = room_for(self.kind, self.dtype, self.device, groups=1)
         quantize_into(self.kind.layer, self.kind.key, values[None], *room)
-        for own, fresh in zip(self._group_slices(), room, strict=True):
-            for part, new in zip(own, fresh, strict=True):
-                part.copy_(new)
+        for part, new in zip(self.own_codes(), (*room[0], *room[1]), strict=True):
+            part.copy_(new)
 
-    def _group_room(self) -> tuple[Parts, Parts]:
-        """Memory for the codes of one group alone, by row and by column."""
-        row, column = _protos(self.kind, 1, self.dtype, self.device)
-        return _room(row), () if self.column_codes is None else _room(column)
-
-    def _group_slices(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This group's part of each tensor: of the one dim that grows with the number of groups."""
-        row, column = _protos(self.kind, 1, self.dtype, torch.device("meta"))
-        return self._slices(codes_of(self, "row"), row), self._slices(codes_of(self, "column"), column)
-
-    def _slices(self, own: Parts, proto: Any) -> list[Tensor]:
-        assert self.group is not None
-        return [_slice(t, alone, self.group) for t, alone in zip(own, _room(proto) if own else (), strict=True)]
+    def own_codes(self) -> list[Tensor]:
+        """The codes and scales by row, then by column: of one group, its part of them."""
+        row, column = codes_of(self, "row"), codes_of(self, "column")
+        if self.group is None:
+            return [*row, *column]
+        alone = room_for(self.kind, self.dtype, torch.device("meta"), groups=1)
+        return [*group_slices(row, alone[0], self.group), *group_slices(column, alone[1], self.group)]
 
     # -- what torch asks of a tensor that is made of others ----------------------------------------------------------
 
@@ -211,12 +188,13 @@ class HeldWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if isinstance(value, HeldWeight) and value.row_codes is self.row_codes:
+        if isinstance(value, HeldWeight) and _place(value) == _place(self) and value.steps == self.steps:
             return  # w.data += x has written there already
         if value.shape != self.shape or value.device != self.device:
             self._refuse(f"data of {tuple(value.shape)} on {value.device} would take its place")
+        overlaps = isinstance(value, HeldWeight) and value.row_codes is self.row_codes
         with torch.no_grad():
-            self.copy_(value)
+            self.copy_(value.clone() if overlaps else value)
 
     def data_ptr(self) -> NoReturn:  # kernels ask for it, and would read at address 0
         self._refuse("it has no memory of its own")
@@ -249,11 +227,13 @@ class HeldWeight(Tensor):
     def _view(self, func: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         grouped = self.group is None and not self.steps and len(self.kind.shape) == 3
         if grouped and func in (aten.select.int, aten.unbind.int) and (arguments or (0,))[0] in (0, -3):
-            parts = self.groups()
-            return parts[arguments[1]] if func is aten.select.int else parts
+            if func is aten.unbind.int:
+                return self.groups()
+            return self._made(self.tensors(), self.kind, range(self.kind.shape[0])[arguments[1]])
         like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         shown = func(like, *arguments, **keywords)
-        step = Step(func.name(), arguments, tuple(keywords.items()), None)
+        plain = tuple(tuple(a) if isinstance(a, list) else a for a in arguments)  # lists have no hash
+        step = Step(func.name(), plain, tuple(keywords.items()), None)
         if isinstance(shown, Tensor):
             return self._seen(step, shown)
         return [self._seen(step._replace(which=i), part) for i, part in enumerate(shown)]
@@ -272,7 +252,7 @@ class HeldWeight(Tensor):
         )
 
     def _refuse_in_graphs(self) -> None:
-        if not _is_plain(self.row_codes) and not isinstance(self.row_codes, FakeTensor):
+        if not is_plain(self.row_codes) and not isinstance(self.row_codes, FakeTensor):
             self._refuse("a graph that is being traced cannot write to it. Write to it outside of the graph")
 
 
@@ -299,10 +279,11 @@ def is_whole(parts: Sequence[Any]) -> bool:
 def hold(layer: str, recipe: Recipe, weight: Tensor) -> HeldWeight:
     """Codes of a whole weight, scaled by the weight itself."""
     kind = Kind(layer, recipe.key, tuple(weight.shape))
-    inner = {"element": torch.zeros(1, dtype=weight.dtype, device=weight.device)}
-    for names, proto in zip((ROW, COLUMN), _protos(kind, None, weight.dtype, weight.device), strict=True):
-        inner |= dict(zip(names, _room(proto), strict=False))
-    found = HeldWeight(inner, kind)
+    with torch.inference_mode(False):  # made there, it must still serve training
+        inner = {"element": torch.zeros(1, dtype=weight.dtype, device=weight.device)}
+        for names, parts in zip((ROW, COLUMN), room_for(kind, weight.dtype, weight.device), strict=True):
+            inner |= dict(zip(names, parts, strict=False))
+        found = HeldWeight(inner, kind)
     quantize_into(layer, kind.key, weight, codes_of(found, "row"), codes_of(found, "column"))
     return found
 
@@ -324,21 +305,13 @@ def moved(weight: Any, fn: Any, done: dict[int, Tensor]) -> nn.Parameter:
             cast = new.dtype != tensor.dtype and name != "element"
             done[id(tensor)] = tensor.to(new.device) if cast else new
         inner[name] = done[id(tensor)]
-    return parameter(weight.with_inner(inner), weight)
-
-
-def quantize_into(
-    layer: str, key: str, weight: Tensor, row: Parts, column: Parts, amaxes: Sequence[Tensor] = (),
-    scaling: Sequence[Tensor] = (), skip: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Overwrite codes by those of a weight. A backward that still waits for the old ones notices."""
-    with torch.no_grad():
-        if isinstance(weight, FakeTensor):  # a reference may read what a fake does not have
-            refresh_in_graph(layer, key, weight.detach(), list(row), list(column), list(amaxes), list(scaling), skip)
-        else:
-            which = layer_named(layer)
-            which.refresh(which.config(key), weight, row, column, amaxes, scaling, skip)
-        torch.autograd.graph.increment_version([*row, *column])
+    if all(inner[name] is tensor for name, tensor in weight.tensors().items()):
+        same: nn.Parameter = weight
+        return same
+    found = parameter(weight.with_inner(inner), weight)
+    if weight.grad is not None:
+        found.grad = fn(weight.grad)
+    return found
 
 
 def refuse_codes(title: str) -> NoReturn:
@@ -403,13 +376,13 @@ def _moved_copy(func: Any, args: Any, kwargs: Any) -> Any:
 def _copied(func: Any, args: Any, kwargs: Any) -> Any:
     """From codes of the same kind: no rounding."""
     own, other = args[0], args[1]
-    if not all(isinstance(t, HeldWeight) and not t.steps and t.group is None for t in (own, other)):
+    if not all(isinstance(t, HeldWeight) and not t.steps for t in (own, other)):
         return NotImplemented
-    if own.kind != other.kind or own.dtype != other.dtype:
+    if own.kind != other.kind or own.dtype != other.dtype or own.shape != other.shape:
         return NotImplemented
     own._refuse_in_graphs()
-    for name, t in own.tensors().items():
-        t.copy_(getattr(other, name))
+    for mine, theirs in zip(own.own_codes(), other.own_codes(), strict=True):
+        mine.copy_(theirs)
     return own
 
 
@@ -439,7 +412,7 @@ def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> An
         if not isinstance(t, HeldWeight):
             return t
         if id(t) not in shown:
-            where = id(t.row_codes), t.group
+            where = _place(t)
             if where not in bases:
                 bases[where] = t, t._base_values()
             shown[id(t)] = dense = t._shown(bases[where][1])
@@ -450,7 +423,10 @@ def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> An
     for t in targets:
         t._refuse_in_graphs()
     found = func(*tree_map(values, args), **tree_map(values, kwargs))
-    for where in dict.fromkeys((id(t.row_codes), t.group) for t in targets):
+    for t in targets:
+        if shown[id(t)].shape != t.shape:
+            t._refuse(f"{func.name()} would give it the shape {tuple(shown[id(t)].shape)}")
+    for where in dict.fromkeys(map(_place, targets)):
         own, base = bases[where]
         own._write_base(base)
     return tree_map(lambda t: owners.get(id(t), t), found) if targets else found
@@ -463,6 +439,11 @@ def _written(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> Ite
     for name in written:
         value = given.get(name)
         yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _place(t: HeldWeight) -> tuple[int, int | None]:
+    """Equal for views of one weight, or of one group of it."""
+    return id(t.row_codes), t.group
 
 
 @cache
@@ -484,40 +465,6 @@ def _first_held(tree: Any) -> HeldWeight:
     found: list[HeldWeight] = []
     tree_map(lambda t: found.append(t) if isinstance(t, HeldWeight) else None, tree)
     return found[0]
-
-
-def _is_plain(t: Tensor) -> bool:
-    return type(t) in (Tensor, nn.Parameter)
-
-
-def _values(kind: Kind, row: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    if _is_plain(row[0]) and not is_watched():
-        layer = layer_named(kind.layer)
-        found: Tensor = layer.weight_values(layer.config(kind.key), row, shape, dtype)
-        return found.contiguous()
-    return weight_values(kind.layer, kind.key, row, shape, dtype)
-
-
-def _protos(kind: Kind, groups: int | None, dtype: torch.dtype, device: torch.device) -> Any:
-    layer = layer_named(kind.layer)
-    shape = kind.shape if groups is None else (groups, *kind.shape[1:])
-    return layer.weight_protos(layer.config(kind.key), TensorProto(shape, dtype, device))
-
-
-def _room(proto: Any) -> Parts:
-    """Memory for codes, which are bytes, and scales."""
-    if proto is None:
-        return ()
-    with torch.inference_mode(False):  # made there, it must still serve training
-        codes, *scales = proto.empty().tensors()
-    return codes.view(torch.uint8), *scales
-
-
-def _slice(tensor: Tensor, alone: Tensor, group: int) -> Tensor:
-    for dim, (n, one) in enumerate(zip(tensor.shape, alone.shape, strict=True)):
-        if n != one:
-            return tensor.narrow(dim, group * one, one)
-    return tensor
 
 
 def _as_parameter(weight: HeldWeight, requires_grad: bool) -> nn.Parameter:

@@ -20,7 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.linear_config import Parts
-from octavo.lower.held import HeldWeight, quantize_into
+from octavo.lower.codes import quantize_into
+from octavo.lower.held import HeldWeight
 from octavo.modules.mailbox import is_capturing
 from octavo.modules.optimizers import heard, owner_of
 from octavo.quant.proto import TensorProto

@@ -232,6 +232,38 @@ def test_values_of_one_held_weight_are_copied_to_another_bit_for_bit():
         assert_same(own, other)
 
 
+def test_data_of_another_view_is_not_taken_for_its_own():
+    layer, square = experts(each=True), make("fp8-current", K, K)
+    octavo.quantize_weights(square)
+    want = layer.weight1.detach() * 1
+    layer.weight0.data = layer.weight1.data
+    assert_same(layer.weight0.detach() * 1, want)
+    turned = square.weight.detach().t() * 1
+    square.weight.data = square.weight.data.t()
+    torch.testing.assert_close(square.weight.detach() * 1, turned)
+
+
+def test_a_module_that_is_not_moved_keeps_its_parameter_and_a_cast_keeps_the_gradient():
+    layer = held()
+    layer(X).sum().backward()
+    parameter, grad = layer.weight, layer.weight.grad
+    assert layer.to(torch.float32).weight is parameter
+    assert_same(layer.to(torch.bfloat16).weight.grad, grad.bfloat16())
+
+
+def test_weights_quantized_in_inference_mode_can_be_trained_through():
+    layer, plain = make("fp8-current", K, N), held()
+    with torch.inference_mode():
+        octavo.quantize_weights(layer)
+    x, same = X.clone().requires_grad_(), X.clone().requires_grad_()
+    for model, leaf in ((layer, x), (plain, same)):
+        model(leaf).sum().backward()
+        with torch.no_grad():
+            model.weight.mul_(2)
+    assert_same(x.grad, same.grad)
+    assert_same(values(layer), values(plain))
+
+
 def test_a_leaf_that_requires_a_gradient_is_written_under_no_grad_only():
     layer = held()
     with pytest.raises(RuntimeError, match="leaf"):
@@ -256,6 +288,7 @@ def test_a_write_between_forward_and_backward_is_noticed():
         lambda w: w.detach().t_(),
         lambda w: w.detach().set_(torch.zeros(N, K)),
         lambda w: setattr(w, "data", torch.zeros(3, 3)),
+        lambda w: torch.add(torch.zeros(3, 3), 1.0, out=w.detach()),
         lambda w: setattr(w, "data", torch.zeros(N, K, device="meta")),
     ],
 )
