@@ -127,7 +127,7 @@ class GroupedLinear(FusibleOperation, Quantized):
 
     def _stacked_weight(self, own: Sequence[Tensor]) -> Tensor:
         """The weight [G, N, K], whose gradient goes to the parameters."""
-        if isinstance(own[0], HeldWeight):
+        if type(own[0]) is HeldWeight:
             return linked_token(own)
         if self._is_single:
             return own[0]

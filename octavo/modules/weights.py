@@ -45,7 +45,6 @@ class Codes:
         self.trained = False  # whether a forward has asked for the weight's gradient
         self._steps = 0  # that optimizers had taken when they were made, or last vouched for
         self._ended = False  # whether a training step has ended since
-        self._captured = False  # whether a CUDA graph makes them, at every replay
         self._owners: list[weakref.ref[Any]] = []  # optimizers that were found to update the weights
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,7 +92,7 @@ class Codes:
         if known is None or any([ref() is not w for ref, w in zip(known, own, strict=True)]):
             self._owners = []  # they are of other weights
         self.recipe, self._weights, self._states = recipe, [weakref.ref(w) for w in own], [state_of(w) for w in own]
-        self._steps, self._ended, self._captured = heard.steps, False, is_capturing()
+        self._steps, self._ended = heard.steps, False
 
     def _reserve(self, module: Any, config: Any, weight: Tensor, column: bool) -> None:
         """The buffers that are missing."""
@@ -120,7 +119,7 @@ class Codes:
             if then != now:
                 other = "it has another storage"
                 self._refuse(f"from version {then[0]} to {now[0]}" if then[0] != now[0] else other)
-            if heard.captures and not self._captured and weight in heard.captured:
+            if heard.captures and weight in heard.captured and not is_capturing():
                 self._refuse("an optimizer's step was captured in a CUDA graph, and nothing tells of its replays")
         if self._ended or self._steps != heard.steps:
             self._check_owners(weights)
