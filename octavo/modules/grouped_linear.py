@@ -90,8 +90,6 @@ class GroupedLinear(FusibleOperation, Quantized):
 
     def reset_parameters(self) -> None:
         """As nn.Linear draws them, group by group."""
-        if "_codes" in self.__dict__:
-            self._refuse_drawing()
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
         for names in (self._weight_names, self._bias_names):
             for name in names:

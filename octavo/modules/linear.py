@@ -92,8 +92,6 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         return layer.weight_gradient(config, operands, target)
 
     def reset_parameters(self) -> None:
-        if "_codes" in self.__dict__:
-            self._refuse_drawing()
         super().reset_parameters()
         self._reset_seed()
 

@@ -516,9 +516,9 @@ class Quantized(nn.Module):
             scaling.listen(new)
         return new
 
-    def _refuse_drawing(self) -> None:
-        if self._codes.held:
-            raise UnsupportedConfig("A weight held as codes is not drawn anew. octavo.revert(model) first.")
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        optimizers.listen()  # in a process that has made no layer
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def _reset_seed(self) -> None:
         """After the parameters were drawn anew."""

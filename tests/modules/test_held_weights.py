@@ -521,6 +521,19 @@ def test_casts_keep_the_codes_and_requires_grad(each):
     assert all(t.is_shared() for p in layer.weight_parts() for t in inner(p))
 
 
+@pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
+def test_parameters_are_drawn_anew_as_codes(each):
+    layer = held("mxfp8") if each is None else experts("mxfp8", each)
+    kind = {"recipe": "mxfp8"} if each is None else {"recipe": "mxfp8", "single_grouped_weight": not each}
+    plain = octavo.Linear(K, N, **kind) if each is None else octavo.GroupedLinear(G, K, N, **kind)
+    for model in (layer, plain):
+        torch.manual_seed(11)
+        model.reset_parameters()
+    octavo.quantize_weights(plain)
+    arguments = (X,) if each is None else (X, SIZES)
+    assert_same(layer(*arguments).detach(), plain(*arguments).detach())
+
+
 def test_loading_by_assignment_quantizes():
     layer = held()
     dense = spiky(N, K, seed=3)

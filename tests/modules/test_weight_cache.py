@@ -509,6 +509,14 @@ def test_a_compiled_step_makes_a_cache_stale():
         assert refused(layer)
 
 
+def test_a_layer_from_a_file_hears_optimizers_too(monkeypatch):
+    """In a process that has made none, where nothing listens yet."""
+    stored, heard = pickle.dumps(make("fp8-current")), []
+    monkeypatch.setattr(optimizers, "listen", lambda: heard.append(True))
+    pickle.loads(stored)
+    assert heard
+
+
 def test_copies_and_pickles_of_a_layer_trust_nothing_of_the_originals():
     layer = make("fp8-current")
     chosen = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
