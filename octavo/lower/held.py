@@ -49,7 +49,7 @@ class Step(NamedTuple):
 class HeldWeight(Tensor):
     """A weight held as codes, one group of it, or a view of either."""
 
-    __slots__ = (*INNER, "group", "kind", "steps", "token")
+    __slots__ = (*INNER, "_flat", "group", "kind", "steps", "token")
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     row_codes: Tensor
@@ -62,6 +62,7 @@ class HeldWeight(Tensor):
     kind: Kind
     group: int | None
     token: Tensor | None  # a plain tensor that looks like the whole weight: a layer asks it for shape, dtype and device
+    _flat: tuple[list[str], Any]
     steps: tuple[Step, ...]  # from the weight, or the group, to what this tensor shows
 
     @staticmethod
@@ -84,13 +85,15 @@ class HeldWeight(Tensor):
         for name in INNER:
             setattr(self, name, inner.get(name))
         self.kind, self.group, self.steps = kind, group, steps
+        names = [name for name in INNER if inner.get(name) is not None]
+        self._flat = names, (kind, group, steps)  # kept: a compiled graph asks for it at every call
         self.token = token_of(self) if is_plain(self.element) else None  # kept: a call asks for it each time
 
     # -- the codes -------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors inside, by name."""
-        return {name: t for name in INNER if (t := getattr(self, name)) is not None}
+        return {name: getattr(self, name) for name in self._flat[0]}
 
     def with_inner(self, inner: dict[str, Tensor]) -> "HeldWeight":
         """The same view of other codes."""
@@ -155,7 +158,7 @@ class HeldWeight(Tensor):
     # -- what torch asks of a tensor that is made of others ----------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return list(self.tensors()), (self.kind, self.group, self.steps)
+        return self._flat
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "HeldWeight":

@@ -292,6 +292,7 @@ def test_a_write_between_forward_and_backward_is_noticed():
         lambda w: setattr(w, "data", torch.zeros(N, K, device="meta")),
     ],
 )
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
 def test_another_shape_or_memory_is_refused(change):
     layer = held()
     before = values(layer).clone()
@@ -556,6 +557,28 @@ def test_reverting_brings_the_values():
     assert type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
     assert_same(layer.weight.detach(), want)
     layer.weight.detach().mul_(2)
+
+
+@pytest.mark.gpu
+@quantized
+@pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
+def test_a_gpu_reads_and_writes_the_same_codes(recipe, each):
+    here = held(recipe) if each is None else experts(recipe, each)
+    there = copy.deepcopy(here).to("cuda")
+    assert all(t.is_cuda for p in there.weight_parts() for t in inner(p))
+    for model in (here, there):
+        with torch.no_grad():
+            for p in model.weight_parts():
+                p.add_(DELTA.to(p.device))
+                p[0].mul_(0.5)
+    for mine, theirs in zip(here.weight_parts(), there.weight_parts(), strict=True):
+        assert_same((theirs.detach() * 1).cpu(), mine.detach() * 1)
+    arguments = [t.to("cuda") for t in ((X,) if each is None else (X, SIZES))]
+    compiled = torch.compile(there, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(2):
+            assert_same(compiled(*arguments), there(*arguments))
+            there.weight_parts()[0].mul_(2)
 
 
 # -- weights that only look like it ------------------------------------------------------------------------------------
