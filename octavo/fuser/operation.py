@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedShape
+from octavo.lower.held import HeldWeight, refuse_codes
 from octavo.values import Value
 
 
@@ -35,6 +36,8 @@ class Edge(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "Edge":
+        if type(x) is HeldWeight:  # isinstance asks the metaclass of tensors, ten times as long
+            refuse_codes("A Sequential")
         return cls(tuple(x.shape), x.dtype, x.device, x.requires_grad and torch.is_grad_enabled())
 
 

@@ -375,6 +375,57 @@ def refresh(
     torch.ops.octavo.refresh(weight, row, column, amaxes, scaling, skip, DIGEST + "|" + name + "|" + key)
 
 
+@torch.library.custom_op("octavo::weight_values", mutates_args=())
+def _weight_values(row: list[Tensor], shape: list[int], dtype: torch.dtype, plan: str) -> Tensor:
+    _, name, key = plan.split("|", 2)
+    layer = LAYERS[name]
+    found: Tensor = layer.weight_values(layer.config(key), row, tuple(shape), dtype)
+    return found.contiguous()
+
+
+@_weight_values.register_fake
+def _(row: list[Tensor], shape: list[int], dtype: torch.dtype, plan: str) -> Tensor:
+    return row[0].new_empty(shape, dtype=dtype)
+
+
+def weight_values(name: str, key: str, row: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What the row codes of a weight stand for."""
+    found: Tensor = torch.ops.octavo.weight_values(list(row), list(shape), dtype, DIGEST + "|" + name + "|" + key)
+    return found
+
+
+@torch.library.custom_op("octavo::token", mutates_args=())
+def _held_token(parts: list[Tensor], shape: list[int]) -> Tensor:
+    return parts[0].new_zeros(1).expand(shape)
+
+
+@_held_token.register_fake
+def _(parts: list[Tensor], shape: list[int]) -> Tensor:
+    return parts[0].new_zeros(1).expand(shape)
+
+
+def _token_gradient(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None]:
+    return [grad] if ctx.number == 1 else list(grad.unbind()), None
+
+
+def _count_parts(ctx: Any, inputs: tuple[list[Tensor], list[int]], output: Tensor) -> None:
+    ctx.number = len(inputs[0])
+
+
+_held_token.register_autograd(_token_gradient, setup_context=_count_parts)
+
+
+def token(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """A tensor of one element that looks like the weight that consists of `parts`, and has their gradients."""
+    found: Tensor = torch.ops.octavo.token(list(parts), list(shape))
+    return found
+
+
+def layer_named(name: str) -> Any:
+    """The layer of this name in a plan."""
+    return LAYERS[name]
+
+
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ from octavo.lower import (
     is_watched,
     saved_elsewhere,
 )
-from octavo.modules import weights
+from octavo.lower.held import HeldWeight, linked_token, parameter
 from octavo.modules.ambient import ambient
 from octavo.modules.graph_refusal import graph_refusal
 from octavo.modules.inputs import check_input
@@ -90,8 +90,6 @@ class GroupedLinear(FusibleOperation, Quantized):
 
     def reset_parameters(self) -> None:
         """As nn.Linear draws them, group by group."""
-        if "_codes" in self.__dict__:
-            self._refuse_drawing()
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
         for names in (self._weight_names, self._bias_names):
             for name in names:
@@ -108,16 +106,18 @@ class GroupedLinear(FusibleOperation, Quantized):
         own = self.weight_parts()
         if self._is_single:
             return own[0]
-        if self._codes.held:
-            return own[0].detach()[:1, :1].expand(self.num_groups, self.out_features, self.in_features)
+        first: Any = own[0]
+        if isinstance(first, HeldWeight):
+            return first.whole()
         joined = None if torch.compiler.is_compiling() else _joined(own)
         return torch.stack(list(own)) if joined is None else joined
 
-    def set_weights(self, whole: Tensor, *, token: bool) -> None:
+    def set_weights(self, whole: Tensor) -> None:
         own = self.weight_parts()
         parts = [whole] if self._is_single else list(whole.unbind())
         for name, old, part in zip(self._weight_names, own, parts, strict=True):
-            self.register_parameter(name, weights.token(old) if token else nn.Parameter(part, old.requires_grad))
+            new = parameter(part, old) if isinstance(part, HeldWeight) else nn.Parameter(part, old.requires_grad)
+            self.register_parameter(name, new)
 
     @property
     def _is_single(self) -> bool:
@@ -125,10 +125,10 @@ class GroupedLinear(FusibleOperation, Quantized):
 
     def _stacked_weight(self, own: Sequence[Tensor]) -> Tensor:
         """The weight [G, N, K], whose gradient goes to the parameters."""
+        if type(own[0]) is HeldWeight:
+            return linked_token(own)
         if self._is_single:
             return own[0]
-        if self._codes.held and not any([w.requires_grad for w in own]):
-            return self.whole_weight()
         if torch.compiler.is_compiling() or isinstance(own[0], FakeTensor) or is_watched():
             return torch.stack(list(own))
         found: Tensor = _Joined.apply(*own)  # type: ignore[no-untyped-call]
@@ -202,7 +202,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         grads = wanted(rows.requires_grad, own, bias, scales)
         self._check_buffers(rows, grads, out, dgrad_out)
         observe = self._observes(recipe, own[0])
-        kind = self._weight_codes(recipe, is_first_microbatch, grads, observe != "")
+        kind = self._weight_codes(recipe, own, is_first_microbatch, grads, observe != "")
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self._puts_off(grads)
         as_nodes = tracing or isinstance(rows, FakeTensor) or rows.is_meta  # without values, only shapes go through
@@ -216,8 +216,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         )
         inputs = layer.Inputs(
             rows, weight, bias, splits, scales, None,
-            self._codes.parts(self, "row") if kind != "plain" else (),
-            self._codes.parts(self, "column") if kind != "plain" else (),
+            *(self._parts(kind, own[0]) if kind != "plain" else ((), ())),
             self._scaling.inputs(self) if recipe.stateful else (),
             self._scaling.seen(self) if observe == "seen" else (),
         )  # fmt: skip
@@ -377,10 +376,10 @@ class GroupedLinear(FusibleOperation, Quantized):
                     rest[-1].append(why)  # what load_state_dict raises, with what else is wrong
         keys = [prefix + name for name in self._weight_names]
         parts, own = [found.get(key) for key in keys], self.weight_parts()
-        recipe = self._codes.recipe
-        if self._codes.held and recipe is not None and _fit(parts, own):
-            whole: Any = parts[0] if self._is_single else torch.stack(parts)  # type: ignore[arg-type]
-            self._codes.fill(self, whole.to(own[0].device, own[0].dtype), recipe, column=True)
+        if self._codes.held and _fit(parts, own):
+            with torch.no_grad():
+                for p, part in zip(own, parts, strict=True):
+                    p.copy_(part)  # type: ignore[arg-type]
             # the rest of the loading sees weights that already are what they would become
             found |= {key: p.detach() for key, p in zip(keys, own, strict=True)}
         super()._load_from_state_dict(found, prefix, *rest)  # type: ignore[no-untyped-call]
@@ -399,8 +398,6 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
-        if weights.is_token(parts[0]):
-            return parts[0].new_zeros(1).expand(len(parts), *parts[0].shape)
         joined = _joined(parts)
         return torch.stack(parts) if joined is None else joined
 
@@ -412,7 +409,7 @@ class _Joined(torch.autograd.Function):
 def _joined(parts: Any) -> Tensor | None:
     """Parts [N, K] as [G, N, K], on their memory but no view of any of them; None where that takes a copy."""
     first = parts[0].detach()
-    if isinstance(first, FakeTensor) or first.is_meta or weights.is_token(first):
+    if isinstance(first, FakeTensor) or first.is_meta or isinstance(first, HeldWeight):
         return None
     rows = joined_rows([p.detach() for p in parts])
     if rows is None:

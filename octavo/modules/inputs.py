@@ -7,6 +7,7 @@ import torch
 from octavo.errors import UnsupportedDtype
 from octavo.formats import FLOATS
 from octavo.fuser.operation import check_layout
+from octavo.lower.held import HeldWeight, refuse_codes
 
 
 def check_input(title: str, x: Any) -> None:
@@ -14,6 +15,8 @@ def check_input(title: str, x: Any) -> None:
     dtype = getattr(x, "dtype", None)
     if not isinstance(dtype, torch.dtype):
         raise UnsupportedDtype(f"{title} takes a tensor, got {type(x).__name__}. Make one: torch.as_tensor(...).")
+    if type(x) is HeldWeight:  # isinstance asks the metaclass of tensors, ten times as long
+        refuse_codes(title)
     if dtype not in FLOATS:
         raise UnsupportedDtype(f"{title} takes float32, bfloat16 or float16, got {dtype}. Cast x first.")
     check_layout(title, x)

@@ -19,7 +19,7 @@ from octavo.layers.contract import NAMES
 from octavo.layers.linear_config import Parts
 from octavo.layers.targets import Sought, Target
 from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
-from octavo.modules import weights
+from octavo.lower.held import HeldWeight, linked_token, parameter
 from octavo.modules.ambient import ambient
 from octavo.modules.graph_refusal import graph_refusal
 from octavo.modules.inputs import check_input
@@ -77,9 +77,9 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
     def whole_weight(self) -> Tensor:
         return self.weight
 
-    def set_weights(self, whole: Tensor, *, token: bool) -> None:
-        needs = self.weight.requires_grad
-        self.weight = weights.token(self.weight) if token else nn.Parameter(whole, requires_grad=needs)
+    def set_weights(self, whole: Tensor) -> None:
+        old = self.weight
+        self.weight = parameter(whole, old) if isinstance(whole, HeldWeight) else nn.Parameter(whole, old.requires_grad)
 
     def title(self) -> str:
         sizes = f"Linear({self.in_features}, {self.out_features})"
@@ -92,8 +92,6 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         return layer.weight_gradient(config, operands, target)
 
     def reset_parameters(self) -> None:
-        if "_codes" in self.__dict__:
-            self._refuse_drawing()
         super().reset_parameters()
         self._reset_seed()
 
@@ -134,7 +132,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         added = None if self.return_bias else self.bias
         grads = wanted(needs_dx, [weight], added)
         observe = self._observes(recipe, weight)
-        kind = self._weight_codes(recipe, is_first_microbatch, grads, observe != "")
+        kind = self._weight_codes(recipe, (weight,), is_first_microbatch, grads, observe != "")
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self._puts_off(grads)
         delay = "" if not delayed else "post" if tracing else "mailbox"
@@ -150,11 +148,10 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
             f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe='{observe}',quantize_output={fp8_output},"
             f"main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',w_columns='{columns}')"
         )
-        stored = self._codes
+        given = linked_token((weight,)) if kind == "held" else weight
         inputs = layer.Inputs(
-            None, weight, added, codes,
-            stored.parts(self, "row") if kind != "plain" else (),
-            stored.parts(self, "column") if kind != "plain" else (),
+            None, given, added, codes,
+            *(self._parts(kind, weight) if kind != "plain" else ((), ())),
             self._scaling.inputs(self) if recipe.stateful else (),
             self._scaling.seen(self) if observe == "seen" else (),
         )  # fmt: skip
@@ -197,7 +194,9 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         first, tracing = kwargs.get("is_first_microbatch"), torch.compiler.is_compiling()
         call = self._prepared(recipe, weight, x.dtype, x.needs, (), first, False, tracing)
         elsewhere = not as_nodes and (call.delay != "" or (call.main_grad != "" and not call.dummy))
-        inputs = call.inputs._replace(weight=weight.detach()) if elsewhere else call.inputs
+        inputs = call.inputs
+        if elsewhere:
+            inputs = inputs._replace(weight=inputs.weight.detach())
         return Stage(
             call.key, tuple(inputs[1:]), self._writes(call.grads, call.observe, call.main_grad, call.delay, as_nodes),
             x.to(weight.shape[0], call.grads != ""), call.grads != "",
@@ -220,9 +219,8 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         if not self._codes.held or loaded is None or loaded.shape != self.weight.shape:
             super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
             return
-        recipe = self._codes.recipe
-        assert recipe is not None
-        self._codes.fill(self, loaded.to(self.weight.device, self.weight.dtype), recipe, column=True)
+        with torch.no_grad():
+            self.weight.copy_(loaded)
         # the rest of nn.Linear's loading sees a weight that already is what it would become
         super()._load_from_state_dict({**state_dict, key: self.weight.detach()}, prefix, *rest)  # type: ignore[no-untyped-call]
 

@@ -28,6 +28,7 @@ def step(model: nn.Module, group: Any = None) -> None:
     rank must then hold the same layers. None reduces nothing."""
     batches: dict[tuple[Any, ...], list[DelayedState]] = {}
     for _, module in layers(model):
+        module._codes.end_step()
         scaling = module._scaling
         if scaling.recipe is not None:
             recipe, states = scaling.recipe, [scaling.state(module, side) for side in SIDES]
@@ -52,8 +53,8 @@ def refresh_weights(model: nn.Module) -> None:
 
 
 def quantize_weights(model: nn.Module) -> None:
-    """Hold the weights as codes only, in both orientations: for weights that nobody trains, or that are trained by one
-    who updates codes: an optimizer that writes to them raises."""
+    """Hold the weights as codes only, in both orientations, for weights that no optimizer updates: a step on one
+    raises. The parameters read as the values of their codes, and quantize what is written to them."""
     found = [
         (path, module)
         for path, module in layers(model)

@@ -27,7 +27,8 @@ from octavo.lower import (
     run_into_in_graph,
     while_tracing,
 )
-from octavo.modules import scaling, weights
+from octavo.lower.held import HeldWeight, codes_of, hold, is_whole, moved
+from octavo.modules import optimizers, scaling, weights
 from octavo.modules.mailbox import Computed, Letter, Mailbox, Posted, operands_of
 from octavo.modules.main_grad import MainGrad, graph_buffers
 from octavo.quant import DelayedState
@@ -63,8 +64,8 @@ class Quantized(nn.Module):
         """The weight as the layer takes it, without a gradient."""
         raise NotImplementedError
 
-    def set_weights(self, whole: Tensor, *, token: bool) -> None:
-        """Make parameters of a whole weight; with `token`, of one element each that looks like its part."""
+    def set_weights(self, whole: Tensor) -> None:
+        """Make parameters of a whole weight, which may be held as codes."""
         raise NotImplementedError
 
     def title(self) -> str:
@@ -85,6 +86,7 @@ class Quantized(nn.Module):
         path: str = "",
     ) -> None:
         """Settings, and what the recipe needs."""
+        optimizers.listen()
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.strict = strict
@@ -128,8 +130,9 @@ class Quantized(nn.Module):
 
     def refusal(self, recipe: Recipe | None) -> str:
         """Why this layer cannot take over a recipe; empty if it can."""
-        if self._codes.held and recipe != self._codes.recipe:
-            return f"its weight is held as codes of {self._codes.recipe}"
+        weight: Any = self.weight_parts()[0]
+        if recipe is not None and isinstance(weight, HeldWeight) and recipe.key != weight.kind.recipe:
+            return f"its weight is held as codes of {weight.kind.recipe}"
         dtype = self.weight_parts()[0].dtype
         if dtype not in FLOATS:
             return f"its weight is {dtype}, and float32, bfloat16 or float16 can be quantized"
@@ -173,12 +176,18 @@ class Quantized(nn.Module):
 
     # -- the weight's codes ----------------------------------------------------------------------------------------
 
-    def _weight_codes(self, recipe: Recipe, first: bool | Tensor | None, grads: str, observe: bool) -> str:
+    def _weight_codes(
+        self, recipe: Recipe, own: Sequence[Tensor], first: bool | Tensor | None, grads: str, observe: bool
+    ) -> str:
         """How the layer gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or "held"."""
         stored = self._codes
-        if stored.held:
-            self._check_tokens()
+        if type(own[0]) is HeldWeight:
+            self._check_held(recipe, own)
             return "held"
+        if stored.held:
+            weights.refuse_dense(own[0])
+        if "w" in grads and not torch.compiler.is_compiling():
+            stored.trained = True
         if first is None:
             return "plain"
         self._refuse_made("is_first_microbatch")
@@ -194,7 +203,7 @@ class Quantized(nn.Module):
         elif not isinstance(first, bool):
             raise UnsupportedConfig(f"is_first_microbatch is True, False, None or one element, got {first!r}.")
         if torch.compiler.is_compiling():
-            self._refresh_in_graph(recipe, first, column, observe, skip)
+            self._refresh_in_graph(recipe, first, grads, observe, skip)
             return "codes"
         there = stored.recipe == recipe and not stored.is_cold
         if not first and there:
@@ -204,23 +213,42 @@ class Quantized(nn.Module):
             self._refresh(recipe, column=column, observe=observe, skip=skip if there else None)
         return "codes"
 
-    def _check_tokens(self) -> None:
-        for weight in self.weight_parts():
-            if not weights.is_token(weight):
-                raise UnsupportedConfig(
-                    f"This layer's weight is held as codes, and it was given another of {tuple(weight.shape)}, which "
-                    "forward would not read. octavo.revert(model) first, or load_state_dict, which quantizes."
-                )
+    def _check_held(self, recipe: Recipe, own: Sequence[Any]) -> None:
+        """Codes serve the recipe that made them, and the layer takes all of them at once."""
+        first = own[0].kind
+        if first.recipe != recipe.key or first.layer != self.NAME:
+            raise UnsupportedConfig(
+                f"{self.title()}: its weight is held as codes of {first.recipe} for a {first.layer} layer, and runs in "
+                f"{recipe}. Use that recipe, or octavo.revert(model) first."
+            )
+        if torch.compiler.is_compiling():
+            self._check_own_whole()
+        elif not is_whole(own):
+            weights.refuse_dense(own[0])
+
+    @while_tracing
+    def _check_own_whole(self) -> bool:
+        own = self.weight_parts()
+        if not is_whole(own):
+            weights.refuse_dense(own[0])
+        return True
+
+    def _parts(self, kind: str, weight: Tensor) -> tuple[Parts, Parts]:
+        """The weight's codes by row and by column, for a call that gets it as `_weight_codes` said."""
+        if kind == "held":
+            return codes_of(weight, "row"), codes_of(weight, "column")
+        return self._codes.parts(self, "row"), self._codes.parts(self, "column")
 
     def _refresh(self, recipe: Recipe, *, column: bool, observe: bool, skip: Tensor | None = None) -> None:
         weights.refuse_shards(self.weight_parts(), "refresh_weights")
         amaxes, slots = self._weight_scaling(recipe, observe)
         self._codes.fill(self, self.whole_weight(), recipe, column=column, amaxes=amaxes, scaling=slots, skip=skip)
 
-    def _refresh_in_graph(self, recipe: Recipe, first: bool, column: bool, observe: bool, skip: Tensor | None) -> None:
+    def _refresh_in_graph(self, recipe: Recipe, first: bool, grads: str, observe: bool, skip: Tensor | None) -> None:
         """The same, while a graph is traced: buffers that are missing are made and filled now, once; the graph
         refreshes them where it is told to. Whether a weight has changed is not for a graph to see."""
-        self._make_cache(recipe.key, column, observe and not first)
+        column = "x" in grads and recipe.linear().dgrad.right is not None
+        self._make_cache(recipe.key, column, observe and not first, "w" in grads)
         stored = self._codes.recipe
         if stored is None or stored.key != recipe.key:  # never now; read here, it is a guard of the graph
             raise UnsupportedConfig(f"The weight cache holds codes of {stored}, and {recipe} is in force.")
@@ -233,9 +261,10 @@ class Quantized(nn.Module):
                 refresh_in_graph(self.NAME, key, weight, list(row), list(columns), amaxes, slots, skip)
 
     @while_tracing
-    def _make_cache(self, recipe_key: str, column: bool, observe: bool) -> bool:
+    def _make_cache(self, recipe_key: str, column: bool, observe: bool, trains: bool) -> bool:
         """The cache that a graph is about to use."""
         recipe, stored = resolve(recipe_key), self._codes
+        stored.trained = stored.trained or trains
         if stored.recipe != recipe or stored.is_cold or (column and not stored.has(self, "column")):
             self._refresh(recipe, column=column, observe=observe)
         return True
@@ -495,18 +524,17 @@ class Quantized(nn.Module):
             )
         self._codes.drop(self)
         whole = self.whole_weight()
-        # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
-        self._codes.fill(self, whole, recipe, column=True)
+        with weights.as_real_as(whole):
+            # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
+            self.set_weights(hold(self.NAME, recipe, whole.detach()))
         self._codes.held = True
-        self.set_weights(whole, token=True)
 
     def release_codes(self) -> None:
         """Back to a weight, of the values that the codes stand for."""
         if self._codes.held:
             values = self._codes.values(self)
             self._codes.held = False
-            self._codes.drop(self)
-            self.set_weights(values, token=False)
+            self.set_weights(values)
 
     # -- what nn.Module does to a module ------------------------------------------------------------------------------
 
@@ -516,13 +544,11 @@ class Quantized(nn.Module):
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         if new._scaling.recipe is not None:
             scaling.listen(new)
-        if new._codes.held:  # a parameter's copy is dense
-            new.set_weights(new.whole_weight(), token=True)
         return new
 
-    def _refuse_drawing(self) -> None:
-        if self._codes.held:
-            raise UnsupportedConfig("A weight held as codes is not drawn anew. octavo.revert(model) first.")
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        optimizers.listen()  # in a process that has made no layer
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def _reset_seed(self) -> None:
         """After the parameters were drawn anew."""
@@ -537,14 +563,16 @@ class Quantized(nn.Module):
             self._codes.drop(self)
         self._scaling.forget_views()
         unborn = self.weight_parts()[0].is_meta
+        done: dict[int, Tensor] = {}
+        held = {name: moved(p, fn, done) for name, p in self._parameters.items() if isinstance(p, HeldWeight)}
+        self._parameters.update(dict.fromkeys(held))  # their turn is over
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._parameters.update(held)
         for name, before in kept.items():
             after = self._buffers[name]
             if after is not None and after.dtype != before.dtype:
                 self._buffers[name] = before.to(after.device)
-        if self._codes.held and not all(weights.is_token(weight) for weight in self.weight_parts()):
-            self.set_weights(self.whole_weight(), token=True)
         if unborn and not self.weight_parts()[0].is_meta:
             self._reset_state()
         return self

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import UnsupportedDevice, UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.layers import add as layer
 from octavo.layers import fork
@@ -13,6 +13,7 @@ from octavo.layers.contract import NAMES
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.activation import numbers, values_of
 from octavo.modules.inputs import check_input
+from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 from octavo.values import Value
 
@@ -63,11 +64,17 @@ class AddExtraInput(FusibleOperation, nn.Module):
         if source is not None:
             self.set_extra_input_channel(0, source)
 
-    def forward(self, input: Tensor, extra: Tensor) -> Tensor:
+    def forward(self, input: Tensor, extra: Tensor | Any) -> Tensor:
+        if self.in_place and isinstance(extra, QTensor):
+            raise UnsupportedConfig(
+                f"AddExtraInput(in_place=True) writes the sum to the extra tensor, and {extra!r} is codes, which would "
+                "stay as they are. Pass extra.dequantize(), or leave in_place out."
+            )
         x, extra = values_of(input), values_of(extra)
         self._check(x, extra)
         if self.in_place:
-            return extra.add_(x)
+            written: Tensor = extra.add_(x)
+            return written
         grads = _grads(x.requires_grad, extra)
         key = _key(x.dtype, extra, grads)
         inputs = layer.Inputs(x, extra)

@@ -1,8 +1,8 @@
-"""A weight's codes, kept in buffers of its module at fixed addresses.
+"""A cache of a weight's codes, in buffers of its module at fixed addresses.
 
-Two uses, one storage. A *cache* spares the microbatches of a step from quantizing the same weight again: it is
-refreshed in place, and remembers which version of the weight it was made from. *Held* codes are the weight itself:
-nothing else of it is left.
+It spares the microbatches of a step from quantizing the same weight again: it is refreshed in place, and remembers
+which version of the weight it was made from. A weight of which nothing but codes is left is another thing
+(`held.py`).
 
 The buffers are not persistent (a checkpoint keeps weights, not codes of them), and codes are bytes, so that
 `module.half()` leaves them alone.
@@ -11,17 +11,19 @@ The buffers are not persistent (a checkpoint keeps weights, not codes of them), 
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.linear_config import Parts
-from octavo.lower import refresh_in_graph
+from octavo.lower.codes import quantize_into
+from octavo.lower.held import HeldWeight
+from octavo.modules.mailbox import is_capturing
+from octavo.modules.optimizers import heard, owner_of
 from octavo.quant.proto import TensorProto
 from octavo.recipes import Recipe
 
@@ -36,14 +38,18 @@ class Codes:
     """What is known of the codes in a module's buffers. Holds no tensor: buffers may be moved or replaced."""
 
     def __init__(self) -> None:
-        self.held = False
+        self.held = False  # whether the layer's weight is codes (`held.py`), and then there is nothing to cache
         self.recipe: Recipe | None = None  # that they were made by; None: there are none
         self._weights: list[weakref.ref[Tensor]] | None = None  # that they were made from,
-        self._states: list[tuple[int, int]] = []  # and their versions and addresses then
+        self._states: list[State] = []  # as they were then
+        self.trained = False  # whether a forward has asked for the weight's gradient
+        self._steps = 0  # that optimizers had taken when they were made, or last vouched for
+        self._ended = False  # whether a training step has ended since
+        self._owners: list[weakref.ref[Any]] = []  # optimizers that were found to update the weights
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy's weight is another tensor: its cache is cold."""
-        return {**self.__dict__, "_weights": None, "_states": []}
+        return {**self.__dict__, "_weights": None, "_states": [], "_owners": []}
 
     def parts(self, module: nn.Module, side: str) -> Parts:
         buffers = module._buffers
@@ -73,25 +79,20 @@ class Codes:
         with as_real_as(weight), torch.no_grad():
             if self.recipe != recipe:
                 self.drop(module)
-            config = module.LAYER.config(f"{module.NAME}(recipe={recipe.key})")
-            self._reserve(module, config, weight, column)
+            key = f"{module.NAME}(recipe={recipe.key})"
+            self._reserve(module, module.LAYER.config(key), weight, column)
             row, columns = self.parts(module, "row"), self.parts(module, "column")
             known = self._weights
             self._weights = None  # unknown until the cast is done
-            if isinstance(weight, FakeTensor):  # a reference may read what a fake does not have
-                key = f"{module.NAME}(recipe={recipe.key})"
-                refresh_in_graph(
-                    module.NAME, key, weight.detach(), list(row), list(columns), list(amaxes), list(scaling), skip
-                )
-            else:
-                module.LAYER.refresh(config, weight, row, columns, amaxes, scaling, skip)
-            # a backward that still waits for the old codes must notice
-            torch.autograd.graph.increment_version([*row, *columns])
+            quantize_into(module.NAME, key, weight, row, columns, amaxes, scaling, skip)
         if skip is not None:  # who can tell whether they changed: what was known of them still is
             self._weights = known
             return
         own = module.weight_parts()
+        if known is None or any([ref() is not w for ref, w in zip(known, own, strict=True)]):
+            self._owners = []  # they are of other weights
         self.recipe, self._weights, self._states = recipe, [weakref.ref(w) for w in own], [state_of(w) for w in own]
+        self._steps, self._ended = heard.steps, False
 
     def _reserve(self, module: Any, config: Any, weight: Tensor, column: bool) -> None:
         """The buffers that are missing."""
@@ -118,26 +119,59 @@ class Codes:
             if then != now:
                 other = "it has another storage"
                 self._refuse(f"from version {then[0]} to {now[0]}" if then[0] != now[0] else other)
+            if heard.captures and weight in heard.captured and not is_capturing():
+                self._refuse("an optimizer's step was captured in a CUDA graph, and nothing tells of its replays")
+        if self._ended or self._steps != heard.steps:
+            self._check_owners(weights)
+
+    def end_step(self) -> None:
+        """A training step has ended: weights that torch's optimizers do not update may have changed unseen."""
+        self._ended = True
+
+    def _check_owners(self, weights: Sequence[Tensor]) -> None:
+        """Versions tell of updates by torch's optimizers. A weight that is trained and that none of them has is updated
+        by something else, such as an optimizer of copies or of shards, which may write behind torch's back."""
+        unheard = [w for w in weights if w.requires_grad and (self.trained or w.grad is not None)]
+        if len(self._owners) < len(unheard) or any([ref() is None for ref in self._owners]):
+            owners = [owner_of(weight) for weight in unheard]
+            if None in owners:
+                what = "octavo.step ended" if self._ended else "other weights' optimizers took"
+                self._refuse(f"{what} a training step, and no torch optimizer, which would be heard, has it")
+            self._owners = [weakref.ref(owner) for owner in owners]
+        self._steps, self._ended = heard.steps, False
+
+    def values(self, module: Any) -> Tensor:
+        """The whole weight of a module whose weight is codes."""
+        whole = module.whole_weight()
+        return whole.values() if isinstance(whole, HeldWeight) else refuse_dense(whole)
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedConfig(
-            f"is_first_microbatch=False uses cached codes of a weight that has changed since ({what}). Pass "
-            "is_first_microbatch=True once a step, or call octavo.refresh_weights(model) after the optimizer's."
+            f"is_first_microbatch=False uses cached codes of a weight that has changed since, or may have ({what}). "
+            "Pass is_first_microbatch=True once a step, or call octavo.refresh_weights(model) after the optimizer's."
         )
 
-    def values(self, module: Any) -> Tensor:
-        """The whole weight that held codes stand for."""
-        assert self.recipe is not None
-        config = module.LAYER.config(f"{module.NAME}(recipe={self.recipe.key})")
-        weight = module.whole_weight()
-        found: Tensor = module.LAYER.weight_values(config, self.parts(module, "row"), tuple(weight.shape), weight.dtype)
-        return found
+
+class State(NamedTuple):
+    """What changes when a weight does."""
+
+    version: int  # inference tensors have none
+    address: int
+    storage: Any  # a weak reference: while it is held, no other storage looks the same
 
 
-def state_of(weight: Tensor) -> tuple[int, int]:
-    """Version and address: what changes when the weight does. Inference tensors have no version."""
-    elusive = isinstance(weight, FakeTensor)
-    return (-1 if weight.is_inference() else weight._version), 0 if elusive else weight.data_ptr()
+def state_of(weight: Tensor) -> State:
+    version = -1 if weight.is_inference() else weight._version
+    if isinstance(weight, FakeTensor):
+        return State(version, 0, None)
+    return State(version, weight.data_ptr(), StorageWeakRef(weight.untyped_storage()))  # type: ignore[no-untyped-call]
+
+
+def refuse_dense(weight: Tensor) -> NoReturn:
+    raise UnsupportedConfig(
+        f"This layer's weight is held as codes, and it, or a part of it, was given another of {tuple(weight.shape)}, "
+        "which forward would not read. octavo.revert(model) first, or write to the weight: that quantizes."
+    )
 
 
 def refuse_shards(weights: Sequence[Tensor], what: str) -> None:
@@ -158,36 +192,3 @@ def drop_buffers(module: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
-
-
-# -- tokens ----------------------------------------------------------------------------------------------------------
-
-
-def token(weight: Tensor) -> nn.Parameter:
-    """A parameter of one element that looks like the weight, has its attributes and receives its gradient."""
-    _refuse_updates()
-    one = torch.zeros(1, dtype=weight.dtype, device=weight.device)
-    found = nn.Parameter(one.expand(weight.shape), requires_grad=weight.requires_grad)
-    found.__dict__.update(weight.__dict__)
-    return found
-
-
-def is_token(weight: Tensor) -> bool:
-    return all(n == 1 or step == 0 for n, step in zip(weight.shape, weight.stride(), strict=True))
-
-
-@cache
-def _refuse_updates() -> None:
-    """Optimizers raise before they write to a token. Torch's plain ones would anyway; its fused ones would write a
-    whole weight over one element's memory."""
-
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.dim() >= 2 and p.numel() > 1 and is_token(p):
-                    raise UnsupportedConfig(
-                        f"A weight of {tuple(p.shape)} is held as codes (octavo.quantize_weights), which an optimizer "
-                        "cannot update. Leave it out of the optimizer, or octavo.revert(model) and train the weight."
-                    )
-
-    register_optimizer_step_pre_hook(check)

@@ -129,6 +129,7 @@ def test_cached_weights_keep_every_microbatch_equal_to_the_first():
 
 def test_a_step_of_cached_weights_alone_leaves_their_window():
     traced = Traced(RECIPE)
+    idle = torch.optim.SGD(traced.layer.parameters())  # has the weight, and would be heard if it changed it
     x, dy = batch(1)
     traced.microbatch(x, dy, is_first_microbatch=True)
     traced.step()
@@ -138,6 +139,7 @@ def test_a_step_of_cached_weights_alone_leaves_their_window():
         traced.memory.observe(x=x, dy=dy)
         traced.step()
     assert traced.memory.encode["w"] == w_codes
+    assert not idle.state
 
 
 def test_a_layer_that_was_not_used_keeps_its_scales():

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import octavo
 from octavo import ops
-from octavo.errors import Unsupported
+from octavo.errors import Unsupported, UnsupportedConfig
 from octavo.quant import QTensor
 from octavo.quant.grouped import quantize_groups
 from octavo.quant.groups import split
@@ -236,6 +236,39 @@ def test_only_what_wants_a_gradient_gets_one():
 def test_an_extra_input_of_another_shape_is_refused(wrong):
     with pytest.raises(ValueError, match=rf"{K}"):
         ops.AddExtraInput()(spiky(M, K), spiky(*wrong))
+
+
+@quantized
+def test_an_addition_in_place_to_codes_is_refused(recipe):
+    """The sum would be in a tensor of values, and the codes what they were."""
+    q, x = codes_of(recipe, spiky(M, K, seed=1)), spiky(M, K)
+    before = [t.clone() for t in q.tensors()]
+    for op in (ops.AddExtraInput(in_place=True), octavo.Sequential(ops.AddExtraInput(in_place=True))):
+        with pytest.raises(UnsupportedConfig, match="codes"):
+            op(x, q)
+        with torch.no_grad(), pytest.raises(UnsupportedConfig, match="codes"):
+            op(x, q)
+    for a, b in zip(q.tensors(), before, strict=True):
+        assert_same(a.float(), b.float())
+    assert_same(ops.AddExtraInput()(x, q), x + q.dequantize())
+    assert_same(ops.AddExtraInput(in_place=True)(q, x.clone()), x + q.dequantize())
+
+
+def test_an_addition_in_place_to_codes_is_refused_in_a_graph():
+    q, x = codes_of("fp8-block", spiky(M, K, seed=1)), spiky(M, K)
+    with pytest.raises(Exception, match="codes"):
+        torch.compile(ops.AddExtraInput(in_place=True), backend="aot_eager", fullgraph=True)(x, q)
+
+
+def test_an_addition_in_place_to_a_weight_held_as_codes_quantizes():
+    layer, delta = octavo.Linear(K, M, recipe="fp8-block"), spiky(M, K)
+    octavo.quantize_weights(layer)
+    want = octavo.recipe("fp8-block").linear().fprop.right.quantize(layer.weight.detach() + delta).dequantize()
+    with torch.no_grad(), pytest.raises(UnsupportedConfig, match="dequantize"):
+        ops.AddExtraInput(in_place=True)(delta, layer.weight)  # an activation is what it adds to
+    with torch.no_grad():
+        layer.weight.add_(delta)
+    assert_same(layer.weight.detach() * 1, want)
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -1,6 +1,7 @@
 """The weight cache: what each is_first_microbatch means, where codes live, and every way for them to be stale."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import octavo
 from octavo.errors import UnsupportedConfig
+from octavo.modules import optimizers, weights
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import QUANTIZED, assert_result, check, differs, expected, make, run, spiky
 
@@ -268,3 +270,257 @@ def test_bf16_takes_the_flag_and_holds_nothing():
     for flag in (True, False, None):
         check(layer, "bf16", x, dy, is_first_microbatch=flag)
     assert not addresses(layer)
+
+
+# -- what vouches for a cache ----------------------------------------------------------------------------------------
+
+FUSED = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, fused=True),
+    "foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+}
+fused = pytest.mark.parametrize("optimizer", FUSED.values(), ids=FUSED)
+
+
+def grouped(recipe="fp8-current", **settings):
+    return octavo.GroupedLinear(2, 48, 40, recipe=recipe, single_grouped_weight=False, **settings)
+
+
+def accumulate(layer, *flags, more=()):
+    for i, flag in enumerate(flags):
+        layer(batch(i)[0], *more, is_first_microbatch=flag).backward(batch(i)[1])
+
+
+def refused(layer, *more):
+    with pytest.raises(UnsupportedConfig, match=r"refresh_weights|is_first_microbatch"):
+        layer(batch(0)[0], *more, is_first_microbatch=False)
+    return True
+
+
+class Wrapped:
+    """As the wrappers of training libraries are: no optimizer of torch's, but it has one."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def step(self):
+        return self.inner.step()
+
+
+@fused
+@pytest.mark.parametrize("through", [lambda o: o.step(), lambda o: Wrapped(o).step(), lambda o: scaled(o)],
+                         ids=["step", "wrapped", "GradScaler"])  # fmt: skip
+def test_a_fused_step_makes_a_cache_stale(optimizer, through):
+    layer = make("fp8-current")
+    chosen = optimizer(layer.parameters())
+    for _ in range(2):
+        accumulate(layer, True, False, False)
+        through(chosen)
+        chosen.zero_grad()
+        assert refused(layer)
+
+
+def scaled(optimizer):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))  # it begins with its first loss
+    scaler.step(optimizer)
+
+
+@fused
+def test_a_fused_step_makes_a_cache_of_groups_stale(optimizer):
+    layer, sizes = grouped(), torch.tensor([10, 11])
+    chosen = optimizer([layer.weight1])
+    accumulate(layer, True, False, more=(sizes,))
+    chosen.step()
+    assert refused(layer, sizes)
+
+
+@fused
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-block(dgrad='bf16')"])
+def test_a_fused_step_between_forward_and_backward_is_noticed(optimizer, recipe):
+    for layer, more in ((make(recipe), ()), (grouped(recipe), (torch.tensor([10, 11]),))):
+        chosen = optimizer(layer.parameters())
+        y, later = (layer(batch(i)[0].requires_grad_(), *more) for i in range(2))
+        y.sum().backward()
+        chosen.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            later.sum().backward()
+
+
+def test_a_weight_whose_codes_are_made_again_in_backward_is_watched_too():
+    layer = make("fp8-current", keep_weight_codes=False)
+    chosen = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+    y, later = (layer(batch(i)[0].requires_grad_()) for i in range(2))
+    y.sum().backward()
+    chosen.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        later.sum().backward()
+
+
+@fused
+def test_refreshes_that_follow_a_fused_step_are_fresh(optimizer):
+    """By `attach`, by a hook of the caller's own, and by hand."""
+    for how in ("attach", "hook", "hand"):
+        layer = make("fp8-current")
+        chosen = optimizer(layer.parameters())
+        if how == "attach":
+            octavo.attach(layer, chosen)
+        if how == "hook":
+            chosen.register_step_post_hook(lambda *_, layer=layer: octavo.refresh_weights(layer))
+        accumulate(layer, True, False)
+        for _ in range(2):
+            chosen.step()
+            chosen.zero_grad()
+            if how == "hand":
+                octavo.refresh_weights(layer)
+            check(layer, "fp8-current", *batch(0), is_first_microbatch=False)
+            accumulate(layer, False)
+
+
+def test_a_cache_that_a_closure_filled_is_stale_after_the_step():
+    layer = make("fp8-current")
+    chosen = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+
+    def closure():
+        chosen.zero_grad()
+        accumulate(layer, True, False)
+        return torch.ones(())
+
+    assert chosen.step(closure) == 1
+    assert refused(layer)
+    assert chosen.step(closure=closure) == 1
+    assert refused(layer)
+
+
+def test_a_closure_may_run_the_backward_of_an_earlier_forward():
+    layer = make("bf16")
+    chosen = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+    y = layer(batch(0)[0].requires_grad_()).sum()
+    chosen.step(lambda: y.backward())
+    assert layer.weight.grad is not None
+
+
+def test_a_step_that_leaves_a_weight_alone_leaves_its_cache():
+    layer, other = make("fp8-current"), nn.Linear(3, 3)
+    chosen = torch.optim.AdamW([*layer.parameters(), *other.parameters()], lr=0.1, fused=True)
+    want = layer(batch(0)[0], is_first_microbatch=True)
+    for _ in range(2):
+        other(torch.ones(3)).sum().backward()
+        chosen.step()
+        assert torch.equal(layer(batch(0)[0], is_first_microbatch=False), want)
+
+
+def test_optimizers_of_other_weights_do_not_disturb():
+    """Two players in turn: each cache has an optimizer of its own, also before that has stepped for the first time."""
+    first, second = make("fp8-current"), make("fp8-current", seed=3)
+    mine, theirs = (torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (first, second))
+    for _ in range(3):
+        accumulate(first, True)
+        accumulate(second, True)
+        theirs.step()
+        accumulate(first, False, False)
+        assert refused(second)
+        mine.step()
+
+
+def test_a_teacher_and_a_frozen_layer_keep_their_caches_while_another_model_trains():
+    teacher, frozen, student = (make("fp8-current", seed=i) for i in range(3))
+    frozen.requires_grad_(False)
+    chosen = torch.optim.AdamW(student.parameters(), lr=0.1, fused=True)
+    for step in range(3):
+        with torch.no_grad():
+            teacher(batch(0)[0], is_first_microbatch=step == 0)
+        frozen(batch(0)[0].requires_grad_(), is_first_microbatch=step == 0).sum().backward()
+        accumulate(student, True, False)
+        chosen.step()
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "grouped"])
+def test_an_optimizer_of_copies_vouches_for_nothing(sharded):
+    """Master weights: what steps is an optimizer of other tensors, and the weights are written behind torch's back."""
+    layer, more = (grouped(), (torch.tensor([10, 11]),)) if sharded else (make("fp8-current"), ())
+    own = list(layer.parameters())
+    masters = [p.detach().clone().requires_grad_() for p in own]
+    chosen = torch.optim.AdamW(masters, lr=0.1, fused=True)
+    accumulate(layer, True, False, more=more)
+    for master, p in zip(masters, own, strict=True):
+        master.grad = p.grad.clone()
+    chosen.step()
+    for master, p in zip(masters, own, strict=True):
+        p.data.copy_(master.detach())
+    with pytest.raises(UnsupportedConfig, match="no torch optimizer"):
+        layer(batch(0)[0], *more, is_first_microbatch=False)
+    accumulate(layer, True, False, more=more)
+
+
+def test_the_end_of_a_step_without_an_optimizer_of_torchs_ends_the_cache():
+    layer = make("fp8-current")
+    accumulate(layer, True, False)
+    layer.weight.data.sub_(layer.weight.grad)  # seen by nothing
+    octavo.step(layer)
+    with pytest.raises(UnsupportedConfig, match="no torch optimizer"):
+        layer(batch(0)[0], is_first_microbatch=False)
+    chosen = torch.optim.SGD(layer.parameters(), lr=0.1)
+    accumulate(layer, True)
+    octavo.step(layer)  # the optimizer skipped it, as a GradScaler lets it, and would have been heard
+    accumulate(layer, False)
+    del chosen
+
+
+def test_memory_that_comes_back_to_an_address_is_another_memory():
+    """As an allocator gives it out again: the same address, version and tensor."""
+    layer, memory = make("fp8-current"), bytearray(4 * 40 * 48)
+    layer.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(40, 48)
+    accumulate(layer, True, False)
+    layer.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(40, 48).fill_(1.0)
+    assert refused(layer)
+
+
+def test_a_captured_step_is_never_trusted_again(monkeypatch):
+    """A replay runs no Python: neither the version nor a hook tells of it."""
+
+    def capture(now):
+        for module in (optimizers, weights):
+            monkeypatch.setattr(module, "is_capturing", lambda: now)
+
+    layer = make("fp8-current")
+    chosen = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True, capturable=False)
+    accumulate(layer, True)
+    capture(True)
+    chosen.step()
+    capture(False)
+    accumulate(layer, True)
+    with pytest.raises(UnsupportedConfig, match="captured"):
+        layer(batch(0)[0], is_first_microbatch=False)
+    octavo.refresh_weights(layer)
+    assert refused(layer)
+    capture(True)
+    accumulate(layer, True, False)  # in what order graphs are replayed is for their owner to know
+
+
+def test_a_compiled_step_makes_a_cache_stale():
+    layer = make("fp8-current")
+    chosen = torch.optim.SGD(layer.parameters(), lr=0.1)
+    step = torch.compile(chosen.step, backend="aot_eager")
+    for _ in range(2):
+        accumulate(layer, True, False)
+        step()
+        assert refused(layer)
+
+
+def test_a_layer_from_a_file_hears_optimizers_too(monkeypatch):
+    """In a process that has made none, where nothing listens yet."""
+    stored, heard = pickle.dumps(make("fp8-current")), []
+    monkeypatch.setattr(optimizers, "listen", lambda: heard.append(True))
+    pickle.loads(stored)
+    assert heard
+
+
+def test_copies_and_pickles_of_a_layer_trust_nothing_of_the_originals():
+    layer = make("fp8-current")
+    chosen = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    accumulate(layer, True, False)
+    chosen.step()
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        check(twin, "fp8-current", *batch(0), is_first_microbatch=False)  # cold: filled

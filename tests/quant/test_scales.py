@@ -545,7 +545,7 @@ def test_a_bad_element_spoils_its_own_mx_block_and_no_other(bad):
 )
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
 def test_a_bad_element_makes_the_scale_of_its_group_nan(spec, others, bad):
-    """All that shares the scale decodes to NaN, and nothing else does. The codes there are of the values as they are."""
+    """All that shares the scale decodes to NaN, and nothing else does. The codes there are of x as it is."""
     x = torch.ones(2, 128)
     x[1, 5] = bad
     q = spec.quantize(x)

@@ -19,7 +19,7 @@ TOP = E2M1.max * E4M3.max  # 2688: the largest code times the largest block scal
 
 def tensor_scales(g: Tensor) -> tuple[Tensor, Tensor]:
     """(S_enc, global_scale) from the tensor's amax [1]. Where TOP/G overflows, the global scale is the reciprocal of
-    S_enc, so that decoding undoes encoding. If G is not finite, the global scale is NaN, and the tensor decodes to it."""
+    S_enc, so that decoding undoes encoding. If G is not finite, the global scale is NaN, and so is the whole tensor."""
     quotient = divide(TOP, g)
     s_enc = torch.where(quotient > FLOAT32_MAX, FLOAT32_MAX, quotient)
     s_enc = torch.where((g == 0) | ~g.isfinite(), 1.0, s_enc)
