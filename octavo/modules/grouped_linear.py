@@ -222,7 +222,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         )  # fmt: skip
         # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
         as_nodes = as_nodes or (is_watched() and not delayed and not main_grad and not saved_elsewhere())
-        joined = not (as_nodes or self._is_single) and weight.data_ptr() == own[0].data_ptr()
+        joined = not (as_nodes or self._is_single or kind == "held") and weight.data_ptr() == own[0].data_ptr()
         made = self._call(
             key, inputs, grads=grads, observe=observe, main_grad=main_grad, dummy=dummy, delay=delay,
             as_nodes=as_nodes, more=(dgrad_out,), out=out, shape=shape, parts=own if joined else (),
