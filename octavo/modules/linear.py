@@ -135,6 +135,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         grads = wanted(needs_dx, [weight], added)
         observe = self._observes(recipe, weight)
         kind = self._weight_codes(recipe, is_first_microbatch, grads, observe != "")
+        measured = self._measures(kind, grads, bool(codes)) if recipe.stateful and self._scaling.cold else ""
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self._puts_off(grads)
         delay = "" if not delayed else "post" if tracing else "mailbox"
@@ -147,7 +148,8 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         key = (
             f"linear(recipe={recipe.key},dtype='{NAMES[dtype]}',weight_dtype='{NAMES[weight.dtype]}',"
             f"bias_dtype='{'' if added is None else NAMES[added.dtype]}',grads='{grads}',"
-            f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe='{observe}',quantize_output={fp8_output},"
+            f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe='{observe}',measured='{measured}',"
+            f"quantize_output={fp8_output},"
             f"main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',w_columns='{columns}')"
         )
         stored = self._codes
@@ -155,7 +157,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
             None, weight, added, codes,
             stored.parts(self, "row") if kind != "plain" else (),
             stored.parts(self, "column") if kind != "plain" else (),
-            self._scaling.inputs(self) if recipe.stateful else (),
+            self._scaling.inputs(self, measured) if recipe.stateful else (),
             self._scaling.seen(self) if observe == "seen" else (),
         )  # fmt: skip
         return _Call(key, inputs, grads, observe, main_grad, dummy, delay)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig
 from octavo.modules.quantized import Quantized
-from octavo.modules.scaling import SIDES
+from octavo.modules.scaling import SIDES, look
 from octavo.quant import DelayedState
 from octavo.quant.state import update_all
 
@@ -27,6 +27,7 @@ def step(model: nn.Module, group: Any = None) -> None:
     With a process `group` the amaxes are first reduced by maximum over it, so that its ranks keep equal scales; every
     rank must then hold the same layers. None reduces nothing."""
     batches: dict[tuple[Any, ...], list[DelayedState]] = {}
+    cold: list[Quantized] = []
     for _, module in layers(model):
         scaling = module._scaling
         if scaling.recipe is not None:
@@ -34,8 +35,16 @@ def step(model: nn.Module, group: Any = None) -> None:
             key = (recipe.history, recipe.algorithm, recipe.margin, states[0].encode.device)
             batches.setdefault(key, []).extend(states)
             scaling.stepped()
+            if scaling.looks():
+                cold.append(module)
     for (_, algorithm, margin, _), states in batches.items():
         update_all(states, algorithm=algorithm, margin=margin, reduce=None if group is None else _maximum_over(group))
+    if cold and not torch.compiler.is_compiling() and not _is_capturing():  # a graph cannot wait for an answer
+        look(cold)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _maximum_over(group: Any) -> Any:

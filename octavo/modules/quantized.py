@@ -243,7 +243,10 @@ class Quantized(nn.Module):
     def _weight_scaling(self, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
         """What delayed scaling brings to a weight's cast: amaxes to raise, and w's multipliers."""
         current = self._buffers.get(scaling.NAMES["forward"]["current"])
-        slots = self._scaling.inputs(self)[1::3] if recipe.stateful else ()
+        slots: Sequence[Tensor] = ()
+        if recipe.stateful:
+            measured = "w" if "w" in self._scaling.cold else ""
+            slots = self._scaling.inputs(self, measured)[1::3]
         return [current] if observe and current is not None else [], list(slots)
 
     def _observes(self, recipe: Recipe, weight: Tensor) -> str:
@@ -254,6 +257,24 @@ class Quantized(nn.Module):
             return "extra"
         self._scaling.watch(weight)
         return "seen"
+
+    def _measures(self, kind: str, grads: str, codes: bool = False) -> str:
+        """Letters of the operands that a call scales by themselves, unless the device knows that a step has seen them:
+        of those that no step is known to have seen, the ones it casts. None, as a rule: ask `cold` first."""
+        cold = self._scaling.cold
+        found = "x" if "x" in cold and not codes else ""
+        found += "w" if "w" in cold and kind == "plain" else ""
+        found += "d" if "d" in cold and ("x" in grads or "w" in grads) else ""
+        if torch.compiler.is_compiling():
+            self._measure_now(found)
+        else:
+            self._scaling.measure(found)
+        return found
+
+    @while_tracing
+    def _measure_now(self, letters: str) -> bool:
+        self._scaling.measure(letters)
+        return True
 
     def _remember(self, amax: Tensor, tracing: bool) -> None:
         """What a call returned."""
@@ -444,6 +465,8 @@ class Quantized(nn.Module):
             memory.restore({name: rest.pop(prefix + name) for name in memory.export()})
         if SEED in self._buffers and "rounding.seed" in rest:
             self.get_buffer(SEED).copy_(rest.pop("rounding.seed"))
+        if len(rest) < len(state):
+            self._scaling.recall(self)
         return rest
 
     # -- weights held as codes -------------------------------------------------------------------------------------
