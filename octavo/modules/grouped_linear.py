@@ -192,6 +192,10 @@ class GroupedLinear(FusibleOperation, Quantized):
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             found: Tensor = outside(self, why, x, m_splits, is_first_microbatch, out, dgrad_out, scales)
             return found
+        if tracing:
+            self._settle_now()
+        elif self._unborn:
+            self._settle()
         recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
         own = self.weight_parts()  # once: somebody may make them then (a parametrization)
         x = self._input(x, own[0])

@@ -102,15 +102,19 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
     def forward(  # type: ignore[override]
         self, x: Tensor | QTensor, is_first_microbatch: bool | Tensor | None = None, fp8_output: bool = False
     ) -> Any:
-        if torch.compiler.is_compiling() and (why := graph_refusal(self)):
+        tracing = torch.compiler.is_compiling()
+        if tracing and (why := graph_refusal(self)):
             if is_inside_operator():
                 self._refuse_now(why)  # what follows would not be reached: all of the operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return outside(self, why, x, is_first_microbatch, fp8_output)
+        if tracing:
+            self._settle_now()
+        elif self._unborn:
+            self._settle()
         recipe = self._recipe or self._followed(ambient.recipe)
         weight = self.weight
         source, codes, dtype, shape = _input(x, recipe, weight)
-        tracing = torch.compiler.is_compiling()
         needs_dx = source is not None and source.requires_grad
         call = self._prepared(recipe, weight, dtype, needs_dx, codes, is_first_microbatch, fp8_output, tracing)
         # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
@@ -192,11 +196,15 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
             raise UnsupportedConfig(
                 "fp8_output=True is for a layer outside of runs: within one, codes pass by themselves."
             )
+        first, tracing = kwargs.get("is_first_microbatch"), torch.compiler.is_compiling()
+        if tracing:
+            self._settle_now()
+        elif self._unborn:
+            self._settle()
         recipe = self._recipe or self._followed(ambient.recipe)
         weight = self.weight
         check_input("Linear", x)
         check_features(x, weight)
-        first, tracing = kwargs.get("is_first_microbatch"), torch.compiler.is_compiling()
         call = self._prepared(recipe, weight, x.dtype, x.needs, (), first, False, tracing)
         elsewhere = not as_nodes and (call.delay != "" or (call.main_grad != "" and not call.dummy))
         inputs = call.inputs._replace(weight=weight.detach()) if elsewhere else call.inputs

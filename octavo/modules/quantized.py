@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.formats import FLOATS
@@ -30,8 +31,9 @@ from octavo.lower import (
 from octavo.modules import scaling, weights
 from octavo.modules.mailbox import Mailbox, Posted
 from octavo.modules.main_grad import MainGrad, graph_buffers
-from octavo.quant import DelayedState
+from octavo.modules.remembered import ROUNDING
 from octavo.quant.quantizer import Quantizer
+from octavo.quant.state import KEPT
 from octavo.recipes import BF16, Recipe
 from octavo.recipes import recipe as resolve
 
@@ -95,7 +97,8 @@ class Quantized(nn.Module):
         self._mailbox = Mailbox()
         self._recipe: Recipe | None = None
         self._follows = False  # whether it ever ran in an ambient recipe
-        self._pending: dict[str, Tensor] = {}  # state loaded before the recipe it belongs to was seen
+        self._pending: dict[str, Tensor] = {}  # state loaded before there was memory for it
+        self._unborn = False  # whether state is on the meta device, and waits for the weight to come from there
         self._seed = _seed_of(self, path)
         self.recipe = recipe  # type: ignore[assignment]
 
@@ -107,7 +110,7 @@ class Quantized(nn.Module):
         weights.drop_buffers(self, [SEED])
         for name in (
             "fuse_wgrad_accumulation", "delay_wgrad_compute", "strict",
-            "_codes", "_scaling", "_mailbox", "_recipe", "_follows", "_pending", "_seed", "_path", "_warned",
+            "_codes", "_scaling", "_mailbox", "_recipe", "_follows", "_pending", "_unborn", "_seed", "_path", "_warned",
         ):  # fmt: skip
             del self.__dict__[name]
 
@@ -153,8 +156,26 @@ class Quantized(nn.Module):
                 if draws:
                     seed = torch.tensor([self._seed, 0], device=weight.device)
                     self.register_buffer(SEED, seed, persistent=False)
+            self._unborn = any(buffer.is_meta for _, buffer in self._state())
         if self._pending:
             self._pending = self.load_recipe_state(self._pending)
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, buffer) of what recipes remember here."""
+        for name in (*scaling.BUFFERS, SEED):
+            buffer = self._buffers.get(name)
+            if buffer is not None:
+                yield name, buffer
+
+    def _settle(self) -> None:
+        """Make the state that waited for the weight to come from the meta device."""
+        if self._unborn and not self.weight_parts()[0].is_meta:
+            self._reset_state()
+
+    @while_tracing
+    def _settle_now(self) -> bool:
+        self._settle()
+        return True
 
     def _followed(self, recipe: Recipe | None) -> Recipe:
         """The ambient recipe, for a layer without one of its own."""
@@ -430,41 +451,33 @@ class Quantized(nn.Module):
 
     def recipe_state(self) -> dict[str, Tensor]:
         """Copies of the state that recipes made here: delayed scaling's memory, the counter of stochastic rounding."""
+        self._settle()
         found: dict[str, Tensor] = {}
         if self._scaling.recipe is not None:
             for side in scaling.SIDES:
                 kept = self._scaling.state(self, side).export()
                 found |= {f"scaling.{side}.{name}": tensor for name, tensor in kept.items()}
         if SEED in self._buffers:
-            found["rounding.seed"] = self.get_buffer(SEED).clone()
+            found[ROUNDING] = self.get_buffer(SEED).clone()
         return found
 
-    def _places(self, state: dict[str, Tensor]) -> Iterator[tuple[DelayedState, str]]:
-        """(memory, prefix of its keys) for each side that the state has in full."""
-        if self._scaling.recipe is not None:
-            for side in scaling.SIDES:
-                memory, prefix = self._scaling.state(self, side), f"scaling.{side}."
-                if all(prefix + name in state for name in memory.export()):
-                    yield memory, prefix
-
-    def check_recipe_state(self, state: dict[str, Tensor]) -> None:
-        """Refuse what `load_recipe_state` could not write."""
-        for memory, prefix in self._places(state):
-            memory.check({name: state[prefix + name] for name in memory.export()})
-        seed = state.get("rounding.seed")
-        if "rounding.seed" in state and not (
-            isinstance(seed, Tensor) and seed.shape == (2,) and seed.dtype == torch.int64
-        ):
-            raise UnsupportedShape(f"rounding.seed is an int64 tensor [seed, step], got {seed!r}.")
+    def pending_state(self) -> dict[str, Tensor]:
+        """Copies of what was loaded before there was memory for it."""
+        return {name: tensor.clone() for name, tensor in self._pending.items()}
 
     def load_recipe_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Take over what there is a place for, and return the rest."""
-        self.check_recipe_state(state)
+        self._settle()
         rest = dict(state)
-        for memory, prefix in self._places(state):
-            memory.restore({name: rest.pop(prefix + name) for name in memory.export()})
-        if SEED in self._buffers and "rounding.seed" in rest:
-            self.get_buffer(SEED).copy_(rest.pop("rounding.seed"))
+        if self._unborn:
+            return rest
+        if self._scaling.recipe is not None:
+            for side in scaling.SIDES:
+                prefix = f"scaling.{side}."
+                if all(prefix + name in rest for name in KEPT):
+                    self._scaling.state(self, side).restore({name: rest.pop(prefix + name) for name in KEPT})
+        if SEED in self._buffers and ROUNDING in rest:
+            self.get_buffer(SEED).copy_(rest.pop(ROUNDING))
         if len(rest) < len(state):
             self._scaling.recall(self)
         return rest
@@ -529,18 +542,35 @@ class Quantized(nn.Module):
         if not self._codes.held:
             self._codes.drop(self)
         self._scaling.forget_views()
-        unborn = self.weight_parts()[0].is_meta
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        state = {name for name, _ in self._state()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, before in kept.items():
             after = self._buffers[name]
-            if after is not None and after.dtype != before.dtype:
+            if after is None or (before.is_meta and not after.is_meta) or _is_fake(before) != _is_fake(after):
+                continue
+            # what is remembered stays, also where memory is not to be filled (`to_empty`)
+            if after.dtype != before.dtype or name in state:
                 self._buffers[name] = before.to(after.device)
         if self._codes.held and not all(weights.is_token(weight) for weight in self.weight_parts()):
             self.set_weights(self.whole_weight(), token=True)
-        if unborn and not self.weight_parts()[0].is_meta:
+        unborn = self._unborn
+        self._unborn = any(buffer.is_meta for _, buffer in self._state())
+        if (unborn or self._unborn) and not self.weight_parts()[0].is_meta:
             self._reset_state()
         return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """State goes where a loaded weight is: from the meta device, or to another one, if it is assigned."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
+        self._settle()
+        device = self.weight_parts()[0].device
+        for name, buffer in list(self._state()):
+            if not buffer.is_meta and buffer.device != device and device.type != "meta":
+                self._scaling.forget_views()
+                self._buffers[name] = buffer.to(device)
+        if any(prefix + name in state_dict for name in self.weight_names()):
+            self._scaling.weights_loaded()
 
     def _reset_state(self) -> None:
         """State as it was at construction: storage that comes from the meta device holds nothing yet."""
@@ -550,6 +580,10 @@ class Quantized(nn.Module):
         for recipe in (remembered, self._recipe):
             if recipe is not None:
                 self._prepare(recipe)
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
 
 
 @torch.compiler.disable(reason="octavo: this layer cannot be part of a graph")  # type: ignore[untyped-decorator,no-untyped-call]

@@ -28,6 +28,7 @@ from octavo.recipes import Delayed, Recipe
 
 SIDES = ("forward", "backward")
 NAMES = {side: {field.name: f"scaling_{side}_{field.name}" for field in fields(DelayedState)} for side in SIDES}
+BUFFERS = tuple(name for names in NAMES.values() for name in names.values())
 PARTS = {"forward": 2, "backward": 1}  # operands whose slots are in a side's buffers, one operand after the other
 PATIENCE = 1024  # training forwards without a step before it is said
 LOOKS = 8  # steps after which the device is asked what it has seen; later ones are powers of two
@@ -66,6 +67,9 @@ class Scaling:
         self._version: int | None = None  # of the weight, when it was last seen
         self._updates = 0  # of the weight since the last step
         self._said = False
+        self.origin = (
+            ""  # of what it remembers: "state" that was loaded, its "own" steps; "weights": loaded, and no state
+        )
         self._views: dict[str, tuple[Tensor, ...]] = {}  # of buffers: making them takes longer than launching a kernel
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,10 +109,10 @@ class Scaling:
 
     def drop(self, module: nn.Module) -> None:
         self.forget_views()
-        drop_buffers(module, [name for names in NAMES.values() for name in names.values()])
+        drop_buffers(module, BUFFERS)
         self.recipe = None
-        self.cold = self._asked = ""
-        self.stepped()
+        self.cold = self._asked = self.origin = ""
+        self._forwards = self._updates = 0
 
     def state(self, module: nn.Module, side: str) -> DelayedState:
         return DelayedState(**{field: getattr(module, name) for field, name in NAMES[side].items()})
@@ -150,12 +154,14 @@ class Scaling:
             self._updates += self._version is not None
             self._version = version
         self._say()
+        self._say_unrestored()
 
     def updated(self) -> None:
         """The same, told by an optimizer: a graph counts nothing."""
         self._updates += 1
         self._version = None
         self._say()
+        self._say_unrestored()
 
     def _say(self) -> None:
         if not self._said and (self._updates >= 2 or self._forwards >= PATIENCE):
@@ -169,6 +175,27 @@ class Scaling:
 
     def stepped(self) -> None:
         self._forwards = self._updates = 0
+        self._say_unrestored()
+        self.origin = "own"
+
+    def weights_loaded(self) -> None:
+        """Weights came from a checkpoint; what else it had may come later."""
+        if not self.origin:
+            self.origin = "weights"
+
+    def _say_unrestored(self) -> None:
+        """Say once a model that training goes on with weights alone."""
+        if self.origin != "weights":
+            return
+        for module in list(_LISTENERS):
+            if module._scaling.origin == "weights":
+                module._scaling.origin = "own"
+        self.origin = "own"
+        warnings.warn(
+            "fp8-delayed: weights were loaded and no scaling state, so scales start afresh. To resume a run as it was, "
+            "save octavo.state_dict(model) with the weights, and octavo.load_state_dict(model, state) before training.",
+            stacklevel=6,
+        )
 
     # -- what no step has seen yet -------------------------------------------------------------------------------------
 
@@ -197,7 +224,8 @@ class Scaling:
         self.cold = cold
 
     def recall(self, module: nn.Module) -> None:
-        """The same, after the buffers were written."""
+        """The same, after the buffers were loaded."""
+        self.origin = "state"
         if self.recipe is not None and self.recipe.cold_start != "one":
             self.cold, self._asked = _cast(self.recipe), ""
             look([module])
