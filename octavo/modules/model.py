@@ -32,18 +32,21 @@ def step(model: nn.Module, group: Any = None) -> None:
     rank must then hold the same layers. None reduces nothing."""
     batches: dict[tuple[Any, ...], list[DelayedState]] = {}
     cold: list[Quantized] = []
+    in_graph = torch.compiler.is_compiling() or _is_capturing()  # which cannot wait for an answer, nor count
     for _, module in layers(model):
         scaling = module._scaling
         if scaling.recipe is not None:
             recipe, states = scaling.recipe, [scaling.state(module, side) for side in SIDES]
             key = (recipe.history, recipe.algorithm, recipe.margin, states[0].encode.device)
             batches.setdefault(key, []).extend(states)
+            if not in_graph:
+                scaling.say_unrestored()
+                if scaling.looks():
+                    cold.append(module)
             scaling.stepped()
-            if scaling.looks():
-                cold.append(module)
     for (_, algorithm, margin, _), states in batches.items():
         update_all(states, algorithm=algorithm, margin=margin, reduce=None if group is None else _maximum_over(group))
-    if cold and not torch.compiler.is_compiling() and not _is_capturing():  # a graph cannot wait for an answer
+    if cold:
         look(cold)
 
 

@@ -169,8 +169,12 @@ class Quantized(nn.Module):
 
     def _settle(self) -> None:
         """Make the state that waited for the weight to come from the meta device."""
-        if self._unborn and not self.weight_parts()[0].is_meta:
+        if self._unborn and self._place().type != "meta":
             self._reset_state()
+
+    def _place(self) -> torch.device:
+        """Where the parameters are. A weight that is made (a parametrization) is not made for this."""
+        return next(self.parameters()).device
 
     @while_tracing
     def _settle_now(self) -> bool:
@@ -556,7 +560,7 @@ class Quantized(nn.Module):
             self.set_weights(self.whole_weight(), token=True)
         unborn = self._unborn
         self._unborn = any(buffer.is_meta for _, buffer in self._state())
-        if (unborn or self._unborn) and not self.weight_parts()[0].is_meta:
+        if (unborn or self._unborn) and self._place().type != "meta":
             self._reset_state()
         return self
 
@@ -564,7 +568,7 @@ class Quantized(nn.Module):
         """State goes where a loaded weight is: from the meta device, or to another one, if it is assigned."""
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
         self._settle()
-        device = self.weight_parts()[0].device
+        device = self._place()
         for name, buffer in list(self._state()):
             if not buffer.is_meta and buffer.device != device and device.type != "meta":
                 self._scaling.forget_views()

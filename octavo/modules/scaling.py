@@ -154,14 +154,14 @@ class Scaling:
             self._updates += self._version is not None
             self._version = version
         self._say()
-        self._say_unrestored()
+        self.say_unrestored()
 
     def updated(self) -> None:
         """The same, told by an optimizer: a graph counts nothing."""
         self._updates += 1
         self._version = None
         self._say()
-        self._say_unrestored()
+        self.say_unrestored()
 
     def _say(self) -> None:
         if not self._said and (self._updates >= 2 or self._forwards >= PATIENCE):
@@ -174,8 +174,8 @@ class Scaling:
             )
 
     def stepped(self) -> None:
+        """The memory was moved on. Reads nothing: a graph may do this, and would guard on it."""
         self._forwards = self._updates = 0
-        self._say_unrestored()
         self.origin = "own"
 
     def weights_loaded(self) -> None:
@@ -183,7 +183,7 @@ class Scaling:
         if not self.origin:
             self.origin = "weights"
 
-    def _say_unrestored(self) -> None:
+    def say_unrestored(self) -> None:
         """Say once a model that training goes on with weights alone."""
         if self.origin != "weights":
             return

@@ -210,6 +210,18 @@ def test_a_step_that_cannot_wait_leaves_it_measuring(monkeypatch):
     assert_result(run(layer, *batch(5, 0.1)), run(twin, *batch(5, 0.1)))  # the device knows, and uses what it has seen
 
 
+def test_a_compiled_step_leaves_it_measuring_too():
+    torch._dynamo.reset()
+    layer, twin, graphs = make("fp8-delayed"), make("fp8-delayed"), Graphs()
+    step = compiled(lambda: octavo.step(layer), graphs)
+    for i in range(10):
+        assert_result(run(layer, *batch(i, 0.1)), run(twin, *batch(i, 0.1)))
+        step(), octavo.step(twin)
+    assert cold(layer) == ["xwd"] and len(graphs.forward) == 1
+    octavo.step(layer)
+    assert cold(layer) == [""]
+
+
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 
