@@ -213,15 +213,10 @@ class Scaling:
         self._steps += 1
         return self._steps <= LOOKS or self._steps & (self._steps - 1) == 0
 
-    def learn(self, module: Any, seen: list[bool]) -> None:
+    def learn(self, seen: list[bool]) -> None:
         """Which of x, w, dy the device has seen."""
-        cold = "".join(
-            [letter for letter, known in zip(LETTERS, seen, strict=True) if letter in self.cold and not known]
-        )
-        if cold != self.cold and module.slots > 1:
-            for side in SIDES:  # an expert without rows has seen nothing
-                self.state(module, side).lend(PARTS[side])
-        self.cold = cold
+        self.cold = "".join([letter for letter, known in zip(LETTERS, seen, strict=True)
+                             if letter in self.cold and not known])  # fmt: skip
 
     def recall(self, module: nn.Module) -> None:
         """The same, after the buffers were loaded."""
@@ -243,12 +238,12 @@ def _cast(recipe: Delayed) -> str:
 
 
 def look(modules: Sequence[Any]) -> None:
-    """Ask the device, once for all modules on it, which operands have been seen by now."""
+    """Ask the device, once for all modules on it, which operands have been seen by now, all slots of them."""
     found: dict[torch.device, list[tuple[Any, Tensor]]] = {}
     for module in modules:
         heads = [module._scaling.state(module, side).head.view(PARTS[side], -1) for side in SIDES]
         if not heads[0].is_meta and not isinstance(heads[0], FakeTensor):
-            found.setdefault(heads[0].device, []).append((module, torch.cat([(head > 0).any(1) for head in heads])))
+            found.setdefault(heads[0].device, []).append((module, torch.cat([(head > 0).all(1) for head in heads])))
     for asked in found.values():
         for (module, _), seen in zip(asked, torch.stack([seen for _, seen in asked]).tolist(), strict=True):
-            module._scaling.learn(module, seen)
+            module._scaling.learn(seen)

@@ -43,8 +43,8 @@ def with_margin(encode: Tensor, margin: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DelayedState:
-    """State of S slots. Only `observe`, `update`, `lend` and `restore` mutate the tensors, in place: their addresses
-    never change."""
+    """State of S slots. Only `observe`, `update` and `restore` mutate the tensors, in place: their addresses never
+    change."""
 
     history: Tensor  # [S, L] float32: ring buffer of amaxes
     head: Tensor  # [S] int64: amaxes ever written; the next goes to head % L
@@ -93,14 +93,6 @@ class DelayedState:
         fresh = with_margin(self.limit / a, margin)
         self.encode.copy_(torch.where(entering & (a > 0), fresh, self.encode))
         self.current.zero_()
-
-    def lend(self, parts: int) -> None:
-        """Of each of `parts` equal runs of slots, give those that are as they were made the smallest multiplier of
-        those that have seen something."""
-        encode, seen = self.encode.view(parts, -1), self.head.view(parts, -1) > 0
-        least = torch.where(seen, encode, float("inf")).amin(1, keepdim=True)
-        fresh = ~seen & (encode == 1) & least.isfinite()
-        encode.copy_(torch.where(fresh, least, encode))
 
     def _write_window(self, entering: Tensor) -> None:
         at = (self.head % self.history.shape[1])[:, None]

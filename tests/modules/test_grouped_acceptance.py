@@ -1858,7 +1858,8 @@ def test_compiled_is_eager_in_one_graph_of_any_number_of_rows(recipe, scaled):
             octavo.step(model)
             change(model)
     assert_state(layer, twin)
-    assert counters["stats"]["unique_graphs"] == graphs_of(recipe)
+    late = recipe == "fp8-delayed"  # an expert gets its first rows in the second step: w is known before x and dy are
+    assert counters["stats"]["unique_graphs"] == graphs_of(recipe) + late
 
 
 @grid(SAMPLE, layout=["single", "per group"])
