@@ -35,7 +35,7 @@ def _norm(kind: str, size: int, eps: float, zero_centered: bool, device: Any, dt
 class _Block(Sequential):
     """A Sequential that requires its fusions, where there are codes to write."""
 
-    _excused = (conditions.QUANTIZED, RECAST)
+    _excused = (*Sequential._excused, conditions.QUANTIZED, RECAST)
     _way_out = "A plain octavo.Sequential of the same modules runs without it."
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.fuser.pattern import Condition
+from octavo.fuser.pattern import KNOWN_SCALE, Condition
 
 QUANTIZED = "fprop is quantized"
 
@@ -31,11 +31,19 @@ def keeps_codes_of_x(place: int) -> Condition:
     )  # fmt: skip
 
 
-def knows_its_scale(place: int) -> Condition:
-    return of(
-        place, "scales do not wait for x", lambda c: getattr(c.recipe, "cold_start", "one") == "one",
-        "cold_start='current' measures the first x before it is cast, so that it must be written first",
-    )  # fmt: skip
+def knows_scale_of_x(place: int) -> Condition:
+    return of(place, KNOWN_SCALE, lambda c: "x" not in c.measured, _first_step("x"))
+
+
+def knows_scale_of_dy(place: int) -> Condition:
+    return of(place, KNOWN_SCALE, lambda c: "d" not in c.measured, _first_step("dy"))
+
+
+def _first_step(name: str) -> str:
+    return (
+        f"no octavo.step has seen {name} yet: the first step measures it before it is cast, so that it must be written "
+        "first; later ones fuse"
+    )
 
 
 def wants_gradients(place: int) -> Condition:

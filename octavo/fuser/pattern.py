@@ -323,6 +323,7 @@ def _in_order(rules: Groups) -> Iterator[Rule]:
 
 
 FREE = "no other rule has them"
+KNOWN_SCALE = "scales do not wait for data"  # in delayed scaling's first step they do: no required rule can help that
 
 
 def _taken_by(name: str) -> Condition:

@@ -21,7 +21,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.fuser.layout import Layout, Part, check_there, routed, taken_apart
 from octavo.fuser.legacy import outside, run_legacy
 from octavo.fuser.operation import FusibleOperation, has_hooks
-from octavo.fuser.pattern import FREE, SIDES, Refused, Rule, check_name, everybodys
+from octavo.fuser.pattern import FREE, KNOWN_SCALE, SIDES, Refused, Rule, check_name, everybodys
 from octavo.fuser.plan import Planned, Run
 from octavo.fuser.runs import Step, Wire, told_run
 from octavo.lower import while_tracing
@@ -57,7 +57,7 @@ class Sequential(nn.Sequential):
     require    names of rules that must fire; a call in which one does not is an error that says why
     """
 
-    _excused: tuple[str, ...] = ()  # conditions that may keep a required rule from firing
+    _excused: tuple[str, ...] = (KNOWN_SCALE,)  # conditions that may keep a required rule from firing
     _way_out = "Leave it out of require=."
 
     def __init__(self, *modules: Any, rules: tuple[Rule, ...] | None = (), require: Iterable[str] = ()) -> None:

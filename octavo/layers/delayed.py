@@ -1,7 +1,7 @@
 """Delayed scaling in a linear layer: what multiplies x, w and dy, and where their amaxes go.
 
-A layer's `scaling` is flat: multipliers of x, w and dy, and for a cold start what each of the three has seen so far.
-The slot of one operand is every third of these.
+A layer's `scaling` is flat: multipliers of x, w and dy, and where one of them is measured also what each of the three
+has seen so far. The slot of one operand is every third of these; of an operand that is not measured, the first.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +17,7 @@ from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import Delayed, Recipe
 
 X, W, DY = range(3)  # places in `scaling`
+LETTERS = "xwd"  # of these in `measured`
 Amax = Callable[[Tensorwise, Tensor], Tensor]  # a tensor's own, by a quantizer, unless a flag on the device says not to
 
 
@@ -26,6 +27,11 @@ class Amaxes(NamedTuple):
     x: Tensor | None = None
     w: Tensor | None = None
     extra: Tensor | None = None  # both, to be returned
+
+
+def slot_of(place: int, measured: str, scaling: Parts) -> Parts:
+    """The part of `scaling` that an operand is cast with."""
+    return scaling[place::3] if LETTERS[place] in measured else scaling[place : place + 1]
 
 
 def observed(observe: str, seen: Parts, number: int, device: torch.device) -> Amaxes:
@@ -57,8 +63,9 @@ def given(
     return Given(encode=encode, observed=observed)
 
 
-def kept_for(dy_pair: Pair, scaling: Parts) -> tuple[Tensor | None, Tensor | None]:
+def kept_for(dy_pair: Pair, measured: str, scaling: Parts) -> tuple[Tensor | None, Tensor | None]:
     """dy's slot, if backward will cast it."""
     if not scaling or dy_pair == (None, None):
         return None, None
-    return scaling[DY], scaling[3 + DY] if len(scaling) > 3 else None
+    encode, seen = (*slot_of(DY, measured, scaling), None)[:2]
+    return encode, seen

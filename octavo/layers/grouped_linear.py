@@ -61,6 +61,9 @@ class Config(Matmuls):
     grads: str = ""  # which gradients are wanted: letters of "xwbs"
     weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
     observe: str = ""  # delayed scaling's amaxes are measured and returned ("extra"), or raised in place ("seen")
+    measured: str = (
+        ""  # delayed: letters of "xwd" (d is dy) that may have been seen by no step, and then scale themselves
+    )
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
     delay: str = ""  # dw is put off: its operands go to a "mailbox", or in a graph to the "post"
@@ -124,7 +127,7 @@ class Inputs(NamedTuple):
     out: Tensor | None = None  # [rows, N], the caller's: y is written there, and its tail is left alone
     w_row: Parts = ()  # of a weight given as codes
     w_column: Parts = ()
-    scaling: Parts = ()  # delayed: multipliers [G] of x, w, dy; for a cold start also what each has seen
+    scaling: Parts = ()  # delayed: multipliers [G] of x, w, dy; if one is measured also what all have seen
     seen: Parts = ()  # delayed, observed in place: running amaxes [G] of x and w
 
 
@@ -169,7 +172,8 @@ def forward(config: Config, inputs: Inputs) -> Made:
         _check_out(config, inputs, inputs.out)
     groups = split(inputs.splits, x.shape[0])
     amaxes = delayed.observed(config.observe, inputs.seen, number, x.device)
-    given = _given(config, x, config.x_pair, groups, inputs.scaling[X::3], amaxes.x)
+    slot = delayed.slot_of(X, config.measured, inputs.scaling)
+    given = _given(config, x, config.x_pair, groups, slot, amaxes.x)
     x_row, x_column = _quantized(x, config.x_pair, groups, given)
     w_row, w_column = _quantized_weight(config, inputs, amaxes.w)
     y = inputs.out
@@ -246,7 +250,8 @@ def _quantized_weight(config: Config, inputs: Inputs, observed: Tensor | None) -
     if config.w_pair[0] is None and config.w_pair[1] is None:
         return None, None
     matrix, groups = _stacked(weight)
-    given = _given(config, matrix, config.w_pair, groups, inputs.scaling[W::3], observed)
+    slot = delayed.slot_of(W, config.measured, inputs.scaling)
+    given = _given(config, matrix, config.w_pair, groups, slot, observed)
     row, column = _quantized(matrix, config.w_pair, groups, given)
     return (None if row is None else row.q), (None if column is None else column.q)
 
@@ -390,7 +395,7 @@ def refresh(
     scaling: Sequence[Tensor], skip: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Overwrite cached codes of the weights, unless `skip`, on the device, says not to. Delayed: `scaling` is w's
-    multipliers, and for a cold start what they have seen; `amaxes` [2 G], if observed, those of x and w so far."""
+    multipliers, and if they are measured what they have seen; `amaxes` [2 G], if observed, those of x and w so far."""
     specs, (number, _, k) = (config.quant.fprop.right, config.quant.dgrad.right), weight.shape
     matrix, groups = _stacked(weight)
     pair = tuple(
@@ -433,7 +438,7 @@ def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...
         w = (*given, None, None)[:3]
     bias = inputs.bias if "s" in config.grads else None
     scales = inputs.scales if "b" in config.grads else None
-    scaling = delayed.kept_for(config.dy_pair, inputs.scaling)
+    scaling = delayed.kept_for(config.dy_pair, config.measured, inputs.scaling)
     start = config.posted[0] - 1
     slots = made.extras[start : start + config.slots]
     return (*x, *w, width, bias, scales, *scaling, *groups, *slots)

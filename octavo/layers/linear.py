@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
     x_codes: Parts = ()  # of a quantized input [M, K]
     w_row: Parts = ()  # of a weight given as codes: w's [N, K] ...
     w_column: Parts = ()  # ... and wᵀ's [K, N]
-    scaling: Parts = ()  # delayed: multipliers of x, w, dy, one element each; for a cold start also what each has seen
+    scaling: Parts = ()  # delayed: multipliers of x, w, dy, an element each; if one is measured also what all have seen
     seen: Parts = ()  # delayed, observed in place: running amaxes of x and w, one element each
 
 
@@ -150,12 +150,13 @@ def _quantized_x(config: Config, inputs: Inputs, observed: Tensor | None) -> tup
         shape = (inputs.x_codes[0].shape[0], inputs.weight.shape[1])
         return spec.assemble(inputs.x_codes, shape, config.y_dtype), None
     assert inputs.x is not None
-    return _quantize(config, inputs.x, config.x_pair, inputs.scaling[X::3], observed)
+    return _quantize(config, inputs.x, config.x_pair, delayed.slot_of(X, config.measured, inputs.scaling), observed)
 
 
 def _quantized_w(config: Config, inputs: Inputs, observed: Tensor | None) -> tuple[QTensor | None, QTensor | None]:
     if config.weight == "plain":
-        return _quantize(config, inputs.weight, config.w_pair, inputs.scaling[W::3], observed)
+        slot = delayed.slot_of(W, config.measured, inputs.scaling)
+        return _quantize(config, inputs.weight, config.w_pair, slot, observed)
     spec = config.quant.fprop.right
     n, k = inputs.weight.shape
     return (None if spec is None else spec.assemble(inputs.w_row, (n, k), inputs.weight.dtype)), None
@@ -341,7 +342,7 @@ def refresh(
     scaling: Sequence[Tensor], skip: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Overwrite cached codes of a weight, unless `skip`, on the device, says not to. Delayed: `scaling` is w's
-    multiplier, and for a cold start what it has seen; `amaxes` [2], if they are observed, those of x and w so far."""
+    multiplier, and if it is measured what it has seen; `amaxes` [2], if they are observed, those of x and w so far."""
     n, k = weight.shape
     specs = config.quant.fprop.right, config.quant.dgrad.right
     pair = (
@@ -381,7 +382,7 @@ def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...
         w = (inputs.weight, None, None)
     elif config.kept_w and config.weight != "plain":
         w = _padded(inputs.w_row if config.kept_w == "row" else inputs.w_column)
-    scaling = delayed.kept_for(config.dy_pair, inputs.scaling)
+    scaling = delayed.kept_for(config.dy_pair, config.measured, inputs.scaling)
     has = len(inputs.scaling) > 0
     x_encode = inputs.scaling[X] if has and config.x_columns == "backward" and "w" in config.grads else None
     w_encode = inputs.scaling[W] if has and config.kept_w == "again" else None

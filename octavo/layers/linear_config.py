@@ -25,6 +25,7 @@ class Matmuls(Value):
     recipe: Recipe
     dtype: str
     weight: str
+    measured: str
     delay: str
 
     @cached_property
@@ -81,6 +82,9 @@ class Config(Matmuls):
     x: str = "plain"  # or "codes"
     weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
     observe: str = ""  # delayed scaling's amaxes are measured and returned ("extra"), or raised in place ("seen")
+    measured: str = (
+        ""  # delayed: letters of "xwd" (d is dy) that may have been seen by no step, and then scale themselves
+    )
     quantize_output: bool = False
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
@@ -116,7 +120,7 @@ class Config(Matmuls):
         if self.weight == "held" and self.quant.dgrad.mode != "quantized":
             return "row"
         again = self.w_columns == "backward" and self.weight == "plain" and self.quant.dgrad.mode == "quantized"
-        if again and getattr(self.recipe, "cold_start", "one") == "one":  # or forward's multiplier is not at hand
+        if again and "w" not in self.measured:  # or forward's multiplier is not at hand
             return "again"
         return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.quant.dgrad.mode]
 

@@ -192,6 +192,10 @@ class GroupedLinear(FusibleOperation, Quantized):
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             found: Tensor = outside(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales)
             return found
+        if tracing:
+            self._settle_now()
+        elif self._unborn:
+            self._settle()
         recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
         own = self.weight_parts()  # once: somebody may make them then (a parametrization)
         x = self._input(input, own[0])
@@ -203,6 +207,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         self._check_buffers(rows, grads, out, dgrad_out)
         observe = self._observes(recipe, own[0])
         kind = self._weight_codes(recipe, own, is_first_microbatch, grads, observe != "")
+        measured = self._measures(kind, grads) if recipe.stateful and self._scaling.cold else ""
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self._puts_off(grads)
         as_nodes = tracing or isinstance(rows, FakeTensor) or rows.is_meta  # without values, only shapes go through
@@ -211,13 +216,13 @@ class GroupedLinear(FusibleOperation, Quantized):
             f"grouped-linear(recipe={recipe.key},dtype='{NAMES[x.dtype]}',weight_dtype='{NAMES[weight.dtype]}',"
             f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',"
             f"scales_dtype='{'' if scales is None else NAMES[scales.dtype]}',grads='{grads}',weight='{kind}',"
-            f"observe='{observe}',main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',"
+            f"observe='{observe}',measured='{measured}',main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',"
             f"dgrad_out={dgrad_out is not None},tail='{self.tail}')"
         )
         inputs = layer.Inputs(
             rows, weight, bias, splits, scales, None,
             *(self._parts(kind, own[0]) if kind != "plain" else ((), ())),
-            self._scaling.inputs(self) if recipe.stateful else (),
+            self._scaling.inputs(self, measured) if recipe.stateful else (),
             self._scaling.seen(self) if observe == "seen" else (),
         )  # fmt: skip
         # what backward does with Python objects an operator cannot, so that a mode that watches does not see it

@@ -100,15 +100,19 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
     def forward(  # type: ignore[override]
         self, input: Tensor | QTensor, is_first_microbatch: bool | Tensor | None = None, fp8_output: bool = False
     ) -> Any:
-        if torch.compiler.is_compiling() and (why := graph_refusal(self)):
+        tracing = torch.compiler.is_compiling()
+        if tracing and (why := graph_refusal(self)):
             if is_inside_operator():
                 self._refuse_now(why)  # what follows would not be reached: all of the operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return outside(self, why, input, is_first_microbatch, fp8_output)
+        if tracing:
+            self._settle_now()
+        elif self._unborn:
+            self._settle()
         recipe = self._recipe or self._followed(ambient.recipe)
         weight = self.weight
         source, codes, dtype, shape = _input(input, recipe, weight)
-        tracing = torch.compiler.is_compiling()
         needs_dx = source is not None and source.requires_grad
         call = self._prepared(recipe, weight, dtype, needs_dx, codes, is_first_microbatch, fp8_output, tracing)
         # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
@@ -133,6 +137,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         grads = wanted(needs_dx, [weight], added)
         observe = self._observes(recipe, weight)
         kind = self._weight_codes(recipe, (weight,), is_first_microbatch, grads, observe != "")
+        measured = self._measures(kind, grads, bool(codes)) if recipe.stateful and self._scaling.cold else ""
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self._puts_off(grads)
         delay = "" if not delayed else "post" if tracing else "mailbox"
@@ -145,14 +150,15 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         key = (
             f"linear(recipe={recipe.key},dtype='{NAMES[dtype]}',weight_dtype='{NAMES[weight.dtype]}',"
             f"bias_dtype='{'' if added is None else NAMES[added.dtype]}',grads='{grads}',"
-            f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe='{observe}',quantize_output={fp8_output},"
+            f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe='{observe}',measured='{measured}',"
+            f"quantize_output={fp8_output},"
             f"main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',w_columns='{columns}')"
         )
         given = linked_token((weight,)) if kind == "held" else weight
         inputs = layer.Inputs(
             None, given, added, codes,
             *(self._parts(kind, weight) if kind != "plain" else ((), ())),
-            self._scaling.inputs(self) if recipe.stateful else (),
+            self._scaling.inputs(self, measured) if recipe.stateful else (),
             self._scaling.seen(self) if observe == "seen" else (),
         )  # fmt: skip
         return _Call(key, inputs, grads, observe, main_grad, dummy, delay)
@@ -187,11 +193,15 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
             raise UnsupportedConfig(
                 "fp8_output=True is for a layer outside of runs: within one, codes pass by themselves."
             )
+        first, tracing = kwargs.get("is_first_microbatch"), torch.compiler.is_compiling()
+        if tracing:
+            self._settle_now()
+        elif self._unborn:
+            self._settle()
         recipe = self._recipe or self._followed(ambient.recipe)
         weight = self.weight
         check_input("Linear", x)
         check_features(x, weight)
-        first, tracing = kwargs.get("is_first_microbatch"), torch.compiler.is_compiling()
         call = self._prepared(recipe, weight, x.dtype, x.needs, (), first, False, tracing)
         elsewhere = not as_nodes and (call.delay != "" or (call.main_grad != "" and not call.dummy))
         inputs = call.inputs

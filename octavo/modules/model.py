@@ -1,17 +1,21 @@
 """What is done to a whole model, once a step or once a run: every layer of ours in it, by its path."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from octavo.errors import UnsupportedConfig
+from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.modules.quantized import Quantized
-from octavo.modules.scaling import SIDES
+from octavo.modules.remembered import check_state
+from octavo.modules.scaling import SIDES, look
 from octavo.quant import DelayedState
 from octavo.quant.state import update_all
+
+_KEY = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:scaling|rounding)\..+)")  # of a state
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, Quantized]]:
@@ -27,6 +31,8 @@ def step(model: nn.Module, group: Any = None) -> None:
     With a process `group` the amaxes are first reduced by maximum over it, so that its ranks keep equal scales; every
     rank must then hold the same layers. None reduces nothing."""
     batches: dict[tuple[Any, ...], list[DelayedState]] = {}
+    cold: list[Quantized] = []
+    in_graph = torch.compiler.is_compiling() or _is_capturing()  # which cannot wait for an answer, nor count
     for _, module in layers(model):
         module._codes.end_step()
         scaling = module._scaling
@@ -34,9 +40,19 @@ def step(model: nn.Module, group: Any = None) -> None:
             recipe, states = scaling.recipe, [scaling.state(module, side) for side in SIDES]
             key = (recipe.history, recipe.algorithm, recipe.margin, states[0].encode.device)
             batches.setdefault(key, []).extend(states)
+            if not in_graph:
+                scaling.say_unrestored()
+                if scaling.looks():
+                    cold.append(module)
             scaling.stepped()
     for (_, algorithm, margin, _), states in batches.items():
         update_all(states, algorithm=algorithm, margin=margin, reduce=None if group is None else _maximum_over(group))
+    if cold:
+        look(cold)
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _maximum_over(group: Any) -> Any:
@@ -99,39 +115,60 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any = None
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """What a resumed run needs besides the weights, as plain tensors: delayed scaling's windows and multipliers, and
     the counters of stochastic rounding. Empty for recipes that remember nothing."""
-    return {_key(path, name): t for path, module in layers(model) for name, t in module.recipe_state().items()}
+    found = ((path, module.recipe_state() | module.pending_state()) for path, module in layers(model))
+    return {_key(path, name): tensor for path, state in found for name, tensor in state.items()}
 
 
 def load_state_dict(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
-    """Take over what `state_dict` gave. A layer that follows `octavo.autocast` and has not run yet keeps its part until
-    it does. Strict: the model must want exactly these tensors."""
-    plan, rest = [], dict(state)
-    for path, module in layers(model):
-        plan.append((path, module, {name: rest.pop(key) for key in list(rest) if (name := _name(path, key))}))
-    missing = [_key(path, n) for path, module, own in plan for n in module.recipe_state() if n not in own]
-    unknown = [*rest, *(_key(path, n) for path, module, own in plan if module.recipe for n in own
-                        if n not in module.recipe_state())]  # fmt: skip
+    """Take over what `state_dict` gave, of the model itself or compiled. A layer that follows `octavo.autocast` and has
+    not run yet, or is on the meta device, keeps its part until it has. Strict: the model must want exactly these
+    tensors. All of them are checked before any is written."""
+    given, strange = _by_layer(state)
+    plan = [(path, module, given.pop(_plain(path), {})) for path, module in layers(model)]
+    made = [(path, module.recipe, list(module.recipe_state()), own) for path, module, own in plan]
+    missing = [_key(path, name) for path, _, names, own in made for name in names if name not in own]
+    unknown = [*strange, *(_key(path, name) for path, own in given.items() for name in own)]
+    unknown += [_key(path, name) for path, recipe, names, own in made if recipe for name in own if name not in names]
     if strict and (missing or unknown):
         raise UnsupportedConfig(
             f"This model's recipes and the state do not match: missing {_some(missing)}, unknown {_some(unknown)}. "
             "Convert the model with the recipe it was saved with, or pass strict=False."
         )
-    for _, module, own in plan:
-        module.check_recipe_state(own)  # all of them before any is written
+    for path, module, own in plan:
+        check_state(own, module.slots, path)
     for _, module, own in plan:
         left = module.load_recipe_state(own)
-        module._pending = left if module.recipe is None else {}
+        waits = module.recipe is None or module._unborn
+        module._pending = {name: tensor.detach().clone() for name, tensor in left.items()} if waits else {}
 
 
 def _key(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _name(path: str, key: str) -> str:
-    """The key's name within the layer at this path; empty if it is not of that layer."""
-    name = key.removeprefix(f"{path}.") if path else key
-    mine = name != key or not path
-    return name if mine and name.startswith(("scaling.", "rounding.")) else ""
+def _plain(path: str) -> str:
+    """A path without what `torch.compile` puts around a module."""
+    return ".".join(part for part in path.split(".") if part != "_orig_mod")
+
+
+def _by_layer(state: Any) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    """A state's tensors, by the path of their layer and their names in it; and keys that no layer's state has."""
+    if not isinstance(state, Mapping):
+        raise UnsupportedDtype(f"A state is the dict that octavo.state_dict gave, got {type(state).__name__}.")
+    found: dict[str, dict[str, Tensor]] = {}
+    strange = []
+    for key, tensor in state.items():
+        if not isinstance(key, str):
+            raise UnsupportedDtype(f"The keys of a state are strings, got {key!r}. Pass what octavo.state_dict gave.")
+        match = _KEY.fullmatch(_plain(key))
+        if match is None:
+            strange.append(key)
+            continue
+        own = found.setdefault(match["path"] or "", {})
+        if match["name"] in own:
+            raise UnsupportedConfig(f"The state has {_plain(key)!r} twice, with and without _orig_mod. Drop one.")
+        own[match["name"]] = tensor
+    return found, strange
 
 
 def _some(names: list[str]) -> str:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.formats import FLOATS
@@ -31,8 +32,9 @@ from octavo.lower.held import HeldWeight, codes_of, hold, is_whole, moved
 from octavo.modules import optimizers, scaling, weights
 from octavo.modules.mailbox import Computed, Letter, Mailbox, Posted, operands_of
 from octavo.modules.main_grad import MainGrad, graph_buffers
-from octavo.quant import DelayedState
+from octavo.modules.remembered import ROUNDING
 from octavo.quant.quantizer import Quantizer
+from octavo.quant.state import KEPT
 from octavo.recipes import BF16, Recipe
 from octavo.recipes import recipe as resolve
 
@@ -97,7 +99,8 @@ class Quantized(nn.Module):
         self._mailbox = Mailbox()
         self._recipe: Recipe | None = None
         self._follows = False  # whether it ever ran in an ambient recipe
-        self._pending: dict[str, Tensor] = {}  # state loaded before the recipe it belongs to was seen
+        self._pending: dict[str, Tensor] = {}  # state loaded before there was memory for it
+        self._unborn = False  # whether state is on the meta device, and waits for the weight to come from there
         self._seed = _seed_of(self, path)
         self.recipe = recipe  # type: ignore[assignment]
 
@@ -109,7 +112,7 @@ class Quantized(nn.Module):
         weights.drop_buffers(self, [SEED])
         for name in (
             "fuse_wgrad_accumulation", "delay_wgrad_compute", "strict",
-            "_codes", "_scaling", "_mailbox", "_recipe", "_follows", "_pending", "_seed", "_path", "_warned",
+            "_codes", "_scaling", "_mailbox", "_recipe", "_follows", "_pending", "_unborn", "_seed", "_path", "_warned",
         ):  # fmt: skip
             del self.__dict__[name]
 
@@ -156,8 +159,30 @@ class Quantized(nn.Module):
                 if draws:
                     seed = torch.tensor([self._seed, 0], device=weight.device)
                     self.register_buffer(SEED, seed, persistent=False)
+            self._unborn = any(buffer.is_meta for _, buffer in self._state())
         if self._pending:
             self._pending = self.load_recipe_state(self._pending)
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, buffer) of what recipes remember here."""
+        for name in (*scaling.BUFFERS, SEED):
+            buffer = self._buffers.get(name)
+            if buffer is not None:
+                yield name, buffer
+
+    def _settle(self) -> None:
+        """Make the state that waited for the weight to come from the meta device."""
+        if self._unborn and self._place().type != "meta":
+            self._reset_state()
+
+    def _place(self) -> torch.device:
+        """Where the parameters are. A weight that is made (a parametrization) is not made for this."""
+        return next(self.parameters()).device
+
+    @while_tracing
+    def _settle_now(self) -> bool:
+        self._settle()
+        return True
 
     def _followed(self, recipe: Recipe | None) -> Recipe:
         """The ambient recipe, for a layer without one of its own."""
@@ -272,7 +297,10 @@ class Quantized(nn.Module):
     def _weight_scaling(self, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
         """What delayed scaling brings to a weight's cast: amaxes to raise, and w's multipliers."""
         current = self._buffers.get(scaling.NAMES["forward"]["current"])
-        slots = self._scaling.inputs(self)[1::3] if recipe.stateful else ()
+        slots: Sequence[Tensor] = ()
+        if recipe.stateful:
+            measured = "w" if "w" in self._scaling.cold else ""
+            slots = self._scaling.inputs(self, measured)[1::3]
         return [current] if observe and current is not None else [], list(slots)
 
     def _observes(self, recipe: Recipe, weight: Tensor) -> str:
@@ -283,6 +311,24 @@ class Quantized(nn.Module):
             return "extra"
         self._scaling.watch(weight)
         return "seen"
+
+    def _measures(self, kind: str, grads: str, codes: bool = False) -> str:
+        """Letters of the operands that a call scales by themselves, unless the device knows that a step has seen them:
+        of those that no step is known to have seen, the ones it casts. None, as a rule: ask `cold` first."""
+        cold = self._scaling.cold
+        found = "x" if "x" in cold and not codes else ""
+        found += "w" if "w" in cold and kind == "plain" else ""
+        found += "d" if "d" in cold and ("x" in grads or "w" in grads) else ""
+        if torch.compiler.is_compiling():
+            self._measure_now(found)
+        else:
+            self._scaling.measure(found)
+        return found
+
+    @while_tracing
+    def _measure_now(self, letters: str) -> bool:
+        self._scaling.measure(letters)
+        return True
 
     def _remember(self, amax: Tensor, tracing: bool) -> None:
         """What a call returned."""
@@ -468,41 +514,35 @@ class Quantized(nn.Module):
 
     def recipe_state(self) -> dict[str, Tensor]:
         """Copies of the state that recipes made here: delayed scaling's memory, the counter of stochastic rounding."""
+        self._settle()
         found: dict[str, Tensor] = {}
         if self._scaling.recipe is not None:
             for side in scaling.SIDES:
                 kept = self._scaling.state(self, side).export()
                 found |= {f"scaling.{side}.{name}": tensor for name, tensor in kept.items()}
         if SEED in self._buffers:
-            found["rounding.seed"] = self.get_buffer(SEED).clone()
+            found[ROUNDING] = self.get_buffer(SEED).clone()
         return found
 
-    def _places(self, state: dict[str, Tensor]) -> Iterator[tuple[DelayedState, str]]:
-        """(memory, prefix of its keys) for each side that the state has in full."""
-        if self._scaling.recipe is not None:
-            for side in scaling.SIDES:
-                memory, prefix = self._scaling.state(self, side), f"scaling.{side}."
-                if all(prefix + name in state for name in memory.export()):
-                    yield memory, prefix
-
-    def check_recipe_state(self, state: dict[str, Tensor]) -> None:
-        """Refuse what `load_recipe_state` could not write."""
-        for memory, prefix in self._places(state):
-            memory.check({name: state[prefix + name] for name in memory.export()})
-        seed = state.get("rounding.seed")
-        if "rounding.seed" in state and not (
-            isinstance(seed, Tensor) and seed.shape == (2,) and seed.dtype == torch.int64
-        ):
-            raise UnsupportedShape(f"rounding.seed is an int64 tensor [seed, step], got {seed!r}.")
+    def pending_state(self) -> dict[str, Tensor]:
+        """Copies of what was loaded before there was memory for it."""
+        return {name: tensor.clone() for name, tensor in self._pending.items()}
 
     def load_recipe_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Take over what there is a place for, and return the rest."""
-        self.check_recipe_state(state)
+        self._settle()
         rest = dict(state)
-        for memory, prefix in self._places(state):
-            memory.restore({name: rest.pop(prefix + name) for name in memory.export()})
-        if SEED in self._buffers and "rounding.seed" in rest:
-            self.get_buffer(SEED).copy_(rest.pop("rounding.seed"))
+        if self._unborn:
+            return rest
+        if self._scaling.recipe is not None:
+            for side in scaling.SIDES:
+                prefix = f"scaling.{side}."
+                if all(prefix + name in rest for name in KEPT):
+                    self._scaling.state(self, side).restore({name: rest.pop(prefix + name) for name in KEPT})
+        if SEED in self._buffers and ROUNDING in rest:
+            self.get_buffer(SEED).copy_(rest.pop(ROUNDING))
+        if len(rest) < len(state):
+            self._scaling.recall(self)
         return rest
 
     # -- weights held as codes -------------------------------------------------------------------------------------
@@ -562,20 +602,37 @@ class Quantized(nn.Module):
         if not self._codes.held:
             self._codes.drop(self)
         self._scaling.forget_views()
-        unborn = self.weight_parts()[0].is_meta
         done: dict[int, Tensor] = {}
         held = {name: moved(p, fn, done) for name, p in self._parameters.items() if isinstance(p, HeldWeight)}
         self._parameters.update(dict.fromkeys(held))  # their turn is over
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        state = {name for name, _ in self._state()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._parameters.update(held)
         for name, before in kept.items():
             after = self._buffers[name]
-            if after is not None and after.dtype != before.dtype:
+            if after is None or (before.is_meta and not after.is_meta) or _is_fake(before) != _is_fake(after):
+                continue
+            # what is remembered stays, also where memory is not to be filled (`to_empty`)
+            if after.dtype != before.dtype or name in state:
                 self._buffers[name] = before.to(after.device)
-        if unborn and not self.weight_parts()[0].is_meta:
+        unborn = self._unborn
+        self._unborn = any(buffer.is_meta for _, buffer in self._state())
+        if (unborn or self._unborn) and self._place().type != "meta":
             self._reset_state()
         return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        """State goes where a loaded weight is: from the meta device, or to another one, if it is assigned."""
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
+        self._settle()
+        device = self._place()
+        for name, buffer in list(self._state()):
+            if not buffer.is_meta and buffer.device != device and device.type != "meta":
+                self._scaling.forget_views()
+                self._buffers[name] = buffer.to(device)
+        if any(prefix + name in state_dict for name in self.weight_names()):
+            self._scaling.weights_loaded()
 
     def _reset_state(self) -> None:
         """State as it was at construction: storage that comes from the meta device holds nothing yet."""
@@ -585,6 +642,10 @@ class Quantized(nn.Module):
         for recipe in (remembered, self._recipe):
             if recipe is not None:
                 self._prepare(recipe)
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
 
 
 @torch.compiler.disable(reason="octavo: this layer cannot be part of a graph")  # type: ignore[untyped-decorator,no-untyped-call]

@@ -2,26 +2,36 @@
 
 forward     slots x and w        observed in forward
 backward    slot dy              observed in backward, in a buffer that forward never writes
+
+Until a step has seen an operand, calls measure it (`cold_start="current"`). The device knows which operands were seen,
+and takes the multiplier of the slot then, whatever the call was told. `cold`, the host's copy of that knowledge, is
+read after a step, and allows calls that do not measure: fused ones.
 """
 
 import warnings
 import weakref
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.errors import UnsupportedConfig
+from octavo.layers.delayed import LETTERS
 from octavo.modules.weights import drop_buffers
 from octavo.quant import DelayedState
 from octavo.recipes import Delayed, Recipe
 
 SIDES = ("forward", "backward")
 NAMES = {side: {field.name: f"scaling_{side}_{field.name}" for field in fields(DelayedState)} for side in SIDES}
+BUFFERS = tuple(name for names in NAMES.values() for name in names.values())
+PARTS = {"forward": 2, "backward": 1}  # operands whose slots are in a side's buffers, one operand after the other
 PATIENCE = 1024  # training forwards without a step before it is said
+LOOKS = 8  # steps after which the device is asked what it has seen; later ones are powers of two
 
 
 _LISTENERS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # modules whose memory somebody should step
@@ -50,10 +60,16 @@ class Scaling:
 
     def __init__(self) -> None:
         self.recipe: Delayed | None = None
+        self.cold = ""  # letters of x, w, dy that no step is known to have seen
+        self._asked = ""  # those of them that calls measured
+        self._steps = 0  # since those changed
         self._forwards = 0
         self._version: int | None = None  # of the weight, when it was last seen
         self._updates = 0  # of the weight since the last step
         self._said = False
+        self.origin = (
+            ""  # of what it remembers: "state" that was loaded, its "own" steps; "weights": loaded, and no state
+        )
         self._views: dict[str, tuple[Tensor, ...]] = {}  # of buffers: making them takes longer than launching a kernel
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,6 +101,7 @@ class Scaling:
                 for field, tensor in state.tensors().items():
                     module.register_buffer(NAMES[side][field], tensor, persistent=False)
         self.recipe = recipe
+        self.cold = "" if recipe.cold_start == "one" else _cast(recipe)
         listen(module)
 
     def forget_views(self) -> None:
@@ -92,18 +109,19 @@ class Scaling:
 
     def drop(self, module: nn.Module) -> None:
         self.forget_views()
-        drop_buffers(module, [name for names in NAMES.values() for name in names.values()])
+        drop_buffers(module, BUFFERS)
         self.recipe = None
-        self.stepped()
+        self.cold = self._asked = self.origin = ""
+        self._forwards = self._updates = 0
 
     def state(self, module: nn.Module, side: str) -> DelayedState:
         return DelayedState(**{field: getattr(module, name) for field, name in NAMES[side].items()})
 
-    def inputs(self, module: nn.Module) -> tuple[Tensor, ...]:
-        """Multipliers of x, w, dy, and for a cold start how many amaxes each has seen: views of the buffers."""
+    def inputs(self, module: nn.Module, measured: str = "") -> tuple[Tensor, ...]:
+        """Multipliers of x, w, dy, and if one is measured how many amaxes each has seen: views of the buffers."""
         assert self.recipe is not None
         found: list[Tensor] = []
-        for field in ("encode",) if self.recipe.cold_start == "one" else ("encode", "head"):
+        for field in ("encode", "head") if measured else ("encode",):
             single = module._buffers[NAMES["backward"][field]]
             assert single is not None
             found += [*self._pair(module, field), single]
@@ -136,12 +154,14 @@ class Scaling:
             self._updates += self._version is not None
             self._version = version
         self._say()
+        self.say_unrestored()
 
     def updated(self) -> None:
         """The same, told by an optimizer: a graph counts nothing."""
         self._updates += 1
         self._version = None
         self._say()
+        self.say_unrestored()
 
     def _say(self) -> None:
         if not self._said and (self._updates >= 2 or self._forwards >= PATIENCE):
@@ -154,4 +174,76 @@ class Scaling:
             )
 
     def stepped(self) -> None:
+        """The memory was moved on. Reads nothing: a graph may do this, and would guard on it."""
         self._forwards = self._updates = 0
+        self.origin = "own"
+
+    def weights_loaded(self) -> None:
+        """Weights came from a checkpoint; what else it had may come later."""
+        if not self.origin:
+            self.origin = "weights"
+
+    def say_unrestored(self) -> None:
+        """Say once a model that training goes on with weights alone."""
+        if self.origin != "weights":
+            return
+        for module in list(_LISTENERS):
+            if module._scaling.origin == "weights":
+                module._scaling.origin = "own"
+        self.origin = "own"
+        warnings.warn(
+            "fp8-delayed: weights were loaded and no scaling state, so scales start afresh. To resume a run as it was, "
+            "save octavo.state_dict(model) with the weights, and octavo.load_state_dict(model, state) before training.",
+            stacklevel=6,
+        )
+
+    # -- what no step has seen yet -------------------------------------------------------------------------------------
+
+    def measure(self, letters: str) -> None:
+        """Calls measure these: steps look whether they were seen, anew if there is one more than before."""
+        more = [letter for letter in letters if letter not in self._asked]
+        if more:
+            self._asked, self._steps = self._asked + "".join(more), 0
+
+    def looks(self) -> bool:
+        """Whether to ask the device after this step. A layer may measure what never comes (a gradient of an output that
+        is not used), and each answer has the host wait."""
+        if not self.cold:
+            return False
+        self._steps += 1
+        return self._steps <= LOOKS or self._steps & (self._steps - 1) == 0
+
+    def learn(self, seen: list[bool]) -> None:
+        """Which of x, w, dy the device has seen."""
+        self.cold = "".join([letter for letter, known in zip(LETTERS, seen, strict=True)
+                             if letter in self.cold and not known])  # fmt: skip
+
+    def recall(self, module: nn.Module) -> None:
+        """The same, after the buffers were loaded."""
+        self.origin = "state"
+        if self.recipe is not None and self.recipe.cold_start != "one":
+            self.cold, self._asked = _cast(self.recipe), ""
+            look([module])
+
+
+def _cast(recipe: Delayed) -> str:
+    """Letters of the operands that a recipe casts."""
+    quant = recipe.linear()
+    pairs = (
+        (quant.fprop.left, quant.wgrad.right),
+        (quant.fprop.right, quant.dgrad.right),
+        (quant.dgrad.left, quant.wgrad.left),
+    )
+    return "".join([letter for letter, pair in zip(LETTERS, pairs, strict=True) if pair != (None, None)])
+
+
+def look(modules: Sequence[Any]) -> None:
+    """Ask the device, once for all modules on it, which operands have been seen by now, all slots of them."""
+    found: dict[torch.device, list[tuple[Any, Tensor]]] = {}
+    for module in modules:
+        heads = [module._scaling.state(module, side).head.view(PARTS[side], -1) for side in SIDES]
+        if not heads[0].is_meta and not isinstance(heads[0], FakeTensor):
+            found.setdefault(heads[0].device, []).append((module, torch.cat([(head > 0).all(1) for head in heads])))
+    for asked in found.values():
+        for (module, _), seen in zip(asked, torch.stack([seen for _, seen in asked]).tolist(), strict=True):
+            module._scaling.learn(seen)

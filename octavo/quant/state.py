@@ -12,13 +12,14 @@ Nothing here reads a value on the host, so an update can be captured in a graph.
 would freeze the scale for as long as the window lasts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape, check_choice
 from octavo.formats import E4M3, E5M2, Format
 from octavo.quant.scale import FLOAT32_MAX, encode_scale
 from octavo.quant.tensorwise import Tensorwise
@@ -117,6 +118,7 @@ class DelayedState:
         kept = {"history": self.history.gather(1, order)}
         return kept | {name: getattr(self, name).clone() for name in KEPT[1:]}
 
+    @torch.no_grad()
     def restore(self, kept: dict[str, Tensor]) -> None:
         """Take over what `export` gave. A window of another length keeps its newest entries."""
         self.check(kept)
@@ -131,17 +133,39 @@ class DelayedState:
         for name in KEPT[1:]:
             getattr(self, name).copy_(kept[name])
 
-    def check(self, kept: dict[str, Tensor]) -> None:
+    def check(self, kept: Mapping[str, object]) -> None:
         """Refuse what `restore` cannot take."""
-        slots = self.current.numel()
-        for name in KEPT:
-            own, found = getattr(self, name), kept.get(name)
-            fits = isinstance(found, Tensor) and found.dtype == own.dtype and found.dim() == own.dim()
-            if not fits or found.shape[0] != slots or found.numel() < slots:  # type: ignore[union-attr]
-                what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-                raise UnsupportedShape(
-                    f"A delayed state of {slots} slots takes {name} as {own.dtype} with {slots} rows, got {what}."
-                )
+        check_kept({name: kept.get(name) for name in KEPT}, self.current.numel())
+
+
+_VALUES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {  # of a checkpoint: what they are, and which are not
+    "history": ("finite and not negative", lambda t: ~t.isfinite() | (t < 0)),
+    "head": ("not negative", lambda t: t < 0),
+    "encode": ("finite and positive", lambda t: ~t.isfinite() | (t <= 0)),
+    "current": ("not negative", lambda t: t < 0),  # Inf and NaN are what a step may have seen
+    "nonfinite": ("not negative", lambda t: t < 0),
+}
+
+
+def check_kept(kept: Mapping[str, object], slots: int, prefix: str = "") -> None:
+    """Refuse what no state of so many slots has exported, by names after a prefix."""
+    for name, found in kept.items():
+        dtype = torch.int64 if name in ("head", "nonfinite") else torch.float32
+        fits = isinstance(found, Tensor) and found.dtype == dtype and found.dim() == (2 if name == "history" else 1)
+        if not isinstance(found, Tensor) or not fits or found.shape[0] != slots or found.numel() < slots:
+            what = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            raise UnsupportedShape(
+                f"A delayed state of {slots} slots takes {prefix}{name} as {dtype} with {slots} rows, got {what}."
+            )
+        if found.is_meta:
+            raise UnsupportedDevice(f"{prefix}{name} is on the meta device, and has no values. Load it from a file.")
+        rule, wrong = _VALUES[name]
+        bad = found.new_empty(0) if isinstance(found, FakeTensor) else found[wrong(found)]
+        if bad.numel():
+            raise UnsupportedConfig(
+                f"{prefix}{name} of a delayed state is {rule}, got {bad[0].item()}. The checkpoint is damaged: load "
+                "another, or none, and the first step measures."
+            )
 
 
 def warm_encode(encode: Tensor, warm: Tensor, amax: Tensor, spec: Tensorwise, margin: int) -> Tensor:

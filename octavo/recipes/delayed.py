@@ -19,7 +19,7 @@ class Delayed(Recipe):
     history: int = 1024  # steps an amax is remembered
     algorithm: str = "max"  # of the window, or its "most_recent" entry
     margin: int = 0  # powers of two kept free above the largest amax
-    cold_start: str = "one"  # the first step's multiplier: 1, or "current" from the tensor itself
+    cold_start: str = "current"  # until a step has seen a tensor its multiplier is its own, or "one": 1
     fprop: str = "quantized"
     dgrad: str = "quantized"
     wgrad: str = "quantized"

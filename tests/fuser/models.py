@@ -21,10 +21,18 @@ H, FFN, M = 32, 48, 24  # hidden, feed-forward, tokens
 # relative error, root of the mean square, that y and gradients of a chain of two layers may have against float64
 Y_ERROR = {"bf16": 1e-5, **dict.fromkeys(QUANTIZED, 0.1), "nvfp4": 0.5}
 GRAD_ERROR = {"bf16": 1e-5, **dict.fromkeys(QUANTIZED, 0.16), "nvfp4": 0.7}
+FUSED_AT_ONCE = {
+    "fp8-delayed": "fp8-delayed(cold_start='one')"
+}  # for tests of one step: the first is as later ones are
 SAMPLE = ("bf16", "fp8-delayed", "fp8-current", "nvfp4")  # one recipe of each kind
-every = pytest.mark.parametrize("recipe", SHIPPED)
-quantized = pytest.mark.parametrize("recipe", QUANTIZED)
-sample = pytest.mark.parametrize("recipe", SAMPLE)
+
+
+def recipes(names):
+    """A test for each of these recipes, all of which fuse in a first step."""
+    return pytest.mark.parametrize("recipe", [pytest.param(FUSED_AT_ONCE.get(name, name), id=name) for name in names])
+
+
+every, quantized, sample = recipes(SHIPPED), recipes(QUANTIZED), recipes(SAMPLE)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -130,7 +138,7 @@ def assert_near(found, want, recipe, outputs=1):
     for i, (a, b) in enumerate(zip(found, want, strict=True)):
         assert (a is None) == (b is None), i
         if a is not None:
-            bound = (Y_ERROR if i < outputs else GRAD_ERROR)[recipe]
+            bound = (Y_ERROR if i < outputs else GRAD_ERROR)[recipe.split("(")[0]]
             bound = max(bound, 4 * torch.finfo(a.dtype).eps)
             assert a.shape == b.shape
             assert error(a, b) < bound, f"{i}: {error(a, b):.3g} of {bound:.3g}"

@@ -25,6 +25,7 @@ from tests.fuser.models import (
     every,
     fill,
     quantized,
+    recipes,
     reference_step,
     step,
 )
@@ -277,7 +278,7 @@ def test_main_grad(overwrite):
 
 
 @pytest.mark.parametrize("build", [linear_block, mlp_block], ids=["linear", "mlp"])
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current", "nvfp4"])
+@recipes(["fp8-delayed", "fp8-current", "nvfp4"])
 def test_compiled_is_eager(build, recipe):
     block, graphs = build(recipe), Graphs()
     twin, call = copy.deepcopy(block), compiled(block, graphs)

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import octavo
 from octavo import ops
 from octavo.errors import UnsupportedConfig
-from tests.fuser.models import assert_state, fill, unfused
+from tests.fuser.models import assert_state, fill, recipes, unfused
 from tests.modules.oracle import assert_same, spiky
 
 pytestmark = pytest.mark.gpu
@@ -32,8 +32,8 @@ SPLITS = {
 }
 FIRST = SPLITS["as captured"]
 NATIVE = ("bf16", "fp8-delayed", "fp8-current", "fp8-block")
-dense = pytest.mark.parametrize("recipe", [*NATIVE, "nvfp4"])
-grouped = pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-current"])
+dense = recipes([*NATIVE, "nvfp4"])
+grouped = recipes(["bf16", "fp8-delayed", "fp8-current"])
 fusing = pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 
 
@@ -274,7 +274,7 @@ def through(call, model, static):
 
 
 @pytest.mark.parametrize("build", [dense_model, grouped_model], ids=["dense", "grouped"])
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-current"])
+@recipes(["bf16", "fp8-delayed", "fp8-current"])
 def test_graphed_callables_follow_sizes_that_change(build, recipe):
     model, is_grouped = build(recipe), build is grouped_model
     static, twin, state = Static(is_grouped), twin_of(model), octavo.state_dict(model)
@@ -306,7 +306,7 @@ def graphed(model, static):
 
 
 @builds
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-current"])
+@recipes(["bf16", "fp8-delayed", "fp8-current"])
 @pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
 def test_graphed_callables_with_main_grad(build, recipe, overwrite):
     model, static = build(recipe), Static(build is grouped_model)
@@ -347,7 +347,7 @@ def graphed_weight_gradients(model):
 
 
 @builds
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-current"])
+@recipes(["bf16", "fp8-delayed", "fp8-current"])
 @fusing
 def test_graphed_callables_with_weight_gradients_put_off(build, recipe, main_grad):
     model, static = build(recipe, delay_wgrad_compute=True), Static(build is grouped_model)
@@ -398,7 +398,7 @@ def test_a_replayed_backward_leaves_nothing_for_backward_dw_in_eager_mode(build)
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-current"])
+@recipes(["bf16", "fp8-delayed", "fp8-current"])
 def test_reduce_overhead_replays_without_skips(recipe):
     torch._dynamo.reset()
     counters.clear()
@@ -430,7 +430,7 @@ def launches(model, static):
     )
 
 
-@pytest.mark.parametrize("recipe", ["fp8-delayed"])  # whose scale is known before the tensor is
+@recipes(["fp8-delayed"])  # whose scale is known before the tensor is
 def test_fused_launches_fewer_kernels(recipe):
     static, model = Static(False), dense_model(recipe)
     assert launches(model, static) < launches(unfused(model), static)

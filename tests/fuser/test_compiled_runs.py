@@ -16,6 +16,7 @@ import octavo
 from octavo import ops
 from tests.fuser.models import (
     FFN,
+    FUSED_AT_ONCE,
     SHIPPED,
     Graphs,
     H,
@@ -28,6 +29,7 @@ from tests.fuser.models import (
     every,
     fill,
     mlp,
+    recipes,
     reference_step,
     residual,
     sample,
@@ -78,7 +80,7 @@ def compiled_cases():
     for name in CASES:
         for recipe in SHIPPED:
             marks = () if recipe == "fp8-current" else (pytest.mark.slow,)
-            yield pytest.param(name, recipe, id=f"{name}-{recipe}", marks=marks)
+            yield pytest.param(name, FUSED_AT_ONCE.get(recipe, recipe), id=f"{name}-{recipe}", marks=marks)
 
 
 @pytest.mark.parametrize(("name", "recipe"), compiled_cases())
@@ -300,7 +302,7 @@ def test_saved_tensors_may_be_kept_elsewhere():
     assert_equal(found, step(twin, x, dy))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-current", "mxfp8"])
+@recipes(["bf16", "fp8-delayed", "fp8-current", "mxfp8"])
 def test_two_microbatches_in_flight(recipe):
     model = residual(recipe)
     twin, pairs = copy.deepcopy(model), [batch(seed=i) for i in range(2)]
@@ -331,7 +333,7 @@ def test_scales_follow_the_amaxes_of_three_steps():
         memory.assert_state(octavo.state_dict(model), "1.")
 
 
-@pytest.mark.parametrize("settings", ["", "(margin=2,history=4)", "(cold_start='current')"])
+@pytest.mark.parametrize("settings", ["", "(margin=2,history=4)", "(cold_start='one')"])
 def test_three_delayed_steps_are_those_of_layers_by_themselves(settings):
     model = residual(f"fp8-delayed{settings}")
     inner = nn.Sequential(*copy.deepcopy(list(model)[1:-1]))
@@ -418,7 +420,7 @@ def test_autocasts_compiled():
 # -- Y4: training and inference ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed"])
+@recipes(["fp8-current", "fp8-delayed"])
 @pytest.mark.parametrize("train_first", [True, False], ids=["train first", "infer first"])
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
 def test_training_and_inference_in_turn(recipe, train_first, is_compiled):

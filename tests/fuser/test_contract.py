@@ -24,6 +24,7 @@ from tests.fuser.models import (
     compiled,
     fill,
     mlp,
+    recipes,
     residual,
     step,
     unfused,
@@ -377,7 +378,7 @@ def test_forward_without_data_gives_shapes_and_changes_nothing():
         assert_same(after[key], value, key)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed"])
+@recipes(["fp8-current", "fp8-delayed"])
 def test_backward_runs_as_its_forward_did_whatever_is_in_force_by_then(recipe):
     model, (x, dy) = mlp(None), batch()
     twin = copy.deepcopy(model)

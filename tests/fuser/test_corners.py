@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 import octavo
 from octavo import ops
-from tests.fuser.models import step
+from tests.fuser.models import recipes, step
 
 W = 16
 
@@ -128,7 +128,7 @@ def test_an_explanation_calls_no_hooks_and_writes_to_no_buffer():
     assert "GELU: it has hooks" in said.alone
 
 
-@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4"])
+@recipes(["fp8-delayed", "nvfp4"])
 def test_state_that_is_made_while_a_graph_is_traced(recipe):
     torch._dynamo.reset()
     model = octavo.Sequential(ops.RMSNorm(W), linear())

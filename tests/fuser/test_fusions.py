@@ -11,6 +11,7 @@ from octavo import ops
 from octavo.kernels.gemm import reference as gemm_reference
 from tests.fuser.models import (
     FFN,
+    FUSED_AT_ONCE,
     QUANTIZED,
     H,
     M,
@@ -73,7 +74,12 @@ def grid(recipes):
     return pytest.mark.parametrize(
         ("name", "recipe"),
         [
-            pytest.param(name, recipe, id=f"{name}-{recipe}", marks=(pytest.mark.slow,) if recipe in SLOW else ())
+            pytest.param(
+                name,
+                FUSED_AT_ONCE.get(recipe, recipe),
+                id=f"{name}-{recipe}",
+                marks=(pytest.mark.slow,) if recipe in SLOW else (),
+            )
             for name in CASES
             for recipe in recipes
         ],
@@ -263,7 +269,7 @@ def test_any_neighbours_get_along(name, recipe):
     assert_unfused(model, x, dy)
 
 
-@quantized
+@pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("mode", BACKWARDS)
 def test_a_backward_in_high_precision_has_the_forward_of_the_recipe(recipe, mode):
     model, plain = mlp(f"{recipe}(backward='{mode}')", bias=True), mlp(recipe, bias=True)

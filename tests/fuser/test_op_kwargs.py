@@ -9,7 +9,7 @@ from torch import nn
 import octavo
 from octavo import ops
 from tests.fuser.custom import Powered
-from tests.fuser.models import H, assert_equal, compiled, fill, mlp, step
+from tests.fuser.models import H, assert_equal, compiled, fill, mlp, recipes, step
 from tests.modules.oracle import assert_same, spiky
 
 G, K, N, ROWS = 3, 32, 40, 40
@@ -108,7 +108,7 @@ def test_the_seed_of_a_dropout():
     assert torch.equal(found, model(x, op_kwargs={1: {"seed": seed}}))
 
 
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "nvfp4"])
+@recipes(["fp8-current", "fp8-delayed", "nvfp4"])
 def test_the_weight_cache_of_every_linear(recipe):
     model, twin = mlp(recipe), mlp(recipe)
     for i, first in enumerate((True, False, False)):
@@ -201,7 +201,7 @@ def test_the_keys_are_what_grouped_linear_calls_them():
     assert (OUT, DGRAD) == ("out", "dgrad_out")
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "fp8-delayed", "nvfp4"])
+@recipes(["bf16", "fp8-current", "fp8-delayed", "nvfp4"])
 @pytest.mark.parametrize("given", [(OUT,), (DGRAD,), (OUT, DGRAD)], ids=" and ".join)
 def test_buffers_of_a_chain_are_written_in_place_step_after_step(recipe, given):
     model, twin = experts(recipe), experts(recipe)

@@ -11,8 +11,8 @@ import octavo
 from octavo import ops
 from octavo.errors import UnsupportedConfig
 from octavo.quant import QTensor
-from tests.fuser.models import H, M, fill
-from tests.modules.oracle import QUANTIZED, assert_same, spiky
+from tests.fuser.models import H, M, fill, quantized
+from tests.modules.oracle import assert_same, spiky
 
 NAMES = ("compute", "input", "weight", "output", "grad_output", "grad_input")
 GRID = [dict(zip(NAMES, flags, strict=True)) for flags in itertools.product((False, True), repeat=len(NAMES))]
@@ -103,7 +103,7 @@ PART = [case for case in POSSIBLE if sum(case.values()) in (0, 1, 6) or (case["c
 
 
 @pytest.mark.parametrize("case", PART, ids=named)
-@pytest.mark.parametrize("recipe", QUANTIZED)
+@quantized
 def test_a_part_of_the_grid(recipe, case):
     check(recipe, case)
 
@@ -117,7 +117,7 @@ def test_a_part_of_the_grid_compiled(recipe, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("case", POSSIBLE, ids=named)
-@pytest.mark.parametrize("recipe", QUANTIZED)
+@quantized
 def test_the_whole_grid(recipe, case, compiled):
     check(recipe, case, compiled)
 

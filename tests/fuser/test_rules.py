@@ -137,6 +137,8 @@ def test_a_plan_that_was_made_is_found_again(planned):
 def test_changed_weights_and_state_make_no_plan(planned):
     model, asked = planned
     one_step(model, "fp8-delayed")
+    octavo.step(model)  # the first step has a plan of its own
+    one_step(model, "fp8-delayed")
     before = len(asked)
     with torch.no_grad():
         for p in model.parameters():

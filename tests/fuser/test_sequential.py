@@ -20,6 +20,7 @@ from tests.fuser.models import (
     fill,
     mlp,
     quantized,
+    recipes,
     step,
     unfused,
     whole,
@@ -361,7 +362,7 @@ def test_without_gradients_y_is_the_same_and_has_no_graph(recipe):
         assert_same(y, want)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "nvfp4"])
+@recipes(["bf16", "fp8-delayed", "nvfp4"])
 def test_training_is_the_same_after_calls_without_gradients(recipe):
     model, (x, dy) = mlp(recipe), batch()
     twin = copy.deepcopy(model)
@@ -451,7 +452,7 @@ def test_keys_are_the_names_of_parameters():
     assert list(model.state_dict()) == names == ["0.0.weight", "0.1.weight", "0.1.bias", "2.weight"]
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "nvfp4"])
+@recipes(["bf16", "fp8-delayed", "nvfp4"])
 def test_nothing_that_a_recipe_keeps_is_in_the_state_dict(recipe):
     model, (x, dy) = mlp(recipe), batch()
     step(model, x, dy)

@@ -28,6 +28,7 @@ from tests.fuser.models import (
     every,
     fill,
     mlp,
+    recipes,
     residual,
     sample,
     step,
@@ -131,7 +132,7 @@ def test_parameters_given_for_one_call():
     assert_same(functional_call(model, given, (x,)).detach(), twin(x).detach())
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "fp8-delayed"])
+@recipes(["bf16", "fp8-current", "fp8-delayed"])
 def test_one_layer_in_two_places(recipe):
     layer = fill(octavo.Linear(H, H, recipe=recipe))
     other = copy.deepcopy(layer)

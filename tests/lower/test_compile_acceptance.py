@@ -36,7 +36,7 @@ from octavo.kernels.gemm import reference as gemm_reference
 from octavo.lower import graph
 from octavo.recipes import SHIPPED
 from tests.lower.recorder import Recorder, recorded, without_gradients
-from tests.modules.oracle import OTHERS, QUANTIZED, assert_same, make, seed_of, spiky
+from tests.modules.oracle import OTHERS, QUANTIZED, assert_same, graphs_of, make, seed_of, spiky
 from tests.quant.sameness import assert_same as assert_same_codes
 
 K, N, M = 48, 40, 24
@@ -176,7 +176,7 @@ def test_no_token_and_one_token_through_a_callable_compiled_for_many():
         assert_step((model, twin), (call, twin), batches(i, m, 4))
         stepped(model, twin)
     assert_state(model, twin)
-    assert 1 <= graphs() <= 3
+    assert 1 <= graphs() <= 4  # one of them for the step in which delayed scaling measures
 
 
 SIZES = [(7, 33, 19), (13, 5, 1), (3, 131, 17), (5, 1, 3), (9, 129, 33), (13, 1, 5), (3, 35, 17)]
@@ -275,7 +275,7 @@ def test_training_evaluating_and_training_with_every_recipe():
             with torch.no_grad():
                 assert_same(call(batches(i)[0]), twin(batches(i)[0]))
     assert_state(model, twin)
-    assert 1 <= graphs() <= 2
+    assert 1 <= graphs() <= 3  # the same
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_training_evaluating_and_training_with_every_recipe():
         ("fp8-current", "fp8-current(grad_format=E4M3)"),
         ("fp8-block", "fp8-block(scale='fp32')"),
         ("mxfp8", "fp8-current"),
-        ("fp8-delayed", "fp8-current"),
+        ("fp8-delayed", "fp8-block"),
     ],
 )
 def test_a_recipe_changed_while_training_recompiles_once_and_takes_effect(recipe, other):
@@ -504,7 +504,7 @@ def test_main_grad_of_either_dtype_added_to_or_overwritten(recipe, dtype, overwr
         stepped(layer, twin)
     assert layer.weight.main_grad is buffer and buffer.data_ptr() == address
     assert_state(layer, twin)
-    assert graphs() == 1
+    assert graphs() == graphs_of(recipe)
 
 
 def test_overwriting_is_read_at_each_forward():
@@ -644,7 +644,7 @@ def test_delayed_dw_with_every_recipe():
         assert_logs(flight_of(model, call, data), flight_of(twin, twin, data))
         stepped(model, twin)
     assert_state(model, twin)
-    assert graphs() == 1
+    assert graphs() == 2  # one of them for the step in which delayed scaling measures
     assert_nothing_pending(model)
 
 
@@ -710,7 +710,7 @@ def test_delayed_dw_with_cached_weights(recipe):
                 m.weight.sub_(m.weight.grad * 0.01)
         stepped(layer, twin)
     assert_state(layer, twin)
-    assert graphs() == 2
+    assert graphs() == graphs_of(recipe, 2)
 
 
 def test_a_frozen_weight_has_no_delayed_dw():
@@ -986,7 +986,7 @@ def test_codes_pass_from_one_compiled_graph_to_another_with_gradients(recipe):
         assert_step((model, twin), (lambda x: second(first(x)), lambda x: twin[1](twin[0](x, fp8_output=True))),
                     batch(i, n=24))  # fmt: skip
         stepped(model, twin)
-    assert graphs() == 2
+    assert graphs() == graphs_of(recipe, 2)
     assert_state(model, twin)
 
 

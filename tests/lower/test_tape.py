@@ -87,7 +87,10 @@ def test_a_tape_plays_what_is_written(kind, recipe, device, monkeypatch):
     for i in range(4):
         args = example(kind, device)
         assert_equal(step(module, *args), untaped(monkeypatch, partial(step, twin, *args)))
-        if i:  # the references of groups read sizes, and that of nvfp4 makes a matrix on the host
+        if (
+            i > 1
+        ):  # the references of groups read sizes, and that of nvfp4 makes a matrix on the host; the first step of
+            # delayed scaling measures, and is another call
             assert taped() == (0 if device == "cpu" and (kind == "grouped" or recipe == "nvfp4") else 2)
 
 
@@ -134,7 +137,7 @@ def test_compiled(recipe, device, monkeypatch):
     for i in range(4):
         args = example("mlp", device)
         assert_equal(step(module, *args, call=call), untaped(monkeypatch, partial(step, twin, *args)))
-        assert not i or recipe == "nvfp4" or taped() == 2
+        assert i < 2 or recipe == "nvfp4" or taped() == 2
 
 
 def test_without_gradients(device):
@@ -689,6 +692,8 @@ def test_a_tape_in_a_cuda_graph(recipe):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        call()
+        octavo.step(module)
         for _ in range(3):
             call()
         assert taped() == 2

@@ -143,14 +143,23 @@ def product(a: Tensor | Q.QTensor, b: Tensor | Q.QTensor) -> Tensor:
         return torch.from_numpy(total.astype(F))
 
 
-ONES = {"x": 1.0, "w": 1.0, "dy": 1.0}
+def multiplier(recipe, name, tensor, encode) -> Tensor:
+    """Delayed scaling's: the one given, or, of what was not seen yet, what the tensor's own amax leads to."""
+    if encode is not None and encode[name] is not None:
+        return torch.tensor([encode[name]], dtype=torch.float32)
+    if recipe.cold_start == "one":
+        return torch.ones(1)
+    fmt = (recipe.gemms().dgrad if name == "dy" else recipe.gemms().fprop).left.fmt
+    amax = F(tensor.float().abs().amax()) if tensor.numel() else F(0)
+    own = F(LARGEST[fmt.name]) / amax if amax > 0 else F(1)
+    return torch.tensor([float(own * F(2.0**-recipe.margin))])
 
 
 def expected(recipe, x, w, bias, dy, *, seed=None, encode=None) -> Result:
-    """What Linear(recipe) gives for x and dy. `encode`: the multipliers of delayed scaling, 1 when fresh; `seed`: of
-    stochastic rounding."""
+    """What Linear(recipe) gives for x and dy. `encode`: the multipliers of delayed scaling, None of what is fresh;
+    `seed`: of stochastic rounding."""
     recipe = octavo.recipe(recipe)
-    quant, encode = recipe.linear(), ONES if encode is None else encode
+    quant = recipe.linear()
     x, w, dy = x.detach(), w.detach(), dy.detach()
     shape, (n, k), m = x.shape, w.shape, math.prod(x.shape[:-1])
     x, dy, cast_w = x.reshape(m, k), dy.reshape(m, n), w.to(x.dtype)
@@ -158,7 +167,7 @@ def expected(recipe, x, w, bias, dy, *, seed=None, encode=None) -> Result:
     def codes(name, spec, tensor, axis):
         given = {"seed": seed} if spec.draws else {}
         if recipe.stateful:
-            given["encode"] = torch.tensor([encode[name]], dtype=torch.float32)
+            given["encode"] = multiplier(recipe, name, tensor, encode)
         return spec.quantize(tensor, axis, **given)
 
     def forward_values(name, tensor):
@@ -204,7 +213,7 @@ class Slot:
     def __init__(self, fmt, length=1024, algorithm="max", margin=0):
         self.window: deque[float] = deque(maxlen=length)
         self.largest, self.algorithm, self.margin = LARGEST[fmt.name], algorithm, margin
-        self.encode, self.current = 1.0, 0.0
+        self.encode, self.current = None, 0.0  # None: nothing was seen
 
     def observe(self, tensor: Tensor) -> None:
         amax = float(tensor.detach().float().abs().amax()) if tensor.numel() else 0.0
@@ -248,3 +257,10 @@ class Memory:
         forward, backward = (state[f"{prefix}scaling.{side}.history"] for side in ("forward", "backward"))
         assert forward.tolist() == [self.slots["x"].history(), self.slots["w"].history()]
         assert backward.tolist() == [self.slots["dy"].history()]
+
+
+def graphs_of(recipe, count=1) -> int:
+    """How many graphs a compiled layer has that is stepped, if other recipes have `count`: before delayed scaling has
+    seen its tensors it measures them, in a graph of its own."""
+    recipe = octavo.recipe(recipe)
+    return count * (2 if recipe.stateful and recipe.cold_start == "current" else 1)

@@ -22,7 +22,7 @@ from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDtype, Unsu
 from octavo.quant.grouped import quantize_groups
 from octavo.quant.groups import blocks_for, split
 from octavo.recipes import SHIPPED
-from tests.modules.oracle import OVERRIDES, QUANTIZED, assert_same, differs, randn, spiky
+from tests.modules.oracle import OVERRIDES, QUANTIZED, assert_same, differs, graphs_of, randn, spiky
 from tests.modules.test_saved_bytes import Saved
 from tests.quant.sameness import assert_same as assert_same_codes
 
@@ -1858,7 +1858,8 @@ def test_compiled_is_eager_in_one_graph_of_any_number_of_rows(recipe, scaled):
             octavo.step(model)
             change(model)
     assert_state(layer, twin)
-    assert counters["stats"]["unique_graphs"] == 1
+    late = recipe == "fp8-delayed"  # an expert gets its first rows in the second step: w is known before x and dy are
+    assert counters["stats"]["unique_graphs"] == graphs_of(recipe) + late
 
 
 @grid(SAMPLE, layout=["single", "per group"])
@@ -1924,7 +1925,7 @@ def test_compiled_weight_cache_by_a_flag_on_the_device(recipe):
         for model in (layer, twin):
             octavo.step(model)
             change(model)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == graphs_of(recipe)
 
 
 @grid(SAMPLE, given=GIVEN[::-1])

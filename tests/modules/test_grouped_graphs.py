@@ -19,7 +19,7 @@ from octavo.errors import Unsupported, UnsupportedConfig
 from octavo.quant.grouped import quantize_groups
 from octavo.quant.groups import split
 from octavo.recipes import SHIPPED
-from tests.modules.oracle import QUANTIZED, assert_same, spiky
+from tests.modules.oracle import QUANTIZED, assert_same, graphs_of, spiky
 from tests.modules.test_grouped_acceptance import (
     LAYOUTS,
     STATELESS,
@@ -564,8 +564,10 @@ def test_an_eager_step_with_everything_on_reads_nothing_back(recipe, layout):
     static, flag = Static("scaled"), torch.ones(1, dtype=torch.int32, device="cuda")
     out, dx = (torch.empty(ROWS, n, device="cuda", dtype=torch.bfloat16) for n in (N, K))
     given = {"out": out, "dgrad_out": dx, "is_first_microbatch": flag, "dw": True}
+    static.load(SPLITS["multiples of nothing"])  # rows for each: delayed scaling asks the device until all were seen
     run(layer, static, **given)
     octavo.step(layer), octavo.refresh_weights(layer)
+    static.load(FIRST)
     with nothing_read_back():
         for _ in range(2):
             run(layer, static, **given)
@@ -1001,5 +1003,5 @@ def test_compiled_weight_cache_by_a_flag_on_the_device(recipe, mode):
         for model in (layer, twin):
             change(model)
             octavo.step(model)
-    assert counters["stats"]["unique_graphs"] == 1
+    assert counters["stats"]["unique_graphs"] == graphs_of(recipe)
     assert counters["inductor"]["cudagraph_skips"] == 0

@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import re
+import warnings
 
 import pytest
 import torch
@@ -99,6 +101,173 @@ def test_a_refused_load_changes_nothing(recipe):
         octavo.load_state_dict(layer, {**octavo.state_dict(trained), "elsewhere": torch.zeros(1)})
     for k, v in octavo.state_dict(layer).items():
         assert_same(v, before[k], k)
+
+
+NAN, INF = float("nan"), float("inf")
+WRONG = {
+    "encode": (NAN, INF, -INF, 0.0, -1.0),
+    "history": (NAN, INF, -1.0),
+    "current": (-1.0, -INF),
+    "head": (-1,),
+    "nonfinite": (-1,),
+}
+
+
+def experts():
+    return octavo.GroupedLinear(3, 48, 40, recipe="fp8-delayed")
+
+
+@pytest.mark.parametrize("side", ["forward", "backward"])
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    "layer", [lambda: make("fp8-delayed"), experts, lambda: make(None)], ids=["dense", "grouped", "ambient"]
+)
+def test_values_that_no_run_has_left_are_refused_and_nothing_is_written(layer, name, value, side):
+    model = nn.ModuleDict({"first": layer(), "second": layer()})
+    source = nn.ModuleDict(
+        {k: experts() if isinstance(v, octavo.GroupedLinear) else make("fp8-delayed") for k, v in model.items()}
+    )
+    state = octavo.state_dict(source)
+    state = {k: v + 1 if k.endswith(("encode", "head")) else v for k, v in state.items()}
+    key = f"second.scaling.{side}.{name}"
+    state[key].view(-1)[-1] = value
+    before = octavo.state_dict(model)
+    with pytest.raises(Unsupported, match=re.escape(key)):
+        octavo.load_state_dict(model, state)
+    for k, v in octavo.state_dict(model).items():
+        assert_same(v, before[k], k)
+
+
+def test_an_amax_that_is_not_finite_yet_is_what_a_step_may_have_seen():
+    layer, (x, dy) = make("fp8-delayed"), batch()
+    dy[0, 0] = INF
+    run(layer, x, dy)
+    resumed = make("fp8-delayed")
+    octavo.load_state_dict(resumed, octavo.state_dict(layer))
+    octavo.step(layer), octavo.step(resumed)
+    for k, v in octavo.state_dict(layer).items():
+        assert_same(octavo.state_dict(resumed)[k], v, k)
+    assert octavo.state_dict(resumed)["scaling.backward.nonfinite"].item() == 1
+
+
+@pytest.mark.parametrize("recipe", STATEFUL)
+def test_tensors_without_values_are_refused(recipe):
+    layer = make(recipe)
+    for key, value in octavo.state_dict(layer).items():
+        with pytest.raises(Unsupported, match=f"{re.escape(key)}.*meta"):
+            octavo.load_state_dict(layer, {**octavo.state_dict(layer), key: value.to("meta")})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{1: torch.zeros(1)}, {None: torch.zeros(1)}, {("a", "b"): torch.zeros(1)}, [1], None, "text"]
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_is_no_dict_of_names_is_refused(wrong, strict):
+    with pytest.raises(Unsupported):
+        octavo.load_state_dict(make("fp8-delayed"), wrong, strict=strict)
+
+
+def test_a_negative_step_of_rounding_is_refused():
+    with pytest.raises(Unsupported, match=r"rounding\.seed"):
+        octavo.load_state_dict(make("nvfp4"), {"rounding.seed": torch.tensor([3, -1])})
+
+
+# -- compiled wrappers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", STATEFUL)
+def test_names_of_a_compiled_wrapper_are_those_of_the_model(recipe):
+    def model():
+        return nn.Sequential(make(recipe), nn.Sequential(make(recipe, 40, 40)))
+
+    def wrapped(inner):
+        outer = model() if inner is None else inner
+        outer[1] = torch.compile(outer[1], backend="eager")
+        return torch.compile(outer, backend="eager")
+
+    trained = model()
+    run(trained[0], *batch())
+    octavo.step(trained)
+    state = octavo.state_dict(trained)
+    for source in (state, octavo.state_dict(wrapped(trained))):
+        for target in (model(), wrapped(None)):
+            octavo.load_state_dict(target, source)
+            for found, want in zip(octavo.state_dict(target).values(), state.values(), strict=True):
+                assert_same(found, want)
+    with pytest.raises(Unsupported, match="twice"):
+        octavo.load_state_dict(model(), {**state, **{f"_orig_mod.{k}": v for k, v in state.items()}})
+
+
+# -- weights without state -------------------------------------------------------------------------------------------
+
+
+def said(layer, *, training=True, compiled=False):
+    """What one step says of the state."""
+    call = torch.compile(layer, backend="eager") if compiled else layer
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            layer.train(training)
+            y = call(batch()[0])
+            if training:
+                y.mean().backward()
+                optimizer.step()
+                octavo.step(layer)
+    return [w for w in caught if "no scaling state" in str(w.message)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("settings", ["", "(cold_start='one')"])
+def test_weights_that_come_without_their_state_are_said_once(settings, compiled):
+    recipe = f"fp8-delayed{settings}"
+    model, weights = nn.Sequential(make(recipe), make(recipe, 40, 40)), None
+    assert not said(model, compiled=compiled)  # nothing was loaded
+    weights, state = model.state_dict(), octavo.state_dict(model)
+    fresh = nn.Sequential(make(recipe), make(recipe, 40, 40))
+    fresh.load_state_dict(weights)
+    assert not said(fresh, training=False)
+    (one,) = said(fresh, compiled=compiled)
+    assert "octavo.load_state_dict" in str(one.message)
+    for order in (0, 1):
+        fresh = nn.Sequential(make(recipe), make(recipe, 40, 40))
+        for load in ((fresh.load_state_dict, weights), (lambda s, m=fresh: octavo.load_state_dict(m, s), state))[
+            :: 1 - 2 * order
+        ]:
+            load[0](load[1])
+        assert not said(fresh, compiled=compiled)
+    other = make("fp8-current")
+    other.load_state_dict(make("fp8-current").state_dict())
+    assert not said(other)
+
+
+# -- a layer that follows octavo.autocast ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", STATEFUL)
+@pytest.mark.parametrize("kind", ["dense", "grouped"])
+def test_state_that_waits_for_a_first_forward_is_saved(kind, recipe):
+    def layer(own):
+        return make(own) if kind == "dense" else octavo.GroupedLinear(3, 48, 40, recipe=own)
+
+    source = layer(recipe)
+    (source(batch()[0]) if kind == "dense" else source(batch()[0], torch.tensor([10, 5, 6]))).sum().backward()
+    octavo.step(source)
+    state = octavo.state_dict(source)
+    waiting = layer(None)
+    octavo.load_state_dict(waiting, state)
+    given = next(iter(state))
+    state[given].zero_()  # the caller's own
+    want = octavo.state_dict(source)
+    for subject in (waiting, copy.deepcopy(waiting), pickle.loads(pickle.dumps(waiting))):
+        again = layer(None)
+        octavo.load_state_dict(again, octavo.state_dict(subject))
+        for found in (octavo.state_dict(subject), octavo.state_dict(again)):
+            assert found.keys() == want.keys()
+            for k, v in want.items():
+                assert_same(found[k], v, k)
+    octavo.load_state_dict(waiting, {})  # and is replaced as any state is
+    assert octavo.state_dict(waiting) == {}
 
 
 def test_history_is_stored_from_oldest_to_newest_wherever_the_ring_stands():

@@ -70,7 +70,7 @@ def backward(
 
 def _conditions(last: int) -> tuple[Any, ...]:
     return (
-        conditions.wants_gradients(0), conditions.quantizes_dy(0), conditions.knows_its_scale(0),
+        conditions.wants_gradients(0), conditions.quantizes_dy(0), conditions.knows_scale_of_dy(0),
         conditions.runs_now(0), conditions.no_scale_gradient(last),
     )  # fmt: skip
 

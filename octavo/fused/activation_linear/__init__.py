@@ -35,7 +35,7 @@ backward = None
 
 def conditions_at(place: int) -> tuple[Condition, ...]:
     """For a Linear at that place of a pattern."""
-    return conditions.quantizes_x(place), conditions.keeps_codes_of_x(place), conditions.knows_its_scale(place)
+    return conditions.quantizes_x(place), conditions.keeps_codes_of_x(place), conditions.knows_scale_of_x(place)
 
 
 RULES = (Rule(NAME, (Activation, Linear), NAME, conditions_at(1)),)

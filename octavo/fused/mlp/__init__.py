@@ -48,7 +48,7 @@ CONDITIONS = (
     *activation_linear.conditions_at(2),
     conditions.wants_gradients(0),
     conditions.quantizes_dy(0),
-    conditions.knows_its_scale(0),
+    conditions.knows_scale_of_dy(0),
     conditions.runs_now(0),
     conditions.runs_now(2),
     conditions.of(2, "dx is wanted", lambda c: "x" in c.grads, "nothing before the second Linear wants a gradient"),

@@ -35,7 +35,7 @@ CONDITIONS = (
     conditions.one_dim(0),
     conditions.quantizes_x(1),
     conditions.keeps_codes_of_x(1),
-    conditions.knows_its_scale(1),
+    conditions.knows_scale_of_x(1),
 )
 RULES = tuple(Rule(NAME, (kind, Linear), NAME, CONDITIONS) for kind in (LayerNorm, RMSNorm))
 SIDE = "forward"
