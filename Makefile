@@ -14,8 +14,11 @@ demo: $(STAMP)
 	$(BIN)/octavo doctor
 	$(BIN)/octavo train
 
+# a process a core, whole files to each; one thread apiece, or they would wait for each other
+WORKERS ?= 2
+test: export OMP_NUM_THREADS ?= 1
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

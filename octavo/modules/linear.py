@@ -137,7 +137,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         grads = wanted(needs_dx, [weight], added)
         observe = self._observes(recipe, weight)
         kind = self._weight_codes(recipe, (weight,), is_first_microbatch, grads, observe != "")
-        measured = self._measures(kind, grads, bool(codes)) if recipe.stateful and self._scaling.cold else ""
+        measured = self._measures(kind, grads, len(codes) > 0) if recipe.stateful and self._scaling.cold else ""
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self._puts_off(grads)
         delay = "" if not delayed else "post" if tracing else "mailbox"

@@ -41,7 +41,8 @@ def step(model: nn.Module, group: Any = None) -> None:
             key = (recipe.history, recipe.algorithm, recipe.margin, states[0].encode.device)
             batches.setdefault(key, []).extend(states)
             if not in_graph:
-                scaling.say_unrestored()
+                if scaling.origin == "weights":
+                    scaling.say_unrestored()
                 if scaling.looks():
                     cold.append(module)
             scaling.stepped()

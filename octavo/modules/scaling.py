@@ -67,9 +67,7 @@ class Scaling:
         self._version: int | None = None  # of the weight, when it was last seen
         self._updates = 0  # of the weight since the last step
         self._said = False
-        self.origin = (
-            ""  # of what it remembers: "state" that was loaded, its "own" steps; "weights": loaded, and no state
-        )
+        self.origin = ""  # of what it remembers: "state" that was loaded, its "own" steps, or "weights" loaded alone
         self._views: dict[str, tuple[Tensor, ...]] = {}  # of buffers: making them takes longer than launching a kernel
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,14 +152,16 @@ class Scaling:
             self._updates += self._version is not None
             self._version = version
         self._say()
-        self.say_unrestored()
+        if self.origin == "weights":
+            self.say_unrestored()
 
     def updated(self) -> None:
         """The same, told by an optimizer: a graph counts nothing."""
         self._updates += 1
         self._version = None
         self._say()
-        self.say_unrestored()
+        if self.origin == "weights":
+            self.say_unrestored()
 
     def _say(self) -> None:
         if not self._said and (self._updates >= 2 or self._forwards >= PATIENCE):
@@ -185,8 +185,6 @@ class Scaling:
 
     def say_unrestored(self) -> None:
         """Say once a model that training goes on with weights alone."""
-        if self.origin != "weights":
-            return
         for module in list(_LISTENERS):
             if module._scaling.origin == "weights":
                 module._scaling.origin = "own"

@@ -170,9 +170,11 @@ def check_kept(kept: Mapping[str, object], slots: int, prefix: str = "") -> None
 
 def warm_encode(encode: Tensor, warm: Tensor, amax: Tensor, spec: Tensorwise, margin: int) -> Tensor:
     """The multipliers of slots that are warm; of those that have seen nothing yet, what an amax of the tensor itself
-    leads to: a multiplier of 1 would flush gradients below 2^-17 to zero on the first step."""
+    leads to: a multiplier of 1 would flush gradients below 2^-17 to zero on the first step. NaN if that amax is not
+    finite: no multiplier fits."""
     just_in_time = encode_scale(amax, spec.fmt.max, eps=spec.eps, ceiling=FLOAT32_MAX, pow2=spec.pow2)
-    return torch.where(warm, encode, with_margin(just_in_time, margin))
+    measured = torch.where(amax.isfinite(), with_margin(just_in_time, margin), float("nan"))
+    return torch.where(warm, encode, measured)
 
 
 def update_all(

@@ -220,7 +220,6 @@ class Slot:
         self.largest, self.recipe = largest, recipe
         self.window: list[float] = []
         self.multiplier, self.amax, self.nonfinite = 1.0, 0.0, 0
-        self.lent = False  # whether the multiplier is another expert's
 
     def observe(self, x: NDArray[np.float32]) -> None:
         """NaN wins over everything, so that it is counted."""
@@ -228,11 +227,13 @@ class Slot:
         self.amax = math.nan if math.isnan(amax + self.amax) and not math.isinf(amax) else max(self.amax, amax)
 
     def used(self, x: NDArray[np.float32]) -> float:
-        """The multiplier that casts x: while nothing is known that of x itself, 1 if x is zero or not finite."""
-        if self.recipe.get("cold_start", "current") == "one" or self.window or self.lent:
+        """The multiplier that casts x: while nothing is known that of x itself, 1 if x is zero, NaN if not finite."""
+        if self.recipe.get("cold_start", "current") == "one" or self.window:
             return self.multiplier
         amax = float(np.abs(x).max(initial=0))
-        if amax == 0 or not math.isfinite(amax):
+        if not math.isfinite(amax):
+            return math.nan
+        if amax == 0:
             return self._margin()
         with np.errstate(over="ignore"):  # kept in float32's range before the margin, in a window after it
             multiplier = min(F32(self.largest) / F32(amax), F32(LARGEST["float32"]))
@@ -268,18 +269,6 @@ class Memory:
     def step(self) -> None:
         for slot in self.slots.values():
             slot.step()
-
-
-def step_experts(memories: list[Memory]) -> None:
-    """End a step of a layer of many experts: one that knows nothing takes the smallest multiplier of those that do."""
-    for memory in memories:
-        memory.step()
-    for name in ("x", "w", "dy"):
-        slots = [memory.slots[name] for memory in memories]
-        known = [slot.multiplier for slot in slots if slot.window]
-        for slot in slots:
-            if known and not slot.window and not slot.lent and slot.recipe.get("cold_start", "current") != "one":
-                slot.multiplier, slot.lent = min(known), True
 
 
 def accumulated(main: NDArray[np.float32], dw: Product, dtype: str) -> Product:

@@ -175,7 +175,7 @@ def test_a_policy_chooses_each_module():
     assert rows["head"].route == "skipped" and "policy" in rows["head"].why
 
 
-@pytest.mark.parametrize("answer", [3, object(), "fp9"], ids=str)
+@pytest.mark.parametrize("answer", [3, pytest.param(object(), id="object"), "fp9"], ids=str)
 def test_a_policy_that_answers_nonsense_is_refused(answer):
     model = Net()
     with pytest.raises(UnsupportedConfig):

@@ -190,7 +190,7 @@ def test_a_recipe_is_given_by_string_or_by_value(spec):
     check(make(spec), "fp8-block(scale='fp32')", *operands(21, 48, 40, torch.float32))
 
 
-@pytest.mark.parametrize("bad", ["fp9", 3, object(), "tensorwise"], ids=str)
+@pytest.mark.parametrize("bad", ["fp9", 3, pytest.param(object(), id="object"), "tensorwise"], ids=str)
 def test_what_is_no_recipe_is_refused_at_construction(bad):
     with pytest.raises(UnsupportedConfig, match="recipe"):
         octavo.Linear(8, 8, recipe=bad)

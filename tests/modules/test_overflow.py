@@ -361,7 +361,8 @@ def test_a_value_that_is_not_finite_spreads_over_its_scale(recipe, place, value,
         plain.weight.copy_(tensors["w"])
     want = results(plain, tensors["x"], tensors["dy"])
     model = nn.Sequential(copy.deepcopy(plain))
-    octavo.convert(model, recipe)
+    # a fresh delayed scale is measured, so that the first step's unit would be the tensor
+    octavo.convert(model, "fp8-delayed(cold_start='one')" if recipe == "fp8-delayed" else recipe)
     found = results(model[0], tensors["x"], tensors["dy"])
     for name, result in found.items():
         expected = torch.zeros_like(result, dtype=torch.bool)
