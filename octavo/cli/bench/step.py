@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from octavo.modules.model import refresh_weights
 from octavo.modules.model import step as end_step
 
 
@@ -30,6 +31,7 @@ def settled_step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]
     for _ in range(2):
         step()
         end_step(module)
+        refresh_weights(module)  # no optimizer owns the weights, so a cache is not trusted past the end of a step
     return step
 
 
