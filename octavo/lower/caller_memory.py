@@ -49,8 +49,8 @@ def _allocation(buffer: Tensor) -> int:
 
 
 def keep(buffer: Tensor, value: Tensor | None, task: int = -1) -> None:
-    """Remember the value that lies in a buffer; of a graph's gradient, whose buffer other graphs in flight have saved
-    as it is, only that there is one."""
+    """Remember the value that lies in a buffer. Of a gradient that a graph wrote, remember only the place: other graphs
+    in flight have saved the buffer itself, so its version must not move."""
     if buffer.numel() == 0 or (value is not None and value.is_inference()):  # no backward will need it
         return
     found = _Value(*span(buffer), None if value is None else weakref.ref(value), task)
@@ -89,8 +89,15 @@ def _forget(key: int, first: int, end: int, task: int) -> None:
 def refuse_overlap(dgrad_out: Tensor, inputs: Iterable[Any]) -> None:
     """Refuse a gradient of x in the memory of an input: what made the input may need it in its own backward."""
     for tensor in inputs:
-        if isinstance(tensor, Tensor) and overlap(dgrad_out, tensor):
+        if not isinstance(tensor, Tensor):
+            continue
+        if overlap(dgrad_out, tensor):
             raise UnsupportedConfig(
                 f"dgrad_out lies in the memory of x, or of something else that the layer takes: {tensor.dtype} "
                 f"{tuple(tensor.shape)}, which is needed as it is until backward is through. Give it memory of its own."
+            )
+        if tensor.is_leaf and tensor.grad is not None and overlap(dgrad_out, tensor.grad):
+            raise UnsupportedConfig(
+                f"dgrad_out lies in .grad of x, or of something else that the layer takes: {tensor.dtype} "
+                f"{tuple(tensor.shape)}. Autograd would add the gradient to itself. Give it memory of its own."
             )

@@ -53,12 +53,12 @@ class Watched(NamedTuple):
         return cls(tensors, [t._version for t in tensors])
 
     def check(self) -> None:
-        for i, (t, version) in enumerate(zip(self.tensors, self.versions, strict=True)):
+        for t, version in zip(self.tensors, self.versions, strict=True):
             if t._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"weight {i} of {len(self.tensors)}, {t.dtype} {tuple(t.shape)}, is at version {t._version}, and "
-                    f"was at {version} in forward. The gradient of x needs it as it was: update it after backward."
+                    f"a weight of this layer, {t.dtype} {tuple(t.shape)}, is at version {t._version}, and was at "
+                    f"{version} in forward. The gradient of x needs it as it was: update it after backward."
                 )
 
 
@@ -142,6 +142,8 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         else:
             found = layer.backward(config, ctx.saved_tensors, buffers, grads)
     if elsewhere:
+        whole = [buffers[place] for place in elsewhere.values() if not buffers[place]._is_view()]
+        torch.autograd.graph.increment_version(whole)  # a slice's version is the whole allocation's
         found = _in_callers_memory(ctx, found, elsewhere)
     return None, None, None, None, None, *found[::-1]
 

@@ -375,6 +375,20 @@ def refresh(
     torch.ops.octavo.refresh(weight, row, column, amaxes, scaling, skip, DIGEST + "|" + name + "|" + key)
 
 
+@torch.library.custom_op("octavo::advance", mutates_args=())
+def _advance(weights: Sequence[Tensor]) -> None:
+    """Advance versions when the graph runs: an optimizer in it is about to write to these weights."""
+    torch.autograd.graph.increment_version(list(weights))
+
+
+@_advance.register_fake
+def _(weights: Sequence[Tensor]) -> None:
+    return None
+
+
+has_side_effect(torch.ops.octavo.advance.default)
+
+
 @torch.library.custom_op("octavo::weight_values", mutates_args=())
 def _weight_values(row: list[Tensor], shape: list[int], dtype: torch.dtype, plan: str) -> Tensor:
     _, name, key = plan.split("|", 2)

@@ -146,6 +146,11 @@ class HeldWeight(Tensor):
         quantize_into(self.kind.layer, self.kind.key, values[None], *room)
         for part, new in zip(self.own_codes(), (*room[0], *room[1]), strict=True):
             part.copy_(new)
+        self._told()
+
+    def _told(self) -> None:
+        """Let a backward that has saved the codes know: a copy below autograd advances no version."""
+        torch.autograd.graph.increment_version([*codes_of(self, "row"), *codes_of(self, "column")])
 
     def own_codes(self) -> list[Tensor]:
         """The codes and scales by row, then by column: of one group, its part of them."""
@@ -300,7 +305,7 @@ def parameter(weight: HeldWeight, like: Tensor) -> nn.Parameter:
 
 def moved(weight: Any, fn: Any, done: dict[int, Tensor]) -> nn.Parameter:
     """A held parameter after `fn` of `nn.Module._apply`: codes and scales follow to its device, and keep their dtype.
-    `done` has what it made of tensors that several parameters share."""
+    `done` maps each inner tensor's id to its result, so that parameters that share codes still share them."""
     inner = {}
     for name, tensor in weight.tensors().items():
         if id(tensor) not in done:
@@ -386,6 +391,7 @@ def _copied(func: Any, args: Any, kwargs: Any) -> Any:
     own._refuse_in_graphs()
     for mine, theirs in zip(own.own_codes(), other.own_codes(), strict=True):
         mine.copy_(theirs)
+    own._told()
     return own
 
 

@@ -382,11 +382,9 @@ class GroupedLinear(FusibleOperation, Quantized):
         keys = [prefix + name for name in self._weight_names]
         parts, own = [found.get(key) for key in keys], self.weight_parts()
         if self._codes.held and _fit(parts, own):
-            with torch.no_grad():
-                for p, part in zip(own, parts, strict=True):
-                    p.copy_(part)  # type: ignore[arg-type]
+            self._take(parts, assign=rest[0].get("assign_to_params_buffers", False))
             # the rest of the loading sees weights that already are what they would become
-            found |= {key: p.detach() for key, p in zip(keys, own, strict=True)}
+            found |= {key: p.detach() for key, p in zip(keys, self.weight_parts(), strict=True)}
         super()._load_from_state_dict(found, prefix, *rest)  # type: ignore[no-untyped-call]
         self._join()  # parameters that were assigned lie where the checkpoint had them
 

@@ -229,8 +229,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         if not self._codes.held or loaded is None or loaded.shape != self.weight.shape:
             super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
             return
-        with torch.no_grad():
-            self.weight.copy_(loaded)
+        self._take([loaded], assign=rest[0].get("assign_to_params_buffers", False))
         # the rest of nn.Linear's loading sees a weight that already is what it would become
         super()._load_from_state_dict({**state_dict, key: self.weight.detach()}, prefix, *rest)  # type: ignore[no-untyped-call]
 

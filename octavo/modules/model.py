@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
+from octavo.modules import optimizers
 from octavo.modules.quantized import Quantized
 from octavo.modules.remembered import check_state
 from octavo.modules.scaling import SIDES, look
@@ -103,7 +104,8 @@ def attach(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any = None
     """After every `optimizer.step()`: `step(model, group)` and `refresh_weights(model)`. Returns a handle with
     `.remove()`."""
 
-    def after(*_: Any) -> None:
+    def after(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        optimizers.finish(stepped)  # codes made here are of the versions that the weights keep
         step(model, group)
         refresh_weights(model)
 

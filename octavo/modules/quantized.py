@@ -177,7 +177,9 @@ class Quantized(nn.Module):
 
     def _place(self) -> torch.device:
         """Where the parameters are. A weight that is made (a parametrization) is not made for this."""
-        return next(self.parameters()).device
+        found: Tensor | None = next(self.parameters(), None)
+        found = next(self.buffers(), None) if found is None else found  # a weight may be a buffer
+        return torch.device("cpu") if found is None else found.device
 
     @while_tracing
     def _settle_now(self) -> bool:
@@ -569,12 +571,25 @@ class Quantized(nn.Module):
             self.set_weights(hold(self.NAME, recipe, whole.detach()))
         self._codes.held = True
 
+    def _take(self, loaded: Sequence[Any], *, assign: bool) -> None:
+        """Codes of loaded weights, in place of those that there are; where these are on the meta device and the loaded
+        ones are to be assigned, on the device of the latter."""
+        own = self.weight_parts()
+        with torch.no_grad():
+            if assign and own[0].is_meta:
+                assert self._recipe is not None
+                whole = loaded[0] if len(loaded) == 1 else torch.stack(list(loaded))
+                self.set_weights(hold(self.NAME, self._recipe, whole.detach().to(own[0].dtype)))
+            else:
+                for p, part in zip(own, loaded, strict=True):
+                    p.copy_(part)
+
     def release_codes(self) -> None:
         """Back to a weight, of the values that the codes stand for."""
         if self._codes.held:
-            values = self._codes.values(self)
             self._codes.held = False
-            self.set_weights(values)
+            if all(isinstance(weight, HeldWeight) for weight in self.weight_parts()):
+                self.set_weights(self._codes.values(self))
 
     # -- what nn.Module does to a module ------------------------------------------------------------------------------
 
@@ -589,6 +604,8 @@ class Quantized(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         optimizers.listen()  # in a process that has made no layer
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._scaling.recipe is not None:
+            scaling.listen(self)
 
     def _reset_seed(self) -> None:
         """After the parameters were drawn anew."""

@@ -31,7 +31,8 @@ NAMES = {side: {field.name: f"scaling_{side}_{field.name}" for field in fields(D
 BUFFERS = tuple(name for names in NAMES.values() for name in names.values())
 PARTS = {"forward": 2, "backward": 1}  # operands whose slots are in a side's buffers, one operand after the other
 PATIENCE = 1024  # training forwards without a step before it is said
-LOOKS = 8  # steps after which the device is asked what it has seen; later ones are powers of two
+LOOKS = 8  # the device is asked what it has seen after each of so many steps,
+LATER = 64  # and then after every so many
 
 
 _LISTENERS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # modules whose memory somebody should step
@@ -62,7 +63,7 @@ class Scaling:
         self.recipe: Delayed | None = None
         self.cold = ""  # letters of x, w, dy that no step is known to have seen
         self._asked = ""  # those of them that calls measured
-        self._steps = 0  # since those changed
+        self._steps = 0  # octavo.steps since _asked last grew
         self._forwards = 0
         self._version: int | None = None  # of the weight, when it was last seen
         self._updates = 0  # of the weight since the last step
@@ -209,7 +210,7 @@ class Scaling:
         if not self.cold:
             return False
         self._steps += 1
-        return self._steps <= LOOKS or self._steps & (self._steps - 1) == 0
+        return self._steps <= LOOKS or self._steps % LATER == 0
 
     def learn(self, seen: list[bool]) -> None:
         """Which of x, w, dy the device has seen."""
@@ -217,7 +218,7 @@ class Scaling:
                              if letter in self.cold and not known])  # fmt: skip
 
     def recall(self, module: nn.Module) -> None:
-        """The same, after the buffers were loaded."""
+        """Buffers were loaded: ask the device which operands they have seen."""
         self.origin = "state"
         if self.recipe is not None and self.recipe.cold_start != "one":
             self.cold, self._asked = _cast(self.recipe), ""

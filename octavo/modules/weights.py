@@ -135,8 +135,8 @@ class Codes:
         if len(self._owners) < len(unheard) or any([ref() is None for ref in self._owners]):
             owners = [owner_of(weight) for weight in unheard]
             if None in owners:
-                what = "octavo.step ended" if self._ended else "other weights' optimizers took"
-                self._refuse(f"{what} a training step, and no torch optimizer, which would be heard, has it")
+                what = "octavo.step ended a training step" if self._ended else "another weight's optimizer has stepped"
+                self._refuse(f"{what}, and no torch optimizer holds this weight, so that an update would not be seen")
             self._owners = [weakref.ref(owner) for owner in owners]
         self._steps, self._ended = heard.steps, False
 
@@ -169,8 +169,9 @@ def state_of(weight: Tensor) -> State:
 
 def refuse_dense(weight: Tensor) -> NoReturn:
     raise UnsupportedConfig(
-        f"This layer's weight is held as codes, and it, or a part of it, was given another of {tuple(weight.shape)}, "
-        "which forward would not read. octavo.revert(model) first, or write to the weight: that quantizes."
+        "This layer's weight is held as codes, and it, or a part of it, was replaced by another of "
+        f"{tuple(weight.shape)}, which forward would not read. Write into the held weight instead, "
+        "weight.copy_(values); octavo.revert(model) goes back to dense weights."
     )
 
 

@@ -273,3 +273,26 @@ def test_a_buffer_that_is_used_again_and_again_is_remembered_once():
     for seed in range(5):
         layer(leaf(seed), sizes(), out=buffer).sum().backward()
     assert len(caller_memory._values[buffer.untyped_storage().data_ptr()]) == 1
+
+
+# -- memory that something else has saved ------------------------------------------------------------------------------
+
+
+def test_a_gradient_written_over_what_another_layer_saved_is_noticed():
+    layer, before, saved = make(), torch.nn.Linear(K, K), torch.randn(R, K)
+    y = layer(before(saved), sizes(), dgrad_out=saved)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_slices_of_one_allocation_do_not_disturb_each_other():
+    layer, before, room = make(), torch.nn.Linear(K, K), torch.randn(2 * R, K)
+    layer(before(room[:R]), sizes(), dgrad_out=room[R:]).sum().backward()
+    assert before.weight.grad is not None
+
+
+def test_a_gradient_in_the_grad_of_an_input_is_refused():
+    layer, x = make(), leaf()
+    layer(x, sizes()).sum().backward()
+    with pytest.raises(UnsupportedConfig, match=r"lies in \.grad"):
+        layer(x, sizes(), dgrad_out=x.grad)

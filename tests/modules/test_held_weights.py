@@ -630,3 +630,57 @@ def test_parameters_that_look_like_one_element_are_held_and_released(value):
     twin = copy.deepcopy(layer)
     octavo.revert(layer)
     assert_same(layer(x, sizes).detach(), twin(x, sizes).detach())
+
+
+# -- a write while a backward waits ------------------------------------------------------------------------------------
+
+
+def negative(weight):
+    other = weight.detach().clone()
+    other.mul_(-2)
+    return other
+
+
+WRITES = {
+    "in place": lambda w: w.mul_(-2),
+    "through data": lambda w: w.data.mul_(-2),
+    "from held codes": lambda w: w.copy_(negative(w)),
+    "data of held codes": lambda w: setattr(w, "data", negative(w)),
+    "one row": lambda w: w[0].mul_(-2),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("kind", ["linear", "one weight", "a weight for each group"])
+def test_a_pending_backward_notices_a_write(kind, write):
+    layer = make("fp8-current") if kind == "linear" else experts(each=kind != "one weight")
+    octavo.quantize_weights(layer)
+    x = X.clone().requires_grad_()
+    y = layer(x) if kind == "linear" else layer(x, SIZES)
+    with torch.no_grad():
+        write(layer.weight_parts()[0])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_revert_keeps_a_dense_weight_that_took_the_place_of_codes():
+    layer = make("fp8-current")
+    octavo.quantize_weights(layer)
+    dense = nn.Parameter(torch.randn_like(layer.weight.dequantize()))
+    layer.weight = dense
+    model = nn.Sequential(layer)
+    octavo.revert(model)
+    assert type(model[0]) is nn.Linear and model[0].weight is dense
+
+
+@pytest.mark.parametrize("kind", ["linear", "one weight", "a weight for each group"])
+def test_weights_assigned_to_codes_on_the_meta_device_become_codes(kind):
+    def build():
+        return make("fp8-current") if kind == "linear" else experts(each=kind != "one weight")
+
+    source, arguments = build(), (X,) if kind == "linear" else (X, SIZES)
+    state, target = dict(source.state_dict()), build().to("meta")
+    octavo.quantize_weights(target)
+    target.load_state_dict(state, assign=True)
+    octavo.quantize_weights(source)
+    assert torch.equal(target(*arguments), source(*arguments))

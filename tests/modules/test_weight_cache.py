@@ -524,3 +524,43 @@ def test_copies_and_pickles_of_a_layer_trust_nothing_of_the_originals():
     chosen.step()
     for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         check(twin, "fp8-current", *batch(0), is_first_microbatch=False)  # cold: filled
+
+
+# -- optimizers that are not Octavo's business -------------------------------------------------------------------------
+
+
+class Differentiates(torch.optim.Optimizer):
+    """Takes the gradients itself, of what the closure returns."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self, closure):
+        loss = closure(scale=2.0)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            for p, g in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                p.grad = g
+                p.sub_(0.1 * g)
+        return loss
+
+
+def test_an_optimizer_may_differentiate_what_its_closure_returns():
+    octavo.Linear(8, 8)
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)), torch.randn(4, 8)
+    optimizer = Differentiates(model.parameters())
+    losses = [optimizer.step(lambda scale: scale * model(x).square().mean()).item() for _ in range(3)]
+    assert losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_fused_step_makes_a_cache_stale(backend):
+    torch._dynamo.reset()
+    layer, x = octavo.Linear(32, 32, recipe="fp8-current"), torch.randn(8, 32)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    step = torch.compile(optimizer.step, backend=backend)
+    for _ in range(3):
+        layer(x, is_first_microbatch=True).sum().backward()
+        step()
+        with pytest.raises(octavo.errors.UnsupportedConfig, match="has changed since"):
+            layer(x, is_first_microbatch=False)
