@@ -89,15 +89,17 @@ def _forget(key: int, first: int, end: int, task: int) -> None:
 def refuse_overlap(dgrad_out: Tensor, inputs: Iterable[Any]) -> None:
     """Refuse a gradient of x in the memory of an input: what made the input may need it in its own backward."""
     for tensor in inputs:
-        if not isinstance(tensor, Tensor):
-            continue
-        if overlap(dgrad_out, tensor):
+        if isinstance(tensor, Tensor) and overlap(dgrad_out, tensor):
             raise UnsupportedConfig(
                 f"dgrad_out lies in the memory of x, or of something else that the layer takes: {tensor.dtype} "
                 f"{tuple(tensor.shape)}, which is needed as it is until backward is through. Give it memory of its own."
             )
-        if tensor.is_leaf and tensor.grad is not None and overlap(dgrad_out, tensor.grad):
-            raise UnsupportedConfig(
-                f"dgrad_out lies in .grad of x, or of something else that the layer takes: {tensor.dtype} "
-                f"{tuple(tensor.shape)}. Autograd would add the gradient to itself. Give it memory of its own."
-            )
+
+
+def refuse_grad(dgrad_out: Tensor, x: Tensor) -> None:
+    """Refuse a gradient of x in the memory of `x.grad`, of an eager call: a graph's gradient may become `.grad`."""
+    if x.is_leaf and x.grad is not None and overlap(dgrad_out, x.grad):
+        raise UnsupportedConfig(
+            f"dgrad_out lies in x.grad, {x.dtype} {tuple(x.shape)}: autograd would add the gradient to itself. Give it "
+            "memory of its own."
+        )

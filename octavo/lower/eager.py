@@ -16,7 +16,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import Layer
 from octavo.layers.targets import Sought, Target, overlap
 from octavo.lower import tape
-from octavo.lower.caller_memory import begin_write, keep, refuse_overlap
+from octavo.lower.caller_memory import begin_write, keep, refuse_grad, refuse_overlap
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 
@@ -249,6 +249,7 @@ def run(
     else:
         if getattr(buffers, "dgrad_out", None) is not None:
             refuse_overlap(buffers.dgrad_out, inputs)
+            refuse_grad(buffers.dgrad_out, inputs.x)
         # the last input first: of a tensor that is there twice autograd adds the gradients in this order, which is that
         # of layers called one by one
         tensors = _Run.apply(  # type: ignore[no-untyped-call]
