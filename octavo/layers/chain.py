@@ -510,7 +510,7 @@ def _away(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[An
 
 
 def _parts(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[list[Any]]:
-    """Of each value that a stage gave away the gradients: that from outside, then those from inside."""
+    """Gradients of each value that a stage gave away: the one from outside, then those from inside."""
     shown = dict(zip(config.shown[stage], grads, strict=True))
     return [
         [shown.get(k), *[found[c][field] for c, field, p, which in config.sums if (p, which) == (stage, k)]]

@@ -16,7 +16,7 @@ class Mail(Protocol):
 
 
 class Writes:
-    """What a backward writes besides its results, put off until all of it is computed: one that fails on the way has
+    """Writes of a backward besides its results, put off until all of it is computed: one that fails on the way has
     written nothing."""
 
     def __init__(self) -> None:

@@ -88,7 +88,7 @@ class _Plan:
         return self.layer.Inputs._make(_fields(self.presence, tensors))
 
     def refuse_overlaps(self, tensors: Sequence[Tensor]) -> None:
-        """Of buffers for gradients and inputs, out of the list of both."""
+        """Refuse gradient buffers that overlap inputs; `tensors` lists both."""
         for at in self.elsewhere.values():
             refuse_overlap(tensors[self.count + at], tensors[: self.count])
 
@@ -403,7 +403,7 @@ def _(row: list[Tensor], shape: list[int], dtype: torch.dtype, plan: str) -> Ten
 
 
 def weight_values(name: str, key: str, row: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What the row codes of a weight stand for."""
+    """The values that the row codes of a weight stand for."""
     found: Tensor = torch.ops.octavo.weight_values(list(row), list(shape), dtype, DIGEST + "|" + name + "|" + key)
     return found
 

@@ -110,11 +110,11 @@ class HeldWeight(Tensor):
             return HeldWeight(*settings)
 
     def values(self) -> Tensor:
-        """What it reads as, without a gradient."""
+        """The values of the codes, without a gradient."""
         return self._shown(self._base_values())
 
     def dequantize(self) -> Tensor:
-        """What it reads as, as a plain tensor whose gradient is this weight's."""
+        """The values of the codes, as a plain tensor whose gradient goes to this weight."""
         with torch.no_grad():
             values = self.values()
         found: Tensor = Join.apply(values, self)  # type: ignore[no-untyped-call]
