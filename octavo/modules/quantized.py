@@ -176,7 +176,7 @@ class Quantized(nn.Module):
             self._reset_state()
 
     def _place(self) -> torch.device:
-        """Where the parameters are. A weight that is made (a parametrization) is not made for this."""
+        """The device of the parameters. Does not compute a parametrized weight."""
         found: Tensor | None = next(self.parameters(), None)
         found = next(self.buffers(), None) if found is None else found  # a weight may be a buffer
         return torch.device("cpu") if found is None else found.device

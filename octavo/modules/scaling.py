@@ -213,7 +213,7 @@ class Scaling:
         return self._steps <= LOOKS or self._steps % LATER == 0
 
     def learn(self, seen: list[bool]) -> None:
-        """Which of x, w, dy the device has seen."""
+        """Forget as cold the operands that the device has seen; `seen` is for x, w and dy."""
         self.cold = "".join([letter for letter, known in zip(LETTERS, seen, strict=True)
                              if letter in self.cold and not known])  # fmt: skip
 

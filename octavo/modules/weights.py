@@ -153,7 +153,7 @@ class Codes:
 
 
 class State(NamedTuple):
-    """What changes when a weight does."""
+    """Marks that change whenever a weight does."""
 
     version: int  # inference tensors have none
     address: int
