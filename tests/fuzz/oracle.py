@@ -87,6 +87,15 @@ class Product:
 
     value: NDArray[np.float32]
     magnitude: NDArray[np.float64]
+    factors: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None  # a and b, of a · bᵀ
+
+    def dropped(self, at: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """What an FP8 tensor core of an H200 may drop, where `at` is true: of each product, what lies under 2⁻¹⁰ of the
+        largest one."""
+        assert self.factors is not None
+        rows, columns = np.nonzero(at)
+        terms = np.abs(self.factors[0][rows] * self.factors[1][columns])
+        return np.minimum(terms, 2.0**-10 * terms.max(1, initial=0.0, keepdims=True)).sum(1)
 
 
 def product(a: Quantized | NDArray, b: Quantized | NDArray) -> Product:
@@ -99,7 +108,8 @@ def product(a: Quantized | NDArray, b: Quantized | NDArray) -> Product:
             over_all = np.float64(a.over_all * b.over_all)
         value = ((u @ v.T) * (s * t.T) * over_all).astype(F32)
         magnitude = (np.abs(u) @ np.abs(v).T) * (s * t.T) * over_all
-    return Product(value, magnitude)
+        factors = (u * s * over_all, v * t)
+    return Product(value, magnitude, factors)
 
 
 def _terms(a: Quantized | NDArray) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -155,9 +165,9 @@ def linear(recipe: Recipe, given: Operands) -> Results:
     terms = given.dy.astype(np.float64) * weights
     by_bias = given.dy.astype(np.float64) * (0.0 if given.bias is None else given.bias)
     return Results(
-        Product(rounded(value, given.dtype), magnitude),
-        Product(rounded(dx.value, given.dtype), dx.magnitude),
-        Product(rounded(dw.value, given.grad_dtype or given.weight_dtype), dw.magnitude),
+        Product(rounded(value, given.dtype), magnitude, y.factors),
+        Product(rounded(dx.value, given.dtype), dx.magnitude, dx.factors),
+        Product(rounded(dw.value, given.grad_dtype or given.weight_dtype), dw.magnitude, dw.factors),
         Product(rounded(terms.sum(0), given.weight_dtype), np.abs(terms).sum(0)),
         Product(by_bias.sum(1).astype(F32), np.abs(by_bias).sum(1)),
     )
@@ -273,4 +283,4 @@ class Memory:
 
 def accumulated(main: NDArray[np.float32], dw: Product, dtype: str) -> Product:
     """dW, already in main_grad's dtype, added to what was there."""
-    return Product(rounded(main + dw.value, dtype), dw.magnitude + np.abs(main))
+    return Product(rounded(main + dw.value, dtype), dw.magnitude + np.abs(main), dw.factors)
