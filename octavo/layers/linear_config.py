@@ -29,7 +29,9 @@ def padded(parts: Parts) -> Slots:
 
 def call_key(name: str, recipe: Recipe, **settings: str | bool) -> str:
     """The string of a call's config, written without making one: a compiler traces this, and the parser remembers."""
-    return f"{name}(recipe={recipe.key}," + ",".join([f"{field}={value!r}" for field, value in settings.items()]) + ")"
+    # quoted here: what repr() is, a compiler may not know
+    pairs = [f"{field}='{v}'" if isinstance(v, str) else f"{field}={v}" for field, v in settings.items()]
+    return name + "(recipe=" + recipe.key + "," + ",".join(pairs) + ")"
 
 
 _CHOICES = {
