@@ -1,0 +1,69 @@
+"""PEFT: LoRA on a converted model, and conversion of a model that has LoRA. The adapters stay in high precision."""
+
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from octavo.modules.convert import Report
+from tests.integration.hugging_face import SIZES, VOCABULARY
+from tests.integration.subject import Subject, Watch, plain_loop, tokens
+
+
+class Adapted(Subject):
+    package = "peft"
+    left = ("*.lm_head", "*.lora_A.*", "*.lora_B.*")
+    frozen = ("*.layers.0.self_attn.[qkv]_proj.base_layer.scaling.backward.*",)  # weights and inputs are both frozen
+
+    def build(self, seed: int) -> nn.Module:
+        return adapted(base(seed), seed)
+
+    def loss(self, model: nn.Module, step: int) -> Tensor:
+        ids = tokens(step, vocabulary=VOCABULARY)
+        return model(input_ids=ids, labels=ids).loss
+
+    def train(self, model: nn.Module, steps: int, watch: Watch) -> list[float]:
+        return plain_loop(self, model, steps, watch)
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        model.save_pretrained(folder)
+
+
+class ConvertedFirst(Adapted):
+    name = "peft-after"  # convert, then get_peft_model
+    def converted(self, seed: int, recipe: str) -> tuple[nn.Module, Report]:
+        model = base(seed)
+        report = self.convert(model, recipe)
+        return adapted(model, seed), report
+
+    def load(self, folder: Path, recipe: str | None) -> nn.Module:
+        model = base(0)
+        if recipe is not None:
+            self.convert(model, recipe)
+        return PeftModel.from_pretrained(model, folder, is_trainable=True).train()
+
+
+class AdaptedFirst(Adapted):
+    name = "peft-before"  # get_peft_model, then convert
+    compiles = True
+
+    def load(self, folder: Path, recipe: str | None) -> nn.Module:
+        model = PeftModel.from_pretrained(base(0), folder, is_trainable=True).train()
+        if recipe is not None:
+            self.convert(model, recipe)
+        return model
+
+
+def base(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def adapted(model: nn.Module, seed: int) -> nn.Module:
+    torch.manual_seed(50 + seed)
+    return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+SUBJECTS = (ConvertedFirst(), AdaptedFirst())
