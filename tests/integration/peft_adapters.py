@@ -33,6 +33,7 @@ class Adapted(Subject):
 
 class ConvertedFirst(Adapted):
     name = "peft-after"  # convert, then get_peft_model
+
     def converted(self, seed: int, recipe: str) -> tuple[nn.Module, Report]:
         model = base(seed)
         report = self.convert(model, recipe)

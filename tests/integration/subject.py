@@ -75,7 +75,7 @@ class Subject:
 
 @dataclass
 class Watch:
-    """Looks at gradients just before each optimizer step, wherever a loop hides it."""
+    """Looks at the gradients of each optimizer step, wherever a loop hides it."""
 
     model: nn.Module
     steps: int = 0
@@ -84,7 +84,7 @@ class Watch:
     def adamw(self, lr: float = 1e-2) -> torch.optim.AdamW:
         """An optimizer of the model's trainable parameters, watched."""
         optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=lr)
-        optimizer.register_step_pre_hook(self._look)
+        optimizer.register_step_post_hook(self._look)  # a closure makes the gradients inside of the step
         return optimizer
 
     def _look(self, *_: object) -> None:
@@ -160,7 +160,9 @@ def check_names(model: nn.Module, plain: nn.Module) -> None:
 def check_first(recipe: str, plain: float, loss: float, cosine: float) -> None:
     relative, least = BOUNDS[recipe]
     expect(math.isfinite(loss), f"the first loss is {loss}")
-    expect(abs(loss - plain) <= relative * plain, f"the first loss is {loss}, unconverted {plain}, bound {relative:.0%}")
+    expect(
+        abs(loss - plain) <= relative * plain, f"the first loss is {loss}, unconverted {plain}, bound {relative:.0%}"
+    )
     expect(cosine >= least, f"the gradient's cosine with the unconverted one's is {cosine:.3f}, bound {least}")
     expect(recipe == "bf16" or (loss, cosine) != (plain, 1.0), "loss and gradient are the unconverted model's own")
 
