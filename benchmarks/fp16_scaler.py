@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import octavo
 from octavo.cli import corpus, machine, table
 from octavo.cli.gpt import GPT, Shape
-from octavo.cli.train import CLIP, EVALUATED, RATE, Plan, but_head, loss_of, rate
+from octavo.cli.train import CLIP, EVALUATED, HEAD, RATE, Plan, loss_of, rate
 from octavo.errors import Unsupported
 from octavo.recipes import SHIPPED
 
@@ -116,7 +116,7 @@ def train(plan: Plan, scaling: Scaling, name: str | None, *, keep_head: bool = F
     torch.manual_seed(plan.seed)
     model = GPT(plan.shape, seed=plan.seed).to(plan.device)
     if name is not None:
-        octavo.convert(model, name, policy=but_head if keep_head else None)
+        octavo.convert(model, name, exclude=HEAD if keep_head else (), high_precision=())
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
     attached = octavo.attach(model, optimizer)

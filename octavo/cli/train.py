@@ -31,6 +31,7 @@ from octavo.recipes import Recipe, recipe
 
 RATE, WARMUP, CLIP = 4e-3, 20, 1.0  # AdamW's peak learning rate, the steps up to it, the largest gradient norm
 COMPILERS = ("g++", "clang++", "c++")
+HEAD = "head"  # stays in high precision: logits cannot bear as much rounding as what leads to them
 BASELINE = "bf16 (torch)"
 EVALUATED = 16  # windows in a batch of the evaluation
 SHAPE, CPU = Shape(), torch.device("cpu")
@@ -125,7 +126,7 @@ def train(plan: Plan, chosen: Recipe | None, *, show: bool = False) -> Outcome:
     torch.manual_seed(plan.seed)  # stochastic rounding follows torch's own seed
     model = GPT(plan.shape, seed=plan.seed).to(plan.device)
     if chosen is not None:
-        convert(model, chosen, policy=but_head)
+        convert(model, chosen, exclude=HEAD)
     call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True) if plan.compile else model
     clock, progress = Clock(plan), Progress(name.ljust(len(BASELINE)), plan.steps)
     losses: list[Tensor] = []
@@ -140,11 +141,6 @@ def train(plan: Plan, chosen: Recipe | None, *, show: bool = False) -> Outcome:
     optimize(model, call, data, plan, note)
     loss = evaluate(call, corpus.windows(held_out, context=plan.shape.context), plan)
     return Outcome(name, loss, torch.stack(losses).tolist(), clock.rate(), clock.seconds())
-
-
-def but_head(path: str, module: nn.Module) -> bool:
-    """The policy of what is converted: logits cannot bear as much rounding as what leads to them."""
-    return path != "head"
 
 
 def optimize(

@@ -1,86 +1,122 @@
-"""From `nn.Linear` to `octavo.Linear` and back, in place.
+"""`octavo.convert` and `octavo.revert`: from `nn.Linear` to `octavo.Linear` and back, in place.
 
 A module changes its class, not its identity: parameters, hooks, references and optimizer states all stay.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from octavo.errors import UnsupportedConfig
+from octavo.errors import UnsupportedConfig, check_choice
 from octavo.formats import FLOATS
 from octavo.kernels.gemm import native, spec_route
+from octavo.modules.adopted import clashes, class_for, is_plain, stock_class
+from octavo.modules.conversion import Report, Row
 from octavo.modules.linear import Linear
+from octavo.modules.matrices import holders, qualified, why_left
 from octavo.modules.quantized import Quantized
+from octavo.modules.report import path_names
+from octavo.modules.selection import CONVERT, HIGH_PRECISION, Choice, Policy, Selection, is_swapped, select
 from octavo.recipes import Recipe
-from octavo.recipes import recipe as resolve
 
-Policy = Callable[[str, nn.Linear], "bool | str | Recipe | None"]
+SETTINGS = ("keep_weight_codes", "fuse_wgrad_accumulation", "delay_wgrad_compute")
+FAST_PATH = "activation_relu_or_gelu"  # 0: nn.TransformerEncoderLayer calls its layers
 
 
 @dataclass(frozen=True)
-class Row:
-    """What became of one linear layer."""
+class _Planned:
+    """One path to a layer, and what is to become of it."""
 
     path: str
-    recipe: str  # empty where it was left alone
-    route: str  # native, emulated, reference; or skipped
-    why: str = ""
+    module: nn.Module
+    choice: Choice
+    refused: bool = False  # left alone though it was to be converted
 
 
-@dataclass(frozen=True)
-class Report:
-    rows: tuple[Row, ...]
+def convert(
+    model: nn.Module,
+    recipe: str | Recipe,
+    policy: Policy | None = None,
+    *,
+    exclude: Any = (),
+    high_precision: Any = HIGH_PRECISION,
+    overwrite: bool = False,
+    strict: bool = True,
+    keep_weight_codes: bool | None = None,
+    fuse_wgrad_accumulation: bool | None = None,
+    delay_wgrad_compute: bool | None = None,
+) -> Report:
+    """Give every nn.Linear of the model, and every layer of ours without a recipe, this recipe.
 
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.rows)
+    A subclass of nn.Linear that inherits its forward is converted and stays an instance of its class.
 
-    def __len__(self) -> int:
-        return len(self.rows)
+    Args:
+        model: changed in place.
+        recipe: a name, a canonical string or a Recipe.
+        policy: policy(path, module) returns False to leave a layer alone, or a recipe for it, which also decides for
+            an output head, an adapter, a layer with a recipe of its own and a subclass with a forward of its own. None
+            and True leave the decision to convert.
+        exclude: paths, globs of paths or classes of modules that are left alone, with all that is inside; one or
+            several.
+        high_precision: kinds of layers that are left alone: "head" (the layer that predicts tokens), "adapters"
+            (factors of low-rank adapters). An empty tuple converts them.
+        overwrite: also change layers of ours that have a recipe of their own.
+        strict: a linear layer that cannot be converted is an error, and so is, later, a setting of a converted one that
+            torch.compile cannot hold. Otherwise the former is reported as skipped, the latter run outside the graph.
+        keep_weight_codes, fuse_wgrad_accumulation, delay_wgrad_compute: settings of the converted layers; None keeps a
+            layer's own. See octavo.Linear.
 
-    def __str__(self) -> str:
-        cells = [("module", "recipe", "route", "why")] + [(r.path or "(model)", r.recipe, r.route, r.why) for r in self]
-        widths = [max(len(row[i]) for row in cells) for i in range(4)]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+    Returns:
+        A report of every module that holds a matrix, converted or not, and why. Print it.
 
+    Raises:
+        UnsupportedConfig: an argument has no meaning, or a layer cannot be converted and `strict` is set. The model is
+            then unchanged.
 
-def convert(model: nn.Module, recipe: str | Recipe, policy: Policy | None = None, strict: bool = True) -> Report:
-    """Make every nn.Linear in the model an octavo.Linear with this recipe.
-
-    policy(path, module) may return False to leave one alone, or a recipe of its own for it. Strict: a linear layer that
-    cannot be converted and is not left alone by the policy is an error, and so is, later, a setting of a converted one
-    that torch.compile cannot hold. Otherwise the former is reported as skipped, the latter run outside the graph."""
-    default = resolve(recipe)
-    planned = [(path, module, _choice(policy, path, module, default)) for path, module in _linears(model)]
-    refused = [(path, why) for path, module, choice in planned if choice and (why := _refusal(module, choice))]
-    refused += _disagreements(planned)
-    if strict and refused:
-        path, why = refused[0]
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> print(octavo.convert(model, "fp8-current", exclude="2").summary())
+        Converted 1 layer (50.0% of the weights); excluded: 1 layer (50.0% of the weights).
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedConfig(f"convert takes (model, recipe), and its first argument is {model!r}. Pass the module.")
+    given = dict(zip(SETTINGS, (keep_weight_codes, fuse_wgrad_accumulation, delay_wgrad_compute), strict=True))
+    settings = {name: value for name, value in given.items() if value is not None}
+    for name, value in (*settings.items(), ("overwrite", overwrite), ("strict", strict)):
+        check_choice(value, (True, False), what=name)
+    chosen = select(model, recipe, policy, exclude=exclude, high_precision=high_precision, overwrite=overwrite)
+    planned = _plan(model, chosen, settings)
+    refused = next((plan for plan in planned if plan.refused), None)
+    if strict and refused is not None:
         raise UnsupportedConfig(
-            f"convert cannot take {path or 'the model'}: {why}. Leave it out with policy=lambda path, module: "
-            f"path != {path!r}, or pass strict=False."
+            f"convert cannot take {refused.path or 'the model'}: {refused.choice.why}. Leave it out with "
+            f"exclude={refused.path!r}, or pass strict=False."
         )
-    shared = {path: why for path, why in refused}
-    return Report(
-        tuple(_converted(path, module, choice, shared.get(path, ""), strict) for path, module, choice in planned)
-    )
+    rows = {plan.path: _applied(plan, strict, settings) for plan in planned}
+    rows |= {row.path: row for row in _others(model) if row.path not in rows}
+    order = [path for path, _ in model.named_modules(remove_duplicate=False) if path in rows]
+    report = Report(tuple(rows[path] for path in order), tuple(_take_shortcuts_away(model)))
+    _warn_of_nothing(model, report)
+    return report
 
 
 def revert(model: nn.Module) -> None:
-    """Make every octavo.Linear an nn.Linear again; weights held as codes become what the codes stand for, those of
-    other layers of ours too."""
-    found = [(path, module) for path, module in model.named_modules() if type(module) is Linear]
-    for path, module in found:
+    """Make every octavo.Linear an nn.Linear again, or the subclass that it was; weights held as codes become what the
+    codes stand for, those of other layers of ours too."""
+    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
+    for path, module in linears:
         if len(module._mailbox):
             raise UnsupportedConfig(
                 f"{path or 'The model'} has {len(module._mailbox)} weight gradients pending, which would be lost. "
                 "Call backward_dw() for each first, or discard_dw(captured=True)."
             )
-    for path, module in model.named_modules():
-        if isinstance(module, Linear) and is_parametrized(module):
+        if is_parametrized(module):
             raise UnsupportedConfig(
                 f"{path or 'The model'} has a parametrization, which made it a class of its own. Remove it first: "
                 "torch.nn.utils.parametrize.remove_parametrizations."
@@ -88,60 +124,167 @@ def revert(model: nn.Module) -> None:
     for other in model.modules():
         if isinstance(other, Quantized) and not isinstance(other, Linear):
             other.release_codes()
-    for _, module in found:
+    for _, module in linears:
         module._tear_down()
-        module.__dict__.pop("return_bias", None)
-        module.__class__ = nn.Linear  # type: ignore[assignment]
+        for name in ("return_bias", "keep_weight_codes"):
+            module.__dict__.pop(name, None)
+        module.__class__ = stock_class(module)  # type: ignore[assignment]
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoderLayer) and "_fast_path" in encoder.__dict__:
+            setattr(encoder, FAST_PATH, encoder.__dict__.pop("_fast_path"))
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Every path to a linear layer: a shared one has several."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
-            yield path, module
+# -- planning ----------------------------------------------------------------------------------------------------------
 
 
-def _choice(policy: Policy | None, path: str, module: nn.Linear, default: Recipe) -> Recipe | None:
-    wish = True if policy is None else policy(path, module)
-    if wish is False:
-        return None
-    return default if wish is None or wish is True else resolve(wish)
+def _plan(model: nn.Module, chosen: Selection, settings: dict[str, bool]) -> list[_Planned]:
+    """A plan for every path to a linear layer, or a layer of ours: a shared one has several."""
+    layers = [
+        (path, module)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, (nn.Linear, Quantized))
+    ]
+    planned = [_planned(path, module, chosen.choose(path, module), settings) for path, module in layers]
+    if chosen.policy is not None and layers and all(plan.choice.reason == "policy" for plan in planned):
+        if is_swapped(chosen.policy, layers):
+            raise UnsupportedConfig(
+                "policy left every layer alone as policy(path, module), and takes some as policy(module, path). Swap "
+                "its parameters."
+            )
+    return _agreed(planned)
 
 
-def _refusal(module: nn.Linear, choice: Recipe) -> str:
-    """Why a module cannot become an octavo.Linear of this recipe; empty if it can."""
-    if type(module) not in (nn.Linear, Linear):
-        return f"it is a {type(module).__qualname__}, whose own behaviour would be lost"
-    if isinstance(module, Linear):
-        return module.refusal(choice)
+def _planned(path: str, module: nn.Module, choice: Choice, settings: dict[str, bool]) -> _Planned:
+    why = ""
+    if choice.recipe is not None and choice.reason == CONVERT:
+        if isinstance(module, Quantized):
+            why = module.refusal(choice.recipe) or _unknown_setting(module, settings)
+        else:
+            assert isinstance(module, nn.Linear)
+            why = _refusal(module, choice.forced)
+    return (
+        _Planned(path, module, Choice(None, "cannot be converted", why), True)
+        if why
+        else _Planned(path, module, choice)
+    )
+
+
+def _unknown_setting(module: Quantized, settings: dict[str, bool]) -> str:
+    missing = next((name for name in settings if not hasattr(module, name)), "")
+    return f"a {type(module).__name__} has no {missing}" if missing else ""
+
+
+def _refusal(module: nn.Linear, forced: bool) -> str:
+    """Why a module cannot become an octavo.Linear; empty if it can."""
+    name = qualified(module)
+    if is_parametrized(module):
+        return "it is parametrized. Convert it first, then register the parametrization"
+    if "forward" in module.__dict__:
+        return f"its forward was replaced by {_name_of(module.forward)} on the instance. Convert it before that"
+    if not is_plain(module) and not forced:
+        return (
+            f"it is a {name}, whose own forward would be lost. A policy that returns a recipe for it replaces that "
+            "forward by octavo.Linear's"
+        )
+    if names := clashes(module):
+        return f"it is a {name}, and has {', '.join(names)} of its own, a name that octavo.Linear uses. Rename it"
+    if is_lazy(module.weight):
+        return f"it is a {name} without a size yet. Call the model once first"
     if module.weight.dtype not in FLOATS:
         return f"its weight is {module.weight.dtype}, and float32, bfloat16 or float16 can be quantized"
+    try:
+        class_for(type(module))
+    except Exception as error:  # a metaclass or __init_subclass__ of theirs may refuse
+        return f"its class {name} cannot be subclassed ({type(error).__name__}: {error})"
     return ""
 
 
-def _disagreements(planned: list[tuple[str, nn.Linear, Recipe | None]]) -> list[tuple[str, str]]:
-    """(path, why) for each path of a shared layer that is to be something else than at its first path."""
-    first: dict[int, tuple[str, Recipe | None]] = {}
+def _name_of(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _agreed(planned: list[_Planned]) -> list[_Planned]:
+    """The same, where each path of a shared layer that is to be something else than at its first is refused."""
+    first: dict[int, _Planned] = {}
     found = []
-    for path, module, choice in planned:
-        there, other = first.setdefault(id(module), (path, choice))
-        if other != choice:
-            found.append((path, f"it is the same layer as {there}, for which the policy chose {other}"))
+    for plan in planned:
+        other = first.setdefault(id(plan.module), plan)
+        if other.choice.recipe != plan.choice.recipe:
+            why = f"it is the same layer as {other.path}, for which {other.choice.recipe or 'no recipe'} was chosen"
+            plan = replace(plan, choice=replace(other.choice, why=why), refused=True)
+        found.append(plan)
     return found
 
 
-def _converted(path: str, module: nn.Linear, choice: Recipe | None, why: str, strict: bool) -> Row:
-    if choice is None:
-        return Row(path, "", "skipped", why or "left alone by the policy")
-    if why:
-        return Row(path, "", "skipped", why)
-    if isinstance(module, Linear):
-        module.recipe = choice  # type: ignore[assignment]
+# -- converting --------------------------------------------------------------------------------------------------------
+
+
+def _applied(plan: _Planned, strict: bool, settings: dict[str, bool]) -> Row:
+    """The row of a layer, converted as planned."""
+    module: Any = plan.module
+    kind, names = qualified(module), module.weight_names() if isinstance(module, Quantized) else ["weight"]
+    weights = [p for name in names if (p := module._parameters.get(name)) is not None and not is_lazy(p)]
+    shape: Any = dict(weights=_count(weights, module), identities=tuple(id(p) for p in weights))
+    choice = plan.choice
+    if choice.recipe is None:
+        return Row(plan.path, kind, "", "skipped", choice.why, choice.reason, **shape)
+    if choice.reason == CONVERT and not plan.refused:
+        _change(module, plan.path, choice.recipe, strict, settings)
+    place = weights[0].device if weights else torch.device("cpu")
+    how, why = route(place, choice.recipe)
+    return Row(plan.path, kind, str(choice.recipe), how, choice.why or why, choice.reason, **shape)
+
+
+def _count(weights: Sequence[Any], module: Any) -> int:
+    """Elements of a layer's weight; of one that a parametrization makes, by its sizes."""
+    return sum(p.numel() for p in weights) if weights else module.in_features * module.out_features
+
+
+def _change(module: Any, path: str, recipe: Recipe, strict: bool, settings: dict[str, bool]) -> None:
+    if isinstance(module, Quantized):
+        module.recipe = recipe  # type: ignore[assignment]
         module.strict = strict
     else:
-        module.__class__ = Linear
-        module._set_up(choice, strict=strict, path=path)  # type: ignore[operator]
-    return Row(path, str(choice), *route(module.weight.device, choice))
+        module.__class__ = class_for(type(module))
+        module._set_up(recipe, strict=strict, path=path)
+    for name, value in settings.items():
+        setattr(module, name, value)
+
+
+def _others(model: nn.Module) -> Iterator[Row]:
+    """Rows of modules that hold matrices and are no layers."""
+    for path, module, found in holders(model):
+        reason, why = why_left(module, found)
+        weights = sum(p.numel() for p in found.values())
+        yield Row(path, qualified(module), "", "skipped", why, reason, weights, tuple(id(p) for p in found.values()))
+
+
+def _take_shortcuts_away(model: nn.Module) -> Iterator[str]:
+    """nn.TransformerEncoderLayer calls a fused kernel with its layers' weights, in eval mode and without gradients."""
+    paths = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.TransformerEncoderLayer) and getattr(module, FAST_PATH, False):
+            if isinstance(module.linear1, Linear) or isinstance(module.linear2, Linear):
+                module._fast_path = getattr(module, FAST_PATH)
+                setattr(module, FAST_PATH, 0)
+                paths.append(path)
+    if paths:
+        yield (
+            f"{path_names(paths)}: the fast path of nn.TransformerEncoderLayer in eval mode is off, since it reads the "
+            "weights and does not call the layers."
+        )
+
+
+def _warn_of_nothing(model: nn.Module, report: Report) -> None:
+    """Say so if not one layer runs in the recipe."""
+    done = [row for row in report if row.recipe]
+    if any(row.reason == CONVERT or not row.why for row in done):
+        return
+    if done:
+        text = "changed nothing: every layer has a recipe of its own. overwrite=True changes them"
+    else:
+        text = f"found nothing to convert in this {type(model).__name__}"
+    warnings.warn(f"octavo.convert {text}. {report.summary()}", stacklevel=3)
 
 
 def route(device: torch.device, recipe: Recipe) -> tuple[str, str]:

@@ -134,7 +134,7 @@ def _graph_lines(captured: tuple[Graph, ...]) -> list[str]:
     for graph in captured:
         equal[graph] = equal.get(graph, 0) + 1
     rows = [(g.direction, str(n), _counts(g.nodes), _counts(g.others)) for g, n in equal.items()]
-    lines = _columns([("graph", "count", "our nodes", "others"), *rows[:SHOWN]])
+    lines = columns([("graph", "count", "our nodes", "others"), *rows[:SHOWN]])
     return lines + ([f"and {len(rows) - SHOWN} other kinds"] if len(rows) > SHOWN else [])
 
 
@@ -153,13 +153,13 @@ def _layer_lines(layers: tuple[Layer, ...]) -> list[str]:
     rows = [("layers", "count", "recipe", *(gemm for gemm, _ in layers[0].routes))]
     notes = []
     for (recipe, routes, why, uncompiled), paths in equal.items():
-        name = _paths(paths)
+        name = path_names(paths)
         rows.append((name, str(len(paths)), recipe, *(route for _, route in routes)))
         notes += [f"{name}: {text}" for text in (why, uncompiled and f"not compiled: {uncompiled}") if text]
-    return [*_columns(rows), *notes]
+    return [*columns(rows), *notes]
 
 
-def _paths(paths: Iterable[str]) -> str:
+def path_names(paths: Iterable[str]) -> str:
     """Paths that differ in their numbers only are one, with stars."""
     kinds: dict[str, list[str]] = {}
     for path in paths:
@@ -168,6 +168,6 @@ def _paths(paths: Iterable[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -67,9 +67,9 @@ def test_a_cold_cache_keeps_the_recipes_margin():
 
 def test_leaving_a_delayed_recipe_leaves_its_memory_behind():
     layer = make("fp8-delayed")
-    octavo.convert(layer, "fp8-current")
+    octavo.convert(layer, "fp8-current", overwrite=True)
     assert octavo.state_dict(layer) == {}
-    octavo.convert(layer, "fp8-delayed(history=4)")
+    octavo.convert(layer, "fp8-delayed(history=4)", overwrite=True)
     assert octavo.state_dict(layer)["scaling.forward.history"].shape == (2, 4)
 
 
@@ -86,10 +86,10 @@ def test_a_recipe_that_is_refused_is_not_set():
 def test_a_conversion_that_is_refused_changes_nothing():
     model = nn.Sequential(nn.Linear(48, 48), make("fp8-delayed", 48, 40))
     with pytest.raises(UnsupportedConfig, match="remembers amaxes"):
-        octavo.convert(model, "fp8-delayed(history=4)")
+        octavo.convert(model, "fp8-delayed(history=4)", overwrite=True)
     assert type(model[0]) is nn.Linear
     assert str(model[1].recipe) == "fp8-delayed"
-    rows = list(octavo.convert(model, "fp8-delayed(history=4)", strict=False))
+    rows = list(octavo.convert(model, "fp8-delayed(history=4)", strict=False, overwrite=True))
     assert [row.route for row in rows] == ["reference", "skipped"]
 
 

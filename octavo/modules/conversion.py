@@ -1,0 +1,95 @@
+"""The report of `octavo.convert`: a row for every module that holds a matrix, and a summary."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.modules.report import columns, path_names, plural
+from octavo.modules.selection import CONVERT
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module at one path.
+
+    path       its name in the model; "" is the model itself
+    kind       its class, as it was: "torch.nn.Linear"
+    recipe     the canonical string of its recipe; "" if it was left alone
+    route      how its GEMMs run: "native", "emulated", "reference"; or "skipped"
+    why        the reason, where it was left alone or is emulated
+    reason     the same in a word or two: "converted", "kept", "output head", "embedding", ...
+    weights    the number of elements of its matrices
+    """
+
+    path: str
+    kind: str
+    recipe: str
+    route: str
+    why: str = ""
+    reason: str = CONVERT
+    weights: int = 0
+    identities: tuple[int, ...] = ()  # ids of its parameters: one that is tied counts once
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "identities"}
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many layers have something in common, and how many of the model's weights they hold."""
+
+    layers: int
+    weights: int
+    share: float  # of all weights that are matrices
+
+    def __str__(self) -> str:
+        return f"{plural(self.layers, 'layer')} ({self.share:.1%} of the weights)"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rows of a conversion, in the model's order. Prints as a table and a summary."""
+
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()  # further changes to the model, a sentence each
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def shares(self) -> dict[str, Share]:
+        """A share for each reason, "converted" first. A layer with several paths, or a tied weight, counts once."""
+        order = sorted(dict.fromkeys(row.reason for row in self.rows), key=lambda reason: reason != CONVERT)
+        counted: set[int] = set()
+        found: dict[str, tuple[int, int]] = {}
+        for reason in order:
+            layers = {row.identities or (row.path,): row for row in self.rows if row.reason == reason}
+            fresh = {i: row for i, row in layers.items() if not counted.issuperset(i) or not row.identities}
+            counted.update(i for ids in fresh for i in ids if isinstance(i, int))
+            found[reason] = (len(layers), sum(row.weights for row in fresh.values()))
+        total = sum(weights for _, weights in found.values()) or 1
+        return {reason: Share(layers, weights, weights / total) for reason, (layers, weights) in found.items()}
+
+    def summary(self) -> str:
+        """One line: what was converted, and what was left, by reason."""
+        shares = self.shares()
+        done = shares.pop(CONVERT, Share(0, 0, 0.0))
+        text = f"Converted {done}"
+        return text + "".join(f"; {reason}: {share}" for reason, share in shares.items()) + "."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: `shares`, `notes` and `rows`."""
+        shares = {reason: dict(vars(share)) for reason, share in self.shares().items()}
+        return {"shares": shares, "notes": list(self.notes), "rows": [row.as_dict() for row in self.rows]}
+
+    def __str__(self) -> str:
+        """Rows that differ in nothing but the numbers in their paths are one line."""
+        equal: dict[tuple[str, ...], list[str]] = {}
+        for row in self.rows:
+            equal.setdefault((row.kind, row.recipe, row.route, row.why), []).append(row.path)
+        cells: list[Iterable[str]] = [("layers", "count", "class", "recipe", "route", "why")]
+        for (kind, recipe, route, why), paths in equal.items():
+            cells.append((path_names(paths), str(len(paths)), kind, recipe, route, why))
+        return "\n".join([*columns([tuple(row) for row in cells]), *self.notes, self.summary()])

@@ -1,0 +1,55 @@
+"""Modules that hold a matrix and are no linear layer: the names and reasons by which a conversion reports them."""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+# (class, reason in a word, why it stays)
+_KNOWN: tuple[tuple[tuple[type, ...], str, str], ...] = (
+    ((nn.Embedding, nn.EmbeddingBag), "embedding", "a table that is looked up, not multiplied"),
+    ((nn.modules.conv._ConvNd,), "convolution", "a convolution, and recipes are for matrix products"),
+    ((nn.RNNBase, nn.RNNCellBase), "recurrent", "it multiplies its matrices itself. Build the cell from nn.Linear"),
+    (
+        (nn.MultiheadAttention,),
+        "attention",
+        "it multiplies in_proj_weight and out_proj.weight itself, without calling a layer. Use nn.Linear layers around "
+        "F.scaled_dot_product_attention",
+    ),
+)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # whose weights may have several dims and are no matrices
+
+
+def qualified(module: nn.Module) -> str:
+    """The name of a module's class with its package, torch.nn.Linear under its public name."""
+    kind = type(module)
+    package = "torch.nn" if kind.__module__.startswith("torch.nn.modules.") else kind.__module__
+    return f"{package}.{kind.__qualname__}"
+
+
+def matrices(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own parameters, not its children's, with two dims or more that are longer than 1."""
+    if isinstance(module, _NORMS):
+        return {}
+    own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
+    return {name: p for name, p in own.items() if sum(n > 1 for n in p.shape) > 1}
+
+
+def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
+    """(path, module, its matrices) of every module that has some and is no nn.Linear."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, nn.Linear) and (found := matrices(module)):
+            yield path, module, found
+
+
+def why_left(module: nn.Module, found: dict[str, Tensor]) -> tuple[str, str]:
+    """(reason in a word, sentence) for a module that convert does not change."""
+    for classes, reason, why in _KNOWN:
+        if isinstance(module, classes):
+            return reason, why
+    listed = ", ".join(f"{name} {list(p.shape)}" for name, p in found.items())
+    if any(p.dim() == 3 and p.shape[0] > 1 for p in found.values()):
+        return "stacked experts", f"it multiplies {listed} itself. octavo.GroupedLinear multiplies stacked matrices"
+    if type(module).__name__ == "Conv1D":
+        return "Conv1D", f"its {listed} is [in, out], the transpose of nn.Linear's. Replace it by an nn.Linear"
+    return "other matrices", f"it uses {listed} in a forward of its own. Put an nn.Linear there to convert it"

@@ -1,0 +1,223 @@
+"""Layers that a conversion leaves in high precision, and the choices of its caller: `exclude` and `policy`."""
+
+import difflib
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from octavo.errors import UnsupportedConfig
+from octavo.modules.quantized import Quantized
+from octavo.recipes import Recipe
+from octavo.recipes import recipe as resolve
+
+Policy = Callable[[str, nn.Module], "bool | str | Recipe | None"]
+HIGH_PRECISION = ("head", "adapters")  # kinds of layers that stay so unless the caller says otherwise
+CONVERT, KEEP = "converted", "kept"  # reasons; the others are for layers that are left alone
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe for a layer, or None and the reason."""
+
+    recipe: Recipe | None
+    reason: str = CONVERT
+    why: str = ""
+    forced: bool = False  # a policy named the recipe
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The layers of a model that a conversion is to change."""
+
+    default: Recipe
+    policy: "Policy | None"
+    overwrite: bool
+    excluded: dict[str, str]  # path to the entry that excludes it
+    spared: dict[int, tuple[str, str]]  # id of a layer to (reason, why)
+    bypassed: dict[int, str]  # id of a layer whose forward its parent does not call, to why
+
+    def choose(self, path: str, module: nn.Module) -> Choice:
+        """The choice for the layer at a path."""
+        if path in self.excluded:
+            return Choice(None, "excluded", f"excluded by {self.excluded[path]}")
+        if id(module) in self.bypassed:
+            return Choice(None, "attention", self.bypassed[id(module)])
+        wish = True if self.policy is None else answer(self.policy, path, module)
+        if isinstance(wish, Recipe):
+            return Choice(wish, forced=True)
+        if not wish:
+            return Choice(None, "policy", "left alone by the policy")
+        if id(module) in self.spared:
+            return Choice(None, *self.spared[id(module)])
+        if isinstance(module, Quantized) and module.recipe is not None and not self.overwrite:
+            why = "" if module.recipe == self.default else "it has a recipe of its own: overwrite=True changes it"
+            return Choice(module.recipe, KEEP, why)
+        return Choice(self.default)
+
+
+def select(
+    model: nn.Module, recipe: str | Recipe, policy: Any, *, exclude: Any, high_precision: Any, overwrite: bool
+) -> Selection:
+    """Read the arguments of `octavo.convert`, and refuse those without a meaning."""
+    if policy is not None:
+        check_policy(policy)
+    bypassed = {
+        id(m.out_proj): f"{path or 'the model'} reads its weight and does not call it"
+        for path, m in model.named_modules()
+        if isinstance(m, nn.MultiheadAttention)
+    }
+    return Selection(
+        resolve(recipe), policy, overwrite, excluded(model, exclude), in_high_precision(model, high_precision), bypassed
+    )
+
+
+# -- high precision ----------------------------------------------------------------------------------------------------
+
+
+def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]]:
+    """id of a layer to (reason, sentence), for the layers of these kinds."""
+    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    for kind in kinds:
+        if kind not in HIGH_PRECISION:
+            raise UnsupportedConfig(
+                f"high_precision takes kinds out of {HIGH_PRECISION}, got {kind!r}. An empty tuple converts heads and "
+                "adapters too; exclude= leaves other layers out."
+            )
+    found: dict[int, tuple[str, str]] = {}
+    if "adapters" in kinds:
+        for path, module in _linears(model):
+            if factor := next((part for part in path.split(".") if part.lower().startswith("lora_")), ""):
+                found[id(module)] = ("adapter", f"a factor ({factor}) of a low-rank adapter stays in high precision")
+    if "head" in kinds:
+        found |= {key: ("output head", f"the output head stays in high precision: {why}") for key, why in _heads(model)}
+    return found
+
+
+def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """(id, how it was found) of layers that predict tokens. A vocabulary's size is a hint, and asked for last."""
+    named = list(_named_heads(model)) + list(_tied_heads(model))
+    yield from named or _vocabulary_heads(model)
+
+
+def _named_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
+    for module in model.modules():
+        ask = getattr(module, "get_output_embeddings", None)
+        if not callable(ask):
+            continue
+        try:
+            head = ask()
+        except Exception:  # a model without a head may say so by raising
+            continue
+        if isinstance(head, nn.Module):
+            yield from ((id(layer), "get_output_embeddings() returns it") for _, layer in _linears(head))
+
+
+def _tied_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
+    tables = {id(m.weight): path for path, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    for _, module in _linears(model):
+        if (path := tables.get(id(module._parameters.get("weight")))) is not None:
+            yield id(module), f"its weight is {path or 'the model'}'s"
+
+
+def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
+    """Layers with as many outputs as an embedding has rows. A number that is also the width of another layer's input is
+    no sign of a vocabulary."""
+    widths = {m.in_features for _, m in _linears(model)}
+    tables = {m.num_embeddings: path for path, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    for _, module in _linears(model):
+        rows = module.out_features
+        if rows in tables and rows not in widths:
+            yield id(module), f"out_features {rows} is the vocabulary of {tables[rows]}"
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    return ((path, m) for path, m in model.named_modules() if isinstance(m, nn.Linear))
+
+
+# -- exclude -----------------------------------------------------------------------------------------------------------
+
+
+def excluded(model: nn.Module, exclude: Any) -> dict[str, str]:
+    """Path to the entry of `exclude` that leaves it out. An entry is a path, a glob of paths or a class of modules, and
+    takes with it all that is inside."""
+    entries: Sequence[Any] = (exclude,) if isinstance(exclude, (str, type)) else tuple(exclude)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, str] = {}
+    for entry in entries:
+        if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
+            raise UnsupportedConfig(f"exclude takes paths, globs or classes of modules, got {entry!r}.")
+        roots = [path for path, module in modules.items() if _is_meant(entry, path, module)]
+        if not roots:
+            raise UnsupportedConfig(_nothing_meant(entry, list(modules)))
+        name = repr(entry) if isinstance(entry, str) else entry.__qualname__
+        for root in roots:
+            inside = (path for path in modules if path == root or not root or path.startswith(f"{root}."))
+            found.update((path, name) for path in inside if path not in found)
+    return found
+
+
+def _is_meant(entry: Any, path: str, module: nn.Module) -> bool:
+    return fnmatch.fnmatchcase(path, entry) if isinstance(entry, str) else isinstance(module, entry)
+
+
+def _nothing_meant(entry: Any, paths: list[str]) -> str:
+    if not isinstance(entry, str):
+        return f"exclude={entry.__qualname__} is no class of a module in this model. Leave it out."
+    if any(path.endswith(f".{entry}") for path in paths):
+        return f"exclude={entry!r} is no path of a module in this model. Did you mean '*.{entry}'?"
+    near = difflib.get_close_matches(entry, paths, 1)
+    return f"exclude={entry!r} is no path of a module in this model" + (f". Did you mean {near[0]!r}?" if near else ".")
+
+
+# -- policy ------------------------------------------------------------------------------------------------------------
+
+
+def check_policy(policy: Any) -> None:
+    """Refuse a policy that cannot be called, or whose parameters are named in the other order."""
+    if not callable(policy):
+        raise UnsupportedConfig(f"policy is a function of (path, module), got {policy!r}. exclude= takes names.")
+    try:
+        names = [name.lower() for name in inspect.signature(policy).parameters]
+    except (TypeError, ValueError):  # a builtin does not tell
+        return
+    if len(names) == 2 and names[0] in _MODULES and names[1] in _PATHS:
+        raise UnsupportedConfig(
+            f"policy is called as (path, module), and this one takes ({', '.join(names)}). Swap them."
+        )
+
+
+_MODULES = ("module", "mod", "m", "layer", "linear")
+_PATHS = ("path", "name", "fqn", "p", "n", "key", "prefix")
+
+
+def answer(policy: Policy, path: str, module: nn.Module) -> Recipe | bool:
+    """A policy's answer for a layer: a recipe, False to leave it alone, True to let convert decide."""
+    try:
+        wish = policy(path, module)
+    except Exception as error:
+        raise UnsupportedConfig(
+            f"policy({path!r}, {type(module).__name__}) raised {type(error).__name__}: {error}. It is called as "
+            "(path, module), path being a string."
+        ) from error
+    if wish is None or wish is True:
+        return True
+    if wish is False:
+        return False
+    if not isinstance(wish, (str, Recipe)):
+        raise UnsupportedConfig(
+            f"policy({path!r}, {type(module).__name__}) answered {wish!r}. It answers None or True (convert decides), "
+            "False (leave it alone) or a recipe."
+        )
+    return resolve(wish)
+
+
+def is_swapped(policy: Policy, layers: Sequence[tuple[str, nn.Module]]) -> bool:
+    """Whether a policy that takes nothing as (path, module) takes something as (module, path)."""
+    try:
+        return any(policy(module, path) for path, module in layers)  # type: ignore[arg-type]
+    except Exception:
+        return False
