@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -67,11 +68,13 @@ class Accelerated(Subject):
     def load(self, folder: Path, recipe: str | None) -> nn.Module:
         accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=MICROBATCHES)
         model = self.build(9)
-        if recipe is not None:
-            self.convert(model, recipe)
+        if recipe is None:  # the weights alone
+            model = accelerator.prepare(model)
+            load_model(model, folder / "model.safetensors")
+            return model
+        self.convert(model, recipe)
         model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        if recipe is not None:
-            accelerator.register_for_checkpointing(RecipeState(model))
+        accelerator.register_for_checkpointing(RecipeState(model))
         accelerator.load_state(str(folder))
         return model
 

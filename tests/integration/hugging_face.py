@@ -20,6 +20,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+import octavo
+from octavo.modules.conversion import Report
 from tests.integration.subject import Subject, Watch, plain_loop, tokens
 
 disable_progress_bar()
@@ -48,9 +50,13 @@ class HuggingFace(Subject):
         left: tuple[str, ...],
         dtype: torch.dtype = torch.float32,
         compiles: bool = False,
+        **options: object,
     ):
         self.name, self.model, self.config = name, model, config
-        self.left, self.dtype, self.compiles = left, dtype, compiles
+        self.left, self.dtype, self.compiles, self.options = left, dtype, compiles, options
+
+    def convert(self, model: nn.Module, recipe: str) -> Report:
+        return octavo.convert(model, recipe, **self.options)
 
     def build(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -78,6 +84,16 @@ class HuggingFace(Subject):
 
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+GPT2 = GPT2Config(
+    vocab_size=VOCABULARY,
+    n_embd=160,
+    n_layer=2,
+    n_head=4,
+    bos_token_id=0,
+    eos_token_id=0,
+    use_cache=False,
+    **NO_DROPOUT,
+)
 EXPERTS = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
 
 SUBJECTS = (
@@ -91,13 +107,9 @@ SUBJECTS = (
         Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4, moe_intermediate_size=96, head_dim=40),
         left=("lm_head",),
     ),
-    HuggingFace(
-        "gpt2",  # its layers are Conv1D, no nn.Linear
-        GPT2LMHeadModel,
-        GPT2Config(vocab_size=VOCABULARY, n_embd=160, n_layer=2, n_head=4, use_cache=False, **NO_DROPOUT),
-        left=("lm_head",),
-        dtype=torch.bfloat16,
-    ),
+    # GPT-2's layers are Conv1D: nothing is converted by default, and its head, tied to the embedding, on demand
+    HuggingFace("gpt2", GPT2LMHeadModel, GPT2, left=("lm_head",), dtype=torch.bfloat16),
+    HuggingFace("gpt2-head", GPT2LMHeadModel, GPT2, left=(), dtype=torch.bfloat16, high_precision=()),
     HuggingFace(
         "bert",
         BertForMaskedLM,

@@ -1,5 +1,6 @@
 """Lightning: a module that converts itself, fitted by a Trainer, with octavo's state in the module's checkpoint."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import octavo
-from octavo.modules.convert import Report
+from octavo.modules.conversion import Report
 from tests.integration.subject import Subject, Watch, tokens
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 VOCABULARY = 128
 WIDTH = 160
@@ -92,7 +95,7 @@ class Fitted(Subject):
         self.trainer.save_checkpoint(folder / "last.ckpt")
 
     def load(self, folder: Path, recipe: str | None) -> nn.Module:
-        return Classifier.load_from_checkpoint(folder / "last.ckpt", recipe=recipe).train()
+        return Classifier.load_from_checkpoint(folder / "last.ckpt", recipe=recipe, weights_only=True).train()
 
 
 SUBJECTS = (Fitted(),)

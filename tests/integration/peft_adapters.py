@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.modules.convert import Report
+from octavo.modules.conversion import Report
 from tests.integration.hugging_face import SIZES, VOCABULARY
 from tests.integration.subject import Subject, Watch, plain_loop, tokens
 
@@ -15,7 +15,10 @@ from tests.integration.subject import Subject, Watch, plain_loop, tokens
 class Adapted(Subject):
     package = "peft"
     left = ("*.lm_head", "*.lora_A.*", "*.lora_B.*")
-    frozen = ("*.layers.0.self_attn.[qkv]_proj.base_layer.scaling.backward.*",)  # weights and inputs are both frozen
+    frozen = (  # where weights and inputs both are, no gradient passes
+        "*.layers.0.self_attn.[qkv]_proj.base_layer.scaling.backward.*",
+        "*.layers.0.self_attn.[qkv]_proj.base_layer.rounding.*",
+    )
 
     def build(self, seed: int) -> nn.Module:
         return adapted(base(seed), seed)
@@ -33,11 +36,16 @@ class Adapted(Subject):
 
 class ConvertedFirst(Adapted):
     name = "peft-after"  # convert, then get_peft_model
+    unreported = ("*.lora_[AB].*",)
 
     def converted(self, seed: int, recipe: str) -> tuple[nn.Module, Report]:
         model = base(seed)
         report = self.convert(model, recipe)
         return adapted(model, seed), report
+
+    def path_now(self, path: str) -> str:
+        adapted = path.endswith("_proj")
+        return f"base_model.model.{path}{'.base_layer' if adapted else ''}"
 
     def load(self, folder: Path, recipe: str | None) -> nn.Module:
         model = base(0)

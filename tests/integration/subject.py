@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.modules.convert import Report
+from octavo.modules.conversion import Report
 
 # how far the first loss, and the direction of its gradient, may be from the unconverted model's: (relative, cosine)
 BOUNDS = {
@@ -43,6 +43,7 @@ class Subject:
     left: tuple[str, ...] = ()  # globs of the linear layers that are to be left alone; all others are converted
     compiles = False  # tried once under torch.compile
     saves_state = False  # save and load care for octavo's state too
+    unreported: tuple[str, ...] = ()  # globs of parameters that came after the conversion
     frozen: tuple[str, ...] = ()  # globs of state that never moves, since no gradient passes that layer
 
     def build(self, seed: int) -> nn.Module:
@@ -55,6 +56,10 @@ class Subject:
     def converted(self, seed: int, recipe: str) -> tuple[nn.Module, Report]:
         model = self.build(seed)
         return model, self.convert(model, recipe)
+
+    def path_now(self, path: str) -> str:
+        """Where the module at a path of the report is in the finished model."""
+        return path
 
     def loss(self, model: nn.Module, step: int) -> Tensor:
         """The loss on the batch of that step."""
@@ -81,7 +86,7 @@ class Watch:
     steps: int = 0
     without_gradient: set[str] = field(default_factory=set)
 
-    def adamw(self, lr: float = 1e-2) -> torch.optim.AdamW:
+    def adamw(self, lr: float = 2e-3) -> torch.optim.AdamW:
         """An optimizer of the model's trainable parameters, watched."""
         optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=lr)
         optimizer.register_step_post_hook(self._look)  # a closure makes the gradients inside of the step
@@ -106,12 +111,13 @@ class Outcome:
     seconds: float
 
     @property
-    def converted(self) -> int:
-        return sum(bool(row.recipe) for row in self.report.rows)
+    def converted(self) -> str:
+        done = self.report.shares().get("converted")
+        return "0" if done is None else f"{done.layers} ({done.share:.0%})"
 
     @property
-    def left(self) -> int:
-        return len(self.report.rows) - self.converted
+    def left(self) -> str:
+        return ", ".join(f"{n.layers} {reason}" for reason, n in self.report.shares().items() if reason != "converted")
 
 
 def trial(subject: Subject, recipe: str, steps: int, folder: Path, *, compiled: bool) -> Outcome:
@@ -123,17 +129,24 @@ def trial(subject: Subject, recipe: str, steps: int, folder: Path, *, compiled: 
     check_report(subject, model, report)
     check_names(model, subject.build(0))
     loss, gradient = measured(subject, model)
-    cosine = torch.nn.functional.cosine_similarity(gradient, plain_gradient, dim=0).item()
+    cosine = cosine_of(gradient, plain_gradient)
     check_first(recipe, plain_loss, loss, cosine)
+    changed = "converted" in report.shares()
+    expect(changed or (loss, cosine) == (plain_loss, 1.0), "nothing was converted, and the loss is another")
+    expect(not changed or recipe == "bf16" or not torch.equal(gradient, plain_gradient), "the gradient is unconverted")
 
     model, _ = subject.converted(0, recipe)
-    losses = check_training(subject, model, recipe, steps)
+    losses = check_training(subject, model, recipe, steps, remembers=changed and recipe in REMEMBERS)
     check_checkpoint(subject, model, recipe, steps, folder)
     check_revert(subject, model, folder, steps)
     said = check_compile(subject, recipe) if compiled else ""
     return Outcome(
         subject.name, recipe, report, plain_loss, loss, cosine, tuple(losses), said, time.perf_counter() - started
     )
+
+
+def cosine_of(one: Tensor, other: Tensor) -> float:
+    return 1.0 if torch.equal(one, other) else torch.nn.functional.cosine_similarity(one, other, dim=0).item()
 
 
 def measured(subject: Subject, model: nn.Module, step: int = 0) -> tuple[float, Tensor]:
@@ -145,11 +158,18 @@ def measured(subject: Subject, model: nn.Module, step: int = 0) -> tuple[float, 
 
 
 def check_report(subject: Subject, model: nn.Module, report: Report) -> None:
-    """The rows of linear layers are those of the model, and those left are those that the subject says."""
+    """No matrix is passed over, and the linear layers left alone are those that the subject says."""
+    plain = subject.build(0)
+    matrices = [name for name, p in plain.named_parameters() if p.dim() > 1]
+    rows = {id(model.get_submodule(subject.path_now(row.path))) for row in report}
+    unsaid = [name for name in matrices if id(model.get_submodule(name.rpartition(".")[0])) not in rows]
+    unsaid = [name for name in unsaid if not matches(name, subject.unreported)]
+    expect(not unsaid, f"the report does not mention {unsaid}")
     linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     left = {path for path in linears if not isinstance(model.get_submodule(path), octavo.Linear)}
     expected = {path for path in linears if matches(path, subject.left)}
     expect(left == expected, f"left alone: {sorted(left)}, and expected was {sorted(expected)}")
+    expect(report.summary() in str(report), f"the report does not end with its summary: {report}")
 
 
 def check_names(model: nn.Module, plain: nn.Module) -> None:
@@ -164,10 +184,9 @@ def check_first(recipe: str, plain: float, loss: float, cosine: float) -> None:
         abs(loss - plain) <= relative * plain, f"the first loss is {loss}, unconverted {plain}, bound {relative:.0%}"
     )
     expect(cosine >= least, f"the gradient's cosine with the unconverted one's is {cosine:.3f}, bound {least}")
-    expect(recipe == "bf16" or (loss, cosine) != (plain, 1.0), "loss and gradient are the unconverted model's own")
 
 
-def check_training(subject: Subject, model: nn.Module, recipe: str, steps: int) -> list[float]:
+def check_training(subject: Subject, model: nn.Module, recipe: str, steps: int, *, remembers: bool) -> list[float]:
     watch = Watch(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     state = {name: tensor.clone() for name, tensor in octavo.state_dict(model).items()}
@@ -180,7 +199,7 @@ def check_training(subject: Subject, model: nn.Module, recipe: str, steps: int) 
         moved = not torch.equal(parameter, before[name])
         expect(moved == parameter.requires_grad, f"{name} {'changed' if moved else 'did not change'} in training")
     after = octavo.state_dict(model)
-    expect(bool(after) == (recipe in REMEMBERS), f"{len(after)} tensors of state in {recipe}")
+    expect(bool(after) == remembers, f"{len(after)} tensors of state in {recipe}")
     still = [name for name, tensor in after.items() if moves(subject, name) and torch.equal(tensor, state[name])]
     expect(not still, f"after {steps} steps {len(still)} of {len(after)} did not move, such as {still[:2]}")
     return losses
@@ -231,7 +250,7 @@ def check_compile(subject: Subject, recipe: str) -> str:
     loss, gradient = measured(subject, model)
     wanted, expected = measured(subject, eager)
     expect(abs(loss - wanted) <= 1e-3 * wanted, f"compiled, the loss is {loss}; in eager mode {wanted}")
-    cosine = torch.nn.functional.cosine_similarity(gradient, expected, dim=0).item()
+    cosine = cosine_of(gradient, expected)
     expect(cosine > 0.999, f"compiled, the gradient's cosine with that of eager mode is {cosine}")
     return "fullgraph" if whole else "with breaks, as unconverted"
 

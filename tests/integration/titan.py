@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
-from octavo.modules.convert import Report
+import octavo
+from octavo.modules.conversion import Report
 from tests.integration.subject import Subject, Watch, plain_loop, tokens
 
 VOCABULARY = 2048
@@ -19,8 +19,13 @@ VOCABULARY = 2048
 class Titan(Subject):
     package = "torchtitan"
 
-    def __init__(self, name: str, config: object, *, left: tuple[str, ...], compiles: bool = False):
-        self.name, self.config, self.left, self.compiles = name, config, left, compiles
+    def __init__(
+        self, name: str, config: object, *, left: tuple[str, ...], exclude: tuple[str, ...] = (), compiles: bool = False
+    ):
+        self.name, self.config, self.left, self.exclude, self.compiles = name, config, left, exclude, compiles
+
+    def convert(self, model: nn.Module, recipe: str) -> Report:
+        return octavo.convert(model, recipe, exclude=self.exclude)
 
     def build(self, seed: int) -> nn.Module:
         return initialised(self.on_meta(), seed)
@@ -44,13 +49,13 @@ class Titan(Subject):
         return plain_loop(self, model, steps, watch)
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        dcp.save(get_model_state_dict(model), checkpoint_id=folder / "step", no_dist=True)
+        dcp.save(model.state_dict(), checkpoint_id=folder / "step", no_dist=True)
 
     def load(self, folder: Path, recipe: str | None) -> nn.Module:
         model = self.build(9) if recipe is None else self.converted(9, recipe)[0]
-        state = get_model_state_dict(model)
+        state = model.state_dict()  # wq, wk and wv of a layer that has them in one
         dcp.load(state, checkpoint_id=folder / "step", no_dist=True)
-        set_model_state_dict(model, state)
+        model.load_state_dict(state)
         return model
 
 
@@ -83,5 +88,11 @@ def with_experts(config: object, number: int) -> object:
 
 SUBJECTS = (
     Titan("titan-llama3", on_cpu(llama3.model_registry("debugmodel").model), left=("lm_head",), compiles=True),
-    Titan("titan-qwen3-moe", with_experts(on_cpu(qwen3.model_registry("debugmodel_moe").model), 8), left=("lm_head",)),
+    Titan(
+        "titan-qwen3-moe",
+        with_experts(on_cpu(qwen3.model_registry("debugmodel_moe").model), 8),
+        left=("lm_head", "*.router.gate"),
+        # torchtitan computes gates in float32; the head has as many outputs as wo has inputs, and is not recognised
+        exclude=("lm_head", "*.router.gate"),
+    ),
 )
