@@ -35,6 +35,7 @@ class Accelerated(Subject):
     package = "accelerate"
     left = ("lm_head",)
     saves_state = True
+    compiles = True
 
     def build(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)

@@ -1,6 +1,7 @@
 """transformers: models from tiny configs, in a loop of one's own, with save_pretrained and from_pretrained."""
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,10 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
 )
+from transformers.trainer_callback import PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
 import octavo
@@ -67,7 +71,7 @@ class HuggingFace(Subject):
         return model(input_ids=ids, labels=ids).loss
 
     def train(self, model: nn.Module, steps: int, watch: Watch) -> list[float]:
-        return plain_loop(self, model, steps, watch)
+        return plain_loop(self, model, steps, watch.adamw())
 
     def save(self, model: nn.Module, folder: Path) -> None:
         model.save_pretrained(folder)
@@ -81,6 +85,38 @@ class HuggingFace(Subject):
         if recipe is not None:
             self.convert(model, recipe)
         return model
+
+
+class Trained(HuggingFace):
+    """The same in transformers' own Trainer, which accumulates the gradients of two microbatches in bfloat16."""
+
+    def train(self, model: nn.Module, steps: int, watch: Watch) -> list[float]:
+        optimizer = watch.adamw()
+        octavo.attach(model, optimizer)
+        rows = torch.cat([tokens(step, vocabulary=VOCABULARY) for step in range(2 * steps)])
+        with TemporaryDirectory() as folder:
+            trainer = Trainer(
+                model,
+                TrainingArguments(
+                    folder,
+                    max_steps=steps,
+                    per_device_train_batch_size=4,
+                    gradient_accumulation_steps=2,
+                    bf16=True,
+                    use_cpu=True,
+                    logging_steps=1,
+                    report_to=[],
+                    save_strategy="no",
+                    disable_tqdm=True,
+                    log_level="error",
+                ),
+                train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+                optimizers=(optimizer, None),
+            )
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+        trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # or forward would stay under autocast
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
@@ -98,6 +134,7 @@ EXPERTS = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
 
 SUBJECTS = (
     HuggingFace("llama", LlamaForCausalLM, LlamaConfig(**SIZES), left=("lm_head",), compiles=True),
+    Trained("trainer", LlamaForCausalLM, LlamaConfig(**SIZES), left=("lm_head",)),
     HuggingFace(
         "mixtral", MixtralForCausalLM, MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4), left=("lm_head",)
     ),

@@ -2,10 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,11 @@ BOUNDS = {
     "mxfp8": (0.03, 0.95),
     "nvfp4": (0.10, 0.70),
 }
+LEARNING_RATE = 2e-3
 REMEMBERS = ("fp8-delayed", "nvfp4")  # recipes with a state of their own
+
+
+Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
 
 class Unmet(AssertionError):
@@ -69,6 +73,9 @@ class Subject:
         """Train in the package's way, and give the loss of each step."""
         raise NotImplementedError
 
+    def compare(self, recipe: str) -> None:
+        """Whatever else is to hold of this subject."""
+
     def save(self, model: nn.Module, folder: Path) -> None:
         """Save in the package's way."""
         raise NotImplementedError
@@ -86,9 +93,12 @@ class Watch:
     steps: int = 0
     without_gradient: set[str] = field(default_factory=set)
 
-    def adamw(self, lr: float = 2e-3) -> torch.optim.AdamW:
+    def adamw(self) -> torch.optim.AdamW:
         """An optimizer of the model's trainable parameters, watched."""
-        optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=lr)
+        return self.on(torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=LEARNING_RATE))
+
+    def on(self, optimizer: Optimizer) -> Optimizer:
+        """The same optimizer, watched."""
         optimizer.register_step_post_hook(self._look)  # a closure makes the gradients inside of the step
         return optimizer
 
@@ -138,7 +148,9 @@ def trial(subject: Subject, recipe: str, steps: int, folder: Path, *, compiled: 
     model, _ = subject.converted(0, recipe)
     losses = check_training(subject, model, recipe, steps, remembers=changed and recipe in REMEMBERS)
     check_checkpoint(subject, model, recipe, steps, folder)
+    check_evaluation(subject, model)
     check_revert(subject, model, folder, steps)
+    subject.compare(recipe)
     said = check_compile(subject, recipe) if compiled else ""
     return Outcome(
         subject.name, recipe, report, plain_loss, loss, cosine, tuple(losses), said, time.perf_counter() - started
@@ -228,6 +240,16 @@ def check_checkpoint(subject: Subject, model: nn.Module, recipe: str, steps: int
     expect(torch.equal(same, gradient), "the gradients after loading are others")
 
 
+def check_evaluation(subject: Subject, model: nn.Module) -> None:
+    """In eval mode, a model computes the same with gradients and without: no shortcut goes around its layers."""
+    model.eval()
+    with torch.no_grad():
+        without = subject.loss(model, 0).item()
+    loss = subject.loss(model, 0).item()
+    model.train()
+    expect(math.isclose(without, loss, rel_tol=1e-5), f"in eval mode the loss is {loss}, under no_grad {without}")
+
+
 def check_revert(subject: Subject, model: nn.Module, folder: Path, steps: int) -> None:
     """Reverted, the model is the unconverted one with the weights that were trained."""
     octavo.revert(model)
@@ -271,12 +293,9 @@ def tokens(step: int, *, vocabulary: int, rows: int = 4, length: int = 32) -> Te
     return torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(100 + step))
 
 
-def plain_loop(
-    subject: Subject, model: nn.Module, steps: int, watch: Watch, attach: Callable[..., object] = octavo.attach
-) -> list[float]:
+def plain_loop(subject: Subject, model: nn.Module, steps: int, optimizer: torch.optim.Optimizer) -> list[float]:
     """The loop that everybody writes."""
-    optimizer = watch.adamw()
-    handle = attach(model, optimizer)
+    octavo.attach(model, optimizer)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -284,5 +303,4 @@ def plain_loop(
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    del handle
     return losses

@@ -1,17 +1,18 @@
-"""torchtitan: its debug models, built and converted on the meta device, initialised as its trainer does, with
-torch.distributed.checkpoint."""
+"""torchtitan: its debug models, built and converted on the meta device, initialised as its trainer does, in its
+container of optimizers, with torch.distributed.checkpoint."""
 
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
 import octavo
 from octavo.modules.conversion import Report
-from tests.integration.subject import Subject, Watch, plain_loop, tokens
+from tests.integration.subject import LEARNING_RATE, Subject, Watch, plain_loop, tokens
 
 VOCABULARY = 2048
 
@@ -46,7 +47,8 @@ class Titan(Subject):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
     def train(self, model: nn.Module, steps: int, watch: Watch) -> list[float]:
-        return plain_loop(self, model, steps, watch)
+        optimizers = default_adamw(lr=LEARNING_RATE).build(model_parts=[model])
+        return plain_loop(self, model, steps, watch.on(optimizers))
 
     def save(self, model: nn.Module, folder: Path) -> None:
         dcp.save(model.state_dict(), checkpoint_id=folder / "step", no_dist=True)
