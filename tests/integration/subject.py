@@ -136,14 +136,14 @@ def trial(subject: Subject, recipe: str, steps: int, folder: Path, *, compiled: 
     plain_loss, plain_gradient = measured(subject, subject.build(0))
     torch.manual_seed(1)  # nvfp4 draws a seed for its rounding
     model, report = subject.converted(0, recipe)
-    check_report(subject, model, report)
+    check_report(subject, model, recipe, report)
     check_names(model, subject.build(0))
     loss, gradient = measured(subject, model)
     cosine = cosine_of(gradient, plain_gradient)
     check_first(recipe, plain_loss, loss, cosine)
     changed = "converted" in report.shares()
     expect(changed or (loss, cosine) == (plain_loss, 1.0), "nothing was converted, and the loss is another")
-    expect(not changed or recipe == "bf16" or not torch.equal(gradient, plain_gradient), "the gradient is unconverted")
+    expect(not changed or recipe == "bf16" or cosine < 1 - 1e-5, f"the gradient is as without {recipe}")
 
     model, _ = subject.converted(0, recipe)
     losses = check_training(subject, model, recipe, steps, remembers=changed and recipe in REMEMBERS)
@@ -169,7 +169,7 @@ def measured(subject: Subject, model: nn.Module, step: int = 0) -> tuple[float, 
     return loss.item(), torch.cat([g.detach().double().flatten() for g in gradients])
 
 
-def check_report(subject: Subject, model: nn.Module, report: Report) -> None:
+def check_report(subject: Subject, model: nn.Module, recipe: str, report: Report) -> None:
     """No matrix is passed over, and the linear layers left alone are those that the subject says."""
     plain = subject.build(0)
     matrices = [name for name, p in plain.named_parameters() if p.dim() > 1]
@@ -181,6 +181,8 @@ def check_report(subject: Subject, model: nn.Module, report: Report) -> None:
     left = {path for path in linears if not isinstance(model.get_submodule(path), octavo.Linear)}
     expected = {path for path in linears if matches(path, subject.left)}
     expect(left == expected, f"left alone: {sorted(left)}, and expected was {sorted(expected)}")
+    others = {row.recipe for row in report} - {"", recipe}
+    expect(not others, f"layers have {others}, and {recipe} was asked for")
     expect(report.summary() in str(report), f"the report does not end with its summary: {report}")
 
 
