@@ -160,7 +160,9 @@ def _format_item(item: object, where: str, depth: int = 2) -> str:
 def _check_digits(number: int, where: str) -> None:
     """Refuse an int that is too long to print; Python itself refuses beyond some thousand digits."""
     if not -(10 ** (DIGITS - 1)) < number < 10**DIGITS:
-        raise UnsupportedConfig(f"{where} is an int of at most {DIGITS} characters, got a longer one. Use a smaller one.")
+        raise UnsupportedConfig(
+            f"{where} is an int of at most {DIGITS} characters, got a longer one. Use a smaller one."
+        )
 
 
 def _check_depth(text: str) -> None:
@@ -235,7 +237,9 @@ def _parse_fields(word: str, text: str, at: int, whole: str) -> tuple[Value, int
     cls = _BY_NAME.get(word)
     if cls is None:
         known = ", ".join(_BY_NAME)
-        raise UnsupportedConfig(f"Cannot read {whole!r}: no value is registered as {shown(word)!r}. Registered: {known}.")
+        raise UnsupportedConfig(
+            f"Cannot read {whole!r}: no value is registered as {shown(word)!r}. Registered: {known}."
+        )
     settings: dict[str, Any] = {}
     if text.startswith("(", at):
         at = _skip(text, at + 1)
