@@ -62,6 +62,13 @@ class Quantized(nn.Module):
         """Those, or what is made in their place at this call."""
         return [getattr(self, name) for name in self.weight_names()]
 
+    def trained_by(self) -> list[nn.Parameter]:
+        """The parameters that tell which optimizer trains this layer: its weights, or if none of them is a trained
+        parameter, all that it has."""
+        own: list[Any] = [self._parameters.get(name) for name in self.weight_names()]
+        trained = [weight for weight in own if weight is not None and weight.requires_grad]
+        return trained or list(self.parameters())
+
     def whole_weight(self) -> Tensor:
         """The weight as the layer takes it, without a gradient."""
         raise NotImplementedError
