@@ -1,6 +1,6 @@
 """Modules: parameters, state as buffers, and one layer call."""
 
-from octavo.modules.ambient import autocast
+from octavo.modules.ambient import autocast, microbatch
 from octavo.modules.attached import attach
 from octavo.modules.convert import convert, revert
 from octavo.modules.explain import explain
@@ -16,6 +16,7 @@ __all__ = [
     "convert",
     "explain",
     "load_state_dict",
+    "microbatch",
     "quantize_weights",
     "refresh_weights",
     "revert",
