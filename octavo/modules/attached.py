@@ -7,7 +7,6 @@ of it. Several optimizers of one model may each be attached: every layer is step
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -53,7 +52,7 @@ class Attachment:
     def _after_step(self, stepped: Optimizer, *_: Any) -> None:
         optimizers.finish(stepped)  # codes made here are of the versions that the weights keep
         own = self.claimed()
-        others: set[Quantized] = set().union(*[one.claimed() for one in _attached if one is not self]) - own
+        others = {layer for one in list(_attached) if one is not self for layer in one.claimed()} - own
         served = [layer for _, layer in layers(self.model) if layer not in others]
         step_layers(served, self.group)
         refresh_layers(served)
@@ -108,7 +107,8 @@ def _held(optimizer: Optimizer) -> set[int]:
 
 def _hooked(optimizer: Any) -> Optimizer:
     """The torch optimizer that runs hooks when this one steps: itself, or the next one inside that does."""
-    found, seen = optimizer, []
+    found = optimizer
+    seen: list[Any] = []
     while all(found is not one for one in seen):
         seen.append(found)
         if _runs_hooks(found):

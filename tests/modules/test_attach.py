@@ -14,7 +14,7 @@ from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDtype
 from tests.modules.oracle import make, spiky
 
 RECIPE = "fp8-delayed(history=4)"
-unstepped = pytest.mark.filterwarnings("ignore:fp8-delayed. parameters were updated")  # some steps here end none of ours
+unstepped = pytest.mark.filterwarnings("ignore:fp8-delayed. parameters were updated")  # steps here may end none of ours
 
 
 class Accelerated(Optimizer):
@@ -274,7 +274,7 @@ def test_two_optimizers_of_one_model_step_each_layer_once():
 
 
 def test_two_optimizers_in_turn_step_their_own_layers():
-    """One half trains while the other does not, and a step of one may come between forward and backward of the other."""
+    """One half trains while the other does not. Its step may come between the other's forward and backward."""
     model = converted()
     halves = [SGD(model[i].parameters(), 0.01) for i in (0, 2)]
     for optimizer in halves:
