@@ -257,14 +257,14 @@ class Quantized(nn.Module):
     def _noted(self, first: bool | Tensor | None, grads: str, observe: bool) -> bool | Tensor | None:
         """The ambient flag, noted for a checkpoint: it recomputes in backward, where no block is in force, and must
         save what its forward saved. A layer whose last training forward was in a block uses the cache there, and
-        fills it again only to observe the weight, which a forward without gradients did not."""
+        fills it again only to observe a weight that its forward, without gradients, did not."""
         stored = self._codes
         if first is not None:
-            stored.ambient = True
+            stored.ambient = "observed" if observe else "unobserved"
         elif torch._C._current_graph_task_id() != -1:
-            return observe
+            return observe and stored.ambient == "unobserved"
         elif grads or self.training:
-            stored.ambient = False
+            stored.ambient = ""
         return first
 
     def _check_held(self, recipe: Recipe, own: Sequence[Any]) -> None:

@@ -42,7 +42,8 @@ class Codes:
         self.recipe: Recipe | None = None  # that they were made by; None: there are none
         self._weights: list[weakref.ref[Tensor]] | None = None  # that they were made from,
         self._states: list[State] = []  # as they were then
-        self.ambient = False  # whether the last forward that may be recomputed took its flag from octavo.microbatch
+        # whether the last forward that may be recomputed was in an octavo.microbatch, and observed the weight's amax:
+        self.ambient = ""  # "", "observed" or "unobserved"
         self.trained = False  # whether a forward has asked for the weight's gradient
         self._steps = 0  # that optimizers had taken when they were made, or last vouched for
         self._ended = False  # whether a training step has ended since

@@ -2,13 +2,19 @@
 
 import copy
 import threading
+from functools import partial
 
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import (
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedShape
@@ -383,8 +389,9 @@ def test_recomputation_uses_the_codes_of_its_forward(recipe, reentrant, where):
 
 
 @REENTRANT
-def test_backwards_of_several_microbatches_that_come_late(reentrant):
-    ours, plain = pair("fp8-block")
+@some
+def test_backwards_of_several_microbatches_that_come_late(recipe, reentrant):
+    ours, plain = pair(recipe)
     model = Checkpointed(ours, use_reentrant=reentrant)
     losses = []
     for i in range(3):
@@ -395,6 +402,24 @@ def test_backwards_of_several_microbatches_that_come_late(reentrant):
         plain(batch(i)).square().mean().backward()
     for (name, p), q in zip(ours.named_parameters(), plain.parameters(), strict=True):
         assert_same(p.grad, q.grad, name)
+
+
+def policy(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op in octavo.sac_save_ops() else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@some
+def test_selective_checkpoints_find_the_operators_of_the_forward(recipe):
+    ours, plain = pair(recipe, One)
+    selective = partial(create_selective_checkpoint_contexts, policy)
+    model = Checkpointed(nn.Sequential(ours, nn.ReLU()), use_reentrant=False, context_fn=selective)
+    for i in range(3):
+        with octavo.microbatch(first=i == 0):
+            loss = model(batch(i).requires_grad_()).square().mean()
+        loss.backward()
+        plain.flag.value = i == 0
+        plain(batch(i).requires_grad_()).relu().square().mean().backward()
+    assert_alike(ours, plain)
 
 
 @REENTRANT
