@@ -357,8 +357,10 @@ def elsewhere(call):
 
 
 @REENTRANT
-@some
-@pytest.mark.parametrize("where", ["after", "inside", "thread"])
+@pytest.mark.parametrize(
+    ("recipe", "where"),
+    [*[("fp8-delayed", w) for w in ("after", "inside", "thread")], ("fp8-block", "thread"), ("nvfp4", "after")],
+)
 def test_recomputation_uses_the_codes_of_its_forward(recipe, reentrant, where):
     ours, plain = pair(recipe)
     model = Checkpointed(ours, use_reentrant=reentrant)
