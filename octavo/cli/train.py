@@ -157,7 +157,7 @@ def train(plan: Plan, chosen: Recipe | None, *, show: bool = False, losses: list
 
     data = corpus.batches(text, steps=plan.steps, batch=plan.batch, context=plan.shape.context, seed=plan.seed)
     try:
-        optimize(model, call, data, plan, note)
+        optimize(model, call, data, plan, note, quantized=chosen is not None)
     finally:
         progress.close()
     loss = evaluate(call, corpus.windows(held_out, context=plan.shape.context), plan)
@@ -170,11 +170,15 @@ def optimize(
     data: Iterable[Tensor],
     plan: Plan,
     note: Callable[[int, Tensor], None],
+    *,
+    quantized: bool,
 ) -> None:
-    """AdamW on each batch in turn. `call` is the model, or its compiled form; `note(step, loss)` follows every step."""
+    """AdamW on each batch in turn. `call` is the model, or its compiled form; `note(step, loss)` follows every step;
+    `quantized` says whether the model has layers of Octavo's."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
-    attached = attach(model, optimizer)  # delayed scaling ends its step with the optimizer's
+    # delayed scaling ends its step with the optimizer's
+    attached = attach(model, optimizer) if quantized else None
     for step, batch in enumerate(data, start=1):
         loss = loss_of(call, batch.to(plan.device))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -183,7 +187,8 @@ def optimize(
         schedule.step()
         optimizer.zero_grad()
         note(step, loss.detach())
-    attached.remove()
+    if attached is not None:
+        attached.remove()
 
 
 def rate(step: int, steps: int) -> float:
