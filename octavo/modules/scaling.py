@@ -49,7 +49,7 @@ def _hear_optimizers() -> None:
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         moved = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         for module in list(_LISTENERS):
-            if module._scaling.recipe is not None and any(id(p) in moved for p in module.parameters()):
+            if module._scaling.recipe is not None and any(id(p) in moved for p in module.trained_by()):
                 module._scaling.updated()
 
     register_optimizer_step_post_hook(after)

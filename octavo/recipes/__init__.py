@@ -15,12 +15,13 @@ from octavo.recipes.current import Current
 from octavo.recipes.delayed import Delayed
 from octavo.recipes.mxfp8 import MXFP8
 from octavo.recipes.nvfp4 import NVFP4
-from octavo.recipes.recipe import GemmQuant, LinearQuant, Recipe
+from octavo.recipes.recipe import LONGEST, GemmQuant, LinearQuant, Recipe, check_length
 from octavo.recipes.rowwise import Rowwise
 from octavo.values import register
 
 __all__ = [
     "BF16",
+    "LONGEST",
     "MXFP8",
     "NVFP4",
     "SHIPPED",
@@ -47,8 +48,9 @@ def recipe(spec: str | Recipe) -> Recipe:
         raise UnsupportedConfig(
             f"A recipe is a name, a canonical string or a Recipe, got {type(spec).__name__}. Names: {_names()}."
         )
-    if spec.split("(")[0].strip() not in values.names(Recipe):
-        raise UnsupportedConfig(f"There is no recipe {spec!r}. Names: {_names()}.")
+    check_length(spec)
+    if spec.partition("(")[0].strip() not in values.names(Recipe):
+        raise UnsupportedConfig(f"There is no recipe {values.shown(spec)!r}. Names: {_names()}.")
     found = values.parse(spec)
     assert isinstance(found, Recipe)
     return found
