@@ -297,7 +297,8 @@ def tokens(step: int, *, vocabulary: int, rows: int = 4, length: int = 32) -> Te
 
 def plain_loop(subject: Subject, model: nn.Module, steps: int, optimizer: torch.optim.Optimizer) -> list[float]:
     """The loop that everybody writes."""
-    octavo.attach(model, optimizer)
+    if any(isinstance(module, octavo.Linear) for module in model.modules()):  # attach refuses a model without any
+        octavo.attach(model, optimizer)
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
