@@ -8,6 +8,7 @@ import time
 import traceback
 import warnings
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -17,16 +18,23 @@ from tests.integration.subject import Outcome, Subject, Unmet, trial
 
 MODULES = ("hugging_face", "titan", "accelerate_loop", "lightning_module", "peft_adapters")
 COMPILED = "fp8-delayed"  # whose report is printed, and which is compiled; another if this one was not asked for
+REQUIREMENTS = "tests/integration/requirements.txt"
 PACKAGES = ("torch", "transformers", "torchtitan", "accelerate", "lightning", "peft", "torchao", "safetensors")
 
 
 def main() -> int:
     arguments = parsed()
-    print("versions:", ", ".join(f"{name} {version(name)}" for name in PACKAGES), f"python {sys.version.split()[0]}")
-    subjects = [s for s in found() if not arguments.names or any(name in s.name for name in arguments.names)]
-    if not subjects:
-        print(f"No subject is called {', '.join(arguments.names)}. There are: {', '.join(s.name for s in found())}.")
-        return 1
+    missing = [name for name in PACKAGES if find_spec(name) is None]
+    if missing:
+        print(f"Not installed: {', '.join(missing)}. Run pip install -r {REQUIREMENTS} in an environment of its own.")
+        return 2
+    print(f"versions: {', '.join(f'{name} {version(name)}' for name in PACKAGES)}, python {sys.version.split()[0]}")
+    every = found()
+    unknown = [name for name in arguments.names if not any(name in s.name for s in every)]
+    if unknown:
+        print(f"No subject has {', '.join(unknown)} in its name. There are: {', '.join(s.name for s in every)}.")
+        return 2
+    subjects = [s for s in every if not arguments.names or any(name in s.name for name in arguments.names)]
     started, outcomes, failures = time.perf_counter(), [], []
     recipes = arguments.recipe or SHIPPED
     for subject in subjects:
