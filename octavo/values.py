@@ -21,13 +21,14 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Self, TypeVar, dataclass_transform
+from typing import Any, NoReturn, Self, TypeVar, dataclass_transform
 
-from octavo.errors import UnsupportedConfig
-from octavo.formats import FORMATS, Format
+from octavo.errors import UnknownSetting, UnsupportedConfig, nearest
+from octavo.formats import FORMATS, Format, format_named
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _LITERAL = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+_BARE = re.compile(r"([=(,]\s*)([A-Za-z][A-Za-z0-9_.-]*)(?=\s*[,)])")  # a value that is a word without quotes
 _WORDS = {"None": None, "True": True, "False": False}
 _BY_NAME: dict[str, "type[Value]"] = {}
 
@@ -46,6 +47,9 @@ class Value:
                 f"{cls.__qualname__} has no registered name, so it has no canonical string and could be mistaken for "
                 f"its parent. Decorate it with @octavo.values.register('a-name-of-its-own')."
             )
+        known = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        if not settings.keys() <= known.keys():
+            _refuse_setting(cls, next(name for name in settings if name not in known))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -95,10 +99,38 @@ def register(name: str) -> Callable[[T], T]:
 
 def parse(text: str) -> Any:
     """The value whose `key` is `text`. Names alone stand for their defaults: `fp8-block`."""
+    try:
+        return _parse(text)
+    except UnsupportedConfig as error:
+        right = _with_quotes(text)
+        if right is None:
+            raise
+        raise UnsupportedConfig(f"{error} Text takes quotes: write {right!r}.") from None
+
+
+def _parse(text: str) -> Any:
     value, rest = _parse_value(text.strip(), text)
     if rest.strip():
         raise UnsupportedConfig(f"Cannot read {text!r}: {rest.strip()!r} is left over after the first value.")
     return value
+
+
+def _with_quotes(text: str) -> str | None:
+    """The string that is meant by one whose words lack their quotes, if that can be read."""
+    for known in (_BY_NAME, ()):  # first without those that have a meaning as they are
+
+        def quoted(found: re.Match[str], known: Any = known) -> str:
+            word = found[2]
+            return found[0] if word in FORMATS or word in _WORDS or word in known else f"{found[1]}'{word}'"
+
+        right = _BARE.sub(quoted, text)
+        try:
+            if right != text:
+                _parse(right)
+                return right
+        except UnsupportedConfig:
+            pass
+    return None
 
 
 def names(kind: type[Value]) -> tuple[str, ...]:
@@ -173,7 +205,11 @@ def _parse_fields(word: str, rest: str, whole: str) -> tuple[Value, str]:
     cls = _BY_NAME.get(word)
     if cls is None:
         known = ", ".join(_BY_NAME)
-        raise UnsupportedConfig(f"Cannot read {whole!r}: no value is registered as {word!r}. Registered: {known}.")
+        meant = format_named(word)
+        hint = "" if meant is None else f" Did you mean {meant}?"
+        raise UnsupportedConfig(
+            f"Cannot read {whole!r}: no value is registered as {word!r}. Registered: {known}.{hint}"
+        )
     settings: dict[str, Any] = {}
     if rest.startswith("("):
         rest = rest[1:].lstrip()
@@ -186,8 +222,11 @@ def _parse_fields(word: str, rest: str, whole: str) -> tuple[Value, str]:
             settings[field.group(1)], rest = _parse_value(rest[field.end() :], whole)
             rest = _after_item(rest, whole)
         rest = rest[1:]
-    try:
-        return cls(**settings), rest
-    except TypeError as error:
-        allowed = ", ".join(f.name for f in fields(cls)) or "none"  # type: ignore[arg-type]
-        raise UnsupportedConfig(f"Cannot read {whole!r}: {error}. Fields of {word}: {allowed}.") from None
+    return cls(**settings), rest
+
+
+def _refuse_setting(cls: type[Value], setting: str) -> NoReturn:
+    name, known = cls.registered_name, [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    raise UnknownSetting(
+        f"{name} has no setting {setting!r}.{nearest(setting, known)} Fields of {name}: {', '.join(known) or 'none'}."
+    )

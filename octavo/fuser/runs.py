@@ -60,6 +60,10 @@ class OperationFuser:
         self._quiet = False
         self._known: tuple[Any, ...] = (None,)  # everybody's rules when they were last looked at, and what came of it
 
+    def title(self) -> str:
+        """For messages."""
+        return f"A run of {', '.join([type(op).__name__ for op in self.ops])}"
+
     def _rules(self) -> tuple[int, bool]:
         """The number of the rules in force, and whether one of them has a forward in one piece."""
         if torch.compiler.is_compiling():
@@ -279,8 +283,11 @@ def _run(
         needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
         config: Any = chain
         made = list(
-            run(config, chain.config(key), chain.Inputs(fields), buffers, differentiable=needs, anchored=anchored)
-        )
+            run(
+                config, chain.config(key), chain.Inputs(fields), buffers, differentiable=needs, anchored=anchored,
+                owner=fuser,
+            )
+        )  # fmt: skip
     for stage, (start, stop) in zip(stages, places, strict=True):
         if stage.after is not None:
             stage.after(made[start:stop])

@@ -36,7 +36,7 @@ class _Collective(FusibleOperation, nn.Module):
         size = dist.get_world_size(self.group)
         if size == 1:
             return x
-        group = dist.group.WORLD if self.group is None else self.group
+        group: Any = dist.group.WORLD if self.group is None else self.group
         return self._reduced(x.contiguous(), size, group.group_name)
 
     def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
