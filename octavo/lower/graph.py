@@ -42,6 +42,7 @@ from octavo.layers.targets import span
 from octavo.lower import tape
 from octavo.lower.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
 from octavo.lower.modified import explain_modified, title_of
+from octavo.lower.transforms import why_active
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 
@@ -468,11 +469,8 @@ def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
     presence = _packed(inputs, tensors)
     plan = DIGEST + "|" + name + "|" + presence + "|" + _packed(buffers, tensors) + "|" + key
-    if is_onnx_export():
-        raise UnsupportedConfig(
-            "torch.onnx.export has no operators for Octavo's layers: ONNX knows neither their codes nor their scales. "
-            "Call octavo.revert(model) first, which brings torch's own layers back, and export that."
-        )
+    if why := _refusal():
+        raise UnsupportedConfig(why)
     found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], plan)
     return found
 
@@ -514,9 +512,14 @@ def while_tracing(call: Call) -> Call:
 
 
 @while_tracing
-def is_onnx_export() -> bool:
-    """Whether the code being traced is exported to ONNX."""
-    return torch.onnx.is_in_onnx_export()
+def _refusal() -> str:
+    """Why whoever traces cannot have a node of ours; empty as a rule."""
+    if torch.onnx.is_in_onnx_export():
+        return (
+            "torch.onnx.export has no operators for Octavo's layers: ONNX knows neither their codes nor their scales. "
+            "Call octavo.revert(model) first, which brings torch's own layers back, and export that."
+        )
+    return why_active()
 
 
 @while_tracing

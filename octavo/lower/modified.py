@@ -15,7 +15,8 @@ FOUND = re.compile(
 
 def title_of(owner: Any, layer: Any) -> str:
     """A name for the layer of a call: its module's, or else of the kind that it is."""
-    return str(owner.title()) if owner is not None else f"A layer of {layer.__name__.rpartition('.')[2]}"
+    kind = layer.__name__.rpartition(".")[2].replace("_", " ")
+    return f"A {kind} layer" if owner is None else str(owner.title())
 
 
 def refuse_modified(title: str, what: str, then: int, now: int) -> NoReturn:
