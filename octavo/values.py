@@ -222,7 +222,13 @@ def _parse_fields(word: str, rest: str, whole: str) -> tuple[Value, str]:
             settings[field.group(1)], rest = _parse_value(rest[field.end() :], whole)
             rest = _after_item(rest, whole)
         rest = rest[1:]
-    return cls(**settings), rest
+    try:
+        return cls(**settings), rest
+    except UnknownSetting:
+        raise
+    except TypeError as error:  # one that it cannot do without, or of a kind that it cannot compare
+        allowed = ", ".join(f.name for f in fields(cls)) or "none"  # type: ignore[arg-type]
+        raise UnsupportedConfig(f"Cannot read {whole!r}: {error}. Fields of {word}: {allowed}.") from None
 
 
 def _refuse_setting(cls: type[Value], setting: str) -> NoReturn:

@@ -29,6 +29,7 @@ from octavo.fuser.plan import (
 from octavo.layers import chain
 from octavo.layers.dry_run import Miscounted
 from octavo.lower import is_watched, run, run_in_graph, saved_elsewhere, while_tracing
+from octavo.lower.tensors import arrived
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 
@@ -138,6 +139,7 @@ class OperationFuser:
     ) -> tuple[Any, list[tuple[Any, ...]]]:
         """y, and what each operation gives away: None for what nobody outside of its run has. `channels` are those
         filled so far, and are filled further; `told` is a list to which runs are appended, while somebody asks."""
+        x = x if type(x) is Tensor else arrived(x)
         number, legacy = self._rules()
         if legacy and (found := find_fused(self.ops, (*(self.rules or ()), *pattern.everybodys()))) is not None:
             if not torch.compiler.is_compiling():

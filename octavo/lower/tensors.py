@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import Parameter
 
 from octavo.errors import UnsupportedDtype, UnsupportedShape
@@ -21,7 +22,11 @@ PARALLEL = (
     "a DTensor: tensor parallelism (parallelize_module, distribute_tensor) is not supported yet. Leave the layer out "
     "of the plan, or shard with FSDP2: fully_shard gives whole weights to the forward of the module it was called on"
 )
-UNWAITED = "a collective's result that was not waited for. Call .wait() on it first"
+
+
+def arrived(x: Any) -> Any:
+    """x itself; of a collective's result that nobody has waited for, what has come, as part of the graph."""
+    return torch.ops._c10d_functional.wait_tensor(x) if type(x) is AsyncCollectiveTensor else x
 
 
 def strange(tensor: Any, weight: bool = True) -> str:
@@ -42,11 +47,8 @@ def _strange_kind(kind: type, weight: bool) -> str:
     that overrides functions alone; of a weight these functions would not be called, where nn.Linear calls them."""
     if kind in OURS:
         return ""
-    if kind.__module__.startswith("torch.distributed"):
-        if kind.__name__ == "DTensor":
-            return PARALLEL
-        if kind.__name__ == "AsyncCollectiveTensor":
-            return UNWAITED
+    if kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed"):
+        return PARALLEL
     if not _overrides(kind, "__torch_dispatch__") and not (weight and _overrides(kind, "__torch_function__")):
         return ""
     return (

@@ -24,6 +24,7 @@ from octavo.lower import (
     saved_elsewhere,
 )
 from octavo.lower.held import HeldWeight, linked_token, parameter
+from octavo.lower.tensors import arrived
 from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.modules.ambient import ambient
 from octavo.modules.graph_refusal import graph_refusal
@@ -251,6 +252,7 @@ class GroupedLinear(FusibleOperation, Quantized):
                     "A GroupedTensor given as x holds rows, and this one holds columns. Quantize the other side."
                 )
             x = x.dequantize()
+        x = x if type(x) is Tensor else arrived(x)
         check_input("GroupedLinear", x)
         if type(own) is not nn.Parameter or own.layout is not torch.strided:
             check_weight("GroupedLinear, as its weight,", own)

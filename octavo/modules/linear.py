@@ -20,6 +20,7 @@ from octavo.layers.linear_config import Parts
 from octavo.layers.targets import Sought, Target
 from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
 from octavo.lower.held import HeldWeight, linked_token, parameter
+from octavo.lower.tensors import arrived
 from octavo.modules.ambient import ambient
 from octavo.modules.graph_refusal import graph_refusal
 from octavo.modules.inputs import check_input, check_weight
@@ -279,6 +280,7 @@ def _input(
         check_features(x, weight)
         lead = None if x.token is not None or len(x.shape) == 2 else x.shape[:-1]
         return x.token, tuple(x.tensors()), x.dtype, lead
+    x = x if type(x) is Tensor else arrived(x)
     check_input("Linear", x)
     check_features(x, weight)
     kind = x.device.type

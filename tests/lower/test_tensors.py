@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -48,6 +49,10 @@ class Named(torch.Tensor):
 
 
 class Mark(torch.Tensor):
+    pass
+
+
+class MarkedParameter(nn.Parameter):
     pass
 
 
@@ -193,8 +198,13 @@ def test_dtensors_are_refused_as_input_and_as_parameters(kind, recipe, mesh):
             module(given, *extras)
 
 
-def test_a_result_that_was_not_waited_for_is_refused(mesh):
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-    with pytest.raises(UnsupportedDtype, match=r"got a collective's result that was not waited for\. Call \.wait\(\)"):
-        octavo.Linear(K, K)(AsyncCollectiveTensor(torch.randn(ROWS, K)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_collectives_result_is_waited_for(kind, mesh):
+    """Tensor parallelism of the layers before leaves such behind."""
+    module, extras = build(kind, "fp8-block")
+    x = torch.randn(ROWS, K, requires_grad=True)
+    sent = all_reduce(x, "sum", mesh)  # of one's own x, where the others are not there
+    assert type(sent) is AsyncCollectiveTensor
+    found, want = (torch.autograd.grad(module(t, *extras).sum(), x)[0] for t in (sent, x))
+    assert torch.equal(found, want)
+    assert torch.equal(octavo.ops.GELU()(all_reduce(x, "sum", mesh)), octavo.ops.GELU()(x))
