@@ -108,7 +108,7 @@ class LayerNormMLP(_Block):
         return LayerNormMLP.forward
 
     def forward(self, input: Any, *extra_inputs: Any, op_kwargs: Any = None) -> Any:  # type: ignore[override]
-        if type(input) is Proxy:
+        if type(input) is not Tensor and isinstance(input, Proxy):
             refuse_symbol(type(self).__name__)
         if self.activation_recompute and torch.is_grad_enabled():
             run, recipe = super().forward, ambient.recipe

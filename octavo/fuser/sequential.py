@@ -220,7 +220,7 @@ class Sequential(NoTorchScript, nn.Sequential):
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(self, input: Any, *extra_inputs: Any, op_kwargs: dict[Any, dict[str, Any]] | None = None) -> Any:  # type: ignore[override]
-        if type(input) is Proxy:
+        if type(input) is not Tensor and isinstance(input, Proxy):
             refuse_symbol(type(self).__name__)
         call, x = self._begun(extra_inputs, op_kwargs), input
         # the loop is here, and not a function of its own: a graph that breaks in it breaks once

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedShape
 from octavo.fuser.operation import FusibleOperation
-from octavo.modules.activation import values_of
+from octavo.modules.activation import numbers, values_of
 from octavo.quant.qtensor import Join
 
 
@@ -67,7 +67,7 @@ class ReduceScatter(_Collective):
         if x.dim() == 0 or x.shape[0] % size:
             raise UnsupportedShape(
                 f"ReduceScatter leaves each process an equal part of x's rows, its first dim, and x of "
-                f"{tuple(x.shape)} does not divide by the {size} processes of the group. Pad the rows to a multiple "
+                f"{numbers(x)} does not divide by the {size} processes of the group. Pad the rows to a multiple "
                 f"of {size} and drop the padding after, or use AllReduce."
             )
         return _waited(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", size, group))

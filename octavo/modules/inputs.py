@@ -16,10 +16,10 @@ from octavo.lower.tensors import strange as strange
 
 def check_input(title: str, x: Any) -> None:
     """`x` is a tensor, or something else with a shape and a dtype that stands for one."""
+    if type(x) is not Tensor and isinstance(x, Proxy):  # some tracers' have a dtype
+        refuse_symbol(title)
     dtype = getattr(x, "dtype", None)
     if not isinstance(dtype, torch.dtype):
-        if type(x) is Proxy:
-            refuse_symbol(title)
         raise UnsupportedDtype(f"{title} takes a tensor, got {type(x).__name__}. Make one: torch.as_tensor(...).")
     if type(x) is HeldWeight:  # isinstance asks the metaclass of tensors, ten times as long
         refuse_codes(title)

@@ -30,6 +30,22 @@ def test_symbolic_trace_is_refused(kind, recipe):
             fx.symbolic_trace(root)
 
 
+class Sized(fx.Proxy):
+    """As tracers have it that know what values are like."""
+
+    @property
+    def dtype(self):
+        return torch.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_symbols_that_have_a_dtype_are_symbols(kind):
+    module, extras = build(kind, "bf16")
+    x = Sized(fx.Graph().placeholder("x"))
+    with pytest.raises(UnsupportedDtype, match=f"{name_of(kind)} {SYMBOL}"):
+        module(x, *extras)
+
+
 class Tracer(fx.Tracer):
     def is_leaf_module(self, m, name):
         return type(m).__module__.startswith("octavo.") or super().is_leaf_module(m, name)
