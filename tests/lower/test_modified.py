@@ -10,6 +10,15 @@ import octavo
 from octavo.errors import ModifiedInPlace, Unsupported
 from tests.lower.kinds import RECIPES, ROWS, K, build
 
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """A graph that was refused leaves a mark on the code of its function."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 # who needs a parameter itself in backward, whatever the recipe: all of bf16's do
 NEEDS_PARAMETERS = ("mlp",)
 TITLES = {

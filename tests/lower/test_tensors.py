@@ -22,6 +22,14 @@ FSDP = r"or shard with FSDP2: fully_shard gives whole weights to the forward of 
 SUBCLASS = r"a tensor subclass with operators of its own \(torchao's quantized weights are such\), and layers read"
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """A graph that was refused leaves a mark on the code of its function."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 class Quantized(torch.Tensor):
     """A stand-in for a quantized weight: values are twice what is stored."""
 

@@ -108,6 +108,7 @@ def test_what_is_no_recipe_is_refused_when_it_is_given(given, message):
 
 @pytest.mark.parametrize("given", ["fp8-block", Delayed(history=3)], ids=str)
 def test_a_graph_enters_it_by_name_and_by_value(given):
+    torch._dynamo.reset()
     layer = make(None)
 
     def call(x):
