@@ -24,10 +24,10 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Self, TypeVar, dataclass_transform
+from typing import Any, NoReturn, Self, TypeVar, dataclass_transform
 
-from octavo.errors import UnsupportedConfig
-from octavo.formats import FORMATS, Format
+from octavo.errors import UnknownSetting, UnsupportedConfig, nearest
+from octavo.formats import FORMATS, Format, format_named
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _LITERAL = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
@@ -37,6 +37,7 @@ _BRACKET = re.compile(r"[()]|'(?:[^'\\]|\\.)*'?|\"(?:[^\"\\]|\\.)*\"?")  # or a 
 DEEPEST, DIGITS = 32, 100  # brackets around one another; characters of a number
 _DEPTH_RULE = f"too many brackets: they go at most {DEEPEST} deep. Flatten it."
 _SHOWN = 200  # characters of a long string that a refusal quotes
+_BARE = re.compile(r"([=(,]\s*)([A-Za-z][A-Za-z0-9_.-]*)(?=\s*[,)])")  # a value that is a word without quotes
 _WORDS = {"None": None, "True": True, "False": False}
 _BY_NAME: dict[str, "type[Value]"] = {}
 
@@ -55,6 +56,9 @@ class Value:
                 f"{cls.__qualname__} has no registered name, so it has no canonical string and could be mistaken for "
                 f"its parent. Decorate it with @octavo.values.register('a-name-of-its-own')."
             )
+        known = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        if not settings.keys() <= known.keys():
+            _refuse_setting(cls, next(name for name in settings if name not in known))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -109,6 +113,16 @@ def register(name: str) -> Callable[[T], T]:
 
 def parse(text: str) -> Any:
     """The value whose `key` is `text`. Names alone stand for their defaults: `fp8-block`."""
+    try:
+        return _parse(text)
+    except UnsupportedConfig as error:
+        right = _with_quotes(text)
+        if right is None:
+            raise
+        raise UnsupportedConfig(f"{error} Text takes quotes: write {shown(right)!r}.") from None
+
+
+def _parse(text: str) -> Any:
     _check_depth(text)
     whole = shown(text)
     value, at = _parse_value(text, _skip(text, 0), whole)
@@ -116,6 +130,24 @@ def parse(text: str) -> Any:
     if at < len(text):
         raise UnsupportedConfig(f"Cannot read {whole!r}: {_rest(text, at)} is left over after the first value.")
     return value
+
+
+def _with_quotes(text: str) -> str | None:
+    """The string that is meant by one whose words lack their quotes, if that can be read."""
+    for known in (_BY_NAME, ()):  # first without those that have a meaning as they are
+
+        def quoted(found: re.Match[str], known: Any = known) -> str:
+            word = found[2]
+            return found[0] if word in FORMATS or word in _WORDS or word in known else f"{found[1]}'{word}'"
+
+        right = _BARE.sub(quoted, text)
+        try:
+            if right != text:
+                _parse(right)
+                return right
+        except UnsupportedConfig:
+            pass
+    return None
 
 
 def shown(text: str) -> str:
@@ -237,8 +269,10 @@ def _parse_fields(word: str, text: str, at: int, whole: str) -> tuple[Value, int
     cls = _BY_NAME.get(word)
     if cls is None:
         known = ", ".join(_BY_NAME)
+        meant = format_named(word)
+        hint = "" if meant is None else f" Did you mean {meant}?"
         raise UnsupportedConfig(
-            f"Cannot read {whole!r}: no value is registered as {shown(word)!r}. Registered: {known}."
+            f"Cannot read {whole!r}: no value is registered as {shown(word)!r}. Registered: {known}.{hint}"
         )
     settings: dict[str, Any] = {}
     if text.startswith("(", at):
@@ -254,6 +288,14 @@ def _parse_fields(word: str, text: str, at: int, whole: str) -> tuple[Value, int
         at += 1
     try:
         return cls(**settings), at
-    except TypeError as error:
+    except UnknownSetting:
+        raise
+    except TypeError as error:  # one that it cannot do without, or of a kind that it cannot compare
         allowed = ", ".join(f.name for f in fields(cls)) or "none"  # type: ignore[arg-type]
         raise UnsupportedConfig(f"Cannot read {whole!r}: {shown(str(error))}. Fields of {word}: {allowed}.") from None
+
+
+def _refuse_setting(cls: type[Value], setting: str) -> NoReturn:
+    name, known = cls.registered_name, [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    near, fields_known = nearest(setting, known), ", ".join(known) or "none"
+    raise UnknownSetting(f"{name} has no setting {shown(setting)!r}.{near} Fields of {name}: {fields_known}.")

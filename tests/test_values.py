@@ -72,7 +72,7 @@ def test_a_hostile_recipe_is_refused_in_a_short_sentence(text):
     with pytest.raises(UnsupportedConfig) as refusal:
         octavo.recipe(text)
     assert len(str(refusal.value)) < 1000
-    assert str(refusal.value).endswith((".", ")"))
+    assert str(refusal.value).endswith((".", ")", "?"))
 
 
 @pytest.mark.parametrize("text", [t for t in HOSTILE.values() if len(t) < 10**5], ids=lambda t: t[:30])

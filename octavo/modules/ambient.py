@@ -7,6 +7,7 @@ and whenever it runs.
 
 import threading
 from types import TracebackType
+from typing import Any
 
 from torch import Tensor
 
@@ -35,8 +36,10 @@ class autocast:
         if isinstance(recipe, str):
             _learn(recipe)
             self.recipe = _KNOWN[recipe]
-        else:
+        elif isinstance(recipe, Recipe):
             self.recipe = recipe
+        else:
+            self.recipe = _refused(recipe)
 
     def __enter__(self) -> "autocast":
         ambient.outer = (ambient.recipe, ambient.outer)
@@ -83,6 +86,15 @@ class microbatch:
 
 # by what was written: a compiler that traces a `with` statement reads them here, and does not trace the parser
 _KNOWN: dict[str, Recipe] = {name: recipe(name) for name in SHIPPED}
+
+
+def _refused(found: Any) -> Recipe:
+    if found is None:
+        raise UnsupportedConfig(
+            "octavo.autocast takes a recipe, got None. For layers without quantization enter octavo.autocast('bf16'); "
+            "to leave them as they are, leave autocast out: contextlib.nullcontext()."
+        )
+    return recipe(found)  # which says what it is instead
 
 
 @while_tracing

@@ -490,7 +490,10 @@ class Quantized(nn.Module):
             inputs = inputs._replace(out=out)
         found, config = self.LAYER.Buffers(*buffers), self.LAYER.config(key)
         watched = parts if parts and config.kept_w == "plain" else ()
-        return run(self.LAYER, config, inputs, found, differentiable=grads != "", anchored=elsewhere, watched=watched)
+        return run(
+            self.LAYER, config, inputs, found, differentiable=grads != "", anchored=elsewhere, watched=watched,
+            owner=self,
+        )  # fmt: skip
 
     def _writes(self, grads: str, observe: str, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
         """What backward writes besides its results: main_grad, dy's amax, the counter of rounding, the mailbox."""
