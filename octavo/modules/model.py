@@ -146,9 +146,13 @@ def _key(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+# what torch.compile, activation checkpointing and Fabric put around a module, and leave out of state dicts
+_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
+
+
 def _plain(path: str) -> str:
-    """A path without what `torch.compile` puts around a module."""
-    return ".".join(part for part in path.split(".") if part != "_orig_mod")
+    """A path without what wrappers put into it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _by_layer(state: Any) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
@@ -166,7 +170,9 @@ def _by_layer(state: Any) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
             continue
         own = found.setdefault(match["path"] or "", {})
         if match["name"] in own:
-            raise UnsupportedConfig(f"The state has {_plain(key)!r} twice, with and without _orig_mod. Drop one.")
+            raise UnsupportedConfig(
+                f"The state has {_plain(key)!r} twice, with and without the name of a wrapper. Drop one."
+            )
         own[match["name"]] = tensor
     return found, strange
 
