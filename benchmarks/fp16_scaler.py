@@ -119,7 +119,7 @@ def train(plan: Plan, scaling: Scaling, name: str | None, *, keep_head: bool = F
         octavo.convert(model, name, exclude=HEAD if keep_head else (), high_precision=())
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
-    attached = octavo.attach(model, optimizer)
+    attached = None if name is None else octavo.attach(model, optimizer)
     scaler = torch.amp.GradScaler(plan.device.type, **asdict(scaling))
     losses: list[Tensor] = []
     scales, skipped = [(0, scaler.get_scale())], []
@@ -141,7 +141,8 @@ def train(plan: Plan, scaling: Scaling, name: str | None, *, keep_head: bool = F
         if scale != scales[-1][1]:
             scales.append((step, scale))
         losses.append(loss.detach())
-    attached.remove()
+    if attached is not None:
+        attached.remove()
     curve = torch.stack(losses).tolist()
     kept = sorted({*range(0, plan.steps, max(1, plan.steps // POINTS)), plan.steps - 1})
     return Outcome(

@@ -4,6 +4,9 @@ Every refusal is a sentence with three parts: the rule, the value that broke it,
 built-in exception a caller would expect, so `except ValueError` keeps working.
 """
 
+import difflib
+from collections.abc import Iterable
+
 
 class Unsupported(Exception):
     """Base of every refusal. Catch this to catch them all."""
@@ -29,10 +32,39 @@ class UnsupportedConfig(Unsupported, ValueError):
     """A setting, or a combination of settings, that has no meaning."""
 
 
+class UnknownSetting(UnsupportedConfig, TypeError):
+    """A setting by a name that there is none of."""
+
+
+class ModifiedInPlace(Unsupported, RuntimeError):
+    """A tensor that backward needs was written to after forward."""
+
+
 def check_choice(value: object, allowed: tuple[object, ...], *, what: str) -> None:
     """Refuse a setting outside its list; the message is the list."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
-        raise UnsupportedConfig(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
+        texts = [choice for choice in allowed if isinstance(choice, str)]
+        hint = nearest(value, texts) if isinstance(value, str) else ""
+        if not isinstance(value, str) and str(value) in texts:
+            hint = f" Pass the string {str(value)!r}."
+        raise UnsupportedConfig(f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}.{hint}")
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """ " Did you mean 'x'?", for a word that may be a misspelt name; empty if none is like it."""
+    wanted, known = _letters(word), {name: _letters(name) for name in names}
+    found = [name for name, letters in known.items() if letters == wanted]
+    found = found or [name for name, letters in known.items() if wanted and letters.startswith(wanted)]
+    found = found or [name for name, letters in known.items() if wanted and wanted in letters]
+    if not found:
+        close = difflib.get_close_matches(wanted, known.values(), 1)
+        found = [name for name, letters in known.items() if letters in close]
+    return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def _letters(text: str) -> str:
+    """Letters and digits alone, in small letters: how a name sounds."""
+    return "".join([c for c in text.lower() if c.isalnum()])
 
 
 def check_not_negative(value: object, *, what: str) -> None:

@@ -14,12 +14,13 @@ The clamp before each cast is deliberate: torch 2.11 turns an E4M3 overflow into
 an E5M2 overflow into Inf.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from octavo.errors import UnsupportedDtype, UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -130,6 +131,24 @@ _DECODERS = {
     "E2M1": _decode_e2m1,
     "E8M0": _decode_e8m0,
 }
+
+
+def format_named(text: str, among: Iterable[Format] = FORMATS.values()) -> Format | None:
+    """The format that a string such as "e4m3", or the name of a dtype, has in mind."""
+    return next((fmt for fmt in among if fmt.name.lower() in text.lower()), None)
+
+
+def check_format(fmt: object, allowed: tuple[Format, ...], *, what: str) -> None:
+    """Refuse a format outside the list, or something that only names one."""
+    if isinstance(fmt, Format) and fmt in allowed:
+        return
+    meant = format_named(str(fmt), allowed) if isinstance(fmt, str | torch.dtype) else None
+    hint = (
+        f" Pass octavo.formats.{meant}, a Format and no {type(fmt).__name__}; in a recipe's string it is {meant}, "
+        "without quotes."
+    )
+    names = ", ".join([choice.name for choice in allowed])
+    raise UnsupportedConfig(f"{what} must be one of {names}, got {fmt!r}.{hint if meant else ''}")
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:

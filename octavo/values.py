@@ -14,6 +14,9 @@ class takes part only under a name of its own.
 
 `register` makes the class a frozen dataclass. A class that was never registered cannot be constructed: it would have no
 string, and an unregistered subclass would silently borrow its parent's.
+
+Brackets nest at most DEEPEST deep and a number has at most DIGITS characters, in strings and in values alike, so that
+every value has a string that parses. Parsing reads a string once, from left to right: its work grows with the length.
 """
 
 import ast
@@ -21,13 +24,20 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Self, TypeVar, dataclass_transform
+from typing import Any, NoReturn, Self, TypeVar, dataclass_transform
 
-from octavo.errors import UnsupportedConfig
-from octavo.formats import FORMATS, Format
+from octavo.errors import UnknownSetting, UnsupportedConfig, nearest
+from octavo.formats import FORMATS, Format, format_named
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _LITERAL = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+_SPACE = re.compile(r"\s*")
+_FIELD = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*")
+_BRACKET = re.compile(r"[()]|'(?:[^'\\]|\\.)*'?|\"(?:[^\"\\]|\\.)*\"?")  # or a string, whose brackets are text
+DEEPEST, DIGITS = 32, 100  # brackets around one another; characters of a number
+_DEPTH_RULE = f"too many brackets: they go at most {DEEPEST} deep. Flatten it."
+_SHOWN = 200  # characters of a long string that a refusal quotes
+_BARE = re.compile(r"([=(,]\s*)([A-Za-z][A-Za-z0-9_.-]*)(?=\s*[,)])")  # a value that is a word without quotes
 _WORDS = {"None": None, "True": True, "False": False}
 _BY_NAME: dict[str, "type[Value]"] = {}
 
@@ -46,14 +56,22 @@ class Value:
                 f"{cls.__qualname__} has no registered name, so it has no canonical string and could be mistaken for "
                 f"its parent. Decorate it with @octavo.values.register('a-name-of-its-own')."
             )
+        known = cls.__dataclass_fields__  # type: ignore[attr-defined]
+        if not settings.keys() <= known.keys():
+            _refuse_setting(cls, next(name for name in settings if name not in known))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
-            if type(field.default) is float and type(getattr(self, field.name)) is int:
-                object.__setattr__(self, field.name, float(getattr(self, field.name)))
+            item = getattr(self, field.name)
+            if type(item) is int:
+                _check_digits(item, f"{type(self).__name__}.{field.name}")
+                if type(field.default) is float:
+                    object.__setattr__(self, field.name, float(item))
         self.validate()
-        object.__setattr__(self, "key", _format(self))
+        key = _format(self)
+        _check_depth(key)
+        object.__setattr__(self, "key", key)
 
     def validate(self) -> None:
         """Refuse settings that have no meaning, naming what is allowed."""
@@ -95,10 +113,46 @@ def register(name: str) -> Callable[[T], T]:
 
 def parse(text: str) -> Any:
     """The value whose `key` is `text`. Names alone stand for their defaults: `fp8-block`."""
-    value, rest = _parse_value(text.strip(), text)
-    if rest.strip():
-        raise UnsupportedConfig(f"Cannot read {text!r}: {rest.strip()!r} is left over after the first value.")
+    try:
+        return _parse(text)
+    except UnsupportedConfig as error:
+        right = _with_quotes(text)
+        if right is None:
+            raise
+        raise UnsupportedConfig(f"{error} Text takes quotes: write {shown(right)!r}.") from None
+
+
+def _parse(text: str) -> Any:
+    _check_depth(text)
+    whole = shown(text)
+    value, at = _parse_value(text, _skip(text, 0), whole)
+    at = _skip(text, at)
+    if at < len(text):
+        raise UnsupportedConfig(f"Cannot read {whole!r}: {_rest(text, at)} is left over after the first value.")
     return value
+
+
+def _with_quotes(text: str) -> str | None:
+    """The string that is meant by one whose words lack their quotes, if that can be read."""
+    for known in (_BY_NAME, ()):  # first without those that have a meaning as they are
+
+        def quoted(found: re.Match[str], known: Any = known) -> str:
+            word = found[2]
+            return found[0] if word in FORMATS or word in _WORDS or word in known else f"{found[1]}'{word}'"
+
+        right = _BARE.sub(quoted, text)
+        try:
+            if right != text:
+                _parse(right)
+                return right
+        except UnsupportedConfig:
+            pass
+    return None
+
+
+def shown(text: str) -> str:
+    """The text as a refusal quotes it: only the beginning of a long one."""
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def names(kind: type[Value]) -> tuple[str, ...]:
@@ -116,13 +170,17 @@ def _format(value: Value) -> str:
     return value.registered_name + (f"({','.join(changed)})" if changed else "")
 
 
-def _format_item(item: object, where: str) -> str:
+def _format_item(item: object, where: str, depth: int = 2) -> str:
     if isinstance(item, Value):
         return item.key
     if isinstance(item, Format):
         return item.name
     if isinstance(item, tuple):
-        return "(" + "".join(_format_item(i, where) + "," for i in item) + ")"
+        if depth > DEEPEST:
+            raise UnsupportedConfig(f"{where} nests {_DEPTH_RULE}")
+        return "(" + "".join(_format_item(i, where, depth + 1) + "," for i in item) + ")"
+    if type(item) is int:
+        _check_digits(item, where)
     if item is None or type(item) in (bool, int, str) or (type(item) is float and math.isfinite(item)):
         return repr(item)
     raise UnsupportedConfig(
@@ -131,63 +189,113 @@ def _format_item(item: object, where: str) -> str:
     )
 
 
-def _parse_value(text: str, whole: str) -> tuple[Any, str]:
-    """One value at the head of `text`, and what follows it."""
-    if text.startswith("("):
-        return _parse_tuple(text[1:], whole)
-    if literal := _LITERAL.match(text):
-        try:
-            return ast.literal_eval(literal.group()), text[literal.end() :]
-        except (SyntaxError, ValueError):
-            raise UnsupportedConfig(f"Cannot read {whole!r}: {literal.group()} is no number or string.") from None
-    name = _NAME.match(text)
+def _check_digits(number: int, where: str) -> None:
+    """Refuse an int that is too long to print; Python itself refuses beyond some thousand digits."""
+    if not -(10 ** (DIGITS - 1)) < number < 10**DIGITS:
+        raise UnsupportedConfig(
+            f"{where} is an int of at most {DIGITS} characters, got a longer one. Use a smaller one."
+        )
+
+
+def _check_depth(text: str) -> None:
+    """Refuse deep nesting before a recursive parser meets it."""
+    if text.count("(") <= DEEPEST:
+        return
+    depth = 0
+    for bracket in _BRACKET.finditer(text):
+        depth += {"(": 1, ")": -1}.get(bracket.group(), 0)
+        if depth > DEEPEST:
+            raise UnsupportedConfig(f"{shown(text)!r} nests {_DEPTH_RULE}")
+
+
+def _skip(text: str, at: int) -> int:
+    """The position of the next character that is no space."""
+    space = _SPACE.match(text, at)
+    assert space is not None
+    return space.end()
+
+
+def _rest(text: str, at: int) -> str:
+    return repr(shown(text[at : at + _SHOWN + 1]))
+
+
+def _parse_value(text: str, at: int, whole: str) -> tuple[Any, int]:
+    """The value that begins at a position of `text`, and the position after it. Refusals quote `whole`."""
+    if text.startswith("(", at):
+        return _parse_tuple(text, at + 1, whole)
+    if literal := _LITERAL.match(text, at):
+        return _parse_literal(literal.group(), whole), literal.end()
+    name = _NAME.match(text, at)
     if name is None:
-        raise UnsupportedConfig(f"Cannot read {whole!r}: expected a value at {text!r}.")
-    word, rest = name.group(), text[name.end() :]
+        raise UnsupportedConfig(f"Cannot read {whole!r}: expected a value at {_rest(text, at)}.")
+    word, at = name.group(), name.end()
     if word in _WORDS:
-        return _WORDS[word], rest
+        return _WORDS[word], at
     if word in FORMATS:
-        return FORMATS[word], rest
-    return _parse_fields(word, rest, whole)
+        return FORMATS[word], at
+    return _parse_fields(word, text, at, whole)
 
 
-def _parse_tuple(text: str, whole: str) -> tuple[tuple[Any, ...], str]:
+def _parse_literal(literal: str, whole: str) -> Any:
+    if literal[0] not in "'\"" and len(literal) > DIGITS:
+        raise UnsupportedConfig(
+            f"Cannot read {whole!r}: a number has at most {DIGITS} characters, got {len(literal)}. Write a shorter one."
+        )
+    try:
+        return ast.literal_eval(literal)
+    except (SyntaxError, ValueError):
+        raise UnsupportedConfig(f"Cannot read {whole!r}: {shown(literal)} is no number or string.") from None
+
+
+def _parse_tuple(text: str, at: int, whole: str) -> tuple[tuple[Any, ...], int]:
     items = []
-    text = text.lstrip()
-    while not text.startswith(")"):
-        item, text = _parse_value(text, whole)
+    at = _skip(text, at)
+    while not text.startswith(")", at):
+        item, at = _parse_value(text, at, whole)
         items.append(item)
-        text = _after_item(text, whole)
-    return tuple(items), text[1:]
+        at = _after_item(text, at, whole)
+    return tuple(items), at + 1
 
 
-def _after_item(text: str, whole: str) -> str:
-    """What follows an item of a list: past the comma, or at the bracket that closes it."""
-    text = text.lstrip()
-    if not text.startswith((",", ")")):
-        raise UnsupportedConfig(f"Cannot read {whole!r}: expected , or ) at {text!r}.")
-    return text.removeprefix(",").lstrip()
+def _after_item(text: str, at: int, whole: str) -> int:
+    """The position after an item of a list: past the comma, or at the bracket that closes it."""
+    at = _skip(text, at)
+    if not text.startswith((",", ")"), at):
+        raise UnsupportedConfig(f"Cannot read {whole!r}: expected , or ) at {_rest(text, at)}.")
+    return _skip(text, at + 1) if text.startswith(",", at) else at
 
 
-def _parse_fields(word: str, rest: str, whole: str) -> tuple[Value, str]:
+def _parse_fields(word: str, text: str, at: int, whole: str) -> tuple[Value, int]:
     cls = _BY_NAME.get(word)
     if cls is None:
         known = ", ".join(_BY_NAME)
-        raise UnsupportedConfig(f"Cannot read {whole!r}: no value is registered as {word!r}. Registered: {known}.")
+        meant = format_named(word)
+        hint = "" if meant is None else f" Did you mean {meant}?"
+        raise UnsupportedConfig(
+            f"Cannot read {whole!r}: no value is registered as {shown(word)!r}. Registered: {known}.{hint}"
+        )
     settings: dict[str, Any] = {}
-    if rest.startswith("("):
-        rest = rest[1:].lstrip()
-        while not rest.startswith(")"):
-            field = re.match(r"\s*([A-Za-z_]\w*)\s*=\s*", rest)
+    if text.startswith("(", at):
+        at = _skip(text, at + 1)
+        while not text.startswith(")", at):
+            field = _FIELD.match(text, at)
             if field is None:
-                raise UnsupportedConfig(f"Cannot read {whole!r}: expected field=value at {rest!r}.")
+                raise UnsupportedConfig(f"Cannot read {whole!r}: expected field=value at {_rest(text, at)}.")
             if field.group(1) in settings:
-                raise UnsupportedConfig(f"Cannot read {whole!r}: {field.group(1)!r} is given twice.")
-            settings[field.group(1)], rest = _parse_value(rest[field.end() :], whole)
-            rest = _after_item(rest, whole)
-        rest = rest[1:]
+                raise UnsupportedConfig(f"Cannot read {whole!r}: {shown(field.group(1))!r} is given twice.")
+            settings[field.group(1)], at = _parse_value(text, field.end(), whole)
+            at = _after_item(text, at, whole)
+        at += 1
     try:
-        return cls(**settings), rest
-    except TypeError as error:
+        return cls(**settings), at
+    except UnknownSetting:
+        raise
+    except TypeError as error:  # one that it cannot do without, or of a kind that it cannot compare
         allowed = ", ".join(f.name for f in fields(cls)) or "none"  # type: ignore[arg-type]
-        raise UnsupportedConfig(f"Cannot read {whole!r}: {error}. Fields of {word}: {allowed}.") from None
+        raise UnsupportedConfig(f"Cannot read {whole!r}: {shown(str(error))}. Fields of {word}: {allowed}.") from None
+
+
+def _refuse_setting(cls: type[Value], setting: str) -> NoReturn:
+    name, known = cls.registered_name, [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    near, fields_known = nearest(setting, known), ", ".join(known) or "none"
+    raise UnknownSetting(f"{name} has no setting {shown(setting)!r}.{near} Fields of {name}: {fields_known}.")

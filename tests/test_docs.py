@@ -32,6 +32,16 @@ def test_the_page_about_fp16(capsys):
     assert max(len(p.split()) for p in paragraphs(page)) <= LONGEST
 
 
+def test_the_weight_cache_of_a_model_whose_forward_takes_no_flag():
+    """Its loop fills the caches of the layers that it calls."""
+    (example,) = [e for e in examples((DOCS / "linear.md").read_text()) if "octavo.microbatch" in e]
+    names = {}
+    exec(example, names)
+    assert names["loss"].isfinite()
+    caches = [name for name, _ in names["model"].named_buffers() if name.endswith("weight_row_codes")]
+    assert caches == ["up.weight_row_codes", "down.weight_row_codes"]
+
+
 def test_the_readme_links_every_page():
     readme = (DOCS.parent / "README.md").read_text()
     for page in DOCS.glob("*.md"):

@@ -25,6 +25,7 @@ ORDER = (
     "ops",
     "distributed",
     "cli",
+    "__main__",
 )
 ANYONES = "version"  # imports nothing of ours, so anything may import it
 ROOT = Path(octavo.__file__).parent

@@ -1,4 +1,5 @@
-"""The `octavo` command. A subcommand is a file here with `add_arguments(parser)` and `run(arguments) -> exit code`."""
+"""The `octavo` command. A subcommand is a file here with `add_arguments(parser)` and `run(arguments) -> exit code`; its
+docstring is its help text."""
 
 import argparse
 import os
@@ -8,27 +9,60 @@ from collections.abc import Sequence
 # oneDNN on some virtual machines picks AMX instructions that die with SIGILL; it reads this at its first matmul
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-from octavo.cli import bench, doctor, explain, train
+from octavo.cli import bench, doctor, explain, output, train
 from octavo.errors import Unsupported
 from octavo.version import __version__
 
 COMMANDS = {"doctor": doctor, "train": train, "bench": bench, "explain": explain}
+INTERRUPTED, BROKEN_PIPE = 130, 141  # exit codes: as a shell reports SIGINT and SIGPIPE
+DESCRIPTION = "Low-precision training for PyTorch: check a machine, try a recipe, time it, look at what is compiled."
+EPILOG = """\
+Start with `octavo doctor`. `octavo COMMAND --help` shows the options of a command and an example.
+
+Ctrl-C ends a command; doctor, train and bench then print the results so far, and write them to the file of --json.
+Exit codes: 0 done, 1 a check failed, 2 wrong arguments or a machine that lacks something, 130 ended by Ctrl-C.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="octavo", description="Low-precision training for PyTorch.")
-    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        text = module.__doc__ or ""
-        command = commands.add_parser(
-            name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
-        module.add_arguments(command)
-    arguments = parser.parse_args(argv)
     try:
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:  # `octavo doctor | head -1`: the reader has what it wanted
+        output.drop_broken()
+        return BROKEN_PIPE
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    name = f"octavo {arguments.command}"
+    try:
+        if isinstance(target := getattr(arguments, "json", None), str):
+            output.check(target)
         code: int = COMMANDS[arguments.command].run(arguments)
         return code
     except Unsupported as refusal:
-        print(f"octavo {arguments.command}: {refusal}", file=sys.stderr)
+        print(f"{name}: {refusal}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt as stop:
+        print(f"{name}: interrupted. {str(stop) or 'Nothing was written.'}", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="octavo", description=DESCRIPTION, epilog=EPILOG, formatter_class=plain)
+    parser.add_argument("--version", action="version", version=f"octavo {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, module in COMMANDS.items():
+        text = module.__doc__ or ""
+        command = commands.add_parser(name, help=text.splitlines()[0], description=text, formatter_class=plain)
+        module.add_arguments(command)
+    return parser

@@ -1,25 +1,34 @@
-"""Which recipe runs how on this machine, each cell proven by running a tile against the reference.
+"""Check which recipes run on this machine, and how: a table with a row for each recipe.
 
-native      the chip's own instructions
-emulated    the true codes, multiplied in bfloat16 with float32 accumulation
-reference   plain torch, float64 accumulation
-failed      the tile came out wrong, or raised: exit code 1
--           nothing to quantize
+Every entry comes from a small product that is run here and compared with a slow, exact one. It takes some seconds, and
+longer on a GPU the first time, when kernels are compiled.
+
+    quantize               casts to low precision
+    fprop, dgrad, wgrad    the three matrix products of a linear layer: output, gradient of the input, of the weight
+    grouped                a layer of several experts
+
+    native      runs by the GPU's own low-precision instructions
+    emulated    the same low-precision values, multiplied in bfloat16: right, but no faster than bfloat16
+    reference   plain torch, for machines without a GPU: right, and slow
+    failed      the result was wrong, or there was an error; the exit code is then 1
+    -           there is nothing to check: bf16 is not cast
+
+example: octavo doctor --json > doctor.json
 """
 
 import argparse
 import copy
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo import backend
-from octavo.cli import machine, table
+from octavo.cli import machine, output, table
 from octavo.cli.known_bad import known_bad
 from octavo.kernels import grouped_gemm
 from octavo.kernels.gemm import gemm, native, route
@@ -43,29 +52,31 @@ class Cell:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--device", default=None, help="cpu or cuda[:index]; default: the GPU if there is one")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
+    machine.add_device(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     device = machine.parse_device(arguments.device)
-    report = diagnose(device)
-    print(json.dumps(report, indent=2) if arguments.json else render(report))
+    report = output.produce(partial(examine, device), render, "-" if arguments.json else None, indent=2)
     return 1 if report["failed"] else 0
 
 
 def diagnose(device: torch.device) -> dict[str, Any]:
     """The whole report, as plain data."""
-    rows = {name: {c: asdict(cell) for c, cell in probe(recipe(name), device).items()} for name in SHIPPED}
-    failed = [f"{name} {column}" for name, cells in rows.items() for column, cell in cells.items()
-              if cell["status"] == "failed"]  # fmt: skip
+    report: dict[str, Any] = {}
+    examine(device, report)
+    return report
+
+
+def examine(device: torch.device, report: dict[str, Any]) -> None:
+    """Fill the report, one recipe after another."""
     facts = machine.describe(device)
-    return {
-        "machine": facts,
-        "recipes": rows,
-        "known_bad": known_bad(facts, dict(os.environ)),
-        "failed": failed,
-    }
+    report |= {"machine": facts, "recipes": {}, "known_bad": known_bad(facts, dict(os.environ)), "failed": []}
+    for name in SHIPPED:
+        cells = probe(recipe(name), device)
+        report["recipes"][name] = {column: asdict(cell) for column, cell in cells.items()}
+        report["failed"] += [f"{name} {column}" for column, cell in cells.items() if cell.status == "failed"]
 
 
 def probe(subject: Recipe, device: torch.device) -> dict[str, Cell]:
@@ -174,6 +185,8 @@ def _grouped_step(layer: Any, x: Tensor, dy: Tensor, sizes: Tensor) -> list[Tens
 
 
 def render(report: dict[str, Any]) -> str:
+    if not report.get("recipes"):
+        return ""
     facts = report["machine"]
     gpu = f"{facts['gpu']} ({facts['capability']}, {facts['memory_gib']} GiB)" if facts["gpu"] else "no GPU"
     versions = ", ".join(f"{name} {facts[name]}" for name in ("octavo", "torch", "triton", "cuda") if facts[name])
@@ -195,6 +208,8 @@ def _verdict(report: dict[str, Any]) -> str:
     if report["failed"]:
         return f"{len(report['failed'])} probes failed: {', '.join(report['failed'])}."
     count = len(report["recipes"])
+    if "interrupted" in report:
+        return f"Interrupted: {count} of {len(SHIPPED)} recipes were checked, and run here."
     if report["machine"]["gpu"] is None:
         return f"All {count} recipes run here, on the reference: exact codes and scales, no speed."
     return f"All {count} recipes run here: each was checked against the reference, byte for byte or within its bound."

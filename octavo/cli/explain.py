@@ -1,29 +1,29 @@
-"""What torch.compile makes of a model: graphs, breaks, recompiles, CUDA graph skips, and how each layer runs.
+"""Show what torch.compile makes of your model: graphs, breaks, recompiles, CUDA graph skips, and how each layer runs.
 
-    octavo explain package.module:function --fail-on break,recompile,skip
-
-The function takes no arguments and returns what is to be called, either way:
+Write a function in a module of yours. It takes no arguments and returns the model and its inputs, in either form:
 
     model, x, y                           one call, model(x, y)
     model, [(x1, y1), (x2, y2)]           a call for each tuple of the list: another size shows its recompile
 
-It is looked for in the current folder and where Python looks. Forward and backward run on a copy of the model: under
-Inductor on a GPU, with CUDA graphs unless --mode says otherwise; on a CPU the graphs are taken and no code is
-generated, unless --mode is given. Exit code 1: a condition of --fail-on is met.
+The module is looked for in the current folder and where Python looks. Forward and backward run on a copy of the model:
+under Inductor on a GPU, with CUDA graphs unless --mode says otherwise; on a CPU the graphs are taken and no code is
+generated, unless --mode is given. It takes as long as torch.compile does for your model. The exit code is 1 if a
+condition of --fail-on is met.
+
+example: octavo explain mymodule:example --fail-on break,recompile,skip
 """
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from octavo.cli import output
 from octavo.cli.train import check_compiler
 from octavo.errors import UnsupportedConfig
 from octavo.modules import explain
@@ -38,25 +38,26 @@ Batches = list[tuple[Any, ...]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="module:function", help="what makes the model and its inputs")
-    parser.add_argument("--mode", default=None, help="of torch.compile, such as default or reduce-overhead")
-    parser.add_argument("--fail-on", default="", metavar="WHAT", help=f"a list of: {','.join(CONDITIONS)}")
-    parser.add_argument("--json", default=None, metavar="FILE", help="also write the report there; - prints it instead")
+    parser.add_argument("target", metavar="module:function", help="your function, such as mymodule:example")
+    parser.add_argument(
+        "--mode", default=None,
+        help="mode of torch.compile, such as max-autotune; default: reduce-overhead on a GPU, none on a CPU",
+    )  # fmt: skip
+    parser.add_argument(
+        "--fail-on", default="", metavar="LIST",
+        help=f"exit with code 1 if there is one of these, comma-separated: {', '.join(CONDITIONS)}; default: none",
+    )  # fmt: skip
+    output.add_json(parser, "the report")
 
 
 def run(arguments: argparse.Namespace) -> int:
     conditions = parse_conditions(arguments.fail_on)
-    if arguments.json not in (None, "-") and not Path(arguments.json).parent.is_dir():
-        raise UnsupportedConfig(f"--json writes into a folder that exists, got {arguments.json}. Make it first.")
     with redirect_stdout(sys.stderr), _here():  # what the model prints is no part of the report
         model, batches = load(arguments.target)
         if arguments.mode is not None:
             check_compiler(_device(model))
         report = explain(model, *batches[0], then=batches[1:], mode=arguments.mode)
-    text = json.dumps(report.as_dict(), indent=1)
-    print(text if arguments.json == "-" else report)
-    if arguments.json not in (None, "-"):
-        Path(arguments.json).write_text(text + "\n")
+    output.deliver(report.as_dict(), str(report), arguments.json)
     if "skip" in conditions and not report.cudagraphs:
         print("No CUDA graphs were asked for, so that none can be skipped here.", file=sys.stderr)
     failed = failures(report, conditions)

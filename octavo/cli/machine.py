@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import platform
+from argparse import ArgumentParser
 from typing import Any
 
 import torch
@@ -38,16 +39,28 @@ def describe(device: torch.device) -> dict[str, Any]:
     return facts
 
 
+def add_device(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", default=None, help="cpu, or cuda:0 and so on; default: the GPU if there is one, else the CPU"
+    )
+
+
 def parse_device(name: str | None) -> torch.device:
     """The device of that name; the GPU, if there is one, for None."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+        known = device.type in ("cpu", "cuda")
     except RuntimeError:
-        raise UnsupportedHardware(f"There is no device called {name!r}. Use cpu or cuda[:index].") from None
+        known = False
+    if not known:
+        raise UnsupportedHardware(f"There is no device called {name!r}. Use cpu or cuda[:index].")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedHardware(f"torch sees no GPU here, so there is no {name}. Use --device cpu.")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise UnsupportedHardware(f"There is no GPU {device.index} here, the last is cuda:{last}. Use one up to that.")
     return device

@@ -17,6 +17,7 @@ class Progress:
         self.live = self.stream.isatty()
         self.started = time.perf_counter()
         self.shown = self.started - INTERVAL
+        self.open = False  # a line of a terminal is begun
 
     def due(self, done: int) -> bool:
         if done == self.total:
@@ -33,9 +34,17 @@ class Progress:
         if self.live:
             end = "\n" if done == self.total else ""
             self.stream.write(f"\r\x1b[K{line}{end}")  # erases the rest of a longer line before it
+            self.open = not end
         else:
             self.stream.write(line + "\n")
         self.stream.flush()
+
+    def close(self) -> None:
+        """End the line of a bar that did not reach its end, so that other text begins on its own."""
+        if self.live and self.open:
+            self.stream.write("\n")
+            self.stream.flush()
+            self.open = False
 
     def _bar(self, done: int) -> str:
         filled = BAR * done // self.total

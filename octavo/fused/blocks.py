@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint
 
 from octavo.errors import check_choice
 from octavo.fused import conditions
+from octavo.fuser.operation import refuse_symbol
 from octavo.fuser.runs import RECAST
 from octavo.fuser.sequential import Sequential
 from octavo.kernels.activation import ACTIVATIONS
@@ -105,7 +107,9 @@ class LayerNormMLP(_Block):
     def _plain_forward(cls) -> Any:
         return LayerNormMLP.forward
 
-    def forward(self, input: Tensor, *extra_inputs: Any, op_kwargs: Any = None) -> Any:  # type: ignore[override]
+    def forward(self, input: Any, *extra_inputs: Any, op_kwargs: Any = None) -> Any:  # type: ignore[override]
+        if type(input) is not Tensor and isinstance(input, Proxy):
+            refuse_symbol(type(self).__name__)
         if self.activation_recompute and torch.is_grad_enabled():
             run, recipe = super().forward, ambient.recipe
 

@@ -1,12 +1,13 @@
 """What can take part in a run: an operation that says, for a call, which stage of a chain it is."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.lower.held import HeldWeight, refuse_codes
+from octavo.lower.tensors import refuse_strange, strange
 from octavo.values import Value
 
 
@@ -42,16 +43,17 @@ class Edge(NamedTuple):
 
 
 def check_layout(title: str, x: Any) -> None:
-    """Refuse a tensor whose elements do not lie at strides: a nested or a sparse one."""
-    if getattr(x, "is_nested", False):
-        raise UnsupportedShape(
-            f"{title} takes plain tensors, got a nested one, whose rows are of several lengths. Call it on the rows, "
-            "x.values() of a jagged tensor, and nest what comes back: "
-            "torch.nested.nested_tensor_from_jagged(y, x.offsets())."
-        )
-    layout = getattr(x, "layout", torch.strided)
-    if layout is not torch.strided:
-        raise UnsupportedShape(f"{title} takes dense tensors, got one of layout {layout}. Call it on x.to_dense().")
+    """Refuse a tensor whose elements do not lie in plain memory at strides: `strange` says which there are."""
+    if isinstance(x, Tensor) and (why := strange(x, weight=False)):
+        refuse_strange(title, why)
+
+
+def refuse_symbol(title: str) -> NoReturn:
+    raise UnsupportedDtype(
+        f"{title} takes a tensor, got a Proxy of torch.fx: symbolic_trace runs layers on symbols, and what this one "
+        "computes follows from x's dtype, sizes and device. Use torch.export.export(model, args) or torch.compile, or "
+        "trace with a torch.fx.Tracer whose is_leaf_module is True for modules of octavo's, so that each is one node."
+    )
 
 
 class Stage(NamedTuple):
@@ -79,7 +81,26 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-class FusibleOperation:
+class NoTorchScript:
+    """Refuses TorchScript. A mixin for modules; both methods are where torch asks a module, so that no call pays."""
+
+    def _slow_forward(self, *arguments: Any, **settings: Any) -> NoReturn:
+        """nn.Module's way to forward while torch.jit.trace watches."""
+        self._refuse_script("torch.jit.trace, which torch.onnx.export(dynamo=False) is too, would keep as constants")
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """torch.jit.script asks every module of a model for this."""
+        self._refuse_script("torch.jit.script cannot compile")
+
+    def _refuse_script(self, what: str) -> NoReturn:
+        raise UnsupportedConfig(
+            f"{what} what {type(self).__name__} decides at each call: recipe, scales, kernels. Use "
+            "torch.export.export(model, args) or torch.compile; for TorchScript and ONNX call octavo.revert(model) "
+            "first, which brings torch's own layers back."
+        )
+
+
+class FusibleOperation(NoTorchScript):
     """What a Sequential may put into a run. A mixin for modules."""
 
     num_extra_inputs: int = 0

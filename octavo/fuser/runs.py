@@ -29,6 +29,7 @@ from octavo.fuser.plan import (
 from octavo.layers import chain
 from octavo.layers.dry_run import Miscounted
 from octavo.lower import is_watched, run, run_in_graph, saved_elsewhere, while_tracing
+from octavo.lower.tensors import arrived
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 
@@ -59,6 +60,10 @@ class OperationFuser:
         self._logged: set[str] = set()
         self._quiet = False
         self._known: tuple[Any, ...] = (None,)  # everybody's rules when they were last looked at, and what came of it
+
+    def title(self) -> str:
+        """For messages."""
+        return f"A run of {', '.join([type(op).__name__ for op in self.ops])}"
 
     def _rules(self) -> tuple[int, bool]:
         """The number of the rules in force, and whether one of them has a forward in one piece."""
@@ -134,6 +139,7 @@ class OperationFuser:
     ) -> tuple[Any, list[tuple[Any, ...]]]:
         """y, and what each operation gives away: None for what nobody outside of its run has. `channels` are those
         filled so far, and are filled further; `told` is a list to which runs are appended, while somebody asks."""
+        x = x if type(x) is Tensor else arrived(x)
         number, legacy = self._rules()
         if legacy and (found := find_fused(self.ops, (*(self.rules or ()), *pattern.everybodys()))) is not None:
             if not torch.compiler.is_compiling():
@@ -278,7 +284,7 @@ def _run(
     else:
         needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
         config, inputs = chain.layer.config(key), chain.Fields(fields)
-        made = list(run(chain.layer, config, inputs, buffers, differentiable=needs, anchored=anchored))
+        made = list(run(chain.layer, config, inputs, buffers, differentiable=needs, anchored=anchored, owner=fuser))
     for stage, (start, stop) in zip(stages, places, strict=True):
         if stage.after is not None:
             stage.after(made[start:stop])

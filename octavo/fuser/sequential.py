@@ -15,12 +15,13 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.utils._pytree import tree_map
 
 from octavo.errors import UnsupportedConfig
 from octavo.fuser.layout import Layout, Part, check_there, routed, taken_apart
 from octavo.fuser.legacy import outside, run_legacy
-from octavo.fuser.operation import FusibleOperation, has_hooks
+from octavo.fuser.operation import FusibleOperation, NoTorchScript, has_hooks, refuse_symbol
 from octavo.fuser.pattern import FREE, KNOWN_SCALE, SIDES, Refused, Rule, check_name, everybodys
 from octavo.fuser.plan import Planned, Run
 from octavo.fuser.runs import Step, Wire, told_run
@@ -49,7 +50,7 @@ class Explanation(NamedTuple):
 NO_OPERATION = "it is no operation of Octavo's, and is called as it is"
 
 
-class Sequential(nn.Sequential):
+class Sequential(NoTorchScript, nn.Sequential):
     """Modules in a row; operations among them run together.
 
     rules      of this Sequential's own, before everybody's: Forward(rule), Backward(rule), Joint(rule); None: no
@@ -219,6 +220,8 @@ class Sequential(nn.Sequential):
     # -- forward ---------------------------------------------------------------------------------------------------
 
     def forward(self, input: Any, *extra_inputs: Any, op_kwargs: dict[Any, dict[str, Any]] | None = None) -> Any:  # type: ignore[override]
+        if type(input) is not Tensor and isinstance(input, Proxy):
+            refuse_symbol(type(self).__name__)
         call, x = self._begun(extra_inputs, op_kwargs), input
         # the loop is here, and not a function of its own: a graph that breaks in it breaks once
         for part in call.layout.parts:

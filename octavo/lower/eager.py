@@ -17,6 +17,8 @@ from octavo.layers.contract import Layer
 from octavo.layers.targets import Sought, Target, overlap
 from octavo.lower import tape
 from octavo.lower.caller_memory import begin_write, keep, refuse_grad, refuse_overlap
+from octavo.lower.modified import explain_modified, refuse_modified, title_of
+from octavo.lower.transforms import check_transforms, is_batched, refuse_active, refuse_batched, refuse_tangents
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 
@@ -24,11 +26,11 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 class _Run(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, watched: Any, *inputs: Any
+        ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, watched: Any, owner: Any, *inputs: Any
     ) -> tuple[Tensor, ...]:
         outputs, extras, saved, made = _forward(layer, config, layer.Inputs._make(inputs[::-1]), True)
         ctx.save_for_backward(*saved)
-        ctx.call = layer, config, buffers, len(outputs), made, watched
+        ctx.call = layer, config, buffers, len(outputs), made, watched, owner
         ctx.set_materialize_grads(False)
         if extras:
             ctx.mark_non_differentiable(*extras)
@@ -37,6 +39,10 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         return _once(ctx, *grads) if torch.is_grad_enabled() else _backward(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_tangents()
 
 
 Tensors = Sequence[Tensor | None]
@@ -52,14 +58,10 @@ class Watched(NamedTuple):
     def now(cls, tensors: Sequence[Tensor]) -> "Watched":
         return cls(tensors, [t._version for t in tensors])
 
-    def check(self) -> None:
+    def check(self, title: str) -> None:
         for t, version in zip(self.tensors, self.versions, strict=True):
             if t._version != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                    f"a weight of this layer, {t.dtype} {tuple(t.shape)}, is at version {t._version}, and was at "
-                    f"{version} in forward. The gradient of x needs it as it was: update it after backward."
-                )
+                refuse_modified(title, f"a weight of its own, {t.dtype} {tuple(t.shape)}", version, t._version)
 
 
 class _Made(NamedTuple):
@@ -120,9 +122,16 @@ def _forward_now(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    layer, config, buffers, outputs, made, watched = ctx.call
+    layer, config, buffers, outputs, made, watched, owner = ctx.call
     if watched is not None:
-        watched.check()
+        watched.check(title_of(owner, layer))
+    if grads[0] is not None and is_batched(grads[0]):
+        refuse_batched()
+    try:
+        saved = ctx.saved_tensors
+    except RuntimeError as error:
+        explain_modified(error, title_of(owner, layer))
+        raise
     grads = tuple([None if g is None else _in_memory(g) for g in grads[:outputs]])
     elsewhere = layer.returned_elsewhere(config)
     for place in elsewhere.values():
@@ -131,16 +140,15 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     written = tuple([t for t in buffers if isinstance(t, Tensor)])
     with _unsafe_preserve_version_counter(written) if written else nullcontext():
         if layer.replays(config, "backward") and _are_tensors(buffers) and not any([g is None for g in grads]):
-            saved = ctx.saved_tensors
             made = made if made.still(saved) else _unknown(saved)
             found = _replayed(layer, config, saved, buffers, grads, made)
         else:
-            found = layer.backward(config, ctx.saved_tensors, buffers, grads)
+            found = layer.backward(config, saved, buffers, grads)
     if elsewhere:
         whole = [buffers[place] for place in elsewhere.values() if not buffers[place]._is_view()]
         torch.autograd.graph.increment_version(whole)  # a slice's version is the whole allocation's
         found = _in_callers_memory(ctx, found, elsewhere)
-    return None, None, None, None, None, *found[::-1]
+    return None, None, None, None, None, None, *found[::-1]
 
 
 def _in_callers_memory(ctx: Any, found: Sequence[Any], elsewhere: dict[int, int]) -> list[Any]:
@@ -225,11 +233,11 @@ class _Twice(torch.autograd.Function):
 
 def run(
     layer: Layer, config: Any, inputs: Any, buffers: Any, *, differentiable: bool, anchored: bool = False,
-    watched: Sequence[Tensor] = (),
+    watched: Sequence[Tensor] = (), owner: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Outputs, then extras, of one call. `differentiable` says whether any gradient can be asked for; `anchored` makes
     backward run for what it writes to `buffers`, even where no input takes a gradient; tensors that are `watched` must
-    not be written to before it."""
+    not be written to before it; messages name the `owner`, by its `title()`."""
     inputs = layer.Inputs._make([_in_memory(t) if isinstance(t, Tensor) else t for t in inputs])
     out = inputs.out if layer.takes_memory else None
     if out is not None:
@@ -237,8 +245,13 @@ def run(
         written = [out, inputs.x] if overlap(out, inputs.x) else [out]
         torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])  # kernels do not
     if not differentiable:
-        with torch.no_grad():
-            made, extras, _, _ = _forward(layer, config, inputs, False)
+        check_transforms(inputs)
+        try:
+            with torch.no_grad():
+                made, extras, _, _ = _forward(layer, config, inputs, False)
+        except RuntimeError as error:
+            refuse_active(error)
+            raise
         tensors = (*made, *extras)
     else:
         if layer.takes_memory and buffers.dgrad_out is not None:
@@ -246,10 +259,14 @@ def run(
             refuse_grad(buffers.dgrad_out, inputs.x)
         # the last input first: of a tensor that is there twice autograd adds the gradients in this order, which is that
         # of layers called one by one
-        tensors = _Run.apply(  # type: ignore[no-untyped-call]
-            layer, config, buffers, _ANCHOR if anchored else None, Watched.now(watched) if watched else None,
-            *inputs[::-1],
-        )  # fmt: skip
+        try:
+            tensors = _Run.apply(  # type: ignore[no-untyped-call]
+                layer, config, buffers, _ANCHOR if anchored else None, Watched.now(watched) if watched else None, owner,
+                *inputs[::-1],
+            )  # fmt: skip
+        except RuntimeError as error:
+            refuse_active(error)
+            raise
     if out is not None:
         keep(out, tensors[0])
     return tensors

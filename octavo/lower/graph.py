@@ -41,6 +41,8 @@ from octavo.layers.contract import LAYERS, Made
 from octavo.layers.targets import span
 from octavo.lower import tape
 from octavo.lower.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
+from octavo.lower.modified import explain_modified, title_of
+from octavo.lower.transforms import why_active
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 
@@ -244,7 +246,12 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
     found: list[Tensor | None] = [None] * ctx.total
     if all(g is None for g in grads[: len(ctx.outputs)]):
         return found, None
-    parsed, kept = _plan(ctx.plan), ctx.saved_tensors
+    parsed = _plan(ctx.plan)
+    try:
+        kept = ctx.saved_tensors
+    except RuntimeError as error:
+        explain_modified(error, title_of(None, parsed.layer))
+        raise
     dys = [_zeros(p) if g is None else g for p, g in zip(ctx.outputs, grads, strict=False)]
     results = iter(torch.ops.octavo.run_bwd([*kept, *dys], ctx.plan, ctx.mask))
     places = [_total(parsed.presence[:i]) for i in range(len(parsed.presence))]  # of each input among the tensors
@@ -463,6 +470,8 @@ def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
     tensors: list[Tensor] = []
     presence = _packed(inputs, tensors)
     plan = DIGEST + "|" + name + "|" + presence + "|" + _packed(buffers, tensors) + "|" + key
+    if why := _refusal():
+        raise UnsupportedConfig(why)
     found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], plan)
     return found
 
@@ -501,6 +510,17 @@ def while_tracing(call: Call) -> Call:
     there."""
     found: Call = torch._dynamo.assume_constant_result(call)  # type: ignore[no-untyped-call]
     return found
+
+
+@while_tracing
+def _refusal() -> str:
+    """Why whoever traces cannot have a node of ours; empty as a rule."""
+    if torch.onnx.is_in_onnx_export():
+        return (
+            "torch.onnx.export has no operators for Octavo's layers: ONNX knows neither their codes nor their scales. "
+            "Call octavo.revert(model) first, which brings torch's own layers back, and export that."
+        )
+    return why_active()
 
 
 @while_tracing

@@ -23,6 +23,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.layers.linear_config import Parts
 from octavo.lower.codes import Kind, group_slices, is_plain, quantize_into, room_for, values_of
 from octavo.lower.graph import token as token_in_graph
+from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.quant.qtensor import Join
 from octavo.recipes import Recipe
 
@@ -342,6 +343,10 @@ class _Token(torch.autograd.Function):
         parts = grad.unbind() if ctx.several else (grad,)
         return tuple(g if needed else None for g, needed in zip(parts, ctx.needs_input_grad, strict=True))
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_tangents()
+
 
 def token_of(weight: HeldWeight) -> Tensor:
     """A new token."""
@@ -353,7 +358,11 @@ def linked_token(parts: Sequence[Any]) -> Tensor:
     if torch.compiler.is_compiling():
         return token_in_graph(parts, parts[0].kind.shape)
     if torch.is_grad_enabled() and any([p.requires_grad for p in parts]):
-        found: Tensor = _Token.apply(*parts)  # type: ignore[no-untyped-call]
+        try:
+            found: Tensor = _Token.apply(*parts)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            refuse_active(error)
+            raise
         return found
     token: Tensor | None = parts[0].token
     return token_of(parts[0]) if token is None else token

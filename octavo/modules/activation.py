@@ -17,14 +17,17 @@ from octavo.kernels.activation import ACTIVATIONS
 from octavo.layers.activation import Config, Inputs, layer
 from octavo.layers.contract import NAMES
 from octavo.lower import is_watched, run, run_in_graph
+from octavo.lower.tensors import arrived
 from octavo.modules.inputs import check_input
 from octavo.quant import QTensor
 from octavo.values import Value
 
 
 def values_of(x: Any) -> Any:
-    """x itself; of codes the values, as part of the graph."""
-    return x.dequantize() if isinstance(x, QTensor) else x
+    """x itself; of codes the values, as part of the graph, and of a collective's result what has come."""
+    if type(x) is Tensor:
+        return x
+    return x.dequantize() if isinstance(x, QTensor) else arrived(x)
 
 
 def numbers(x: Tensor | Edge) -> tuple[int, ...]:

@@ -1,12 +1,17 @@
-"""The ambient recipe: what `with octavo.autocast(recipe):` means to layers that were given none of their own.
+"""What layers take from the block they are called in: `with octavo.autocast(recipe):` the recipe of those that were
+given none of their own, `with octavo.microbatch(first=...):` the weight cache of calls that do not say how to use it.
 
-It belongs to the thread that entered it, and is read once, at forward: backward runs as its forward did, wherever and
-whenever it runs.
+Either belongs to the thread that entered it, and is read once, at forward: backward runs as its forward did, wherever
+and whenever it runs.
 """
 
 import threading
 from types import TracebackType
+from typing import Any
 
+from torch import Tensor
+
+from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.lower import while_tracing
 from octavo.recipes import SHIPPED, Recipe, recipe
 
@@ -17,6 +22,8 @@ class _Ambient(threading.local):
     def __init__(self) -> None:
         self.recipe: Recipe | None = None
         self.outer: tuple[Recipe | None, object] | None = None
+        self.first: bool | Tensor | None = None
+        self.outer_first: tuple[bool | Tensor | None, object] | None = None
 
 
 ambient = _Ambient()
@@ -29,8 +36,10 @@ class autocast:
         if isinstance(recipe, str):
             _learn(recipe)
             self.recipe = _KNOWN[recipe]
-        else:
+        elif isinstance(recipe, Recipe):
             self.recipe = recipe
+        else:
+            self.recipe = _refused(recipe)
 
     def __enter__(self) -> "autocast":
         ambient.outer = (ambient.recipe, ambient.outer)
@@ -43,8 +52,49 @@ class autocast:
         ambient.recipe, ambient.outer = ambient.outer  # type: ignore[misc,assignment]
 
 
+class microbatch:
+    """Give every layer of Octavo's called in the block this `is_first_microbatch`, unless its call has one.
+
+    first   True: weights are quantized into their caches; False: the caches are used; None: neither, as outside of a
+            block; a tensor of one element on the device decides there, zero for False
+
+    Nests, can be entered again, and ends with its block."""
+
+    def __init__(self, first: bool | Tensor | None) -> None:
+        if isinstance(first, Tensor):
+            if first.numel() != 1:
+                raise UnsupportedShape(
+                    f"microbatch(first=...) on the device is one element, got {tuple(first.shape)}. Pass one of them."
+                )
+        elif first is not None and type(first) is not bool:
+            raise UnsupportedConfig(
+                f"first= of a microbatch is True, False, None or a tensor of one element, got {first!r}. "
+                "Write octavo.microbatch(first=i == 0)."
+            )
+        self.first = first
+
+    def __enter__(self) -> "microbatch":
+        ambient.outer_first = (ambient.first, ambient.outer_first)
+        ambient.first = self.first
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ambient.first, ambient.outer_first = ambient.outer_first  # type: ignore[misc,assignment]
+
+
 # by what was written: a compiler that traces a `with` statement reads them here, and does not trace the parser
 _KNOWN: dict[str, Recipe] = {name: recipe(name) for name in SHIPPED}
+
+
+def _refused(found: Any) -> Recipe:
+    if found is None:
+        raise UnsupportedConfig(
+            "octavo.autocast takes a recipe, got None. For layers without quantization enter octavo.autocast('bf16'); "
+            "to leave them as they are, leave autocast out: contextlib.nullcontext()."
+        )
+    return recipe(found)  # which says what it is instead
 
 
 @while_tracing

@@ -1,17 +1,20 @@
-"""Collectives as operations: functional ones, over a process group, and the identity where there is one process."""
+"""Collectives as operations: functional ones, over a process group, and the identity where there is one process.
 
-from typing import Any
+They call torch's operators by name, each followed by its wait: the Python functions around these were renamed between
+torch 2.11 and 2.13, and what they return has to be waited for by whoever reads its memory.
+"""
 
+import copy
+from typing import Any, Self
+
+import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # gives the operators their gradients
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    all_gather_tensor_autograd,
-    all_reduce,
-    reduce_scatter_tensor_autograd,
-)
 
+from octavo.errors import UnsupportedShape
 from octavo.fuser.operation import FusibleOperation
-from octavo.modules.activation import values_of
+from octavo.modules.activation import numbers, values_of
 from octavo.quant.qtensor import Join
 
 
@@ -28,37 +31,56 @@ class _Collective(FusibleOperation, nn.Module):
 
     def forward(self, input: Any) -> Any:
         x = values_of(input)
-        return x if self._is_alone() else self._reduced(x.contiguous(), self._ranks())
+        if not dist.is_available() or not dist.is_initialized():
+            return x
+        size = dist.get_world_size(self.group)
+        if size == 1:
+            return x
+        group: Any = dist.group.WORLD if self.group is None else self.group
+        return self._reduced(x.contiguous(), size, group.group_name)
 
-    def _is_alone(self) -> bool:
-        return not dist.is_available() or not dist.is_initialized() or dist.get_world_size(self.group) == 1
-
-    def _ranks(self) -> Any:
-        return dist.group.WORLD if self.group is None else self.group
-
-    def _reduced(self, x: Tensor, group: Any) -> Tensor:
+    def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
+        """y of this process's x, in a group of that size and name."""
         raise NotImplementedError
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The group is the copy's too: it is a connection to other processes, and has no copies."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        if self.group is not None:
+            memo[id(self.group)] = self.group
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
 
 
 class AllGather(_Collective):
     """The rows of all processes, one after the other; gradients of a process's rows are summed over processes."""
 
-    def _reduced(self, x: Tensor, group: Any) -> Tensor:
-        found: Tensor = all_gather_tensor_autograd(x, 0, group)
-        return found
+    def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
+        return _waited(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group))
 
 
 class ReduceScatter(_Collective):
     """The sum over processes, of which each keeps its part of the rows; gradients are gathered."""
 
-    def _reduced(self, x: Tensor, group: Any) -> Tensor:
-        found: Tensor = reduce_scatter_tensor_autograd(x, "sum", 0, group)
-        return found
+    def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
+        if x.dim() == 0 or x.shape[0] % size:
+            raise UnsupportedShape(
+                f"ReduceScatter leaves each process an equal part of x's rows, its first dim, and x of "
+                f"{numbers(x)} does not divide by the {size} processes of the group. Pad the rows to a multiple "
+                f"of {size} and drop the padding after, or use AllReduce."
+            )
+        return _waited(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", size, group))
 
 
 class AllReduce(_Collective):
     """The sum over processes, in each of them; dx is dy."""
 
-    def _reduced(self, x: Tensor, group: Any) -> Tensor:
-        total: Tensor = all_reduce(x.detach(), "sum", group)
+    def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
+        total = _waited(torch.ops._c10d_functional.all_reduce(x.detach(), "sum", group))
         return Join.apply(total, x)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _waited(sent: Tensor) -> Tensor:
+    found: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+    return found

@@ -1,10 +1,10 @@
 """The report of `octavo.convert`: a row for every module that holds a matrix, and a summary."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.modules.report import columns, path_names, plural
+from octavo.modules.report import columns, path_names, path_pattern, plural
 from octavo.modules.selection import CONVERT
 
 
@@ -85,11 +85,16 @@ class Report:
         return {"shares": shares, "notes": list(self.notes), "rows": [row.as_dict() for row in self.rows]}
 
     def __str__(self) -> str:
-        """Rows that differ in nothing but the numbers in their paths are one line."""
+        """Paths that differ in nothing but their numbers are one line; reasons stand below the table."""
         equal: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
-            equal.setdefault((row.kind, row.recipe, row.route, row.why), []).append(row.path)
-        cells: list[Iterable[str]] = [("layers", "count", "class", "recipe", "route", "why")]
-        for (kind, recipe, route, why), paths in equal.items():
-            cells.append((path_names(paths), str(len(paths)), kind, recipe, route, why))
-        return "\n".join([*columns([tuple(row) for row in cells]), *self.notes, self.summary()])
+            key = (path_pattern(row.path), row.kind, row.recipe or "-", row.route, row.why)
+            equal.setdefault(key, []).append(row.path)
+        reasons: dict[str, list[str]] = {}
+        cells: list[Sequence[str]] = [("layers", "count", "class", "recipe", "route")]
+        for (_, kind, recipe, route, why), paths in equal.items():
+            cells.append((path_names(paths), str(len(paths)), kind, recipe, route))
+            if why:
+                reasons.setdefault(why, []).extend(paths)
+        notes = [f"{path_names(paths)}: {why}." for why, paths in reasons.items()]
+        return "\n".join([*columns(cells), *notes, *self.notes, self.summary()])

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.formats import FLOATS
 from octavo.kernels.gemm import native, spec_route
+from octavo.lower.tensors import strange
 from octavo.modules.adopted import clashes, class_for, is_plain, stock_class
 from octavo.modules.conversion import Report, Row
 from octavo.modules.linear import Linear
@@ -65,7 +66,7 @@ def convert(
         exclude: paths, globs of paths or classes of modules that are left alone, with all that is inside; one or
             several.
         high_precision: kinds of layers that are left alone: "head" (the layer that predicts tokens), "adapters"
-            (factors of low-rank adapters). An empty tuple converts them.
+            (factors of low-rank adapters), "routers" (layers that choose experts). An empty tuple converts them.
         overwrite: also change layers of ours that have a recipe of their own.
         strict: a linear layer that cannot be converted is an error, and so is, later, a setting of a converted one that
             torch.compile cannot hold. Otherwise the former is reported as skipped, the latter run outside the graph.
@@ -85,7 +86,8 @@ def convert(
         Converted 1 layer (50.0% of the weights); excluded: 1 layer (50.0% of the weights).
     """
     if not isinstance(model, nn.Module):
-        raise UnsupportedConfig(f"convert takes (model, recipe), and its first argument is {model!r}. Pass the module.")
+        found = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+        raise UnsupportedConfig(f"convert takes (model, recipe), and its first argument is {found}. Pass the module.")
     given = dict(zip(SETTINGS, (keep_weight_codes, fuse_wgrad_accumulation, delay_wgrad_compute), strict=True))
     settings = {name: value for name, value in given.items() if value is not None}
     for name, value in (*settings.items(), ("overwrite", overwrite), ("strict", strict)):
@@ -94,9 +96,11 @@ def convert(
     planned = _plan(model, chosen, settings)
     refused = next((plan for plan in planned if plan.refused), None)
     if strict and refused is not None:
+        number = sum(plan.refused and type(plan.module) is type(refused.module) for plan in planned)
+        alike = f" ({number} layers are of this class: exclude={type(refused.module).__name__})" if number > 1 else ""
         raise UnsupportedConfig(
             f"convert cannot take {refused.path or 'the model'}: {refused.choice.why}. Leave it out with "
-            f"exclude={refused.path!r}, or pass strict=False."
+            f"exclude={refused.path!r}{alike}, or pass strict=False."
         )
     rows = {plan.path: _applied(plan, strict, settings) for plan in planned}
     rows |= {row.path: row for row in _others(model) if row.path not in rows}
@@ -190,6 +194,8 @@ def _refusal(module: nn.Linear, forced: bool) -> str:
         return f"it is a {name}, and has {', '.join(names)} of its own, a name that octavo.Linear uses. Rename it"
     if is_lazy(module.weight):
         return f"it is a {name} without a size yet. Call the model once first"
+    if why := strange(module.weight):
+        return f"its weight is {why}"
     if module.weight.dtype not in FLOATS:
         return f"its weight is {module.weight.dtype}, and float32, bfloat16 or float16 can be quantized"
     try:

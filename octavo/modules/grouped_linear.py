@@ -26,9 +26,11 @@ from octavo.lower import (
     saved_elsewhere,
 )
 from octavo.lower.held import HeldWeight, linked_token, parameter
+from octavo.lower.tensors import arrived
+from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.modules.ambient import ambient
 from octavo.modules.graph_refusal import graph_refusal
-from octavo.modules.inputs import check_input
+from octavo.modules.inputs import check_input, check_weight
 from octavo.modules.quantized import Quantized, outside, wanted
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS
@@ -133,13 +135,19 @@ class GroupedLinear(FusibleOperation, Quantized):
             return own[0]
         if torch.compiler.is_compiling() or isinstance(own[0], FakeTensor) or is_watched():
             return torch.stack(list(own))
-        found: Tensor = _Joined.apply(*own)  # type: ignore[no-untyped-call]
+        try:
+            found: Tensor = _Joined.apply(*own)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            refuse_active(error)
+            raise
         return found
 
     def _stacked_bias(self) -> Tensor | None:
         if not self._bias_names:
             return None
         parts: list[Tensor] = [getattr(self, name) for name in self._bias_names]
+        if type(parts[0]) is not nn.Parameter:
+            check_weight("GroupedLinear, as its bias,", parts[0])
         return parts[0] if self._bias_names[0] == "bias" else torch.stack(parts)
 
     def title(self) -> str:
@@ -243,7 +251,10 @@ class GroupedLinear(FusibleOperation, Quantized):
                     "A GroupedTensor given as x holds rows, and this one holds columns. Quantize the other side."
                 )
             x = x.dequantize()
+        x = x if type(x) is Tensor else arrived(x)
         check_input("GroupedLinear", x)
+        if type(own) is not nn.Parameter or own.layout is not torch.strided:
+            check_weight("GroupedLinear, as its weight,", own)
         kind = x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
@@ -406,6 +417,10 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return tuple(g if needed else None for g, needed in zip(grad.unbind(), ctx.needs_input_grad, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_tangents()
 
 
 def _joined(parts: Any) -> Tensor | None:

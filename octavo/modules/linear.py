@@ -19,9 +19,10 @@ from octavo.layers.linear import Config, Inputs, layer
 from octavo.layers.linear_config import Parts, call_key
 from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
 from octavo.lower.held import HeldWeight, linked_token, parameter
+from octavo.lower.tensors import arrived
 from octavo.modules.ambient import ambient
 from octavo.modules.graph_refusal import graph_refusal
-from octavo.modules.inputs import check_input
+from octavo.modules.inputs import check_input, check_weight
 from octavo.modules.quantized import Quantized, outside, wanted
 from octavo.quant import QTensor
 from octavo.quant.quantizer import Quantizer
@@ -130,6 +131,8 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
     ) -> "_Call":  # fmt: skip
         """All of a call but x. The weight is read once a call: somebody may make it then (a parametrization)."""
         added = None if self.return_bias else self.bias
+        if added is not None and type(added) is not nn.Parameter:
+            check_weight("Linear, as its bias,", added)
         grads = wanted(needs_dx, [weight], added)
         observe = self._observes(recipe, weight)
         kind = self._weight_codes(recipe, (weight,), is_first_microbatch, grads, observe != "")
@@ -272,6 +275,7 @@ def _input(
         check_features(x, weight)
         lead = None if x.token is not None or len(x.shape) == 2 else x.shape[:-1]
         return x.token, tuple(x.tensors()), x.dtype, lead
+    x = x if type(x) is Tensor else arrived(x)
     check_input("Linear", x)
     check_features(x, weight)
     kind = x.device.type
@@ -282,6 +286,8 @@ def _input(
 
 def check_features(x: Any, weight: Tensor) -> None:
     """`x` is anything with a shape and a device; a shape of nothing is not known, if there is something like it."""
+    if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
+        check_weight("Linear, as its weight,", weight)
     if not x.shape and getattr(x, "like", None) is None:
         raise UnsupportedShape(f"This Linear takes inputs [..., {weight.shape[1]}], got (). Check the layer before it.")
     if x.shape and x.shape[-1] != weight.shape[1]:

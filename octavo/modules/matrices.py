@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 # (class, reason in a word, why it stays)
 _KNOWN: tuple[tuple[tuple[type, ...], str, str], ...] = (
@@ -48,8 +49,19 @@ def why_left(module: nn.Module, found: dict[str, Tensor]) -> tuple[str, str]:
         if isinstance(module, classes):
             return reason, why
     listed = ", ".join(f"{name} {list(p.shape)}" for name, p in found.items())
+    if isinstance(module, ParametrizationList):
+        return "parametrized", f"{listed} is what a parametrization makes another module's weight of"
+    if "router" in type(module).__name__.lower():
+        return "router", f"a router, with {listed}, stays in high precision"
+    if all(_is_table(name) for name in found):
+        return "embedding", f"{listed} is a table that is added or looked up, not multiplied"
     if any(p.dim() == 3 and p.shape[0] > 1 for p in found.values()):
-        return "stacked experts", f"it multiplies {listed} itself. octavo.GroupedLinear multiplies stacked matrices"
+        return "stacked matrices", f"it multiplies {listed} itself. octavo.GroupedLinear multiplies stacked experts"
     if type(module).__name__ == "Conv1D":
         return "Conv1D", f"its {listed} is [in, out], the transpose of nn.Linear's. Replace it by an nn.Linear"
     return "other matrices", f"it uses {listed} in a forward of its own. Put an nn.Linear there to convert it"
+
+
+def _is_table(name: str) -> bool:
+    """Whether a parameter's name says that it is added to activations: position embeddings, class tokens."""
+    return any(word in name.lower() for word in ("embed", "token", "position"))

@@ -1,7 +1,7 @@
 """What is done to a whole model, once a step or once a run: every layer of ours in it, by its path."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
-from octavo.modules import optimizers
 from octavo.modules.quantized import Quantized
 from octavo.modules.remembered import check_state
 from octavo.modules.scaling import SIDES, look
@@ -31,10 +30,15 @@ def step(model: nn.Module, group: Any = None) -> None:
 
     With a process `group` the amaxes are first reduced by maximum over it, so that its ranks keep equal scales; every
     rank must then hold the same layers. None reduces nothing."""
+    step_layers([module for _, module in layers(model)], group)
+
+
+def step_layers(found: Iterable[Quantized], group: Any = None) -> None:
+    """`step` of some layers."""
     batches: dict[tuple[Any, ...], list[DelayedState]] = {}
     cold: list[Quantized] = []
     in_graph = torch.compiler.is_compiling() or _is_capturing()  # which cannot wait for an answer, nor count
-    for _, module in layers(model):
+    for module in found:
         module._codes.end_step()
         scaling = module._scaling
         if scaling.recipe is not None:
@@ -63,7 +67,12 @@ def _maximum_over(group: Any) -> Any:
 
 def refresh_weights(model: nn.Module) -> None:
     """Quantize again every weight that is cached, in place: after the optimizer changed them."""
-    for _, module in layers(model):
+    refresh_layers([module for _, module in layers(model)])
+
+
+def refresh_layers(found: Iterable[Quantized]) -> None:
+    """`refresh_weights` of some layers."""
+    for module in found:
         stored = module._codes
         if stored.recipe is not None and not stored.held:
             observe = stored.recipe.stateful and module.training
@@ -98,18 +107,6 @@ def quantize_weights(model: nn.Module) -> None:
                 )
     for _, module in found:
         module.hold_codes()
-
-
-def attach(model: nn.Module, optimizer: torch.optim.Optimizer, group: Any = None) -> Any:
-    """After every `optimizer.step()`: `step(model, group)` and `refresh_weights(model)`. Returns a handle with
-    `.remove()`."""
-
-    def after(stepped: torch.optim.Optimizer, *_: Any) -> None:
-        optimizers.finish(stepped)  # codes made here are of the versions that the weights keep
-        step(model, group)
-        refresh_weights(model)
-
-    return optimizer.register_step_post_hook(after)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
@@ -149,9 +146,13 @@ def _key(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+# what torch.compile, activation checkpointing and Fabric put around a module, and leave out of state dicts
+_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
+
+
 def _plain(path: str) -> str:
-    """A path without what `torch.compile` puts around a module."""
-    return ".".join(part for part in path.split(".") if part != "_orig_mod")
+    """A path without what wrappers put into it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _by_layer(state: Any) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
@@ -169,7 +170,9 @@ def _by_layer(state: Any) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
             continue
         own = found.setdefault(match["path"] or "", {})
         if match["name"] in own:
-            raise UnsupportedConfig(f"The state has {_plain(key)!r} twice, with and without _orig_mod. Drop one.")
+            raise UnsupportedConfig(
+                f"The state has {_plain(key)!r} twice, with and without the name of a wrapper. Drop one."
+            )
         own[match["name"]] = tensor
     return found, strange
 

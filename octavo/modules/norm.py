@@ -16,7 +16,7 @@ from octavo.layers.contract import NAMES
 from octavo.layers.norm import Config, Inputs, layer
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.activation import numbers, values_of
-from octavo.modules.inputs import check_input
+from octavo.modules.inputs import check_input, check_weight
 from octavo.values import Value
 
 
@@ -82,6 +82,8 @@ class _Norm(FusibleOperation, nn.Module):
                 "Check the layer before it, or normalized_shape."
             )
         for p in parameters:
+            if p is not None and type(p) is not nn.Parameter:
+                check_weight(f"{type(self).__name__}, as a parameter,", p)
             if p is not None and p.device != x.device:
                 raise UnsupportedDevice(f"x is on {x.device} and the parameters on {p.device}. Move them together.")
             if p is not None and p.dtype not in FLOATS:

@@ -29,6 +29,7 @@ from octavo.lower import (
 )
 from octavo.lower.held import HeldWeight, codes_of, hold, is_whole, moved
 from octavo.modules import optimizers, scaling, weights
+from octavo.modules.ambient import ambient
 from octavo.modules.mailbox import Computed, Letter, Mailbox, Posted, operands_of
 from octavo.modules.main_grad import MainGrad, graph_buffers
 from octavo.modules.remembered import ROUNDING
@@ -60,6 +61,13 @@ class Quantized(nn.Module):
     def weight_parts(self) -> list[nn.Parameter]:
         """Those, or what is made in their place at this call."""
         return [getattr(self, name) for name in self.weight_names()]
+
+    def trained_by(self) -> list[nn.Parameter]:
+        """The parameters that tell which optimizer trains this layer: its weights, or if none of them is a trained
+        parameter, all that it has."""
+        own: list[Any] = [self._parameters.get(name) for name in self.weight_names()]
+        trained = [weight for weight in own if weight is not None and weight.requires_grad]
+        return trained or list(self.parameters())
 
     def whole_weight(self) -> Tensor:
         """The weight as the layer takes it, without a gradient."""
@@ -212,11 +220,17 @@ class Quantized(nn.Module):
             return "held"
         if stored.held:
             weights.refuse_dense(own[0])
-        if "w" in grads and not torch.compiler.is_compiling():
+        tracing = torch.compiler.is_compiling()
+        if "w" in grads and not tracing:
             stored.trained = True
         if first is None:
-            return "plain"
-        self._refuse_made("is_first_microbatch")
+            first = ambient.first
+            if not tracing and (first is not None or stored.ambient):  # a graph would guard on what is noted
+                first = self._noted(first, grads, observe)
+            if first is None or self.made_weights():  # which by hand is refused, and in a whole model is one layer
+                return "plain"
+        else:
+            self._refuse_made("is_first_microbatch")
         quant = recipe.linear()
         if quant.fprop.right is None and quant.dgrad.right is None:
             return "plain"
@@ -228,7 +242,7 @@ class Quantized(nn.Module):
             skip, first = first.reshape(1) == 0, True
         elif not isinstance(first, bool):
             raise UnsupportedConfig(f"is_first_microbatch is True, False, None or one element, got {first!r}.")
-        if torch.compiler.is_compiling():
+        if tracing:
             self._refresh_in_graph(recipe, first, grads, observe, skip)
             return "codes"
         there = stored.recipe == recipe and not stored.is_cold
@@ -238,6 +252,19 @@ class Quantized(nn.Module):
         if first or not there:
             self._refresh(recipe, column=column, observe=observe, skip=skip if there else None)
         return "codes"
+
+    def _noted(self, first: bool | Tensor | None, grads: str, observe: bool) -> bool | Tensor | None:
+        """The ambient flag, noted for a checkpoint: it recomputes in backward, where no block is in force, and must
+        save what its forward saved. A layer whose last training forward was in a block uses the cache there, and
+        fills it again only to observe a weight that its forward, without gradients, did not."""
+        stored = self._codes
+        if first is not None:
+            stored.ambient = "observed" if observe else "unobserved"
+        elif torch._C._current_graph_task_id() != -1:
+            return observe and stored.ambient == "unobserved"
+        elif grads or self.training:
+            stored.ambient = ""
+        return first
 
     def _check_held(self, recipe: Recipe, own: Sequence[Any]) -> None:
         """Codes serve the recipe that made them, and the layer takes all of them at once."""
@@ -460,7 +487,10 @@ class Quantized(nn.Module):
             inputs = inputs._replace(out=out)
         found, config = self.LAYER.Buffers(*buffers), self.LAYER.config(key)
         watched = parts if parts and config.kept_w == "plain" else ()
-        return run(self.LAYER, config, inputs, found, differentiable=grads != "", anchored=elsewhere, watched=watched)
+        return run(
+            self.LAYER, config, inputs, found, differentiable=grads != "", anchored=elsewhere, watched=watched,
+            owner=self,
+        )  # fmt: skip
 
     def _writes(self, grads: str, observe: str, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
         """What backward writes besides its results: main_grad, dy's amax, the counter of rounding, the mailbox."""

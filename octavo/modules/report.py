@@ -159,11 +159,16 @@ def _layer_lines(layers: tuple[Layer, ...]) -> list[str]:
     return [*columns(rows), *notes]
 
 
+def path_pattern(path: str) -> str:
+    """A path with a star for each number."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
 def path_names(paths: Iterable[str]) -> str:
     """Paths that differ in their numbers only are one, with stars."""
     kinds: dict[str, list[str]] = {}
     for path in paths:
-        kinds.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", path), []).append(path or "(model)")
+        kinds.setdefault(path_pattern(path), []).append(path or "(model)")
     names = [kind if len(found) > 1 else found[0] for kind, found in kinds.items()]
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 

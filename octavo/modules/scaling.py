@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.delayed import LETTERS
@@ -46,13 +46,39 @@ def listen(module: nn.Module) -> None:
 
 @cache
 def _hear_optimizers() -> None:
-    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        moved = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        for module in list(_LISTENERS):
-            if module._scaling.recipe is not None and any(id(p) in moved for p in module.parameters()):
-                module._scaling.updated()
+    inside: list[torch.optim.Optimizer] = []  # steps that have begun: an optimizer may step others in its own
 
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in inside:  # the last step of it raised
+            del inside[inside.index(optimizer) :]
+        inside.append(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer in inside:
+            del inside[inside.index(optimizer) :]
+        if inside and _shares(inside[0], optimizer):  # counted when that one is through
+            return
+        moved = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        found = [
+            module._scaling for module in list(_LISTENERS)
+            if module._scaling.recipe is not None and any(id(p) in moved for p in module.trained_by())
+        ]  # fmt: skip
+        for scaling in found:
+            scaling.updated()
+        late = [scaling for scaling in found if scaling.is_late()]
+        for scaling in late:  # once a model, not once a layer
+            scaling.said = True
+        if late:
+            say_late(stacklevel=4)  # past this, and the frame in which torch calls it
+
+    register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def _shares(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer holds a parameter of one that it steps, so that its own step counts for both."""
+    own = {id(p) for group in outer.param_groups for p in group["params"]}
+    return any(id(p) in own for group in inner.param_groups for p in group["params"])
 
 
 class Scaling:
@@ -67,12 +93,13 @@ class Scaling:
         self._forwards = 0
         self._version: int | None = None  # of the weight, when it was last seen
         self._updates = 0  # of the weight since the last step
-        self._said = False
+        self.said = False  # that a step is overdue
         self.origin = ""  # of what it remembers: "state" that was loaded, its "own" steps, or "weights" loaded alone
         self._views: dict[str, tuple[Tensor, ...]] = {}  # of buffers: making them takes longer than launching a kernel
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_views": {}}
+        # a copy has weights of other versions, and forwards and updates of its own to come
+        return {**self.__dict__, "_views": {}, "_version": None, "_forwards": 0, "_updates": 0}
 
     def refusal(self, recipe: Recipe) -> str:
         """Why this memory cannot follow a recipe; empty if it can."""
@@ -107,6 +134,7 @@ class Scaling:
         self._views.clear()
 
     def drop(self, module: nn.Module) -> None:
+        _LISTENERS.discard(module)
         self.forget_views()
         drop_buffers(module, BUFFERS)
         self.recipe = None
@@ -152,7 +180,9 @@ class Scaling:
         if version != self._version:
             self._updates += self._version is not None
             self._version = version
-        self._say()
+        if self.is_late():
+            self.said = True
+            say_late(stacklevel=6)  # past this, the layer, and the two frames in which torch calls it
         if self.origin == "weights":
             self.say_unrestored()
 
@@ -160,19 +190,12 @@ class Scaling:
         """The same, told by an optimizer: a graph counts nothing."""
         self._updates += 1
         self._version = None
-        self._say()
         if self.origin == "weights":
             self.say_unrestored()
 
-    def _say(self) -> None:
-        if not self._said and (self._updates >= 2 or self._forwards >= PATIENCE):
-            self._said = True
-            warnings.warn(
-                "fp8-delayed: parameters were updated, or a thousand forwards run, and octavo.step(model) was not "
-                "called, so the scales still are what they were. Call it once after every optimizer.step(), or "
-                "octavo.attach(model, optimizer) once.",
-                stacklevel=6,  # past this, the layer, and the two frames in which torch calls it
-            )
+    def is_late(self) -> bool:
+        """Whether a step is overdue, and it was not said yet."""
+        return not self.said and (self._updates >= 2 or self._forwards >= PATIENCE)
 
     def stepped(self) -> None:
         """The memory was moved on. Reads nothing: a graph may do this, and would guard on it."""
@@ -223,6 +246,15 @@ class Scaling:
         if self.recipe is not None and self.recipe.cold_start != "one":
             self.cold, self._asked = _cast(self.recipe), ""
             look([module])
+
+
+def say_late(stacklevel: int) -> None:
+    warnings.warn(
+        "fp8-delayed: parameters were updated, or a thousand forwards run, and octavo.step(model) was not called, so "
+        "the scales still are what they were. Call it once after every optimizer.step(), or "
+        "octavo.attach(model, optimizer) once.",
+        stacklevel=stacklevel,
+    )
 
 
 def _cast(recipe: Delayed) -> str:

@@ -15,7 +15,7 @@ from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 
 Policy = Callable[[str, nn.Module], "bool | str | Recipe | None"]
-HIGH_PRECISION = ("head", "adapters")  # kinds of layers that stay so unless the caller says otherwise
+HIGH_PRECISION = ("head", "adapters", "routers")  # kinds of layers that stay so unless the caller says otherwise
 CONVERT, KEEP = "converted", "kept"  # reasons; the others are for layers that are left alone
 
 
@@ -66,8 +66,8 @@ def select(
     if policy is not None:
         check_policy(policy)
     bypassed = {
-        id(m.out_proj): f"{path or 'the model'} reads its weight and does not call it"
-        for path, m in model.named_modules()
+        id(m.out_proj): "nn.MultiheadAttention reads its weight and does not call it"
+        for m in model.modules()
         if isinstance(m, nn.MultiheadAttention)
     }
     return Selection(
@@ -84,17 +84,29 @@ def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]
     for kind in kinds:
         if kind not in HIGH_PRECISION:
             raise UnsupportedConfig(
-                f"high_precision takes kinds out of {HIGH_PRECISION}, got {kind!r}. An empty tuple converts heads and "
-                "adapters too; exclude= leaves other layers out."
+                f"high_precision takes kinds out of {HIGH_PRECISION}, got {kind!r}. An empty tuple converts them too; "
+                "exclude= leaves other layers out."
             )
     found: dict[int, tuple[str, str]] = {}
     if "adapters" in kinds:
         for path, module in _linears(model):
             if factor := next((part for part in path.split(".") if part.lower().startswith("lora_")), ""):
                 found[id(module)] = ("adapter", f"a factor ({factor}) of a low-rank adapter stays in high precision")
+    if "routers" in kinds:
+        found |= {id(module): ("router", "a router stays in high precision") for module in _routers(model)}
     if "head" in kinds:
         found |= {key: ("output head", f"the output head stays in high precision: {why}") for key, why in _heads(model)}
     return found
+
+
+def _routers(model: nn.Module) -> Iterator[nn.Linear]:
+    """Layers that choose experts: named a router, or a gate beside experts."""
+    modules = dict(model.named_modules())
+    for path, module in _linears(model):
+        above, _, name = path.rpartition(".")
+        beside = above in modules and "experts" in modules[above]._modules
+        if "router" in path.lower().split(".") or (beside and name.lower().endswith("gate")):
+            yield module
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:
@@ -124,14 +136,16 @@ def _tied_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Layers with as many outputs as an embedding has rows. A number that is also the width of another layer's input is
-    no sign of a vocabulary."""
+    """Layers with as many outputs as an embedding has rows. Where other layers take that many inputs it may be a width:
+    then the one such layer that is in no numbered block."""
     widths = {m.in_features for _, m in _linears(model)}
     tables = {m.num_embeddings: path for path, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    for _, module in _linears(model):
-        rows = module.out_features
-        if rows in tables and rows not in widths:
-            yield id(module), f"out_features {rows} is the vocabulary of {tables[rows]}"
+    for rows, table in tables.items():
+        found = [(path, m) for path, m in _linears(model) if m.out_features == rows]
+        if rows in widths:
+            found = [(path, m) for path, m in found if not any(part.isdigit() for part in path.split("."))]
+            found = found if len(found) == 1 else []
+        yield from ((id(m), f"out_features {rows} is the vocabulary of {table}") for _, m in found)
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

@@ -42,6 +42,8 @@ class Codes:
         self.recipe: Recipe | None = None  # that they were made by; None: there are none
         self._weights: list[weakref.ref[Tensor]] | None = None  # that they were made from,
         self._states: list[State] = []  # as they were then
+        # whether the last forward that may be recomputed was in an octavo.microbatch, and observed the weight's amax:
+        self.ambient = ""  # "", "observed" or "unobserved"
         self.trained = False  # whether a forward has asked for the weight's gradient
         self._steps = 0  # that optimizers had taken when they were made, or last vouched for
         self._ended = False  # whether a training step has ended since
@@ -148,7 +150,8 @@ class Codes:
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedConfig(
             f"is_first_microbatch=False uses cached codes of a weight that has changed since, or may have ({what}). "
-            "Pass is_first_microbatch=True once a step, or call octavo.refresh_weights(model) after the optimizer's."
+            "Pass is_first_microbatch=True once a step, in a whole model by octavo.microbatch(first=True), or call "
+            "octavo.refresh_weights(model) after the optimizer's."
         )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape, check_choice
-from octavo.formats import E4M3, E5M2, Format
+from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant.scale import FLOAT32_MAX, encode_scale
 from octavo.quant.tensorwise import Tensorwise
 
@@ -63,7 +63,7 @@ class DelayedState:
                 f"A delayed state has at least one slot and one entry, got {len(formats)} and {length}."
             )
         for fmt in formats:
-            check_choice(fmt, (E4M3, E5M2), what="a slot's format")
+            check_format(fmt, (E4M3, E5M2), what="a slot's format")
         slots = len(formats)
         return cls(
             history=torch.zeros(slots, length, dtype=torch.float32, device=device),

@@ -8,19 +8,20 @@ The last two spell the same value.
 """
 
 from octavo import values
-from octavo.errors import UnsupportedConfig
+from octavo.errors import UnsupportedConfig, nearest
 from octavo.recipes.bf16 import BF16
 from octavo.recipes.block import Block
 from octavo.recipes.current import Current
 from octavo.recipes.delayed import Delayed
 from octavo.recipes.mxfp8 import MXFP8
 from octavo.recipes.nvfp4 import NVFP4
-from octavo.recipes.recipe import GemmQuant, LinearQuant, Recipe
+from octavo.recipes.recipe import LONGEST, GemmQuant, LinearQuant, Recipe, check_length
 from octavo.recipes.rowwise import Rowwise
 from octavo.values import register
 
 __all__ = [
     "BF16",
+    "LONGEST",
     "MXFP8",
     "NVFP4",
     "SHIPPED",
@@ -44,14 +45,21 @@ def recipe(spec: str | Recipe) -> Recipe:
     if isinstance(spec, Recipe):
         return spec
     if not isinstance(spec, str):
+        found = f"{type(spec).__name__}"
+        hint = ""
+        if isinstance(spec, type) and issubclass(spec, Recipe):
+            found, hint = f"type {spec.__name__}, a class", f" Make one of it: {spec.__name__}()."
         raise UnsupportedConfig(
-            f"A recipe is a name, a canonical string or a Recipe, got {type(spec).__name__}. Names: {_names()}."
+            f"A recipe is a name, a canonical string or a Recipe, got {found}.{hint} Names: {_names()}."
         )
-    if spec.split("(")[0].strip() not in values.names(Recipe):
-        raise UnsupportedConfig(f"There is no recipe {spec!r}. Names: {_names()}.")
-    found = values.parse(spec)
-    assert isinstance(found, Recipe)
-    return found
+    check_length(spec)
+    name = spec.partition("(")[0].strip()
+    if name not in values.names(Recipe):
+        near = nearest(name, values.names(Recipe))
+        raise UnsupportedConfig(f"There is no recipe {values.shown(spec)!r}. Names: {_names()}.{near}")
+    made = values.parse(spec)
+    assert isinstance(made, Recipe)
+    return made
 
 
 def _names() -> str:

@@ -5,7 +5,7 @@ blocks: training diverges.
 """
 
 from octavo.errors import check_choice
-from octavo.formats import E4M3, E5M2, Format
+from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant import Block1D, Block2D
 from octavo.recipes.recipe import LinearQuant, Recipe
 from octavo.values import register
@@ -28,5 +28,5 @@ class Block(Recipe):
 
     def validate(self) -> None:
         super().validate()
-        check_choice(self.grad_format, (E4M3, E5M2), what="Block.grad_format")
+        check_format(self.grad_format, (E4M3, E5M2), what="Block.grad_format")
         check_choice(self.scale, ("pow2", "fp32"), what="Block.scale")

@@ -3,8 +3,7 @@
 E4M3 forward, E5M2 for gradients. One outlier costs its whole tensor; `fp8-rowwise` and `fp8-block` confine it.
 """
 
-from octavo.errors import check_choice
-from octavo.formats import E4M3, E5M2, Format
+from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant import Tensorwise
 from octavo.recipes.recipe import LinearQuant, Recipe
 from octavo.values import register
@@ -29,5 +28,5 @@ class Current(Recipe):
 
     def validate(self) -> None:
         super().validate()
-        check_choice(self.grad_format, (E4M3, E5M2), what="Current.grad_format")
+        check_format(self.grad_format, (E4M3, E5M2), what="Current.grad_format")
         Tensorwise(E4M3, self.pow2, self.eps)  # refuses what it cannot take

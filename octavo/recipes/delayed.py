@@ -4,7 +4,7 @@ The fastest FP8 recipe, and the one with a state: see `octavo.quant.DelayedState
 """
 
 from octavo.errors import UnsupportedConfig, check_choice
-from octavo.formats import E4M3, E5M2, Format
+from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant import Tensorwise
 from octavo.quant.state import ALGORITHMS, COLD_STARTS, check_margin
 from octavo.recipes.recipe import LinearQuant, Recipe
@@ -34,7 +34,7 @@ class Delayed(Recipe):
 
     def validate(self) -> None:
         super().validate()
-        check_choice(self.grad_format, (E4M3, E5M2), what="Delayed.grad_format")
+        check_format(self.grad_format, (E4M3, E5M2), what="Delayed.grad_format")
         check_choice(self.algorithm, ALGORITHMS, what="Delayed.algorithm")
         check_choice(self.cold_start, COLD_STARTS, what="Delayed.cold_start")
         if type(self.history) is not int or not 1 <= self.history <= 2**20:

@@ -4,7 +4,7 @@
 """
 
 from octavo.errors import check_choice
-from octavo.formats import E4M3, E5M2, Format
+from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant import MX
 from octavo.quant.mx import ROUNDINGS
 from octavo.recipes.recipe import LinearQuant, Recipe
@@ -30,6 +30,6 @@ class MXFP8(Recipe):
 
     def validate(self) -> None:
         super().validate()
-        check_choice(self.grad_format, (E4M3, E5M2), what="MXFP8.grad_format")
+        check_format(self.grad_format, (E4M3, E5M2), what="MXFP8.grad_format")
         check_choice(self.rounding, ROUNDINGS, what="MXFP8.rounding")
         check_choice(self.square_weights, (False, True), what="MXFP8.square_weights")

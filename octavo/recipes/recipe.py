@@ -12,10 +12,11 @@ from typing import ClassVar
 
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.quant.quantizer import Quantizer
-from octavo.values import Value
+from octavo.values import Value, shown
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 MODES = ("quantized", "high_precision", "dequantized")
+LONGEST = 4096  # characters of a recipe's string
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Recipe(Value):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_length(self.key)
         object.__setattr__(self, "_resolved", self._resolve())  # at construction, so that traced code only reads it
 
     def _resolve(self) -> LinearQuant:
@@ -126,3 +128,12 @@ class Recipe(Value):
 def check_gemm_names(names: object, *, what: str) -> None:
     if not isinstance(names, tuple) or any(n not in GEMMS for n in names) or len(set(names)) != len(names):
         raise UnsupportedConfig(f"{what} is a tuple of names from {', '.join(GEMMS)}, each once, got {names!r}.")
+
+
+def check_length(text: str) -> None:
+    """Refuse a recipe's string that is far longer than any recipe needs."""
+    if len(text) > LONGEST:
+        raise UnsupportedConfig(
+            f"A recipe's string has at most {LONGEST} characters, got {len(text)}: {shown(text)!r}. "
+            "Leave out the settings that have their defaults."
+        )

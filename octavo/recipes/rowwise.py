@@ -3,8 +3,7 @@
 `wgrad="bf16"` keeps the weight gradient, which sums over all tokens, in the operands' own precision.
 """
 
-from octavo.errors import check_choice
-from octavo.formats import E4M3, E5M2, Format
+from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant import Rowwise as RowwiseQuantizer
 from octavo.recipes.recipe import LinearQuant, Recipe
 from octavo.values import register
@@ -28,5 +27,5 @@ class Rowwise(Recipe):
 
     def validate(self) -> None:
         super().validate()
-        check_choice(self.grad_format, (E4M3, E5M2), what="Rowwise.grad_format")
+        check_format(self.grad_format, (E4M3, E5M2), what="Rowwise.grad_format")
         RowwiseQuantizer(E4M3, self.pow2)  # refuses what it cannot take

@@ -228,3 +228,16 @@ def test_a_terminal_gets_one_line_rewritten(monkeypatch):
     assert stream.getvalue().count("\r") == len(shown)
     assert stream.getvalue().count("\n") == 1 and stream.getvalue().endswith("\n")
     assert "50 s left" not in stream.getvalue() and "3 s left" in stream.getvalue()
+
+
+@pytest.mark.parametrize(("steps", "ends"), [(3, "s left\n"), (10, "0 s\n"), (0, "")])
+def test_a_bar_that_stops_early_ends_its_line(steps, ends, monkeypatch):
+    """Text after it begins on a line of its own."""
+    stream = Terminal()
+    monkeypatch.setattr("octavo.cli.progress.time.perf_counter", lambda: 0.0)
+    progress = Progress("bf16", 10, stream)
+    for step in range(1, steps + 1):
+        progress.show(step, "loss 1.000")
+    progress.close()
+    progress.close()
+    assert stream.getvalue().endswith(ends) and stream.getvalue().count("\n") == (steps > 0)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.errors import UnsupportedConfig
-from octavo.recipes import SHIPPED
+from octavo.recipes import SHIPPED, Delayed
 from tests.modules.oracle import OTHERS, Result, assert_result, check, expected, make, run, seed_of, spiky
 
 X, DY = spiky(21, 48, seed=10), spiky(21, 40, seed=20)
@@ -89,6 +89,34 @@ def test_a_wrong_recipe_is_refused_and_changes_nothing():
         with pytest.raises(UnsupportedConfig, match="recipe"):
             octavo.autocast("fp9").__enter__()
         assert follows(layer, "fp8-block")
+
+
+NO_RECIPES = {
+    "None": (None, r"octavo\.autocast takes a recipe, got None\. For layers without quantization .*autocast\('bf16'\)"),
+    "number": (5, r"A recipe is a name, a canonical string or a Recipe, got int\. Names: bf16, "),
+    "dtype": (torch.bfloat16, r"A recipe is a name, a canonical string or a Recipe, got dtype\. Names: bf16, "),
+    "class": (Delayed, r"got type Delayed, a class\. Make one of it: Delayed\(\)\."),
+    "typo": ("fp8-delayd", r"There is no recipe 'fp8-delayd'\. .* Did you mean 'fp8-delayed'\?"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), NO_RECIPES.values(), ids=NO_RECIPES)
+def test_what_is_no_recipe_is_refused_when_it_is_given(given, message):
+    with pytest.raises(UnsupportedConfig, match=message):
+        octavo.autocast(given)
+
+
+@pytest.mark.parametrize("given", ["fp8-block", Delayed(history=3)], ids=str)
+def test_a_graph_enters_it_by_name_and_by_value(given):
+    torch._dynamo.reset()
+    layer = make(None)
+
+    def call(x):
+        with octavo.autocast(given):
+            return layer(x)
+
+    with torch.no_grad():
+        assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(X), call(X))
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)

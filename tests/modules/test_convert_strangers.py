@@ -110,13 +110,13 @@ def left(report):
 @pytest.mark.parametrize(
     ("module", "reason", "said"),
     [
-        (Experts(), "stacked experts", r"gate_up_proj \[4, 64, 32\], down_proj \[4, 32, 32\].*octavo\.GroupedLinear"),
+        (Experts(), "stacked matrices", r"gate_up_proj \[4, 64, 32\], down_proj \[4, 32, 32\].*octavo\.GroupedLinear"),
         (Conv1D(48, 32), "Conv1D", r"weight \[32, 48\] is \[in, out\]"),
         (nn.MultiheadAttention(32, 4), "attention", "in_proj_weight"),
         (nn.Embedding(9, 32), "embedding", "looked up"),
         (nn.Conv2d(3, 8, 3), "convolution", "convolution"),
         (nn.LSTM(32, 32), "recurrent", "nn.Linear"),
-        (nn.Bilinear(4, 5, 6), "stacked experts", r"weight \[6, 4, 5\]"),
+        (nn.Bilinear(4, 5, 6), "stacked matrices", r"weight \[6, 4, 5\]"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -146,7 +146,7 @@ def test_the_share_of_weights_counts_experts():
     share = elements["attention"] / sum(elements.values())
     assert report.shares()["converted"].share == pytest.approx(share)
     assert report.summary() == (
-        f"Converted 1 layer ({share:.1%} of the weights); stacked experts: 1 layer ({1 - share:.1%} of the weights)."
+        f"Converted 1 layer ({share:.1%} of the weights); stacked matrices: 1 layer ({1 - share:.1%} of the weights)."
     )
     assert str(report).endswith(report.summary())
 
@@ -164,6 +164,21 @@ def test_rows_that_differ_in_a_number_are_one_line():
     table = str(octavo.convert(nn.ModuleList(nn.Linear(8, 8) for _ in range(30)), "fp8-current"))
     assert re.search(r"^\* +30 +torch\.nn\.Linear +fp8-current +reference", table, re.M)
     assert len(table.splitlines()) == 3
+
+
+def test_a_report_is_narrow_and_gives_each_reason_once():
+    blocks = nn.ModuleList(
+        nn.ModuleDict(
+            {name: nn.Linear(32, 32) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate", "up", "down")}
+        )
+        for _ in range(3)
+    )
+    attention = nn.ModuleList(nn.MultiheadAttention(32, 4) for _ in range(3))
+    table = str(octavo.convert(nn.ModuleDict({"layers": blocks, "attention": attention}), "fp8-current"))
+    lines = table.splitlines()
+    assert max(len(line) for line in lines[:-1]) < 200
+    assert sum(line.startswith("layers.*.") for line in lines) == 7
+    assert table.count("does not call it") == 1
 
 
 def test_a_tied_weight_counts_once():
@@ -485,8 +500,63 @@ def test_factors_of_adapters_stay_in_high_precision():
         assert {path for path, reason in left(report).items() if reason == "adapter"} == gone
 
 
+class TopKRouter(nn.Module):
+    """As Hugging Face's: a matrix of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 32))
+
+
+def test_routers_stay_in_high_precision():
+    model = nn.ModuleDict(
+        {
+            "moe": nn.ModuleDict({"router": nn.ModuleDict({"gate": nn.Linear(32, 4)}), "up": nn.Linear(32, 32)}),
+            "mlp": nn.ModuleDict(
+                {"gate": nn.Linear(32, 4), "shared_expert_gate": nn.Linear(32, 1), "experts": Experts()}
+            ),
+            "dense": nn.ModuleDict({"gate": nn.Linear(32, 64)}),
+            "theirs": TopKRouter(),
+        }
+    )
+    report = octavo.convert(copy.deepcopy(model), "fp8-current")
+    routers = {"moe.router.gate", "mlp.gate", "mlp.shared_expert_gate", "theirs"}
+    assert {path for path, reason in left(report).items() if reason == "router"} == routers
+    report = octavo.convert(model, "fp8-current", high_precision=("head", "adapters"))
+    assert {path for path, reason in left(report).items() if reason == "router"} == {"theirs"}
+
+
+def test_a_head_is_found_where_its_size_is_also_a_width():
+    """As in torchtitan's small models: 2048 words, and 2048 channels in attention."""
+    block = {"wq": nn.Linear(32, 64), "wo": nn.Linear(64, 32)}
+    model = nn.ModuleDict(
+        {"embed": nn.Embedding(64, 32), "layers": nn.ModuleList([nn.ModuleDict(block)]), "lm_head": nn.Linear(32, 64)}
+    )
+    assert left(octavo.convert(model, "fp8-current")) == {"embed": "embedding", "lm_head": "output head"}
+
+
+def test_tables_and_parametrizations_are_no_experts():
+    model = nn.ModuleDict({"plain": nn.Linear(8, 8), "conv": weight_norm(nn.Conv1d(8, 8, 3))})
+    model.register_parameter("position_embeddings", nn.Parameter(torch.zeros(1, 5, 8)))
+    rows = {row.path: row.reason for row in octavo.convert(model, "fp8-current")}
+    assert rows[""] == "embedding" and rows["conv.parametrizations.weight"] == "parametrized"
+
+
+def test_many_layers_of_one_class_are_excluded_by_it():
+    model = nn.ModuleList(Doubling(8, 8) for _ in range(3))
+    with pytest.raises(UnsupportedConfig, match=r"exclude='0' \(3 layers are of this class: exclude=Doubling\)"):
+        octavo.convert(model, "fp8-current")
+
+
+def test_weights_that_are_no_plain_memory_are_refused():
+    layer = nn.Linear(8, 8)
+    layer.weight = nn.Parameter(torch.eye(8).to_sparse(), requires_grad=False)
+    with pytest.raises(UnsupportedConfig, match=r"its weight is one of layout torch\.sparse_coo\. Make it dense first"):
+        octavo.convert(nn.Sequential(layer), "fp8-current")
+
+
 def test_an_unknown_kind_is_refused():
-    with pytest.raises(UnsupportedConfig, match=r"high_precision takes kinds out of \('head', 'adapters'\), got 'lm_"):
+    with pytest.raises(UnsupportedConfig, match=r"high_precision takes kinds out of \('head', .*\), got 'lm_"):
         octavo.convert(Language(), "fp8-current", high_precision="lm_head")
 
 
@@ -535,7 +605,7 @@ def test_the_projection_that_attention_reads_is_left_and_named():
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 4), "plain": nn.Linear(8, 8)})
     rows = {row.path: row for row in octavo.convert(model, "fp8-current")}
     assert not isinstance(model["attention"].out_proj, octavo.Linear)
-    assert rows["attention.out_proj"].why == "attention reads its weight and does not call it"
+    assert rows["attention.out_proj"].why == "nn.MultiheadAttention reads its weight and does not call it"
     assert rows["attention"].reason == rows["attention.out_proj"].reason == "attention"
 
 

@@ -1,6 +1,8 @@
 """octavo.step: forgetting it is said, an optimizer can call it, and a process group can share its amaxes."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import octavo
 from tests.modules.oracle import Memory, make, spiky
@@ -105,3 +108,67 @@ def test_a_group_shares_the_largest_amax_and_no_group_shares_nothing(tmp_path):
         shared.assert_state(layer)
         own[rank].assert_state(lonely)
     assert own[0].slots["x"].history() != own[1].slots["x"].history()
+
+
+# -- optimizers of others ----------------------------------------------------------------------------------------------
+
+
+class Container(torch.optim.Optimizer):
+    """An optimizer whose step is another's, over the same parameters: torchtitan's is one."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def trained(model, optimizer, steps):
+    for _ in range(steps):
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+
+
+def delayed(*more):
+    model = nn.Sequential(nn.Linear(16, 16), *more)
+    octavo.convert(model, "fp8-delayed")
+    return model
+
+
+def test_a_reverted_layer_is_no_longer_heard():
+    model, other = delayed(), nn.Linear(16, 16)
+    octavo.attach(model, torch.optim.SGD(model.parameters()))
+    octavo.revert(model)
+    trained(other, torch.optim.SGD(other.parameters(), lr=0.1), 1)
+    trained(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+
+
+def test_a_step_inside_a_step_counts_once():
+    model = delayed()
+    optimizer = Container(torch.optim.SGD(model.parameters(), lr=0.1))
+    octavo.attach(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, optimizer, 4)
+
+
+def test_a_missing_step_is_said_once_for_all_layers_and_where_the_optimizer_steps():
+    model = delayed(nn.Linear(16, 16), nn.Linear(16, 16))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trained(model, torch.optim.SGD(model.parameters(), lr=0.1), 4)
+    assert [w.filename for w in said if "octavo.step" in str(w.message)] == [__file__]
+
+
+def test_a_pickled_model_has_not_missed_a_step():
+    model = delayed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    octavo.attach(model, optimizer)
+    trained(model, optimizer, 2)
+    model(torch.ones(4, 16))
+    for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            twin(torch.ones(4, 16))
+            twin(torch.ones(4, 16))

@@ -176,7 +176,7 @@ class Loop:
     def __init__(self, model, device, *, ends="attach", call=None, scale=2.0**10):
         self.model, self.device, self.ends, self.call = model, device, ends, call or model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=ends == "fused")
-        if ends != "step":
+        if ends != "step" and any(isinstance(m, octavo.Linear) for m in model.modules()):
             octavo.attach(model, self.optimizer)
         self.scaler = torch.amp.GradScaler(device, init_scale=scale)
 

@@ -459,3 +459,20 @@ def test_a_deep_copy_has_its_own_state(recipe):
     octavo.step(twin)
     for key, value in octavo.state_dict(layer).items():
         assert_same(value, before[key], key)
+
+
+@pytest.mark.parametrize("name", ["_orig_mod", "_checkpoint_wrapped_module", "_forward_module"])
+def test_a_state_does_not_know_the_wrappers_of_a_model(name):
+    """torch.compile, activation checkpointing and Fabric put names into paths, which state dicts of weights leave out."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, inside):
+            super().__init__()
+            self.add_module(name, inside)
+
+    plain = make("fp8-delayed")
+    wrapped = Wrapper(copy.deepcopy(plain))
+    plain.scaling_forward_encode.fill_(2.0)
+    octavo.load_state_dict(wrapped, octavo.state_dict(plain))
+    assert_same(wrapped.get_submodule(name).scaling_forward_encode, plain.scaling_forward_encode)
+    octavo.load_state_dict(make("fp8-delayed"), octavo.state_dict(wrapped))

@@ -4,16 +4,18 @@ import copy
 import dataclasses
 import itertools
 import pickle
+import re
 import string
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import octavo
 import octavo.quant as Q
 from octavo import recipes, values
-from octavo.errors import UnsupportedConfig
+from octavo.errors import UnknownSetting, UnsupportedConfig
 from octavo.formats import E2M1, E4M3, E5M2, Format
 from octavo.recipes import GemmQuant, LinearQuant
 
@@ -274,6 +276,119 @@ def test_what_is_no_recipe_is_refused_with_the_list(spec):
 def test_a_string_that_cannot_be_read_says_what_is_allowed(text, message):
     with pytest.raises(UnsupportedConfig, match=message):
         octavo.recipe(text)
+
+
+QUOTES = {
+    "fp8-block(wgrad=bf16)": "fp8-block(wgrad='bf16')",
+    "fp8-block(wgrad=quantized)": "fp8-block(wgrad='quantized')",
+    "fp8-block(scale=fp32, wgrad=bf16)": "fp8-block(scale='fp32', wgrad='bf16')",
+    "fp8-block(wgrad='bf16',scale=fp32)": "fp8-block(wgrad='bf16',scale='fp32')",
+    "fp8-delayed(algorithm=most_recent,history=16)": "fp8-delayed(algorithm='most_recent',history=16)",
+    "fp8-delayed(fast=(fprop,dgrad),grad_format=E4M3)": "fp8-delayed(fast=('fprop','dgrad'),grad_format=E4M3)",
+}
+
+
+@pytest.mark.parametrize("text", QUOTES)
+def test_missing_quotes_are_named_with_the_right_string(text):
+    right = QUOTES[text]
+    with pytest.raises(UnsupportedConfig) as error:
+        octavo.recipe(text)
+    assert str(error.value).endswith(f"Text takes quotes: write {right!r}.")
+    assert octavo.recipe(right).key.startswith(text.split("(")[0])
+
+
+@pytest.mark.parametrize(
+    "text", ["fp8-block(wgrad=bf15)", "fp8-block(wgrad=none)", "fp8-block(scale=fp32", "bf16(a=b)"]
+)
+def test_no_string_is_suggested_that_could_not_be_read(text):
+    with pytest.raises(UnsupportedConfig) as error:
+        octavo.recipe(text)
+    assert "Text takes quotes" not in str(error.value)
+
+
+TYPOS = {
+    "fp8-delayd": "'fp8-delayed'",
+    "FP8_delayed": "'fp8-delayed'",
+    "delayed": "'fp8-delayed'",
+    "mxfp-8": "'mxfp8'",
+    "NVFP4": "'nvfp4'",
+    "bfloat16": "'bf16'",
+    "fp8-blok(scale='fp32')": "'fp8-block'",
+    "fp8": "'fp8-block' or 'fp8-current' or 'fp8-delayed' or 'fp8-rowwise'",
+}
+
+
+@pytest.mark.parametrize("text", TYPOS)
+def test_a_misspelt_recipe_is_asked_about(text):
+    with pytest.raises(UnsupportedConfig) as error:
+        octavo.recipe(text)
+    said = str(error.value)
+    assert said.startswith(f"There is no recipe {text!r}. Names: ") and said.endswith(f". Did you mean {TYPOS[text]}?")
+
+
+def test_what_is_like_no_recipe_is_not_asked_about():
+    with pytest.raises(UnsupportedConfig) as error:
+        octavo.recipe("wide-open")
+    assert "Did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: octavo.recipe("fp8-delayed(hystory=16)"), lambda: recipes.Delayed(hystory=16)],
+    ids=["str", "class"],
+)
+def test_a_misspelt_setting_is_asked_about(make):
+    message = (
+        "fp8-delayed has no setting 'hystory'. Did you mean 'history'? Fields of fp8-delayed: grad_format, history"
+    )
+    with pytest.raises(UnknownSetting, match=re.escape(message)) as error:
+        make()
+    assert isinstance(error.value, TypeError) and isinstance(error.value, ValueError)  # as Python says it, and as we do
+
+
+@pytest.mark.parametrize(
+    ("make", "meant"),
+    [
+        (lambda: octavo.recipe("fp8-block(scale='fp23')"), r"Block\.scale .* got 'fp23'\. Did you mean 'fp32'\?"),
+        (lambda: recipes.Block(wgrad="BF16"), r"Block\.wgrad .* got 'BF16'\. Did you mean 'bf16'\?"),
+        (lambda: recipes.Block(wgrad=recipes.BF16()), r"Block\.wgrad .* got bf16\. Pass the string 'bf16'\."),
+        (lambda: octavo.LayerNormMLP(4, 4, normalization="rmsnorm"), r"got 'rmsnorm'\. Did you mean 'RMSNorm'\?"),
+    ],
+)
+def test_a_misspelt_choice_is_asked_about(make, meant):
+    with pytest.raises(UnsupportedConfig, match=meant):
+        make()
+
+
+@pytest.mark.parametrize("named", ["E4M3", "e4m3", "float8_e4m3fn", torch.float8_e4m3fn], ids=str)
+def test_what_names_a_format_is_no_format(named):
+    kind = type(named).__name__
+    message = rf"must be one of E4M3, E5M2, got {re.escape(repr(named))}\. Pass octavo\.formats\.E4M3, a Format and no "
+    for cls in (recipes.Delayed, recipes.Current, recipes.Rowwise, recipes.Block, recipes.MXFP8):
+        with pytest.raises(UnsupportedConfig, match=rf"{cls.__name__}\.grad_format {message}{kind}"):
+            cls(grad_format=named)
+    for cls in (Q.Tensorwise, Q.Rowwise, Q.Block1D, Q.Block2D, Q.MX):
+        with pytest.raises(UnsupportedConfig, match=rf"{cls.__name__}\.fmt {message}{kind}; .* is E4M3, without"):
+            cls(named)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fp8-block(grad_format='E5M2')", r"got 'E5M2'\. Pass octavo\.formats\.E5M2.*it is E5M2, without quotes"),
+        ("fp8-block(grad_format=e5m2)", r"no value is registered as 'e5m2'\..* Did you mean E5M2\?"),
+        ("fp8-block(grad_format=float8_e5m2)", r"registered as 'float8_e5m2'\..* Did you mean E5M2\?"),
+    ],
+)
+def test_a_format_in_a_string_is_its_name_without_quotes(text, message):
+    with pytest.raises(UnsupportedConfig, match=message):
+        octavo.recipe(text)
+    assert octavo.recipe("fp8-block(grad_format=E5M2)").grad_format is E5M2
+
+
+def test_a_class_is_no_recipe_but_makes_one():
+    with pytest.raises(UnsupportedConfig, match=r"got type Delayed, a class\. Make one of it: Delayed\(\)\."):
+        octavo.Linear(4, 4, recipe=recipes.Delayed)
 
 
 def test_nothing_in_a_string_is_ever_evaluated():

@@ -1,43 +1,44 @@
-"""Timings on this machine's GPU, with the floor and a baseline from the same run.
+"""Time low-precision layers on this machine's GPU, beside bf16 and other libraries, in one run.
 
-    quantize    both orientations of a matrix, every scheme, against a plain copy
-    linear      forward and backward of a linear layer, every recipe, against bf16, peers and the floor
-    block       a compiled transformer block against bf16 and peers; host time of a layer in CUDA graphs
-    grouped     forward and backward of a layer of many experts against bf16 and peers
-    mlp         forward and backward of a norm and an MLP, fused, against bf16, peers and the floor
+Each suite prints a table; `octavo bench SUITE --help` says what its columns mean. A suite takes minutes, more on its
+first run, when kernels are compiled. Other libraries (torchao, transformer_engine) take part if they are installed.
 
-A suite is a file here with `add_arguments`, `measure(arguments) -> report` and `render(report) -> text`.
+example: octavo bench linear --shape 8192,4096,14336 --recipes fp8-current,fp8-block --json linear.json
 """
 
 import argparse
-import json
-from pathlib import Path
+import sys
+from functools import partial
 
 import torch
 
+from octavo.cli import output
 from octavo.cli.bench import block, grouped, linear, mlp, quantize
 from octavo.errors import UnsupportedHardware
 
+# a suite is a file here with `add_arguments(parser)`, `measure(arguments, report)`, which fills the report row by row,
+# and `render(report) -> text`, which is "" while there is no row; its docstring is its help text
 SUITES = {"quantize": quantize, "linear": linear, "block": block, "grouped": grouped, "mlp": mlp}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    suites = parser.add_subparsers(dest="suite", required=True, metavar="SUITE")
+    parser.set_defaults(print_help=parser.print_help)
+    suites = parser.add_subparsers(dest="suite", metavar="SUITE", title="suites")
     for name, module in SUITES.items():
         text = module.__doc__ or ""
         suite = suites.add_parser(
             name, help=text.splitlines()[0], description=text, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(suite)
-        suite.add_argument("--json", type=Path, default=None, help="also write the raw figures to this file")
+        output.add_json(suite, "the table and every reading")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.suite is None:
+        arguments.print_help(sys.stderr)
+        return 2
     if not torch.cuda.is_available() and getattr(arguments, "device", None) != "cpu":
         raise UnsupportedHardware("A bench times a GPU, and torch sees none here. Run it on a machine that has one.")
     suite = SUITES[arguments.suite]
-    report = suite.measure(arguments)
-    print(suite.render(report))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    output.produce(partial(suite.measure, arguments), suite.render, arguments.json)
     return 0

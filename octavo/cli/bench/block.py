@@ -1,19 +1,21 @@
-"""A transformer block, forward and backward, compiled: bf16, recipes, and other libraries where they can be imported.
+"""Time a compiled transformer block, forward and backward: in bf16, in recipes, and in torchao if installed.
 
 ms          one step after another, gradients dropped between them; the block taken whole by torch.compile
 of bf16     ms / the compiled bf16 block's
 eager ms    the same block, not compiled
-compile s   the first compiled step, without what a later one takes; caches of earlier runs are not read, but the
-            kernels of octavo's own were compiled by then
+compile s   seconds of the first compiled step beyond a later one; torch's caches of earlier runs are not read, but
+            Octavo's own kernels were compiled by then
 peak MiB    most that one step allocates beyond what is there between steps
 
 Then one tiny layer under mode="reduce-overhead", which replays CUDA graphs:
 
-host us     what the host takes to issue one step; median of rounds in which the layers take turns
+host us     microseconds the CPU takes to start one step; median of rounds in which the layers take turns
 skips       graphs that the compiler left without a CUDA graph
 
-On a CPU (--device cpu --size tiny) this only shows that it runs: backend aot_eager, which generates no code, and times
-by the clock.
+On a CPU (--device cpu --size tiny) this only shows that it runs: torch.compile generates no code there (backend
+aot_eager).
+
+example: octavo bench block --recipes fp8-current
 """
 
 import statistics
@@ -27,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from octavo.cli import machine, table
+from octavo.cli import machine, options, table
 from octavo.cli.bench import linear, peers
 from octavo.cli.bench.step import peak_mib, settled_step, training_step
 from octavo.cli.bench.transformer import Block, Size
@@ -44,22 +46,23 @@ Conversion = Callable[[nn.Module], object]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--size", choices=tuple(SIZES), default="full", help="full: 8192 tokens of width 4096")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--recipes", default=",".join(RECIPES), help="of the block, comma-separated")
-    parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
+    parser.add_argument(
+        "--size", choices=tuple(SIZES), default="full",
+        help="full: 8192 tokens of width 4096; tiny: 32 of width 32, for a CPU; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+    options.add_recipes(parser, RECIPES)
+    options.add_no_peers(parser)
 
 
-def measure(arguments: Namespace) -> dict[str, Any]:
+def measure(arguments: Namespace, report: dict[str, Any]) -> None:
     device, size = machine.parse_device(arguments.device), SIZES[arguments.size]
     conversions: dict[str, Conversion] = {"bf16": lambda model: None}
-    conversions |= {f"octavo {name}": partial(convert, recipe=name) for name in arguments.recipes.split(",")}
+    conversions |= {f"octavo {name}": partial(convert, recipe=name) for name in arguments.recipes}
     if not arguments.no_peers:
         conversions |= peers.conversions()
-    results = [_case(name, conversion, size, device) for name, conversion in conversions.items()]
-    for row in results:
-        row["of_bf16"] = row["ms"] / results[0]["ms"]
-    return {
+    results: list[dict[str, Any]] = []
+    report |= {
         "suite": "block",
         "machine": machine.describe(device),
         "dtype": "bfloat16",
@@ -76,8 +79,13 @@ def measure(arguments: Namespace) -> dict[str, Any]:
         },
         "results": results,
         "host_shape": list(linear.TINY),
-        "host": _hosts(device),
+        "host": [],
     }
+    for name, conversion in conversions.items():
+        row = _case(name, conversion, size, device)
+        row["of_bf16"] = row["ms"] / (results[0] if results else row)["ms"]
+        results.append(row)
+    report["host"] = _hosts(device)
 
 
 # -- the block -------------------------------------------------------------------------------------------------------
@@ -185,6 +193,8 @@ def _host_us(step: Callable[[], None], device: torch.device) -> float:
 
 
 def render(report: dict[str, Any]) -> str:
+    if not report.get("results"):
+        return ""
     facts, size = report["machine"], report["size"]
     head = (
         f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, forward + backward, "
@@ -192,9 +202,11 @@ def render(report: dict[str, Any]) -> str:
         f"block of width {size['width']}, {size['heads']} heads, MLP {size['hidden']}; "
         f"{size['batch']} x {size['length']} tokens"
     )
+    parts = [head + "\n" + _block_table(report["results"])]
     tokens, k, n = report["host_shape"]
     tail = f'layer {tokens} x {k} -> {n}, mode="reduce-overhead"'
-    return "\n\n".join((head + "\n" + _block_table(report["results"]), tail + "\n" + _host_table(report["host"])))
+    parts += [tail + "\n" + _host_table(report["host"])] if report["host"] else []
+    return "\n\n".join(parts)
 
 
 def _block_table(results: list[dict[str, Any]]) -> str:

@@ -1,14 +1,18 @@
-"""Forward and backward of a linear layer of many experts, tokens spread unevenly: bf16, recipes, other libraries.
+"""Time forward and backward of a linear layer of many experts: in bf16, in recipes, and in torchao if installed.
+
+Tokens are spread unevenly: the largest expert has up to three times as many as the smallest.
 
 ms          one eager step after another, gradients dropped between them
 graph ms    the same step replayed from a CUDA graph: what the device alone takes
-of bf16     ms / that of torch's grouped GEMM in bf16, in the same column
-TFLOP/s     of each of the three GEMMs alone, codes given, into memory that is there; rows that are no token's do not
-            count
-quantize    of x, w and dy alone, both orientations
-of floor    graph ms / the least it can take: GEMMs at 1250 TFLOP/s and every byte that must move at 4.2 TB/s
+of bf16     ms / that of torch's grouped matrix product in bf16, in the same column
+of floor    graph ms / the least it can take: matrix products at 1250 TFLOP/s, bytes that must be moved at 4.2 TB/s
 
-"cached" reuses the codes of the weights, as every microbatch of a step but the first does.
+A second table has the parts of a step alone: the three matrix products (fprop the output, dgrad the gradient of the
+input, wgrad that of the weight), the casts of x, w and dy, and the placing of groups. Padding does not count.
+
+"cached" reuses the cast weights, as every microbatch of a step but the first does.
+
+example: octavo bench grouped --shape 8,16384,4096,14336 --recipes fp8-block
 """
 
 from argparse import ArgumentParser, Namespace
@@ -19,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.cli import machine, table
+from octavo.cli import machine, options, table
 from octavo.cli.bench import peers
 from octavo.cli.bench.step import settled_step
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms
@@ -39,30 +43,32 @@ Layer = Callable[[Tensor], Tensor]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--shape", action="append", default=None, help="experts,tokens,in,out; may be repeated")
-    parser.add_argument("--recipes", default=",".join(RECIPES), help="comma-separated")
-    parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
+    options.add_shapes(parser, ("experts", "tokens", "in", "out"), SHAPES)
+    options.add_recipes(parser, RECIPES)
+    options.add_no_peers(parser)
 
 
-def measure(arguments: Namespace) -> dict[str, Any]:
-    shapes = [tuple(map(int, s.split(","))) for s in arguments.shape or ()] or list(SHAPES)
+def measure(arguments: Namespace, report: dict[str, Any]) -> None:
+    shapes = arguments.shape or SHAPES
     makers: dict[str, Callable[[Tensor, int, int], nn.Module]] = {"grouped_mm bf16": Stock}
-    for name in arguments.recipes.split(","):
+    for name in arguments.recipes:
         makers[f"octavo {name}"] = partial(_low, recipe=name)
         if recipe(name).linear().fprop.right is not None:
             makers[f"octavo {name}, cached"] = partial(_low, recipe=name, cached=True)
-    quantized = [name for name in arguments.recipes.split(",") if recipe(name).linear().fprop.left is not None]
+    quantized = [name for name in arguments.recipes if recipe(name).linear().fprop.left is not None]
     if not arguments.no_peers:
         makers |= peers.grouped()
-    return {
+    report |= {
         "suite": "grouped",
         "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
         "dtype": "bfloat16",
         "bias": False,
         "peers": peers.versions(),
         "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
-        "shapes": [_shape_report(shape, makers, quantized) for shape in shapes],  # type: ignore[arg-type]
+        "shapes": [],
     }
+    for shape in shapes:
+        _measure_shape(shape, makers, quantized, report["shapes"])
 
 
 def uneven(experts: int, tokens: int) -> Tensor:
@@ -102,34 +108,40 @@ def _low(splits: Tensor, k: int, n: int, recipe: str, cached: bool = False) -> n
     return _Bound(layer, splits, cached)
 
 
-def _shape_report(
-    shape: Shape, makers: dict[str, Callable[[Tensor, int, int], nn.Module]], recipes: list[str]
-) -> dict[str, Any]:
+def _measure_shape(
+    shape: Shape,
+    makers: dict[str, Callable[[Tensor, int, int], nn.Module]],
+    recipes: list[str],
+    shapes: list[dict[str, Any]],
+) -> None:
     experts, tokens, k, n = shape
     splits = uneven(experts, tokens).cuda()
     x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) * 1e-2
-    results = []
+    floor = _floor_ms(shape)
+    results: list[dict[str, Any]] = []
+    parts: dict[str, dict[str, float]] = {}
+    shapes.append(
+        {"shape": list(shape), "splits": splits.tolist(), "floor_ms": floor, "results": results, "parts_ms": parts}
+    )
     for name, make in makers.items():
         step = settled_step(module := make(splits, k, n), x, dy)
         ms, readings = eager_ms(step)
         row: dict[str, Any] = {"case": name, "ms": ms, "readings_ms": readings}
         if name.startswith(("octavo", "grouped_mm")):
             row["graph_ms"], row["graph_readings_ms"] = device_ms(step)
+        baseline = results[0] if results else row
+        row["of_bf16"] = row["ms"] / baseline["ms"]
+        if "graph_ms" in row:
+            row["graph_of_bf16"] = row["graph_ms"] / baseline["graph_ms"]
+            row["of_floor"] = row["graph_ms"] / floor
         results.append(row)
         del module, step
         torch.cuda.empty_cache()
-    floor = _floor_ms(shape)
-    for row in results:
-        row["of_bf16"] = row["ms"] / results[0]["ms"]
-        if "graph_ms" in row:
-            row["graph_of_bf16"] = row["graph_ms"] / results[0]["graph_ms"]
-            row["of_floor"] = row["graph_ms"] / floor
-    parts = {"octavo bf16": _timed(_plain_parts(shape, splits, x.detach(), dy))}
+    parts["octavo bf16"] = _timed(_plain_parts(shape, splits, x.detach(), dy))
     for name in recipes:
         parts[f"octavo {name}"] = _timed(_parts(recipe(name).linear(), shape, splits, x.detach(), dy))
         torch.cuda.empty_cache()
-    return {"shape": list(shape), "splits": splits.tolist(), "floor_ms": floor, "results": results, "parts_ms": parts}
 
 
 def _timed(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
@@ -188,6 +200,8 @@ def _plain_parts(shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> dict[st
 
 
 def render(report: dict[str, Any]) -> str:
+    if not any(entry["results"] for entry in report.get("shapes", ())):
+        return ""
     facts = report["machine"]
     parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
     for entry in report["shapes"]:

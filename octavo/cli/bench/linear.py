@@ -1,13 +1,17 @@
-"""Forward and backward of one linear layer: bf16, every recipe, and other libraries where they can be imported.
+"""Time forward and backward of one linear layer: in bf16, in every recipe, and in other libraries if installed.
 
 ms          one eager step after another, gradients dropped between them, as training runs it
 graph ms    the same step replayed from a CUDA graph: what the device alone takes (peers are not captured)
-of floor    floor / ms. The floor is the chip's stock FP8 GEMMs, timed here (fast accumulation in fprop only), and
-            the bytes that quantizing once must move, at the rate of a plain copy, timed here; for bf16 its GEMMs
-host us     what the host takes to issue one step of a tiny layer: alone, and its share in a stack of sixteen, where
-            backward's change of threads is paid once; each also with backward in the thread that calls it
+of floor    floor / ms: 1 is as fast as the floor. The floor is torch's own FP8 matrix products, timed here (fast
+            accumulation in the forward one only), and the bytes that casting once must move, at the rate of a plain
+            copy, timed here; for bf16 its matrix products
+host us     microseconds the CPU takes to start one step of a tiny layer: alone, and its share in a stack of sixteen,
+            where backward's change of threads is paid once; each also with backward in the thread that calls it
             (torch.autograd.set_multithreading_enabled(False)), and with all threads on one core
-saved       bytes kept from forward to backward, parameters not counted; peak: most that was allocated beyond them
+TFLOP/s     of the three matrix products, the whole step's time counted
+saved MiB   kept from forward to backward, parameters not counted; peak MiB: the most that was allocated beyond them
+
+example: octavo bench linear --shape 8192,4096,14336 --recipes fp8-current,fp8-block
 """
 
 from argparse import ArgumentParser, Namespace
@@ -19,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from octavo.cli import machine, table
+from octavo.cli import machine, options, table
 from octavo.cli.bench import peers
 from octavo.cli.bench.step import peak_mib, settled_step
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, hosts_us
@@ -32,19 +36,18 @@ TINY, STACK = (16, 256, 256), 16
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--shape", action="append", default=None, help="tokens,in,out; may be repeated")
-    parser.add_argument("--recipes", default=",".join(SHIPPED), help="comma-separated; default: all")
-    parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
+    options.add_shapes(parser, ("tokens", "in", "out"), SHAPES)
+    options.add_recipes(parser, SHIPPED)
+    options.add_no_peers(parser)
 
 
-def measure(arguments: Namespace) -> dict[str, Any]:
-    shapes = [tuple(map(int, s.split(","))) for s in arguments.shape or ()] or list(SHAPES)
+def measure(arguments: Namespace, report: dict[str, Any]) -> None:
+    shapes = arguments.shape or SHAPES
     makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": stock}
-    makers |= {f"octavo {name}": partial(low, recipe=name) for name in arguments.recipes.split(",")}
+    makers |= {f"octavo {name}": partial(low, recipe=name) for name in arguments.recipes}
     if not arguments.no_peers:
         makers |= peers.linears()
-    hosts = {name: _hosts(make) for name, make in makers.items()}
-    return {
+    report |= {
         "suite": "linear",
         "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
         "dtype": "bfloat16",
@@ -53,9 +56,13 @@ def measure(arguments: Namespace) -> dict[str, Any]:
         "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
         "host_shape": list(TINY),
         "host_stack": STACK,
-        "host_us": hosts,
-        "shapes": [_shape_report(shape, makers) for shape in shapes],  # type: ignore[arg-type]
+        "host_us": {},
+        "shapes": [],
     }
+    for name, make in makers.items():
+        report["host_us"][name] = _hosts(make)
+    for shape in shapes:
+        _measure_shape(shape, makers, report["shapes"])
 
 
 def stock(k: int, n: int, device: torch.device | str = "cuda") -> nn.Module:
@@ -83,10 +90,13 @@ def _tiny_step(make: Callable[[int, int], nn.Module], layers: int) -> Callable[[
     return _step(nn.Sequential(*[make(k, n) for _ in range(layers)]), tokens, k, n)
 
 
-def _shape_report(shape: tuple[int, int, int], makers: dict[str, Callable[[int, int], nn.Module]]) -> dict[str, Any]:
+def _measure_shape(
+    shape: tuple[int, int, int], makers: dict[str, Callable[[int, int], nn.Module]], shapes: list[dict[str, Any]]
+) -> None:
     tokens, k, n = shape
     floors = _floors(*shape)
-    results = []
+    results: list[dict[str, Any]] = []
+    shapes.append({"shape": list(shape), "floors": floors, "results": results})
     for name, make in makers.items():
         module = make(k, n)
         step = _step(module, *shape)
@@ -99,7 +109,6 @@ def _shape_report(shape: tuple[int, int, int], makers: dict[str, Callable[[int, 
         results.append(row)
         del module, step
         torch.cuda.empty_cache()
-    return {"shape": list(shape), "floors": floors, "results": results}
 
 
 def _floors(tokens: int, k: int, n: int) -> dict[str, float]:
@@ -170,6 +179,8 @@ def _memory(module: nn.Module, step: Callable[[], None]) -> dict[str, float]:
 
 
 def render(report: dict[str, Any]) -> str:
+    if not report.get("host_us"):
+        return ""
     facts = report["machine"]
     parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
     for entry in report["shapes"]:

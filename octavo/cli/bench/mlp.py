@@ -1,13 +1,17 @@
-"""Forward and backward of RMSNorm and a SwiGLU MLP: bf16 compiled, octavo's LayerNormMLP in every recipe, torchao.
+"""Time forward and backward of RMSNorm and a SwiGLU MLP: bf16 compiled, octavo.LayerNormMLP in recipes, torchao.
 
 ms          one eager step after another, gradients dropped between them, as training runs it
 graph ms    the same step replayed from a CUDA graph: what the device alone takes (compiled cases are not captured)
-kept MiB    what forward leaves allocated for backward, y among it; x was there before
-of floor    floor / ms. The floor is the stock FP8 GEMMs of both layers, timed here, and the bytes that every tensor
-            read and written once takes, at the rate of a plain copy, timed here; for bf16 its GEMMs
-host us     what the host takes to issue one step at a tiny size; the same with backward in the thread that calls it
-            (torch.autograd.set_multithreading_enabled(False)); and with all threads on one core
-kernels     of one step of the first recipe, by name: what the device's time is made of
+kept MiB    what forward leaves allocated for backward, its output among it; its input was there before
+of floor    floor / ms: 1 is as fast as the floor. The floor is torch's own FP8 matrix products of both layers, timed
+            here, and reading and writing every tensor once, at the rate of a plain copy, timed here; for bf16 its
+            matrix products
+TFLOP/s     of the matrix products, the whole step's time counted
+host us     microseconds the CPU takes to start one step at a tiny size; the same with backward in the thread that calls
+            it (torch.autograd.set_multithreading_enabled(False)); and with all threads on one core
+kernels     a second table: the GPU kernels of one step of the first recipe, the longest first
+
+example: octavo bench mlp --recipes fp8-block
 """
 
 from argparse import ArgumentParser, Namespace
@@ -18,13 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.cli import machine, table
+from octavo.cli import machine, options, table
 from octavo.cli.bench import linear, peers
 from octavo.cli.bench.step import settled_step
 from octavo.cli.bench.transformer import Size, SwiGLU
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, hosts_us
 from octavo.fused.blocks import LayerNormMLP
-from octavo.recipes import SHIPPED
 
 SHAPE = (8192, 4096, 14336)  # tokens, hidden, feed-forward
 TINY = (16, 256, 512)
@@ -32,9 +35,13 @@ RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--shape", default=",".join(map(str, SHAPE)), help="tokens,hidden,feed-forward")
-    parser.add_argument("--recipes", default=",".join(RECIPES), help=f"comma-separated, of {', '.join(SHIPPED)}")
-    parser.add_argument("--no-peers", action="store_true", help="leave other libraries out")
+    names = ("tokens", "hidden", "feed-forward")
+    parser.add_argument(
+        "--shape", type=options.sizes(*names), default=SHAPE, metavar="SHAPE",
+        help=f"{','.join(names)}; default: {','.join(map(str, SHAPE))}",
+    )  # fmt: skip
+    options.add_recipes(parser, RECIPES)
+    options.add_no_peers(parser)
 
 
 class Stock(nn.Module):
@@ -69,9 +76,9 @@ def _ours(hidden: int, ffn: int, recipe: str, **settings: Any) -> nn.Module:
     return model
 
 
-def measure(arguments: Namespace) -> dict[str, Any]:
-    tokens, hidden, ffn = map(int, arguments.shape.split(","))
-    recipes = arguments.recipes.split(",")
+def measure(arguments: Namespace, report: dict[str, Any]) -> None:
+    tokens, hidden, ffn = arguments.shape
+    recipes = arguments.recipes
     makers: dict[str, Callable[[int, int], nn.Module]] = {"bf16 compiled": _stock}
     makers |= {f"octavo {name}": partial(_ours, recipe=name) for name in recipes}
     first = recipes[0]
@@ -81,7 +88,7 @@ def measure(arguments: Namespace) -> dict[str, Any]:
         for name, convert in peers.conversions().items():
             makers[f"{name} compiled"] = partial(_stock, convert=convert)
     floors = _floors(tokens, hidden, ffn)
-    return {
+    report |= {
         "suite": "mlp",
         "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
         "dtype": "bfloat16",
@@ -91,9 +98,12 @@ def measure(arguments: Namespace) -> dict[str, Any]:
         "shape": [tokens, hidden, ffn],
         "host_shape": list(TINY),
         "floors": floors,
-        "results": [_case(name, make, (tokens, hidden, ffn), floors) for name, make in makers.items()],
-        "kernels": _kernels(makers[f"octavo {first}"], (tokens, hidden, ffn)),
+        "results": [],
+        "kernels": [],
     }
+    for name, make in makers.items():
+        report["results"].append(_case(name, make, (tokens, hidden, ffn), floors))
+    report["kernels"] = _kernels(makers[f"octavo {first}"], (tokens, hidden, ffn))
 
 
 def _tensors(tokens: int, hidden: int) -> tuple[Tensor, Tensor]:
@@ -169,6 +179,8 @@ def _kernels(make: Callable[[int, int], nn.Module], shape: tuple[int, int, int])
 
 
 def render(report: dict[str, Any]) -> str:
+    if not report.get("results"):
+        return ""
     facts, floors = report["machine"], report["floors"]
     tokens, hidden, ffn = report["shape"]
     rows = [
@@ -190,6 +202,6 @@ def render(report: dict[str, Any]) -> str:
         f"(GEMMs {floors['fp8_gemms_ms']:.3f}, bytes {floors['bytes_ms']:.3f}), {floors['bf16_ms']:.3f} in bf16"
     )
     kernels = [[e["kernel"][:80], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in report["kernels"][:24]]
-    return "\n\n".join(
-        [title + "\n" + table.render(header, rows), table.render(("kernel", "calls", "ms a step"), kernels)]
-    )
+    parts = [title + "\n" + table.render(header, rows)]
+    parts += [table.render(("kernel", "calls", "ms a step"), kernels)] if kernels else []
+    return "\n\n".join(parts)

@@ -8,7 +8,7 @@ Never use it for gradients: training diverges.
 """
 
 from octavo.errors import check_choice, check_not_negative
-from octavo.formats import E4M3, E5M2, Format
+from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant.quantizer import Quantizer
 from octavo.values import register
 
@@ -26,7 +26,7 @@ class _Blocks(Quantizer):
         return self.scale == "pow2"
 
     def validate(self) -> None:
-        check_choice(self.fmt, (E4M3, E5M2), what=f"{type(self).__name__}.fmt")
+        check_format(self.fmt, (E4M3, E5M2), what=f"{type(self).__name__}.fmt")
         check_choice(self.scale, ("pow2", "fp32"), what=f"{type(self).__name__}.scale")
         check_not_negative(self.eps, what=f"{type(self).__name__}.eps")
 

@@ -12,7 +12,7 @@ amax 0 gives b = 0. An amax of Inf or NaN gives 255: the whole block decodes to 
 """
 
 from octavo.errors import check_choice
-from octavo.formats import E4M3, E5M2, E8M0, Format
+from octavo.formats import E4M3, E5M2, E8M0, Format, check_format
 from octavo.quant.quantizer import Quantizer
 from octavo.values import register
 
@@ -37,6 +37,6 @@ class MX(Quantizer):
         return (BLOCK if self.square else 1), BLOCK
 
     def validate(self) -> None:
-        check_choice(self.fmt, (E4M3, E5M2), what="MX.fmt")
+        check_format(self.fmt, (E4M3, E5M2), what="MX.fmt")
         check_choice(self.rounding, ROUNDINGS, what="MX.rounding")
         check_choice(self.square, (False, True), what="MX.square")

@@ -6,7 +6,7 @@ The rows of x.T are the columns of x, so the two orientations have different sca
 """
 
 from octavo.errors import check_choice, check_not_negative
-from octavo.formats import E4M3, E5M2, Format
+from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant.quantizer import Quantizer
 from octavo.values import register
 
@@ -24,6 +24,6 @@ class Rowwise(Quantizer):
     package = __name__
 
     def validate(self) -> None:
-        check_choice(self.fmt, (E4M3, E5M2), what="Rowwise.fmt")
+        check_format(self.fmt, (E4M3, E5M2), what="Rowwise.fmt")
         check_choice(self.pow2, (False, True), what="Rowwise.pow2")
         check_not_negative(self.eps, what="Rowwise.eps")

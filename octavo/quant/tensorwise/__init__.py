@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import check_choice, check_not_negative
-from octavo.formats import E4M3, E5M2, Format
+from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Given, Quantizer, check_tensor, quantize_pair
 from octavo.values import register
@@ -30,7 +30,7 @@ class Tensorwise(Quantizer):
     package = __name__
 
     def validate(self) -> None:
-        check_choice(self.fmt, (E4M3, E5M2), what="Tensorwise.fmt")
+        check_format(self.fmt, (E4M3, E5M2), what="Tensorwise.fmt")
         check_choice(self.pow2, (False, True), what="Tensorwise.pow2")
         check_not_negative(self.eps, what="Tensorwise.eps")
 

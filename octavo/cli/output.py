@@ -1,0 +1,175 @@
+"""A command's report on its way out: printed, written as JSON, and kept as far as it came when Ctrl-C ends the work."""
+
+import errno
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import Unsupported, UnsupportedConfig
+
+Report = dict[str, Any]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, once the results so far are delivered. The text says what was kept."""
+
+
+def add_json(parser: ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--json",
+        default=None,
+        metavar="FILE",
+        help=f"also write {what} to FILE, as JSON; - prints that instead of text",
+    )
+
+
+def produce(
+    fill: Callable[[Report], None], render: Callable[[Report], str], target: str | None, *, indent: int = 1
+) -> Report:
+    """Fill a report, write it to `target` (a path, - or None) and print it.
+
+    `fill` adds results to the report one by one. After Ctrl-C those it has are delivered in the same way, marked
+    "interrupted", and `Interrupted` is raised. `render` gives no text for a report without results."""
+    report: Report = {}
+    try:
+        fill(report)
+    except KeyboardInterrupt:
+        with _undisturbed():
+            report["interrupted"] = True
+            raise Interrupted(_keep(report, render(report), target, indent)) from None
+    with _undisturbed():
+        deliver(report, render(report), target, indent=indent)
+    return report
+
+
+def deliver(report: Report, text: str, target: str | None, *, indent: int = 1) -> None:
+    """Write the file, then print: a reader that has gone away takes no file with it, nor a full disk the text."""
+    try:
+        _save(report, target, indent)
+    finally:
+        _show(report, text, target, indent)
+
+
+def _keep(report: Report, text: str, target: str | None, indent: int) -> str:
+    """Deliver an unfinished report, and say where it went."""
+    if not text:
+        return "There were no results yet." + (f" {target} was not written." if _is_file(target) else "")
+    went, trouble = [], ""
+    try:
+        if _save(report, target, indent):
+            went.append(f"written to {target}")
+    except Unsupported as refusal:
+        trouble = f" {refusal}"
+    try:
+        _show(report, text, target, indent)
+        went.append("printed")
+    except BrokenPipeError:  # Ctrl-C ends a whole pipeline, its reader first
+        drop_broken()
+    return (f"The results so far were {' and '.join(went)}." if went else "The results could not be printed.") + trouble
+
+
+def _show(report: Report, text: str, target: str | None, indent: int) -> None:
+    print(json.dumps(report, indent=indent) if target == "-" else text, flush=True)
+
+
+def _save(report: Report, target: str | None, indent: int) -> bool:
+    """Whether there was a file to write."""
+    if target is None or not _is_file(target):
+        return False
+    try:
+        write(Path(target), json.dumps(report, indent=indent) + "\n")
+    except OSError as error:
+        raise UnsupportedConfig(
+            f"--json could not be written to {target}: {error.strerror}. Name another file."
+        ) from None
+    return True
+
+
+def _is_file(target: str | None) -> bool:
+    return target is not None and target != "-"
+
+
+def check(target: str) -> None:
+    """Refuse a --json that cannot be written, before any work. Nothing is changed on the disk."""
+    if target == "-":
+        return
+    path = Path(target)
+    try:
+        if path.is_dir() or target == "":
+            raise UnsupportedConfig(f"--json writes a file, got the folder {path}. Name a file in it.")
+        if not path.parent.is_dir():
+            raise UnsupportedConfig(f"--json writes into a folder that exists, got {target}. Make it first.")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        if not _is_device(path):
+            tempfile.TemporaryFile(dir=_real(path).parent).close()  # as `write` will do
+    except OSError as error:
+        raise UnsupportedConfig(f"--json cannot be written to {target}: {error.strerror}. Name another file.") from None
+
+
+def write(path: Path, text: str) -> None:
+    """Replace the file in one step: readers see the old text or the new, and a failure leaves the old one."""
+    if _is_device(path):
+        path.write_text(text)
+        return
+    path = _real(path)
+    handle, name = tempfile.mkstemp(prefix=".octavo-", dir=path.parent)
+    try:
+        with open(handle, "w") as file:
+            file.write(text)
+        os.chmod(name, path.stat().st_mode & 0o7777 if path.exists() else 0o666 & ~_umask())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+
+
+def _is_device(path: Path) -> bool:
+    """Whether it is written to, and cannot be replaced: a pipe, /dev/null, /dev/stdout."""
+    return path.exists() and (not path.is_file() or path.is_relative_to("/dev"))
+
+
+def _real(path: Path) -> Path:
+    """The file behind a link, which stays a link."""
+    return Path(os.path.realpath(path))
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ignore Ctrl-C for the moment that delivering takes. Signals belong to the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+
+
+def drop_broken() -> None:
+    """Send what is left for a reader that has gone away to nowhere, or the end of the process would complain of it."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            with suppress(OSError, ValueError):  # a stream without a file
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)

@@ -1,0 +1,40 @@
+"""What is said where a tensor that backward needs was written to after forward: an optimizer's step in between, say."""
+
+import re
+from typing import Any, NoReturn
+
+from octavo.errors import ModifiedInPlace
+
+TORCHS = "one of the variables needed for gradient computation has been modified by an inplace operation"
+PARAMETER = "a parameter or an input"
+FOUND = re.compile(
+    r"modified by an inplace operation: \[torch\.(.+?) \[(.*?)\]\](, which is output \d+ of \w+,)? is at version "
+    r"(\d+); expected version (\d+)"
+)
+
+
+def title_of(owner: Any, layer: Any) -> str:
+    """A name for the layer of a call: its module's, or else of the kind that it is."""
+    kind = layer.Config.registered_name.replace("-", " ")
+    return f"A {kind} layer" if owner is None else str(owner.title())
+
+
+def refuse_modified(title: str, what: str, then: int, now: int) -> NoReturn:
+    raise ModifiedInPlace(
+        f"{TORCHS}: {title} needs {what}, in backward as it was in forward, when its version was {then}, and it is at "
+        f"version {now}. Call backward() before optimizer.step() or any other write to it, or run forward again after "
+        "the write."
+    )
+
+
+def explain_modified(error: RuntimeError, title: str) -> None:
+    """The same from torch's own error about saved tensors; nothing, if it is about something else."""
+    found = FOUND.search(str(error))
+    if found is None:
+        return
+    kind, sizes, made, now, then = found.groups()
+    what = "a value that it was given" if made else "codes of its weight" if kind.endswith("ByteTensor") else PARAMETER
+    try:
+        refuse_modified(title, f"{what}, {kind} ({sizes})", int(then), int(now))
+    except ModifiedInPlace as ours:
+        raise ours from error

@@ -1,0 +1,60 @@
+"""Transformations of functions that layers refuse: torch.func's, forward-mode AD, batches of gradients."""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from octavo.errors import UnsupportedConfig
+
+functorch: Any = torch._C._functorch
+is_batched = functorch.is_legacy_batchedtensor  # whether a gradient is several
+FORWARD_MODE = "forward-mode AD (torch.autograd.forward_ad, torch.func.jvp)"
+BATCHED = "vmap over gradients (is_grads_batched=True, jacobian(vectorize=True))"
+
+
+def refuse_tangents() -> NoReturn:
+    """The `jvp` of an autograd function."""
+    raise UnsupportedConfig(_sentence(FORWARD_MODE))
+
+
+def refuse_batched() -> NoReturn:
+    raise UnsupportedConfig(_sentence(BATCHED))
+
+
+def refuse_active(error: RuntimeError) -> None:
+    """Refuse the torch.func transforms that a call failed in; nothing, if it was in none."""
+    if why := why_active():
+        raise UnsupportedConfig(why) from error
+
+
+def check_transforms(tensors: Any) -> None:
+    """Refuse what would lose derivatives without a word, where autograd has no part in a call. vmap alone goes on: its
+    rules for torch's operators hold, or raise."""
+    if torch._C._are_functorch_transforms_active() and set(_active()) != {"vmap"}:
+        raise UnsupportedConfig(why_active())
+    if forward_ad._current_level >= 0:
+        flat = [t for entry in tensors for t in (entry if isinstance(entry, tuple) else (entry,))]
+        if any([isinstance(t, Tensor) and forward_ad.unpack_dual(t)[1] is not None for t in flat]):  # type: ignore[no-untyped-call]
+            refuse_tangents()
+
+
+def why_active() -> str:
+    """Why a layer does not run in the torch.func transforms that are active; empty if none is."""
+    found = _active()
+    rows = " Leading dims of x are rows, and need no vmap." if "vmap" in found else ""
+    return _sentence(f"torch.func ({', '.join(found)})") + rows if found else ""
+
+
+def _sentence(what: str) -> str:
+    return (
+        f"Octavo's layers are differentiated by backward, once, and run here under {what}. Use loss.backward() or "
+        "torch.autograd.grad (parameters may come by torch.func.functional_call), or run these layers in plain torch: "
+        "octavo.revert(model)."
+    )
+
+
+def _active() -> list[str]:
+    """Names of torch.func's transforms, the innermost last."""
+    return [transform.key().name.lower() for transform in functorch.get_interpreter_stack() or ()]
