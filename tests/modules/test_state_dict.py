@@ -463,7 +463,7 @@ def test_a_deep_copy_has_its_own_state(recipe):
 
 @pytest.mark.parametrize("name", ["_orig_mod", "_checkpoint_wrapped_module", "_forward_module"])
 def test_a_state_does_not_know_the_wrappers_of_a_model(name):
-    """torch.compile, activation checkpointing and Fabric put names into paths, which state dicts of weights leave out."""
+    """torch.compile, activation checkpointing and Fabric put names into paths, which state dicts leave out."""
 
     class Wrapper(nn.Module):
         def __init__(self, inside):
