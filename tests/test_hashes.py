@@ -78,9 +78,9 @@ def test_every_operation_is_in_a_case():
     one_each = {id(case.kind): case for case in CASES.values()}.values()
     kinds = {type(m) for case in one_each for m in case.kind.build(case.recipe).modules()}
     named = {getattr(ops, name) for name in ops.__all__ if isinstance(getattr(ops, name), type)}
-    modules = {kind for kind in named if issubclass(kind, nn.Module) and kind.__module__.startswith("octavo.modules")}
-    assert len(modules) > 30
-    assert modules - {ops.Activation} <= kinds
+    bases = {ops.Activation, ops.BasicOperation, ops.FusibleOperation, ops.OperationFuser}
+    missing = {kind for kind in named - bases if issubclass(kind, nn.Module)} - kinds
+    assert not missing
     assert {octavo.LayerNormLinear, octavo.LayerNormMLP, octavo.Sequential} <= kinds
 
 
@@ -124,7 +124,7 @@ def test_nothing_but_the_public_api_is_used():
 
 def test_inputs_are_the_same_everywhere():
     found = [("", "", grid("x 0.0", 5, 40, dtype=dtype)) for dtype in play.DTYPES.values()]
-    assert play.digest(found)[:16] == "INPUTS"
+    assert play.digest(found)[:16] == "d5e81fe1d71778d3"
     assert torch.equal(grid("x", 3, 40).bfloat16().float(), grid("x", 3, 40))
     assert torch.equal(grid("x", 3, 40, unit=2**-10).half().float(), grid("x", 3, 40, unit=2**-10))
 

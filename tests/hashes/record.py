@@ -1,7 +1,7 @@
 """The record of a device: one line a case, in sections that say where its hashes hold.
 
-Section "any" holds on every machine of that kind. The other ones are named after a version of torch and a probe of the
-machine: they have the cases that run torch's own arithmetic, whose last bits torch and the CPU decide.
+Section "any" holds on every CPU. The others are named after a version of torch and a probe of the machine, or after a
+GPU: they have the cases whose last bits these decide, and are skipped where there is none for the machine at hand.
 """
 
 import json
