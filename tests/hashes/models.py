@@ -11,8 +11,8 @@ import octavo
 from octavo import ops, values
 
 K, N = 160, 144  # in and out: more than one block of 128, and no multiple of it
-LEAD = (2, 11)
-GROUPS, SIZES, ROWS = 4, (5, 0, 17, 8), 34  # the last four rows are a tail
+LEAD = (2, 70)
+GROUPS, SIZES, ROWS = 4, (5, 0, 150, 21), 180  # the last four rows are a tail
 
 
 @dataclass(frozen=True)

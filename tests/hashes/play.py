@@ -17,7 +17,7 @@ import octavo
 from tests.hashes.cases import Case
 from tests.hashes.models import GROUPS, SIZES, K, N
 from tests.hashes.record import ANY, NODES
-from tests.hashes.values import grid
+from tests.hashes.values import grid, rows_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STEPS = {"cpu": 2, "cuda": 4}  # a GPU replays calls from the third on
@@ -81,7 +81,7 @@ def _probe() -> str:
     """A hash of torch's own arithmetic on this machine, of the kinds that cases which are not portable run."""
     found: Labelled = []
     for name, dtype in DTYPES.items():
-        x = grid("probe", 22, K, dtype=dtype)
+        x = grid("probe", 22, K).to(dtype)
         for made in (torch.tanh(x / 3), (x * x / 3).sum(0), torch.add(x / 3, x / 5, alpha=0.3)):
             found.append(("probe", name, made))
     return digest(found)[:8]
@@ -163,7 +163,7 @@ def built(case: Case, device: str) -> nn.Module:
     model.to(torch.float32 if how.float32_weights else DTYPES[case.dtype])
     with torch.no_grad():
         for name, p in model.named_parameters():
-            p.copy_(grid(name, *p.shape, unit=2**-8 if p.dim() == 1 else 2**-10, device=device))
+            p.copy_(grid(name, *p.shape, unit=2**-8 if p.dim() == 1 else 2**-14, signs=(1, 1)))
             p.requires_grad_(not any(part in name for part in how.frozen))
     _set_seeds(model, case)
     if how.held:
@@ -171,7 +171,7 @@ def built(case: Case, device: str) -> nn.Module:
     for layer in (m for m in model.modules() if how.main_grad and isinstance(m, LAYERS)):
         for name, p in layer.named_parameters():
             if "weight" in name and p.requires_grad:
-                p.main_grad = grid(f"main {name}", *p.shape, device=device)
+                p.main_grad = grid(f"main {name}", *p.shape).to(device)
                 if how.main_grad == "overwrite":
                     p.main_grad, p.overwrite_main_grad = p.main_grad.bfloat16(), True
     return model
@@ -210,7 +210,8 @@ def _microbatch(case: Case, model: nn.Module, call: Any, given: dict[str, Any], 
     found: Labelled = [("y", f"y{i} {at}", y.detach().clone()) for i, y in enumerate(outputs)]
     wanting = [y for y in outputs if y.requires_grad and y.grad_fn is not None]
     if wanting:
-        dys = [grid(f"dy{i} {at}", *y.shape, unit=2**-9, dtype=y.dtype, device=device) for i, y in enumerate(wanting)]
+        dys = [rows_of(f"dy{i} {at}", y.shape[:-1], y.shape[-1], unit=2**-13, signs=(1, -1)).to(y)
+               for i, y in enumerate(wanting)]  # fmt: skip
         if how.spoiled:
             dys[0].view(-1)[5] = float("nan")
         torch.autograd.backward(wanting, dys)
@@ -233,7 +234,7 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 def _inputs(case: Case, at: str, device: str) -> list[Any]:
     kind, how, dtype = case.kind, case.how, DTYPES[case.dtype]
     lead = kind.lead if how.lead is None else how.lead
-    x = grid(f"x {at}", *lead, kind.width, dtype=dtype, device=device)
+    x = rows_of(f"x {at}", lead, kind.width).to(device, dtype)
     if how.spoiled:
         x.view(-1)[3] = float("inf")
     found: list[Any] = [x.requires_grad_(how.grad and "x" not in how.frozen)]
@@ -243,8 +244,9 @@ def _inputs(case: Case, at: str, device: str) -> list[Any]:
             assert len(sizes) == GROUPS
             found.append(sizes if how.listed else torch.tensor(sizes, device=device))
         else:
-            shape = lead if extra == "scales" else (*lead, kind.extra_width)
-            found.append(grid(f"{extra} {at}", *shape, dtype=dtype, device=device).requires_grad_(how.grad))
+            width = 1 if extra == "scales" else kind.extra_width
+            more = rows_of(f"{extra} {at}", lead, width).to(device, dtype)
+            found.append((more[..., 0] if extra == "scales" else more).clone().requires_grad_(how.grad))
     return found
 
 
