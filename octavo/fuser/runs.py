@@ -280,16 +280,11 @@ def _run(
         told.append((steps, Planned(key, places, fired, refused)))
     buffers = tuple([t for stage in stages for t in stage.buffers])
     if as_nodes:
-        made = run_in_graph("chain", key, fields, buffers or (None,))
+        made = run_in_graph("chain", key, fields, buffers)
     else:
         needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
-        config: Any = chain
-        made = list(
-            run(
-                config, chain.config(key), chain.Inputs(fields), buffers, differentiable=needs, anchored=anchored,
-                owner=fuser,
-            )
-        )  # fmt: skip
+        config, inputs = chain.layer.config(key), chain.Fields(fields)
+        made = list(run(chain.layer, config, inputs, buffers, differentiable=needs, anchored=anchored, owner=fuser))
     for stage, (start, stop) in zip(stages, places, strict=True):
         if stage.after is not None:
             stage.after(made[start:stop])
@@ -381,5 +376,5 @@ def told_run(steps: Sequence[Step], plan: Planned | str) -> Run:
         return Run(names, names, names)
     if not plan.key:
         return Run(names, plan.fired, plan.fired)
-    _, forward, backward = steps_of(chain.config(plan.key))
+    _, forward, backward = steps_of(chain.layer.config(plan.key))
     return Run(names, forward, backward)

@@ -15,15 +15,7 @@ from torch import Tensor
 from octavo.errors import check_choice
 from octavo.kernels import activation
 from octavo.kernels.activation import ACTIVATIONS, Function
-from octavo.layers.contract import DTYPES, Counts, Made, reader
-from octavo.layers.plain import fills as fills
-from octavo.layers.plain import flat_places as flat_places
-from octavo.layers.plain import flops as flops
-from octavo.layers.plain import gradient_flops as gradient_flops
-from octavo.layers.plain import graph_buffers as graph_buffers
-from octavo.layers.plain import passed as passed
-from octavo.layers.plain import replays as replays
-from octavo.layers.plain import returned_elsewhere as returned_elsewhere
+from octavo.layers.contract import DTYPES, Layer, Made, Tensors
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -60,9 +52,6 @@ class Config(Value):
         return "x" in self.grads or "b" in self.grads
 
 
-config = reader(Config)
-
-
 class Inputs(NamedTuple):
     x: Tensor  # [..., K], or gated [..., 2H]
     scales: Tensor | None = None  # [...]
@@ -70,8 +59,11 @@ class Inputs(NamedTuple):
     seed: Tensor | None = None  # [2] int64: seed and step of dropout
 
 
-def counts(config: Config) -> Counts:
-    return Counts(0, 0, 4, 0)
+class Saved(NamedTuple):
+    x: Tensor | None
+    scales: Tensor | None
+    bias: Tensor | None
+    seed: Tensor | None
 
 
 def matrix(x: Tensor) -> Tensor:
@@ -85,12 +77,70 @@ def vector(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.reshape(-1).contiguous()
 
 
-def forward(config: Config, inputs: Inputs) -> Made:
-    x = inputs.x
-    y = activation.forward(config.function, matrix(x), vector(inputs.scales), vector(inputs.bias), vector(inputs.seed))
-    if x.dim() != 2:
-        y = torch.ops.aten._unsafe_view(y, shape_of_y(config, tuple(x.shape)))  # fresh, and no view of anything
-    return Made((y,), (), ())
+class ActivationLayer(Layer):
+    """An elementwise function, with bias, row scales and dropout."""
+
+    def forward(self, config: Config, inputs: Inputs) -> Made:
+        x = inputs.x
+        y = activation.forward(
+            config.function, matrix(x), vector(inputs.scales), vector(inputs.bias), vector(inputs.seed)
+        )
+        if x.dim() != 2:
+            y = torch.ops.aten._unsafe_view(y, shape_of_y(config, tuple(x.shape)))  # fresh, and no view of anything
+        return Made((y,), (), ())
+
+    def protos(self, config: Config, inputs: Inputs) -> Made:
+        x: Any = inputs.x
+        return Made((TensorProto(shape_of_y(config, tuple(x.shape)), x.dtype, x.device),), (), ())
+
+    def wants(self, config: Config) -> tuple[bool, ...]:
+        return "x" in config.grads, "s" in config.grads, "b" in config.grads, False
+
+    def save(self, config: Config, inputs: Inputs, made: Made) -> Tensors:
+        return Saved(
+            inputs.x if config.keeps_x else None,
+            inputs.scales if config.keeps_scales else None,
+            inputs.bias if config.keeps_x else None,
+            inputs.seed if config.grads else None,
+        )
+
+    def gradient_protos(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
+        x, scales, bias, _ = self.wants(config)
+        shape = shape_of_dx(config, tuple(dy.shape))
+        return (
+            TensorProto(shape, dy.dtype, dy.device) if x else None,
+            TensorProto(shape[:-1], DTYPES[config.scales_dtype], dy.device) if scales else None,
+            TensorProto(shape[-1:], DTYPES[config.bias_dtype], dy.device) if bias else None,
+            None,
+        )
+
+    def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
+        dy = grads[0]
+        if dy is None:
+            return (None,) * len(Inputs._fields)
+        x, scales, bias, seed = Saved._make(saved)
+        wanted = self.wants(config)
+        found = activation.backward(
+            config.function,
+            matrix(dy),
+            None if x is None else matrix(x),
+            vector(scales),
+            vector(bias),
+            vector(seed),
+            x_grad=wanted[0],
+            scales_grad=DTYPES[config.scales_dtype] if wanted[1] else None,
+            bias_grad=DTYPES[config.bias_dtype] if wanted[2] else None,
+        )
+        shape = shape_of_dx(config, tuple(dy.shape))
+        return (
+            None if found.x is None else found.x.view(shape),
+            None if found.scales is None else found.scales.view(shape[:-1]),
+            found.bias,
+            None,
+        )
+
+
+layer = ActivationLayer(Config, Inputs, saved=Saved)
 
 
 def shape_of_y(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -98,65 +148,6 @@ def shape_of_y(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], shape[-1] // 2) if config.function.gated else shape
 
 
-def protos(config: Config, inputs: Inputs) -> Made:
-    x: Any = inputs.x
-    return Made((TensorProto(shape_of_y(config, tuple(x.shape)), x.dtype, x.device),), (), ())
-
-
-def wants(config: Config) -> tuple[bool, ...]:
-    """Which inputs backward gives a gradient for."""
-    return "x" in config.grads, "s" in config.grads, "b" in config.grads, False
-
-
-def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...]:
-    return (
-        inputs.x if config.keeps_x else None,
-        inputs.scales if config.keeps_scales else None,
-        inputs.bias if config.keeps_x else None,
-        inputs.seed if config.grads else None,
-    )
-
-
 def shape_of_dx(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of dx, from dy's."""
     return (*shape[:-1], 2 * shape[-1]) if config.function.gated else shape
-
-
-def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> tuple[TensorProto | None, ...]:
-    """What backward returns, without data."""
-    x, scales, bias, _ = wants(config)
-    shape = shape_of_dx(config, tuple(dy.shape))
-    return (
-        TensorProto(shape, dy.dtype, dy.device) if x else None,
-        TensorProto(shape[:-1], DTYPES[config.scales_dtype], dy.device) if scales else None,
-        TensorProto(shape[-1:], DTYPES[config.bias_dtype], dy.device) if bias else None,
-        None,
-    )
-
-
-def backward(
-    config: Config, saved: tuple[Tensor | None, ...], buffers: Any, grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
-    dy = grads[0]
-    if dy is None:
-        return (None,) * len(Inputs._fields)
-    x, scales, bias, seed = saved
-    wanted = wants(config)
-    found = activation.backward(
-        config.function,
-        matrix(dy),
-        None if x is None else matrix(x),
-        vector(scales),
-        vector(bias),
-        vector(seed),
-        x_grad=wanted[0],
-        scales_grad=DTYPES[config.scales_dtype] if wanted[1] else None,
-        bias_grad=DTYPES[config.bias_dtype] if wanted[2] else None,
-    )
-    shape = shape_of_dx(config, tuple(dy.shape))
-    return (
-        None if found.x is None else found.x.view(shape),
-        None if found.scales is None else found.scales.view(shape[:-1]),
-        found.bias,
-        None,
-    )

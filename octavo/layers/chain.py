@@ -13,28 +13,22 @@ fused together, the stages' own configs say what is saved instead.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
-from octavo.layers import activation, add, custom, fork, linear, norm
-from octavo.layers.contract import Counts, Made, reader
+from octavo.layers.contract import LAYERS, Layer, Made, Tensors
 from octavo.layers.dry_run import Miscounted
-from octavo.layers.plain import returned_elsewhere as returned_elsewhere
 from octavo.layers.targets import Writes
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
-
-STAGES: dict[str, Any] = {
-    "activation": activation, "add": add, "custom": custom, "fork": fork, "linear": linear, "norm": norm,
-}  # fmt: skip
 
 
 class Fused(Protocol):
     """What runs several stages at once; one of the two functions may be missing (None)."""
 
     forward: Callable[[Sequence[Any], Sequence[Any]], list[Made]] | None  # configs, inputs (x but of the first: None)
-    backward: Callable[..., list[tuple[Tensor | None, ...]]] | None  # configs, saved, buffers, grads of each stage
+    backward: Callable[..., list[Tensors]] | None  # configs, saved, buffers, grads of each stage; writes
 
 
 FUSED: dict[str, Fused] = {}  # by name, filled by who defines them
@@ -59,7 +53,7 @@ class Config(Value):
 
     @cached_property
     def layers(self) -> tuple[Any, ...]:
-        return tuple(STAGES[stage.registered_name] for stage in self.stages)
+        return tuple(LAYERS[stage.registered_name] for stage in self.stages)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -76,18 +70,28 @@ class Config(Value):
     @cached_property
     def active(self) -> tuple[bool, ...]:
         """Which stages have a backward: one whose only gradient goes to a buffer returns none, and has one."""
-        return tuple(
-            any(wants) or getattr(stage, "grads", "") != "" or getattr(stage, "has_backward", False)
-            for stage, wants in zip(self.stages, self.wanted, strict=True)
-        )
+        return tuple(layer.has_backward(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
 
     @cached_property
     def wanted(self) -> tuple[tuple[bool, ...], ...]:
         return tuple(layer.wants(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
 
     @cached_property
-    def sizes(self) -> tuple[Counts, ...]:
-        return tuple(layer.counts(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+    def extras_sizes(self) -> tuple[int, ...]:
+        """How many extras each stage makes, and so on."""
+        return tuple(layer.extras(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+
+    @cached_property
+    def fresh_sizes(self) -> tuple[int, ...]:
+        return tuple(layer.fresh_size(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+
+    @cached_property
+    def saved_sizes(self) -> tuple[int, ...]:
+        return tuple(layer.saved_size(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+
+    @cached_property
+    def buffers_sizes(self) -> tuple[int, ...]:
+        return tuple(layer.buffers_size(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
 
     @cached_property
     def fields(self) -> tuple[int, ...]:
@@ -97,10 +101,7 @@ class Config(Value):
     @cached_property
     def made(self) -> tuple[int, ...]:
         """How many values each stage gives away."""
-        return tuple(
-            1 if layer is fork else layer.outputs(stage) - 1 if hasattr(layer, "outputs") else 0
-            for layer, stage in zip(self.layers, self.stages, strict=True)
-        )
+        return tuple(layer.outputs(stage) - 1 for layer, stage in zip(self.layers, self.stages, strict=True))
 
     @cached_property
     def shown(self) -> tuple[tuple[int, ...], ...]:
@@ -123,27 +124,24 @@ class Config(Value):
 
     @cached_property
     def extras_spans(self) -> list[slice]:
-        return _spans([counts.extras for counts in self.sizes])
+        return _spans(self.extras_sizes)
 
     @cached_property
     def fresh_spans(self) -> list[slice]:
-        return _spans([counts.fresh for counts in self.sizes], _kept_count(self))
+        return _spans(self.fresh_sizes, _kept_count(self))
 
     @cached_property
     def saved_spans(self) -> list[slice]:
-        return _spans([counts.saved for counts in self.sizes])
+        return _spans(self.saved_sizes)
 
     @cached_property
     def buffer_spans(self) -> list[slice]:
-        return _spans([counts.buffers for counts in self.sizes])
+        return _spans(self.buffers_sizes)
 
     @cached_property
     def named_inputs(self) -> tuple[Callable[..., Any], ...]:
         """What makes each stage's inputs of x and the rest."""
-        return tuple(
-            partial(layer.inputs_of, stage) if hasattr(layer, "inputs_of") else layer.Inputs._make
-            for layer, stage in zip(self.layers, self.stages, strict=True)
-        )
+        return tuple(partial(layer.inputs_of, stage) for layer, stage in zip(self.layers, self.stages, strict=True))
 
     @cached_property
     def inside(self) -> frozenset[tuple[int, int]]:
@@ -166,7 +164,7 @@ class Config(Value):
     @cached_property
     def loose(self) -> tuple[tuple[int, int], ...]:
         """Values that are given away within the chain alone, and that a stage made for that."""
-        return tuple((i, k) for i, k in self.hidden if self.layers[i] is not fork)
+        return tuple((i, k) for i, k in self.hidden if not self.layers[i].forks)
 
 
 @lru_cache(maxsize=4096)
@@ -178,14 +176,11 @@ def _steps(fused: tuple[tuple[str, int, int], ...], count: int) -> tuple[Step, .
     return (*found, *[Step("", i, i + 1) for i in range(found[-1].last if found else 0, count)])
 
 
-config = reader(Config)
-
-
-class Inputs(tuple[Any, ...]):
-    """x, then each stage's own. As long as the stages need it to be."""
+class Fields(tuple[Any, ...]):
+    """Inputs or buffers of a chain: x, then each stage's own. As many as the stages need."""
 
     @classmethod
-    def _make(cls, fields: Any) -> "Inputs":
+    def _make(cls, fields: Any) -> Self:
         return cls(fields)
 
 
@@ -202,63 +197,183 @@ def stage_inputs(config: Config, inputs: Sequence[Any]) -> list[Any]:
     return [make((None, *inputs[span])) for make, span in zip(config.named_inputs, config.input_spans, strict=True)]
 
 
-def graph_buffers(config: Config, *fields: Any) -> tuple[Any, ...]:
-    """The stages' buffers, one after the other."""
-    found: list[Any] = []
-    for layer, stage, span in zip(config.layers, config.stages, config.buffer_spans, strict=True):
-        if span.stop > span.start:
-            found += layer.graph_buffers(stage, *fields[span])[: span.stop - span.start]
-    return tuple(found)
+class ChainLayer(Layer):
+    """Layers one after the other, as one."""
+
+    def has_backward(self, config: Config) -> bool:
+        return any(config.active)
+
+    def extras(self, config: Config) -> int:
+        return sum(config.extras_sizes)
+
+    def fresh_size(self, config: Config) -> int:
+        return _kept_count(config) + sum(config.fresh_sizes)
+
+    def saved_size(self, config: Config) -> int:
+        return sum(config.saved_sizes)
+
+    def buffers_size(self, config: Config) -> int:
+        return sum(config.buffers_sizes)
+
+    def graph_buffers(self, config: Config, *fields: Any) -> tuple[Any, ...]:
+        found: list[Any] = []
+        for layer, stage, span in zip(config.layers, config.stages, config.buffer_spans, strict=True):
+            found += layer.graph_buffers(stage, *fields[span])
+        return tuple(found)
+
+    def replays(self, config: Config, side: str) -> bool:
+        return config.replays
+
+    def fills(self, config: Config) -> bool:
+        return any(layer.fills(stage) for layer, stage in zip(config.layers, config.stages, strict=True))
+
+    def flat_places(self, config: Config) -> tuple[int, ...]:
+        starts = config.fresh_spans
+        return tuple(
+            span.start + i
+            for layer, stage, span in zip(config.layers, config.stages, starts, strict=True)
+            for i in layer.flat_places(stage)
+        )
+
+    def forward(self, config: Config, inputs: Sequence[Any]) -> Made:
+        return _gathered(config, *_run(config, inputs))
+
+    def forward_and_save(self, config: Config, inputs: Sequence[Any], saving: bool) -> tuple[Made, Tensors]:
+        """A value that nothing keeps is let go as soon as the next stage has taken it."""
+        own, made = stage_inputs(config, inputs), list[Any]()
+        x, kept = inputs[0], {producer for _, _, producer, _ in config.routes}
+        away: list[Any] = []
+        extras: list[Any] = []
+        saved: list[Any] = []
+        for step in config.steps:
+            first, last = step.first, step.last
+            own[first] = own[first]._replace(x=x)
+            del x
+            made += _stepped(config, step, own, made)
+            for i in range(first, last):
+                named = own[i] if i == first else own[i]._replace(x=made[i - 1].outputs[0])
+                away += [made[i].outputs[1 + k] for k in config.shown[i]]
+                extras += made[i].extras
+                saved += config.layers[i].save(config.stages[i], named, made[i])
+            x = made[-1].outputs[0]
+            for i in range(first, last):
+                own[i] = None
+                if i not in kept:
+                    made[i] = None
+        return Made((x, *away), tuple(extras), ()), tuple(saved)
+
+    def protos(self, config: Config, inputs: Sequence[Any]) -> Made:
+        return _gathered(config, *stage_protos(config, inputs))
+
+    def save(self, config: Config, inputs: Sequence[Any], made: Made) -> Tensors:
+        own = stage_inputs(config, inputs)
+        values = _values(config, inputs[0], made)
+        away = _all_away(config, made)
+        for consumer, field, producer, k in config.routes:
+            value = values[producer] if config.layers[producer].forks else away[producer][k]
+            own[consumer] = _with(own[consumer], field, value)
+        extras, fresh = config.extras_spans, config.fresh_spans
+        found: list[Tensor | None] = []
+        for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
+            part = Made((values[i + 1], *away[i]), made.extras[extras[i]], made.fresh[fresh[i]])
+            found += layer.save(stage, own[i]._replace(x=values[i]), part)
+        return tuple(found)
+
+    def wants(self, config: Config) -> tuple[bool, ...]:
+        return (
+            config.wanted[0][0],
+            *[
+                w and (i, at) not in config.inside
+                for i, stage in enumerate(config.wanted)
+                for at, w in enumerate(stage[1:], 1)
+            ],
+        )
+
+    def passed(self, config: Config) -> dict[int, int]:
+        """Those of the values that are added to the run's, and of x, where nothing lies between."""
+        # what has the gradient that arrives at a stage: an output's (-1), an input's, nobody's yet
+        holder: int | None = -1
+        found: dict[int, int] = {}
+        for i in reversed(range(len(config.stages))):
+            layer, wanted, before = config.layers[i], config.wanted[i], config.input_spans[i].start - 1
+            if not any(wanted):
+                return found
+            own = layer.passed(config.stages[i])
+            # who has the gradient that the stage calls -1, and those of its inputs that are returned
+            holders = {j: before + j for j in range(1, len(wanted)) if (i, j) not in config.inside} | {-1: holder}
+            for j, other in sorted(own.items()):
+                if j == 0 or (i, j) in config.inside:
+                    continue
+                has = holders.get(other)
+                if has is None:
+                    holders[other] = before + j
+                else:
+                    found[before + j] = has
+            holder = holders.get(own[0]) if 0 in own else None
+        if config.wanted[0][0] and holder is not None:
+            found[0] = holder
+        return found
+
+    def gradient_protos(self, config: Config, saved: Any, *grads: Any) -> tuple[TensorProto | None, ...]:
+        found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
+        for i, own, dys in _dry_backward(config, saved, grads, found):
+            with _named(config.begin + i):
+                found[i] = config.layers[i].gradient_protos(config.stages[i], own, *dys)
+        return _returned(config, found)
+
+    def backward(
+        self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Writes | None = None
+    ) -> Tensors:
+        """What stages write besides is written when all of them are through, or when those of an outer chain are, of
+        which this is a stage, and which brings `writes`."""
+        outer, writes = writes, Writes() if writes is None else writes
+        found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
+        spans, own, given = config.saved_spans, _stage_buffers(config, buffers), config.given_spans
+        g = grads[0]
+        for name, first, last in config.back_steps:
+            parts = [saved[span] for span in spans[first:last]]
+            dys = [(None, *_away(config, grads[span], i, found)) for i, span in enumerate(given[first:last], first)]
+            dys[-1] = (g, *dys[-1][1:])
+            if not any([t is not None for own_dys in dys for t in own_dys]):
+                continue  # nothing that depends on these stages has a gradient, and neither have they
+            if name:
+                fused = FUSED[name].backward
+                assert fused is not None
+                found[first:last] = fused(config.stages[first:last], parts, own[first:last], dys, writes)
+            else:
+                with _named(config.begin + first):
+                    layer, stage = config.layers[first], config.stages[first]
+                    found[first] = layer.backward(stage, parts[0], own[first], dys[0], writes)
+            g = found[first][0]
+            if first:
+                found[first] = (None, *found[first][1:])  # the stages before have it, and let it go
+        returned = _returned(config, found)
+        if outer is None:
+            writes.do()
+        return returned
+
+    def flops(self, config: Config, inputs: Sequence[Any]) -> int:
+        own, x, total = stage_inputs(config, inputs), inputs[0], 0
+        for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
+            with_x = own[i]._replace(x=x)
+            total += layer.flops(stage, with_x)
+            x = layer.protos(stage, with_x).outputs[0]
+        return total
+
+    def gradient_flops(self, config: Config, saved: Any, *grads: Any) -> int:
+        found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
+        total = 0
+        for i, own, dys in _dry_backward(config, saved, grads, found):
+            layer, stage = config.layers[i], config.stages[i]
+            total += layer.gradient_flops(stage, own, *dys)
+            found[i] = layer.gradient_protos(stage, own, *dys)
+        return total
 
 
-def replays(config: Config, side: str) -> bool:
-    return config.replays
-
-
-def fills(config: Config) -> bool:
-    return any(layer.fills(stage) for layer, stage in zip(config.layers, config.stages, strict=True))
-
-
-def flat_places(config: Config) -> tuple[int, ...]:
-    starts = config.fresh_spans
-    return tuple(
-        span.start + i
-        for layer, stage, span in zip(config.layers, config.stages, starts, strict=True)
-        for i in layer.flat_places(stage)
-    )
+layer = ChainLayer(Config, Fields, buffers=Fields)
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
-
-
-def forward(config: Config, inputs: Sequence[Any]) -> Made:
-    return _gathered(config, *_run(config, inputs))
-
-
-def forward_and_save(config: Config, inputs: Sequence[Any]) -> tuple[Made, tuple[Tensor | None, ...]]:
-    """Both at once, where nothing has to leave a node in between: outputs and extras, and what backward needs. A value
-    that nobody keeps is let go as soon as the next stage has taken it."""
-    own, made = stage_inputs(config, inputs), list[Any]()
-    x, kept = inputs[0], {producer for _, _, producer, _ in config.routes}
-    away: list[Any] = []
-    extras: list[Any] = []
-    saved: list[Any] = []
-    for step in config.steps:
-        first, last = step.first, step.last
-        own[first] = own[first]._replace(x=x)
-        del x
-        made += _stepped(config, step, own, made)
-        for i in range(first, last):
-            named = own[i] if i == first else own[i]._replace(x=made[i - 1].outputs[0])
-            away += [made[i].outputs[1 + k] for k in config.shown[i]]
-            extras += made[i].extras
-            saved += config.layers[i].save(config.stages[i], named, made[i])
-        x = made[-1].outputs[0]
-        for i in range(first, last):
-            own[i] = None
-            if i not in kept:
-                made[i] = None
-    return Made((x, *away), tuple(extras), ()), tuple(saved)
 
 
 def _stepped(config: Config, step: Step, own: list[Any], made: list[Any]) -> list[Made]:
@@ -282,10 +397,6 @@ def _run(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
         made += _stepped(config, step, own, made)
         x = made[-1].outputs[0]
     return own, made
-
-
-def protos(config: Config, inputs: Sequence[Any]) -> Made:
-    return _gathered(config, *stage_protos(config, inputs))
 
 
 def stage_protos(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
@@ -324,13 +435,11 @@ def _connect(config: Config, own: list[Any], made: list[Made], first: int, last:
 
 def away_from(config: Config, outputs: Sequence[Any], stage: int, k: int) -> Any:
     """What a stage gave away. A fork's is its x."""
-    return outputs[0] if config.layers[stage] is fork else outputs[1 + k]
+    return outputs[0] if config.layers[stage].forks else outputs[1 + k]
 
 
 def _with(inputs: Any, field: int, value: Any) -> Any:
-    if hasattr(inputs, "_fields"):
-        return inputs._replace(**{inputs._fields[field]: value})
-    return type(inputs)((*inputs[:field], value, *inputs[field + 1 :]))
+    return inputs._make((*inputs[:field], value, *inputs[field + 1 :]))
 
 
 def _gathered(config: Config, own: list[Any], made: list[Made]) -> Made:
@@ -344,7 +453,7 @@ def _gathered(config: Config, own: list[Any], made: list[Made]) -> Made:
         t for layer, stage, i, m in zip(config.layers, config.stages, own, made, strict=True)
         for t in layer.save(stage, i, m) if t is not None
     ]  # fmt: skip
-    between = [None if config.layers[i] is fork else made[i].outputs[0] for i in range(len(made) - 1)]
+    between = [None if config.layers[i].forks else made[i].outputs[0] for i in range(len(made) - 1)]
     between += [made[i].outputs[1 + k] for i, k in config.loose]
     kept = [
         t if t is not None and any(t is s for s in saved) and not any(t is o for o in outputs) else None
@@ -359,21 +468,6 @@ def _gathered(config: Config, own: list[Any], made: list[Made]) -> Made:
 
 def _kept_count(config: Config) -> int:
     return len(config.stages) - 1 + len(config.loose)
-
-
-def save(config: Config, inputs: Sequence[Any], made: Made) -> tuple[Tensor | None, ...]:
-    own = stage_inputs(config, inputs)
-    values = _values(config, inputs[0], made)
-    away = _all_away(config, made)
-    for consumer, field, producer, k in config.routes:
-        value = values[producer] if config.layers[producer] is fork else away[producer][k]
-        own[consumer] = _with(own[consumer], field, value)
-    extras, fresh = config.extras_spans, config.fresh_spans
-    found: list[Tensor | None] = []
-    for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
-        part = Made((values[i + 1], *away[i]), made.extras[extras[i]], made.fresh[fresh[i]])
-        found += layer.save(stage, own[i]._replace(x=values[i]), part)
-    return tuple(found)
 
 
 def _all_away(config: Config, made: Made) -> list[list[Any]]:
@@ -391,60 +485,16 @@ def _values(config: Config, x: Any, made: Made) -> list[Any]:
     given = config.given_spans
     found = [x]
     for i in range(len(config.stages) - 1):
-        if config.layers[i] is fork:
+        if config.layers[i].forks:
             found.append(found[-1])
         else:
             kept, after = made.fresh[i], made.outputs[given[i + 1]]
-            away = config.layers[i + 1] is fork and len(after) > 0  # then it is among the outputs
+            away = config.layers[i + 1].forks and len(after) > 0  # then it is among the outputs
             found.append(after[0] if kept is None and away else kept)
     return [*found, made.outputs[0]]
 
 
 # -- backward --------------------------------------------------------------------------------------------------------
-
-
-def wants(config: Config) -> tuple[bool, ...]:
-    return (
-        config.wanted[0][0],
-        *[
-            w and (i, at) not in config.inside
-            for i, stage in enumerate(config.wanted)
-            for at, w in enumerate(stage[1:], 1)
-        ],
-    )
-
-
-def passed(config: Config) -> dict[int, int]:
-    """Gradients that are another's: of the values that are added to the run's, and of x, where nothing lies between."""
-    holder: int | None = -1  # what has the gradient that arrives at a stage: an output's (-1), an input's, nobody's yet
-    found: dict[int, int] = {}
-    for i in reversed(range(len(config.stages))):
-        layer, wanted, before = config.layers[i], config.wanted[i], config.input_spans[i].start - 1
-        if not any(wanted):
-            return found
-        own = layer.passed(config.stages[i]) if hasattr(layer, "passed") else {}
-        # who has the gradient that the stage calls -1, and those of its inputs that are returned
-        holders = {j: before + j for j in range(1, len(wanted)) if (i, j) not in config.inside} | {-1: holder}
-        for j, other in sorted(own.items()):
-            if j == 0 or (i, j) in config.inside:
-                continue
-            has = holders.get(other)
-            if has is None:
-                holders[other] = before + j
-            else:
-                found[before + j] = has
-        holder = holders.get(own[0]) if 0 in own else None
-    if config.wanted[0][0] and holder is not None:
-        found[0] = holder
-    return found
-
-
-def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], *grads: Any) -> tuple[TensorProto | None, ...]:
-    found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
-    for i, own, dys in _dry_backward(config, saved, grads, found):
-        with _named(config.begin + i):
-            found[i] = config.layers[i].gradient_protos(config.stages[i], own, *dys)
-    return _returned(config, found)
 
 
 def _dry_backward(config: Config, saved: Any, grads: Any, found: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
@@ -468,38 +518,6 @@ def _returned(config: Config, found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     return (found[0][0], *[t for stage in found for t in stage[1:]])
 
 
-def backward(
-    config: Config, saved: tuple[Tensor | None, ...], buffers: Sequence[Any], grads: tuple[Tensor | None, ...],
-    outer: Writes | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """One gradient for each input. What stages write besides is written when all of them are through, or when those of
-    the `outer` chain are, of which this is a stage."""
-    writes = Writes() if outer is None else outer
-    found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
-    spans, own, given = config.saved_spans, _stage_buffers(config, buffers, writes), config.given_spans
-    g = grads[0]
-    for name, first, last in config.back_steps:
-        parts = [saved[span] for span in spans[first:last]]
-        dys = [(None, *_away(config, grads[span], i, found)) for i, span in enumerate(given[first:last], first)]
-        dys[-1] = (g, *dys[-1][1:])
-        if not any([t is not None for own_dys in dys for t in own_dys]):
-            continue  # nothing that depends on these stages has a gradient, and neither have they
-        if name:
-            fused = FUSED[name].backward
-            assert fused is not None
-            found[first:last] = fused(config.stages[first:last], parts, own[first:last], dys)
-        else:
-            with _named(config.begin + first):
-                found[first] = config.layers[first].backward(config.stages[first], parts[0], own[first], dys[0])
-        g = found[first][0]
-        if first:
-            found[first] = (None, *found[first][1:])  # the stages before have it, and let it go
-    returned = _returned(config, found)
-    if outer is None:
-        writes.do()
-    return returned
-
-
 def _away(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[Any]:
     """Gradients of what a stage gave away."""
     sums = []
@@ -518,47 +536,9 @@ def _parts(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[A
     ]
 
 
-class Inner(NamedTuple):
-    """Buffers of a stage that is a chain itself."""
-
-    buffers: tuple[Any, ...]
-    writes: Writes
-
-
-def _stage_buffers(config: Config, buffers: Sequence[Any], writes: Writes) -> list[Any]:
-    return [
-        linear.Buffers._make((*buffers[span], writes)) if layer is linear else Inner(tuple(buffers[span]), writes)
-        for layer, span in zip(config.layers, config.buffer_spans, strict=True)
-    ]
-
-
-def counts(config: Config) -> Counts:
-    own = config.sizes
-    return Counts(
-        sum(c.extras for c in own),
-        _kept_count(config) + sum(c.fresh for c in own),
-        sum(c.saved for c in own),
-        sum(c.buffers for c in own),
-    )  # fmt: skip
-
-
 # -- arithmetic, counted -----------------------------------------------------------------------------------------------
 
 
-def flops(config: Config, inputs: Sequence[Any]) -> int:
-    own, x, total = stage_inputs(config, inputs), inputs[0], 0
-    for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
-        with_x = own[i]._replace(x=x)
-        total += layer.flops(stage, with_x)
-        x = layer.protos(stage, with_x).outputs[0]
-    return total
-
-
-def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], *grads: Any) -> int:
-    found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
-    total = 0
-    for i, own, dys in _dry_backward(config, saved, grads, found):
-        layer, stage = config.layers[i], config.stages[i]
-        total += layer.gradient_flops(stage, own, *dys)
-        found[i] = layer.gradient_protos(stage, own, *dys)
-    return total
+def _stage_buffers(config: Config, buffers: Sequence[Any]) -> list[Any]:
+    spans = config.buffer_spans
+    return [layer.Buffers._make(buffers[span]) for layer, span in zip(config.layers, spans, strict=True)]

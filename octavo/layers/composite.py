@@ -7,7 +7,6 @@
 As with `octavo.layers.custom`, what is saved was found out when the run was planned.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo.layers import chain, custom, fork
-from octavo.layers.contract import Counts, Made, reader
+from octavo.layers.contract import Layer, Made, Tensors
 from octavo.layers.dry_run import Miscounted, fake, stand_in, tried, without_data
 from octavo.layers.gradient_check import check_gradient, given_among
 from octavo.layers.parcel import kind_of, packed, slots_of, told, unpacked_all
@@ -76,62 +75,150 @@ class Config(Value):
         return self.fresh[int(at[0])][int(at[1])] if name == "fresh" else "tensor"
 
     @cached_property
-    def has_backward(self) -> bool:
-        return any(self.unfused.active)
-
-    @cached_property
     def own(self) -> bool:
         """Whether forward is its own functions'."""
         return self.side != "backward"
 
 
-config = reader(Config)
-
-
-def fills(config: Config) -> bool:
-    return False
-
-
-def flat_places(config: Config) -> tuple[int, ...]:
-    return () if config.own else chain.flat_places(config.unfused)
-
-
-def counts(config: Config) -> Counts:
-    unfused = chain.counts(config.unfused)
-    if not config.own:
-        return unfused
-    slots = sum(slots_of(kind) for kind in config.kinds)
-    saved = sum(slots_of(kind) for stage in config.saved_kinds for kind in stage)
-    return Counts(0, slots, saved, unfused.buffers)
-
-
-def graph_buffers(config: Config, *fields: Any) -> tuple[Any, ...]:
-    return chain.graph_buffers(config.unfused, *fields)
-
-
-def outputs(config: Config) -> int:
-    return 1 + sum(config.unfused.given)
-
-
-def replays(config: Config, side: str) -> bool:
-    return False
-
-
-def wants(config: Config) -> tuple[bool, ...]:
-    return chain.wants(config.unfused)
-
-
-def inputs_of(config: Config, values: Sequence[Any]) -> Any:
-    return Inputs(values)
-
-
-class Inputs(chain.Inputs):
+class Inputs(chain.Fields):
     @property
     def x(self) -> Any:
         return self[0]
 
     def _replace(self, x: Any) -> "Inputs":
         return Inputs((x, *self[1:]))
+
+
+class CompositeLayer(Layer):
+    """A user's fused operation."""
+
+    def fresh_size(self, config: Config) -> int:
+        return sum(slots_of(kind) for kind in config.kinds) if config.own else chain.layer.fresh_size(config.unfused)
+
+    def saved_size(self, config: Config) -> int:
+        if not config.own:
+            return chain.layer.saved_size(config.unfused)
+        return sum(slots_of(kind) for stage in config.saved_kinds for kind in stage)
+
+    def extras(self, config: Config) -> int:
+        return 0 if config.own else chain.layer.extras(config.unfused)
+
+    def buffers_size(self, config: Config) -> int:
+        return chain.layer.buffers_size(config.unfused)
+
+    def has_backward(self, config: Config) -> bool:
+        return any(self.wants(config)) or any(config.unfused.active)
+
+    def flat_places(self, config: Config) -> tuple[int, ...]:
+        return () if config.own else chain.layer.flat_places(config.unfused)
+
+    def graph_buffers(self, config: Config, *fields: Any) -> tuple[Any, ...]:
+        return chain.layer.graph_buffers(config.unfused, *fields)
+
+    def outputs(self, config: Config) -> int:
+        return 1 + sum(config.unfused.given)
+
+    def replays(self, config: Config, side: str) -> bool:
+        return False
+
+    def wants(self, config: Config) -> tuple[bool, ...]:
+        return chain.layer.wants(config.unfused)
+
+    def inputs_of(self, config: Config, values: Sequence[Any]) -> Any:
+        return Inputs(values)
+
+    def forward(self, config: Config, inputs: Sequence[Any]) -> Made:
+        if not config.own:
+            return chain.layer.forward(config.unfused, inputs)
+        y, extra, fresh = _computed(config, inputs)
+        where = f"{config.functions.title}.fuser_forward_compute"
+        values = [value for part in fresh for value in part]
+        custom.check_kinds(where, values, config.kinds)
+        given = [t for field in inputs for t in (field if isinstance(field, tuple) else (field,)) if t is not None]
+        stage, away = config.stages[0], extra
+        if isinstance(stage, fork.Config) and extra and extra[0] is inputs[0]:  # x is what it gives away
+            extra, away = [fork.layer.forward(stage, fork.Inputs(inputs[0])).outputs[1], *extra[1:]], extra[1:]
+        custom.refuse_inputs(where, (y, *away), given)
+        slots = [t for value in values for t in packed(value)]
+        outputs = custom.without_aliases((y, *extra), ())
+        return Made(outputs, (), custom.without_aliases(slots, (*given, *outputs)))
+
+    def protos(self, config: Config, inputs: Sequence[Any]) -> Made:
+        if not config.own:
+            return chain.layer.protos(config.unfused, inputs)
+        with without_data():
+            fakes = [_empty(field) for field in inputs]
+            with tried(f"{config.functions.title}.fuser_forward_compute"):
+                made = self.forward(config, fakes)
+            return Made(*(tuple(None if t is None else TensorProto.of(t) for t in group) for group in made))
+
+    def save(self, config: Config, inputs: Sequence[Any], made: Made) -> tuple[Any, ...]:
+        if not config.own:
+            return chain.layer.save(config.unfused, inputs, made)
+        own = _own_inputs(config, inputs)
+        starts: dict[tuple[int, int], int] = {}
+        at = 0
+        for i, stage in enumerate(config.fresh):
+            for j, kind in enumerate(stage):
+                starts[i, j] = at
+                at += slots_of(kind)
+        found: list[Any] = []
+        for kinds, sources in zip(config.saved_kinds, config.saved, strict=True):
+            for kind, source in zip(kinds, sources, strict=True):
+                name, *place = source.split(":")
+                if kind == "empty":
+                    found.append(None)
+                elif name == "input":
+                    found.append(own[int(place[0])][int(place[1])])
+                elif name == "output":
+                    found.append(made.outputs[int(place[0])])
+                elif name == "fresh":
+                    i, j = int(place[0]), int(place[1])
+                    found += made.fresh[starts[i, j] : starts[i, j] + slots_of(config.fresh[i][j])]
+        return tuple(found)
+
+    def passed(self, config: Config) -> dict[int, int]:
+        return chain.layer.passed(config.unfused) if config.side == "forward" else {}
+
+    def gradient_protos(self, config: Config, saved: tuple[Any, ...], *grads: Any) -> tuple[TensorProto | None, ...]:
+        if config.side == "forward":
+            return chain.layer.gradient_protos(config.unfused, saved, *grads)
+        with without_data():
+            values, dys = (tuple(stand_in(t) for t in given) for given in (saved, grads))
+            with tried(f"{config.functions.title}.fuser_backward"):
+                found = self.backward(config, values, (), dys)
+            return tuple(None if t is None else TensorProto.of(t) for t in found)
+
+    def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
+        if config.side == "forward":
+            return chain.layer.backward(config.unfused, saved, buffers, grads, writes)
+        functions, unfused = config.functions, config.unfused
+        assert functions.backward is not None
+        fields = [
+            custom.wanted_fields(layer, stage) for layer, stage in zip(unfused.layers, unfused.stages, strict=True)
+        ]
+        rest = iter(grads[1:])
+        whole = [next(rest) if k in unfused.shown[i] else None for i, n in enumerate(unfused.made) for k in range(n)]
+        where = f"{functions.title}.fuser_backward"
+        kept = _saved_values(config, saved)
+        found = functions.backward(config.settings, kept, (grads[0], *whole), fields)
+        found = _entries(where, "gradients", found, len(config.stages))
+        for i, (own, wanted) in enumerate(zip(found, unfused.wanted, strict=True)):
+            if len(own) != len(wanted):
+                raise Miscounted(f"{where} returns {len(wanted)} gradients for operation {i}, got {len(own)}.")
+        flat = (found[0][0], *[t for own in found for t in own[1:]])
+        names = [f"{i}.{field}" for i, own in enumerate(fields) for field in own._fields if i == 0 or field != "x"]
+        likes = _likes(config, kept)
+        for name, t, want, like in zip(names, flat, self.wants(config), likes, strict=True):
+            if want and t is None:
+                raise Miscounted(f"{where} returned no gradient of {name}, which is wanted.")
+            if want:
+                check_gradient(where, name, t, *like, grads[0])
+        chosen = [t if want else None for t, want in zip(flat, self.wants(config), strict=True)]
+        return custom.without_aliases(chosen, (*grads, *saved))
+
+
+layer = CompositeLayer(Config, Inputs, buffers=chain.Fields)
 
 
 def _own_inputs(config: Config, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -181,63 +268,10 @@ def _entries(
     return [tuple(part) for part in found]
 
 
-def forward(config: Config, inputs: Sequence[Any]) -> Made:
-    if not config.own:
-        return chain.forward(config.unfused, inputs)
-    y, extra, fresh = _computed(config, inputs)
-    where = f"{config.functions.title}.fuser_forward_compute"
-    values = [value for part in fresh for value in part]
-    custom.check_kinds(where, values, config.kinds)
-    given = [t for field in inputs for t in (field if isinstance(field, tuple) else (field,)) if t is not None]
-    stage, away = config.stages[0], extra
-    if isinstance(stage, fork.Config) and extra and extra[0] is inputs[0]:  # x is what it gives away
-        extra, away = [fork.forward(stage, fork.Inputs(inputs[0])).outputs[1], *extra[1:]], extra[1:]
-    custom.refuse_inputs(where, (y, *away), given)
-    slots = [t for value in values for t in packed(value)]
-    outputs = custom.without_aliases((y, *extra), ())
-    return Made(outputs, (), custom.without_aliases(slots, (*given, *outputs)))
-
-
-def protos(config: Config, inputs: Sequence[Any]) -> Made:
-    if not config.own:
-        return chain.protos(config.unfused, inputs)
-    with without_data():
-        fakes = [_empty(field) for field in inputs]
-        with tried(f"{config.functions.title}.fuser_forward_compute"):
-            made = forward(config, fakes)
-        return Made(*(tuple(None if t is None else TensorProto.of(t) for t in group) for group in made))
-
-
 def _empty(field: Any) -> Any:
     if isinstance(field, tuple):
         return tuple(t.empty() for t in field)
     return None if field is None else field.empty()
-
-
-def save(config: Config, inputs: Sequence[Any], made: Made) -> tuple[Any, ...]:
-    if not config.own:
-        return chain.save(config.unfused, inputs, made)
-    own = _own_inputs(config, inputs)
-    starts: dict[tuple[int, int], int] = {}
-    at = 0
-    for i, stage in enumerate(config.fresh):
-        for j, kind in enumerate(stage):
-            starts[i, j] = at
-            at += slots_of(kind)
-    found: list[Any] = []
-    for kinds, sources in zip(config.saved_kinds, config.saved, strict=True):
-        for kind, source in zip(kinds, sources, strict=True):
-            name, *place = source.split(":")
-            if kind == "empty":
-                found.append(None)
-            elif name == "input":
-                found.append(own[int(place[0])][int(place[1])])
-            elif name == "output":
-                found.append(made.outputs[int(place[0])])
-            elif name == "fresh":
-                i, j = int(place[0]), int(place[1])
-                found += made.fresh[starts[i, j] : starts[i, j] + slots_of(config.fresh[i][j])]
-    return tuple(found)
 
 
 def _saved_values(config: Config, saved: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -249,53 +283,12 @@ def _saved_values(config: Config, saved: Sequence[Any]) -> list[tuple[Any, ...]]
             found.append(unpacked_all(stage, saved[at : at + size]))
             at += size
         return found
-    sizes = [counts.saved for counts in config.unfused.sizes]
+    sizes = config.unfused.saved_sizes
     parts = [saved[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
     return [
         custom.kept_values(stage, part) if isinstance(stage, custom.Config) else tuple(part)
         for stage, part in zip(config.stages, parts, strict=True)
     ]
-
-
-def passed(config: Config) -> dict[int, int]:
-    return chain.passed(config.unfused) if config.side == "forward" else {}
-
-
-def gradient_protos(config: Config, saved: tuple[Any, ...], *grads: Any) -> tuple[TensorProto | None, ...]:
-    if config.side == "forward":
-        return chain.gradient_protos(config.unfused, saved, *grads)
-    with without_data():
-        values, dys = (tuple(stand_in(t) for t in given) for given in (saved, grads))
-        with tried(f"{config.functions.title}.fuser_backward"):
-            found = backward(config, values, (), dys)
-        return tuple(None if t is None else TensorProto.of(t) for t in found)
-
-
-def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-    if config.side == "forward":
-        return chain.backward(config.unfused, saved, buffers.buffers, grads, buffers.writes)
-    functions, unfused = config.functions, config.unfused
-    assert functions.backward is not None
-    fields = [custom.wanted_fields(layer, stage) for layer, stage in zip(unfused.layers, unfused.stages, strict=True)]
-    rest = iter(grads[1:])
-    whole = [next(rest) if k in unfused.shown[i] else None for i, n in enumerate(unfused.made) for k in range(n)]
-    where = f"{functions.title}.fuser_backward"
-    kept = _saved_values(config, saved)
-    found = functions.backward(config.settings, kept, (grads[0], *whole), fields)
-    found = _entries(where, "gradients", found, len(config.stages))
-    for i, (own, wanted) in enumerate(zip(found, unfused.wanted, strict=True)):
-        if len(own) != len(wanted):
-            raise Miscounted(f"{where} returns {len(wanted)} gradients for operation {i}, got {len(own)}.")
-    flat = (found[0][0], *[t for own in found for t in own[1:]])
-    names = [f"{i}.{field}" for i, own in enumerate(fields) for field in own._fields if i == 0 or field != "x"]
-    likes = _likes(config, kept)
-    for name, t, want, like in zip(names, flat, wants(config), likes, strict=True):
-        if want and t is None:
-            raise Miscounted(f"{where} returned no gradient of {name}, which is wanted.")
-        if want:
-            check_gradient(where, name, t, *like, grads[0])
-    chosen = [t if want else None for t, want in zip(flat, wants(config), strict=True)]
-    return custom.without_aliases(chosen, (*grads, *saved))
 
 
 def _likes(config: Config, kept: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -313,14 +306,6 @@ def _likes(config: Config, kept: Sequence[Any]) -> list[tuple[Any, Any]]:
             like = stage.likes[j] if isinstance(stage, custom.Config) else None
             found.append((like and (*like[:2], like[2] and as_y), given.get(f"{i}:{j}")))
     return found
-
-
-def flops(config: Config, inputs: Sequence[Any]) -> int:
-    return 0
-
-
-def gradient_flops(config: Config, saved: tuple[Any, ...], *grads: Any) -> int:
-    return 0
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
@@ -345,16 +330,16 @@ def probe(config: Config, inputs: Sequence[Any]) -> Config:
         saved = tuple(tuple(_source(where, value, own, (y, *extra), fresh) for value in part) for part in chosen)
         found = replace(config, fresh=kinds, saved=saved)
         like = protos_of(fakes)
-        saves_theirs = config.side == "forward" and any(wants(config))
+        saves_theirs = config.side == "forward" and any(layer.wants(config))
         try:
-            made = chain.protos(config.unfused, like)
+            made = chain.layer.protos(config.unfused, like)
         except (RuntimeError, ValueError):  # sizes that were made up for a graph do not fit these operations
             if saves_theirs:
                 raise
             return found
         _check_outputs_alike(made_by, (y, *extra), made.outputs)
         if saves_theirs:
-            _check_saved_alike(found, chain.save(config.unfused, like, made), chosen)
+            _check_saved_alike(found, chain.layer.save(config.unfused, like, made), chosen)
     return found
 
 
@@ -409,7 +394,7 @@ def _source(where: str, value: Any, own: Sequence[Any], outputs: Sequence[Any], 
 
 def _check_saved_alike(config: Config, want: Sequence[Any], chosen: Sequence[Sequence[Any]]) -> None:
     """A forward of its own is followed by the operations' own backward, which takes what they save."""
-    sizes = [counts.saved for counts in config.unfused.sizes]
+    sizes = config.unfused.saved_sizes
     for i, part in enumerate(chosen):
         theirs: list[Any] = list(want[sum(sizes[:i]) : sum(sizes[: i + 1])])
         missing: list[Any] = [] if isinstance(config.stages[i], custom.Config) else [None]
@@ -427,6 +412,3 @@ def _check_saved_alike(config: Config, want: Sequence[Any], chosen: Sequence[Seq
 
 def _said(values: Sequence[Any]) -> str:
     return "[" + ", ".join("nothing" if t is None else f"{t.dtype} {tuple(t.shape)}" for t in values) + "]"
-
-
-chain.STAGES["composite"] = sys.modules[__name__]

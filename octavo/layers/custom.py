@@ -18,14 +18,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers.contract import Counts, Made, reader
+from octavo.layers.contract import Layer, Made, Tensors
 from octavo.layers.dry_run import Miscounted, fake, stand_in, tried, without_data
 from octavo.layers.gradient_check import check_gradient, given_among
 from octavo.layers.parcel import kind_of, packed, slots_of, unpacked_all
-from octavo.layers.plain import fills as fills
-from octavo.layers.plain import flat_places as flat_places
-from octavo.layers.plain import flops as flops
-from octavo.layers.plain import gradient_flops as gradient_flops
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -69,16 +65,84 @@ class Config(Value):
         )
 
 
-config = reader(Config)
-
-
 @lru_cache(maxsize=4096)
 def fields_of(names: tuple[str, ...]) -> Any:
     return namedtuple("Inputs", names)
 
 
-def inputs_of(config: Config, values: Sequence[Any]) -> Any:
-    return fields_of(config.functions.fields)(*values)
+class CustomLayer(Layer):
+    """A user's operation."""
+
+    def fresh_size(self, config: Config) -> int:
+        return sum(config.fresh_slots)
+
+    def saved_size(self, config: Config) -> int:
+        return sum(slots_of(kind) for kind in config.saved_kinds)
+
+    def has_backward(self, config: Config) -> bool:
+        return any(config.wanted)
+
+    def inputs_of(self, config: Config, values: Sequence[Any]) -> Any:
+        return fields_of(config.functions.fields)(*values)
+
+    def outputs(self, config: Config) -> int:
+        return config.functions.outputs
+
+    def forward(self, config: Config, inputs: Any) -> Made:
+        functions = config.functions
+        y, extra, fresh = checked(functions, functions.compute(config.settings, inputs))
+        check_kinds(f"{functions.title}'s compute", fresh, config.fresh)
+        given = [t for t in inputs if isinstance(t, Tensor)]
+        refuse_inputs(functions.title, (y, *extra), given)
+        outputs = without_aliases((y, *extra), ())
+        slots = [t for value in fresh for t in packed(value)]
+        return Made(outputs, (), without_aliases(slots, (*given, *outputs)))
+
+    def protos(self, config: Config, inputs: Any) -> Made:
+        functions = config.functions
+        with without_data():
+            fakes = fields_of(functions.fields)(*[None if p is None else p.empty() for p in inputs])
+            y, extra, fresh = _said(functions, config.settings, fakes)
+            slots = [t for value in fresh for t in packed(value)]
+            return Made(
+                tuple(TensorProto.of(t) for t in (y, *extra)), (),
+                tuple(None if t is None else TensorProto.of(t) for t in slots),
+            )  # fmt: skip
+
+    def replays(self, config: Config, side: str) -> bool:
+        return False
+
+    def wants(self, config: Config) -> tuple[bool, ...]:
+        return config.wanted
+
+    def save(self, config: Config, inputs: Any, made: Made) -> tuple[Any, ...]:
+        found: list[Any] = []
+        starts = [sum(config.fresh_slots[:i]) for i in range(len(config.fresh) + 1)]
+        for source in config.saved:
+            name, _, at = source.partition(":")
+            if name == "input":
+                found.append(inputs[int(at)])
+            elif name == "output":
+                found.append(made.outputs[int(at)])
+            elif name == "fresh":
+                found += made.fresh[starts[int(at)] : starts[int(at) + 1]]
+        return tuple(found)
+
+    def gradient_protos(self, config: Config, saved: tuple[Any, ...], *grads: Any) -> tuple[TensorProto | None, ...]:
+        with without_data():
+            values, dys = (tuple(stand_in(t) for t in given) for given in (saved, grads))
+            with tried(f"{config.functions.title}'s backward"):
+                found = gradients(config, values, dys)
+            return tuple(None if t is None else TensorProto.of(t) for t in found)
+
+    def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
+        if all(g is None for g in grads):
+            return (None,) * len(config.wanted)
+        found = gradients(config, saved, grads)
+        return without_aliases(found, (*grads, *saved))
+
+
+layer = CustomLayer(Config, None)
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
@@ -152,25 +216,6 @@ def checked(functions: Functions, made: Any) -> tuple[Any, tuple[Any, ...], tupl
 # -- the contract ------------------------------------------------------------------------------------------------------
 
 
-def outputs(config: Config) -> int:
-    return config.functions.outputs
-
-
-def counts(config: Config) -> Counts:
-    return Counts(0, sum(config.fresh_slots), sum(slots_of(kind) for kind in config.saved_kinds), 0)
-
-
-def forward(config: Config, inputs: Any) -> Made:
-    functions = config.functions
-    y, extra, fresh = checked(functions, functions.compute(config.settings, inputs))
-    check_kinds(f"{functions.title}'s compute", fresh, config.fresh)
-    given = [t for t in inputs if isinstance(t, Tensor)]
-    refuse_inputs(functions.title, (y, *extra), given)
-    outputs = without_aliases((y, *extra), ())
-    slots = [t for value in fresh for t in packed(value)]
-    return Made(outputs, (), without_aliases(slots, (*given, *outputs)))
-
-
 def check_kinds(where: str, fresh: Sequence[Any], planned: tuple[str, ...]) -> None:
     kinds = tuple(kind_of(value, where) for value in fresh)
     if kinds != planned:
@@ -192,48 +237,6 @@ def refuse_inputs(where: str, outputs: Sequence[Tensor], given: Sequence[Tensor]
 def _memory(t: Tensor) -> int:
     """Where it is; 0 for one without data."""
     return 0 if t.is_meta or is_fake(t) else t.untyped_storage().data_ptr()
-
-
-def protos(config: Config, inputs: Any) -> Made:
-    functions = config.functions
-    with without_data():
-        fakes = fields_of(functions.fields)(*[None if p is None else p.empty() for p in inputs])
-        y, extra, fresh = _said(functions, config.settings, fakes)
-        slots = [t for value in fresh for t in packed(value)]
-        return Made(
-            tuple(TensorProto.of(t) for t in (y, *extra)), (),
-            tuple(None if t is None else TensorProto.of(t) for t in slots),
-        )  # fmt: skip
-
-
-def replays(config: Config, side: str) -> bool:
-    return False
-
-
-def wants(config: Config) -> tuple[bool, ...]:
-    return config.wanted
-
-
-def save(config: Config, inputs: Any, made: Made) -> tuple[Any, ...]:
-    found: list[Any] = []
-    starts = [sum(config.fresh_slots[:i]) for i in range(len(config.fresh) + 1)]
-    for source in config.saved:
-        name, _, at = source.partition(":")
-        if name == "input":
-            found.append(inputs[int(at)])
-        elif name == "output":
-            found.append(made.outputs[int(at)])
-        elif name == "fresh":
-            found += made.fresh[starts[int(at)] : starts[int(at) + 1]]
-    return tuple(found)
-
-
-def gradient_protos(config: Config, saved: tuple[Any, ...], *grads: Any) -> tuple[TensorProto | None, ...]:
-    with without_data():
-        values, dys = (tuple(stand_in(t) for t in given) for given in (saved, grads))
-        with tried(f"{config.functions.title}'s backward"):
-            found = gradients(config, values, dys)
-        return tuple(None if t is None else TensorProto.of(t) for t in found)
 
 
 def kept_values(config: Config, saved: Sequence[Any]) -> tuple[Any, ...]:
@@ -266,13 +269,6 @@ def gradients(config: Config, saved: Sequence[Any], grads: tuple[Any, ...]) -> t
         if want:
             check_gradient(f"{functions.title}'s backward", name, g, config.likes[i], given.get(str(i)), grads[0])
     return tuple(g if want else None for g, want in zip(found, config.wanted, strict=True))
-
-
-def backward(config: Config, saved: tuple[Any, ...], buffers: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-    if all(g is None for g in grads):
-        return (None,) * len(config.wanted)
-    found = gradients(config, saved, grads)
-    return without_aliases(found, (*grads, *saved))
 
 
 def without_aliases(found: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:

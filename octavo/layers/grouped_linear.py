@@ -18,14 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from octavo.errors import UnsupportedConfig, check_choice
+from octavo.errors import UnsupportedConfig
 from octavo.kernels import grouped_gemm
 from octavo.layers import delayed, post
-from octavo.layers.contract import DTYPES, Made, reader
+from octavo.layers.contract import DTYPES, Made, Tensors, WeightLayer
 from octavo.layers.delayed import Amax, W, X
-from octavo.layers.linear_config import NOTHING, Matmuls, Pair, Parts, Slots
-from octavo.layers.plain import passed as passed
-from octavo.layers.targets import Mail, Sought, Target, advance, overlap
+from octavo.layers.linear_config import NOTHING, Matmuls, Pair, Parts, Slots, padded
+from octavo.layers.targets import Mail, Sought, Target, Writes, advance, overlap
 from octavo.quant.grouped import (
     GroupedTensor,
     fill_groups,
@@ -46,7 +45,15 @@ from octavo.values import register
 
 ALIGNED = 16  # columns of codes, for the GEMM's copies; missing ones are zeros
 Operand = Tensor | GroupedTensor
-Operands = tuple[Operand, Operand, Groups]  # of dw: dy, x, where a plain one is packed
+
+
+class Operands(NamedTuple):
+    """Operands of dw."""
+
+    dy: Operand
+    x: Operand
+    groups: Groups  # where a plain one is packed
+    shape: tuple[int, ...]  # of dw: [G, N, K]
 
 
 @register("grouped-linear")
@@ -61,17 +68,12 @@ class Config(Matmuls):
     grads: str = ""  # which gradients are wanted: letters of "xwbs"
     weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
     observe: str = ""  # delayed scaling's amaxes are measured and returned ("extra"), or raised in place ("seen")
-    measured: str = (
-        ""  # delayed: letters of "xwd" (d is dy) that may have been seen by no step, and then scale themselves
-    )
+    measured: str = ""  # delayed: letters of "xwd" (d is dy): no step may have seen them, and they scale themselves
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
     delay: str = ""  # dw is put off: its operands go to a "mailbox", or in a graph to the "post"
     dgrad_out: bool = False  # dx goes to a buffer of the caller's
     tail: str = "zero"  # rows of y and dx after the last group; or "untouched": whatever is there
-
-    def validate(self) -> None:
-        check_choice(self.tail, ("zero", "untouched"), what="tail")
 
     @cached_property
     def kept_x(self) -> str:
@@ -115,9 +117,6 @@ def refusal(recipe: Recipe) -> str:
     return ""
 
 
-config = reader(Config)
-
-
 class Inputs(NamedTuple):
     x: Tensor  # [rows, K]
     weight: Tensor  # [G, N, K]; where codes are all there is, the token that receives its gradient
@@ -141,63 +140,293 @@ class Buffers(NamedTuple):
     dgrad_out: Tensor | None = None  # [rows, K], the caller's: dx is written there, and its tail is left alone
 
 
-def graph_buffers(
-    config: Config,
-    main_grad: Parts,
-    amax: Tensor | None,
-    seed: Tensor | None,
-    mark: Tensor | None,
-    dgrad_out: Tensor | None,
-) -> Buffers:
-    """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
-    return Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed, None, dgrad_out)
+class Fresh(NamedTuple):
+    """Column codes of x and w, and where the groups are."""
+
+    x_codes: Any
+    x_scale: Any
+    x_global_scale: Any
+    start: Any  # these five as of octavo.quant.groups.Groups
+    block: Any
+    owner: Any
+    source: Any
+    live: Any
+    w_codes: Any
+    w_scale: Any
+    w_global_scale: Any
+    width: Any  # [0, K], for its shape alone
 
 
-def returned_elsewhere(config: Config) -> dict[int, int]:
-    """Inputs whose gradient is one of the buffers: x's, where the caller has one for it."""
-    return {0: Buffers._fields.index("dgrad_out")} if config.dgrad_out else {}
+class Saved(NamedTuple):
+    """x as dw needs it, w as dx needs it (column codes, or one plain tensor in their place), where the groups are, and
+    what casts in backward take."""
+
+    x_codes: Tensor | None
+    x_scale: Tensor | None
+    x_global_scale: Tensor | None
+    w_codes: Tensor | None
+    w_scale: Tensor | None
+    w_global_scale: Tensor | None
+    width: Tensor  # [0, K], for its shape alone
+    bias: Tensor | None
+    scales: Tensor | None
+    dy_encode: Tensor | None  # delayed: dy's multipliers, and what they have seen if they are measured
+    dy_seen: Tensor | None
+    start: Tensor  # these five as of octavo.quant.groups.Groups
+    block: Tensor
+    owner: Tensor
+    source: Tensor
+    live: Tensor
+    dy_room: Tensor | None = (
+        None  # where a graph posts dy for a dw that is put off: dy itself, or its codes and the rest
+    )
+    dy_room_1: Tensor | None = None
+    dy_room_2: Tensor | None = None
+    dy_room_3: Tensor | None = None
+
+    @property
+    def x(self) -> Parts:
+        return tuple([t for t in (self.x_codes, self.x_scale, self.x_global_scale) if t is not None])
+
+    @property
+    def w(self) -> Parts:
+        return tuple([t for t in (self.w_codes, self.w_scale, self.w_global_scale) if t is not None])
+
+    @property
+    def dy_slot(self) -> list[Tensor]:
+        return [t for t in (self.dy_encode, self.dy_seen) if t is not None]
+
+    @property
+    def room(self) -> Parts:
+        found = self.dy_room, self.dy_room_1, self.dy_room_2, self.dy_room_3
+        return tuple([t for t in found if t is not None])
+
+    def groups(self, rows: int) -> Groups:
+        return Groups(self.start, self.block, self.owner, self.source, self.live, rows)
 
 
-def replays(config: Config, side: str) -> bool:
-    """A tape does not see whether buffers of the caller's overlap others, or follow each other in memory."""
-    return config.shipped and (side == "forward" or not (config.dgrad_out or config.main_grad))
+class GroupedLinearLayer(WeightLayer):
+    """x[g] · w[g]ᵀ + bias[g]."""
+
+    scales = ("x_scale", "w_scale")
+    takes_memory = True
+
+    def graph_buffers(
+        self,
+        config: Config,
+        main_grad: Parts,
+        amax: Tensor | None,
+        seed: Tensor | None,
+        mark: Tensor | None,
+        dgrad_out: Tensor | None,
+    ) -> Buffers:
+        """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
+        return Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed, None, dgrad_out)
+
+    def returned_elsewhere(self, config: Config) -> dict[int, int]:
+        return {0: Buffers._fields.index("dgrad_out")} if config.dgrad_out else {}
+
+    def replays(self, config: Config, side: str) -> bool:
+        """A tape does not see whether buffers of the caller's overlap others, or follow each other in memory."""
+        return config.shipped and (side == "forward" or not (config.dgrad_out or config.main_grad))
+
+    def forward(self, config: Config, inputs: Inputs) -> Made:
+        x, number = inputs.x, inputs.weight.shape[0]
+        if inputs.out is not None:
+            _check_out(config, inputs, inputs.out)
+        groups = split(inputs.splits, x.shape[0])
+        amaxes = delayed.observed(config.observe, inputs.seen, number, x.device)
+        slot = delayed.slot_of(X, config.measured, inputs.scaling)
+        given = _given(config, x, config.x_pair, groups, slot, amaxes.x)
+        x_row, x_column = _quantized(x, config.x_pair, groups, given)
+        w_row, w_column = _quantized_weight(config, inputs, amaxes.w)
+        y = inputs.out
+        if y is None:
+            y = torch.empty(x.shape[0], inputs.weight.shape[1], dtype=config.y_dtype, device=x.device)
+        scales = inputs.scales
+        if x_row is None or w_row is None:
+            weight = inputs.weight.to(config.y_dtype)
+            grouped_gemm.plain_rows(x.to(config.y_dtype), weight, y, groups, inputs.bias, scales)
+        else:
+            grouped_gemm.rows(x_row, w_row, y, inputs.bias, scales, height=_height(inputs.weight))
+        if inputs.out is None:
+            y = _finished(config, y, groups)
+        else:  # a slice's version is the whole allocation's, where other slices may move
+            y = y.data if y._is_view() else y.detach()
+        extras: Parts = () if amaxes.extra is None else (amaxes.extra,)
+        if config.slots:
+            extras = (*extras, *_empty_slots(config, y, groups))
+            if config.kept_x == "plain":
+                extras = (*extras, x.clone(memory_format=torch.contiguous_format))  # who owns x may write to it
+        x_kept = _parts(None if x_column is None else x_column.q)
+        w_kept = _parts(w_column)
+        width = x.new_empty(0, inputs.weight.shape[2])
+        return Made((y,), extras, Fresh._make((*x_kept, *groups.tensors(), *w_kept, width)))
+
+    def protos(self, config: Config, inputs: Inputs) -> Made:
+        x: Any = inputs.x
+        weight: Any = inputs.weight
+        number, n, k = weight.shape
+        y = TensorProto((x.shape[0], n), config.y_dtype, x.device)
+        groups = group_protos(x.shape[0], number, x.device)
+        padded = groups[2].shape[0] * BLOCK
+        extras: tuple[TensorProto, ...] = ()
+        if config.observe == "extra":
+            extras = (TensorProto((2 * number,), torch.float32, x.device),)
+        if config.slots:
+            extras = (*extras, *_slot_protos(config, y, padded, number))
+            if config.kept_x == "plain":
+                extras = (*extras, TensorProto(tuple(x.shape), x.dtype, x.device))
+        of_x, of_w = NOTHING, NOTHING
+        if config.x_pair[1] is not None:
+            of_x = _proto_parts(grouped_proto(config.x_pair[1], padded, number, _wide(k), "column", x.dtype, x.device))
+        if config.w_pair[1] is not None:
+            of_w = _proto_parts(_weight_proto(config.w_pair[1], "column", weight))
+        return Made((y,), extras, Fresh._make((*of_x, *groups, *of_w, TensorProto((0, k), x.dtype, x.device))))
+
+    def wants(self, config: Config) -> tuple[bool, ...]:
+        w = "w" in config.grads and not config.delay and (not config.main_grad or config.dummy_grad)
+        grads = config.grads
+        return "x" in grads, w, "b" in grads, False, "s" in grads, *[False] * (len(Inputs._fields) - 5)
+
+    def fills(self, config: Config) -> bool:
+        return config.slots > 0
+
+    def extras(self, config: Config) -> int:
+        return (config.observe == "extra") + config.slots + (config.slots > 0 and config.kept_x == "plain")
+
+    def posted_operands(self, config: Config, mail: Parts, x: Parts, weight: Tensor) -> Operands:
+        count = len(Groups._fields) - 1
+        slots, codes = mail[: config.slots], mail[config.slots : -count]
+        groups = Groups._make((*mail[-count:], slots[-1].shape[0]))
+        dy: Operand = slots[0] if config.slots == 1 else _slot(config, slots, groups)
+        return Operands(dy, _x_operand(config, codes, groups, config.y_dtype), groups, tuple(weight.shape))
+
+    def weight_protos(self, config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
+        row, column = config.quant.fprop.right, config.quant.dgrad.right
+        return (
+            None if row is None else _weight_proto(row, "row", weight),
+            None if column is None else _weight_proto(column, "column", weight),
+        )
+
+    def weight_values(
+        self, config: Config, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        number, n, k = shape
+        spec = config.quant.fprop.right
+        assert spec is not None
+        q = grouped_assemble(spec, row, number, "row", _wide(k), dtype)
+        return GroupedTensor(q, equal(number, n, q.device), "row").dequantize(dtype).view(number, n, -1)[..., :k]
+
+    def refresh(
+        self, config: Config, weight: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], amaxes: Sequence[Tensor],
+        scaling: Sequence[Tensor], skip: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        specs, (number, _, k) = (config.quant.fprop.right, config.quant.dgrad.right), weight.shape
+        matrix, groups = _stacked(weight)
+        pair = tuple(
+            GroupedTensor(grouped_assemble(spec, parts, number, side, _wide(k), weight.dtype), groups, side)
+            if spec is not None and parts
+            else None
+            for spec, parts, side in zip(specs, (row, column), ("row", "column"), strict=True)
+        )
+        given = Given(skip=skip)
+        if scaling:
+            given = _given(config, matrix, specs, groups, scaling, amaxes[0][number:] if amaxes else None)
+            given = given._replace(skip=skip)
+        fill_groups(_aligned(matrix), (pair[0], pair[1]), given)
+
+    def save(self, config: Config, inputs: Inputs, made: Made) -> Saved:
+        fresh = Fresh._make(made.fresh)
+        x: Slots = (fresh.x_codes, fresh.x_scale, fresh.x_global_scale)
+        w: Slots = (fresh.w_codes, fresh.w_scale, fresh.w_global_scale)
+        if config.slots:
+            x = NOTHING  # it is in the post
+        elif config.kept_x == "plain":
+            x = (inputs.x, None, None)
+        if config.kept_w == "plain":
+            w = (inputs.weight, None, None)
+        elif config.kept_w and config.weight != "plain":
+            given = inputs.w_row if config.kept_w == "row" else inputs.w_column
+            w = padded(given)
+        bias = inputs.bias if "s" in config.grads else None
+        scales = inputs.scales if "b" in config.grads else None
+        dy = delayed.kept_for(config.dy_pair, config.measured, inputs.scaling)
+        groups = (fresh.start, fresh.block, fresh.owner, fresh.source, fresh.live)
+        start = config.posted[0] - 1
+        room = made.extras[start : start + config.slots]
+        return Saved(*x, *w, fresh.width, bias, scales, *dy, *groups, *room)
+
+    def backward(
+        self, config: Config, saved: Any, buffers: Buffers, grads: Tensors, writes: Writes | None = None
+    ) -> Tensors:
+        dy = grads[0]
+        if dy is None:
+            return (None,) * len(Inputs._fields)
+        kept = Saved._make(saved)
+        if buffers.dgrad_out is not None and overlap(buffers.dgrad_out, dy):
+            _refuse_overlap("dgrad_out", "dy, which this layer and others may still have to read")
+        dy = dy.contiguous()  # expanded and turned gradients too: every kernel reads rows
+        groups = kept.groups(dy.shape[0])
+        row, column = _quantized_dy(config, dy, kept, groups, buffers.amax, buffers.seed)
+        dx = dw = db = ds = None
+        if "x" in config.grads:
+            dx = _input_gradient(config, dy, row, kept, groups, buffers.dgrad_out)
+        if "b" in config.grads:
+            db = grouped_gemm.column_sums_of(dy, groups, DTYPES[config.bias_dtype], kept.scales)
+        if "s" in config.grads:
+            assert kept.bias is not None
+            ds = grouped_gemm.bias_products(dy, kept.bias, groups, DTYPES[config.scales_dtype])
+        if "w" in config.grads:  # buffers are written last
+            dw = _delivered(config, dy, column, kept, groups, buffers)
+        if config.draws and buffers.seed is not None:
+            advance(buffers.seed)
+        return dx, dw, db, None, ds, *[None] * (len(Inputs._fields) - 5)
+
+    def weight_gradient(
+        self, config: Config, operands: Any, target: Target | Sought | None, writes: Writes | None = None
+    ) -> Tensor | None:
+        dy, x, groups, shape = Operands._make(operands)
+        number, n, k = shape
+        dtype, device = DTYPES[config.weight_dtype], groups.start.device
+        if target is None:
+            if isinstance(dy, Tensor) and isinstance(x, Tensor):
+                return grouped_gemm.fresh_depth(dy, x, groups, dtype)
+            return _fill_weight_gradient(
+                dy, x, groups, torch.empty(shape, dtype=dtype, device=device), accumulate=False
+            )
+        out = target.open(number * n, k).view(number, n, k)
+        with _unsafe_preserve_version_counter(out):  # a graph in flight may have it among what it saved
+            _fill_weight_gradient(dy, x, groups, out, accumulate=config.main_grad == "add")
+        target.close()
+        return torch.zeros(shape, dtype=dtype, device=device) if config.dummy_grad else None
+
+    def gradient_protos(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
+        kept = Saved._make(saved)
+        number, n, k = kept.start.shape[0] - 1, dy.shape[1], kept.width.shape[1]
+        x, w, b, _, s, *rest = self.wants(config)
+        return (
+            TensorProto((dy.shape[0], k), dy.dtype, dy.device) if x and not config.dgrad_out else None,
+            TensorProto((number, n, k), DTYPES[config.weight_dtype], dy.device) if w else None,
+            TensorProto((number, n), DTYPES[config.bias_dtype], dy.device) if b else None,
+            None,
+            TensorProto((dy.shape[0],), DTYPES[config.scales_dtype], dy.device) if s else None,
+            *[None] * len(rest),
+        )
+
+    def flops(self, config: Config, inputs: Inputs) -> int:
+        """Of forward's GEMM, as if no row were tail: how many are is not known here."""
+        return 2 * inputs.x.shape[0] * math.prod(inputs.weight.shape[1:])
+
+    def gradient_flops(self, config: Config, saved: Any, dy: Any) -> int:
+        gemms = ("x" in config.grads) + ("w" in config.grads and not config.delay)
+        return int(gemms * 2 * dy.numel() * Saved._make(saved).width.shape[1])
+
+
+layer = GroupedLinearLayer(Config, Inputs, Fresh, Saved, Buffers)
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
-
-
-def forward(config: Config, inputs: Inputs) -> Made:
-    x, number = inputs.x, inputs.weight.shape[0]
-    if inputs.out is not None:
-        _check_out(config, inputs, inputs.out)
-    groups = split(inputs.splits, x.shape[0])
-    amaxes = delayed.observed(config.observe, inputs.seen, number, x.device)
-    slot = delayed.slot_of(X, config.measured, inputs.scaling)
-    given = _given(config, x, config.x_pair, groups, slot, amaxes.x)
-    x_row, x_column = _quantized(x, config.x_pair, groups, given)
-    w_row, w_column = _quantized_weight(config, inputs, amaxes.w)
-    y = inputs.out
-    if y is None:
-        y = torch.empty(x.shape[0], inputs.weight.shape[1], dtype=config.y_dtype, device=x.device)
-    scales = inputs.scales
-    if x_row is None or w_row is None:
-        weight = inputs.weight.to(config.y_dtype)
-        grouped_gemm.plain_rows(x.to(config.y_dtype), weight, y, groups, inputs.bias, scales)
-    else:
-        grouped_gemm.rows(x_row, w_row, y, inputs.bias, scales, height=_height(inputs.weight))
-    if inputs.out is None:
-        y = _finished(config, y, groups)
-    else:  # a slice's version is the whole allocation's, where other slices may move
-        y = y.data if y._is_view() else y.detach()
-    extras: Parts = () if amaxes.extra is None else (amaxes.extra,)
-    if config.slots:
-        extras = (*extras, *_empty_slots(config, y, groups))
-        if config.kept_x == "plain":
-            extras = (*extras, x.clone(memory_format=torch.contiguous_format))  # who owns x may write to it
-    x_kept = _parts(None if x_column is None else x_column.q)
-    w_kept = _parts(w_column)
-    width = x.new_empty(0, inputs.weight.shape[2])
-    return Made((y,), extras, (*x_kept, *groups.tensors(), *w_kept, width))
 
 
 def _quantized(
@@ -286,48 +515,8 @@ def _finished(config: Config, out: Tensor, groups: Groups) -> Tensor:
     return out
 
 
-def protos(config: Config, inputs: Inputs) -> Made:
-    """What forward makes, from inputs that are TensorProtos."""
-    x: Any = inputs.x
-    weight: Any = inputs.weight
-    number, n, k = weight.shape
-    y = TensorProto((x.shape[0], n), config.y_dtype, x.device)
-    groups = group_protos(x.shape[0], number, x.device)
-    padded = groups[2].shape[0] * BLOCK
-    extras: tuple[TensorProto, ...] = ()
-    if config.observe == "extra":
-        extras = (TensorProto((2 * number,), torch.float32, x.device),)
-    if config.slots:
-        extras = (*extras, *_slot_protos(config, y, padded, number))
-        if config.kept_x == "plain":
-            extras = (*extras, TensorProto(tuple(x.shape), x.dtype, x.device))
-    of_x, of_w = NOTHING, NOTHING
-    if config.x_pair[1] is not None:
-        of_x = _proto_parts(grouped_proto(config.x_pair[1], padded, number, _wide(k), "column", x.dtype, x.device))
-    if config.w_pair[1] is not None:
-        of_w = _proto_parts(_weight_proto(config.w_pair[1], "column", weight))
-    return Made((y,), extras, (*of_x, *groups, *of_w, TensorProto((0, k), x.dtype, x.device)))
-
-
 def _proto_parts(q: QProto) -> Any:
     return q.codes, q.scale, q.global_scale
-
-
-def flat_places(config: Config) -> tuple[int, ...]:
-    """Of what forward makes fresh: the scales."""
-    return 1, 9
-
-
-def wants(config: Config) -> tuple[bool, ...]:
-    """Which inputs backward gives a gradient for."""
-    w = "w" in config.grads and not config.delay and (not config.main_grad or config.dummy_grad)
-    grads = config.grads
-    return "x" in grads, w, "b" in grads, False, "s" in grads, *[False] * (len(Inputs._fields) - 5)
-
-
-def fills(config: Config) -> bool:
-    """Whether backward writes to something that forward made."""
-    return config.slots > 0
 
 
 # -- gradients put off in a graph (octavo.layers.post) ---------------------------------------------------------
@@ -355,15 +544,6 @@ def _slot(config: Config, slots: Sequence[Tensor], groups: Groups) -> GroupedTen
     return GroupedTensor(q, groups, "column")
 
 
-def posted_operands(config: Config, mail: Parts, x: Parts, weight: Tensor) -> Operands:
-    """dw's operands from the post."""
-    count = len(Groups._fields) - 1
-    slots, codes = mail[: config.slots], mail[config.slots : -count]
-    groups = Groups._make((*mail[-count:], slots[-1].shape[0]))
-    dy: Operand = slots[0] if config.slots == 1 else _slot(config, slots, groups)
-    return dy, _x_operand(config, codes, groups, config.y_dtype), groups
-
-
 # -- cached weights --------------------------------------------------------------------------------------------------
 
 
@@ -372,113 +552,13 @@ def _weight_proto(spec: Quantizer, side: str, weight: Tensor | TensorProto) -> Q
     return grouped_proto(spec, number * _height(weight), number, _wide(k), side, weight.dtype, weight.device)
 
 
-def weight_protos(config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
-    """Row and column codes of the stacked weights, without data."""
-    row, column = config.quant.fprop.right, config.quant.dgrad.right
-    return (
-        None if row is None else _weight_proto(row, "row", weight),
-        None if column is None else _weight_proto(column, "column", weight),
-    )
-
-
-def weight_values(config: Config, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The weights that row codes stand for."""
-    number, n, k = shape
-    spec = config.quant.fprop.right
-    assert spec is not None
-    q = grouped_assemble(spec, row, number, "row", _wide(k), dtype)
-    return GroupedTensor(q, equal(number, n, q.device), "row").dequantize(dtype).view(number, n, -1)[..., :k]
-
-
-def refresh(
-    config: Config, weight: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], amaxes: Sequence[Tensor],
-    scaling: Sequence[Tensor], skip: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Overwrite cached codes of the weights, unless `skip`, on the device, says not to. Delayed: `scaling` is w's
-    multipliers, and if they are measured what they have seen; `amaxes` [2 G], if observed, those of x and w so far."""
-    specs, (number, _, k) = (config.quant.fprop.right, config.quant.dgrad.right), weight.shape
-    matrix, groups = _stacked(weight)
-    pair = tuple(
-        GroupedTensor(grouped_assemble(spec, parts, number, side, _wide(k), weight.dtype), groups, side)
-        if spec is not None and parts
-        else None
-        for spec, parts, side in zip(specs, (row, column), ("row", "column"), strict=True)
-    )
-    given = Given(skip=skip)
-    if scaling:
-        given = _given(config, matrix, specs, groups, scaling, amaxes[0][number:] if amaxes else None)
-        given = given._replace(skip=skip)
-    fill_groups(_aligned(matrix), (pair[0], pair[1]), given)
-
-
 # -- backward --------------------------------------------------------------------------------------------------------
-
-
-class Saved(NamedTuple):
-    x: Slots  # column codes, or plain
-    w: Slots
-    width: Tensor  # [0, K], for its shape alone
-    bias: Tensor | None
-    scales: Tensor | None
-    scaling: tuple[Tensor | None, Tensor | None]  # dy's delayed multipliers
-    groups: tuple[Tensor, ...]
-    slots: tuple[Tensor | None, ...]  # for dy, in the post
-
-
-def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...]:
-    x, groups, w, width = made.fresh[:3], made.fresh[3:8], made.fresh[8:11], made.fresh[11]
-    if config.slots:
-        x = NOTHING  # it is in the post
-    elif config.kept_x == "plain":
-        x = (inputs.x, None, None)
-    if config.kept_w == "plain":
-        w = (inputs.weight, None, None)
-    elif config.kept_w and config.weight != "plain":
-        given = inputs.w_row if config.kept_w == "row" else inputs.w_column
-        w = (*given, None, None)[:3]
-    bias = inputs.bias if "s" in config.grads else None
-    scales = inputs.scales if "b" in config.grads else None
-    scaling = delayed.kept_for(config.dy_pair, config.measured, inputs.scaling)
-    start = config.posted[0] - 1
-    slots = made.extras[start : start + config.slots]
-    return (*x, *w, width, bias, scales, *scaling, *groups, *slots)
-
-
-def _kept(saved: tuple[Any, ...]) -> Saved:
-    return Saved(saved[:3], saved[3:6], saved[6], saved[7], saved[8], saved[9:11], saved[11:16], saved[16:])
-
-
-def backward(
-    config: Config, saved: tuple[Tensor | None, ...], buffers: Buffers, grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
-    dy = grads[0]
-    if dy is None:
-        return (None,) * len(Inputs._fields)
-    kept = _kept(saved)
-    if buffers.dgrad_out is not None and overlap(buffers.dgrad_out, dy):
-        _refuse_overlap("dgrad_out", "dy, which this layer and others may still have to read")
-    dy = dy.contiguous()  # expanded and turned gradients too: every kernel reads rows
-    groups = Groups._make((*kept.groups, dy.shape[0]))
-    row, column = _quantized_dy(config, dy, kept, groups, buffers.amax, buffers.seed)
-    dx = dw = db = ds = None
-    if "x" in config.grads:
-        dx = _input_gradient(config, dy, row, kept, groups, buffers.dgrad_out)
-    if "b" in config.grads:
-        db = grouped_gemm.column_sums_of(dy, groups, DTYPES[config.bias_dtype], kept.scales)
-    if "s" in config.grads:
-        assert kept.bias is not None
-        ds = grouped_gemm.bias_products(dy, kept.bias, groups, DTYPES[config.scales_dtype])
-    if "w" in config.grads:  # buffers are written last
-        dw = _delivered(config, dy, column, kept, groups, buffers)
-    if config.draws and buffers.seed is not None:
-        advance(buffers.seed)
-    return dx, dw, db, None, ds, *[None] * (len(Inputs._fields) - 5)
 
 
 def _quantized_dy(
     config: Config, dy: Tensor, kept: Saved, groups: Groups, observed: Tensor | None, seed: Tensor | None
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    slot = [t for t in kept.scaling if t is not None]
+    slot = kept.dy_slot
     drawn = seed if config.draws else None
     given = _given(config, dy, config.dy_pair, groups, slot, observed, drawn)
     spec, into = config.dy_pair
@@ -488,7 +568,7 @@ def _quantized_dy(
     if spec is not None:
         like = grouped_proto(spec, groups.padded, groups.number, _wide(dy.shape[1]), "row", dy.dtype, dy.device)
         row = GroupedTensor(like.empty(), groups, "row")
-    found = row, _slot(config, kept.slots, groups)  # type: ignore[arg-type]
+    found = row, _slot(config, kept.room, groups)
     fill_groups(_aligned(dy), found, given)
     return found
 
@@ -499,15 +579,15 @@ def _input_gradient(
     number, n, k = groups.number, dy.shape[1], kept.width.shape[1]
     dx = torch.empty(dy.shape[0], k, dtype=dy.dtype, device=dy.device) if out is None else out
     if row is None:
-        weight = kept.w[0]
+        weight = kept.w_codes
         if config.kept_w == "row":
-            weight = weight_values(config, [t for t in kept.w if t is not None], (number, n, k), dy.dtype)
+            weight = layer.weight_values(config, kept.w, (number, n, k), dy.dtype)
         assert weight is not None
         grouped_gemm.plain_rows(dy, weight.to(dy.dtype).transpose(1, 2), dx, groups)
     else:
         spec = config.quant.dgrad.right
         assert spec is not None
-        w = _saved_columns(spec, [t for t in kept.w if t is not None], number, _wide(k), dy.dtype)
+        w = _saved_columns(spec, kept.w, number, _wide(k), dy.dtype)
         grouped_gemm.rows(row, w, dx, height=-(-n // BLOCK) * BLOCK, along="columns")
     return _finished(config, dx, groups) if out is None else dx
 
@@ -517,17 +597,18 @@ def _delivered(
 ) -> Tensor | None:
     """dw; or its operands brought to where they are waited for."""
     if config.slots:
-        room = kept.slots[0]
+        room = kept.dy_room
         if column is None and room is not None:  # codes are in their place already
             room.copy_(dy)
         return None
-    right = _x_operand(config, [t for t in kept.x if t is not None], groups, dy.dtype)
-    operands = (dy if column is None else column, right, groups)
+    right = _x_operand(config, kept.x, groups, dy.dtype)
+    shape = (groups.number, dy.shape[1], kept.width.shape[1])
+    operands = Operands(dy if column is None else column, right, groups, shape)
     if config.delay:
         assert buffers.mail is not None
         buffers.mail.put(config, *operands)
         return None
-    return weight_gradient(config, operands, buffers.main_grad, (groups.number, dy.shape[1], kept.width.shape[1]))
+    return layer.weight_gradient(config, operands, buffers.main_grad)
 
 
 def _x_operand(config: Config, parts: Sequence[Tensor], groups: Groups, dtype: torch.dtype) -> Operand:
@@ -544,53 +625,8 @@ def _saved_columns(spec: Quantizer, parts: Sequence[Tensor], number: int, k: int
     return in_order(q, scale_strides(spec, (q.scale.shape[0], q.scale.shape[1])))
 
 
-def weight_gradient(
-    config: Config, operands: Operands, target: Target | Sought | None, shape: tuple[int, ...]
-) -> Tensor | None:
-    """dw [G, N, K] from its operands: a tensor, or what stands for one that went to a buffer."""
-    number, n, k = shape
-    dtype, device = DTYPES[config.weight_dtype], operands[2].start.device
-    if target is None:
-        dy, x, groups = operands
-        if isinstance(dy, Tensor) and isinstance(x, Tensor):
-            return grouped_gemm.fresh_depth(dy, x, groups, dtype)
-        return _fill_weight_gradient(operands, torch.empty(shape, dtype=dtype, device=device), accumulate=False)
-    out = target.open(number * n, k).view(number, n, k)
-    with _unsafe_preserve_version_counter(out):  # a graph in flight may have it among what it saved
-        _fill_weight_gradient(operands, out, accumulate=config.main_grad == "add")
-    target.close()
-    return torch.zeros(shape, dtype=dtype, device=device) if config.dummy_grad else None
-
-
-def _fill_weight_gradient(operands: Operands, out: Tensor, *, accumulate: bool) -> Tensor:
-    dy, x, groups = operands
+def _fill_weight_gradient(dy: Operand, x: Operand, groups: Groups, out: Tensor, *, accumulate: bool) -> Tensor:
     if isinstance(dy, GroupedTensor) and isinstance(x, GroupedTensor):
         return grouped_gemm.depth(dy, x, out, accumulate=accumulate)
     assert isinstance(dy, Tensor) and isinstance(x, Tensor)
     return grouped_gemm.plain_depth(dy, x, out, groups, accumulate=accumulate)
-
-
-def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> tuple[TensorProto | None, ...]:
-    """What backward returns, without data."""
-    kept = _kept(saved)
-    number, n, k = kept.groups[0].shape[0] - 1, dy.shape[1], kept.width.shape[1]
-    x, w, b, _, s, *rest = wants(config)
-    return (
-        TensorProto((dy.shape[0], k), dy.dtype, dy.device) if x and not config.dgrad_out else None,
-        TensorProto((number, n, k), DTYPES[config.weight_dtype], dy.device) if w else None,
-        TensorProto((number, n), DTYPES[config.bias_dtype], dy.device) if b else None,
-        None,
-        TensorProto((dy.shape[0],), DTYPES[config.scales_dtype], dy.device) if s else None,
-        *[None] * len(rest),
-    )
-
-
-def flops(config: Config, inputs: Inputs) -> int:
-    """Of forward's GEMM, as if no row were tail: how many are is not known here."""
-    return 2 * inputs.x.shape[0] * math.prod(inputs.weight.shape[1:])
-
-
-def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> int:
-    """Of backward's."""
-    gemms = ("x" in config.grads) + ("w" in config.grads and not config.delay)
-    return gemms * 2 * dy.numel() * _kept(saved).width.shape[1]

@@ -22,12 +22,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from octavo.kernels.columns import column_sums
 from octavo.kernels.gemm import product
 from octavo.layers import delayed, post
-from octavo.layers.contract import DTYPES, Counts, Made, reader
+from octavo.layers.contract import DTYPES, Made, Tensors, WeightLayer
 from octavo.layers.delayed import Amax, Amaxes, W, X
-from octavo.layers.linear_config import NOTHING, Pair, Parts, Slots
+from octavo.layers.linear_config import NOTHING, Pair, Parts, Slots, padded
 from octavo.layers.linear_config import Config as Config
-from octavo.layers.plain import passed as passed
-from octavo.layers.plain import returned_elsewhere as returned_elsewhere
 from octavo.layers.targets import Mail, Sought, Target, Writes, advance
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
@@ -44,9 +42,6 @@ from octavo.quant.quantizer import (
 
 Operand = Tensor | QTensor
 Operands = tuple[Operand, Operand]  # of dw: dy, x
-
-
-config = reader(Config)
 
 
 class Inputs(NamedTuple):
@@ -67,26 +62,226 @@ class Buffers(NamedTuple):
     amax: Tensor | None = None  # [1]: the amax of dy, folded by maximum
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
     mail: Mail | None = None
-    writes: Writes | None = None  # of a chain, which does them last of all; None: they are done here
 
 
-def graph_buffers(
-    config: Config, main_grad: Parts, amax: Tensor | None, seed: Tensor | None, mark: Tensor | None
-) -> Buffers:
-    """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
-    return Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed)
+class Fresh(NamedTuple):
+    """Codes of x and w that forward makes and backward needs."""
+
+    x_codes: Any = None
+    x_scale: Any = None
+    x_global_scale: Any = None
+    w_codes: Any = None
+    w_scale: Any = None
+    w_global_scale: Any = None
+    width: Any = None  # [0, K], for its shape alone
 
 
-def replays(config: Config, side: str) -> bool:
-    return config.shipped
+class Saved(NamedTuple):
+    """x as dw needs it, w as dx needs it (a QTensor's tensors, or one plain tensor in the place of its codes), and what
+    casts in backward take."""
+
+    x_codes: Tensor | None = None
+    x_scale: Tensor | None = None
+    x_global_scale: Tensor | None = None
+    w_codes: Tensor | None = None
+    w_scale: Tensor | None = None
+    w_global_scale: Tensor | None = None
+    width: Tensor | None = None  # [0, K], for its shape alone
+    dy_encode: Tensor | None = None  # delayed: dy's multiplier, and what it has seen if it is measured
+    dy_seen: Tensor | None = None
+    x_encode: Tensor | None = None  # delayed multipliers of x's and w's columns, if those are made in backward
+    w_encode: Tensor | None = None
+    dy_room: Tensor | None = (
+        None  # where a graph posts dy for a dw that is put off: dy itself, or its codes and the rest
+    )
+    dy_room_1: Tensor | None = None
+    dy_room_2: Tensor | None = None
+    dy_room_3: Tensor | None = None
+
+    @property
+    def x(self) -> Slots:
+        return self.x_codes, self.x_scale, self.x_global_scale
+
+    @property
+    def w(self) -> Slots:
+        return self.w_codes, self.w_scale, self.w_global_scale
+
+    @property
+    def dy_slot(self) -> list[Tensor]:
+        return [t for t in (self.dy_encode, self.dy_seen) if t is not None]
+
+    @property
+    def room(self) -> Parts:
+        found = self.dy_room, self.dy_room_1, self.dy_room_2, self.dy_room_3
+        return tuple([t for t in found if t is not None])
+
+
+class LinearLayer(WeightLayer):
+    """x · wᵀ + bias."""
+
+    scales = ("x_scale", "w_scale")
+
+    def graph_buffers(
+        self, config: Config, main_grad: Parts, amax: Tensor | None, seed: Tensor | None, mark: Tensor | None
+    ) -> Buffers:
+        """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
+        return Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed)
+
+    def replays(self, config: Config, side: str) -> bool:
+        return config.shipped
+
+    def forward(self, config: Config, inputs: Inputs) -> Made:
+        amaxes = observed(config, inputs)
+        return forward_from(config, inputs, _quantized_x(config, inputs, amaxes.x), amaxes)
+
+    def protos(self, config: Config, inputs: Inputs) -> Made:
+        weight: Any = inputs.weight
+        like: Any = inputs.x if inputs.x is not None else inputs.x_codes[0]
+        lead = tuple(like.shape[:-1])
+        y = TensorProto((*lead, weight.shape[0]), config.y_dtype, weight.device)
+        outputs: tuple[TensorProto, ...] = (y,)
+        extras: tuple[TensorProto, ...] = ()
+        if config.quantize_output:
+            spec = config.quant.fprop.left
+            assert spec is not None
+            outputs, extras = (
+                (TensorProto(y.shape, y.dtype, y.device, (0,) * len(y.shape)),),
+                _proto_parts(spec.proto(y)),
+            )
+        if config.observe == "extra":
+            extras = (*extras, TensorProto((2,), torch.float32, weight.device))
+        if config.slots:
+            extras = (*extras, *_slot_protos(config, y))
+            if config.kept_x == "plain":
+                extras = (*extras, TensorProto(tuple(like.shape), like.dtype, like.device))
+        kept: list[TensorProto | None] = []
+        for source, given, pair, form in (
+            (inputs.x, config.x == "codes", config.x_pair, config.kept_x),
+            (inputs.weight, config.weight != "plain", config.w_pair, config.kept_w),
+        ):
+            spec = None if given else {"row": pair[0], "column": pair[1]}.get(form)
+            tensor: Any = source
+            if spec is None:
+                kept += [None] * 3
+            else:
+                q = spec.proto(tensor, column_axis(len(tensor.shape)) if form == "column" else -1)
+                kept += [q.codes, q.scale, q.global_scale]
+        kept.append(TensorProto((0, weight.shape[1]), weight.dtype, weight.device) if config.keeps_width else None)
+        return Made(outputs, extras, Fresh._make(kept))
+
+    def wants(self, config: Config) -> tuple[bool, ...]:
+        w = "w" in config.grads and not config.delay and (not config.main_grad or config.dummy_grad)
+        return "x" in config.grads, w, "b" in config.grads, *[False] * (len(Inputs._fields) - 3)
+
+    def fills(self, config: Config) -> bool:
+        return config.slots > 0
+
+    def extras(self, config: Config) -> int:
+        found = (config.observe == "extra") + (config.quant.parts if config.quantize_output else 0)
+        return found + config.slots + (config.slots > 0 and config.kept_x == "plain")
+
+    def gradient_protos(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
+        x, w, b, *rest = self.wants(config)
+        n, k = dy.shape[-1], _width(config, Saved._make(saved))
+        return (
+            TensorProto((*dy.shape[:-1], k), dy.dtype, dy.device) if x else None,
+            TensorProto((n, k), DTYPES[config.weight_dtype], dy.device) if w else None,
+            TensorProto((n,), DTYPES[config.bias_dtype], dy.device) if b else None,
+            *[None] * len(rest),
+        )
+
+    def flops(self, config: Config, inputs: Inputs) -> int:
+        lead = (inputs.x if inputs.x is not None else inputs.x_codes[0]).shape[:-1]
+        return 2 * math.prod(lead) * inputs.weight.shape[0] * inputs.weight.shape[1]
+
+    def gradient_flops(self, config: Config, saved: Any, dy: Any) -> int:
+        gemms = ("x" in config.grads) + ("w" in config.grads and not config.delay)
+        return int(gemms * 2 * math.prod(dy.shape) * _width(config, Saved._make(saved)))
+
+    def posted_operands(self, config: Config, mail: Parts, x: Parts, weight: Tensor) -> Operands:
+        slots, codes = mail[: config.slots], mail[config.slots :] or x
+        dy: Operand = flat(slots[0]).T if config.slots == 1 else _slot(config, slots, weight.shape[0])
+        tokens = dy.columns if isinstance(dy, QTensor) else dy.shape[1]
+        kept = Saved(*padded(codes), width=weight.detach()[:0])
+        return dy, _x_operand(config, kept, tokens, config.y_dtype)
+
+    def weight_protos(self, config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
+        row, column = config.quant.fprop.right, config.quant.dgrad.right
+        return (None if row is None else row.proto(weight)), (None if column is None else column.proto(weight, 0))
+
+    def weight_values(
+        self, config: Config, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        spec = config.quant.fprop.right
+        assert spec is not None
+        return spec.assemble(row, shape, dtype).dequantize(dtype)
+
+    def refresh(
+        self, config: Config, weight: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], amaxes: Sequence[Tensor],
+        scaling: Sequence[Tensor], skip: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        n, k = weight.shape
+        specs = config.quant.fprop.right, config.quant.dgrad.right
+        pair = (
+            None if specs[0] is None or not row else specs[0].assemble(row, (n, k), weight.dtype),
+            None if specs[1] is None or not column else specs[1].assemble(column, (k, n), weight.dtype),
+        )
+        given = Given(skip=skip)
+        if scaling:
+            given = _given(config, weight, specs, scaling, amaxes[0][1:] if amaxes else None)._replace(skip=skip)
+        fill_pair(as_matrix(weight), pair, given)
+
+    def save(self, config: Config, inputs: Inputs, made: Made) -> Saved:
+        fresh = Fresh._make(made.fresh)
+        x: Slots = (fresh.x_codes, fresh.x_scale, fresh.x_global_scale)
+        w: Slots = (fresh.w_codes, fresh.w_scale, fresh.w_global_scale)
+        if config.slots:
+            x = NOTHING  # it is in the post
+        elif config.kept_x == "plain":
+            x = (inputs.x, None, None)
+        elif config.kept_x and config.x == "codes":
+            x = padded(inputs.x_codes)
+        if config.kept_w in ("plain", "again"):
+            w = (inputs.weight, None, None)
+        elif config.kept_w and config.weight != "plain":
+            w = padded(inputs.w_row if config.kept_w == "row" else inputs.w_column)
+        dy = delayed.kept_for(config.dy_pair, config.measured, inputs.scaling)
+        has = len(inputs.scaling) > 0
+        x_encode = inputs.scaling[X] if has and config.x_columns == "backward" and "w" in config.grads else None
+        w_encode = inputs.scaling[W] if has and config.kept_w == "again" else None
+        start = config.posted[0] - 1
+        return Saved(*x, *w, fresh.width, *dy, x_encode, w_encode, *made.extras[start : start + config.slots])
+
+    def backward(
+        self, config: Config, saved: Any, buffers: Buffers, grads: Tensors, writes: Writes | None = None
+    ) -> Tensors:
+        dy = grads[0]
+        if dy is None:
+            return (None,) * len(Inputs._fields)
+        kept = Saved._make(saved)
+        row, column = quantized_dy(config, dy, kept, buffers, writes)
+        dx = input_gradient(config, dy, row, kept) if "x" in config.grads else None
+        db = column_sums(flat(dy), DTYPES[config.bias_dtype]) if "b" in config.grads else None
+        return gradients(dx, finish(config, dy, column, kept, buffers, writes), db)
+
+    def weight_gradient(
+        self, config: Config, operands: Operands, target: Target | Sought | None, writes: Writes | None = None
+    ) -> Tensor | None:
+        """Both operands are contracted over the tokens."""
+        dy, x = operands
+        accumulation = config.quant.wgrad.accumulation
+        if target is None:
+            return product(dy, x, DTYPES[config.weight_dtype], None, accumulation)
+        n, k = (q.rows if isinstance(q, QTensor) else q.shape[0] for q in operands)
+        out = target.open(n, k)
+        _write(writes, _store, config, target, out, product(dy, x, out.dtype, None, accumulation))
+        return torch.zeros(n, k, dtype=DTYPES[config.weight_dtype], device=out.device) if config.dummy_grad else None
+
+
+layer = LinearLayer(Config, Inputs, Fresh, Saved, Buffers)
 
 
 # -- forward ---------------------------------------------------------------------------------------------------------
-
-
-def forward(config: Config, inputs: Inputs) -> Made:
-    amaxes = observed(config, inputs)
-    return forward_from(config, inputs, _quantized_x(config, inputs, amaxes.x), amaxes)
 
 
 def observed(config: Config, inputs: Inputs) -> Amaxes:
@@ -121,7 +316,7 @@ def forward_from(
     x_kept = _kept(config.kept_x, x_row, x_column) if config.x == "plain" else NOTHING
     w_kept = _kept(config.kept_w, w_row, w_column) if config.weight == "plain" else NOTHING
     width = inputs.weight.new_empty(0, inputs.weight.shape[1]) if config.keeps_width else None
-    return Made((y,), extras, (*x_kept, *w_kept, width))
+    return Made((y,), extras, Fresh(*x_kept, *w_kept, width))
 
 
 def fill_x(
@@ -194,94 +389,15 @@ def _kept(form: str, row: QTensor | None, column: QTensor | None) -> Slots:
     return NOTHING if q is None else (q.codes, q.scale, q.global_scale)
 
 
-def protos(config: Config, inputs: Inputs) -> Made:
-    """What forward makes, from inputs that are TensorProtos."""
-    weight: Any = inputs.weight
-    like: Any = inputs.x if inputs.x is not None else inputs.x_codes[0]
-    lead = tuple(like.shape[:-1])
-    y = TensorProto((*lead, weight.shape[0]), config.y_dtype, weight.device)
-    outputs: tuple[TensorProto, ...] = (y,)
-    extras: tuple[TensorProto, ...] = ()
-    if config.quantize_output:
-        spec = config.quant.fprop.left
-        assert spec is not None
-        outputs, extras = (TensorProto(y.shape, y.dtype, y.device, (0,) * len(y.shape)),), _proto_parts(spec.proto(y))
-    if config.observe == "extra":
-        extras = (*extras, TensorProto((2,), torch.float32, weight.device))
-    if config.slots:
-        extras = (*extras, *_slot_protos(config, y))
-        if config.kept_x == "plain":
-            extras = (*extras, TensorProto(tuple(like.shape), like.dtype, like.device))
-    kept: list[TensorProto | None] = []
-    for source, given, pair, form in (
-        (inputs.x, config.x == "codes", config.x_pair, config.kept_x),
-        (inputs.weight, config.weight != "plain", config.w_pair, config.kept_w),
-    ):
-        spec = None if given else {"row": pair[0], "column": pair[1]}.get(form)
-        tensor: Any = source
-        if spec is None:
-            kept += [None] * 3
-        else:
-            q = spec.proto(tensor, column_axis(len(tensor.shape)) if form == "column" else -1)
-            kept += [q.codes, q.scale, q.global_scale]
-    kept.append(TensorProto((0, weight.shape[1]), weight.dtype, weight.device) if config.keeps_width else None)
-    return Made(outputs, extras, tuple(kept))
-
-
 def _proto_parts(q: QProto) -> tuple[TensorProto, ...]:
     return tuple(p for p in (q.codes, q.scale, q.global_scale) if p is not None)
 
 
-def flat_places(config: Config) -> tuple[int, ...]:
-    """Of what forward makes fresh: the scales."""
-    return 1, 4
-
-
-def counts(config: Config) -> Counts:
-    extras = (config.observe == "extra") + (config.quant.parts if config.quantize_output else 0)
-    return Counts(extras + config.slots + (config.slots > 0 and config.kept_x == "plain"), 7, 11 + config.slots, 4)
-
-
-def wants(config: Config) -> tuple[bool, ...]:
-    """Which inputs backward gives a gradient for."""
-    w = "w" in config.grads and not config.delay and (not config.main_grad or config.dummy_grad)
-    return "x" in config.grads, w, "b" in config.grads, *[False] * (len(Inputs._fields) - 3)
-
-
-def fills(config: Config) -> bool:
-    """Whether backward writes to something that forward made."""
-    return config.slots > 0
-
-
-def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> tuple[TensorProto | None, ...]:
-    """What backward returns, without data."""
-    x, w, b, *rest = wants(config)
-    n, k = dy.shape[-1], _width(config, saved)
-    return (
-        TensorProto((*dy.shape[:-1], k), dy.dtype, dy.device) if x else None,
-        TensorProto((n, k), DTYPES[config.weight_dtype], dy.device) if w else None,
-        TensorProto((n,), DTYPES[config.bias_dtype], dy.device) if b else None,
-        *[None] * len(rest),
-    )
-
-
-def flops(config: Config, inputs: Inputs) -> int:
-    """Of forward's GEMM."""
-    lead = (inputs.x if inputs.x is not None else inputs.x_codes[0]).shape[:-1]
-    return 2 * math.prod(lead) * inputs.weight.shape[0] * inputs.weight.shape[1]
-
-
-def gradient_flops(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> int:
-    """Of backward's."""
-    gemms = ("x" in config.grads) + ("w" in config.grads and not config.delay)
-    return gemms * 2 * math.prod(dy.shape) * _width(config, saved)
-
-
-def _width(config: Config, saved: tuple[Tensor | None, ...]) -> int:
+def _width(config: Config, kept: Saved) -> int:
     """K, from whatever was kept."""
-    x, w, width = saved[0], saved[3], saved[6]
-    if width is not None:
-        return width.shape[1]
+    x, w = kept.x_codes, kept.w_codes
+    if kept.width is not None:
+        return kept.width.shape[1]
     if w is not None:
         return w.shape[0] if config.kept_w == "column" else w.shape[1]
     if x is not None:
@@ -312,119 +428,24 @@ def _slot(config: Config, slots: Sequence[Tensor], rows: int) -> QTensor:
     return spec.assemble(slots[:-1], (rows, slots[-1].shape[0]), config.y_dtype)
 
 
-def posted_operands(config: Config, mail: Parts, x: Parts, weight: Tensor) -> Operands:
-    """dw's operands from the post, and from `x` as it was given where no codes of it were made."""
-    slots, codes = mail[: config.slots], mail[config.slots :] or x
-    dy: Operand = flat(slots[0]).T if config.slots == 1 else _slot(config, slots, weight.shape[0])
-    tokens = dy.columns if isinstance(dy, QTensor) else dy.shape[1]
-    kept = Saved(_padded(codes), width=weight.detach()[:0])
-    return dy, _x_operand(config, kept, tokens, config.y_dtype)
-
-
 # -- cached weights --------------------------------------------------------------------------------------------------
-
-
-def weight_protos(config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
-    """Row and column codes of a weight, without data."""
-    row, column = config.quant.fprop.right, config.quant.dgrad.right
-    return (None if row is None else row.proto(weight)), (None if column is None else column.proto(weight, 0))
-
-
-def weight_values(config: Config, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The weight that row codes stand for."""
-    spec = config.quant.fprop.right
-    assert spec is not None
-    return spec.assemble(row, shape, dtype).dequantize(dtype)
-
-
-def refresh(
-    config: Config, weight: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], amaxes: Sequence[Tensor],
-    scaling: Sequence[Tensor], skip: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Overwrite cached codes of a weight, unless `skip`, on the device, says not to. Delayed: `scaling` is w's
-    multiplier, and if it is measured what it has seen; `amaxes` [2], if they are observed, those of x and w so far."""
-    n, k = weight.shape
-    specs = config.quant.fprop.right, config.quant.dgrad.right
-    pair = (
-        None if specs[0] is None or not row else specs[0].assemble(row, (n, k), weight.dtype),
-        None if specs[1] is None or not column else specs[1].assemble(column, (k, n), weight.dtype),
-    )
-    given = Given(skip=skip)
-    if scaling:
-        given = _given(config, weight, specs, scaling, amaxes[0][1:] if amaxes else None)._replace(skip=skip)
-    fill_pair(as_matrix(weight), pair, given)
 
 
 # -- backward --------------------------------------------------------------------------------------------------------
 
 
-class Saved(NamedTuple):
-    """x as dw needs it, w as dx needs it (a QTensor's tensors, or one plain tensor), dy's delayed multiplier."""
-
-    x: Slots = NOTHING
-    w: Slots = NOTHING
-    width: Tensor | None = None  # [0, K], for its shape alone
-    scaling: tuple[Tensor | None, Tensor | None] = (None, None)
-    encode: tuple[Tensor | None, Tensor | None] = (None, None)  # delayed multipliers of x's and w's columns, if those
-    # are made in backward
-    slots: tuple[Tensor | None, ...] = ()  # for dy, in the post
-
-
-def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...]:
-    x, w = made.fresh[:3], made.fresh[3:6]
-    if config.slots:
-        x = NOTHING  # it is in the post
-    elif config.kept_x == "plain":
-        x = (inputs.x, None, None)
-    elif config.kept_x and config.x == "codes":
-        x = _padded(inputs.x_codes)
-    if config.kept_w in ("plain", "again"):
-        w = (inputs.weight, None, None)
-    elif config.kept_w and config.weight != "plain":
-        w = _padded(inputs.w_row if config.kept_w == "row" else inputs.w_column)
-    scaling = delayed.kept_for(config.dy_pair, config.measured, inputs.scaling)
-    has = len(inputs.scaling) > 0
-    x_encode = inputs.scaling[X] if has and config.x_columns == "backward" and "w" in config.grads else None
-    w_encode = inputs.scaling[W] if has and config.kept_w == "again" else None
-    start = config.posted[0] - 1
-    return (*x, *w, made.fresh[6], *scaling, x_encode, w_encode, *made.extras[start : start + config.slots])
-
-
-def _padded(parts: Parts) -> Slots:
-    first, second, third = (*parts, None, None)[:3]
-    return first, second, third
-
-
-def backward(
-    config: Config, saved: tuple[Tensor | None, ...], buffers: Buffers, grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
-    dy = grads[0]
-    if dy is None:
-        return (None,) * len(Inputs._fields)
-    kept = unpacked(saved)
-    row, column = quantized_dy(config, dy, kept, buffers)
-    dx = input_gradient(config, dy, row, kept) if "x" in config.grads else None
-    db = column_sums(flat(dy), DTYPES[config.bias_dtype]) if "b" in config.grads else None
-    return gradients(dx, finish(config, dy, column, kept, buffers), db)
-
-
-def gradients(dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> tuple[Tensor | None, ...]:
+def gradients(dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> Tensors:
     """One for each input."""
     return dx, dw, db, *[None] * (len(Inputs._fields) - 3)
 
 
-def unpacked(saved: tuple[Tensor | None, ...]) -> Saved:
-    return Saved(saved[:3], saved[3:6], saved[6], saved[7:9], saved[9:11], saved[11:])  # type: ignore[arg-type]
-
-
 def fill_dy(
-    config: Config, kept: Saved, like: TensorProto, buffers: Buffers
+    config: Config, kept: Saved, like: TensorProto, buffers: Buffers, writes: Writes | None
 ) -> tuple[tuple[QTensor | None, QTensor | None], Given]:
     """Room for dy's codes, with what a cast of dy takes, for one who makes dy and casts it in the same pass."""
-    slot = [t for t in kept.scaling if t is not None]
-    given = delayed.warm(config.recipe, slot, buffers.amax)
+    given = delayed.warm(config.recipe, kept.dy_slot, buffers.amax)
     if config.draws:
-        given = given._replace(seed=_drawn(buffers))
+        given = given._replace(seed=_drawn(buffers, writes))
     return empty_pair(like, *config.dy_pair, one_scale=True), given
 
 
@@ -432,19 +453,19 @@ def fill_x_again(config: Config, kept: Saved, like: TensorProto) -> tuple[QTenso
     """The same for x's column codes, where they are made in backward."""
     if "w" not in config.grads:
         return None, Given()
-    return empty_pair(like, None, config.quant.wgrad.right)[1], Given(encode=kept.encode[0])
+    return empty_pair(like, None, config.quant.wgrad.right)[1], Given(encode=kept.x_encode)
 
 
 def finish(
     config: Config, dy: Tensor | TensorProto, column: QTensor | None, kept: Saved, buffers: Buffers,
-    x_column: QTensor | None = None,
+    writes: Writes | None, x_column: QTensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """dw, and then the step of the random counter: a backward that fails on the way draws the same again. (dy's amax
     was raised when it was cast, and is no higher if that happens again.) Of dy the shape is enough if there are column
     codes of it."""
-    dw = _delivered(config, dy, column, kept, buffers, x_column) if "w" in config.grads else None
+    dw = _delivered(config, dy, column, kept, buffers, writes, x_column) if "w" in config.grads else None
     if config.draws and buffers.seed is not None:
-        _write(buffers.writes, advance, buffers.seed)
+        _write(writes, advance, buffers.seed)
     return dw
 
 
@@ -455,40 +476,40 @@ def _write(writes: Writes | None, write: Callable[..., Any], *arguments: Any) ->
         writes.put_off(write, *arguments)
 
 
-def _drawn(buffers: Buffers) -> Tensor | None:
+def _drawn(buffers: Buffers, writes: Writes | None) -> Tensor | None:
     """The random counter that a cast of dy draws by."""
-    if buffers.seed is None or buffers.writes is None:
-        return buffers.seed
-    return buffers.writes.drawn(buffers.seed)
+    return buffers.seed if buffers.seed is None or writes is None else writes.drawn(buffers.seed)
 
 
 def _delivered(
-    config: Config, dy: Any, column: QTensor | None, kept: Saved, buffers: Buffers, x_column: QTensor | None
-) -> Tensor | None:
+    config: Config, dy: Any, column: QTensor | None, kept: Saved, buffers: Buffers, writes: Writes | None,
+    x_column: QTensor | None,
+) -> Tensor | None:  # fmt: skip
     """dw; or its operands brought to where they are waited for."""
     if config.slots:
-        room = kept.slots[0]
-        if column is None and room is not None:  # codes are in their place already
-            room.copy_(dy.view(room.shape))
+        if column is None and kept.dy_room is not None:  # codes are in their place already
+            kept.dy_room.copy_(dy.view(kept.dy_room.shape))
         return None
     left: Operand = flat(dy).T if column is None else column
     right = _x_operand(config, kept, math.prod(dy.shape[:-1]), dy.dtype) if x_column is None else x_column
     if config.delay:
         assert buffers.mail is not None
-        _write(buffers.writes, buffers.mail.put, config, left, right)
+        _write(writes, buffers.mail.put, config, left, right)
         return None
-    return weight_gradient(config, (left, right), buffers.main_grad, buffers.writes)
+    return layer.weight_gradient(config, (left, right), buffers.main_grad, writes)
 
 
-def quantized_dy(config: Config, dy: Tensor, kept: Saved, buffers: Buffers) -> tuple[QTensor | None, QTensor | None]:
-    slot = [t for t in kept.scaling if t is not None]
+def quantized_dy(
+    config: Config, dy: Tensor, kept: Saved, buffers: Buffers, writes: Writes | None
+) -> tuple[QTensor | None, QTensor | None]:
+    slot = kept.dy_slot
     row, column = config.dy_pair
-    drawn = _drawn(buffers) if config.draws else None
+    drawn = _drawn(buffers, writes) if config.draws else None
     if config.slots < 2 or column is None:
         return _quantize(config, dy, config.dy_pair, slot, buffers.amax, drawn)
     found = (
         None if row is None else row.proto(TensorProto.of(dy)).empty(),
-        _slot(config, kept.slots, dy.shape[-1]),  # type: ignore[arg-type]
+        _slot(config, kept.room, dy.shape[-1]),
     )
     fill_pair(as_matrix(dy), found, _given(config, dy, config.dy_pair, slot, buffers.amax, drawn))
     return found
@@ -497,13 +518,13 @@ def quantized_dy(config: Config, dy: Tensor, kept: Saved, buffers: Buffers) -> t
 def input_gradient(config: Config, dy: Any, row: QTensor | None, kept: Saved) -> Tensor:
     """dx. Of dy the shape is enough if there are row codes of it."""
     n = dy.shape[-1]
-    codes = kept.w[0]
+    codes = kept.w_codes
     assert codes is not None
     right: Operand
     if config.kept_w == "plain":
         right = codes.to(dy.dtype).T
     elif config.kept_w == "again":
-        right = _columns_again(config, codes, kept.encode[1])
+        right = _columns_again(config, codes, kept.w_encode)
     elif config.kept_w == "row":
         assert config.quant.fprop.right is not None
         shape = (n, _columns_of(kept, codes))
@@ -529,7 +550,7 @@ def _columns_of(kept: Saved, codes: Tensor) -> int:
 
 def _x_operand(config: Config, kept: Saved, tokens: int, dtype: torch.dtype) -> Operand:
     """xᵀ, contracted over the tokens, as dw's second operand."""
-    codes = kept.x[0]
+    codes = kept.x_codes
     assert codes is not None
     if config.kept_x == "plain":
         return flat(codes).to(dtype).T
@@ -545,20 +566,6 @@ def _x_operand(config: Config, kept: Saved, tokens: int, dtype: torch.dtype) -> 
 def _assembled(spec: Quantizer, slots: Slots, shape: tuple[int, ...], dtype: torch.dtype) -> QTensor:
     q = spec.assemble([t for t in slots if t is not None], shape, dtype)
     return in_order(q, spec.scale_strides(*q.scale.shape))
-
-
-def weight_gradient(
-    config: Config, operands: Operands, target: Target | Sought | None, writes: Writes | None = None
-) -> Tensor | None:
-    """dw from its operands, both contracted over the tokens: a tensor, or what stands for one that goes to a buffer."""
-    dy, x = operands
-    accumulation = config.quant.wgrad.accumulation
-    if target is None:
-        return product(dy, x, DTYPES[config.weight_dtype], None, accumulation)
-    n, k = (q.rows if isinstance(q, QTensor) else q.shape[0] for q in operands)
-    out = target.open(n, k)
-    _write(writes, _store, config, target, out, product(dy, x, out.dtype, None, accumulation))
-    return torch.zeros(n, k, dtype=DTYPES[config.weight_dtype], device=out.device) if config.dummy_grad else None
 
 
 def _store(config: Config, target: Target | Sought, out: Tensor, dw: Tensor) -> None:

@@ -1,11 +1,13 @@
 """What decides what a call of a linear layer does, but for its tensors: which GEMMs there are, in which operands, and
 what backward keeps for its own."""
 
+from dataclasses import fields
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from octavo.errors import UnsupportedConfig, check_choice
 from octavo.layers import post
 from octavo.layers.contract import DTYPES
 from octavo.quant.blocks import is_square
@@ -19,14 +21,52 @@ Pair = tuple[Quantizer | None, Quantizer | None]  # of the two orientations of a
 NOTHING: Slots = (None, None, None)
 
 
+def padded(parts: Parts) -> Slots:
+    """A QTensor's tensors in a fixed number of places."""
+    first, second, third = (*parts, None, None)[:3]
+    return first, second, third
+
+
+def call_key(name: str, recipe: Recipe, **settings: str | bool) -> str:
+    """The string of a call's config, written without making one: a compiler traces this, and the parser remembers."""
+    # quoted here: what repr() is, a compiler may not know
+    pairs = [f"{field}='{v}'" if isinstance(v, str) else f"{field}={v}" for field, v in settings.items()]
+    return name + "(recipe=" + recipe.key + "," + ",".join(pairs) + ")"
+
+
+_CHOICES = {
+    "x": ("plain", "codes"),
+    "weight": ("plain", "codes", "held"),
+    "observe": ("", "extra", "seen"),
+    "main_grad": ("", "add", "overwrite"),
+    "delay": ("", "mailbox", "post"),
+    "tail": ("zero", "untouched"),
+    "x_columns": ("forward", "backward"),
+    "w_columns": ("forward", "backward"),
+    "dtype": tuple(DTYPES),
+    "weight_dtype": tuple(DTYPES),
+    "bias_dtype": ("", *DTYPES),
+    "scales_dtype": ("", *DTYPES),
+}
+_LETTERS = {"grads": "xwbs", "measured": "xwd"}
+
+
 class Matmuls(Value):
-    """What follows alike for the layer of one weight and for that of many."""
+    """The settings, and what follows from them, of the layers of one weight and of many."""
 
     recipe: Recipe
     dtype: str
     weight: str
     measured: str
     delay: str
+
+    def validate(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]  # registered, it is a dataclass
+            value = getattr(self, field.name)
+            if field.name in _CHOICES:
+                check_choice(value, _CHOICES[field.name], what=field.name)
+            elif field.name in _LETTERS and not set(value) <= set(_LETTERS[field.name]):
+                raise UnsupportedConfig(f"{field.name} takes letters of {_LETTERS[field.name]!r}, got {value!r}.")
 
     @cached_property
     def quant(self) -> LinearQuant:
@@ -82,9 +122,7 @@ class Config(Matmuls):
     x: str = "plain"  # or "codes"
     weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
     observe: str = ""  # delayed scaling's amaxes are measured and returned ("extra"), or raised in place ("seen")
-    measured: str = (
-        ""  # delayed: letters of "xwd" (d is dy) that may have been seen by no step, and then scale themselves
-    )
+    measured: str = ""  # delayed: letters of "xwd" (d is dy): no step may have seen them, and they scale themselves
     quantize_output: bool = False
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire

@@ -14,15 +14,7 @@ from torch import Tensor
 from octavo.errors import check_choice, check_not_negative
 from octavo.kernels import norm as kernel
 from octavo.kernels.norm import Norm
-from octavo.layers.contract import DTYPES, Counts, Made, reader
-from octavo.layers.plain import fills as fills
-from octavo.layers.plain import flat_places as flat_places
-from octavo.layers.plain import flops as flops
-from octavo.layers.plain import gradient_flops as gradient_flops
-from octavo.layers.plain import graph_buffers as graph_buffers
-from octavo.layers.plain import passed as passed
-from octavo.layers.plain import replays as replays
-from octavo.layers.plain import returned_elsewhere as returned_elsewhere
+from octavo.layers.contract import DTYPES, Layer, Made, Tensors
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -52,17 +44,22 @@ class Config(Value):
         return "x" in self.grads or "w" in self.grads
 
 
-config = reader(Config)
-
-
 class Inputs(NamedTuple):
     x: Tensor  # [..., *shape]
     weight: Tensor | None = None  # shape
     bias: Tensor | None = None  # shape
 
 
-def counts(config: Config) -> Counts:
-    return Counts(0, 2, 4, 0)
+class Fresh(NamedTuple):
+    mean: Any = None  # [rows]
+    rstd: Any = None  # [rows]
+
+
+class Saved(NamedTuple):
+    x: Tensor | None
+    weight: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor | None
 
 
 def matrix(config: Config, x: Tensor) -> Tensor:
@@ -74,55 +71,54 @@ def vector(w: Tensor | None) -> Tensor | None:
     return None if w is None else w.reshape(-1).contiguous()
 
 
-def forward(config: Config, inputs: Inputs) -> Made:
-    found = kernel.forward(config.norm, matrix(config, inputs.x), vector(inputs.weight), vector(inputs.bias))
-    fresh = (found.mean, found.rstd) if config.keeps else (None, None)
-    y = found.y
-    if inputs.x.dim() != 2 or config.dims != 1:
-        y = torch.ops.aten._unsafe_view(y, inputs.x.shape)  # fresh, and no view of anything
-    return Made((y,), (), fresh)
+class NormLayer(Layer):
+    """Rows normalised, scaled and shifted."""
+
+    def forward(self, config: Config, inputs: Inputs) -> Made:
+        found = kernel.forward(config.norm, matrix(config, inputs.x), vector(inputs.weight), vector(inputs.bias))
+        fresh = Fresh(found.mean, found.rstd) if config.keeps else Fresh()
+        y = found.y
+        if inputs.x.dim() != 2 or config.dims != 1:
+            y = torch.ops.aten._unsafe_view(y, inputs.x.shape)  # fresh, and no view of anything
+        return Made((y,), (), fresh)
+
+    def protos(self, config: Config, inputs: Inputs) -> Made:
+        x: Any = inputs.x
+        shape = tuple(x.shape)
+        row = TensorProto((math.prod(shape[: len(shape) - config.dims]),), torch.float32, x.device)
+        fresh = Fresh(row if config.norm.centers else None, row) if config.keeps else Fresh()
+        return Made((TensorProto(shape, x.dtype, x.device),), (), fresh)
+
+    def wants(self, config: Config) -> tuple[bool, ...]:
+        return "x" in config.grads, "w" in config.grads, "b" in config.grads
+
+    def save(self, config: Config, inputs: Inputs, made: Made) -> Tensors:
+        weight = inputs.weight if "x" in config.grads else None
+        return Saved(inputs.x if config.keeps else None, weight, *made.fresh)
+
+    def gradient_protos(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
+        x, weight, bias = self.wants(config)
+        shape = tuple(dy.shape)
+        row = shape[len(shape) - config.dims :]
+        return (
+            TensorProto(shape, dy.dtype, dy.device) if x else None,
+            TensorProto(row, DTYPES[config.weight_dtype], dy.device) if weight else None,
+            TensorProto(row, DTYPES[config.bias_dtype], dy.device) if bias else None,
+        )
+
+    def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
+        return gradients(config, saved, grads[0])
 
 
-def protos(config: Config, inputs: Inputs) -> Made:
-    x: Any = inputs.x
-    shape = tuple(x.shape)
-    row = TensorProto((math.prod(shape[: len(shape) - config.dims]),), torch.float32, x.device)
-    fresh = (row if config.norm.centers else None, row) if config.keeps else (None, None)
-    return Made((TensorProto(shape, x.dtype, x.device),), (), fresh)
+layer = NormLayer(Config, Inputs, fresh=Fresh, saved=Saved)
 
 
-def wants(config: Config) -> tuple[bool, ...]:
-    """Which inputs backward gives a gradient for."""
-    return "x" in config.grads, "w" in config.grads, "b" in config.grads
-
-
-def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...]:
-    weight = inputs.weight if "x" in config.grads else None
-    return (inputs.x if config.keeps else None, weight, *made.fresh)
-
-
-def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Tensor) -> tuple[TensorProto | None, ...]:
-    """What backward returns, without data."""
-    x, weight, bias = wants(config)
-    shape = tuple(dy.shape)
-    row = shape[len(shape) - config.dims :]
-    return (
-        TensorProto(shape, dy.dtype, dy.device) if x else None,
-        TensorProto(row, DTYPES[config.weight_dtype], dy.device) if weight else None,
-        TensorProto(row, DTYPES[config.bias_dtype], dy.device) if bias else None,
-    )
-
-
-def backward(
-    config: Config, saved: tuple[Tensor | None, ...], buffers: Any, grads: tuple[Tensor | None, ...],
-    added: Tensor | None = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """`added` is a gradient that came to x another way: dx is the sum, rounded once."""
-    dy = grads[0]
+def gradients(config: Config, saved: Tensors, dy: Tensor | None, added: Tensor | None = None) -> Tensors:
+    """Backward's result. `added` is a gradient that came to x another way: dx is the sum, rounded once."""
     if dy is None:
         return (added, *[None] * (len(Inputs._fields) - 1))
-    x, weight, mean, rstd = saved
-    wanted = wants(config)
+    x, weight, mean, rstd = Saved._make(saved)
+    wanted = layer.wants(config)
     found = kernel.backward(
         config.norm,
         matrix(config, dy),

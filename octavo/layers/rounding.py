@@ -6,13 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from octavo.layers.contract import Counts, Made, reader
-from octavo.layers.plain import fills as fills
-from octavo.layers.plain import flat_places as flat_places
-from octavo.layers.plain import flops as flops
-from octavo.layers.plain import gradient_flops as gradient_flops
-from octavo.layers.plain import graph_buffers as graph_buffers
-from octavo.layers.plain import returned_elsewhere as returned_elsewhere
+from octavo.layers.contract import Layer, Made, Tensors
 from octavo.quant.proto import TensorProto
 from octavo.quant.quantizer import Quantizer
 from octavo.values import Value, register
@@ -29,58 +23,55 @@ class Config(Value):
         return 0 if self.spec is None else 3 if self.spec.two_level else 2
 
 
-config = reader(Config)
-
-
 class Inputs(NamedTuple):
     x: Tensor
     seed: Tensor | None = None  # [2] int64, where dy is rounded stochastically
 
 
-def replays(config: Config, side: str) -> bool:
-    return all(spec is None or spec.shipped for spec in (config.spec, config.back))
+class Saved(NamedTuple):
+    seed: Tensor | None
 
 
-def counts(config: Config) -> Counts:
-    return Counts(config.parts, 0, 1, 0)
+class RoundingLayer(Layer):
+    """A cast by itself."""
+
+    def extras(self, config: Config) -> int:
+        return config.parts
+
+    def replays(self, config: Config, side: str) -> bool:
+        return all(spec is None or spec.shipped for spec in (config.spec, config.back))
+
+    def passed(self, config: Config) -> dict[int, int]:
+        return {0: -1} if config.back is None and "x" in config.grads else {}
+
+    def forward(self, config: Config, inputs: Inputs) -> Made:
+        x = inputs.x
+        parts = () if config.spec is None else tuple(config.spec.quantize(x.detach()).tensors())
+        return Made((x.new_zeros(1).expand(x.shape),), parts, ())
+
+    def protos(self, config: Config, inputs: Inputs) -> Made:
+        x: Any = inputs.x
+        token = TensorProto(tuple(x.shape), x.dtype, x.device, (0,) * len(x.shape))
+        parts: tuple[TensorProto, ...] = ()
+        if config.spec is not None:
+            q = config.spec.proto(x)
+            parts = tuple(p for p in (q.codes, q.scale, q.global_scale) if p is not None)
+        return Made((token,), parts, ())
+
+    def wants(self, config: Config) -> tuple[bool, ...]:
+        return "x" in config.grads, False
+
+    def save(self, config: Config, inputs: Inputs, made: Made) -> Tensors:
+        return Saved(inputs.seed if config.grads else None)
+
+    def gradient_protos(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
+        return (TensorProto(tuple(dy.shape), dy.dtype, dy.device) if "x" in config.grads else None), None
+
+    def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
+        dy = grads[0]
+        if dy is None or config.back is None:
+            return dy, None
+        return config.back.quantize(dy.contiguous(), seed=Saved._make(saved).seed).dequantize(dy.dtype), None
 
 
-def passed(config: Config) -> dict[int, int]:
-    return {0: -1} if config.back is None and "x" in config.grads else {}
-
-
-def forward(config: Config, inputs: Inputs) -> Made:
-    x = inputs.x
-    parts = () if config.spec is None else tuple(config.spec.quantize(x.detach()).tensors())
-    return Made((x.new_zeros(1).expand(x.shape),), parts, ())
-
-
-def protos(config: Config, inputs: Inputs) -> Made:
-    x: Any = inputs.x
-    token = TensorProto(tuple(x.shape), x.dtype, x.device, (0,) * len(x.shape))
-    parts: tuple[TensorProto, ...] = ()
-    if config.spec is not None:
-        q = config.spec.proto(x)
-        parts = tuple(p for p in (q.codes, q.scale, q.global_scale) if p is not None)
-    return Made((token,), parts, ())
-
-
-def wants(config: Config) -> tuple[bool, ...]:
-    return "x" in config.grads, False
-
-
-def save(config: Config, inputs: Inputs, made: Made) -> tuple[Tensor | None, ...]:
-    return (inputs.seed if config.grads else None,)
-
-
-def gradient_protos(config: Config, saved: tuple[Tensor | None, ...], dy: Any) -> tuple[TensorProto | None, ...]:
-    return (TensorProto(tuple(dy.shape), dy.dtype, dy.device) if "x" in config.grads else None), None
-
-
-def backward(
-    config: Config, saved: tuple[Tensor | None, ...], buffers: Any, grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
-    dy = grads[0]
-    if dy is None or config.back is None:
-        return dy, None
-    return config.back.quantize(dy.contiguous(), seed=saved[0]).dequantize(dy.dtype), None
+layer = RoundingLayer(Config, Inputs, saved=Saved)

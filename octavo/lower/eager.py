@@ -89,7 +89,7 @@ def _unknown(saved: Tensors) -> _Made:
 
 def _forward(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[Any, Any, Any, _Made]:
     """Outputs, extras, and what backward needs if it is `saving`: from a tape, if there is one."""
-    if not layer.replays(config, "forward") or getattr(inputs, "out", None) is not None:
+    if not layer.replays(config, "forward") or (layer.takes_memory and inputs.out is not None):
         now = _forward_now(layer, config, inputs, saving)
         return *now, _unknown(now[2])
     tensors, sizes = list[Tensor | None](), list[int]()
@@ -117,12 +117,7 @@ def _forward(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[Any,
 
 
 def _forward_now(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[Any, Any, Any]:
-    at_once = getattr(layer, "forward_and_save", None)  # of a chain
-    if at_once is not None:
-        made, saved = at_once(config, inputs)
-    else:
-        made = layer.forward(config, inputs)
-        saved = layer.save(config, inputs, made) if saving else ()
+    made, saved = layer.forward_and_save(config, inputs, saving)
     return made.outputs, made.extras, saved if saving else ()
 
 
@@ -192,8 +187,7 @@ def _replayed(layer: Layer, config: Any, saved: Tensors, buffers: Any, grads: Te
         for i, t in zip(made.order, tensors, strict=False):
             own[i] = t
         named = map(_target, tensors[len(saved) : end], modes)
-        like = buffers._make(named) if hasattr(buffers, "_make") else tuple(named)
-        return None, layer.backward(config, tuple(own), like, tuple(tensors[end:]))
+        return None, layer.backward(config, tuple(own), layer.Buffers._make(named), tuple(tensors[end:]))
 
     tensors = [*[saved[i] for i in made.order], *written, *grads]
     into = [t for t, mode in zip(written, modes, strict=True) if mode]
@@ -245,7 +239,7 @@ def run(
     backward run for what it writes to `buffers`, even where no input takes a gradient; tensors that are `watched` must
     not be written to before it; messages name the `owner`, by its `title()`."""
     inputs = layer.Inputs._make([_in_memory(t) if isinstance(t, Tensor) else t for t in inputs])
-    out = getattr(inputs, "out", None)
+    out = inputs.out if layer.takes_memory else None
     if out is not None:
         begin_write(out)
         written = [out, inputs.x] if overlap(out, inputs.x) else [out]
@@ -260,7 +254,7 @@ def run(
             raise
         tensors = (*made, *extras)
     else:
-        if getattr(buffers, "dgrad_out", None) is not None:
+        if layer.takes_memory and buffers.dgrad_out is not None:
             refuse_overlap(buffers.dgrad_out, inputs)
             refuse_grad(buffers.dgrad_out, inputs.x)
         # the last input first: of a tensor that is there twice autograd adds the gradients in this order, which is that

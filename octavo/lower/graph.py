@@ -36,8 +36,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import register_flop_formula
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers import activation, add, chain, composite, grouped_linear, linear, norm, rounding
-from octavo.layers.contract import Made
+from octavo.layers import activation, add, chain, composite, custom, fork, grouped_linear, linear, norm, rounding
+from octavo.layers.contract import LAYERS, Made
 from octavo.layers.targets import span
 from octavo.lower import tape
 from octavo.lower.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
@@ -47,11 +47,8 @@ from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 
 Call = TypeVar("Call", bound=Callable[..., Any])
-LAYERS: dict[str, Any] = {
-    "activation": activation, "add": add, "chain": chain, "grouped-linear": grouped_linear, "linear": linear,
-    "norm": norm, "rounding": rounding,
-}  # fmt: skip
-_STAGES = (composite,)  # known to chains once they are imported
+# imported so that plans find them by name
+_KNOWN = (activation, add, chain, composite, custom, fork, grouped_linear, linear, norm, rounding)
 
 
 @cache
@@ -76,8 +73,8 @@ class _Plan:
         _, name, presence, buffers, key = text.split("|", 4)
         self.layer = LAYERS[name]
         self.config = self.layer.config(key)
-        self.presence = presence.split(",")  # for each input "0" or "1", or for a tuple of tensors "t" and how many
-        self.buffers = buffers.split(",")  # the same for each buffer
+        self.presence = _marks(presence)  # for each input "0" or "1", or for a tuple of tensors "t" and how many
+        self.buffers = _marks(buffers)  # the same for each buffer
         self.count, self.written = _total(self.presence), _total(self.buffers)
         self.writes = self.written > 0 or self.layer.fills(self.config)  # backward, to what is saved for it
         # inputs whose gradient is a buffer of the caller's, and where among the buffers it is
@@ -101,6 +98,10 @@ class _Plan:
     def buffers_of(self, tensors: Sequence[Tensor]) -> Any:
         """The layer's buffers, from the head of the list."""
         return self.layer.graph_buffers(self.config, *_fields(self.buffers, tensors))
+
+
+def _marks(text: str) -> list[str]:
+    return text.split(",") if text else []
 
 
 def _total(marks: list[str]) -> int:

@@ -15,7 +15,7 @@ FOUND = re.compile(
 
 def title_of(owner: Any, layer: Any) -> str:
     """A name for the layer of a call: its module's, or else of the kind that it is."""
-    kind = layer.__name__.rpartition(".")[2].replace("_", " ")
+    kind = layer.Config.registered_name.replace("-", " ")
     return f"A {kind} layer" if owner is None else str(owner.title())
 
 

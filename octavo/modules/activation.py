@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.activation import ACTIVATIONS
-from octavo.layers import activation as layer
+from octavo.layers.activation import Config, Inputs, layer
 from octavo.layers.contract import NAMES
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.lower.tensors import arrived
@@ -58,10 +58,10 @@ def elementwise(
     """One call of the layer. `settings` are fields of its config, each with a comma behind it."""
     grads = _grads(x.requires_grad, scales, bias)
     key = _key(settings, scales, bias, grads)
-    inputs = layer.Inputs(x, scales, bias, seed)
+    inputs = Inputs(x, scales, bias, seed)
     if torch.compiler.is_compiling() or is_watched():
-        return run_in_graph("activation", key, inputs, (None,))[0]
-    return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]  # type: ignore[arg-type]
+        return run_in_graph("activation", key, inputs, ())[0]
+    return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]
 
 
 def _stage(
@@ -104,7 +104,7 @@ class Activation(FusibleOperation, nn.Module):
     @classmethod
     def op_matches(cls, config: Value) -> bool:
         """Of Activation itself: whether it is any of them."""
-        if not isinstance(config, layer.Config) or config.drop or config.bias_dtype:
+        if not isinstance(config, Config) or config.drop or config.bias_dtype:
             return False
         scaled = issubclass(cls, _Scaled)
         if cls is Activation:
@@ -336,7 +336,7 @@ class Bias(FusibleOperation, nn.Module):
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, layer.Config) and config.name == "linear" and config.bias_dtype != ""
+        return isinstance(config, Config) and config.name == "linear" and config.bias_dtype != ""
 
     def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         if x.shape:
@@ -385,7 +385,7 @@ class Dropout(FusibleOperation, nn.Module):
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, layer.Config) and config.drop != 0.0
+        return isinstance(config, Config) and config.drop != 0.0
 
     def op_alone(self, x: Any) -> str:
         return "" if self.op_makes_node() else "it leaves x as it is"

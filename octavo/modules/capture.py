@@ -251,7 +251,7 @@ def _runs(graph: GraphModule) -> Iterator[Fused]:
         if _name(node) == f"{OURS}run":
             key = str(node.args[1]).split("|", 4)[-1]
             if key.startswith("chain("):
-                config = chain.config(key)
+                config = chain.layer.config(key)
                 ops, forward, backward = steps_of(config)
                 yield Fused(ops, forward, backward, tuple(f"{r.rule}: {r.sentence}" for r in refusals_of(key)))
     for body, _ in _bodies(graph):

@@ -12,9 +12,11 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.formats import FLOATS
 from octavo.fuser.operation import FusibleOperation
 from octavo.kernels import grouped_gemm
-from octavo.layers import grouped_linear as layer
 from octavo.layers.contract import NAMES
-from octavo.layers.targets import Sought, Target, joined_rows
+from octavo.layers.grouped_linear import Inputs, layer
+from octavo.layers.grouped_linear import refusal as grouped_refusal
+from octavo.layers.linear_config import call_key
+from octavo.layers.targets import joined_rows
 from octavo.lower import (
     claim,
     is_captured,
@@ -153,13 +155,10 @@ class GroupedLinear(FusibleOperation, Quantized):
         return f"{sizes} at {self._path!r}" if self._path else sizes
 
     def refusal(self, recipe: Recipe | None) -> str:
-        return ("" if recipe is None else layer.refusal(recipe)) or super().refusal(recipe)
+        return ("" if recipe is None else grouped_refusal(recipe)) or super().refusal(recipe)
 
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         return grouped_gemm.route(left, right, device)
-
-    def _weight_gradient(self, config: Any, operands: Any, target: Target | Sought | None) -> Tensor | None:
-        return layer.weight_gradient(config, operands, target, (self.num_groups, self.out_features, self.in_features))
 
     # -- as an operation of a Sequential ---------------------------------------------------------------------------
 
@@ -220,14 +219,14 @@ class GroupedLinear(FusibleOperation, Quantized):
         delayed = self._puts_off(grads)
         as_nodes = tracing or isinstance(rows, FakeTensor) or rows.is_meta  # without values, only shapes go through
         delay = "" if not delayed else "post" if as_nodes else "mailbox"
-        key = (
-            f"grouped-linear(recipe={recipe.key},dtype='{NAMES[x.dtype]}',weight_dtype='{NAMES[weight.dtype]}',"
-            f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',"
-            f"scales_dtype='{'' if scales is None else NAMES[scales.dtype]}',grads='{grads}',weight='{kind}',"
-            f"observe='{observe}',measured='{measured}',main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',"
-            f"dgrad_out={dgrad_out is not None},tail='{self.tail}')"
-        )
-        inputs = layer.Inputs(
+        key = call_key(
+            self.NAME, recipe, dtype=NAMES[x.dtype], weight_dtype=NAMES[weight.dtype],
+            bias_dtype="" if bias is None else NAMES[bias.dtype],
+            scales_dtype="" if scales is None else NAMES[scales.dtype], grads=grads, weight=kind, observe=observe,
+            measured=measured, main_grad=main_grad, dummy_grad=dummy, delay=delay, dgrad_out=dgrad_out is not None,
+            tail=self.tail,
+        )  # fmt: skip
+        inputs = Inputs(
             rows, weight, bias, splits, scales, None,
             *(self._parts(kind, own[0]) if kind != "plain" else ((), ())),
             self._scaling.inputs(self, measured) if recipe.stateful else (),
@@ -348,7 +347,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         return splits
 
     def _allowed(self, recipe: Recipe) -> Recipe:
-        if why := layer.refusal(recipe):
+        if why := grouped_refusal(recipe):
             raise UnsupportedConfig(f"GroupedLinear cannot run in {recipe}: {why}. Use backward='quantized'.")
         return recipe
 

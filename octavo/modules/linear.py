@@ -14,10 +14,9 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.formats import FLOATS
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.gemm import spec_route
-from octavo.layers import linear as layer
 from octavo.layers.contract import NAMES
-from octavo.layers.linear_config import Parts
-from octavo.layers.targets import Sought, Target
+from octavo.layers.linear import Config, Inputs, layer
+from octavo.layers.linear_config import Parts, call_key
 from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
 from octavo.lower.held import HeldWeight, linked_token, parameter
 from octavo.lower.tensors import arrived
@@ -89,9 +88,6 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         return spec_route(left, right, device)
 
-    def _weight_gradient(self, config: Any, operands: Any, target: Target | Sought | None) -> Tensor | None:
-        return layer.weight_gradient(config, operands, target)
-
     def reset_parameters(self) -> None:
         super().reset_parameters()
         self._reset_seed()
@@ -150,15 +146,14 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
                 "Leave fp8_output out, or choose a recipe with a quantized fprop."
             )
         columns = "forward" if self.keep_weight_codes else "backward"
-        key = (
-            f"linear(recipe={recipe.key},dtype='{NAMES[dtype]}',weight_dtype='{NAMES[weight.dtype]}',"
-            f"bias_dtype='{'' if added is None else NAMES[added.dtype]}',grads='{grads}',"
-            f"x='{'codes' if codes else 'plain'}',weight='{kind}',observe='{observe}',measured='{measured}',"
-            f"quantize_output={fp8_output},"
-            f"main_grad='{main_grad}',dummy_grad={dummy},delay='{delay}',w_columns='{columns}')"
-        )
+        key = call_key(
+            self.NAME, recipe, dtype=NAMES[dtype], weight_dtype=NAMES[weight.dtype],
+            bias_dtype="" if added is None else NAMES[added.dtype], grads=grads, x="codes" if codes else "plain",
+            weight=kind, observe=observe, measured=measured, quantize_output=fp8_output, main_grad=main_grad,
+            dummy_grad=dummy, delay=delay, w_columns=columns,
+        )  # fmt: skip
         given = linked_token((weight,)) if kind == "held" else weight
-        inputs = layer.Inputs(
+        inputs = Inputs(
             None, given, added, codes,
             *(self._parts(kind, weight) if kind != "plain" else ((), ())),
             self._scaling.inputs(self, measured) if recipe.stateful else (),
@@ -172,7 +167,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, layer.Config)
+        return isinstance(config, Config)
 
     def op_alone(self, x: Any) -> str:
         if self.return_bias:
@@ -245,7 +240,7 @@ class _Call(NamedTuple):
     """All of a call but x."""
 
     key: str
-    inputs: layer.Inputs
+    inputs: Inputs
     grads: str
     observe: str
     main_grad: str

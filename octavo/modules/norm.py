@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_not_negative
 from octavo.formats import FLOATS
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
-from octavo.layers import norm as layer
 from octavo.layers.contract import NAMES
+from octavo.layers.norm import Config, Inputs, layer
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.activation import numbers, values_of
 from octavo.modules.inputs import check_input, check_weight
@@ -43,10 +43,10 @@ class _Norm(FusibleOperation, nn.Module):
         weight, bias = self.weight, self.bias
         self._check_fits(x, weight, bias)
         grads, key = self._said(x.requires_grad, weight, bias)
-        inputs = layer.Inputs(x, weight, bias)
+        inputs = Inputs(x, weight, bias)
         if torch.compiler.is_compiling() or is_watched():
-            return run_in_graph("norm", key, inputs, (None,))[0]
-        return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]  # type: ignore[arg-type]
+            return run_in_graph("norm", key, inputs, ())[0]
+        return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]
 
     def _said(self, needs_dx: bool, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:
         """Which gradients are wanted, and the config's key."""
@@ -64,7 +64,7 @@ class _Norm(FusibleOperation, nn.Module):
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, layer.Config) and config.kind == cls.KIND
+        return isinstance(config, Config) and config.kind == cls.KIND
 
     def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         check_input(type(self).__name__, x)

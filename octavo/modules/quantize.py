@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.fuser.operation import FusibleOperation
-from octavo.layers import rounding as layer
+from octavo.layers.rounding import Inputs, layer
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.ambient import ambient
 from octavo.modules.inputs import check_input
@@ -49,12 +49,12 @@ class Quantize(FusibleOperation, nn.Module):
             f"rounding(spec={'None' if spec is None else spec.key},"
             f"back={'None' if back is None or not needs else back.key},grads='{'x' if needs else ''}')"
         )
-        inputs = layer.Inputs(x, seed)
+        inputs = Inputs(x, seed)
         made: Any
         if torch.compiler.is_compiling() or is_watched():
-            made = run_in_graph("rounding", key, inputs, (None,))
+            made = run_in_graph("rounding", key, inputs, ())
         else:
-            made = run(layer, layer.config(key), inputs, (), differentiable=needs)  # type: ignore[arg-type]
+            made = run(layer, layer.config(key), inputs, (), differentiable=needs)
         token = made[0]
         if spec is None:
             found: Tensor = Join.apply(x.detach(), token)  # type: ignore[no-untyped-call]

@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.layers.linear_config import Parts
-from octavo.layers.targets import Sought, Target
 from octavo.lower import (
     is_watched,
     refresh_in_graph,
@@ -449,7 +448,8 @@ class Quantized(nn.Module):
         """dw for each weight; None where it went to `main_grad`, or is not wanted."""
         config, operands = operands_of(letter, self.LAYER, self.whole_weight())
         with torch.no_grad():
-            dw = self._weight_gradient(config, operands, MainGrad(own, config.main_grad) if config.main_grad else None)
+            target = MainGrad(own, config.main_grad) if config.main_grad else None
+            dw = self.LAYER.weight_gradient(config, operands, target)
         if dw is None:
             return [None] * len(own)
         parts = [dw] if len(own) == 1 else list(dw.unbind())
@@ -459,9 +459,6 @@ class Quantized(nn.Module):
         """Forget the backwards that still wait for `backward_dw`: those of warm-ups, of which nobody wants gradients.
         What was captured in a CUDA graph stays, unless `captured` says that nobody wants that either. How many."""
         return self._mailbox.discard(captured=captured)
-
-    def _weight_gradient(self, config: Any, operands: Any, target: Target | Sought | None) -> Tensor | None:
-        raise NotImplementedError
 
     # -- one call of the layer ---------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
-from octavo.layers import add as layer
 from octavo.layers import fork
+from octavo.layers.add import Config, Inputs, layer
 from octavo.layers.contract import NAMES
 from octavo.lower import is_watched, run, run_in_graph
 from octavo.modules.activation import numbers, values_of
@@ -77,10 +77,10 @@ class AddExtraInput(FusibleOperation, nn.Module):
             return written
         grads = _grads(x.requires_grad, extra)
         key = _key(x.dtype, extra, grads)
-        inputs = layer.Inputs(x, extra)
+        inputs = Inputs(x, extra)
         if torch.compiler.is_compiling() or is_watched():
-            return run_in_graph("add", key, inputs, (None,))[0]
-        return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]  # type: ignore[arg-type]
+            return run_in_graph("add", key, inputs, ())[0]
+        return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]
 
     def _check(self, x: Tensor | Edge, extra: Tensor | Edge) -> None:
         check_input("AddExtraInput", x)
@@ -95,7 +95,7 @@ class AddExtraInput(FusibleOperation, nn.Module):
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, layer.Config)
+        return isinstance(config, Config)
 
     def op_alone(self, x: Any) -> str:
         return "in_place=True writes to the caller's tensor" if self.in_place else ""

@@ -10,7 +10,7 @@ from octavo import backend
 from octavo.errors import UnsupportedConfig
 from octavo.kernels import activation
 from octavo.kernels.activation import ACTIVATIONS, reference
-from octavo.layers import activation as layer
+from octavo.layers.activation import layer
 
 FORMULAS = {  # of x, or gated of a and b
     "gelu": lambda x: F.gelu(x, approximate="tanh"),

@@ -6,8 +6,7 @@ import itertools
 import pytest
 import torch
 
-from octavo.layers import linear
-from octavo.layers.linear import Buffers, Config, Inputs
+from octavo.layers.linear import Buffers, Config, Inputs, layer
 from octavo.quant import TensorProto
 from octavo.quant.quantizer import Given, quantize_pair
 from octavo.recipes import SHIPPED, recipe
@@ -73,7 +72,7 @@ def protos_of(inputs: Inputs) -> Inputs:
 def test_protos_say_what_forward_makes(name, lead):
     for config in (c for c in ALL if c.recipe == recipe(name)):
         inputs = inputs_for(config, lead)
-        made, said = linear.forward(config, inputs), linear.protos(config, protos_of(inputs))
+        made, said = layer.forward(config, inputs), layer.protos(config, protos_of(inputs))
         for kind in ("outputs", "extras", "fresh"):
             tensors, protos = getattr(made, kind), getattr(said, kind)
             assert len(tensors) == len(protos), (config, kind)
@@ -87,13 +86,13 @@ def test_backward_lives_on_what_save_kept_and_gives_a_gradient_for_each_input(na
     for config in (c for c in ALL if c.recipe == recipe(name)):
         inputs = inputs_for(config)
         before = [t.clone() for t in flatten(inputs._replace(seen=()))]
-        made = linear.forward(config, inputs)
-        saved = linear.save(config, inputs, made)
+        made = layer.forward(config, inputs)
+        saved = layer.save(config, inputs, made)
         known = {id(t) for t in [*flatten(inputs), *made.outputs, *made.extras, *made.fresh] if t is not None}
         assert all(t is None or id(t) in known for t in saved), config
         seed = torch.tensor([5, 6]) if config.draws else None
         buffers = Buffers(amax=torch.zeros(1) if config.observe else None, seed=seed)
-        grads = linear.backward(config, saved, buffers, (torch.randn(M, N),))
+        grads = layer.backward(config, saved, buffers, (torch.randn(M, N),))
         assert len(grads) == len(inputs)
         for letter, grad, shape in zip("xwb", grads, ((M, K), (N, K), (N,)), strict=False):
             assert (grad is not None) == (letter in config.grads), config
@@ -109,31 +108,31 @@ def test_backward_lives_on_what_save_kept_and_gives_a_gradient_for_each_input(na
 def test_amaxes_raised_in_place_are_those_that_are_returned(name):
     extra = Config(recipe(name), observe="extra")
     inputs = inputs_for(extra)
-    amax = linear.forward(extra, inputs).extras[0]
+    amax = layer.forward(extra, inputs).extras[0]
     seen = torch.zeros(2)
-    linear.forward(Config(recipe(name), observe="seen"), inputs._replace(seen=seen.unbind()))
+    layer.forward(Config(recipe(name), observe="seen"), inputs._replace(seen=seen.unbind()))
     assert torch.equal(seen, amax) and amax.min() > 0
     seen.fill_(99)
-    linear.forward(Config(recipe(name), observe="seen"), inputs._replace(seen=seen.unbind()))
+    layer.forward(Config(recipe(name), observe="seen"), inputs._replace(seen=seen.unbind()))
     assert seen.tolist() == [99, 99]
 
 
 def test_no_gradient_in_no_gradient_out():
     config = Config(recipe("fp8-current"), grads="xw")
     inputs = inputs_for(config)
-    saved = linear.save(config, inputs, linear.forward(config, inputs))
-    assert linear.backward(config, saved, Buffers(), (None,)) == (None,) * len(inputs)
+    saved = layer.save(config, inputs, layer.forward(config, inputs))
+    assert layer.backward(config, saved, Buffers(), (None,)) == (None,) * len(inputs)
 
 
 def test_a_config_is_its_string():
     for config in ALL[::17]:
-        assert linear.config(config.key) == config
-        assert linear.config(config.key) is linear.config(config.key)
+        assert layer.config(config.key) == config
+        assert layer.config(config.key) is layer.config(config.key)
 
 
 def test_a_layer_keeps_no_more_than_one_orientation_of_codes():
     """x's column and w's, in FP8 an element a byte; nothing of x itself."""
     config = Config(recipe("fp8-current"), grads="xw")
     inputs = inputs_for(config)
-    saved = [t for t in linear.save(config, inputs, linear.forward(config, inputs)) if t is not None]
+    saved = [t for t in layer.save(config, inputs, layer.forward(config, inputs)) if t is not None]
     assert sum(t.numel() * t.element_size() for t in saved) == K * M + 4 + K * N + 4

@@ -123,8 +123,8 @@ def test_a_call_on_a_tape_runs_nothing_else(device, monkeypatch):
     for _ in range(2):
         step(module, *args)
     want = untaped(monkeypatch, partial(step, module, *args))
-    monkeypatch.setattr("octavo.layers.linear.forward", None)
-    monkeypatch.setattr("octavo.layers.linear.backward", None)
+    monkeypatch.setattr("octavo.layers.linear.layer.forward", None)
+    monkeypatch.setattr("octavo.layers.linear.layer.backward", None)
     assert_equal(step(module, *args), want)
 
 

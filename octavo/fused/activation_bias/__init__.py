@@ -27,15 +27,15 @@ class Cast:
     """The gradient between an activation and the Linear before it, as that Linear's backward takes it."""
 
     def __init__(
-        self, config: Any, act: Any, saved: Grads, saved_act: Grads, buffers: Any, dy: Tensor,
+        self, config: Any, act: Any, saved: Grads, saved_act: Grads, buffers: Any, writes: Any, dy: Tensor,
         bias_grad: torch.dtype | None = None, again: QTensor | None = None, again_given: Given | None = None,
     ) -> None:  # fmt: skip
-        x, scales, bias, seed = saved_act
-        self.config, self.buffers = config, buffers
-        self.kept = linear.unpacked(saved)
+        x, scales, bias, seed = activation.Saved._make(saved_act)
+        self.config, self.buffers, self.writes = config, buffers, writes
+        self.kept = linear.Saved._make(saved)
         shape = activation.shape_of_dx(act, tuple(dy.shape))
         self.like = TensorProto(shape, dy.dtype, dy.device)
-        self.pair, given = linear.fill_dy(config, self.kept, self.like, buffers)
+        self.pair, given = linear.fill_dy(config, self.kept, self.like, buffers, writes)
         self.bias: Tensor | None = activation_quantize.backward(
             act.function, activation.matrix(dy), None if x is None else activation.matrix(x), activation.vector(scales),
             activation.vector(bias), activation.vector(seed), self.pair, given, again, again_given, bias_grad,
@@ -45,7 +45,8 @@ class Cast:
         """Of the Linear."""
         config = self.config
         dx = linear.input_gradient(config, self.like, self.pair[0], self.kept) if "x" in config.grads else None
-        return linear.gradients(dx, linear.finish(config, self.like, self.pair[1], self.kept, self.buffers), db)
+        dw = linear.finish(config, self.like, self.pair[1], self.kept, self.buffers, self.writes)
+        return linear.gradients(dx, dw, db)
 
 
 def own_bias(config: Any) -> torch.dtype | None:
@@ -53,7 +54,7 @@ def own_bias(config: Any) -> torch.dtype | None:
 
 
 def backward(
-    configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads]
+    configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
 ) -> list[Grads]:
     """(Linear, activation) or (Linear, Bias, activation)."""
     dy = grads[-1][0]
@@ -61,7 +62,7 @@ def backward(
     first, act = configs[0], configs[-1]
     between = configs[1] if len(configs) == 3 else None
     wanted = own_bias(first) if between is None else own_bias(between)
-    cast = Cast(first, act, saved[0], saved[-1], buffers[0], dy, wanted)
+    cast = Cast(first, act, saved[0], saved[-1], buffers[0], writes, dy, wanted)
     empty = (None,) * len(activation.Inputs._fields)
     if between is None:
         return [cast.gradients(cast.bias), empty]

@@ -25,9 +25,9 @@ class LinearAdd:
 
     @staticmethod
     def backward(
-        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads]
+        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
     ) -> list[Grads]:
-        found = linear.backward(configs[1], saved[1], buffers[1], grads[1])
+        found = linear.layer.backward(configs[1], saved[1], buffers[1], grads[1], writes)
         return [_summed(found[0], grads[0][1]), (None, *found[1:])]
 
 
@@ -36,14 +36,14 @@ class AddRMSNorm:
 
     @staticmethod
     def backward(
-        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads]
+        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
     ) -> list[Grads]:
         extra = grads[0][1]
         if extra is None or extra.dtype == torch.float32:
             # the kernel's product and sum would be one instruction there, and dx other bits than of layers one by one
-            found = norm.backward(configs[1], saved[1], buffers[1], grads[1])
+            found = norm.gradients(configs[1], saved[1], grads[1][0])
             return [_summed(found[0], extra), (None, *found[1:])]
-        found = norm.backward(configs[1], saved[1], buffers[1], grads[1], extra)
+        found = norm.gradients(configs[1], saved[1], grads[1][0], extra)
         return [(found[0],), (None, *found[1:])]
 
 

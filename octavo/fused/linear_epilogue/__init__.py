@@ -24,7 +24,7 @@ EMPTY = Made((None,), (), ())
 
 def _with_bias(configs: Sequence[Any], inputs: Sequence[Any]) -> tuple[Made, Any]:
     """The Linear's own part, without y; and y, the bias of the next stage in it."""
-    made = linear.forward(configs[0], inputs[0]._replace(bias=inputs[1].bias))
+    made = linear.layer.forward(configs[0], inputs[0]._replace(bias=inputs[1].bias))
     return made._replace(outputs=(None,)), made.outputs[0]
 
 
@@ -43,7 +43,7 @@ class BiasActivation:
     @staticmethod
     def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
         own, h = _with_bias(configs, inputs)
-        last = activation.forward(configs[2], inputs[2]._replace(x=h))
+        last = activation.layer.forward(configs[2], inputs[2]._replace(x=h))
         return [own, Made((h,), (), ()), last]
 
 
@@ -57,7 +57,7 @@ class BiasAdd:
         if len(configs) == 3:
             own, y = _with_bias(configs, inputs)
         else:
-            made = linear.forward(configs[0], inputs[0])
+            made = linear.layer.forward(configs[0], inputs[0])
             own, y = made._replace(outputs=(None,)), made.outputs[0]
         y.add_(inputs[-1].extra)
         return [own, *[EMPTY] * (len(configs) - 2), Made((y,), (), ())]
@@ -68,7 +68,7 @@ class ScaleAdd:
 
     @staticmethod
     def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
-        made = linear.forward(configs[0], inputs[0])
+        made = linear.layer.forward(configs[0], inputs[0])
         y = made.outputs[0]
         torch.add(inputs[2].extra, y, alpha=configs[1].function.alpha, out=y)
         return [made._replace(outputs=(None,)), EMPTY, Made((y,), (), ())]

@@ -23,18 +23,18 @@ forward = activation_linear.forward
 
 
 def backward(
-    configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads]
+    configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
 ) -> list[Grads]:
     first, act, second = configs
     dy = grads[-1][0]
     assert dy is not None
-    kept = linear.unpacked(saved[2])
-    row, column = linear.quantized_dy(second, dy, kept, buffers[2])
+    kept = linear.Saved._make(saved[2])
+    row, column = linear.quantized_dy(second, dy, kept, buffers[2], writes)
     da = linear.input_gradient(second, dy, row, kept)
     again, given = linear.fill_x_again(second, kept, TensorProto(tuple(da.shape), da.dtype, da.device))
-    cast = Cast(first, act, saved[0], saved[1], buffers[0], da, own_bias(first), again, given)
+    cast = Cast(first, act, saved[0], saved[1], buffers[0], writes, da, own_bias(first), again, given)
     db = None if (dtype := own_bias(second)) is None else column_sums(linear.flat(dy), dtype)
-    dw = linear.finish(second, dy, column, kept, buffers[2], again)
+    dw = linear.finish(second, dy, column, kept, buffers[2], writes, again)
     empty = (None,) * len(activation.Inputs._fields)
     return [cast.gradients(cast.bias), empty, linear.gradients(None, dw, db)]
 

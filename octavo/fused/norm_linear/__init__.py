@@ -24,7 +24,7 @@ def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
     mean, rstd = norm_quantize.forward(
         first.norm, norm.matrix(first, x), norm.vector(inputs[0].weight), norm.vector(inputs[0].bias), pair, given
     )
-    fresh = (mean, rstd) if first.keeps else (None, None)
+    fresh = norm.Fresh(mean, rstd) if first.keeps else norm.Fresh()
     made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
     return [Made((None,), (), fresh), made]
 

@@ -1,0 +1,48 @@
+"""Configs of layers: fields that choose a mode are checked, and the string that a module writes is the config's own."""
+
+import pytest
+
+from octavo.errors import UnsupportedConfig
+from octavo.layers.contract import LAYERS
+from octavo.layers.linear_config import call_key
+from octavo.recipes import SHIPPED, recipe
+
+MODES = {
+    "linear": ("x", "weight", "observe", "main_grad", "delay", "x_columns", "w_columns", "dtype", "bias_dtype"),
+    "grouped-linear": ("weight", "observe", "main_grad", "delay", "tail", "dtype", "scales_dtype"),
+}
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, found in MODES.items() for field in found])
+def test_a_mode_that_does_not_exist_is_refused(name, field):
+    with pytest.raises(UnsupportedConfig, match=rf"{field} must be one of .*, got 'psot'"):
+        LAYERS[name].config(f"{name}({field}='psot')")
+
+
+@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize(("field", "value"), [("grads", "xq"), ("measured", "xwb")])
+def test_a_letter_that_does_not_exist_is_refused(name, field, value):
+    with pytest.raises(UnsupportedConfig, match=f"{field} takes letters of .*, got '{value}'"):
+        LAYERS[name].config(f"{name}({field}='{value}')")
+
+
+@pytest.mark.parametrize("given", SHIPPED)
+@pytest.mark.parametrize("name", MODES)
+def test_a_written_key_is_read_back(name, given):
+    key = call_key(name, recipe(given), dtype="bfloat16", grads="xw", main_grad="add", dummy_grad=True)
+    config = LAYERS[name].config(key)
+    assert (config.recipe, config.dtype, config.grads) == (recipe(given), "bfloat16", "xw")
+    assert (config.main_grad, config.dummy_grad) == ("add", True)
+
+
+def test_every_layer_answers_the_whole_contract():
+    """Nothing is probed: each member is there, and documented where it is declared."""
+    from octavo.layers.contract import Layer, WeightLayer
+
+    members = [value for kind in (Layer, WeightLayer) for value in vars(kind).values() if callable(value)]
+    assert len(members) > 20
+    assert all(member.__doc__ for member in members if member.__name__ != "__init__")
+    assert set(LAYERS) == {
+        "activation", "add", "chain", "composite", "custom", "fork", "grouped-linear", "linear", "norm", "rounding",
+    }  # fmt: skip
+    assert all(isinstance(layer, Layer) for layer in LAYERS.values())
