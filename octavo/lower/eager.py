@@ -125,7 +125,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     layer, config, buffers, outputs, made, watched, owner = ctx.call
     if watched is not None:
         watched.check(title_of(owner, layer))
-    if grads[0] is not None and is_batched(grads[0]):
+    if any([g is not None and is_batched(g) for g in grads[:outputs]]):
         refuse_batched()
     try:
         saved = ctx.saved_tensors

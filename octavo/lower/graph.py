@@ -383,10 +383,14 @@ def refresh(
     torch.ops.octavo.refresh(weight, row, column, amaxes, scaling, skip, DIGEST + "|" + name + "|" + key)
 
 
+advanced = [0]  # steps of optimizers that graphs have taken: a graph must not guard on a number that changes
+
+
 @torch.library.custom_op("octavo::advance", mutates_args=())
 def _advance(weights: Sequence[Tensor]) -> None:
     """Advance versions when the graph runs: an optimizer in it is about to write to these weights."""
     torch.autograd.graph.increment_version(list(weights))
+    advanced[0] += 1
 
 
 @_advance.register_fake
@@ -481,6 +485,8 @@ def run_into(name: str, key: str, inputs: Any, buffers: Any, out: Tensor, shape:
     tensors: list[Tensor] = []
     presence = _packed(inputs, tensors)
     plan = DIGEST + "|" + name + "|" + presence + "|" + _packed(buffers, tensors) + "|" + key
+    if why := _refusal():
+        raise UnsupportedConfig(why)
     with torch.no_grad():
         # none of its elements, but where it is: a compiler may hand over a copy of what is written to
         place = out.detach()[:0]
@@ -514,7 +520,7 @@ def while_tracing(call: Call) -> Call:
 
 @while_tracing
 def _refusal() -> str:
-    """Why whoever traces cannot have a node of ours; empty as a rule."""
+    """The reason why this tracer cannot record a layer; empty as a rule."""
     if torch.onnx.is_in_onnx_export():
         return (
             "torch.onnx.export has no operators for Octavo's layers: ONNX knows neither their codes nor their scales. "
@@ -574,6 +580,22 @@ def claim(tensor: Tensor) -> bool:
     if any(other < end and first < other_end for other, other_end in taken):
         return False
     taken.append((first, end))
+    return True
+
+
+@while_tracing
+def is_first_in_graph(thing: Any) -> bool:
+    """Whether the graph being traced asks for the first time about this Python object."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        graph: Any = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return True
+    seen: list[Any] = graph.__dict__.setdefault("_octavo_seen", [])
+    if any(thing is one for one in seen):
+        return False
+    seen.append(thing)
     return True
 
 

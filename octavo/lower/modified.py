@@ -1,4 +1,4 @@
-"""What is said where a tensor that backward needs was written to after forward: an optimizer's step in between, say."""
+"""The error for a tensor that backward needs and that was written to after forward, by an optimizer's step, say."""
 
 import re
 from typing import Any, NoReturn

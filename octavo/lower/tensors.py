@@ -10,6 +10,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn import Parameter
 
 from octavo.errors import UnsupportedDtype, UnsupportedShape
+from octavo.lower.graph import while_tracing
 from octavo.lower.held import HeldWeight
 
 OURS = (HeldWeight, FakeTensor, FunctionalTensor)  # subclasses that layers serve: their own, and those of tracers
@@ -25,7 +26,7 @@ PARALLEL = (
 
 
 def arrived(x: Any) -> Any:
-    """x itself; of a collective's result that nobody has waited for, what has come, as part of the graph."""
+    """x itself; of a collective's result that is still on its way, what has come, as part of the graph."""
     return torch.ops._c10d_functional.wait_tensor(x) if type(x) is AsyncCollectiveTensor else x
 
 
@@ -42,12 +43,22 @@ def strange(tensor: Any, weight: bool = True) -> str:
     return _strange_kind(kind, weight)
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor: FSDP2's, which are whole by the time of a call, or tensor parallelism's."""
+    return _is_dtensor(type(tensor))
+
+
+def _is_dtensor(kind: type) -> bool:
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
+
+
+@while_tracing
 def _strange_kind(kind: type, weight: bool) -> str:
     """The same of a subclass of Tensor. One that overrides nothing is a mark on plain memory. So is, for an input, one
     that overrides functions alone; of a weight these functions would not be called, where nn.Linear calls them."""
     if kind in OURS:
         return ""
-    if kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed"):
+    if _is_dtensor(kind):
         return PARALLEL
     if not _overrides(kind, "__torch_dispatch__") and not (weight and _overrides(kind, "__torch_function__")):
         return ""

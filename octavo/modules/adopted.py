@@ -12,8 +12,20 @@ from octavo.modules.linear import Linear
 
 
 def is_plain(module: nn.Linear) -> bool:
-    """Whether calling the module is calling nn.Linear's forward, or our own Linear's."""
-    return "forward" not in module.__dict__ and type(module).forward in (nn.Linear.forward, Linear.forward)
+    """Whether its class has nn.Linear's forward."""
+    return type(module).forward is nn.Linear.forward
+
+
+def is_patched(module: nn.Linear) -> bool:
+    """Whether the instance has a forward that is not its class's: the class would not be asked."""
+    own = module.__dict__.get("forward")
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def unpatch(module: nn.Linear) -> None:
+    """Take away a forward that hooks of other libraries left on the instance: it is the one of the class."""
+    if not is_patched(module):
+        module.__dict__.pop("forward", None)
 
 
 def stock_class(module: nn.Linear) -> type[nn.Linear]:
@@ -24,13 +36,16 @@ def stock_class(module: nn.Linear) -> type[nn.Linear]:
 def clashes(module: nn.Linear) -> list[str]:
     """Names that both the module, beyond nn.Linear, and `octavo.Linear` define. A method of nn.Module or nn.Linear that
     both override is none: ours calls the other one."""
-    ours = {name for parent in Linear.__mro__ if parent not in nn.Linear.__mro__ for name in vars(parent)}
-    ours |= set(vars(Linear(1, 1, device="meta")))
     theirs = {name for parent in type(module).__mro__ if parent not in nn.Linear.__mro__ for name in vars(parent)}
     theirs |= set(vars(module))
-    return sorted(name for name in ours & theirs if not hasattr(nn.Linear, name) and name not in _PLAIN)
+    both = {name for name in _OURS & theirs if not hasattr(nn.Linear, name) and name not in _PLAIN}
+    return sorted(both | (theirs & {"__reduce__", "__reduce_ex__"}))  # a pickle of ours has its own
 
 
+_OURS = frozenset(
+    {name for parent in Linear.__mro__ if parent not in nn.Linear.__mro__ for name in vars(parent)}
+    | set(vars(Linear(1, 1, device="meta")))
+)
 _PLAIN = frozenset(vars(nn.Linear(1, 1, device="meta"))) | {"__orig_bases__", "__parameters__", "__annotations__"}
 
 

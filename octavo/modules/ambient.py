@@ -1,8 +1,8 @@
-"""What layers take from the block they are called in: `with octavo.autocast(recipe):` the recipe of those that were
-given none of their own, `with octavo.microbatch(first=...):` the weight cache of calls that do not say how to use it.
+"""Blocks that layers are called in: `with octavo.autocast(recipe):` gives a recipe to those that have none of their
+own, `with octavo.microbatch(first=...):` the use of the weight cache to calls that do not state it.
 
-Either belongs to the thread that entered it, and is read once, at forward: backward runs as its forward did, wherever
-and whenever it runs.
+Either belongs to the thread that entered it, and is read at forward. A backward that runs a forward again, for a
+checkpoint, does not read it.
 """
 
 import threading
@@ -23,6 +23,7 @@ class _Ambient(threading.local):
         self.recipe: Recipe | None = None
         self.outer: tuple[Recipe | None, object] | None = None
         self.first: bool | Tensor | None = None
+        # what was in force around the block: another tuple for each time that one is entered
         self.outer_first: tuple[bool | Tensor | None, object] | None = None
 
 
@@ -55,8 +56,8 @@ class autocast:
 class microbatch:
     """Give every layer of Octavo's called in the block this `is_first_microbatch`, unless its call has one.
 
-    first   True: weights are quantized into their caches; False: the caches are used; None: neither, as outside of a
-            block; a tensor of one element on the device decides there, zero for False
+    first   True: weights are quantized into their caches, each once; False: the caches are used; None: neither, as
+            outside of a block; a tensor of one element on the device decides there, zero for False
 
     Nests, can be entered again, and ends with its block."""
 

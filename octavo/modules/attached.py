@@ -24,7 +24,8 @@ class Attachment:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, group: Any) -> None:
         self.model, self.group = model, group
-        self._optimizer = weakref.ref(optimizer)  # whose hook keeps this alive
+        self.optimizer = weakref.ref(optimizer)  # whose hook keeps this alive
+        self.layers = weakref.WeakSet(layer for _, layer in layers(model))  # as of its last step
         self._handle = optimizer.register_step_post_hook(self._after_step)
         _attached.add(self)
 
@@ -41,24 +42,47 @@ class Attachment:
 
     def steps(self, optimizer: Optimizer, layer: nn.Module) -> bool:
         """Whether this is an attachment of that optimizer to a model with that layer."""
-        return self._optimizer() is optimizer and any(layer is own for _, own in layers(self.model))
-
-    def claimed(self) -> set[Quantized]:
-        """The layers of the model that the optimizer trains."""
-        optimizer = self._optimizer()
-        held = set() if optimizer is None else _held(optimizer)
-        return {layer for _, layer in layers(self.model) if any(id(p) in held for p in layer.trained_by())}
+        return self.optimizer() is optimizer and any(layer is own for _, own in layers(self.model))
 
     def _after_step(self, stepped: Optimizer, *_: Any) -> None:
         optimizers.finish(stepped)  # codes made here are of the versions that the weights keep
-        own = self.claimed()
-        others = {layer for one in list(_attached) if one is not self for layer in one.claimed()} - own
-        served = [layer for _, layer in layers(self.model) if layer not in others]
+        ours = [layer for _, layer in layers(self.model)]
+        self.layers = weakref.WeakSet(ours)
+        index = _index.now()
+        claims = [_claims(layer, index) for layer in ours]
+        served = [layer for layer, claim in zip(ours, claims, strict=True) if not claim or self in claim]
         step_layers(served, self.group)
         refresh_layers(served)
-        for layer in served:
-            if layer not in own:  # another optimizer may still write to its weight, past torch's counter
+        for layer, claim in zip(ours, claims, strict=True):
+            if not claim:  # an optimizer that is not attached may still write to its weight, past torch's counter
                 layer._codes.end_step()
+
+
+class _Index:
+    """Attachments by the ids of the parameters that their optimizers hold."""
+
+    def __init__(self) -> None:
+        self.key: list[tuple[int, int]] = []
+        self.found: dict[int, list[Attachment]] = {}
+
+    def now(self) -> dict[int, list[Attachment]]:
+        """Built anew when attachments, or the groups of their optimizers, have changed."""
+        pairs = [(one, optimizer) for one in list(_attached) if (optimizer := one.optimizer()) is not None]
+        key = [(id(one), sum([len(group["params"]) for group in optimizer.param_groups])) for one, optimizer in pairs]
+        if key != self.key:
+            self.key, self.found = key, {}
+            for one, optimizer in pairs:
+                for parameter in _held(optimizer):
+                    self.found.setdefault(parameter, []).append(one)
+        return self.found
+
+
+_index = _Index()
+
+
+def _claims(layer: Quantized, index: dict[int, list[Attachment]]) -> list[Attachment]:
+    """The attachments, to models that have this layer, whose optimizers train it."""
+    return [one for p in layer.trained_by() for one in index.get(id(p), ()) if layer in one.layers]
 
 
 def attach(model: nn.Module, optimizer: Any, group: Any = None) -> Attachment:

@@ -28,10 +28,11 @@ class Row:
     why: str = ""
     reason: str = CONVERT
     weights: int = 0
+    module: int = 0  # its id: at several paths it counts once
     identities: tuple[int, ...] = ()  # ids of its parameters: one that is tied counts once
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "identities"}
+        return {name: value for name, value in vars(self).items() if name not in ("module", "identities")}
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,13 @@ class Report:
         counted: set[int] = set()
         found: dict[str, tuple[int, int]] = {}
         for reason in order:
-            layers = {row.identities or (row.path,): row for row in self.rows if row.reason == reason}
-            fresh = {i: row for i, row in layers.items() if not counted.issuperset(i) or not row.identities}
-            counted.update(i for ids in fresh for i in ids if isinstance(i, int))
-            found[reason] = (len(layers), sum(row.weights for row in fresh.values()))
+            layers = {row.module: row for row in self.rows if row.reason == reason}
+            weights = 0
+            for row in layers.values():
+                if not row.identities or not counted.issuperset(row.identities):
+                    weights += row.weights
+                counted.update(row.identities)
+            found[reason] = (len(layers), weights)
         total = sum(weights for _, weights in found.values()) or 1
         return {reason: Share(layers, weights, weights / total) for reason, (layers, weights) in found.items()}
 

@@ -11,23 +11,27 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.formats import FLOATS
+from octavo.fuser.sequential import Sequential
 from octavo.kernels.gemm import native, spec_route
-from octavo.lower.tensors import strange
-from octavo.modules.adopted import clashes, class_for, is_plain, stock_class
+from octavo.lower.tensors import is_sharded, strange
+from octavo.modules.adopted import clashes, class_for, is_patched, is_plain, stock_class, unpatch
 from octavo.modules.conversion import Report, Row
 from octavo.modules.linear import Linear
 from octavo.modules.matrices import holders, qualified, why_left
 from octavo.modules.quantized import Quantized
 from octavo.modules.report import path_names
-from octavo.modules.selection import CONVERT, HIGH_PRECISION, Choice, Policy, Selection, is_swapped, select
+from octavo.modules.selection import CONVERT, HIGH_PRECISION, KEEP, Choice, Policy, Selection, is_swapped, select
 from octavo.recipes import Recipe
 
 SETTINGS = ("keep_weight_codes", "fuse_wgrad_accumulation", "delay_wgrad_compute")
-FAST_PATH = "activation_relu_or_gelu"  # 0: nn.TransformerEncoderLayer calls its layers
+# attributes that are 0 where a module calls its layers
+_SHORTCUTS: dict[Any, str] = {
+    nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class _Planned:
 
     path: str
     module: nn.Module
+    kind: str  # its class before
     choice: Choice
     refused: bool = False  # left alone though it was to be converted
 
@@ -96,25 +101,38 @@ def convert(
     planned = _plan(model, chosen, settings)
     refused = next((plan for plan in planned if plan.refused), None)
     if strict and refused is not None:
-        number = sum(plan.refused and type(plan.module) is type(refused.module) for plan in planned)
-        alike = f" ({number} layers are of this class: exclude={type(refused.module).__name__})" if number > 1 else ""
+        kind = type(refused.module)
+        number = 0 if kind is nn.Linear else sum(plan.refused and type(plan.module) is kind for plan in planned)
+        alike = f" ({number} layers are of this class: exclude={qualified(refused.module)})" if number > 1 else ""
+        paths = [plan.path for plan in planned if plan.module is refused.module]
+        left_out = repr(paths[0]) if len(paths) == 1 else repr(paths)
         raise UnsupportedConfig(
             f"convert cannot take {refused.path or 'the model'}: {refused.choice.why}. Leave it out with "
-            f"exclude={refused.path!r}{alike}, or pass strict=False."
+            f"exclude={left_out}{alike}, or pass strict=False."
         )
     rows = {plan.path: _applied(plan, strict, settings) for plan in planned}
     rows |= {row.path: row for row in _others(model) if row.path not in rows}
     order = [path for path, _ in model.named_modules(remove_duplicate=False) if path in rows]
     report = Report(tuple(rows[path] for path in order), tuple(_take_shortcuts_away(model)))
-    _warn_of_nothing(model, report)
+    _warn_of_nothing(model, report, str(chosen.default))
     return report
 
 
 def revert(model: nn.Module) -> None:
-    """Make every octavo.Linear an nn.Linear again, or the subclass that it was; weights held as codes become what the
-    codes stand for, those of other layers of ours too."""
-    linears = [(path, module) for path, module in model.named_modules() if isinstance(module, Linear)]
+    """Make every octavo.Linear an nn.Linear again, or the subclass that it was. Other layers of ours, and those within
+    a LayerNormLinear or LayerNormMLP, keep their class and lose the recipe that `convert` gave them. Weights held as
+    codes become what the codes stand for."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedConfig(f"revert takes a model (an nn.Module), got {type(model).__name__}.")
+    blocks = [module for module in model.modules() if isinstance(module, Sequential) and module.require]
+    bound = {id(module) for block in blocks for module in block.modules()}
+    linears = [(path, m) for path, m in model.named_modules() if isinstance(m, Linear) and id(m) not in bound]
     for path, module in linears:
+        if is_patched(module):
+            raise UnsupportedConfig(
+                f"{path or 'The model'}: its forward was replaced by {_name_of(module.forward)} on the instance, which "
+                "would go on calling octavo.Linear's. Take that away first (accelerate: remove_hook_from_module)."
+            )
         if len(module._mailbox):
             raise UnsupportedConfig(
                 f"{path or 'The model'} has {len(module._mailbox)} weight gradients pending, which would be lost. "
@@ -125,17 +143,22 @@ def revert(model: nn.Module) -> None:
                 f"{path or 'The model'} has a parametrization, which made it a class of its own. Remove it first: "
                 "torch.nn.utils.parametrize.remove_parametrizations."
             )
+    changed = {id(module) for _, module in linears}
     for other in model.modules():
-        if isinstance(other, Quantized) and not isinstance(other, Linear):
+        if isinstance(other, Quantized) and id(other) not in changed:
             other.release_codes()
+            if other._given_recipe:
+                other.lose_recipe()
     for _, module in linears:
+        unpatch(module)
         module._tear_down()
         for name in ("return_bias", "keep_weight_codes"):
             module.__dict__.pop(name, None)
         module.__class__ = stock_class(module)  # type: ignore[assignment]
     for encoder in model.modules():
-        if isinstance(encoder, nn.TransformerEncoderLayer) and "_fast_path" in encoder.__dict__:
-            setattr(encoder, FAST_PATH, encoder.__dict__.pop("_fast_path"))
+        if "_fast_path" in encoder.__dict__:
+            name, value = encoder.__dict__.pop("_fast_path")
+            setattr(encoder, name, value)
 
 
 # -- planning ----------------------------------------------------------------------------------------------------------
@@ -166,11 +189,9 @@ def _planned(path: str, module: nn.Module, choice: Choice, settings: dict[str, b
         else:
             assert isinstance(module, nn.Linear)
             why = _refusal(module, choice.forced)
-    return (
-        _Planned(path, module, Choice(None, "cannot be converted", why), True)
-        if why
-        else _Planned(path, module, choice)
-    )
+    if why:
+        choice = Choice(None, "cannot be converted", why)
+    return _Planned(path, module, qualified(module), choice, refused=why != "")
 
 
 def _unknown_setting(module: Quantized, settings: dict[str, bool]) -> str:
@@ -183,7 +204,7 @@ def _refusal(module: nn.Linear, forced: bool) -> str:
     name = qualified(module)
     if is_parametrized(module):
         return "it is parametrized. Convert it first, then register the parametrization"
-    if "forward" in module.__dict__:
+    if is_patched(module):
         return f"its forward was replaced by {_name_of(module.forward)} on the instance. Convert it before that"
     if not is_plain(module) and not forced:
         return (
@@ -191,10 +212,11 @@ def _refusal(module: nn.Linear, forced: bool) -> str:
             "forward by octavo.Linear's"
         )
     if names := clashes(module):
-        return f"it is a {name}, and has {', '.join(names)} of its own, a name that octavo.Linear uses. Rename it"
+        both = ", ".join(names)
+        return f"it is a {name}, and has {both} of its own, which octavo.Linear uses. Rename it, or leave the layer out"
     if is_lazy(module.weight):
         return f"it is a {name} without a size yet. Call the model once first"
-    if why := strange(module.weight):
+    if not is_sharded(module.weight) and (why := strange(module.weight)):  # a shard is whole by the time of a call
         return f"its weight is {why}"
     if module.weight.dtype not in FLOATS:
         return f"its weight is {module.weight.dtype}, and float32, bfloat16 or float16 can be quantized"
@@ -228,12 +250,14 @@ def _agreed(planned: list[_Planned]) -> list[_Planned]:
 def _applied(plan: _Planned, strict: bool, settings: dict[str, bool]) -> Row:
     """The row of a layer, converted as planned."""
     module: Any = plan.module
-    kind, names = qualified(module), module.weight_names() if isinstance(module, Quantized) else ["weight"]
+    kind, names = plan.kind, module.weight_names() if isinstance(module, Quantized) else ["weight"]
     weights = [p for name in names if (p := module._parameters.get(name)) is not None and not is_lazy(p)]
-    shape: Any = dict(weights=_count(weights, module), identities=tuple(id(p) for p in weights))
+    shape: Any = dict(weights=_count(weights, module), module=id(module), identities=tuple(id(p) for p in weights))
     choice = plan.choice
     if choice.recipe is None:
         return Row(plan.path, kind, "", "skipped", choice.why, choice.reason, **shape)
+    if choice.reason == KEEP and not choice.why:
+        _set(module, settings)
     if choice.reason == CONVERT and not plan.refused:
         _change(module, plan.path, choice.recipe, strict, settings)
     place = weights[0].device if weights else torch.device("cpu")
@@ -248,11 +272,17 @@ def _count(weights: Sequence[Any], module: Any) -> int:
 
 def _change(module: Any, path: str, recipe: Recipe, strict: bool, settings: dict[str, bool]) -> None:
     if isinstance(module, Quantized):
+        module._given_recipe = module.recipe is None or module._given_recipe
         module.recipe = recipe  # type: ignore[assignment]
         module.strict = strict
     else:
+        unpatch(module)
         module.__class__ = class_for(type(module))
         module._set_up(recipe, strict=strict, path=path)
+    _set(module, settings)
+
+
+def _set(module: Any, settings: dict[str, bool]) -> None:
     for name, value in settings.items():
         setattr(module, name, value)
 
@@ -260,31 +290,35 @@ def _change(module: Any, path: str, recipe: Recipe, strict: bool, settings: dict
 def _others(model: nn.Module) -> Iterator[Row]:
     """Rows of modules that hold matrices and are no layers."""
     for path, module, found in holders(model):
+        above = path.rpartition(".parametrizations.")[0]
+        if isinstance(module, ParametrizationList) and isinstance(model.get_submodule(above), (nn.Linear, Quantized)):
+            continue  # its layer's row counts the weight
         reason, why = why_left(module, found)
-        weights = sum(p.numel() for p in found.values())
-        yield Row(path, qualified(module), "", "skipped", why, reason, weights, tuple(id(p) for p in found.values()))
+        weights, ids = sum(p.numel() for p in found.values()), tuple(id(p) for p in found.values())
+        yield Row(path, qualified(module), "", "skipped", why, reason, weights, id(module), ids)
 
 
 def _take_shortcuts_away(model: nn.Module) -> Iterator[str]:
-    """nn.TransformerEncoderLayer calls a fused kernel with its layers' weights, in eval mode and without gradients."""
+    """nn.TransformerEncoderLayer calls a fused kernel with its layers' weights, in eval mode and without gradients, and
+    nn.TransformerEncoder makes nested tensors for that kernel."""
     paths = []
     for path, module in model.named_modules():
-        if isinstance(module, nn.TransformerEncoderLayer) and getattr(module, FAST_PATH, False):
-            if isinstance(module.linear1, Linear) or isinstance(module.linear2, Linear):
-                module._fast_path = getattr(module, FAST_PATH)
-                setattr(module, FAST_PATH, 0)
-                paths.append(path)
+        name = _SHORTCUTS.get(next((kind for kind in _SHORTCUTS if isinstance(module, kind)), None), "")
+        if name and getattr(module, name, False) and any(isinstance(inner, Linear) for inner in module.modules()):
+            module._fast_path = (name, getattr(module, name))
+            setattr(module, name, 0)
+            paths.append(path)
     if paths:
         yield (
-            f"{path_names(paths)}: the fast path of nn.TransformerEncoderLayer in eval mode is off, since it reads the "
+            f"{path_names(paths)}: the fast path of torch's encoder layers in eval mode is off, since it reads the "
             "weights and does not call the layers."
         )
 
 
-def _warn_of_nothing(model: nn.Module, report: Report) -> None:
-    """Say so if not one layer runs in the recipe."""
+def _warn_of_nothing(model: nn.Module, report: Report, recipe: str) -> None:
+    """Say so if nothing was converted, and no layer runs in the recipe already."""
     done = [row for row in report if row.recipe]
-    if any(row.reason == CONVERT or not row.why for row in done):
+    if any(row.reason == CONVERT or row.recipe == recipe for row in done):
         return
     if done:
         text = "changed nothing: every layer has a recipe of its own. overwrite=True changes them"

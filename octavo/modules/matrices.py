@@ -10,6 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 _KNOWN: tuple[tuple[tuple[type, ...], str, str], ...] = (
     ((nn.Embedding, nn.EmbeddingBag), "embedding", "a table that is looked up, not multiplied"),
     ((nn.modules.conv._ConvNd,), "convolution", "a convolution, and recipes are for matrix products"),
+    ((nn.Bilinear,), "bilinear", "a product of two inputs, and recipes are for products of one with a weight"),
     ((nn.RNNBase, nn.RNNCellBase), "recurrent", "it multiplies its matrices itself. Build the cell from nn.Linear"),
     (
         (nn.MultiheadAttention,),

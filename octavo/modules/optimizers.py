@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from octavo.errors import UnsupportedConfig
+from octavo.lower.graph import advanced
 from octavo.lower.held import HeldWeight
 from octavo.modules.mailbox import is_capturing
 
@@ -28,11 +29,16 @@ class _Heard:
     """All that was heard of steps in this process."""
 
     def __init__(self) -> None:
-        self.steps = 0  # that torch's optimizers have taken
+        self.eager_steps = 0  # that torch's optimizers have taken outside of graphs
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.pending: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # in a step with a closure
         self.captures = False  # whether a step was captured in a CUDA graph, whose replays nothing tells of,
         self.captured: Any = WeakTensorKeyDictionary()  # and of which weights
+
+    @property
+    def steps(self) -> int:
+        """Steps that torch's optimizers have taken."""
+        return self.eager_steps + advanced[0]
 
 
 heard = _Heard()
@@ -96,12 +102,12 @@ def _written(optimizer: Optimizer) -> None:
         if p.grad is not None or not _ELSEWHERE.isdisjoint(p.__dict__)
     ]  # fmt: skip
     _refuse_held(found)
-    heard.steps += 1
-    heard.optimizers.add(optimizer)
     if torch.compiler.is_compiling():
         torch.ops.octavo.advance(found)  # a compiled fused step advances no version either
-    else:
-        torch.autograd.graph.increment_version(found)
+        return
+    heard.eager_steps += 1
+    heard.optimizers.add(optimizer)
+    torch.autograd.graph.increment_version(found)
     if is_capturing():
         heard.captures = True
         for p in found:

@@ -20,6 +20,7 @@ from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.layers.linear_config import Parts
 from octavo.lower import (
+    is_first_in_graph,
     is_watched,
     refresh_in_graph,
     run,
@@ -105,6 +106,7 @@ class Quantized(nn.Module):
         self._scaling = scaling.Scaling()
         self._mailbox = Mailbox()
         self._recipe: Recipe | None = None
+        self._given_recipe = False  # whether `convert` gave the recipe to a layer that had none
         self._follows = False  # whether it ever ran in an ambient recipe
         self._pending: dict[str, Tensor] = {}  # state loaded before there was memory for it
         self._unborn = False  # whether state is on the meta device, and waits for the weight to come from there
@@ -119,9 +121,17 @@ class Quantized(nn.Module):
         weights.drop_buffers(self, [SEED])
         for name in (
             "fuse_wgrad_accumulation", "delay_wgrad_compute", "strict",
-            "_codes", "_scaling", "_mailbox", "_recipe", "_follows", "_pending", "_unborn", "_seed", "_path", "_warned",
+            "_codes", "_scaling", "_mailbox", "_recipe", "_given_recipe", "_follows", "_pending", "_unborn", "_seed",
+            "_path", "_warned",
         ):  # fmt: skip
             del self.__dict__[name]
+
+    def lose_recipe(self) -> None:
+        """Follow `octavo.autocast` again, without anything that a recipe remembers."""
+        self._codes.drop(self)
+        self._scaling.drop(self)
+        weights.drop_buffers(self, [SEED])
+        self._recipe, self._given_recipe = None, False
 
     @property
     def recipe(self) -> Recipe | None:
@@ -223,10 +233,14 @@ class Quantized(nn.Module):
         tracing = torch.compiler.is_compiling()
         if "w" in grads and not tracing:
             stored.trained = True
+        trusted = again = False
         if first is None:
             first = ambient.first
-            if not tracing and (first is not None or stored.ambient):  # a graph would guard on what is noted
-                first = self._noted(first, grads, observe)
+            if tracing:
+                again = first is True and not self._first_in_block()
+                first = False if again else first
+            elif first is not None or stored.ambient:  # a graph would guard on what is noted
+                first, trusted = self._noted(first, grads, observe)
             if first is None or self.made_weights():  # which by hand is refused, and in a whole model is one layer
                 return "plain"
         else:
@@ -243,28 +257,50 @@ class Quantized(nn.Module):
         elif not isinstance(first, bool):
             raise UnsupportedConfig(f"is_first_microbatch is True, False, None or one element, got {first!r}.")
         if tracing:
-            self._refresh_in_graph(recipe, first, grads, observe, skip)
+            if again and column and not self._has_columns():
+                return "plain"  # of the buffers, a graph sees those that were there at its first call of the layer
+            self._refresh_in_graph(recipe, first, column, observe, skip, "w" in grads)
             return "codes"
         there = stored.recipe == recipe and not stored.is_cold
-        if not first and there:
+        if not first and there and not trusted:
             stored.check_fresh(self.weight_parts())
         there = there and (not column or stored.has(self, "column"))
         if first or not there:
             self._refresh(recipe, column=column, observe=observe, skip=skip if there else None)
         return "codes"
 
-    def _noted(self, first: bool | Tensor | None, grads: str, observe: bool) -> bool | Tensor | None:
-        """The ambient flag, noted for a checkpoint: it recomputes in backward, where no block is in force, and must
-        save what its forward saved. A layer whose last training forward was in a block uses the cache there, and
-        fills it again only to observe a weight that its forward, without gradients, did not."""
+    def _noted(self, first: bool | Tensor | None, grads: str, observe: bool) -> tuple[bool | Tensor | None, bool]:
+        """The flag of the block, and whether the cache is used as it is. It is noted for a checkpoint, which recomputes
+        in backward, in whatever block and thread that runs, and must save what its forward saved: a layer whose last
+        training forward was in a block uses the cache there, and fills it again only to observe a weight that its
+        forward, without gradients, did not."""
         stored = self._codes
+        if torch._C._current_graph_task_id() != -1:
+            if not stored.ambient:
+                return None, False
+            refill = observe and stored.ambient == "unobserved"
+            if refill:
+                stored.ambient = "observed"
+            return refill, stored.ambient == "device"
         if first is not None:
-            stored.ambient = "observed" if observe else "unobserved"
-        elif torch._C._current_graph_task_id() != -1:
-            return observe and stored.ambient == "unobserved"
+            stored.ambient = "device" if isinstance(first, Tensor) else "observed" if observe else "unobserved"
         elif grads or self.training:
             stored.ambient = ""
-        return first
+        if first is True:
+            if stored.entry is ambient.outer_first and stored.is_fresh(self.weight_parts()):
+                return False, True  # the layer was called before in this block
+            stored.entry = ambient.outer_first
+        return first, False
+
+    @while_tracing
+    def _has_columns(self) -> bool:
+        return self._codes.has(self, "column")
+
+    @while_tracing
+    def _first_in_block(self) -> bool:
+        """Whether the graph being traced, in a block that was entered outside of it, meets this layer for the first
+        time."""
+        return ambient.first is None or is_first_in_graph(self._codes)
 
     def _check_held(self, recipe: Recipe, own: Sequence[Any]) -> None:
         """Codes serve the recipe that made them, and the layer takes all of them at once."""
@@ -297,11 +333,12 @@ class Quantized(nn.Module):
         amaxes, slots = self._weight_scaling(recipe, observe)
         self._codes.fill(self, self.whole_weight(), recipe, column=column, amaxes=amaxes, scaling=slots, skip=skip)
 
-    def _refresh_in_graph(self, recipe: Recipe, first: bool, grads: str, observe: bool, skip: Tensor | None) -> None:
+    def _refresh_in_graph(
+        self, recipe: Recipe, first: bool, column: bool, observe: bool, skip: Tensor | None, trains: bool
+    ) -> None:
         """The same, while a graph is traced: buffers that are missing are made and filled now, once; the graph
         refreshes them where it is told to. Whether a weight has changed is not for a graph to see."""
-        column = "x" in grads and recipe.linear().dgrad.right is not None
-        self._make_cache(recipe.key, column, observe and not first, "w" in grads)
+        self._make_cache(recipe.key, column, observe and not first, trains)
         stored = self._codes.recipe
         if stored is None or stored.key != recipe.key:  # never now; read here, it is a guard of the graph
             raise UnsupportedConfig(f"The weight cache holds codes of {stored}, and {recipe} is in force.")

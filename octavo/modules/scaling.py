@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.delayed import LETTERS
@@ -46,39 +46,21 @@ def listen(module: nn.Module) -> None:
 
 @cache
 def _hear_optimizers() -> None:
-    inside: list[torch.optim.Optimizer] = []  # steps that have begun: an optimizer may step others in its own
-
-    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in inside:  # the last step of it raised
-            del inside[inside.index(optimizer) :]
-        inside.append(optimizer)
-
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer in inside:
-            del inside[inside.index(optimizer) :]
-        if inside and _shares(inside[0], optimizer):  # counted when that one is through
-            return
         moved = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        found = [
-            module._scaling for module in list(_LISTENERS)
-            if module._scaling.recipe is not None and any(id(p) in moved for p in module.trained_by())
-        ]  # fmt: skip
-        for scaling in found:
-            scaling.updated()
+        found = []
+        for module in list(_LISTENERS):
+            own = [p for p in module.trained_by() if id(p) in moved] if module._scaling.recipe is not None else []
+            if own:
+                module._scaling.updated(sum([p._version for p in own]))
+                found.append(module._scaling)
         late = [scaling for scaling in found if scaling.is_late()]
         for scaling in late:  # once a model, not once a layer
             scaling.said = True
         if late:
             say_late(stacklevel=4)  # past this, and the frame in which torch calls it
 
-    register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
-
-
-def _shares(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer holds a parameter of one that it steps, so that its own step counts for both."""
-    own = {id(p) for group in outer.param_groups for p in group["params"]}
-    return any(id(p) in own for group in inner.param_groups for p in group["params"])
 
 
 class Scaling:
@@ -93,13 +75,14 @@ class Scaling:
         self._forwards = 0
         self._version: int | None = None  # of the weight, when it was last seen
         self._updates = 0  # of the weight since the last step
+        self._counted: int | None = None  # the version of the weights that the last of them made
         self.said = False  # that a step is overdue
         self.origin = ""  # of what it remembers: "state" that was loaded, its "own" steps, or "weights" loaded alone
         self._views: dict[str, tuple[Tensor, ...]] = {}  # of buffers: making them takes longer than launching a kernel
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has weights of other versions, and forwards and updates of its own to come
-        return {**self.__dict__, "_views": {}, "_version": None, "_forwards": 0, "_updates": 0}
+        return {**self.__dict__, "_views": {}, "_version": None, "_counted": None, "_forwards": 0, "_updates": 0}
 
     def refusal(self, recipe: Recipe) -> str:
         """Why this memory cannot follow a recipe; empty if it can."""
@@ -186,9 +169,11 @@ class Scaling:
         if self.origin == "weights":
             self.say_unrestored()
 
-    def updated(self) -> None:
-        """The same, told by an optimizer: a graph counts nothing."""
-        self._updates += 1
+    def updated(self, version: int) -> None:
+        """The same, told by an optimizer: a graph counts nothing. Of two that end a step at one version of the weights,
+        one has stepped the other."""
+        self._updates += version != self._counted
+        self._counted = version
         self._version = None
         if self.origin == "weights":
             self.say_unrestored()

@@ -3,7 +3,7 @@
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ def select(
 
 def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]]:
     """id of a layer to (reason, sentence), for the layers of these kinds."""
-    kinds = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    kinds = (kinds,) if isinstance(kinds, str) or not isinstance(kinds, Iterable) else tuple(kinds)
     for kind in kinds:
         if kind not in HIGH_PRECISION:
             raise UnsupportedConfig(
@@ -110,12 +110,16 @@ def _routers(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """(id, how it was found) of layers that predict tokens. A vocabulary's size is a hint, and asked for last."""
-    named = list(_named_heads(model)) + list(_tied_heads(model))
-    yield from named or _vocabulary_heads(model)
+    """(id, how it was found) of layers that predict tokens. A vocabulary's size is a hint, for layers outside of the
+    modules that have named theirs."""
+    known: set[int] = set()
+    yield from _named_heads(model, known)
+    yield from _tied_heads(model)
+    yield from (found for found in _vocabulary_heads(model) if found[0] not in known)
 
 
-def _named_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
+def _named_heads(model: nn.Module, known: set[int]) -> Iterator[tuple[int, str]]:
+    """Heads by `get_output_embeddings`; adds the ids of all layers in modules that have such a head to `known`."""
     for module in model.modules():
         ask = getattr(module, "get_output_embeddings", None)
         if not callable(ask):
@@ -125,6 +129,7 @@ def _named_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
         except Exception:  # a model without a head may say so by raising
             continue
         if isinstance(head, nn.Module):
+            known.update(id(layer) for _, layer in _linears(module))
             yield from ((id(layer), "get_output_embeddings() returns it") for _, layer in _linears(head))
 
 
@@ -136,16 +141,25 @@ def _tied_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Layers with as many outputs as an embedding has rows. Where other layers take that many inputs it may be a width:
-    then the one such layer that is in no numbered block."""
-    widths = {m.in_features for _, m in _linears(model)}
-    tables = {m.num_embeddings: path for path, m in model.named_modules() if isinstance(m, nn.Embedding)}
-    for rows, table in tables.items():
-        found = [(path, m) for path, m in _linears(model) if m.out_features == rows]
-        if rows in widths:
-            found = [(path, m) for path, m in found if not any(part.isdigit() for part in path.split("."))]
-            found = found if len(found) == 1 else []
-        yield from ((id(m), f"out_features {rows} is the vocabulary of {table}") for _, m in found)
+    """Layers with as many outputs as the largest embedding has rows, those of positions left out. Where other layers
+    take that many inputs it may be a width: then the one such layer that is in no numbered block."""
+    tables = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Embedding)]
+    tables = [(path, m) for path, m in tables if not _counts_positions(path.rpartition(".")[2].lower())]
+    if not tables:
+        return
+    table, largest = max(tables, key=lambda found: found[1].num_embeddings)
+    rows = largest.num_embeddings
+    tied = any(m._parameters.get("weight") is largest.weight for _, m in _linears(model))
+    found = [] if tied else [(path, m) for path, m in _linears(model) if m.out_features == rows]
+    if rows in {m.in_features for _, m in _linears(model)}:
+        found = [(path, m) for path, m in found if not any(part.isdigit() for part in path.split("."))]
+        found = found if len(found) == 1 else []
+    yield from ((id(m), f"out_features {rows} is the vocabulary of {table}") for _, m in found)
+
+
+def _counts_positions(name: str) -> bool:
+    """Whether an embedding's name says that its rows are positions or types of tokens."""
+    return any(word in name for word in ("pos", "wpe", "type"))
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
@@ -158,13 +172,15 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def excluded(model: nn.Module, exclude: Any) -> dict[str, str]:
     """Path to the entry of `exclude` that leaves it out. An entry is a path, a glob of paths or a class of modules, and
     takes with it all that is inside."""
-    entries: Sequence[Any] = (exclude,) if isinstance(exclude, (str, type)) else tuple(exclude)
+    one = isinstance(exclude, (str, type)) or not isinstance(exclude, Iterable)
+    entries: Sequence[Any] = () if exclude is None else (exclude,) if one else tuple(exclude)
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, str] = {}
     for entry in entries:
         if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
             raise UnsupportedConfig(f"exclude takes paths, globs or classes of modules, got {entry!r}.")
-        roots = [path for path, module in modules.items() if _is_meant(entry, path, module)]
+        exact = isinstance(entry, str) and entry in modules  # a path may have characters that globs use
+        roots = [entry] if exact else [path for path, module in modules.items() if _is_meant(entry, path, module)]
         if not roots:
             raise UnsupportedConfig(_nothing_meant(entry, list(modules)))
         name = repr(entry) if isinstance(entry, str) else entry.__qualname__
@@ -184,7 +200,7 @@ def _nothing_meant(entry: Any, paths: list[str]) -> str:
     if any(path.endswith(f".{entry}") for path in paths):
         return f"exclude={entry!r} is no path of a module in this model. Did you mean '*.{entry}'?"
     near = difflib.get_close_matches(entry, paths, 1)
-    return f"exclude={entry!r} is no path of a module in this model" + (f". Did you mean {near[0]!r}?" if near else ".")
+    return f"exclude={entry!r} is no path of a module in this model." + (f" Did you mean {near[0]!r}?" if near else "")
 
 
 # -- policy ------------------------------------------------------------------------------------------------------------

@@ -42,8 +42,10 @@ class Codes:
         self.recipe: Recipe | None = None  # that they were made by; None: there are none
         self._weights: list[weakref.ref[Tensor]] | None = None  # that they were made from,
         self._states: list[State] = []  # as they were then
-        # whether the last forward that may be recomputed was in an octavo.microbatch, and observed the weight's amax:
-        self.ambient = ""  # "", "observed" or "unobserved"
+        # whether the last forward that may be recomputed was in an octavo.microbatch whose flag was on the device, or
+        # that observed the weight's amax, or not
+        self.ambient = ""  # or "device", "observed", "unobserved"
+        self.entry: object = None  # of a microbatch that they were made in: see octavo.modules.ambient
         self.trained = False  # whether a forward has asked for the weight's gradient
         self._steps = 0  # that optimizers had taken when they were made, or last vouched for
         self._ended = False  # whether a training step has ended since
@@ -51,7 +53,7 @@ class Codes:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy's weight is another tensor: its cache is cold."""
-        return {**self.__dict__, "_weights": None, "_states": [], "_owners": []}
+        return {**self.__dict__, "_weights": None, "_states": [], "_owners": [], "entry": None}
 
     def parts(self, module: nn.Module, side: str) -> Parts:
         buffers = module._buffers
@@ -111,6 +113,15 @@ class Codes:
     def is_cold(self) -> bool:
         """Whether it is not known what they were made from."""
         return self._weights is None
+
+    def is_fresh(self, weights: Sequence[Tensor]) -> bool:
+        """Whether nothing hints at a change of the weights since."""
+        refs = self._weights
+        return (
+            refs is not None and not self._ended and not heard.captures and self._steps == heard.steps
+            and all([ref() is weight for ref, weight in zip(refs, weights, strict=True)])
+            and self._states == [state_of(weight) for weight in weights]
+        )  # fmt: skip
 
     def check_fresh(self, weights: Sequence[Tensor]) -> None:
         known: Sequence[weakref.ref[Tensor] | None] = self._weights or [None] * len(weights)

@@ -94,6 +94,24 @@ def from_meta(rank):
     assert all(p.grad.full_tensor().isfinite().all() for p in model.parameters())
 
 
+def converted_later(rank):
+    """A model that is converted after it was sharded is the one that was converted before."""
+    mesh = init_device_mesh("cpu", (2,))
+    models = [nn.Sequential(nn.Linear(H, H), nn.Linear(H, H)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    octavo.convert(models[0], "fp8-current")
+    for model in models:
+        fully_shard(model, mesh=mesh)
+    assert octavo.convert(models[1], "fp8-current").shares()["converted"].layers == 2
+    x, dy = batch(seed=rank)
+    want, found = (model(x) for model in models)
+    assert_same(found, want)
+    want.backward(dy)
+    found.backward(dy)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        assert_same(q.grad.full_tensor(), p.grad.full_tensor())
+
+
 def whole_weights(rank):
     """What needs all of a weight between calls says so."""
     layer = octavo.Linear(H, H, recipe="fp8-current", delay_wgrad_compute=True)
@@ -113,6 +131,7 @@ def _process(rank, store):
             train("dense", recipe, rank, compiled=compiled)
         train("experts", "fp8-delayed", rank, compiled=compiled)
     from_meta(rank)
+    converted_later(rank)
     whole_weights(rank)
     dist.destroy_process_group()
 

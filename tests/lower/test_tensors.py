@@ -216,3 +216,16 @@ def test_a_collectives_result_is_waited_for(kind, mesh):
     found, want = (torch.autograd.grad(module(t, *extras).sum(), x)[0] for t in (sent, x))
     assert torch.equal(found, want)
     assert torch.equal(octavo.ops.GELU()(all_reduce(x, "sum", mesh)), octavo.ops.GELU()(x))
+
+
+class Marked(nn.Parameter):
+    """A parameter with a name of its own, and nothing else."""
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_marked_parameter_compiles(name):
+    layer = octavo.Linear(16, 16, recipe="fp8-current")
+    setattr(layer, name, Marked(getattr(layer, name).detach()))
+    x = torch.randn(4, 16, requires_grad=True)
+    want = layer(x)
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x), want)

@@ -1,6 +1,8 @@
 """octavo.attach: which optimizer it hooks, through which wrappers, which layers it steps, and what it refuses."""
 
 import gc
+import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -457,3 +459,26 @@ def test_a_refusal_hooks_nothing():
 def test_averaged_copies_of_a_model_are_another_model():
     model = converted()
     refused(AveragedModel(model), SGD(model.parameters(), 0.1), match="holds none")
+
+
+def test_the_work_of_a_step_does_not_grow_with_other_attachments():
+    """An optimizer for each parameter, as where steps are taken during backward: calls of Octavo's functions."""
+
+    def calls(number):
+        model = nn.Sequential(*[octavo.Linear(8, 8, recipe="fp8-current") for _ in range(number)])
+        optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+        handles = [octavo.attach(model, optimizer) for optimizer in optimizers]
+        model(torch.ones(2, 8)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        found = Counter()
+        sys.setprofile(lambda frame, event, _: found.update([event == "call" and "octavo" in frame.f_code.co_filename]))
+        try:
+            optimizers[0].step()
+        finally:
+            sys.setprofile(None)
+        for handle in handles:
+            handle.remove()
+        return found[True]
+
+    assert calls(40) < 6 * calls(10)  # four times as many layers, and not four times four

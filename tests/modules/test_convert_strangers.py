@@ -116,7 +116,7 @@ def left(report):
         (nn.Embedding(9, 32), "embedding", "looked up"),
         (nn.Conv2d(3, 8, 3), "convolution", "convolution"),
         (nn.LSTM(32, 32), "recurrent", "nn.Linear"),
-        (nn.Bilinear(4, 5, 6), "stacked matrices", r"weight \[6, 4, 5\]"),
+        (nn.Bilinear(4, 5, 6), "bilinear", "two inputs"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -472,6 +472,20 @@ def test_the_last_linear_is_no_head_by_being_last():
     assert isinstance(model[1], octavo.Linear)
 
 
+@pytest.mark.parametrize("name", ["pos", "wpe", "position_embeddings", "token_type_embeddings"])
+def test_layers_as_wide_as_there_are_positions_are_no_heads(name):
+    """1024 positions, and 1024 channels of keys and values."""
+    blocks = nn.ModuleList(nn.ModuleDict({"kv": nn.Linear(32, 64), "o": nn.Linear(32, 32)}) for _ in range(2))
+    model = nn.ModuleDict({name: nn.Embedding(64, 32), "blocks": blocks, "input": nn.Linear(8, 64)})
+    assert left(octavo.convert(model, "fp8-current")) == {name: "embedding"}
+
+
+def test_a_head_outside_of_a_module_that_names_its_own():
+    model = nn.ModuleDict({"encoder": Asked(), "tokens": nn.Embedding(90, 32), "lm_head": nn.Linear(32, 90)})
+    reasons = left(octavo.convert(model, "fp8-current"))
+    assert {path for path, reason in reasons.items() if reason == "output head"} == {"encoder.after", "lm_head"}
+
+
 def test_positions_are_no_vocabulary():
     """As many positions as channels: every projection would be a head."""
     model = nn.ModuleDict(
@@ -544,7 +558,26 @@ def test_tables_and_parametrizations_are_no_experts():
 
 def test_many_layers_of_one_class_are_excluded_by_it():
     model = nn.ModuleList(Doubling(8, 8) for _ in range(3))
-    with pytest.raises(UnsupportedConfig, match=r"exclude='0' \(3 layers are of this class: exclude=Doubling\)"):
+    with pytest.raises(UnsupportedConfig, match=r"exclude='0' \(3 layers are of this class: exclude=.*\.Doubling\)"):
+        octavo.convert(model, "fp8-current")
+    plain = nn.ModuleList(nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
+    with pytest.raises(UnsupportedConfig, match=r"exclude='0', or pass"):  # the class is every other layer's too
+        octavo.convert(plain, "fp8-current")
+
+
+def test_no_exclude_and_no_kinds():
+    octavo.convert(Language(), "fp8-current", exclude=None)
+    for argument in ({"exclude": 5}, {"high_precision": None}, {"high_precision": False}):
+        with pytest.raises(UnsupportedConfig, match=f"{next(iter(argument))} takes"):
+            octavo.convert(Language(), "fp8-current", **argument)
+
+
+def test_a_model_on_meta_that_is_converted_twice_does_not_warn():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        octavo.convert(model, "fp8-current")
         octavo.convert(model, "fp8-current")
 
 
@@ -595,6 +628,19 @@ def test_revert_gives_the_fast_path_back():
         assert_same(model(spiky(2, 5, 32)), plain(spiky(2, 5, 32)))
 
 
+def test_an_encoder_with_a_mask_gets_no_nested_tensors():
+    """torch's default: rows of several lengths, for the kernel of the fast path."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    assert model.use_nested_tensor
+    octavo.convert(model, "fp8-current", exclude="layers.0")
+    with torch.no_grad():
+        assert model(spiky(2, 5, 32), src_key_padding_mask=mask).shape == (2, 5, 32)
+    octavo.revert(model)
+    assert model.use_nested_tensor
+
+
 def test_an_encoder_none_of_whose_layers_is_converted_keeps_it():
     model = nn.ModuleList([encoder(), nn.Linear(8, 8)])
     report = octavo.convert(model, "fp8-current", exclude=nn.TransformerEncoderLayer)
@@ -617,3 +663,101 @@ def test_the_example_of_convert_runs():
     (example,) = doctest.DocTestFinder(recurse=False).find(octavo.convert, "convert", globs=names)
     assert example.examples
     assert doctest.DocTestRunner().run(example).failed == 0
+
+
+# -- there and back ----------------------------------------------------------------------------------------------------
+
+
+def test_revert_takes_the_recipe_from_layers_that_convert_gave_it_to():
+    sizes, x = torch.tensor([4, 4]), spiky(8, 32)
+    given, own = octavo.GroupedLinear(2, 32, 32), octavo.GroupedLinear(2, 32, 32, recipe="fp8-block")
+    model, want = nn.ModuleList([given, own]), given(x, sizes)
+    octavo.convert(model, "fp8-delayed")
+    assert not torch.equal(given(x, sizes), want)
+    octavo.revert(model)
+    assert given.recipe is None and str(own.recipe) == "fp8-block"
+    assert_same(given(x, sizes), want)
+    assert octavo.state_dict(model) == {} and not list(given.buffers())
+
+
+@pytest.mark.parametrize("block", [octavo.LayerNormMLP, octavo.LayerNormLinear])
+def test_revert_leaves_blocks_that_run(block):
+    model, x = block(32, 64), spiky(4, 32)
+    want = model(x)
+    octavo.convert(model, "fp8-current")
+    assert not torch.equal(model(x), want)
+    octavo.revert(model)
+    assert_same(model(x), want)
+
+
+def test_settings_reach_layers_that_have_the_recipe_already():
+    model = nn.Sequential(nn.Linear(32, 32), octavo.Linear(32, 32, recipe="fp8-block"))
+    octavo.convert(model, "fp8-current")
+    octavo.convert(model, "fp8-current", fuse_wgrad_accumulation=True)
+    assert model[0].fuse_wgrad_accumulation and not model[1].fuse_wgrad_accumulation
+
+
+def test_a_parametrized_weight_and_tied_layers_are_counted_right():
+    model = nn.ModuleDict({"x": weight_norm(nn.Linear(16, 16)), "y": nn.Linear(16, 16)})
+    shares = octavo.convert(model, "fp8-current", exclude="x").shares()
+    assert {name: share.share for name, share in shares.items()} == {"converted": 0.5, "excluded": 0.5}
+    tied = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+    for layer in tied:
+        layer.weight = tied[0].weight
+    share = octavo.convert(tied, "fp8-current").shares()["converted"]
+    assert (share.layers, share.weights) == (4, 64)
+
+
+def test_both_paths_of_a_shared_layer_have_the_class_that_it_had():
+    shared = nn.Linear(8, 8)
+    rows = list(octavo.convert(nn.ModuleList([shared, shared]), "fp8-current"))
+    assert [row.kind for row in rows] == ["torch.nn.Linear"] * 2
+
+
+def test_a_shared_layer_is_excluded_by_all_its_paths():
+    shared = nn.Linear(8, 8)
+    model = nn.ModuleDict({"a": shared, "b": shared, "c": nn.Linear(8, 8)})
+    with pytest.raises(UnsupportedConfig, match=r"exclude=\['a', 'b'\]"):
+        octavo.convert(model, "fp8-current", exclude="b")
+    octavo.convert(model, "fp8-current", exclude=["a", "b"])
+
+
+def test_a_path_with_characters_of_a_glob():
+    model = nn.ModuleDict({"[x]": nn.Linear(8, 8), "x": nn.Linear(8, 8)})
+    assert left(octavo.convert(model, "fp8-current", exclude="[x]")) == {"[x]": "excluded"}
+
+
+def test_a_forward_that_a_removed_hook_left_behind_is_no_obstacle():
+    layer = nn.Linear(16, 16)
+    layer.forward = layer.forward  # bound, as accelerate's remove_hook_from_module leaves it
+    octavo.convert(layer, "fp8-current")
+    check(layer, "fp8-current", spiky(5, 16), spiky(5, 16, seed=2))
+    layer.forward = layer.forward
+    octavo.revert(layer)
+    assert type(layer) is nn.Linear and "forward" not in vars(layer)
+    layer(spiky(5, 16))
+
+
+def test_revert_refuses_a_forward_that_was_replaced_since():
+    layer = nn.Linear(16, 16)
+    octavo.convert(layer, "fp8-current")
+    layer.forward = lambda x, old=layer.forward: old(x)
+    with pytest.raises(UnsupportedConfig, match=r"would go on calling octavo\.Linear's"):
+        octavo.revert(nn.Sequential(layer))
+    layer(spiky(5, 16))
+
+
+class Reduced(nn.Linear):
+    def __reduce__(self):
+        return Reduced, (self.in_features, self.out_features)
+
+
+def test_a_class_with_a_pickle_of_its_own_is_refused():
+    with pytest.raises(UnsupportedConfig, match="has __reduce__ of its own"):
+        octavo.convert(Reduced(8, 8), "fp8-current")
+
+
+@pytest.mark.parametrize("model", ["x", None, 3])
+def test_revert_takes_a_model(model):
+    with pytest.raises(UnsupportedConfig, match="revert takes a model"):
+        octavo.revert(model)

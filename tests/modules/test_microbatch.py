@@ -285,9 +285,12 @@ def test_a_stale_cache_is_refused_and_the_way_out_named(layer):
 
 def test_layers_without_a_recipe_follow_both_contexts():
     layer = make(None)
-    with octavo.autocast("fp8-current"), octavo.microbatch(first=True):
-        layer(X)
-        assert served(layer) is True
+    with octavo.autocast("fp8-current"):
+        with octavo.microbatch(first=True):
+            layer(X)
+            assert served(layer) is False  # by now it is filled
+        with octavo.microbatch(first=True):
+            assert served(layer) is True
     with octavo.microbatch(first=False):
         layer(X)  # bf16 has nothing to cache
 
@@ -487,3 +490,76 @@ def test_a_checkpoint_around_a_graph_enters_the_block_itself():
         checkpoint(block, batch(i).requires_grad_(), i == 0, use_reentrant=False).square().mean().backward()
         by_hand(batch(i).requires_grad_()).square().mean().backward()
     assert_alike(ours, by_hand)
+
+
+# -- layers that are called twice, and flags on the device -------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """One layer at two depths, as ALBERT has them."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        self.layer = octavo.Linear(32, 32, recipe=recipe)
+
+    def forward(self, x):
+        return self.layer(torch.relu(self.layer(x)))
+
+
+def gradients(model, call, x):
+    model.zero_grad()
+    call(x).sum().backward()
+    return model.layer.weight.grad.clone()
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-block", "mxfp8"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_layer_that_is_called_twice_fills_its_cache_once_a_block(recipe, compiled):
+    torch.manual_seed(0)
+    model, x = Twice(recipe), torch.randn(4, 32)
+    twin = copy.deepcopy(model)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    for _ in range(2):
+        want = gradients(twin, twin, x)
+        with octavo.microbatch(first=True):
+            assert torch.equal(gradients(model, call, x), want)
+        with torch.no_grad():
+            model.layer.weight.mul_(0.5)
+            twin.layer.weight.mul_(0.5)
+        octavo.step(model), octavo.step(twin)
+
+
+def test_a_weight_that_changes_within_a_block_is_quantized_again():
+    layer, x = octavo.Linear(32, 32, recipe="fp8-current"), torch.randn(4, 32)
+    with octavo.microbatch(first=True), torch.no_grad():
+        layer(x)
+        layer.weight.mul_(2.0)
+        again = layer(x)
+    assert torch.equal(again, layer(x))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_in_a_block_whose_flag_is_a_tensor(recipe, reentrant):
+    model = nn.Sequential(octavo.Linear(32, 32, recipe=recipe), octavo.Linear(32, 32, recipe=recipe))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        for i in range(2):
+            x = torch.randn(4, 32, requires_grad=True)
+            with octavo.microbatch(first=torch.tensor(float(i == 0))):
+                y = checkpoint(model, x, use_reentrant=reentrant)
+            y.sum().backward()
+        optimizer.step()
+        octavo.step(model)
+
+
+def test_recomputation_does_not_read_the_block_around_backward():
+    layer, x = octavo.Linear(32, 32, recipe="fp8-current"), torch.randn(4, 32, requires_grad=True)
+    y = checkpoint(layer, x, use_reentrant=False)
+    with octavo.microbatch(first=True):
+        y.sum().backward()
+    with octavo.microbatch(first=True):
+        a, b = checkpoint(layer, x, use_reentrant=False), layer(x)
+        a.sum().backward()
+    b.sum().backward()
+    assert x.grad is not None

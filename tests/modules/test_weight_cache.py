@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 import octavo
@@ -564,3 +565,19 @@ def test_a_compiled_fused_step_makes_a_cache_stale(backend):
         step()
         with pytest.raises(octavo.errors.UnsupportedConfig, match="has changed since"):
             layer(x, is_first_microbatch=False)
+
+
+def test_a_compiled_optimizer_step_is_compiled_once():
+    """The number of steps that were heard is no guard."""
+    layer, x = octavo.Linear(16, 16, recipe="fp8-current"), torch.ones(4, 16)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    compiles = torch._dynamo.testing.CompileCounter()
+    step = torch.compile(optimizer.step, backend=compiles)
+    for _ in range(5):
+        layer(x).sum().backward()
+        step()
+    assert compiles.frame_count <= 2  # the first has no gradients to take over from
+    layer(x, is_first_microbatch=True)
+    step()
+    with pytest.raises(UnsupportedConfig, match="changed since"):
+        layer(x, is_first_microbatch=False)
