@@ -1,6 +1,6 @@
 """GroupedLinear as nodes of a compiled graph: which there are, what they say of themselves, what others make of them.
 
-That they give eager mode's bits is in tests/modules/test_grouped_acceptance.py."""
+That they give eager mode's bits is in tests/modules/test_grouped_compiled.py."""
 
 import functools
 import shutil
@@ -24,8 +24,7 @@ from octavo.kernels.grouped_gemm import reference as grouped_reference
 from octavo.lower import graph
 from octavo.recipes import SHIPPED
 from tests.lower.recorder import recorded, without_gradients
-from tests.modules.oracle import OTHERS, assert_same
-from tests.modules.test_grouped_acceptance import (
+from tests.modules.experts import (
     LAYOUTS,
     ROWS,
     USED,
@@ -43,6 +42,7 @@ from tests.modules.test_grouped_acceptance import (
     sizes,
     step,
 )
+from tests.modules.oracle import OTHERS, assert_same
 
 SAMPLE = ("bf16", "fp8-current", "fp8-delayed", "fp8-block", "nvfp4")
 every = pytest.mark.parametrize("recipe", SHIPPED)
