@@ -211,17 +211,20 @@ def test_one_buffer_for_two_calls_of_a_graph_is_refused(which, backend):
 
 
 def test_two_buffers_for_two_calls_of_a_graph():
-    layer, sizes_ = make(), sizes()
+    layers, sizes_ = [make(), make(seed=7)], sizes()
     outs, grads = [torch.zeros(R, K) for _ in range(2)], [torch.zeros(R, K) for _ in range(2)]
 
-    def call(x):
-        parts = [layer(x * (i + 1), sizes_, out=outs[i], dgrad_out=grads[i]) for i in range(2)]
-        return torch.relu(parts[0]) + torch.relu(parts[1])
+    def call(*inputs):  # nothing but our nodes: what lies between them would be C++ for Inductor to compile
+        given = zip(layers, inputs, outs, grads, strict=True)
+        return [layer(x, sizes_, out=out, dgrad_out=dx) for layer, x, out, dx in given]
 
-    x, twin = leaf(), leaf()
-    torch.compile(call, fullgraph=True)(x).sum().backward()
-    call(twin).sum().backward()
-    assert torch.equal(x.grad, twin.grad)
+    found = []
+    for run in (torch.compile(call, fullgraph=True), call):
+        inputs = [leaf(seed) for seed in range(2)]
+        parts = run(*inputs)
+        (torch.relu(parts[0]) + torch.relu(parts[1])).sum().backward()
+        found.append([*[y.detach().clone() for y in parts], *[x.grad.clone() for x in inputs]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_one_gradient_buffer_for_two_calls_of_a_backward_is_refused():

@@ -8,12 +8,12 @@ from torch import nn
 
 import octavo
 
-# -- changed before backward -------------------------------------------------------------------------------------------
-
-
 G, K, N, R = 3, 32, 48, 32
 EACH = {"single_grouped_weight": False, "single_grouped_bias": False}
 each = pytest.mark.parametrize("layout", [{}, EACH], ids=["single", "per group"])
+
+
+# -- changed before backward -------------------------------------------------------------------------------------------
 
 
 def sizes():

@@ -224,6 +224,12 @@ def test_the_next_step_with_a_right_buffer_is_right(wrong):
     assert_same(layer.weight.main_grad, want)
 
 
+def test_a_buffer_that_overlaps_itself_is_refused():
+    layer, (x, dy) = fused(main_grad=torch.zeros(1).expand(N, K)), batch()
+    with pytest.raises(UnsupportedShape, match=r"strides \(0, 0\)"):
+        layer(x).backward(dy)
+
+
 def test_a_layer_that_does_not_fuse_leaves_main_grad_alone():
     layer = make("fp8-current", K, N)
     layer.weight.main_grad = torch.ones(N, K)

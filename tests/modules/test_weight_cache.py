@@ -6,12 +6,13 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.modules import optimizers, weights
 from octavo.recipes import SHIPPED
-from tests.modules.oracle import QUANTIZED, assert_result, check, differs, expected, make, run, spiky
+from tests.modules.oracle import QUANTIZED, assert_result, assert_same, check, differs, expected, make, run, spiky
 
 every = pytest.mark.parametrize("recipe", SHIPPED)
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
@@ -270,6 +271,29 @@ def test_bf16_takes_the_flag_and_holds_nothing():
     for flag in (True, False, None):
         check(layer, "bf16", x, dy, is_first_microbatch=flag)
     assert not addresses(layer)
+
+
+@quantized
+def test_a_cache_filled_for_another_tensor_is_not_used(recipe):
+    layer, x = make(recipe), batch(0)[0]
+    for scale in (1.0, 2.0):
+        weights = {"weight": layer.weight.detach() * scale}
+        y = functional_call(layer, weights, (x,), {"is_first_microbatch": True})
+        want = make(recipe)
+        with torch.no_grad():
+            want.weight.mul_(scale)
+        assert_same(y.detach(), want(x).detach())
+    with pytest.raises(UnsupportedConfig, match="another tensor"):
+        layer(x, is_first_microbatch=False)
+
+
+def test_a_stale_cache_is_refused_even_where_a_column_is_missing():
+    layer, x = make("fp8-current"), batch(0)[0]
+    with torch.no_grad():
+        layer(x, is_first_microbatch=True)
+        layer.weight.mul_(2)
+    with pytest.raises(UnsupportedConfig, match="changed since"):
+        layer(x.requires_grad_(), is_first_microbatch=False)
 
 
 # -- what vouches for a cache ----------------------------------------------------------------------------------------
