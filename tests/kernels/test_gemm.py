@@ -98,7 +98,7 @@ def assert_exact(found, want):
     assert torch.equal(found, want), f"{(found != want).sum()} of {found.numel()} differ"
 
 
-# -- F1: the three GEMMs of every recipe ---------------------------------------------------------------------------
+# -- the three GEMMs of every recipe -------------------------------------------------------------------------------
 
 
 def operands(recipe, gemm_name, m, n, k, dtype=torch.bfloat16):
@@ -203,7 +203,7 @@ def test_empty_plain_tensors():
     assert gemm(torch.empty(0, 4), torch.empty(5, 4)).shape == (0, 5)
 
 
-# -- F3: bias, out, accumulate -------------------------------------------------------------------------------------
+# -- bias, out, accumulate -----------------------------------------------------------------------------------------
 
 
 @pairs
@@ -264,7 +264,7 @@ def test_operands_are_left_alone():
     assert all(torch.equal(t, u) for t, u in zip((t for q in (a, b) for t in q.tensors()), before, strict=True))
 
 
-# -- F4: padding and batching change nothing -----------------------------------------------------------------------
+# -- padding and batching change nothing ---------------------------------------------------------------------------
 
 
 def padded(x, rows, columns):
@@ -306,7 +306,7 @@ def test_the_order_of_threads_does_not_matter():
     assert_exact(found[0], found[1])
 
 
-# -- F5: alpha -----------------------------------------------------------------------------------------------------
+# -- alpha ---------------------------------------------------------------------------------------------------------
 
 
 def test_global_scales_enter_as_one_float32_product():
@@ -328,7 +328,7 @@ def test_the_turn_cancels_in_the_product():
     assert (decoded - x.double()).norm() / x.double().norm() < 0.13
 
 
-# -- F6 and other refusals -----------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------------
 
 
 def q(spec, rows=4, k=32):
