@@ -15,12 +15,13 @@ import octavo.quant as Q
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.gemm import gemm
+from octavo.recipes import SHIPPED
 
 CODE = {
     torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
     torch.float8_e5m2: ml_dtypes.float8_e5m2,
 }
-RECIPES = ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "fp8-block(scale='fp32')", "mxfp8", "nvfp4"]
+RECIPES = [*(name for name in SHIPPED if name != "bf16"), "fp8-block(scale='fp32')"]
 GEMMS = ["fprop", "dgrad", "wgrad"]
 SEED = torch.tensor([11, 4])
 
