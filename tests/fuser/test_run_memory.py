@@ -43,7 +43,12 @@ def test_a_result_may_be_written_to():
         linear(),
     ):
         for x in (rows(), rows().view(2, 4, H)):
-            model(x.requires_grad_()).add_(1).sum().backward()
+            leaf, twin = x.clone().requires_grad_(), x.clone().requires_grad_()
+            y, want = model(leaf), model(twin)
+            y.add_(1).sum().backward()
+            want.sum().backward()
+            assert torch.equal(y, want + 1)
+            assert torch.equal(leaf.grad, twin.grad)
 
 
 def test_gradients_that_are_views_or_the_same_twice():

@@ -41,3 +41,4 @@ def test_scales_that_are_stepped_are_not():
                 optimizer.step()
                 if not attached:
                     octavo.step(layer)
+        assert octavo.state_dict(layer)["scaling.forward.history"].count_nonzero(1).tolist() == [4, 4]

@@ -400,8 +400,9 @@ def test_the_ops_pass_opcheck(recipe):
     seed = layer._buffers.get("rounding_seed")
     tensors = [t for t in (*inputs[:3], *inputs.scaling, seed) if t is not None]
     plan = f"{graph.DIGEST}|linear|1,1,1,t0,t0,t0,t{len(inputs.scaling)},t0|00{int(seed is not None)}|{key}"
-    torch.library.opcheck(torch.ops.octavo.run.default, (tensors[::-1], plan), test_utils=(
-        "test_schema", "test_autograd_registration", "test_faketensor"))  # fmt: skip
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    found = torch.library.opcheck(torch.ops.octavo.run.default, (tensors[::-1], plan), test_utils=tests)
+    assert found == dict.fromkeys(tests, "SUCCESS")
 
 
 def on_a_gpu(tensor):

@@ -607,6 +607,11 @@ def test_a_layer_that_is_not_strict_runs_outside_with_a_word_about_it():
 
 def test_without_cuda_graphs_any_buffer_will_do():
     layer, (x, dy) = experts("fp8-current"), batch()
-    for options in ({"backend": "aot_eager"}, {"backend": "eager"}):
+    want = step(layer, x, dy)
+    for backend in ("aot_eager", "eager"):
         torch._dynamo.reset()
-        step(layer, x, dy, call=torch.compile(layer, fullgraph=True, **options), out=torch.zeros(ROWS, N))
+        out = torch.full((ROWS, N), 7.0)
+        found = step(layer, x, dy, call=torch.compile(layer, fullgraph=True, backend=backend), out=out)
+        assert_same(out[:USED], want["y"][:USED], backend)
+        assert (out[USED:] == 7).all()
+        assert_steps({name: found[name] for name in ("dx", "dw", "db")}, {n: want[n] for n in ("dx", "dw", "db")})

@@ -36,6 +36,7 @@ from tests.modules.experts import (
     slices,
 )
 from tests.modules.oracle import QUANTIZED, assert_same, graphs_of, spiky
+from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -547,14 +548,10 @@ def nothing_read_back():
     def refuse(*_, **__):
         raise AssertionError("a tensor was read on the host")
 
-    with pytest.MonkeyPatch.context() as patch:
+    with no_waiting(), pytest.MonkeyPatch.context() as patch:
         for name in ("item", "tolist", "cpu", "numpy"):
             patch.setattr(torch.Tensor, name, refuse)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        yield
 
 
 @every

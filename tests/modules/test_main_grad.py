@@ -178,7 +178,8 @@ def test_a_frozen_weight_needs_no_buffer():
 
 def test_inference_needs_no_buffer():
     with torch.no_grad():
-        fused()(batch()[0])
+        y = fused()(batch()[0])
+    assert_same(y, make("fp8-current", K, N)(batch()[0]).detach())
 
 
 # -- errors, in backward ---------------------------------------------------------------------------------------------

@@ -452,10 +452,16 @@ def test_a_teacher_and_a_frozen_layer_keep_their_caches_while_another_model_trai
     teacher, frozen, student = (make("fp8-current", seed=i) for i in range(3))
     frozen.requires_grad_(False)
     chosen = torch.optim.AdamW(student.parameters(), lr=0.1, fused=True)
+    x, dx = batch(0)[0], None
+    with torch.no_grad():
+        taught = teacher(x)
     for step in range(3):
         with torch.no_grad():
-            teacher(batch(0)[0], is_first_microbatch=step == 0)
-        frozen(batch(0)[0].requires_grad_(), is_first_microbatch=step == 0).sum().backward()
+            assert_same(teacher(x, is_first_microbatch=step == 0), taught)
+        leaf = x.clone().requires_grad_()
+        frozen(leaf, is_first_microbatch=step == 0).sum().backward()
+        assert dx is None or torch.equal(leaf.grad, dx)
+        dx = leaf.grad
         accumulate(student, True, False)
         chosen.step()
 
