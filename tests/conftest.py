@@ -14,6 +14,9 @@ import torch
 from hypothesis import settings
 from torch._dynamo.utils import counters
 
+# pytest listens to every logger, and for whoever listens torch.compile writes out its graphs: a third of its time
+logging.getLogger("torch.__trace").disabled = True
+
 # the machines that run this vary by a factor of ten in speed: no deadlines, and the same examples every time
 settings.register_profile("octavo", deadline=None, derandomize=True)
 settings.load_profile("octavo")
@@ -54,8 +57,7 @@ def _no_tapes() -> None:
 
 
 @pytest.fixture
-def fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_compiler() -> None:
     """Graphs of other tests are forgotten, and the counters of torch.compile begin at zero."""
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)  # a third of the time under pytest

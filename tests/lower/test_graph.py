@@ -25,14 +25,10 @@ from octavo.recipes import SHIPPED
 from tests.lower.recorder import recorded
 from tests.modules.oracle import QUANTIZED, assert_same, graphs_of, make, spiky
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 every = pytest.mark.parametrize("recipe", SHIPPED)
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
 
 
 def compiled(call, **settings):

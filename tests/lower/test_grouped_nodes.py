@@ -44,16 +44,12 @@ from tests.modules.experts import (
 )
 from tests.modules.oracle import OTHERS, assert_same
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 SAMPLE = ("bf16", "fp8-current", "fp8-delayed", "fp8-block", "nvfp4")
 every = pytest.mark.parametrize("recipe", SHIPPED)
 sample = pytest.mark.parametrize("recipe", SAMPLE)
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on a CPU")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
