@@ -12,9 +12,8 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="octavo
 import pytest
 import torch
 from hypothesis import settings
-from torch._dynamo.utils import counters
 
-# pytest listens to every logger, and for whoever listens torch.compile writes out its graphs: a third of its time
+# pytest listens to every logger, and for whoever listens torch.compile writes out its graphs: an eighth of its time
 logging.getLogger("torch.__trace").disabled = True
 
 # the machines that run this vary by a factor of ten in speed: no deadlines, and the same examples every time
@@ -59,5 +58,7 @@ def _no_tapes() -> None:
 @pytest.fixture
 def fresh_compiler() -> None:
     """Graphs of other tests are forgotten, and the counters of torch.compile begin at zero."""
+    from torch._dynamo.utils import counters
+
     torch._dynamo.reset()
     counters.clear()

@@ -12,7 +12,7 @@ ROOT = Path(octavo.__file__).parent.parent
 
 
 def output_of(script: str) -> str:
-    """What a script prints; it must end without an error."""
+    """Runs a script, which must end without an error, and returns what it prints."""
     command, environment = [sys.executable, "-c", textwrap.dedent(script)], {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stderr

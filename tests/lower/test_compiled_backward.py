@@ -112,7 +112,7 @@ def test_hooks_around_a_graph_whose_backward_writes_are_exact_or_refused(recipe,
 
 @pytest.mark.parametrize("recipe", STATELESS)
 def test_a_graph_saves_no_more_bytes_than_eager(recipe):
-    """What the module owns, its weight and its buffers, costs nothing to save."""
+    """The module's own weight and buffers cost nothing to save."""
     layer, twin = pair(recipe)
     hooks = []
     for m, call in ((layer, compiled(layer)), (twin, twin)):

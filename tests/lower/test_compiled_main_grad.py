@@ -76,7 +76,7 @@ def test_grad_added_to_main_grad_is_set_and_zeros_make_the_hooks_fire(recipe, fl
 @pytest.mark.parametrize("hook", ["register_hook", "register_post_accumulate_grad_hook"])
 @pytest.mark.parametrize("how", ["fuse_wgrad_accumulation", "delay_wgrad_compute"])
 def test_hooks_that_a_graph_would_call_with_none_are_refused(how, hook):
-    """Of a weight that gets no gradient in backward: eager mode does not call them then, and a graph cannot help it."""
+    """A weight that gets no gradient in backward: eager mode does not call its hooks then, and a graph would."""
     layer = make("fp8-current", **{how: True})
     layer.weight.main_grad = torch.zeros(N, K)
     getattr(layer.weight, hook)(lambda _: None)

@@ -63,7 +63,7 @@ def named(layer, kind):
 
 
 def own(layer, kind="weight"):
-    """What each group has of it: views of the one parameter, or each one's own."""
+    """Each group's share of it: views of the one parameter, or each one's own."""
     found = named(layer, kind)
     return list(found[kind].detach()) if kind in found else [p.detach() for p in found.values()]
 
@@ -174,7 +174,7 @@ def assert_steps(found, want, what=""):
 
 
 def assert_state(a, b):
-    """What recipes remember."""
+    """Recipes remember the same in both."""
     want = octavo.state_dict(b)
     assert octavo.state_dict(a).keys() == want.keys()
     for key, value in octavo.state_dict(a).items():

@@ -109,7 +109,7 @@ def spec_of(recipe) -> Q.Quantizer:
 
 
 def codes_of(recipe, x: Tensor) -> Q.QTensor:
-    """What a recipe's fprop makes of x; delayed scaling begins with a multiplier of 1."""
+    """The codes of x in a recipe's fprop; delayed scaling begins with a multiplier of 1."""
     return spec_of(recipe).quantize(x, **({"encode": torch.ones(1)} if octavo.recipe(recipe).stateful else {}))
 
 

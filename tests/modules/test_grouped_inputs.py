@@ -1,4 +1,4 @@
-"""What x, dy and m_splits of a GroupedLinear may be, and how others are refused."""
+"""Inputs of a GroupedLinear: strides, leading dims, sizes, dtypes and devices, taken or refused in a sentence."""
 
 import pytest
 import torch

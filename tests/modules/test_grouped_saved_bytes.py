@@ -1,4 +1,4 @@
-"""What a GroupedLinear keeps for backward and for backward_dw, in bytes, and when it lets go of it."""
+"""Bytes that a GroupedLinear keeps for backward and for backward_dw, and when it lets go of them."""
 
 import gc
 import weakref
@@ -73,7 +73,7 @@ def test_what_was_kept_goes_with_backward(recipe, layout):
 
 
 def living_bytes():
-    """Of all tensors that Python holds, each storage once."""
+    """Bytes of all tensors that Python holds, each storage once."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():

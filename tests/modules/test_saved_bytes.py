@@ -1,4 +1,4 @@
-"""What a layer keeps for backward, in bytes: the codes that backward multiplies, not the activation they came from."""
+"""Bytes that a layer keeps for backward: the codes that backward multiplies, not the activation they came from."""
 
 import pytest
 import torch
