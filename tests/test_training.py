@@ -39,7 +39,7 @@ def checkpoints():
         if step in CHECKPOINTS:
             found.append({name: weight.clone() for name, weight in model.state_dict().items()})
 
-    train.optimize(model, model, batches(CHECKPOINTS[-1], PLAN.batch, 0), PLAN, keep)
+    train.optimize(model, model, batches(CHECKPOINTS[-1], PLAN.batch, 0), PLAN, keep, quantized=False)
     return found
 
 
