@@ -1,6 +1,7 @@
 """Set before torch is imported: some virtual machines die on bfloat16 matmuls, and compiler caches are a test's own."""
 
 import gc
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,9 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="octavo
 import pytest
 import torch
 from hypothesis import settings
+
+# pytest listens to every logger, and for whoever listens torch.compile writes out its graphs: an eighth of its time
+logging.getLogger("torch.__trace").disabled = True
 
 # the machines that run this vary by a factor of ten in speed: no deadlines, and the same examples every time
 settings.register_profile("octavo", deadline=None, derandomize=True)
@@ -49,3 +53,12 @@ def _no_tapes() -> None:
     from octavo.lower import tape
 
     tape.forget()
+
+
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Graphs of other tests are forgotten, and the counters of torch.compile begin at zero."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()

@@ -70,7 +70,7 @@ def positive_codes_and_values(oracle_type, largest: float) -> tuple[np.ndarray, 
     return codes[finite], values[finite]
 
 
-# ---------------------------------------------------------------------------------------------------------- A1 decode
+# ------------------------------------------------------------------------------------------------------------- decode
 
 
 @signed
@@ -118,7 +118,7 @@ def test_every_e8m0_byte_decodes_to_a_power_of_two_and_255_to_nan():
     assert math.isnan(values[255])
 
 
-# ---------------------------------------------------------------------------------------------------------- A2 encode
+# ------------------------------------------------------------------------------------------------------------- encode
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -225,7 +225,7 @@ def test_e8m0_codes_are_fixed_points():
     assert torch.equal(E8M0.encode(E8M0.decode(codes)), codes)
 
 
-# --------------------------------------------------------------------------------- A3, A4 zeros and subnormals
+# ---------------------------------------------------------------------------------------- zeros and subnormals
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -268,7 +268,7 @@ def test_ties_named_by_the_specification(fmt, value, expected, dtype):
     assert fmt.decode(fmt.encode(x)).tolist() == [expected, -expected]
 
 
-# --------------------------------------------------------------------------------------------------- A5 saturation
+# ------------------------------------------------------------------------------------------------------ saturation
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_an_infinity_stays_visible_where_the_format_can_say_it(fmt, oracle_type,
     np.testing.assert_array_equal(fmt.decode(fmt.encode(x)).tolist(), [*infinite, largest])
 
 
-# ---------------------------------------------------------------------------------------------------------- A6 NaN
+# ------------------------------------------------------------------------------------------------------------- NaN
 
 
 @signed
@@ -309,7 +309,7 @@ def test_e8m0_nan_ignores_sign():
     assert code_bytes(E8M0.encode(torch.tensor([NAN, -NAN]))).tolist() == [255, 255]
 
 
-# ------------------------------------------------------------------------------------------------------ A7 nibbles
+# --------------------------------------------------------------------------------------------------------- nibbles
 
 
 def test_every_pair_of_nibbles_packs_low_first_and_comes_back():
@@ -359,7 +359,7 @@ def test_integers_are_refused_by_name(fmt, dtype):
         fmt.encode(torch.ones(4, dtype=dtype))
 
 
-# -- A8: eager == compiled --------------------------------------------------------------------------------------------
+# -- eager == compiled ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

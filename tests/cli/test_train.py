@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+import octavo
 from octavo.cli import corpus, main, train
 from octavo.cli.gpt import BYTES, GPT, Shape
 from octavo.cli.progress import LINES, Progress
@@ -113,9 +114,13 @@ def test_every_recipe_starts_from_the_same_weights_and_batches():
 
 
 @pytest.mark.filterwarnings("error")
-def test_delayed_scaling_is_stepped():
-    """A run that forgot octavo.step would be warned."""
+def test_delayed_scaling_is_stepped(monkeypatch):
+    """A run that forgot octavo.step would be warned, and its windows would stay empty."""
+    models = []
+    monkeypatch.setattr(train, "GPT", lambda *given, **more: models.append(GPT(*given, **more)) or models[-1])
     trained("fp8-delayed", steps=6)
+    windows = [value for key, value in octavo.state_dict(models[0]).items() if key.endswith("history")]
+    assert windows and all((window.count_nonzero(1) == 6).all() for window in windows)
 
 
 # -- the model -------------------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
-"""Operations of our own, as a reader of the docs would write them: with parameters, keywords, extra inputs and outputs,
-and the old way."""
+"""Operations and fused ones as a reader of the docs would write them: with parameters, keywords, extra inputs and
+outputs, the old way; and classes made of functions that are given."""
 
 import torch
 from torch import nn
 
+import octavo
 from octavo import ops, values
+from tests.fuser.models import H
+from tests.modules.oracle import spiky
 
 
 @values.register("tests-power")
@@ -146,3 +149,47 @@ class Legacy(ops.BasicOperation):
     def op_backward(self, ctx, dy):
         (x,) = ctx.saved_tensors
         return 2 * x * ctx.gain * dy, ((dy * x * x).flatten(0, -2).sum(0),)
+
+
+class LinearGelu(ops.FusedOperation):
+    """The backward of a Linear and a GELU in one."""
+
+    @staticmethod
+    def fuser_backward(configs, saved, grads, wants):
+        h, x, w = saved[1][0], saved[0][0], saved[0][3]
+        dh = torch.ops.aten.gelu_backward(grads[0], h, approximate="tanh")
+        return (dh @ w, dh.T @ x, dh.sum(0), *[None] * 5), (None,) * 4
+
+
+# -- made of functions that are given ----------------------------------------------------------------------------------
+
+
+def define(body, base=ops.BasicOperation, name="Made"):
+    """A class of operations with these functions."""
+    return type(name, (base,), dict(body))
+
+
+def fused(name, compute=None, save=None, backward=None, pattern=(Doubled, Doubled)):
+    """A joint rule whose functions are right but for those that are given."""
+    body = {
+        "fuser_forward_compute": compute or (lambda configs, inputs: (4 * inputs[0].x, ((), ()), ((), ()))),
+        "fuser_forward_save_ctx": save or (lambda configs, inputs, outputs, fresh: ((), ())),
+        "fuser_backward": backward or (lambda configs, saved, grads, wants: ((4 * grads[0],), (None,))),
+    }
+    made = define({k: staticmethod(v) for k, v in body.items()}, ops.FusedOperation, name)
+    return ops.Joint(ops.Rule("quadruple", pattern, made))
+
+
+def quadruple(rule):
+    """4x, by a rule that `fused` gave."""
+    return octavo.Sequential(Doubled(), Doubled(), rules=(rule,))
+
+
+def stepped(model, call=None):
+    """One step, whatever comes of it."""
+    (model if call is None else call)(spiky(4, H).requires_grad_()).sum().backward()
+
+
+def computes(make):
+    """A compute for `fused` that makes y of x."""
+    return {"compute": lambda configs, inputs: (make(inputs[0].x), ((), ()), ((), ()))}

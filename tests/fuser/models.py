@@ -52,6 +52,11 @@ def fill(model, seed=1):
     return model
 
 
+def linear(**settings):
+    """A layer that keeps the width."""
+    return octavo.Linear(H, H, **settings)
+
+
 def mlp(recipe=None, *, norm=ops.RMSNorm, act=ops.SwiGLU, bias=False, dtype=torch.float32, linear=None, **settings):
     """Norm, Linear, activation, Linear; `linear`: settings of both layers."""
     width = 2 * FFN if ACTIVATIONS[act.NAME].gated else FFN
@@ -79,6 +84,11 @@ def batch(*lead, seed=0, dtype=torch.float32, width=H, out=H):
     """x and dy, signed, with outliers."""
     lead = lead or (M,)
     return spiky(*lead, width, seed=seed, dtype=dtype, size=8.0), spiky(*lead, out, seed=90 + seed, dtype=dtype)
+
+
+def rows(n=8):
+    """Rows that no earlier call gave."""
+    return torch.randn(n, H)
 
 
 def whole(*shape, seed=0, dtype=torch.float32):

@@ -18,6 +18,7 @@ from octavo import ops
 from octavo.errors import UnsupportedConfig
 from tests.fuser.models import assert_state, fill, recipes, unfused
 from tests.modules.oracle import assert_same, spiky
+from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -440,8 +441,5 @@ def test_nothing_waits_for_the_device():
     static = Static(True)
     model = grouped_model("fp8-current")
     run(model, static)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         run(model, static)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -1,4 +1,4 @@
-"""Named channels (C1-C13): an extra output of one operation is an extra input of a later one, inside one Sequential.
+"""Named channels: an extra output of one operation is an extra input of a later one, inside one Sequential.
 
 Data are small integers, so that sums of gradients are exact in any order."""
 
@@ -37,7 +37,7 @@ def linear_gradients(layer, x, dy):
     return dy @ layer.weight.detach(), dy.T @ x
 
 
-# -- C1, C2, C5, C6, C9: what comes in and what goes out ---------------------------------------------------------------
+# -- what comes in and what goes out -----------------------------------------------------------------------------------
 
 
 def test_a_residual_inside_one_sequential():
@@ -128,7 +128,7 @@ def test_slots_of_one_operation_are_bound_one_by_one():
     assert_equal(step(model, x, (dy, d0)), [2 * x + 2, x + 1, 2 * dy + d0])
 
 
-# -- C4, C11: fan-out, and outputs that are made -----------------------------------------------------------------------
+# -- fan-out, and outputs that are made --------------------------------------------------------------------------------
 
 
 def test_two_consumers_and_the_caller():
@@ -188,7 +188,7 @@ def test_a_gradient_reaches_parameters_through_a_channel_alone():
     assert dx is None and torch.equal(db, dy.sum(0))
 
 
-# -- C3, C10: a fusion that owns a channel -----------------------------------------------------------------------------
+# -- a fusion that owns a channel --------------------------------------------------------------------------------------
 
 
 def seventeen(configs, inputs):
@@ -271,7 +271,7 @@ def test_a_fusion_that_leaves_out_an_output_for_a_later_operation_is_refused():
         model(whole(M, H))
 
 
-# -- C7, C8, C13: bindings that make no sense --------------------------------------------------------------------------
+# -- bindings that make no sense ---------------------------------------------------------------------------------------
 
 
 def duplicate_within_one():
@@ -365,7 +365,7 @@ def test_a_slice_that_cuts_a_channel_is_a_value_error():
         residual(ops.Identity())[1:]
 
 
-# -- C12: across ordinary modules, and nested --------------------------------------------------------------------------
+# -- across ordinary modules, and nested -------------------------------------------------------------------------------
 
 
 def test_a_channel_across_ordinary_modules():

@@ -1,5 +1,5 @@
-"""Sequentials under torch.compile, and what else is done to whole models (Y1-Y4, Y6, Y9, Y11, Y13, Y14): bit for bit
-what eager mode gives, in as many nodes as `explain` says there are runs.
+"""Sequentials under torch.compile, and what else is done to whole models: bit for bit what eager mode gives, in as
+many nodes as `explain` says there are runs.
 
 Graphs run as they were traced (aot_eager), but for a sample of Inductor; most of the grid is behind the marker slow."""
 
@@ -58,7 +58,7 @@ def runs(model, *inputs):
     return len(model.explain(*given).runs)
 
 
-# -- Y9: nodes, and the same bits --------------------------------------------------------------------------------------
+# -- nodes, and the same bits ------------------------------------------------------------------------------------------
 
 
 @every
@@ -245,7 +245,7 @@ def test_grouped_layers_in_a_sequential_compiled():
     assert counters["stats"]["unique_graphs"] == 1
 
 
-# -- Y13, Y14: checkpoints of activations, second backwards, offloading ------------------------------------------------
+# -- checkpoints of activations, second backwards, offloading ----------------------------------------------------------
 
 
 @sample
@@ -318,7 +318,7 @@ def test_two_microbatches_in_flight(recipe):
         assert_same(p.grad, wants[0][2 + i] + wants[1][2 + i], str(i))
 
 
-# -- Y1: delayed scaling -----------------------------------------------------------------------------------------------
+# -- delayed scaling ---------------------------------------------------------------------------------------------------
 
 
 def test_scales_follow_the_amaxes_of_three_steps():
@@ -361,7 +361,7 @@ def test_nothing_is_observed_in_eval_or_without_gradients():
         assert_same(value, before[key], key)
 
 
-# -- Y2, Y3: dtypes and torch.autocast ---------------------------------------------------------------------------------
+# -- dtypes and torch.autocast -----------------------------------------------------------------------------------------
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -417,7 +417,7 @@ def test_autocasts_compiled():
     )
 
 
-# -- Y4: training and inference ----------------------------------------------------------------------------------------
+# -- training and inference --------------------------------------------------------------------------------------------
 
 
 @recipes(["fp8-current", "fp8-delayed"])
@@ -445,7 +445,7 @@ def test_a_model_made_in_inference_mode_infers(recipe):
     assert_same(y, residual(recipe)(batch()[0]).detach())
 
 
-# -- Y6: checkpoints ---------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 @every
@@ -471,7 +471,7 @@ def test_a_run_resumed_from_a_file_is_bitwise_the_same(recipe):
     assert_state(resumed, model)
 
 
-# -- Y11: from the meta device -----------------------------------------------------------------------------------------
+# -- from the meta device ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("called_before", [False, True], ids=["", "called before"])

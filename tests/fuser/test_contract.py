@@ -1,4 +1,4 @@
-"""Writing operations (P1-P6): what a class must define, when its functions run, what they may see and return."""
+"""Writing operations: what a class must define, when its functions run, what they may see and return."""
 
 import copy
 
@@ -14,7 +14,7 @@ from octavo.lower.graph import UNDECLARED_WRITES
 from octavo.quant import QTensor, Tensorwise
 from octavo.quant.grouped import GroupedTensor, quantize_groups
 from octavo.quant.groups import split
-from tests.fuser.custom import Doubled, Legacy, Power, Powered, Take
+from tests.fuser.custom import Doubled, Legacy, Power, Powered, Take, define
 from tests.fuser.models import (
     Graphs,
     H,
@@ -61,15 +61,11 @@ SPLIT = {
 OLD = {"op_forward": legacy, "op_backward": legacy_backward}
 
 
-def define(body, base=ops.BasicOperation, name="Made"):
-    return type(name, (base,), dict(body))
-
-
 def without(body, *names):
     return {name: value for name, value in body.items() if name not in names}
 
 
-# -- P1: half an operation is none -------------------------------------------------------------------------------------
+# -- half an operation is none -----------------------------------------------------------------------------------------
 
 
 HALVES = {
@@ -178,7 +174,7 @@ def test_a_whole_operation_runs_alone(body):
     assert_equal(step(op, x, dy), [2 * x, 2 * dy])
 
 
-# -- P8 of classes: who inherits what ----------------------------------------------------------------------------------
+# -- who inherits what -------------------------------------------------------------------------------------------------
 
 
 def test_one_half_may_be_inherited_and_the_other_overridden():
@@ -302,7 +298,7 @@ def test_an_operation_that_cannot_run_on_fakes_says_what_it_makes():
     assert_equal(step(op, x, dy, call=compiled(op)), want)
 
 
-# -- P2, P5: nodes keep their promises ---------------------------------------------------------------------------------
+# -- nodes keep their promises -----------------------------------------------------------------------------------------
 
 
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -325,7 +321,7 @@ def test_operators_pass_their_own_tests(build):
         torch.library.opcheck(func, without_gradients(args), test_utils=checks)
 
 
-# -- P3, P6: when and where functions run ------------------------------------------------------------------------------
+# -- when and where functions run --------------------------------------------------------------------------------------
 
 
 class Counted(Powered):
@@ -416,7 +412,7 @@ def test_equal_configs_share_a_graph_and_others_do_not():
     assert counters["stats"]["unique_graphs"] == 2
 
 
-# -- P4: backward and the module ---------------------------------------------------------------------------------------
+# -- backward and the module -------------------------------------------------------------------------------------------
 
 
 def parameterised():

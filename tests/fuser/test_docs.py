@@ -1,4 +1,4 @@
-"""The page about writing operations and fusions (P10): what it shows runs."""
+"""The page about writing operations and fusions: what it shows runs."""
 
 import functools
 import re

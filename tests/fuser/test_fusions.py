@@ -1,4 +1,4 @@
-"""The shipped fusions (F1-F9): each is chosen, and changes nothing but the speed.
+"""The shipped fusions: each is chosen, and changes nothing but the speed.
 
 Arithmetic of float32 is the same fused and unfused, bit for bit, but for one epilogue that saves a rounding. In
 bfloat16 more of them do: there, fused is as near to float64 as unfused."""
@@ -114,7 +114,7 @@ def assert_fused(name, found, want, what=""):
             assert_same(a, b, f"{what} {i}")
 
 
-# -- F1-F9: chosen, and the same ---------------------------------------------------------------------------------------
+# -- chosen, and the same ----------------------------------------------------------------------------------------------
 
 
 @grid(("bf16", *QUANTIZED))

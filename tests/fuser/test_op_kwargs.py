@@ -1,4 +1,4 @@
-"""op_kwargs (K1-K5, K8, K9): keywords for single operations of a Sequential, and the caller's buffers through them."""
+"""op_kwargs: keywords for single operations of a Sequential, and the caller's buffers through them."""
 
 import copy
 
@@ -46,7 +46,7 @@ def assert_sentinels(whole, room=8):
     assert (around == SENTINEL).all()
 
 
-# -- K1: who is meant --------------------------------------------------------------------------------------------------
+# -- who is meant ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["module", 1, -2], ids=str)
@@ -129,7 +129,7 @@ def test_none_and_empty_are_no_keywords():
         assert_same(model(x, op_kwargs=given).detach(), want)
 
 
-# -- K2: who is not ----------------------------------------------------------------------------------------------------
+# -- who is not --------------------------------------------------------------------------------------------------------
 
 
 def test_a_module_that_is_no_operation_is_a_value_error_that_names_it():
@@ -194,7 +194,7 @@ def test_a_refused_call_leaves_the_next_one_alone():
     assert_same(model(x).detach(), want)
 
 
-# -- K3, K5, K8: buffers -----------------------------------------------------------------------------------------------
+# -- buffers -----------------------------------------------------------------------------------------------------------
 
 
 def test_the_keys_are_what_grouped_linear_calls_them():
@@ -250,7 +250,7 @@ def test_a_buffer_of_an_operation_in_the_middle_of_a_run():
     assert_sentinels(room)
 
 
-# -- K4: buffers that do not fit ---------------------------------------------------------------------------------------
+# -- buffers that do not fit -------------------------------------------------------------------------------------------
 
 
 WRONG = {
@@ -282,7 +282,7 @@ def test_a_gradient_buffer_where_nothing_wants_that_gradient_is_a_value_error():
         experts()(tokens(), SPLITS, SPLITS, op_kwargs={0: {DGRAD: torch.empty(ROWS, K)}})
 
 
-# -- K9: one operation twice -------------------------------------------------------------------------------------------
+# -- one operation twice -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("index", "want"), [(0, 81.0), (2, 3.0), (-1, 3.0)])

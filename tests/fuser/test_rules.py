@@ -1,4 +1,4 @@
-"""Plans (F11-F14): when one is made, what it says of itself, and rules that users bring."""
+"""Plans: when one is made, what it says of itself, and rules that users bring."""
 
 import copy
 import logging
@@ -18,7 +18,7 @@ def linear(recipe):
     return octavo.Linear(H, H, bias=False, recipe=recipe)
 
 
-# -- F11: plans are remembered -----------------------------------------------------------------------------------------
+# -- plans are remembered ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_a_recipe_that_changes_between_steps_is_followed():
         assert_equal(found, want, recipe)
 
 
-# -- F14: training and inference in turn -------------------------------------------------------------------------------
+# -- training and inference in turn ------------------------------------------------------------------------------------
 
 
 @quantized
@@ -174,7 +174,7 @@ def test_inference_in_between_leaves_the_weight_cache_of_training(recipe):
         assert_same(y, found[0], "inference")
 
 
-# -- F12: why, and why not ---------------------------------------------------------------------------------------------
+# -- why, and why not --------------------------------------------------------------------------------------------------
 
 
 def test_an_explanation_says_what_fired_what_did_not_and_why():
@@ -288,7 +288,7 @@ def test_what_was_refused_is_logged_with_the_plan(caplog, recipe, compiles):
     ]  # fmt: skip
 
 
-# -- F13: rules of one's own -------------------------------------------------------------------------------------------
+# -- rules of one's own ------------------------------------------------------------------------------------------------
 
 
 def fused_power(factor=1):

@@ -1,5 +1,5 @@
-"""octavo.Sequential as a container (S1-S8): a list of modules, runs of operations between ordinary ones, extra inputs
-and outputs by position, and parameters and modes that may change between calls."""
+"""octavo.Sequential as a container: a list of modules, runs of operations between ordinary ones, extra inputs and
+outputs by position, and parameters and modes that may change between calls."""
 
 import copy
 
@@ -36,7 +36,7 @@ def factors(model):
     return [op.scale for op in model]
 
 
-# -- S1: a list --------------------------------------------------------------------------------------------------------
+# -- a list ------------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_built_from_modules_in_order():
@@ -156,7 +156,7 @@ def test_what_is_no_module_is_a_type_error(wrong):
         octavo.Sequential().append(wrong)
 
 
-# -- S2, S4: groups ----------------------------------------------------------------------------------------------------
+# -- groups ------------------------------------------------------------------------------------------------------------
 
 
 def kinds(model):
@@ -242,7 +242,7 @@ def test_it_is_the_modules_called_one_after_the_other(recipe):
         octavo.step(model), octavo.step(plain)
 
 
-# -- S3, S5: extra inputs and outputs by position ----------------------------------------------------------------------
+# -- extra inputs and outputs by position ------------------------------------------------------------------------------
 
 
 def four_in_six_out():
@@ -348,7 +348,7 @@ def test_a_scaled_bias_takes_its_scales_after_the_sizes(recipe):
     assert_equal(found, want)
 
 
-# -- S6: modes ---------------------------------------------------------------------------------------------------------
+# -- modes -------------------------------------------------------------------------------------------------------------
 
 
 @every
@@ -382,7 +382,7 @@ def test_dropout_follows_train_and_eval():
     assert (model.train()(x) == 0).any()
 
 
-# -- S7: between calls -------------------------------------------------------------------------------------------------
+# -- between calls -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-current"])
@@ -437,7 +437,7 @@ def test_a_deep_copy_shares_nothing():
     assert_equal(step(twin, x, dy), want)
 
 
-# -- S8: state dicts ---------------------------------------------------------------------------------------------------
+# -- state dicts -------------------------------------------------------------------------------------------------------
 
 
 def nested_model(linear=octavo.Linear, norm=ops.RMSNorm, container=octavo.Sequential):

@@ -16,7 +16,8 @@ from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, Tensorwi
 from octavo.quant.grouped import GroupedTensor, member, quantize_groups
 from octavo.quant.groups import Groups, equal, split
 from octavo.quant.quantizer import Quantizer
-from tests.quant.ragged import SPLITS, layout, many, no_waiting, pieces
+from tests.quant.ragged import SPLITS, layout, many, pieces
+from tests.waiting import no_waiting
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-23}  # half a step, with a bit to spare

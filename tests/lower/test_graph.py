@@ -25,14 +25,10 @@ from octavo.recipes import SHIPPED
 from tests.lower.recorder import recorded
 from tests.modules.oracle import QUANTIZED, assert_same, graphs_of, make, spiky
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 every = pytest.mark.parametrize("recipe", SHIPPED)
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
 
 
 def compiled(call, **settings):
@@ -400,8 +396,9 @@ def test_the_ops_pass_opcheck(recipe):
     seed = layer._buffers.get("rounding_seed")
     tensors = [t for t in (*inputs[:3], *inputs.scaling, seed) if t is not None]
     plan = f"{graph.DIGEST}|linear|1,1,1,t0,t0,t0,t{len(inputs.scaling)},t0|00{int(seed is not None)}|{key}"
-    torch.library.opcheck(torch.ops.octavo.run.default, (tensors[::-1], plan), test_utils=(
-        "test_schema", "test_autograd_registration", "test_faketensor"))  # fmt: skip
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    found = torch.library.opcheck(torch.ops.octavo.run.default, (tensors[::-1], plan), test_utils=tests)
+    assert found == dict.fromkeys(tests, "SUCCESS")
 
 
 def on_a_gpu(tensor):

@@ -1,6 +1,6 @@
 """GroupedLinear as nodes of a compiled graph: which there are, what they say of themselves, what others make of them.
 
-That they give eager mode's bits is in tests/modules/test_grouped_acceptance.py."""
+That they give eager mode's bits is in tests/modules/test_grouped_compiled.py."""
 
 import functools
 import shutil
@@ -24,8 +24,7 @@ from octavo.kernels.grouped_gemm import reference as grouped_reference
 from octavo.lower import graph
 from octavo.recipes import SHIPPED
 from tests.lower.recorder import recorded, without_gradients
-from tests.modules.oracle import OTHERS, assert_same
-from tests.modules.test_grouped_acceptance import (
+from tests.modules.experts import (
     LAYOUTS,
     ROWS,
     USED,
@@ -43,17 +42,14 @@ from tests.modules.test_grouped_acceptance import (
     sizes,
     step,
 )
+from tests.modules.oracle import OTHERS, assert_same
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 SAMPLE = ("bf16", "fp8-current", "fp8-delayed", "fp8-block", "nvfp4")
 every = pytest.mark.parametrize("recipe", SHIPPED)
 sample = pytest.mark.parametrize("recipe", SAMPLE)
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on a CPU")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
 
 
 # -- nodes -------------------------------------------------------------------------------------------------------------
@@ -607,6 +603,11 @@ def test_a_layer_that_is_not_strict_runs_outside_with_a_word_about_it():
 
 def test_without_cuda_graphs_any_buffer_will_do():
     layer, (x, dy) = experts("fp8-current"), batch()
-    for options in ({"backend": "aot_eager"}, {"backend": "eager"}):
+    want = step(layer, x, dy)
+    for backend in ("aot_eager", "eager"):
         torch._dynamo.reset()
-        step(layer, x, dy, call=torch.compile(layer, fullgraph=True, **options), out=torch.zeros(ROWS, N))
+        out = torch.full((ROWS, N), 7.0)
+        found = step(layer, x, dy, call=torch.compile(layer, fullgraph=True, backend=backend), out=out)
+        assert_same(out[:USED], want["y"][:USED], backend)
+        assert (out[USED:] == 7).all()
+        assert_steps({name: found[name] for name in ("dx", "dw", "db")}, {n: want[n] for n in ("dx", "dw", "db")})

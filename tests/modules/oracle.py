@@ -103,6 +103,16 @@ def seed_of(model, path: str = "") -> Tensor | None:
     return None if found is None else found.clone()
 
 
+def spec_of(recipe) -> Q.Quantizer:
+    """How a recipe quantizes x for fprop."""
+    return octavo.recipe(recipe).linear().fprop.left
+
+
+def codes_of(recipe, x: Tensor) -> Q.QTensor:
+    """The codes of x in a recipe's fprop; delayed scaling begins with a multiplier of 1."""
+    return spec_of(recipe).quantize(x, **({"encode": torch.ones(1)} if octavo.recipe(recipe).stateful else {}))
+
+
 # -- the composition -----------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,8 @@ from tests.kernels.test_activation import (
 from tests.lower.recorder import recorded, without_gradients
 from tests.modules.oracle import assert_same
 
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
 WIDTH = 24  # of x; every gated op halves it
 
 
@@ -113,12 +115,6 @@ OPS = {  # name -> (module, what it is of x, then its parameters, or scales)
 LEAD = (2, 3)
 
 every = pytest.mark.parametrize("name", OPS)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    torch._dynamo.reset()
-    counters.clear()
 
 
 def make(name, dtype=torch.float32):

@@ -52,7 +52,7 @@ class Traced:
         self.memory.assert_state(octavo.state_dict(self.layer))
 
 
-# -- G1 ------------------------------------------------------------------------------------------------------------
+# -- runs against the oracle ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -92,7 +92,7 @@ def test_scales_change_at_step_and_not_before():
     assert not torch.equal(run(layer, x, dy).y, first.y)
 
 
-# -- G2, G4: several calls a step ------------------------------------------------------------------------------------
+# -- several calls a step --------------------------------------------------------------------------------------------
 
 
 def test_a_layer_called_twice_in_a_step_remembers_the_larger():
@@ -149,7 +149,7 @@ def test_a_layer_that_was_not_used_keeps_its_scales():
     assert_unmoved(model[1], before)
 
 
-# -- G3 ------------------------------------------------------------------------------------------------------------
+# -- steps that are not finite -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")], ids=str)
@@ -170,7 +170,7 @@ def test_a_non_finite_step_is_forgotten(bad, where):
     assert all(torch.isfinite(v).all() for v in octavo.state_dict(traced.layer).values())
 
 
-# -- G5: recompute -------------------------------------------------------------------------------------------------
+# -- recompute -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -193,7 +193,7 @@ def test_recomputation_is_seen_once_and_gives_the_same_bytes(reentrant):
         assert_unmoved(again, snapshot(plain))
 
 
-# -- G7: what does not move it ---------------------------------------------------------------------------------------
+# -- what does not move it -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -278,3 +278,35 @@ def test_memory_that_is_exchanged_is_the_one_that_is_written(how):
     assert layer.scaling_forward_current[0] == 100
     layer.scaling_forward_encode.fill_(2)
     assert layer._scaling.inputs(layer)[0] == 2
+
+
+def test_a_frozen_layer_in_training_learns_its_scales_too():
+    layer = make("fp8-delayed", bias=False).requires_grad_(False)
+    x = batch(0)[0] * 1e-4
+    for _ in range(2):
+        layer(x)
+        octavo.step(layer)
+    y, want = layer(x), nn.functional.linear(x, layer.weight)
+    assert (y - want).norm() / want.norm() < 0.1
+
+
+def test_a_cold_cache_keeps_the_recipes_margin():
+    recipe = "fp8-delayed(cold_start='current',margin=3)"
+    data = batch(0)
+    a, b = run(make(recipe), *data, is_first_microbatch=True), run(make(recipe), *data)
+    assert_same(a.y, b.y)
+
+
+def test_leaving_a_delayed_recipe_leaves_its_memory_behind():
+    layer = make("fp8-delayed")
+    octavo.convert(layer, "fp8-current", overwrite=True)
+    assert octavo.state_dict(layer) == {}
+    octavo.convert(layer, "fp8-delayed(history=4)", overwrite=True)
+    assert octavo.state_dict(layer)["scaling.forward.history"].shape == (2, 4)
+
+
+def test_a_recipe_that_is_refused_is_not_set():
+    layer = make("fp8-delayed")
+    with pytest.raises(UnsupportedConfig, match="remembers amaxes"):
+        layer.recipe = "fp8-delayed(history=4)"
+    assert str(layer.recipe) == "fp8-delayed"

@@ -323,6 +323,15 @@ def test_a_weight_updated_in_between_does_not_matter():
     assert_same(layer.weight.grad, want)
 
 
+@pytest.mark.parametrize("written", ["x", "dy"])
+def test_operands_written_to_before_backward_dw_are_noticed(written):
+    layer, (x, dy) = delayed("bf16"), batch()
+    layer(x).backward(dy)
+    (x if written == "x" else dy).zero_()
+    with pytest.raises(UnsupportedConfig, match="written to since"):
+        layer.backward_dw()
+
+
 def test_what_was_pending_is_released():
     layer, (x, dy) = delayed("bf16"), batch()
     kept = weakref.ref(x)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import octavo
+from octavo.recipes import SHIPPED
 from tests.modules.oracle import assert_same, spiky
 
 K, G, M = 48, 3, 24
@@ -180,6 +181,16 @@ def test_shapes_may_be_asked_for_before(recipe):
     octavo.load_state_dict(model, octavo.state_dict(twin))
     set_one_by_one(model, twin.state_dict())
     assert_trains(model, twin)
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_the_meta_device_tells_shapes(recipe):
+    layer = octavo.Linear(48, 40, device="meta", recipe=recipe)
+    x = torch.empty(2, 3, 48, device="meta", requires_grad=True)
+    y = layer(x)
+    assert y.shape == (2, 3, 40)
+    y.sum().backward()
+    assert (x.grad.shape, layer.weight.grad.shape) == (x.shape, (40, 48))
 
 
 @stateful

@@ -19,8 +19,7 @@ from octavo.errors import Unsupported, UnsupportedConfig
 from octavo.quant.grouped import quantize_groups
 from octavo.quant.groups import split
 from octavo.recipes import SHIPPED
-from tests.modules.oracle import QUANTIZED, assert_same, graphs_of, spiky
-from tests.modules.test_grouped_acceptance import (
+from tests.modules.experts import (
     LAYOUTS,
     STATELESS,
     addresses,
@@ -36,6 +35,8 @@ from tests.modules.test_grouped_acceptance import (
     same_seed,
     slices,
 )
+from tests.modules.oracle import QUANTIZED, assert_same, graphs_of, spiky
+from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -185,7 +186,7 @@ def assert_follows(layer, static, graph, found, twin, replays=3, **given):
     assert_state(layer, twin)
 
 
-# -- 12, 13, 17: a captured step -------------------------------------------------------------------------------------
+# -- a captured step ---------------------------------------------------------------------------------------------------
 
 
 @every
@@ -305,7 +306,7 @@ def test_two_eager_instances_on_two_streams(recipe):
             assert_steps(a, b)
 
 
-# -- 12: torch.cuda.make_graphed_callables -----------------------------------------------------------------------------
+# -- torch.cuda.make_graphed_callables ---------------------------------------------------------------------------------
 
 
 class Call(nn.Module):
@@ -356,7 +357,7 @@ def test_graphed_callables_follow_sizes_that_change(recipe, layout, bias, main_g
     assert_state(layer, twin)
 
 
-# -- 15: weight gradients put off --------------------------------------------------------------------------------------
+# -- weight gradients put off ------------------------------------------------------------------------------------------
 
 
 @every
@@ -479,7 +480,7 @@ def test_two_captured_microbatches_wait_in_order(recipe):
         assert_main_grads(layer, twin, f"{names[i]}: both")
 
 
-# -- 16: the weight cache ----------------------------------------------------------------------------------------------
+# -- the weight cache --------------------------------------------------------------------------------------------------
 
 
 @every
@@ -537,7 +538,7 @@ def test_a_zero_keeps_the_old_codes_and_a_one_replaces_them_in_place(recipe, lay
     assert not torch.equal(found["y"], y)
 
 
-# -- 5, 14: nothing is read back ---------------------------------------------------------------------------------------
+# -- nothing is read back ----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -547,14 +548,10 @@ def nothing_read_back():
     def refuse(*_, **__):
         raise AssertionError("a tensor was read on the host")
 
-    with pytest.MonkeyPatch.context() as patch:
+    with no_waiting(), pytest.MonkeyPatch.context() as patch:
         for name in ("item", "tolist", "cpu", "numpy"):
             patch.setattr(torch.Tensor, name, refuse)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        yield
 
 
 @every
@@ -646,7 +643,7 @@ def test_sizes_that_a_graph_would_freeze_are_refused(recipe, splits):
     assert found[:400].isfinite().all()
 
 
-# -- 1-3, 7: buffers of the caller -------------------------------------------------------------------------------------
+# -- buffers of the caller ---------------------------------------------------------------------------------------------
 
 
 @every
@@ -727,7 +724,7 @@ def test_more_groups_are_no_more_launches(recipe):
     assert counts[0] == counts[1]
 
 
-# -- 22, 24, 32: every group by itself, every time ---------------------------------------------------------------------
+# -- every group by itself, every time ---------------------------------------------------------------------------------
 
 
 @every
@@ -829,7 +826,7 @@ def test_elements_beyond_two_to_the_31(recipe):
     assert not x.grad[-88:].any() and not y[-88:].any()
 
 
-# -- 19: groups quantized in a graph -----------------------------------------------------------------------------------
+# -- groups quantized in a graph ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", STATELESS)

@@ -92,6 +92,26 @@ def test_y_over_codes_of_x_is_told_to_what_made_x(alias):
         y.sum().backward()
 
 
+def test_a_buffer_in_the_memory_of_what_dw_needs_is_refused():
+    layer = make()
+    h = leaf() * 1
+    with pytest.raises(UnsupportedConfig, match="out lies in the memory of x"):
+        layer(h, sizes(), out=h.detach())
+    with pytest.raises(UnsupportedConfig, match="dgrad_out lies in the memory of x"):
+        layer(h, sizes(), dgrad_out=h.detach()).sum().backward()
+    dy = torch.randn(R, K)
+    with pytest.raises(UnsupportedConfig, match="dgrad_out lies in the memory of dy"):
+        layer(leaf(), sizes(), dgrad_out=dy).backward(dy)
+
+
+def test_where_codes_are_copies_a_buffer_may_be_the_input():
+    layer, twin = make(recipe="fp8-current"), make(recipe="fp8-current")
+    h = leaf() * 1
+    layer(h, sizes(), out=h.detach()).sum().backward()
+    twin(leaf() * 1, sizes()).sum().backward()
+    assert torch.equal(layer.weight.grad, twin.weight.grad)
+
+
 # -- two gradients -----------------------------------------------------------------------------------------------------
 
 
@@ -170,6 +190,81 @@ def test_a_gradient_that_waits_for_backward_dw_is_not_overwritten_in_silence():
         last(first(leaf(seed), sizes()), sizes(), dgrad_out=buffer).sum().backward()
     with pytest.raises(UnsupportedConfig, match="written to since"):
         first.backward_dw()  # the first one's dy was in the buffer that has the second one's
+
+
+# -- one buffer, several calls -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("which", ["out", "dgrad_out"])
+def test_one_buffer_for_two_calls_of_a_graph_is_refused(which, backend):
+    layer = make()
+    buffer = torch.zeros(R, K)
+
+    def call(x):
+        given = {which: buffer}
+        return torch.relu(layer(x, sizes_, **given)) + torch.relu(layer(x * 0.5, sizes_, **given))
+
+    sizes_ = sizes()
+    with pytest.raises(Exception, match=f"two calls in one graph write to one {which}"):
+        torch.compile(call, fullgraph=True, backend=backend)(leaf())
+
+
+def test_two_buffers_for_two_calls_of_a_graph():
+    layers, sizes_ = [make(), make(seed=7)], sizes()
+    outs, grads = [torch.zeros(R, K) for _ in range(2)], [torch.zeros(R, K) for _ in range(2)]
+
+    def call(*inputs):  # nothing but our nodes: what lies between them would be C++ for Inductor to compile
+        given = zip(layers, inputs, outs, grads, strict=True)
+        return [layer(x, sizes_, out=out, dgrad_out=dx) for layer, x, out, dx in given]
+
+    found = []
+    for run in (torch.compile(call, fullgraph=True), call):
+        inputs = [leaf(seed) for seed in range(2)]
+        parts = run(*inputs)
+        (torch.relu(parts[0]) + torch.relu(parts[1])).sum().backward()
+        found.append([*[y.detach().clone() for y in parts], *[x.grad.clone() for x in inputs]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_one_gradient_buffer_for_two_calls_of_a_backward_is_refused():
+    gate, up, buffer, x = make(), make(seed=7), torch.zeros(R, K), leaf()
+    y = gate(x, sizes(), dgrad_out=buffer) * up(x, sizes(), dgrad_out=buffer)
+    with pytest.raises(UnsupportedConfig, match=r"one dgrad_out\. Give each call a buffer"):
+        y.sum().backward()
+
+
+def test_a_buffer_is_reused_in_the_next_backward():
+    layer, buffer = make(), torch.zeros(R, K)
+    for seed in range(3):
+        x, twin = leaf(seed), leaf(seed)
+        layer(x, sizes(), dgrad_out=buffer).square().sum().backward()
+        layer(twin, sizes()).square().sum().backward()
+        assert torch.equal(buffer, twin.grad)
+
+
+def test_values_that_backward_needs_are_not_overwritten_in_silence():
+    first, second, buffer, x = make(), make(seed=7), torch.zeros(R, K), leaf()
+    y = first(x, sizes(), out=buffer).square().sum() + second(x, sizes(), out=buffer).square().sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_two_slices_of_one_allocation_do_not_disturb_each_other():
+    layer, room, x, twin = make(), torch.zeros(2 * R, K), leaf(), leaf()
+    sum(layer(x * i, sizes(), out=room[i * R : (i + 1) * R]).square().sum() for i in range(2)).backward()
+    sum(layer(twin * i, sizes()).square().sum() for i in range(2)).backward()
+    assert torch.equal(x.grad, twin.grad)
+
+
+def test_a_static_buffer_is_not_exchanged_for_one_that_moves():
+    layer, sizes_ = make(), sizes()
+    call = torch.compile(lambda x, out: layer(x, sizes_, out=out), mode="reduce-overhead", fullgraph=True)
+    x = leaf().detach()
+    with torch.no_grad():
+        call(x, octavo.buffer(R, K))
+        with pytest.raises(Exception, match=r"octavo\.buffer"):
+            call(x, torch.zeros(R, K))
 
 
 # -- a second write before the first one's backward --------------------------------------------------------------------

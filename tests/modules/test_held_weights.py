@@ -581,6 +581,52 @@ def test_a_gpu_reads_and_writes_the_same_codes(recipe, each):
             there.weight_parts()[0].mul_(2)
 
 
+def test_weights_are_quantized_all_or_none():
+    model = nn.Sequential(make("fp8-current"), make("bf16", 40, 40), make("fp8-current", 40, 48))
+    model[2].weight = model[0].weight
+    with pytest.raises(UnsupportedConfig, match=r"0.weight is also 2.weight"):
+        octavo.quantize_weights(model)
+    assert not any(name.endswith("codes") for name, _ in model.named_buffers())
+
+
+def test_a_layer_without_codes_is_left_as_it_is():
+    model = nn.Sequential(make("fp8-current"), make("bf16", 40, 40))
+    octavo.quantize_weights(model)
+    assert model[0].weight.untyped_storage().nbytes() == 4
+    assert model[1].weight.untyped_storage().nbytes() == 40 * 40 * 4
+
+
+def test_held_codes_are_scaled_by_the_weight_itself_whatever_was_seen_before():
+    layer = make("fp8-delayed")
+    weight = layer.weight.detach().clone() * 1e-5
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    octavo.quantize_weights(layer)
+    found = layer.state_dict()["weight"]
+    assert (found - weight).norm() / weight.norm() < 0.06
+
+
+def test_a_copy_of_held_codes_is_held_too():
+    layer = make("fp8-current")
+    octavo.quantize_weights(layer)
+    layer.weight.main_grad = torch.zeros(40, 48)
+    twin = copy.deepcopy(layer)
+    assert twin.weight.untyped_storage().nbytes() == 4
+    assert_same(twin(X), layer(X))
+
+
+def test_another_weight_in_the_place_of_held_codes_is_refused():
+    layer = make("fp8-current")
+    layer.weight.main_grad = "kept"
+    octavo.quantize_weights(layer)
+    assert layer.weight.main_grad == "kept"
+    with pytest.raises(UnsupportedConfig, match="would not read"):
+        functional_call(layer, {"weight": torch.zeros(40, 48)}, (X,))
+    layer.weight = nn.Parameter(torch.zeros(40, 48))
+    with pytest.raises(UnsupportedConfig, match="would not read"):
+        layer(X)
+
+
 # -- weights that only look like it ------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,5 @@
-"""How far a quantized linear is from the unquantized one: the tolerance table of numerics.md §6 on signed data with
-outliers, and the wide-range data of §4, which is what tells one recipe from another."""
+"""How far a quantized linear is from the unquantized one: within a tolerance for each recipe on signed data with
+outliers, and on data of a wide range, which is what tells one recipe from another."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_a_dequantized_backward_is_the_gradient_of_the_quantized_forward():
     assert relative(found.dx, dy.double() @ q.dequantize(torch.float32).double()) < 1e-6
 
 
-# -- §4, wide range ------------------------------------------------------------------------------------------------
+# -- wide range ----------------------------------------------------------------------------------------------------
 
 
 def rows_times(power, m=128, k=1024):
@@ -101,8 +101,8 @@ def one_outlier(m=128, k=1024):
 
 
 WIDE = {"rows12": rows_times(12), "rows20": rows_times(20), "outlier": one_outlier()}
-# per-row error of y: median, and whether a row is lost altogether. The table of §4 has x quantized alone; w's own error
-# comes on top: sqrt(.027² + .0266²) = .038, sqrt(.035² + .0266²) = .044, sqrt(.099² + .11²) = .148
+# per-row error of y: median, and whether a row is lost altogether. First x quantized alone; w's own error comes on
+# top: sqrt(.027² + .0266²) = .038, sqrt(.035² + .0266²) = .044, sqrt(.099² + .11²) = .148
 IMMUNE, LOST = (0.038, False), (1.0, True)
 EXPECTED = {
     ("rows12", "tensor"): (0.044, True),

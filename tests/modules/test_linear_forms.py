@@ -8,7 +8,7 @@ from torch import nn
 
 import octavo
 from octavo import ops
-from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedShape
+from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import (
     Memory,
@@ -186,6 +186,15 @@ def test_an_input_of_another_dtype_is_refused(recipe, x):
 def test_an_input_on_another_device_is_refused(recipe):
     with pytest.raises((Unsupported, RuntimeError)):
         make(recipe)(torch.zeros(3, 48, device="meta"))
+
+
+def test_tensors_on_two_devices_and_wide_weights_are_said():
+    with pytest.raises(UnsupportedDevice, match="x is on meta and the weight on cpu"):
+        make("fp8-current")(torch.zeros(3, 48, device="meta"))
+    with pytest.raises(UnsupportedDtype, match=r"torch\.float64"):
+        make("bf16").double()(torch.zeros(3, 48))
+    with pytest.raises(UnsupportedConfig, match=r"torch\.float64"):
+        octavo.convert(nn.Linear(4, 4, dtype=torch.float64), "fp8-current")
 
 
 # -- return_bias ---------------------------------------------------------------------------------------------------

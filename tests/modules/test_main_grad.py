@@ -178,7 +178,8 @@ def test_a_frozen_weight_needs_no_buffer():
 
 def test_inference_needs_no_buffer():
     with torch.no_grad():
-        fused()(batch()[0])
+        y = fused()(batch()[0])
+    assert_same(y, make("fp8-current", K, N)(batch()[0]).detach())
 
 
 # -- errors, in backward ---------------------------------------------------------------------------------------------
@@ -222,6 +223,12 @@ def test_the_next_step_with_a_right_buffer_is_right(wrong):
     want = float32_dw(layer, "nvfp4", x, dy)
     run(layer, x, dy)
     assert_same(layer.weight.main_grad, want)
+
+
+def test_a_buffer_that_overlaps_itself_is_refused():
+    layer, (x, dy) = fused(main_grad=torch.zeros(1).expand(N, K)), batch()
+    with pytest.raises(UnsupportedShape, match=r"strides \(0, 0\)"):
+        layer(x).backward(dy)
 
 
 def test_a_layer_that_does_not_fuse_leaves_main_grad_alone():

@@ -1,5 +1,7 @@
 """Quantized tensors between layers, with their gradients, and weights held as codes alone."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -68,6 +70,23 @@ def test_bf16_has_no_quantized_output():
         make("bf16")(batch()[0], fp8_output=True)
     with pytest.raises(UnsupportedConfig, match="fp8_output"):
         make(None)(batch()[0], fp8_output=True)
+
+
+@quantized
+def test_values_of_a_quantized_output_pass_their_gradient_on(recipe):
+    (x, dy), layer = batch(m=24), make(recipe)
+    leaf, twin_leaf, twin = x.clone().requires_grad_(), x.clone().requires_grad_(), copy.deepcopy(layer)
+    layer(leaf, fp8_output=True).dequantize().backward(dy)
+    twin(twin_leaf).backward(dy)
+    assert_same(leaf.grad, twin_leaf.grad)
+    assert_same(layer.weight.grad, twin.weight.grad)
+
+
+def test_a_slice_of_a_quantized_output_passes_its_gradient_on():
+    layer, x = make("fp8-rowwise"), batch(m=24)[0].requires_grad_()
+    layer(x, fp8_output=True)[8:16].dequantize().sum().backward()
+    assert x.grad[8:16].abs().sum() > 0
+    assert x.grad[:8].abs().sum() == x.grad[16:].abs().sum() == 0
 
 
 # -- in ------------------------------------------------------------------------------------------------------------

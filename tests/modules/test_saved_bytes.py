@@ -1,4 +1,4 @@
-"""What a layer keeps for backward, in bytes: the codes of numerics.md §1.7, not the activation they came from."""
+"""Bytes that a layer keeps for backward: the codes that backward multiplies, not the activation they came from."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from octavo.recipes import SHIPPED
 from tests.modules.oracle import QUANTIZED, make, spiky
 
 M, N, K = 256, 128, 128
-# x held for the weight gradient, in bytes: codes, then scales, as §1.7 has them
+# x held for the weight gradient, in bytes: codes, then scales
 X_COLUMN = {
     "fp8-delayed": M * K + 4,
     "fp8-current": M * K + 4,
@@ -125,6 +125,14 @@ def test_a_dequantized_backward_keeps_the_forward_codes(recipe):
     spec = octavo.recipe(recipe).linear().fprop.right
     w_row = spec.quantize(torch.zeros(N, K)).nbytes()
     assert_bytes(saved(f"{recipe}(backward='dequantized')"), X_ROW[recipe], X_ROW[recipe] + w_row)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block(backward='dequantized')", "nvfp4(backward='dequantized')"])
+def test_a_dequantized_backward_keeps_codes_and_not_the_weight(recipe):
+    layer, kept = make(recipe, 40, 40), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(spiky(24, 40).requires_grad_())
+    assert all(t.untyped_storage().data_ptr() != layer.weight.untyped_storage().data_ptr() for t in kept)
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)

@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.func import functional_call
 
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.modules import optimizers, weights
 from octavo.recipes import SHIPPED
-from tests.modules.oracle import QUANTIZED, assert_result, check, differs, expected, make, run, spiky
+from tests.modules.oracle import QUANTIZED, assert_result, assert_same, check, differs, expected, make, run, spiky
 
 every = pytest.mark.parametrize("recipe", SHIPPED)
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
@@ -273,6 +274,29 @@ def test_bf16_takes_the_flag_and_holds_nothing():
     assert not addresses(layer)
 
 
+@quantized
+def test_a_cache_filled_for_another_tensor_is_not_used(recipe):
+    layer, x = make(recipe), batch(0)[0]
+    for scale in (1.0, 2.0):
+        weights = {"weight": layer.weight.detach() * scale}
+        y = functional_call(layer, weights, (x,), {"is_first_microbatch": True})
+        want = make(recipe)
+        with torch.no_grad():
+            want.weight.mul_(scale)
+        assert_same(y.detach(), want(x).detach())
+    with pytest.raises(UnsupportedConfig, match="another tensor"):
+        layer(x, is_first_microbatch=False)
+
+
+def test_a_stale_cache_is_refused_even_where_a_column_is_missing():
+    layer, x = make("fp8-current"), batch(0)[0]
+    with torch.no_grad():
+        layer(x, is_first_microbatch=True)
+        layer.weight.mul_(2)
+    with pytest.raises(UnsupportedConfig, match="changed since"):
+        layer(x.requires_grad_(), is_first_microbatch=False)
+
+
 # -- what vouches for a cache ----------------------------------------------------------------------------------------
 
 FUSED = {
@@ -429,10 +453,16 @@ def test_a_teacher_and_a_frozen_layer_keep_their_caches_while_another_model_trai
     teacher, frozen, student = (make("fp8-current", seed=i) for i in range(3))
     frozen.requires_grad_(False)
     chosen = torch.optim.AdamW(student.parameters(), lr=0.1, fused=True)
+    x, dx = batch(0)[0], None
+    with torch.no_grad():
+        taught = teacher(x)
     for step in range(3):
         with torch.no_grad():
-            teacher(batch(0)[0], is_first_microbatch=step == 0)
-        frozen(batch(0)[0].requires_grad_(), is_first_microbatch=step == 0).sum().backward()
+            assert_same(teacher(x, is_first_microbatch=step == 0), taught)
+        leaf = x.clone().requires_grad_()
+        frozen(leaf, is_first_microbatch=step == 0).sum().backward()
+        assert dx is None or torch.equal(leaf.grad, dx)
+        dx = leaf.grad
         accumulate(student, True, False)
         chosen.step()
 

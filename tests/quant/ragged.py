@@ -1,7 +1,5 @@
-"""Ragged groups for tests: where they lie, found without the package, and a guard against waiting for the device."""
+"""Ragged groups for tests: where they lie, found without the package."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -36,14 +34,3 @@ def pieces(x: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 def many(count: int) -> list[int]:
     """Sizes of that many groups: some empty, most small, some of several blocks."""
     return [(7 * g * g + 31 * g) % (300 if g % 8 == 0 else 40) * (g % 5 != 2) for g in range(1, count + 1)]
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever waits for the device raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -27,8 +27,9 @@ from octavo.quant.grouped import (
 )
 from octavo.quant.groups import Groups, equal, split
 from octavo.quant.quantizer import Given, quantize_pair
-from tests.quant.ragged import SPLITS, layout, many, no_waiting, pieces
+from tests.quant.ragged import SPLITS, layout, many, pieces
 from tests.quant.sameness import assert_same
+from tests.waiting import no_waiting
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SPECS = [Block1D(), Block1D(scale="fp32"), Block1D(E5M2), Block1D(E5M2, "fp32"), Block1D(eps=1e-3)]

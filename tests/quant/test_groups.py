@@ -11,7 +11,8 @@ from octavo import backend
 from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.quant.groups import MAX_GROUPS, Groups, blocks_for, protos, split
 from octavo.quant.groups.reference import in_blocks, pack
-from tests.quant.ragged import SPLITS, layout, many, no_waiting
+from tests.quant.ragged import SPLITS, layout, many
+from tests.waiting import no_waiting
 
 INTEGERS = [torch.int32, torch.int64]
 SIZE = st.one_of(st.sampled_from([0, 0, 1, 127, 128, 129, 256]), st.integers(0, 700), st.integers(-300, -1))

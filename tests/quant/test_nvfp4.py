@@ -171,7 +171,7 @@ def wide(*shape: int, seed: int = 0) -> torch.Tensor:
     return randn(*shape, seed=seed) * scale
 
 
-# ------------------------------------------------------------------------------------------- B5 both levels of scale
+# ---------------------------------------------------------------------------------------------- both levels of scale
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -280,7 +280,7 @@ def test_amax_is_the_tensors_one_number():
     assert Q.NVFP4().amax(x).ravel().tolist() == [9.0]
 
 
-# ------------------------------------------------------------------------------------------------ B6 the reciprocal
+# --------------------------------------------------------------------------------------------------- the reciprocal
 
 
 def test_the_sixth_is_folded_into_the_global_scale_before_the_product():

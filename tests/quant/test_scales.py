@@ -208,7 +208,7 @@ def check_mx_against_fractions(amax: np.ndarray, fmt, rounding: str) -> None:
     assert mx_byte(finite, fmt, rounding).tolist() == expected
 
 
-# -------------------------------------------------------------------------------------------------------- B1 formula
+# ----------------------------------------------------------------------------------------------------------- formula
 
 
 @POW2
@@ -327,7 +327,7 @@ def test_a_given_amax_replaces_the_tensors_own():
     assert bytes_of(q.codes).tolist() == [[0x6E, 0xF6]]  # 112 and -224
 
 
-# -------------------------------------------------------------------------------------- B1 a multiplier given: delayed
+# ----------------------------------------------------------------------------------------- a multiplier given: delayed
 
 
 def test_a_given_multiplier_is_used_as_it_is():
@@ -362,7 +362,7 @@ def test_observe_reports_non_finite_amaxes():
         assert math.isnan(amax) if math.isnan(bad) else amax == INF
 
 
-# ----------------------------------------------------------------------------------------------- B2 the edges, as bytes
+# -------------------------------------------------------------------------------------------------- the edges, as bytes
 
 # Worked by hand from the formulas. Each row: amax -> (bits of the stored fp32 scale, code of that element).
 # 448 / 2^-126 and all below it overflow: s = FLT_MAX, whose reciprocal 2^-128 is the subnormal 0x00200000.
@@ -594,7 +594,7 @@ def test_amax_keeps_nan_and_inf(spec, bad):
             assert (amax.isnan() if math.isnan(bad) else amax.isposinf()).any(), place
 
 
-# ------------------------------------------------------------------------------------------------------------- B3 eps
+# ---------------------------------------------------------------------------------------------------------------- eps
 
 
 @pytest.mark.parametrize(
@@ -624,7 +624,7 @@ def test_rowwise_default_eps_keeps_an_all_zero_row_finite():
     assert not q.dequantize(torch.float32).any()
 
 
-# ------------------------------------------------------------------------------------------------------------ B4 MX
+# --------------------------------------------------------------------------------------------------------------- MX
 
 
 @pytest.mark.parametrize("square", [False, True], ids=["1x32", "32x32"])

@@ -205,7 +205,7 @@ every = pytest.mark.parametrize("spec", EVERY, ids=ids(EVERY))
 pow2 = pytest.mark.parametrize("spec", POW2, ids=ids(POW2))
 
 
-# -- C1, C8: shapes and dtypes against the oracle ------------------------------------------------------------------
+# -- shapes and dtypes against the oracle --------------------------------------------------------------------------
 
 # every size meets both dims, and each multiple of a block meets its two neighbours
 SAMPLE = [(m, SIZES[(5 * i + 3) % 12]) for i, m in enumerate(SIZES)] + [(128, 128), (129, 127), (1, 300), (300, 1)]
@@ -278,7 +278,7 @@ def test_a_tensor_of_zeros_decodes_to_zeros(spec):
         assert q.dequantize().isfinite().all()
 
 
-# -- C2, C3: the two orientations ----------------------------------------------------------------------------------
+# -- the two orientations ------------------------------------------------------------------------------------------
 
 
 @every
@@ -328,7 +328,7 @@ def test_other_scales_agree_only_as_often_as_measured(spec, low, high):
     assert low <= agreement(spec) <= high
 
 
-# -- C4: idempotence -----------------------------------------------------------------------------------------------
+# -- idempotence ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [Q.Tensorwise(), Q.Tensorwise(E5M2), Q.NVFP4(), Q.NVFP4(square=True)], ids=str)
@@ -397,7 +397,7 @@ def test_values_of_nvfp4_are_rounded_anew_where_no_code_is_six():
     assert 0 < moved < 1e-4 * total
 
 
-# -- C5, C6: symmetries --------------------------------------------------------------------------------------------
+# -- symmetries ----------------------------------------------------------------------------------------------------
 
 
 @pow2
@@ -448,7 +448,7 @@ def test_permuting_blocks_permutes_codes_and_scales(spec):
     assert torch.equal(moved.scale, scale)
 
 
-# -- C7: strides and ranks -----------------------------------------------------------------------------------------
+# -- strides and ranks ---------------------------------------------------------------------------------------------
 
 
 def strided(x, layout):
@@ -541,7 +541,7 @@ def test_quantizing_leaves_the_input_alone(spec):
     assert torch.equal(x, copy)
 
 
-# -- C10: one pass for both equals two passes ----------------------------------------------------------------------
+# -- one pass for both equals two passes ---------------------------------------------------------------------------
 
 
 @every

@@ -89,7 +89,7 @@ def assert_unchanged(state, before: list[torch.Tensor]) -> None:
         assert torch.equal(now, then)
 
 
-# ------------------------------------------------------------------------------------------------------- G1 traces
+# ---------------------------------------------------------------------------------------------------------- traces
 
 
 def test_a_fresh_state_multiplies_by_one():
@@ -198,7 +198,7 @@ def test_the_tensors_stay_where_they_are():
     assert all(a is b for a, b in zip(tensors, after, strict=True))
 
 
-# ----------------------------------------------------------------------------------------------- G2 zero is a no-op
+# -------------------------------------------------------------------------------------------------- zero is a no-op
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
@@ -236,7 +236,7 @@ def test_a_cached_weight_gives_every_microbatch_the_same_bytes():
         assert torch.equal(again.scale, first.scale)
 
 
-# -------------------------------------------------------------------------------------------- G3 non-finite steps
+# ----------------------------------------------------------------------------------------------- non-finite steps
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])

@@ -10,6 +10,7 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels.gemm import gemm
 from octavo.quant import MX, NVFP4, Block1D, Block2D, DelayedState, QTensor, Rowwise, TensorProto, Tensorwise
 from octavo.quant.quantizer import Given
+from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -289,12 +290,8 @@ def test_nothing_waits_for_the_device():
         calls += [lambda pair=pair: gemm(*pair), lambda pair=pair: pair[0].dequantize()]
     for call in calls:
         call()  # compiles
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_waiting():
             call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_delayed_state_updates_inside_a_cuda_graph():

@@ -1,0 +1,71 @@
+"""Tests keep the rules of CONTRIBUTING.md: each asserts something, and each file says what it tests."""
+
+import ast
+import functools
+from pathlib import Path
+
+ROOT = Path(__file__).parent
+MOODS = {"surprises", "corners", "breaches", "misc", "more", "others", "various", "acceptance"}
+
+
+@functools.cache
+def files():
+    """Every file of the tests, parsed."""
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
+def functions(tree):
+    """Functions and classes by name, with every name inside; "assert" stands for the statement."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            inside = (
+                "assert" if isinstance(n, ast.Assert) else getattr(n, "id", None) or getattr(n, "attr", "")
+                for n in ast.walk(node)
+            )  # fmt: skip
+            found[node.name] = found.get(node.name, set()) | {name for name in inside if isinstance(name, str)}
+    return found
+
+
+def imported(tree):
+    """(file, name there, name here) of what comes from other files of the tests."""
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
+            path = node.module.removeprefix("tests.").replace(".", "/") + ".py"
+            yield from ((path, alias.name, alias.asname or alias.name) for alias in node.names)
+
+
+def silent(trees):
+    """Tests that only an error on the way would fail: neither they nor what they call asserts, raises or warns."""
+    inside = {path: functions(tree) for path, tree in trees.items()}
+    imports = {path: list(imported(tree)) for path, tree in trees.items()}
+    loud = {path: {"raises", "warns"} for path in trees}
+    size = -1
+    while size != (size := sum(map(len, loud.values()))):
+        for path, found in inside.items():
+            loud[path] |= {here for there, name, here in imports[path] if name in loud.get(there, ())}
+            for name, names in found.items():
+                if names & loud[path] or any(each.startswith("assert") for each in names):
+                    loud[path].add(name)
+    return [f"{path}: {name}" for path, found in inside.items() for name in found
+            if name.startswith("test_") and name not in loud[path]]  # fmt: skip
+
+
+def test_every_test_asserts():
+    assert silent(files()) == []
+
+
+def test_a_test_that_asserts_nothing_is_found():
+    test, other = "from tests.b import {} as helper\ndef test_a():\n    helper(1)\n", "def check(x):\n    {}\n"
+    for helper, statement, found in (
+        ("check", "assert x", []),
+        ("check", "print(x)", ["a.py: test_a"]),
+        ("unknown", "assert x", ["a.py: test_a"]),
+    ):
+        assert silent({"a.py": ast.parse(test.format(helper)), "b.py": ast.parse(other.format(statement))}) == found
+
+
+def test_every_file_says_what_it_is_and_is_named_by_its_subject():
+    trees = {path: tree for path, tree in files().items() if tree.body}
+    assert [path for path, tree in trees.items() if not ast.get_docstring(tree)] == []
+    assert [path for path in trees if MOODS & set(Path(path).stem.split("_"))] == []
