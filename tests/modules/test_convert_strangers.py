@@ -579,7 +579,7 @@ def test_a_model_on_meta_that_is_converted_twice_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         octavo.convert(model, "fp8-current")
-        octavo.convert(model, "fp8-current")
+        assert octavo.convert(model, "fp8-current").rows[0].reason == "kept"
 
 
 def test_weights_that_are_no_plain_memory_are_refused():

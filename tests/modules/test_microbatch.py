@@ -542,15 +542,21 @@ def test_a_weight_that_changes_within_a_block_is_quantized_again():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_in_a_block_whose_flag_is_a_tensor(recipe, reentrant):
     model = nn.Sequential(octavo.Linear(32, 32, recipe=recipe), octavo.Linear(32, 32, recipe=recipe))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (model, twin)]
     for _ in range(3):
         for i in range(2):
             x = torch.randn(4, 32, requires_grad=True)
             with octavo.microbatch(first=torch.tensor(float(i == 0))):
                 y = checkpoint(model, x, use_reentrant=reentrant)
             y.sum().backward()
-        optimizer.step()
-        octavo.step(model)
+            twin(x.detach()).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        octavo.step(model), octavo.step(twin)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_recomputation_does_not_read_the_block_around_backward():
