@@ -281,9 +281,9 @@ class Quantized(nn.Module):
             refill = observe and stored.ambient == "unobserved"
             if refill:
                 stored.ambient = "observed"
-            return refill, stored.ambient == "device"
+            return refill, stored.on_device
         if first is not None:
-            stored.ambient = "device" if isinstance(first, Tensor) else "observed" if observe else "unobserved"
+            stored.ambient, stored.on_device = "observed" if observe else "unobserved", isinstance(first, Tensor)
         elif grads or self.training:
             stored.ambient = ""
         if first is True:

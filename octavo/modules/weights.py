@@ -42,9 +42,9 @@ class Codes:
         self.recipe: Recipe | None = None  # that they were made by; None: there are none
         self._weights: list[weakref.ref[Tensor]] | None = None  # that they were made from,
         self._states: list[State] = []  # as they were then
-        # whether the last forward that may be recomputed was in an octavo.microbatch whose flag was on the device, or
-        # that observed the weight's amax, or not
-        self.ambient = ""  # or "device", "observed", "unobserved"
+        # whether the last forward that may be recomputed was in an octavo.microbatch, and observed the weight's amax,
+        self.ambient = ""  # "", "observed" or "unobserved"
+        self.on_device = False  # and whether the device had the block's flag
         self.entry: object = None  # of a microbatch that they were made in: see octavo.modules.ambient
         self.trained = False  # whether a forward has asked for the weight's gradient
         self._steps = 0  # that optimizers had taken when they were made, or last vouched for
