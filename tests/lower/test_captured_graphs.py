@@ -5,6 +5,7 @@ even runs backward on uninitialised memory), the counter of stochastic rounding.
 """
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -76,6 +77,7 @@ def captured(step):
     with torch.cuda.stream(beside):
         step()
     torch.cuda.synchronize()
+    gc.collect()  # graphs of earlier tests that are freed during a capture end it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="global"):
         step()
