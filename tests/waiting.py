@@ -9,8 +9,8 @@ import torch
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Whatever waits for the device raises. Shown first with a number that is read: else nothing would be noticed. While
-    a CUDA graph is captured a wait is an error of CUDA's own, and ends the capture."""
+    """Whatever waits for the device raises. Shown first with a number that is read: else nothing would be noticed.
+    While a CUDA graph is captured a wait is an error of CUDA's own, and ends the capture."""
     shown = not torch.cuda.is_current_stream_capturing()
     if shown:
         number = torch.ones(1, device="cuda")

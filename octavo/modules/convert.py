@@ -124,7 +124,8 @@ def revert(model: nn.Module) -> None:
     codes become what the codes stand for."""
     if not isinstance(model, nn.Module):
         raise UnsupportedConfig(f"revert takes a model (an nn.Module), got {type(model).__name__}.")
-    blocks = [module for module in model.modules() if isinstance(module, Sequential) and module.require]
+    # a class of its own with fusions that must happen, as of LayerNormMLP's
+    blocks = [m for m in model.modules() if isinstance(m, Sequential) and type(m) is not Sequential and m.require]
     bound = {id(module) for block in blocks for module in block.modules()}
     linears = [(path, m) for path, m in model.named_modules() if isinstance(m, Linear) and id(m) not in bound]
     for path, module in linears:

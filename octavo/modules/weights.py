@@ -118,7 +118,8 @@ class Codes:
         """Whether nothing hints at a change of the weights since."""
         refs = self._weights
         return (
-            refs is not None and not self._ended and not heard.captures and self._steps == heard.steps
+            refs is not None and not self._ended and self._steps == heard.steps
+            and not (heard.captures and any([weight in heard.captured for weight in weights]))
             and all([ref() is weight for ref, weight in zip(refs, weights, strict=True)])
             and self._states == [state_of(weight) for weight in weights]
         )  # fmt: skip

@@ -129,9 +129,16 @@ def test_converted_inside_it_fuses_and_reverted_it_does_not():
     assert model.explain(x).alone == ("Linear: it is no operation of Octavo's, and is called as it is",)
 
 
-def test_a_block_that_is_reverted_says_what_is_missing():
-    block = octavo.LayerNormLinear(H, H, recipe=RECIPE)
+def test_a_block_with_a_recipe_of_its_own_is_not_reverted():
+    block, x = octavo.LayerNormLinear(H, H, recipe=RECIPE), x_of()
+    want = block(x)
     octavo.revert(block)
+    assert torch.equal(block(x), want)
+
+
+def test_a_block_whose_linear_was_replaced_says_what_is_missing():
+    block = octavo.LayerNormLinear(H, H, recipe=RECIPE)
+    block[1] = nn.Linear(H, H)
     with pytest.raises(UnsupportedConfig, match=r"LayerNorm; Linear, called as it is\. A plain octavo\.Sequential"):
         block(x_of())
 
