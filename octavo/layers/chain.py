@@ -291,7 +291,7 @@ class ChainLayer(Layer):
 
     def passed(self, config: Config) -> dict[int, int]:
         """Those of the values that are added to the run's, and of x, where nothing lies between."""
-        # what has the gradient that arrives at a stage: an output's (-1), an input's, nobody's yet
+        # the holder of the gradient that arrives at a stage: an output (-1), an input, or none yet
         holder: int | None = -1
         found: dict[int, int] = {}
         for i in reversed(range(len(config.stages))):
@@ -324,8 +324,8 @@ class ChainLayer(Layer):
     def backward(
         self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Writes | None = None
     ) -> Tensors:
-        """What stages write besides is written when all of them are through, or when those of an outer chain are, of
-        which this is a stage, and which brings `writes`."""
+        """Stages put off their writes to buffers until all of them are through, or until those of an outer chain are,
+        of which this is a stage, and which brings `writes`."""
         outer, writes = writes, Writes() if writes is None else writes
         found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
         spans, own, given = config.saved_spans, _stage_buffers(config, buffers), config.given_spans

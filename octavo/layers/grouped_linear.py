@@ -415,7 +415,7 @@ class GroupedLinearLayer(WeightLayer):
         )
 
     def flops(self, config: Config, inputs: Inputs) -> int:
-        """Of forward's GEMM, as if no row were tail: how many are is not known here."""
+        """Counts every row, also of the tail: how long that is only the device knows."""
         return 2 * inputs.x.shape[0] * math.prod(inputs.weight.shape[1:])
 
     def gradient_flops(self, config: Config, saved: Any, dy: Any) -> int:

@@ -1,4 +1,4 @@
-"""What a command leaves behind: a file written whole or not at all, the results so far after Ctrl-C, no traceback."""
+"""The output of a command: a file written whole or not at all, the results so far after Ctrl-C, no traceback."""
 
 import json
 import os

@@ -90,8 +90,8 @@ class Product:
     factors: tuple[NDArray[np.float64], NDArray[np.float64]] | None = None  # a and b, of a · bᵀ
 
     def dropped(self, at: NDArray[np.bool_]) -> NDArray[np.float64]:
-        """What an FP8 tensor core of an H200 may drop, where `at` is true: of each product, what lies under 2⁻¹⁰ of the
-        largest one."""
+        """The most that an FP8 tensor core of an H200 drops, where `at` is true: of each product, the part under 2⁻¹⁰
+        of the largest one."""
         assert self.factors is not None
         rows, columns = np.nonzero(at)
         terms = np.abs(self.factors[0][rows] * self.factors[1][columns])

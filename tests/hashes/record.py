@@ -41,7 +41,7 @@ def merged(sections: Sections, found: Sections, known: set[str]) -> Sections:
 
 
 class Comparison(NamedTuple):
-    """What became of the cases that were run, and of those on record that were not."""
+    """The outcome of the cases that were run, and of those on record that were not."""
 
     changed: dict[str, str]  # case -> the parts that differ
     new: list[str]

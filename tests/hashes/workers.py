@@ -11,7 +11,7 @@ from tests.hashes import record
 
 
 class Done(NamedTuple):
-    """What became of a case."""
+    """The outcome of a case."""
 
     name: str
     section: str

@@ -18,7 +18,7 @@ MICROBATCHES = 2
 
 
 class RecipeState:
-    """What Accelerator.register_for_checkpointing asks for: an object with these two methods."""
+    """An object with the two methods that Accelerator.register_for_checkpointing asks for."""
 
     def __init__(self, model: nn.Module):
         self.model = model
