@@ -14,8 +14,8 @@ class Row:
 
     path       its name in the model; "" is the model itself
     kind       its class, as it was: "torch.nn.Linear"
-    recipe     the canonical string of its recipe; "" if it was left alone
-    route      how its GEMMs run: "native", "emulated", "reference"; or "skipped"
+    recipe     the canonical string of the recipe that it has now; "" if it has none
+    route      how its GEMMs run: "native", "emulated", "reference"; "skipped" without a recipe
     why        the reason, where it was left alone or is emulated
     reason     the same in a word or two: "converted", "kept", "output head", "embedding", ...
     weights    the number of elements of its matrices

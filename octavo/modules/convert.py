@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from octavo.errors import UnsupportedConfig, check_choice
-from octavo.formats import FLOATS
 from octavo.fuser.sequential import Sequential
 from octavo.kernels.gemm import native, spec_route
 from octavo.lower.tensors import is_sharded, strange
@@ -22,7 +21,7 @@ from octavo.modules.adopted import clashes, class_for, is_patched, is_plain, sto
 from octavo.modules.conversion import Report, Row
 from octavo.modules.linear import Linear
 from octavo.modules.matrices import holders, qualified, why_left
-from octavo.modules.quantized import Quantized
+from octavo.modules.quantized import Quantized, dtype_refusal
 from octavo.modules.report import path_names
 from octavo.modules.selection import CONVERT, HIGH_PRECISION, KEEP, Choice, Policy, Selection, is_swapped, select
 from octavo.recipes import Recipe
@@ -219,8 +218,8 @@ def _refusal(module: nn.Linear, forced: bool) -> str:
         return f"it is a {name} without a size yet. Call the model once first"
     if not is_sharded(module.weight) and (why := strange(module.weight)):  # a shard is whole by the time of a call
         return f"its weight is {why}"
-    if module.weight.dtype not in FLOATS:
-        return f"its weight is {module.weight.dtype}, and float32, bfloat16 or float16 can be quantized"
+    if why := dtype_refusal(module.weight.dtype):
+        return why
     try:
         class_for(type(module))
     except Exception as error:  # a metaclass or __init_subclass__ of theirs may refuse
@@ -255,15 +254,15 @@ def _applied(plan: _Planned, strict: bool, settings: dict[str, bool]) -> Row:
     weights = [p for name in names if (p := module._parameters.get(name)) is not None and not is_lazy(p)]
     shape: Any = dict(weights=_count(weights, module), module=id(module), identities=tuple(id(p) for p in weights))
     choice = plan.choice
-    if choice.recipe is None:
-        return Row(plan.path, kind, "", "skipped", choice.why, choice.reason, **shape)
     if choice.reason == KEEP and not choice.why:
         _set(module, settings)
-    if choice.reason == CONVERT and not plan.refused:
+    if choice.recipe is not None and choice.reason == CONVERT and not plan.refused:
         _change(module, plan.path, choice.recipe, strict, settings)
-    place = weights[0].device if weights else torch.device("cpu")
-    how, why = route(place, choice.recipe)
-    return Row(plan.path, kind, str(choice.recipe), how, choice.why or why, choice.reason, **shape)
+    recipe = module.recipe if isinstance(module, Quantized) else None  # left alone, it may have one of its own
+    if recipe is None:
+        return Row(plan.path, kind, "", "skipped", choice.why, choice.reason, **shape)
+    how, why = route(weights[0].device if weights else torch.device("cpu"), recipe)
+    return Row(plan.path, kind, str(recipe), how, choice.why or why, choice.reason, **shape)
 
 
 def _count(weights: Sequence[Any], module: Any) -> int:

@@ -43,6 +43,11 @@ UNQUANTIZED = BF16()
 SEED = "rounding_seed"
 
 
+def dtype_refusal(dtype: torch.dtype) -> str:
+    """Why a weight of this dtype cannot be quantized; empty if it can."""
+    return "" if dtype in FLOATS else f"its weight is {dtype}, and float32, bfloat16 or float16 can be quantized"
+
+
 class Quantized(nn.Module):
     """Settings and state of a recipe, for the weight of a module."""
 
@@ -153,9 +158,8 @@ class Quantized(nn.Module):
         weight: Any = self.weight_parts()[0]
         if recipe is not None and isinstance(weight, HeldWeight) and recipe.key != weight.kind.recipe:
             return f"its weight is held as codes of {weight.kind.recipe}"
-        dtype = self.weight_parts()[0].dtype
-        if dtype not in FLOATS:
-            return f"its weight is {dtype}, and float32, bfloat16 or float16 can be quantized"
+        if why := dtype_refusal(self.weight_parts()[0].dtype):
+            return why
         return self._scaling.refusal(recipe) if recipe is not None and recipe.stateful else ""
 
     def _prepare(self, recipe: Recipe) -> None:

@@ -17,6 +17,7 @@ from octavo.recipes import recipe as resolve
 Policy = Callable[[str, nn.Module], "bool | str | Recipe | None"]
 HIGH_PRECISION = ("head", "adapters", "routers")  # kinds of layers that stay so unless the caller says otherwise
 CONVERT, KEEP = "converted", "kept"  # reasons; the others are for layers that are left alone
+_OWN = "has a recipe of its own"
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,13 @@ class Selection:
             return Choice(wish, forced=True)
         if not wish:
             return Choice(None, "policy", "left alone by the policy")
+        own = module.recipe if isinstance(module, Quantized) else None
         if id(module) in self.spared:
-            return Choice(None, *self.spared[id(module)])
-        if isinstance(module, Quantized) and module.recipe is not None and not self.overwrite:
-            why = "" if module.recipe == self.default else "it has a recipe of its own: overwrite=True changes it"
-            return Choice(module.recipe, KEEP, why)
+            reason, why = self.spared[id(module)]
+            # one that was given a recipe before is not in high precision
+            return Choice(None, reason, why) if own is None else Choice(own, KEEP, f"this {reason} {_OWN}")
+        if own is not None and not self.overwrite:
+            return Choice(own, KEEP, "" if own == self.default else f"it {_OWN}: overwrite=True changes it")
         return Choice(self.default)
 
 

@@ -22,6 +22,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.layers.linear_config import Parts
 from octavo.lower.codes import quantize_into
 from octavo.lower.held import HeldWeight
+from octavo.lower.tensors import is_sharded
 from octavo.modules.mailbox import is_capturing
 from octavo.modules.optimizers import heard, owner_of
 from octavo.quant.proto import TensorProto
@@ -192,7 +193,7 @@ def refuse_dense(weight: Tensor) -> NoReturn:
 
 def refuse_shards(weights: Sequence[Tensor], what: str) -> None:
     """Outside of forward and backward FSDP leaves a part of the weight in each process."""
-    if any([type(weight).__name__ == "DTensor" for weight in weights]):
+    if any([is_sharded(weight) for weight in weights]):
         raise UnsupportedConfig(
             f"{what} needs the whole weight, and this process holds a shard of it (a DTensor). Leave it out where "
             "parameters are sharded."

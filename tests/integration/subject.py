@@ -62,7 +62,7 @@ class Subject:
         return model, self.convert(model, recipe)
 
     def path_now(self, path: str) -> str:
-        """Where the module at a path of the report is in the finished model."""
+        """The path in the finished model of the module at a path of the report."""
         return path
 
     def loss(self, model: nn.Module, step: int) -> Tensor:

@@ -76,7 +76,7 @@ def _refusal(module, x):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What each of the two processes has found."""
+    """The findings of each of the two processes."""
     folder = tmp_path_factory.mktemp("processes")
     mp.spawn(_process, (str(folder / "store"), str(folder / "found")), nprocs=2)
     return [torch.load(folder / f"found.{rank}") for rank in (0, 1)]

@@ -139,7 +139,7 @@ def test_vectors_and_norms_are_no_matrices():
 
 
 def test_the_share_of_weights_counts_experts():
-    """Of 10,240 weights 2,048 are a Linear's: the rest must show."""
+    """Of 5,120 weights the Linear has 2,048: the rest must show."""
     model = nn.ModuleDict({"attention": nn.Linear(32, 64), "experts": Experts(4, 16)})
     elements = {"attention": 32 * 64, "experts": 4 * (32 * 16 + 16 * 16)}
     report = octavo.convert(model, "fp8-delayed")
@@ -218,6 +218,24 @@ def test_an_own_recipe_stays_unless_it_is_to_be_overwritten():
     assert rows[0].recipe == "mxfp8" and "overwrite=True" in rows[0].why
     octavo.convert(model, "fp8-block", overwrite=True)
     assert {str(layer.recipe) for layer in model} == {"fp8-block"}
+
+
+def test_a_head_with_a_recipe_of_its_own_is_not_said_to_be_in_high_precision():
+    model = Language()
+    model.lm_head = octavo.Linear(32, 60, recipe="mxfp8")
+    for overwrite in (False, True):
+        row = next(row for row in octavo.convert(model, "fp8-current", overwrite=overwrite) if row.path == "lm_head")
+        assert (row.recipe, row.reason) == ("mxfp8", "kept") and "this output head has a recipe of its own" in row.why
+        assert str(model.lm_head.recipe) == "mxfp8"
+
+
+@pytest.mark.parametrize(
+    "argument", [{"exclude": "0"}, {"policy": lambda path, module: path != "0"}], ids=["exclude", "policy"]
+)
+def test_a_layer_that_is_left_alone_shows_the_recipe_that_it_has(argument):
+    model = nn.Sequential(octavo.Linear(32, 32, recipe="mxfp8"), nn.Linear(32, 32))
+    row = octavo.convert(model, "fp8-current", **argument).rows[0]
+    assert (row.recipe, row.route) == ("mxfp8", "reference") and row.reason in ("excluded", "policy")
 
 
 def test_a_policy_that_names_a_recipe_asks_for_it():

@@ -263,7 +263,7 @@ BAD_WHOLES = {
 
 @grid(["bf16", "fp8-current", "nvfp4"], bad=BAD_WHOLES)
 def test_a_wrong_buffer_is_refused_in_backward_and_the_next_step_is_right(recipe, bad):
-    """Strides that a [G, N, K] buffer should not have are refused too: never a copy that nobody reads."""
+    """Strides that a [G, N, K] buffer should not have are refused too: never a copy that is thrown away."""
     form, error, message = bad
     layer, twin, (x, dy) = fused(recipe), experts(recipe), batch()
     if form is not None:

@@ -28,7 +28,7 @@ some = pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-block", "nvfp4"])
 
 
 class Flag:
-    """What a model's forward is given by hand; None in a model that takes nothing."""
+    """Keywords of a model's forward, by hand; None in a model that takes none."""
 
     value = None
 

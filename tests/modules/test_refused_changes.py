@@ -18,7 +18,8 @@ def test_a_conversion_that_is_refused_changes_nothing():
     assert type(model[0]) is nn.Linear
     assert str(model[1].recipe) == "fp8-delayed"
     rows = list(octavo.convert(model, "fp8-delayed(history=4)", strict=False, overwrite=True))
-    assert [row.route for row in rows] == ["reference", "skipped"]
+    assert [row.reason for row in rows] == ["converted", "cannot be converted"]
+    assert [row.recipe for row in rows] == ["fp8-delayed(history=4)", "fp8-delayed"]  # it goes on in the one it has
 
 
 def test_a_shared_layer_cannot_be_two_things():
