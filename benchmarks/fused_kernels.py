@@ -16,7 +16,7 @@ from octavo.kernels.activation_quantize import triton as actq
 from octavo.kernels.norm import Norm
 from octavo.kernels.norm_quantize import triton as normq
 from octavo.quant import Block1D, Block2D, TensorProto, Tensorwise
-from octavo.quant.quantizer import Given, fill_pair
+from octavo.quant.quantizer import CastArgs, fill_pair
 from octavo.quant.tile import Config
 
 M, H, N = 8192, 14336, 4096
@@ -49,8 +49,8 @@ def pair_of(spec, m, k, sides):
 
 def given_to(spec, encode=0.5):
     if not spec.takes_encode:
-        return Given()
-    return Given(encode=torch.tensor([encode], device="cuda"), observed=torch.zeros(1, device="cuda"))
+        return CastArgs()
+    return CastArgs(encode=torch.tensor([encode], device="cuda"), observed=torch.zeros(1, device="cuda"))
 
 
 def nbytes(*things):
@@ -148,7 +148,7 @@ def backward():
     ):
         pair, given = pair_of(spec, M, 2 * H, "rc"), given_to(spec, 1e3)
         second = pair_of(again, M, H, "c")[1] if again is not None else None
-        other = given_to(again) if again is not None else Given()
+        other = given_to(again) if again is not None else CastArgs()
 
         def plain():
             fill_pair(activation.backward(FN, dy, x, bias_grad=sums).x, pair, given)

@@ -34,17 +34,17 @@ def measured(recipe: str) -> dict[str, float]:
 
 
 def compared() -> list[dict[str, Any]]:
-    everybodys = pattern.everybodys()
-    without = tuple(rule for rule in everybodys if rule.name != "mlp")
+    global_rules = pattern.global_rules()
+    without = tuple(rule for rule in global_rules if rule.name != "mlp")
     found = []
     for recipe in RECIPES:
         for turn in range(TURNS):
-            for name, rules in (("mlp", everybodys), ("activation-linear, activation-bias", without)):
-                pattern._everybodys[0] = rules
+            for name, rules in (("mlp", global_rules), ("activation-linear, activation-bias", without)):
+                pattern._global_rules[0] = rules
                 found.append({"recipe": recipe, "rules": name, "turn": turn, **measured(recipe)})
                 print(found[-1], flush=True)
                 torch.cuda.empty_cache()
-    pattern._everybodys[0] = everybodys
+    pattern._global_rules[0] = global_rules
     return found
 
 

@@ -3,24 +3,17 @@
 from octavo.version import __version__  # isort: skip  (checks the version of torch first)
 
 from octavo import backend, errors, formats, fused, ops, quant, recipes
+from octavo._torch.tracing import buffer
+from octavo.ambient import autocast, microbatch
 from octavo.fused.blocks import LayerNormLinear, LayerNormMLP
 from octavo.fuser.sequential import Sequential
-from octavo.lower import buffer, sac_save_ops
-from octavo.modules import (
-    GroupedLinear,
-    Linear,
-    attach,
-    autocast,
-    convert,
-    explain,
-    load_state_dict,
-    microbatch,
-    quantize_weights,
-    refresh_weights,
-    revert,
-    state_dict,
-    step,
-)
+from octavo.inspection.explain import explain
+from octavo.lower import sac_save_ops
+from octavo.model.attach import attach
+from octavo.model.convert import convert, revert
+from octavo.model.step import load_state_dict, quantize_weights, refresh_weights, state_dict, step
+from octavo.modules.grouped_linear import GroupedLinear
+from octavo.modules.linear import Linear
 from octavo.quant import QTensor
 from octavo.recipes import recipe
 

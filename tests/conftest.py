@@ -50,7 +50,7 @@ def _fixed_seed() -> None:
 @pytest.fixture(autouse=True)
 def _no_tapes() -> None:
     """A test that counts calls, or replaces functions, sees its own first ones."""
-    from octavo.lower import tape
+    from octavo.lower.replay import calls as tape
 
     tape.forget()
 

@@ -23,7 +23,7 @@ MODULES = (
     "octavo.quant.mx.triton",
     "octavo.quant.nvfp4.triton",
     "octavo.kernels.gemm.triton",
-    "octavo.kernels.columns.triton",
+    "octavo.kernels.column_sums.triton",
     "octavo.kernels.activation.triton",
     "octavo.kernels.norm.triton",
     "octavo.kernels.activation_quantize.triton",

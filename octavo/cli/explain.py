@@ -26,8 +26,9 @@ from torch import nn
 from octavo.cli import output
 from octavo.cli.train import check_compiler
 from octavo.errors import UnsupportedConfig
-from octavo.modules import explain
-from octavo.modules.report import Report, plural
+from octavo.inspection.explain import explain
+from octavo.inspection.report import Report
+from octavo.text import plural
 
 CONDITIONS: dict[str, tuple[str, Callable[[Report], Sequence[object]]]] = {
     "break": ("graph break", lambda report: report.breaks),

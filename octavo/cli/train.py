@@ -29,7 +29,8 @@ from octavo.cli import corpus, machine, options, output, table
 from octavo.cli.gpt import GPT, Shape
 from octavo.cli.progress import Progress
 from octavo.errors import UnsupportedConfig, UnsupportedHardware
-from octavo.modules import attach, convert
+from octavo.model.attach import attach
+from octavo.model.convert import convert
 from octavo.recipes import SHIPPED, Recipe, recipe
 
 RATE, WARMUP, CLIP = 4e-3, 20, 1.0  # AdamW's peak learning rate, the steps up to it, the largest gradient norm

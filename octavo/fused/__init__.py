@@ -20,5 +20,5 @@ def _offer() -> None:
         pattern.offer(rule.on(package.SIDE) for rule in package.RULES)
 
 
-if not pattern.everybodys():
+if not pattern.global_rules():
     _offer()

@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint
 
+from octavo.ambient import ambient, autocast
 from octavo.errors import check_choice
 from octavo.fused import conditions
-from octavo.fuser.operation import refuse_symbol
+from octavo.fuser.inputs import refuse_symbol
 from octavo.fuser.runs import RECAST
 from octavo.fuser.sequential import Sequential
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.modules import activation as activations
-from octavo.modules.ambient import ambient, autocast
 from octavo.modules.linear import Linear
 from octavo.modules.norm import LayerNorm, RMSNorm
 from octavo.recipes import Recipe
@@ -37,7 +37,7 @@ def _norm(kind: str, size: int, eps: float, zero_centered: bool, device: Any, dt
 class _Block(Sequential):
     """A Sequential that requires its fusions, where there are codes to write."""
 
-    _excused = (*Sequential._excused, conditions.QUANTIZED, RECAST)
+    _allowed_refusals = (*Sequential._allowed_refusals, conditions.QUANTIZED, RECAST)
     _way_out = "A plain octavo.Sequential of the same modules runs without it."
 
 

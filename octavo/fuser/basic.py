@@ -29,13 +29,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from octavo.fuser.definition import check_backward, check_functions, defined, name_of, nearest
+from octavo._torch.tracing import while_tracing
+from octavo.fuser.class_checks import check_backward, check_functions, defined, name_of, nearest
+from octavo.fuser.custom_plan import as_it_is, known_sizes, plan, planned, sizes_of, sketch, wants_gradient
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
-from octavo.fuser.sketch import as_it_is, known_sizes, plan, planned, sizes_of, sketch, wants_gradient
-from octavo.layers import custom
+from octavo.layers import user_op
 from octavo.layers.dry_run import Miscounted
-from octavo.layers.parcel import told
-from octavo.lower import while_tracing
+from octavo.layers.saved_values import told
 from octavo.values import Value
 
 OP = ("op_forward_compute", "op_forward_save_ctx", "op_backward")
@@ -47,7 +47,7 @@ class BasicOperation(FusibleOperation, nn.Module):
 
     params: ClassVar[tuple[str, ...]] = ()
     kwargs: ClassVar[tuple[str, ...]] = ()
-    op_protos: ClassVar[Any] = None
+    op_abstract: ClassVar[Any] = None
     strict: bool = True  # a legacy operation in a graph: an error, or a break
     op_name: ClassVar[str] = ""
 
@@ -103,9 +103,9 @@ class BasicOperation(FusibleOperation, nn.Module):
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, custom.Config) and config.name == cls.op_name
+        return isinstance(config, user_op.Config) and config.name == cls.op_name
 
-    def op_alone(self, x: Any) -> str:
+    def why_not_fusible(self, x: Any) -> str:
         return "its forward is in one piece (op_forward)" if self.op_is_legacy else ""
 
     def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
@@ -184,14 +184,14 @@ def _check_names(cls: Any) -> None:
 
 
 def _register(cls: Any, with_extras: bool) -> None:
-    cls.op_name = name_of(cls, custom.FUNCTIONS)
+    cls.op_name = name_of(cls, user_op.FUNCTIONS)
     fields = ("x", *cls.params, *[f"extra{i}" for i in range(cls.num_extra_inputs)], *cls.kwargs)
     if with_extras:
         compute, select, back = (getattr(cls, name) for name in _FUSER)
     else:
         compute, select, back = _widened(cls)
-    protos = cls.op_protos if with_extras or cls.op_protos is None else _widened_protos(cls)
-    custom.FUNCTIONS[cls.op_name] = custom.Functions(
+    protos = cls.op_abstract if with_extras or cls.op_abstract is None else _widened_abstract(cls)
+    user_op.FUNCTIONS[cls.op_name] = user_op.Functions(
         cls.__name__, fields, compute, select, back, 1 + cls.num_extra_outputs, protos
     )
 
@@ -214,9 +214,9 @@ def _widened(cls: Any) -> tuple[Any, Any, Any]:
     return compute, select, backward
 
 
-def _widened_protos(cls: Any) -> Any:
-    def protos(config: Any, inputs: Any) -> Any:
-        y, fresh = cls.op_protos(config, inputs)
+def _widened_abstract(cls: Any) -> Any:
+    def abstract(config: Any, inputs: Any) -> Any:
+        y, fresh = cls.op_abstract(config, inputs)
         return y, (), fresh
 
-    return protos
+    return abstract

@@ -108,7 +108,7 @@ def taken_apart(sequential: Any) -> Layout:
 
 def _demands(sequential: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What must fire, and what excuses it, here and in what was taken apart."""
-    require, excused = list(sequential.__dict__.get("require", ())), list(sequential._excused)
+    require, excused = list(sequential.__dict__.get("require", ())), list(sequential._allowed_refusals)
     for module in sequential._modules.values():
         if opens(module):
             inner = _demands(module)

@@ -11,9 +11,9 @@ from torch import Tensor
 from octavo.errors import UnsupportedConfig
 from octavo.fuser.basic import OP
 from octavo.fuser.pattern import Rule
-from octavo.layers.custom import fields_of
 from octavo.layers.gradient_check import check_gradient
-from octavo.layers.parcel import dtype_name
+from octavo.layers.saved_values import dtype_name
+from octavo.layers.user_op import fields_of
 from octavo.quant import QTensor
 
 

@@ -5,10 +5,9 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import UnsupportedConfig, UnsupportedDtype
-from octavo.lower.held import HeldWeight, refuse_codes
-from octavo.lower.tensors import refuse_strange, strange
+from octavo.errors import UnsupportedConfig
 from octavo.values import Value
+from octavo.weights.held import HeldWeight, refuse_codes
 
 
 class Edge(NamedTuple):
@@ -40,20 +39,6 @@ class Edge(NamedTuple):
         if type(x) is HeldWeight:  # isinstance asks the metaclass of tensors, ten times as long
             refuse_codes("A Sequential")
         return cls(tuple(x.shape), x.dtype, x.device, x.requires_grad and torch.is_grad_enabled())
-
-
-def check_layout(title: str, x: Any) -> None:
-    """Refuse a tensor whose elements do not lie in plain memory at strides: `strange` says which there are."""
-    if isinstance(x, Tensor) and (why := strange(x, weight=False)):
-        refuse_strange(title, why)
-
-
-def refuse_symbol(title: str) -> NoReturn:
-    raise UnsupportedDtype(
-        f"{title} takes a tensor, got a Proxy of torch.fx: symbolic_trace runs layers on symbols, and what this one "
-        "computes follows from x's dtype, sizes and device. Use torch.export.export(model, args) or torch.compile, or "
-        "trace with a torch.fx.Tracer whose is_leaf_module is True for modules of octavo's, so that each is one node."
-    )
 
 
 class Stage(NamedTuple):
@@ -120,7 +105,7 @@ class FusibleOperation(NoTorchScript):
         owner = next((parent for parent in cls.__mro__ if "forward" in parent.__dict__), cls)
         cls.op_runs_its_forward = not owner.__module__.startswith(("octavo.", "torch."))
 
-    def op_alone(self, x: Any) -> str:
+    def why_not_fusible(self, x: Any) -> str:
         """Why this operation does not join others in a call with x; empty if it does."""
         return ""
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from octavo.errors import UnsupportedConfig
 from octavo.fuser.basic import BasicOperation
-from octavo.fuser.definition import check_backward, check_functions, name_of, nearest
-from octavo.layers import chain, composite, custom
+from octavo.fuser.class_checks import check_backward, check_functions, name_of, nearest
+from octavo.layers import chain, user_fusion, user_op
 from octavo.values import Value
 
 SIDES = ("forward", "backward", "both")
@@ -64,9 +64,9 @@ class FusedOperation:
             check_backward(cls, "fuser_backward", forward, legacy)
         cls.op_is_legacy = legacy
         if not legacy:
-            cls.op_name = name_of(cls, composite.FUNCTIONS)
+            cls.op_name = name_of(cls, user_fusion.FUNCTIONS)
             functions = [getattr(cls, name, None) for name in _NAMES]
-            composite.FUNCTIONS[cls.op_name] = composite.Functions(cls.__name__, *functions)
+            user_fusion.FUNCTIONS[cls.op_name] = user_fusion.Functions(cls.__name__, *functions)
 
     def __new__(cls, *_: Any, **__: Any) -> "FusedOperation":
         raise TypeError(f"{cls.__name__} is not constructed: a rule names the class, and a plan calls its functions.")
@@ -177,13 +177,13 @@ def Joint(rule: Rule) -> Rule:
     return rule.on("both")
 
 
-_everybodys: tuple[Rule, ...] = ()
+_global_rules: tuple[Rule, ...] = ()
 _edition = "0"  # changes with them; a word, which a compiler watches, where it would make a number a symbol
 
 
-def everybodys() -> tuple[Rule, ...]:
+def global_rules() -> tuple[Rule, ...]:
     """Rules that every Sequential tries after its own. The same tuple, as long as nothing was registered."""
-    return _everybodys
+    return _global_rules
 
 
 def edition() -> str:
@@ -191,14 +191,14 @@ def edition() -> str:
     return _edition
 
 
-def _replace_everybodys(rules: tuple[Rule, ...]) -> None:
-    global _everybodys, _edition
-    _everybodys, _edition = rules, str(int(_edition) + 1)
+def _replace_global_rules(rules: tuple[Rule, ...]) -> None:
+    global _global_rules, _edition
+    _global_rules, _edition = rules, str(int(_edition) + 1)
 
 
 def offer(rules: Iterable[Rule]) -> None:
     """Add rules to everybody's."""
-    _replace_everybodys((*_everybodys, *rules))
+    _replace_global_rules((*_global_rules, *rules))
 
 
 Groups = tuple[tuple[Rule, ...], ...]  # rules of a Sequential's own, then everybody's
@@ -220,17 +220,17 @@ def rules_of(number: int) -> Groups:
 
 def check_name(rule: Rule) -> None:
     """`explain` and `require` tell rules apart by name."""
-    if not rule.is_own and any(known.is_own and known.name == rule.name for known in everybodys()):
+    if not rule.is_own and any(known.is_own and known.name == rule.name for known in global_rules()):
         raise UnsupportedConfig(f"{rule.name!r} is the name of one of Octavo's own rules. Give yours another.")
 
 
 def _registered(rule: Rule, side: str, prepend: bool) -> Callable[[], None]:
     check_name(rule)
     made = rule.on(side)
-    _replace_everybodys((made, *_everybodys) if prepend else (*_everybodys, made))
+    _replace_global_rules((made, *_global_rules) if prepend else (*_global_rules, made))
 
     def unregister() -> None:
-        _replace_everybodys(tuple(known for known in _everybodys if known is not made))
+        _replace_global_rules(tuple(known for known in _global_rules if known is not made))
 
     return unregister
 
@@ -282,7 +282,7 @@ def match(
             if not rule.matches(configs[first:last]):
                 continue
             spans = _spans(rule, first, last)
-            settings = [c.settings if isinstance(c, custom.Config) else c for c in configs[first:last]]
+            settings = [c.settings if isinstance(c, user_op.Config) else c for c in configs[first:last]]
             failing = next((c for c in rule.conditions if not _holds(c, settings, rule)), None)
             names = [name for side, (a, b) in spans.items() for name in taken[side][a:b]]
             others = [name for name in names if name]

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from octavo._torch.tracing import while_tracing
 from octavo.fuser import pattern
+from octavo.fuser.custom_plan import as_it_is, sketch
 from octavo.fuser.pattern import Refused
-from octavo.fuser.sketch import as_it_is, sketch
-from octavo.layers import chain, composite, custom, linear
+from octavo.layers import chain, linear, user_fusion, user_op
 from octavo.layers.dry_run import without_data
-from octavo.lower import while_tracing
 from octavo.quant.proto import TensorProto
 from octavo.values import parse
 
@@ -51,7 +51,7 @@ def planned(
     on but in that somebody else's fused operations are tried on tensors like them, without data."""
     at = (keys, routes, hidden, rules, first)
     if at not in _plans:
-        _plans[at] = _plan(keys, routes, hidden, pattern.rules_of(rules), first, composite.protos_of(fields))
+        _plans[at] = _plan(keys, routes, hidden, pattern.rules_of(rules), first, user_fusion.abstract_fields(fields))
     return _plans[at]
 
 
@@ -64,12 +64,12 @@ def _plan(
         inside = tuple((c - first, f, p - first, k) for c, f, p, k in routes if first <= min(c, p) and max(c, p) < last)
         own = {(p, k) for c, f, p, k in routes if not (first <= c < last)}
         away = tuple((i - first, k) for i, k in hidden if first <= i < last and (i, k) not in own)
-        config = composite.Config(rule.op.op_name, rule.side, tuple(configs[first:last]), routes=inside, hidden=away)
+        config = user_fusion.Config(rule.op.op_name, rule.side, tuple(configs[first:last]), routes=inside, hidden=away)
         if any(isinstance(c, linear.Config) and _writes(c) for c in config.stages):
             return (
                 "its Linear holds its weight as codes, writes main_grad or remembers amaxes, which only Octavo's own do"
             )
-        return composite.probe(config, _inputs_at(configs, routes, fields, first, last))
+        return user_fusion.probe(config, _inputs_at(configs, routes, fields, first, last))
 
     matches, refused = pattern.match(configs, rules, tried)
     forward, backward = (pattern.own_steps(matches, side) for side in ("forward", "backward"))
@@ -98,7 +98,7 @@ def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first:
     before = chain.Config(tuple(configs[:first]), routes=tuple(r for r in routes if r[0] < first))
     skipped = sum(before.fields)
     with without_data():
-        _, made = chain.stage_protos(before, fields[: 1 + skipped])
+        _, made = chain.abstract_stages(before, fields[: 1 + skipped])
     own = [made[-1].outputs[0], *fields[1 + skipped : 1 + count]]
     for consumer, field, producer, k in whole.routes:
         if producer < first <= consumer:
@@ -196,7 +196,9 @@ def steps_of(config: chain.Config) -> tuple[tuple[str, ...], tuple[str, ...], tu
     """Names of the stages, of forward's steps and of backward's."""
 
     def title(stage: Any) -> str:
-        return stage.functions.title if isinstance(stage, custom.Config | composite.Config) else stage.registered_name
+        return (
+            stage.functions.title if isinstance(stage, user_op.Config | user_fusion.Config) else stage.registered_name
+        )
 
     def name(step: chain.Step) -> str:
         return step.name or title(config.stages[step.first])

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo._torch.tracing import is_watched, saved_elsewhere, while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.fuser import pattern
 from octavo.fuser.basic import BasicOperation
+from octavo.fuser.inputs import arrived, check_layout
 from octavo.fuser.legacy import find_fused, fused_refusal, outside_for_fused, run_fused, run_legacy
-from octavo.fuser.operation import Edge, FusibleOperation, Stage, check_layout, has_hooks
+from octavo.fuser.operation import Edge, FusibleOperation, Stage, has_hooks
 from octavo.fuser.plan import (
     Hidden,
     Planned,
@@ -28,8 +30,7 @@ from octavo.fuser.plan import (
 )
 from octavo.layers import chain
 from octavo.layers.dry_run import Miscounted
-from octavo.lower import is_watched, run, run_in_graph, saved_elsewhere, while_tracing
-from octavo.lower.tensors import arrived
+from octavo.lower import run, run_in_graph
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 
@@ -61,7 +62,7 @@ class OperationFuser:
         self._quiet = False
         self._known: tuple[Any, ...] = (None,)  # everybody's rules when they were last looked at, and what came of it
 
-    def title(self) -> str:
+    def describe(self) -> str:
         """For messages."""
         return f"A run of {', '.join([type(op).__name__ for op in self.ops])}"
 
@@ -77,7 +78,7 @@ class OperationFuser:
         return self._looked_up()
 
     def _looked_up(self) -> tuple[int, bool]:
-        shared = pattern.everybodys()
+        shared = pattern.global_rules()
         if self._known[0] is not shared:
             groups = ((), ()) if self.rules is None else (self.rules, shared)
             legacy = any(not rule.is_own and rule.op.op_is_legacy for group in groups for rule in group)
@@ -141,7 +142,7 @@ class OperationFuser:
         filled so far, and are filled further; `told` is a list to which runs are appended, while somebody asks."""
         x = x if type(x) is Tensor else arrived(x)
         number, legacy = self._rules()
-        if legacy and (found := find_fused(self.ops, (*(self.rules or ()), *pattern.everybodys()))) is not None:
+        if legacy and (found := find_fused(self.ops, (*(self.rules or ()), *pattern.global_rules()))) is not None:
             if not torch.compiler.is_compiling():
                 return self._around(found, x, steps, channels, told)
             first, last, rule = found
@@ -216,7 +217,7 @@ def _why_not(op: Any, x: Any) -> str:
         return "it has hooks"
     if op.op_runs_its_forward or "forward" in op.__dict__:
         return "its forward is not Octavo's"
-    why: str = op.op_alone(x)
+    why: str = op.why_not_fusible(x)
     return why
 
 

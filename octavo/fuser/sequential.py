@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.utils._pytree import tree_map
 
+from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
+from octavo.fuser.inputs import refuse_symbol
 from octavo.fuser.layout import Layout, Part, check_there, routed, taken_apart
 from octavo.fuser.legacy import outside, run_legacy
-from octavo.fuser.operation import FusibleOperation, NoTorchScript, has_hooks, refuse_symbol
-from octavo.fuser.pattern import FREE, KNOWN_SCALE, SIDES, Refused, Rule, check_name, everybodys
+from octavo.fuser.operation import FusibleOperation, NoTorchScript, has_hooks
+from octavo.fuser.pattern import FREE, KNOWN_SCALE, SIDES, Refused, Rule, check_name, global_rules
 from octavo.fuser.plan import Planned, Run
 from octavo.fuser.runs import Step, Wire, told_run
-from octavo.lower import while_tracing
 
 OUTPUT_BUFFER_KEY = "out"
 GRAD_INPUT_BUFFER_KEY = "dgrad_out"
@@ -58,7 +59,7 @@ class Sequential(NoTorchScript, nn.Sequential):
     require    names of rules that must fire; a call in which one does not is an error that says why
     """
 
-    _excused: tuple[str, ...] = (KNOWN_SCALE,)  # conditions that may keep a required rule from firing
+    _allowed_refusals: tuple[str, ...] = (KNOWN_SCALE,)  # conditions that may keep a required rule from firing
     _way_out = "Leave it out of require=."
 
     def __init__(self, *modules: Any, rules: tuple[Rule, ...] | None = (), require: Iterable[str] = ()) -> None:
@@ -262,7 +263,7 @@ class Sequential(NoTorchScript, nn.Sequential):
                 self._refuse(layout, name, tuple(own or taken or by_itself))
 
     def _refuse(self, layout: Layout, name: str, reasons: tuple[str, ...]) -> None:
-        rules = [*(self.rules or ()), *everybodys()]
+        rules = [*(self.rules or ()), *global_rules()]
         why = "; ".join(reasons)
         if not reasons:
             why = _is_not_there(name, rules, layout)

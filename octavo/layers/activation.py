@@ -89,7 +89,7 @@ class ActivationLayer(Layer):
             y = torch.ops.aten._unsafe_view(y, shape_of_y(config, tuple(x.shape)))  # fresh, and no view of anything
         return Made((y,), (), ())
 
-    def protos(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> Made:
         x: Any = inputs.x
         return Made((TensorProto(shape_of_y(config, tuple(x.shape)), x.dtype, x.device),), (), ())
 
@@ -104,7 +104,7 @@ class ActivationLayer(Layer):
             inputs.seed if config.grads else None,
         )
 
-    def gradient_protos(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
+    def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         x, scales, bias, _ = self.wants(config)
         shape = shape_of_dx(config, tuple(dy.shape))
         return (

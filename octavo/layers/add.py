@@ -39,14 +39,14 @@ class AddLayer(Layer):
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # contiguous, however x and extra lie in memory
         return Made((torch.add(x, inputs.extra, out=y),), (), ())
 
-    def protos(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> Made:
         x: Any = inputs.x
         return Made((TensorProto(tuple(x.shape), x.dtype, x.device),), (), ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return "x" in config.grads, "e" in config.grads
 
-    def gradient_protos(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
+    def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         x, extra = self.wants(config)
         shape = tuple(dy.shape)
         return (

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from octavo.layers.contract import LAYERS, Layer, Made, Tensors
 from octavo.layers.dry_run import Miscounted
-from octavo.layers.targets import Writes
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
+from octavo.wgrad.targets import Writes
 
 
 class Fused(Protocol):
@@ -262,8 +262,8 @@ class ChainLayer(Layer):
                     made[i] = None
         return Made((x, *away), tuple(extras), ()), tuple(saved)
 
-    def protos(self, config: Config, inputs: Sequence[Any]) -> Made:
-        return _gathered(config, *stage_protos(config, inputs))
+    def abstract(self, config: Config, inputs: Sequence[Any]) -> Made:
+        return _gathered(config, *abstract_stages(config, inputs))
 
     def save(self, config: Config, inputs: Sequence[Any], made: Made) -> Tensors:
         own = stage_inputs(config, inputs)
@@ -314,11 +314,11 @@ class ChainLayer(Layer):
             found[0] = holder
         return found
 
-    def gradient_protos(self, config: Config, saved: Any, *grads: Any) -> tuple[TensorProto | None, ...]:
+    def abstract_gradients(self, config: Config, saved: Any, *grads: Any) -> tuple[TensorProto | None, ...]:
         found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
         for i, own, dys in _dry_backward(config, saved, grads, found):
             with _named(config.begin + i):
-                found[i] = config.layers[i].gradient_protos(config.stages[i], own, *dys)
+                found[i] = config.layers[i].abstract_gradients(config.stages[i], own, *dys)
         return _returned(config, found)
 
     def backward(
@@ -357,7 +357,7 @@ class ChainLayer(Layer):
         for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
             with_x = own[i]._replace(x=x)
             total += layer.flops(stage, with_x)
-            x = layer.protos(stage, with_x).outputs[0]
+            x = layer.abstract(stage, with_x).outputs[0]
         return total
 
     def gradient_flops(self, config: Config, saved: Any, *grads: Any) -> int:
@@ -366,7 +366,7 @@ class ChainLayer(Layer):
         for i, own, dys in _dry_backward(config, saved, grads, found):
             layer, stage = config.layers[i], config.stages[i]
             total += layer.gradient_flops(stage, own, *dys)
-            found[i] = layer.gradient_protos(stage, own, *dys)
+            found[i] = layer.abstract_gradients(stage, own, *dys)
         return total
 
 
@@ -399,7 +399,7 @@ def _run(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
     return own, made
 
 
-def stage_protos(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
+def abstract_stages(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
     """Inputs of each stage, and what it would make."""
     own, made = stage_inputs(config, inputs), list[Made]()
     x = inputs[0]
@@ -407,7 +407,7 @@ def stage_protos(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list
         own[i] = own[i]._replace(x=x)
         _connect(config, own, made, i, i + 1)
         with _named(config.begin + i):
-            made.append(layer.protos(stage, own[i]))
+            made.append(layer.abstract(stage, own[i]))
         x = made[-1].outputs[0]
     return own, made
 

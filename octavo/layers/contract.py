@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from octavo import values
-from octavo.layers.targets import Writes
+from octavo.wgrad.targets import Writes
 
 C = TypeVar("C")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}  # as configs name them
@@ -23,7 +23,7 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class Made(NamedTuple):
-    """The result of a forward. Of `protos`, the same with a TensorProto for each tensor."""
+    """The result of a forward. Of `abstract`, the same with a TensorProto for each tensor."""
 
     outputs: tuple[Any, ...]  # the caller's, differentiable
     extras: tuple[Any, ...]  # the caller's, without a gradient: amaxes to remember, codes of a quantized output
@@ -64,7 +64,7 @@ class Layer:
         graphs a running amax of x or of a weight."""
         raise NotImplementedError
 
-    def protos(self, config: Any, inputs: Any) -> Made:
+    def abstract(self, config: Any, inputs: Any) -> Made:
         """The shapes, dtypes and strides that forward would make, from inputs that are TensorProtos."""
         raise NotImplementedError
 
@@ -84,7 +84,7 @@ class Layer:
         """Whether backward returns a gradient, for each input."""
         raise NotImplementedError
 
-    def gradient_protos(self, config: Any, saved: Any, *grads: Any) -> tuple[Any, ...]:
+    def abstract_gradients(self, config: Any, saved: Any, *grads: Any) -> tuple[Any, ...]:
         """The shapes and dtypes that backward would return, from saved tensors and gradients without data."""
         raise NotImplementedError
 
@@ -143,8 +143,8 @@ class Layer:
         return tuple(self.Fresh._fields.index(name) for name in self.scales)
 
     def replays(self, config: Any, side: str) -> bool:
-        """Whether "forward" or "backward" may be recorded and replayed as a list of launches (`octavo.lower.tape`). It
-        may not where a user's code takes part, or where it asks how the caller's memory lies."""
+        """Whether "forward" or "backward" may be recorded and replayed as a list of launches (`octavo.lower.replay`):
+        not where a user's code takes part, or where it asks how the caller's memory lies."""
         return True
 
     def flops(self, config: Any, inputs: Any) -> int:
@@ -166,7 +166,7 @@ class Layer:
 class WeightLayer(Layer):
     """A layer with a weight that recipes quantize: the weight may arrive as codes, and dw may be computed later."""
 
-    def weight_protos(self, config: Any, weight: Any) -> tuple[Any, Any]:
+    def abstract_weight(self, config: Any, weight: Any) -> tuple[Any, Any]:
         """Row and column codes of a weight, without data; None for an orientation that the recipe does not use."""
         raise NotImplementedError
 

@@ -35,7 +35,7 @@ class ForkLayer(Layer):
         x = inputs.x
         return Made((x, x.new_zeros(1).expand(x.shape) if config.leads else x), (), ())
 
-    def protos(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> Made:
         x: Any = inputs.x
         token = TensorProto(tuple(x.shape), x.dtype, x.device, (0,) * len(x.shape))
         return Made((x, token if config.leads else x), (), ())
@@ -43,7 +43,7 @@ class ForkLayer(Layer):
     def wants(self, config: Config) -> tuple[bool, ...]:
         return ("x" in config.grads,)
 
-    def gradient_protos(self, config: Config, saved: Any, *grads: Any) -> tuple[TensorProto | None, ...]:
+    def abstract_gradients(self, config: Config, saved: Any, *grads: Any) -> tuple[TensorProto | None, ...]:
         like = next((g for g in grads if g is not None), None)
         return (
             TensorProto(tuple(like.shape), like.dtype, like.device)

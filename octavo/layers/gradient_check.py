@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo.layers.dry_run import Miscounted
-from octavo.layers.parcel import dtype_name, told
+from octavo.layers.saved_values import dtype_name, told
 from octavo.quant.proto import TensorProto
 
 MADE_UP = 128  # what a dim is taken to be, when a run is planned, that the plan does not depend on

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from octavo.delayed_scaling import casts as delayed
+from octavo.delayed_scaling.casts import Amax, W, X
 from octavo.errors import UnsupportedConfig
 from octavo.kernels import grouped_gemm
-from octavo.layers import delayed, post
 from octavo.layers.contract import DTYPES, Made, Tensors, WeightLayer
-from octavo.layers.delayed import Amax, W, X
-from octavo.layers.linear_config import NOTHING, Matmuls, Pair, Parts, Slots, padded
-from octavo.layers.targets import Mail, Sought, Target, Writes, advance, overlap
+from octavo.layers.linear_config import NOTHING, Matmuls, Slots, padded
+from octavo.memory import overlap
 from octavo.quant.grouped import (
     GroupedTensor,
     fill_groups,
@@ -35,13 +35,15 @@ from octavo.quant.grouped import (
     scale_strides,
 )
 from octavo.quant.groups import BLOCK, Groups, equal, split
-from octavo.quant.groups import protos as group_protos
+from octavo.quant.groups import abstract as abstract_groups
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import QProto, QTensor
-from octavo.quant.quantizer import Given, Quantizer, in_order
+from octavo.quant.qtensor import Parts, QProto, QTensor
+from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair, in_order
 from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import BF16, Recipe
 from octavo.values import register
+from octavo.wgrad import deferred as post
+from octavo.wgrad.targets import LazyTarget, Mail, Target, Writes, advance
 
 ALIGNED = 16  # columns of codes, for the GEMM's copies; missing ones are zeros
 Operand = Tensor | GroupedTensor
@@ -67,7 +69,7 @@ class Config(Matmuls):
     scales_dtype: str = ""  # of the bias' scales; empty: the bias is added as it is
     grads: str = ""  # which gradients are wanted: letters of "xwbs"
     weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
-    observe: str = ""  # delayed scaling's amaxes are measured and returned ("extra"), or raised in place ("seen")
+    observe: str = ""  # delayed scaling's amaxes are measured, and "returned" or raised "in_place"
     measured: str = ""  # delayed: letters of "xwd" (d is dy): no step may have seen them, and they scale themselves
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
@@ -90,11 +92,11 @@ class Config(Matmuls):
         return "row" if self.weight == "held" else "plain"
 
     @cached_property
-    def x_pair(self) -> Pair:
+    def x_pair(self) -> QuantizerPair:
         return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
 
     @cached_property
-    def dy_pair(self) -> Pair:
+    def dy_pair(self) -> QuantizerPair:
         return (
             self.quant.dgrad.left if "x" in self.grads else None,
             self.quant.wgrad.left if "w" in self.grads else None,
@@ -103,7 +105,7 @@ class Config(Matmuls):
     @cached_property
     def posted(self) -> tuple[int, int]:
         """Where among all that forward makes, as a flat list, the post is: dy's slots, x as codes or a copy, groups."""
-        start = 1 + (self.observe == "extra")
+        start = 1 + (self.observe == "returned")
         spec = self.x_pair[1]
         of_x = post.slots_of_x(self.kept_x, spec)
         return start, start + self.slots + of_x + len(Groups._fields) - 1
@@ -133,7 +135,7 @@ class Inputs(NamedTuple):
 class Buffers(NamedTuple):
     """What backward writes besides its results."""
 
-    main_grad: Target | Sought | None = None
+    main_grad: Target | LazyTarget | None = None
     amax: Tensor | None = None  # [G]: the amaxes of dy, folded by maximum
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
     mail: Mail | None = None
@@ -263,18 +265,18 @@ class GroupedLinearLayer(WeightLayer):
         width = x.new_empty(0, inputs.weight.shape[2])
         return Made((y,), extras, Fresh._make((*x_kept, *groups.tensors(), *w_kept, width)))
 
-    def protos(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> Made:
         x: Any = inputs.x
         weight: Any = inputs.weight
         number, n, k = weight.shape
         y = TensorProto((x.shape[0], n), config.y_dtype, x.device)
-        groups = group_protos(x.shape[0], number, x.device)
+        groups = abstract_groups(x.shape[0], number, x.device)
         padded = groups[2].shape[0] * BLOCK
         extras: tuple[TensorProto, ...] = ()
-        if config.observe == "extra":
+        if config.observe == "returned":
             extras = (TensorProto((2 * number,), torch.float32, x.device),)
         if config.slots:
-            extras = (*extras, *_slot_protos(config, y, padded, number))
+            extras = (*extras, *_abstract_dy_buffers(config, y, padded, number))
             if config.kept_x == "plain":
                 extras = (*extras, TensorProto(tuple(x.shape), x.dtype, x.device))
         of_x, of_w = NOTHING, NOTHING
@@ -293,7 +295,7 @@ class GroupedLinearLayer(WeightLayer):
         return config.slots > 0
 
     def extras(self, config: Config) -> int:
-        return (config.observe == "extra") + config.slots + (config.slots > 0 and config.kept_x == "plain")
+        return (config.observe == "returned") + config.slots + (config.slots > 0 and config.kept_x == "plain")
 
     def posted_operands(self, config: Config, mail: Parts, x: Parts, weight: Tensor) -> Operands:
         count = len(Groups._fields) - 1
@@ -302,7 +304,7 @@ class GroupedLinearLayer(WeightLayer):
         dy: Operand = slots[0] if config.slots == 1 else _slot(config, slots, groups)
         return Operands(dy, _x_operand(config, codes, groups, config.y_dtype), groups, tuple(weight.shape))
 
-    def weight_protos(self, config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
+    def abstract_weight(self, config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
         row, column = config.quant.fprop.right, config.quant.dgrad.right
         return (
             None if row is None else _weight_proto(row, "row", weight),
@@ -330,7 +332,7 @@ class GroupedLinearLayer(WeightLayer):
             else None
             for spec, parts, side in zip(specs, (row, column), ("row", "column"), strict=True)
         )
-        given = Given(skip=skip)
+        given = CastArgs(skip=skip)
         if scaling:
             given = _given(config, matrix, specs, groups, scaling, amaxes[0][number:] if amaxes else None)
             given = given._replace(skip=skip)
@@ -384,7 +386,7 @@ class GroupedLinearLayer(WeightLayer):
         return dx, dw, db, None, ds, *[None] * (len(Inputs._fields) - 5)
 
     def weight_gradient(
-        self, config: Config, operands: Any, target: Target | Sought | None, writes: Writes | None = None
+        self, config: Config, operands: Any, target: Target | LazyTarget | None, writes: Writes | None = None
     ) -> Tensor | None:
         dy, x, groups, shape = Operands._make(operands)
         number, n, k = shape
@@ -401,7 +403,7 @@ class GroupedLinearLayer(WeightLayer):
         target.close()
         return torch.zeros(shape, dtype=dtype, device=device) if config.dummy_grad else None
 
-    def gradient_protos(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
+    def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         kept = Saved._make(saved)
         number, n, k = kept.start.shape[0] - 1, dy.shape[1], kept.width.shape[1]
         x, w, b, _, s, *rest = self.wants(config)
@@ -430,7 +432,7 @@ layer = GroupedLinearLayer(Config, Inputs, Fresh, Saved, Buffers)
 
 
 def _quantized(
-    x: Tensor, pair: Pair, groups: Groups, given: Given
+    x: Tensor, pair: QuantizerPair, groups: Groups, given: CastArgs
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
     if pair[0] is None and pair[1] is None:
         return None, None
@@ -438,9 +440,9 @@ def _quantized(
 
 
 def _given(
-    config: Config, x: Tensor, pair: Pair, groups: Groups, slot: Sequence[Tensor], observed: Tensor | None,
+    config: Config, x: Tensor, pair: QuantizerPair, groups: Groups, slot: Sequence[Tensor], observed: Tensor | None,
     seed: Tensor | None = None,
-) -> Given:  # fmt: skip
+) -> CastArgs:  # fmt: skip
     """What the layer brings to a cast of x, whose groups have a multiplier each."""
     flat = [t.view(groups.number) for t in slot]
     return delayed.given(config.recipe, pair, flat, _amaxes_of(x, groups), observed, seed)
@@ -519,10 +521,10 @@ def _proto_parts(q: QProto) -> Any:
     return q.codes, q.scale, q.global_scale
 
 
-# -- gradients put off in a graph (octavo.layers.post) ---------------------------------------------------------
+# -- gradients put off in a graph (octavo.wgrad.deferred) ---------------------------------------------------------
 
 
-def _slot_protos(config: Config, y: TensorProto, padded: int, number: int) -> tuple[TensorProto, ...]:
+def _abstract_dy_buffers(config: Config, y: TensorProto, padded: int, number: int) -> tuple[TensorProto, ...]:
     """Room for dy as dw needs it."""
     spec = config.dy_pair[1]
     if spec is None:
@@ -533,7 +535,7 @@ def _slot_protos(config: Config, y: TensorProto, padded: int, number: int) -> tu
 
 def _empty_slots(config: Config, y: Tensor, groups: Groups) -> Parts:
     like = TensorProto(tuple(y.shape), y.dtype, y.device)
-    return post.unfilled(_slot_protos(config, like, groups.padded, groups.number))
+    return post.unfilled(_abstract_dy_buffers(config, like, groups.padded, groups.number))
 
 
 def _slot(config: Config, slots: Sequence[Tensor], groups: Groups) -> GroupedTensor:
@@ -627,6 +629,6 @@ def _saved_columns(spec: Quantizer, parts: Sequence[Tensor], number: int, k: int
 
 def _fill_weight_gradient(dy: Operand, x: Operand, groups: Groups, out: Tensor, *, accumulate: bool) -> Tensor:
     if isinstance(dy, GroupedTensor) and isinstance(x, GroupedTensor):
-        return grouped_gemm.depth(dy, x, out, accumulate=accumulate)
+        return grouped_gemm.grouped_wgrad(dy, x, out, accumulate=accumulate)
     assert isinstance(dy, Tensor) and isinstance(x, Tensor)
     return grouped_gemm.plain_depth(dy, x, out, groups, accumulate=accumulate)

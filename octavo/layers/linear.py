@@ -19,19 +19,19 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from octavo.kernels.columns import column_sums
+from octavo.delayed_scaling import casts as delayed
+from octavo.delayed_scaling.casts import Amax, Amaxes, W, X
+from octavo.kernels.column_sums import column_sums
 from octavo.kernels.gemm import product
-from octavo.layers import delayed, post
 from octavo.layers.contract import DTYPES, Made, Tensors, WeightLayer
-from octavo.layers.delayed import Amax, Amaxes, W, X
-from octavo.layers.linear_config import NOTHING, Pair, Parts, Slots, padded
+from octavo.layers.linear_config import NOTHING, Slots, padded
 from octavo.layers.linear_config import Config as Config
-from octavo.layers.targets import Mail, Sought, Target, Writes, advance
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import QProto, QTensor
+from octavo.quant.qtensor import Parts, QProto, QTensor
 from octavo.quant.quantizer import (
-    Given,
+    CastArgs,
     Quantizer,
+    QuantizerPair,
     as_matrix,
     column_axis,
     empty_pair,
@@ -39,6 +39,8 @@ from octavo.quant.quantizer import (
     in_order,
     quantize_pair,
 )
+from octavo.wgrad import deferred as post
+from octavo.wgrad.targets import LazyTarget, Mail, Target, Writes, advance
 
 Operand = Tensor | QTensor
 Operands = tuple[Operand, Operand]  # of dw: dy, x
@@ -58,7 +60,7 @@ class Inputs(NamedTuple):
 class Buffers(NamedTuple):
     """What backward writes besides its results."""
 
-    main_grad: Target | Sought | None = None
+    main_grad: Target | LazyTarget | None = None
     amax: Tensor | None = None  # [1]: the amax of dy, folded by maximum
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
     mail: Mail | None = None
@@ -134,7 +136,7 @@ class LinearLayer(WeightLayer):
         amaxes = observed(config, inputs)
         return forward_from(config, inputs, _quantized_x(config, inputs, amaxes.x), amaxes)
 
-    def protos(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> Made:
         weight: Any = inputs.weight
         like: Any = inputs.x if inputs.x is not None else inputs.x_codes[0]
         lead = tuple(like.shape[:-1])
@@ -148,10 +150,10 @@ class LinearLayer(WeightLayer):
                 (TensorProto(y.shape, y.dtype, y.device, (0,) * len(y.shape)),),
                 _proto_parts(spec.proto(y)),
             )
-        if config.observe == "extra":
+        if config.observe == "returned":
             extras = (*extras, TensorProto((2,), torch.float32, weight.device))
         if config.slots:
-            extras = (*extras, *_slot_protos(config, y))
+            extras = (*extras, *_abstract_dy_buffers(config, y))
             if config.kept_x == "plain":
                 extras = (*extras, TensorProto(tuple(like.shape), like.dtype, like.device))
         kept: list[TensorProto | None] = []
@@ -177,10 +179,10 @@ class LinearLayer(WeightLayer):
         return config.slots > 0
 
     def extras(self, config: Config) -> int:
-        found = (config.observe == "extra") + (config.quant.parts if config.quantize_output else 0)
+        found = (config.observe == "returned") + (config.quant.parts if config.quantize_output else 0)
         return found + config.slots + (config.slots > 0 and config.kept_x == "plain")
 
-    def gradient_protos(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
+    def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         x, w, b, *rest = self.wants(config)
         n, k = dy.shape[-1], _width(config, Saved._make(saved))
         return (
@@ -205,7 +207,7 @@ class LinearLayer(WeightLayer):
         kept = Saved(*padded(codes), width=weight.detach()[:0])
         return dy, _x_operand(config, kept, tokens, config.y_dtype)
 
-    def weight_protos(self, config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
+    def abstract_weight(self, config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
         row, column = config.quant.fprop.right, config.quant.dgrad.right
         return (None if row is None else row.proto(weight)), (None if column is None else column.proto(weight, 0))
 
@@ -226,7 +228,7 @@ class LinearLayer(WeightLayer):
             None if specs[0] is None or not row else specs[0].assemble(row, (n, k), weight.dtype),
             None if specs[1] is None or not column else specs[1].assemble(column, (k, n), weight.dtype),
         )
-        given = Given(skip=skip)
+        given = CastArgs(skip=skip)
         if scaling:
             given = _given(config, weight, specs, scaling, amaxes[0][1:] if amaxes else None)._replace(skip=skip)
         fill_pair(as_matrix(weight), pair, given)
@@ -265,7 +267,7 @@ class LinearLayer(WeightLayer):
         return gradients(dx, finish(config, dy, column, kept, buffers, writes), db)
 
     def weight_gradient(
-        self, config: Config, operands: Operands, target: Target | Sought | None, writes: Writes | None = None
+        self, config: Config, operands: Operands, target: Target | LazyTarget | None, writes: Writes | None = None
     ) -> Tensor | None:
         """Both operands are contracted over the tokens."""
         dy, x = operands
@@ -321,7 +323,7 @@ def forward_from(
 
 def fill_x(
     config: Config, scaling: Parts, like: TensorProto, column: bool, observed: Tensor | None
-) -> tuple[tuple[QTensor | None, QTensor | None], Given]:
+) -> tuple[tuple[QTensor | None, QTensor | None], CastArgs]:
     """Room for x's codes, with what a cast of x takes, for one who makes x and casts it in the same pass."""
     row, other = config.x_pair
     given = delayed.warm(config.recipe, scaling[X::3], observed)
@@ -358,7 +360,12 @@ def _quantized_w(config: Config, inputs: Inputs, observed: Tensor | None) -> tup
 
 
 def _quantize(
-    config: Config, x: Tensor, pair: Pair, slot: Sequence[Tensor], observed: Tensor | None, seed: Tensor | None = None
+    config: Config,
+    x: Tensor,
+    pair: QuantizerPair,
+    slot: Sequence[Tensor],
+    observed: Tensor | None,
+    seed: Tensor | None = None,
 ) -> tuple[QTensor | None, QTensor | None]:
     """The orientations that a pair of quantizers asks for, by the multiplier of its slot if scaling is delayed."""
     if pair[0] is None and pair[1] is None:
@@ -367,8 +374,13 @@ def _quantize(
 
 
 def _given(
-    config: Config, x: Tensor, pair: Pair, slot: Sequence[Tensor], observed: Tensor | None, seed: Tensor | None = None
-) -> Given:
+    config: Config,
+    x: Tensor,
+    pair: QuantizerPair,
+    slot: Sequence[Tensor],
+    observed: Tensor | None,
+    seed: Tensor | None = None,
+) -> CastArgs:
     """What the layer brings to a cast of x."""
     return delayed.given(config.recipe, pair, slot, _amax_of(x), observed, seed)
 
@@ -405,10 +417,10 @@ def _width(config: Config, kept: Saved) -> int:
     return 0
 
 
-# -- gradients put off in a graph (octavo.layers.post) ----------------------------------------------------------------
+# -- gradients put off in a graph (octavo.wgrad.deferred) --------------------------------------------------------------
 
 
-def _slot_protos(config: Config, y: TensorProto) -> tuple[TensorProto, ...]:
+def _abstract_dy_buffers(config: Config, y: TensorProto) -> tuple[TensorProto, ...]:
     """Room for dy as dw needs it."""
     spec = config.dy_pair[1]
     if spec is None:
@@ -418,7 +430,7 @@ def _slot_protos(config: Config, y: TensorProto) -> tuple[TensorProto, ...]:
 
 
 def _empty_slots(config: Config, y: Tensor) -> Parts:
-    return post.unfilled(_slot_protos(config, TensorProto(tuple(y.shape), y.dtype, y.device)))
+    return post.unfilled(_abstract_dy_buffers(config, TensorProto(tuple(y.shape), y.dtype, y.device)))
 
 
 def _slot(config: Config, slots: Sequence[Tensor], rows: int) -> QTensor:
@@ -441,7 +453,7 @@ def gradients(dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> Tensor
 
 def fill_dy(
     config: Config, kept: Saved, like: TensorProto, buffers: Buffers, writes: Writes | None
-) -> tuple[tuple[QTensor | None, QTensor | None], Given]:
+) -> tuple[tuple[QTensor | None, QTensor | None], CastArgs]:
     """Room for dy's codes, with what a cast of dy takes, for one who makes dy and casts it in the same pass."""
     given = delayed.warm(config.recipe, kept.dy_slot, buffers.amax)
     if config.draws:
@@ -449,11 +461,11 @@ def fill_dy(
     return empty_pair(like, *config.dy_pair, one_scale=True), given
 
 
-def fill_x_again(config: Config, kept: Saved, like: TensorProto) -> tuple[QTensor | None, Given]:
+def fill_x_again(config: Config, kept: Saved, like: TensorProto) -> tuple[QTensor | None, CastArgs]:
     """The same for x's column codes, where they are made in backward."""
     if "w" not in config.grads:
-        return None, Given()
-    return empty_pair(like, None, config.quant.wgrad.right)[1], Given(encode=kept.x_encode)
+        return None, CastArgs()
+    return empty_pair(like, None, config.quant.wgrad.right)[1], CastArgs(encode=kept.x_encode)
 
 
 def finish(
@@ -539,7 +551,7 @@ def input_gradient(config: Config, dy: Any, row: QTensor | None, kept: Saved) ->
 
 def _columns_again(config: Config, weight: Tensor, encode: Tensor | None) -> QTensor:
     """The column codes that forward would have made."""
-    _, column = quantize_pair(weight, None, config.quant.dgrad.right, Given(encode=encode))
+    _, column = quantize_pair(weight, None, config.quant.dgrad.right, CastArgs(encode=encode))
     assert column is not None
     return column
 
@@ -568,7 +580,7 @@ def _assembled(spec: Quantizer, slots: Slots, shape: tuple[int, ...], dtype: tor
     return in_order(q, spec.scale_strides(*q.scale.shape))
 
 
-def _store(config: Config, target: Target | Sought, out: Tensor, dw: Tensor) -> None:
+def _store(config: Config, target: Target | LazyTarget, out: Tensor, dw: Tensor) -> None:
     """Bring dw to the matrix that a target opened."""
     with _unsafe_preserve_version_counter(out):  # a graph in flight may have it among what it saved
         out.add_(dw) if config.main_grad == "add" else out.copy_(dw)

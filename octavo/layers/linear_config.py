@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig, check_choice
-from octavo.layers import post
 from octavo.layers.contract import DTYPES
 from octavo.quant.blocks import is_square
-from octavo.quant.quantizer import Quantizer
+from octavo.quant.qtensor import Parts
+from octavo.quant.quantizer import QuantizerPair
 from octavo.recipes import BF16, LinearQuant, Recipe
 from octavo.values import Value, register
+from octavo.wgrad import deferred as post
 
-Parts = tuple[Tensor, ...]  # the tensors of a QTensor, or none
 Slots = tuple[Tensor | None, Tensor | None, Tensor | None]  # the same in a fixed number of places
-Pair = tuple[Quantizer | None, Quantizer | None]  # of the two orientations of an operand: row, column
 NOTHING: Slots = (None, None, None)
 
 
@@ -37,12 +36,11 @@ def call_key(name: str, recipe: Recipe, **settings: str | bool) -> str:
 _CHOICES = {
     "x": ("plain", "codes"),
     "weight": ("plain", "codes", "held"),
-    "observe": ("", "extra", "seen"),
+    "observe": ("", "returned", "in_place"),
     "main_grad": ("", "add", "overwrite"),
     "delay": ("", "mailbox", "post"),
     "tail": ("zero", "untouched"),
     "x_columns": ("forward", "backward"),
-    "w_columns": ("forward", "backward"),
     "dtype": tuple(DTYPES),
     "weight_dtype": tuple(DTYPES),
     "bias_dtype": ("", *DTYPES),
@@ -84,14 +82,14 @@ class Matmuls(Value):
         raise NotImplementedError
 
     @cached_property
-    def w_pair(self) -> Pair:
+    def w_pair(self) -> QuantizerPair:
         """Quantizers of the orientations of w that forward makes."""
         if self.weight != "plain":
             return None, None
         return self.quant.fprop.right, self.quant.dgrad.right if self.kept_w == "column" else None
 
     @cached_property
-    def dy_pair(self) -> Pair:
+    def dy_pair(self) -> QuantizerPair:
         """Quantizers of the orientations of dy that backward makes."""
         raise NotImplementedError
 
@@ -121,14 +119,14 @@ class Config(Matmuls):
     grads: str = ""  # which gradients are wanted: letters of "xwb"
     x: str = "plain"  # or "codes"
     weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
-    observe: str = ""  # delayed scaling's amaxes are measured and returned ("extra"), or raised in place ("seen")
+    observe: str = ""  # delayed scaling's amaxes are measured, and "returned" or raised "in_place"
     measured: str = ""  # delayed: letters of "xwd" (d is dy): no step may have seen them, and they scale themselves
     quantize_output: bool = False
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
     delay: str = ""  # dw is put off: its operands go to a "mailbox", or in a graph to the "post" (see `posted`)
     x_columns: str = "forward"  # or "backward": whoever runs this layer has x's column codes made again for dw
-    w_columns: str = "forward"  # or "backward": made there from the weight itself, one more read and nothing kept
+    recompute_w_columns: bool = False  # in backward, from the weight itself: one more read, and nothing kept
 
     @cached_property
     def wgrad_mode(self) -> str:
@@ -157,7 +155,7 @@ class Config(Matmuls):
             return ""
         if self.weight == "held" and self.quant.dgrad.mode != "quantized":
             return "row"
-        again = self.w_columns == "backward" and self.weight == "plain" and self.quant.dgrad.mode == "quantized"
+        again = self.recompute_w_columns and self.weight == "plain" and self.quant.dgrad.mode == "quantized"
         if again and "w" not in self.measured:  # or forward's multiplier is not at hand
             return "again"
         return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.quant.dgrad.mode]
@@ -171,14 +169,14 @@ class Config(Matmuls):
         return nothing or (packed and "row" in (self.kept_x, self.kept_w))
 
     @cached_property
-    def x_pair(self) -> Pair:
+    def x_pair(self) -> QuantizerPair:
         """Quantizers of the orientations of x that forward makes."""
         if self.x == "codes":
             return None, None
         return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
 
     @cached_property
-    def dy_pair(self) -> Pair:
+    def dy_pair(self) -> QuantizerPair:
         return (
             self.quant.dgrad.left if "x" in self.grads else None,
             self.quant.wgrad.left if "w" in self.grads and self.wgrad_mode == "quantized" else None,
@@ -187,7 +185,7 @@ class Config(Matmuls):
     @cached_property
     def posted(self) -> tuple[int, int]:
         """Where among all that forward makes, as a flat list, the post is: dy's slots, then x, as codes or a copy."""
-        start = 1 + (self.observe == "extra") + (self.quant.parts if self.quantize_output else 0)
+        start = 1 + (self.observe == "returned") + (self.quant.parts if self.quantize_output else 0)
         spec = dict(zip(("row", "column"), self.x_pair, strict=True)).get(self.kept_x)
         of_x = post.slots_of_x(self.kept_x, spec)
         return start, start + self.slots + of_x

@@ -82,7 +82,7 @@ class NormLayer(Layer):
             y = torch.ops.aten._unsafe_view(y, inputs.x.shape)  # fresh, and no view of anything
         return Made((y,), (), fresh)
 
-    def protos(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> Made:
         x: Any = inputs.x
         shape = tuple(x.shape)
         row = TensorProto((math.prod(shape[: len(shape) - config.dims]),), torch.float32, x.device)
@@ -96,7 +96,7 @@ class NormLayer(Layer):
         weight = inputs.weight if "x" in config.grads else None
         return Saved(inputs.x if config.keeps else None, weight, *made.fresh)
 
-    def gradient_protos(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
+    def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         x, weight, bias = self.wants(config)
         shape = tuple(dy.shape)
         row = shape[len(shape) - config.dims :]

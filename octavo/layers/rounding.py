@@ -49,7 +49,7 @@ class RoundingLayer(Layer):
         parts = () if config.spec is None else tuple(config.spec.quantize(x.detach()).tensors())
         return Made((x.new_zeros(1).expand(x.shape),), parts, ())
 
-    def protos(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> Made:
         x: Any = inputs.x
         token = TensorProto(tuple(x.shape), x.dtype, x.device, (0,) * len(x.shape))
         parts: tuple[TensorProto, ...] = ()
@@ -64,7 +64,7 @@ class RoundingLayer(Layer):
     def save(self, config: Config, inputs: Inputs, made: Made) -> Tensors:
         return Saved(inputs.seed if config.grads else None)
 
-    def gradient_protos(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
+    def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         return (TensorProto(tuple(dy.shape), dy.dtype, dy.device) if "x" in config.grads else None), None
 
     def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:

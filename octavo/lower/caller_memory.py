@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
-from octavo.layers.targets import overlap, span
+from octavo.memory import overlap, span
 
 
 class _Value(NamedTuple):

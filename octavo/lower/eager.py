@@ -14,11 +14,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import Layer
-from octavo.layers.targets import Sought, Target, overlap
-from octavo.lower import tape
 from octavo.lower.caller_memory import begin_write, keep, refuse_grad, refuse_overlap
 from octavo.lower.modified import explain_modified, refuse_modified, title_of
+from octavo.lower.replay import calls as tape
 from octavo.lower.transforms import check_transforms, is_batched, refuse_active, refuse_batched, refuse_tangents
+from octavo.memory import overlap
+from octavo.wgrad.targets import LazyTarget, Target
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 
@@ -172,14 +173,14 @@ def _in_memory(t: Tensor) -> Tensor:
 
 def _are_tensors(buffers: Any) -> bool:
     """Or can be, before there is anything to write to them."""
-    return all([t is None or isinstance(t, Tensor) or (isinstance(t, Sought) and t.is_there()) for t in buffers])
+    return all([t is None or isinstance(t, Tensor) or (isinstance(t, LazyTarget) and t.is_there()) for t in buffers])
 
 
 def _replayed(layer: Layer, config: Any, saved: Tensors, buffers: Any, grads: Tensors, made: _Made) -> Tensors:
     """What the layer's backward returns, with a gradient for each output: from a tape, if there is one."""
-    modes = [t.mode if isinstance(t, Sought) else "" for t in buffers]
+    modes = [t.mode if isinstance(t, LazyTarget) else "" for t in buffers]
     # of one weight: where there are several, nothing replays
-    written = [t.find().buffers[0] if isinstance(t, Sought) else t for t in buffers]
+    written = [t.find().buffers[0] if isinstance(t, LazyTarget) else t for t in buffers]
     end = len(saved) + len(written)
 
     def work(tensors: Tensors) -> tuple[None, Tensors]:
@@ -194,7 +195,7 @@ def _replayed(layer: Layer, config: Any, saved: Tensors, buffers: Any, grads: Te
     with _unsafe_preserve_version_counter(tuple(into)) if into else nullcontext():
         found = tape.call((config.key, "backward", made.kind, *modes), tensors, work, made.known).found
     for t in buffers:
-        if isinstance(t, Sought):
+        if isinstance(t, LazyTarget):
             t.done()
     return found
 

@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from octavo._torch.tracing import is_watched
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
+from octavo.fuser.inputs import arrived, check_input
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.layers.activation import Config, Inputs, layer
 from octavo.layers.contract import NAMES
-from octavo.lower import is_watched, run, run_in_graph
-from octavo.lower.tensors import arrived
-from octavo.modules.inputs import check_input
+from octavo.lower import run, run_in_graph
 from octavo.quant import QTensor
 from octavo.values import Value
 
@@ -387,7 +387,7 @@ class Dropout(FusibleOperation, nn.Module):
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, Config) and config.drop != 0.0
 
-    def op_alone(self, x: Any) -> str:
+    def why_not_fusible(self, x: Any) -> str:
         return "" if self.op_makes_node() else "it leaves x as it is"
 
     def op_makes_node(self) -> bool:

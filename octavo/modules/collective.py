@@ -26,7 +26,7 @@ class _Collective(FusibleOperation, nn.Module):
     def op_makes_node(self) -> bool:
         return False
 
-    def op_alone(self, x: Any) -> str:
+    def why_not_fusible(self, x: Any) -> str:
         return "it speaks with other processes"
 
     def forward(self, input: Any) -> Any:

@@ -8,34 +8,26 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from octavo._torch.tracing import claim, is_captured, is_inside_operator, is_static, is_watched, saved_elsewhere
+from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
+from octavo.fuser.inputs import arrived, check_input, check_weight
 from octavo.fuser.operation import FusibleOperation
 from octavo.kernels import grouped_gemm
 from octavo.layers.contract import NAMES
 from octavo.layers.grouped_linear import Inputs, layer
 from octavo.layers.grouped_linear import refusal as grouped_refusal
 from octavo.layers.linear_config import call_key
-from octavo.layers.targets import joined_rows
-from octavo.lower import (
-    claim,
-    is_captured,
-    is_inside_operator,
-    is_static,
-    is_watched,
-    saved_elsewhere,
-)
-from octavo.lower.held import HeldWeight, linked_token, parameter
-from octavo.lower.tensors import arrived
 from octavo.lower.transforms import refuse_active, refuse_tangents
-from octavo.modules.ambient import ambient
-from octavo.modules.graph_refusal import graph_refusal
-from octavo.modules.inputs import check_input, check_weight
+from octavo.memory import joined_rows
 from octavo.modules.quantized import Quantized, outside, wanted
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
+from octavo.weights.held import HeldWeight, linked_token, parameter
+from octavo.wgrad.graph_refusal import graph_refusal
 
 
 class GroupedLinear(FusibleOperation, Quantized):
@@ -46,7 +38,7 @@ class GroupedLinear(FusibleOperation, Quantized):
     single_grouped_bias        one parameter `bias` [G, N]; otherwise `bias0`, `bias1`, ... [N]
     scale_bias                 the bias is multiplied by `scales`, token by token, before it is added
     delay_wgrad_compute        dW waits until `backward_dw()`
-    fuse_wgrad_accumulation    dW is added to `weight.main_grad` (octavo.modules.main_grad)
+    fuse_wgrad_accumulation    dW is added to `weight.main_grad` (octavo.wgrad.main_grad)
     tail                       rows of y and dx after the last group: "zero", or "untouched", which may be anything
     strict                     what torch.compile cannot hold is an error; otherwise it runs outside, and says so
     """
@@ -150,7 +142,7 @@ class GroupedLinear(FusibleOperation, Quantized):
             check_weight("GroupedLinear, as its bias,", parts[0])
         return parts[0] if self._bias_names[0] == "bias" else torch.stack(parts)
 
-    def title(self) -> str:
+    def describe(self) -> str:
         sizes = f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features})"
         return f"{sizes} at {self._path!r}" if self._path else sizes
 
@@ -169,7 +161,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         """Sizes of the groups, and scales of the bias."""
         return 2 if self.scale_bias and self._bias_names else 1
 
-    def op_alone(self, x: Any) -> str:
+    def why_not_fusible(self, x: Any) -> str:
         return "rows in groups are a run of their own"
 
     def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
@@ -230,7 +222,7 @@ class GroupedLinear(FusibleOperation, Quantized):
             rows, weight, bias, splits, scales, None,
             *(self._parts(kind, own[0]) if kind != "plain" else ((), ())),
             self._scaling.inputs(self, measured) if recipe.stateful else (),
-            self._scaling.seen(self) if observe == "seen" else (),
+            self._scaling.seen(self) if observe == "in_place" else (),
         )  # fmt: skip
         # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
         as_nodes = as_nodes or (is_watched() and not delayed and not main_grad and not saved_elsewhere())
@@ -239,7 +231,7 @@ class GroupedLinear(FusibleOperation, Quantized):
             key, inputs, grads=grads, observe=observe, main_grad=main_grad, dummy=dummy, delay=delay,
             as_nodes=as_nodes, more=(dgrad_out,), out=out, shape=shape, parts=own if joined else (),
         )  # fmt: skip
-        if observe == "extra":
+        if observe == "returned":
             self._remember(made[1], tracing)
         y: Tensor = made[0]
         return y if y.dim() == len(shape) else y.view(shape)
@@ -305,7 +297,9 @@ class GroupedLinear(FusibleOperation, Quantized):
                 why = f"two calls in one graph write to one {name}, or {name} overlaps another buffer of that graph. "
                 why += "Give each call buffers of its own"
             if why:
-                return f"{self.title()} does not compile: {why}, or build the layer with strict=False, to run outside."
+                return (
+                    f"{self.describe()} does not compile: {why}, or build the layer with strict=False, to run outside."
+                )
         return ""
 
     def _check_buffers(self, x: Tensor, grads: str, out: Tensor | None, dgrad_out: Tensor | None) -> None:

@@ -10,24 +10,24 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo._torch.tracing import is_inside_operator, is_watched, saved_elsewhere
+from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
+from octavo.fuser.inputs import arrived, check_input, check_weight
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.kernels.gemm import spec_route
 from octavo.layers.contract import NAMES
 from octavo.layers.linear import Config, Inputs, layer
-from octavo.layers.linear_config import Parts, call_key
-from octavo.lower import is_inside_operator, is_watched, saved_elsewhere
-from octavo.lower.held import HeldWeight, linked_token, parameter
-from octavo.lower.tensors import arrived
-from octavo.modules.ambient import ambient
-from octavo.modules.graph_refusal import graph_refusal
-from octavo.modules.inputs import check_input, check_weight
+from octavo.layers.linear_config import call_key
 from octavo.modules.quantized import Quantized, outside, wanted
 from octavo.quant import QTensor
+from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
 from octavo.values import Value
+from octavo.weights.held import HeldWeight, linked_token, parameter
+from octavo.wgrad.graph_refusal import graph_refusal
 
 
 class Linear(FusibleOperation, Quantized, nn.Linear):
@@ -35,7 +35,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
 
     recipe                     a name, a canonical string or a Recipe; None follows `octavo.autocast`, else bf16
     return_bias                forward returns (y without the bias, bias)
-    fuse_wgrad_accumulation    dW is added to `weight.main_grad` (octavo.modules.main_grad)
+    fuse_wgrad_accumulation    dW is added to `weight.main_grad` (octavo.wgrad.main_grad)
     delay_wgrad_compute        dW waits until `backward_dw()`
     keep_weight_codes          False: the weight's codes for dX are made again in backward, from the weight itself: half
                                its size is not kept, for one more read of it
@@ -81,7 +81,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         old = self.weight
         self.weight = parameter(whole, old) if isinstance(whole, HeldWeight) else nn.Parameter(whole, old.requires_grad)
 
-    def title(self) -> str:
+    def describe(self) -> str:
         sizes = f"Linear({self.in_features}, {self.out_features})"
         return f"{sizes} at {self._path!r}" if self._path else sizes
 
@@ -119,7 +119,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
             dummy=call.dummy, delay=call.delay, as_nodes=as_nodes, codes=codes,
         )  # fmt: skip
         parts = () if not fp8_output else tuple(made[1 : 1 + recipe.linear().parts])
-        if call.observe == "extra":
+        if call.observe == "returned":
             self._remember(made[1 + len(parts)], tracing)
         y = made[0] if shape is None else made[0].view(*shape, made[0].shape[-1])
         out = _quantized_output(recipe, parts, y) if fp8_output else y
@@ -145,19 +145,18 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
                 f"fp8_output=True quantizes y as the next layer's fprop would, and {recipe} quantizes nothing there. "
                 "Leave fp8_output out, or choose a recipe with a quantized fprop."
             )
-        columns = "forward" if self.keep_weight_codes else "backward"
         key = call_key(
             self.NAME, recipe, dtype=NAMES[dtype], weight_dtype=NAMES[weight.dtype],
             bias_dtype="" if added is None else NAMES[added.dtype], grads=grads, x="codes" if codes else "plain",
             weight=kind, observe=observe, measured=measured, quantize_output=fp8_output, main_grad=main_grad,
-            dummy_grad=dummy, delay=delay, w_columns=columns,
+            dummy_grad=dummy, delay=delay, recompute_w_columns=not self.keep_weight_codes,
         )  # fmt: skip
         given = linked_token((weight,)) if kind == "held" else weight
         inputs = Inputs(
             None, given, added, codes,
             *(self._parts(kind, weight) if kind != "plain" else ((), ())),
             self._scaling.inputs(self, measured) if recipe.stateful else (),
-            self._scaling.seen(self) if observe == "seen" else (),
+            self._scaling.seen(self) if observe == "in_place" else (),
         )  # fmt: skip
         return _Call(key, inputs, grads, observe, main_grad, dummy, delay)
 
@@ -169,7 +168,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, Config)
 
-    def op_alone(self, x: Any) -> str:
+    def why_not_fusible(self, x: Any) -> str:
         if self.return_bias:
             return "return_bias=True hands its bias to the caller"
         if torch.compiler.is_compiling():
@@ -208,7 +207,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         return Stage(
             call.key, tuple(inputs[1:]), self._writes(call.grads, call.observe, call.main_grad, call.delay, as_nodes),
             x.to(weight.shape[0], call.grads != ""), call.grads != "",
-            anchored=elsewhere, after=self._observed if call.observe == "extra" else None,
+            anchored=elsewhere, after=self._observed if call.observe == "returned" else None,
         )  # fmt: skip
 
     def _observed(self, extras: Sequence[Tensor]) -> None:

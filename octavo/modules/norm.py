@@ -9,14 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from octavo._torch.tracing import is_watched
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_not_negative
 from octavo.formats import FLOATS
+from octavo.fuser.inputs import check_input, check_weight
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.layers.contract import NAMES
 from octavo.layers.norm import Config, Inputs, layer
-from octavo.lower import is_watched, run, run_in_graph
+from octavo.lower import run, run_in_graph
 from octavo.modules.activation import numbers, values_of
-from octavo.modules.inputs import check_input, check_weight
 from octavo.values import Value
 
 

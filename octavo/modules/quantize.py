@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo._torch.tracing import is_watched
+from octavo.ambient import ambient
+from octavo.fuser.inputs import check_input
 from octavo.fuser.operation import FusibleOperation
 from octavo.layers.rounding import Inputs, layer
-from octavo.lower import is_watched, run, run_in_graph
-from octavo.modules.ambient import ambient
-from octavo.modules.inputs import check_input
+from octavo.lower import run, run_in_graph
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 from octavo.recipes import Recipe
@@ -62,7 +63,7 @@ class Quantize(FusibleOperation, nn.Module):
         q = spec.assemble(made[1:], tuple(x.shape), x.dtype)
         return QTensor(q.codes, q.scale, spec, q.shape, q.dtype, q.global_scale, token=token if needs else None)
 
-    def op_alone(self, x: Any) -> str:
+    def why_not_fusible(self, x: Any) -> str:
         return "its codes are a value of their own"
 
     def extra_repr(self) -> str:

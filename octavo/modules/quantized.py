@@ -1,8 +1,8 @@
 """A module with a weight that a recipe quantizes: what `octavo.Linear` and `octavo.GroupedLinear` have in common.
 
 What a recipe needs besides the parameters is kept in buffers that no checkpoint of weights sees: codes of the weight
-(`weights.py`), delayed scaling's memory (`scaling.py`), the counter of stochastic rounding. A subclass has a `forward`
-that gathers these and calls its layer.
+(`octavo.weights.cache`), delayed scaling's memory (`octavo.delayed_scaling.memory`), the counter of stochastic
+rounding. A subclass has a `forward` that gathers these and calls its layer.
 """
 
 import copy
@@ -16,28 +16,24 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from octavo._torch.fakes import as_real_as
+from octavo._torch.modules import drop_buffers
+from octavo._torch.tracing import is_first_in_graph, is_watched, while_tracing
+from octavo.ambient import ambient
+from octavo.delayed_scaling import memory as scaling
+from octavo.delayed_scaling.checkpoint import ROUNDING
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.formats import FLOATS
-from octavo.layers.linear_config import Parts
-from octavo.lower import (
-    is_first_in_graph,
-    is_watched,
-    refresh_in_graph,
-    run,
-    run_in_graph,
-    run_into_in_graph,
-    while_tracing,
-)
-from octavo.lower.held import HeldWeight, codes_of, hold, is_whole, moved
-from octavo.modules import optimizers, scaling, weights
-from octavo.modules.ambient import ambient
-from octavo.modules.mailbox import Computed, Letter, Mailbox, Posted, operands_of
-from octavo.modules.main_grad import MainGrad, graph_buffers
-from octavo.modules.remembered import ROUNDING
+from octavo.lower import refresh_in_graph, run, run_in_graph, run_into_in_graph
+from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.quant.state import KEPT
 from octavo.recipes import BF16, Recipe
 from octavo.recipes import recipe as resolve
+from octavo.weights import cache, optimizer_hooks
+from octavo.weights.held import HeldWeight, codes_of, hold, is_whole, moved
+from octavo.wgrad.mailbox import Computed, Letter, Mailbox, Posted, operands_of
+from octavo.wgrad.main_grad import MainGrad, graph_buffers
 
 UNQUANTIZED = BF16()
 SEED = "rounding_seed"
@@ -83,7 +79,7 @@ class Quantized(nn.Module):
         """Make parameters of a whole weight, which may be held as codes."""
         raise NotImplementedError
 
-    def title(self) -> str:
+    def describe(self) -> str:
         raise NotImplementedError
 
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
@@ -101,13 +97,13 @@ class Quantized(nn.Module):
         path: str = "",
     ) -> None:
         """Settings, and what the recipe needs."""
-        optimizers.listen()
+        optimizer_hooks.listen()
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.strict = strict
         self._path = path  # for messages
         self._warned = False
-        self._codes = weights.Codes()
+        self._codes = cache.Codes()
         self._scaling = scaling.Scaling()
         self._mailbox = Mailbox()
         self._recipe: Recipe | None = None
@@ -123,7 +119,7 @@ class Quantized(nn.Module):
         self.release_codes()
         self._codes.drop(self)
         self._scaling.drop(self)
-        weights.drop_buffers(self, [SEED])
+        drop_buffers(self, [SEED])
         for name in (
             "fuse_wgrad_accumulation", "delay_wgrad_compute", "strict",
             "_codes", "_scaling", "_mailbox", "_recipe", "_given_recipe", "_follows", "_pending", "_unborn", "_seed",
@@ -135,7 +131,7 @@ class Quantized(nn.Module):
         """Follow `octavo.autocast` again, without anything that a recipe remembers."""
         self._codes.drop(self)
         self._scaling.drop(self)
-        weights.drop_buffers(self, [SEED])
+        drop_buffers(self, [SEED])
         self._recipe, self._given_recipe = None, False
 
     @property
@@ -174,7 +170,7 @@ class Quantized(nn.Module):
         draws = SEED not in self._buffers and recipe.linear().draws
         if remembers or draws:  # asked at every forward of a layer that follows an ambient recipe, and seldom true
             weight = self.weight_parts()[0]
-            with weights.as_real_as(weight), torch.inference_mode(False):  # made there, it must still train
+            with as_real_as(weight), torch.inference_mode(False):  # made there, it must still train
                 if remembers:
                     self._scaling.install(self, recipe, weight.device, self.slots)
                 if draws:
@@ -233,7 +229,7 @@ class Quantized(nn.Module):
             self._check_held(recipe, own)
             return "held"
         if stored.held:
-            weights.refuse_dense(own[0])
+            cache.refuse_dense(own[0])
         tracing = torch.compiler.is_compiling()
         if "w" in grads and not tracing:
             stored.trained = True
@@ -311,19 +307,19 @@ class Quantized(nn.Module):
         first = own[0].kind
         if first.recipe != recipe.key or first.layer != self.NAME:
             raise UnsupportedConfig(
-                f"{self.title()}: its weight is held as codes of {first.recipe} for a {first.layer} layer, and runs in "
-                f"{recipe}. Use that recipe, or octavo.revert(model) first."
+                f"{self.describe()}: its weight is held as codes of {first.recipe} for a {first.layer} layer, and runs "
+                f"in {recipe}. Use that recipe, or octavo.revert(model) first."
             )
         if torch.compiler.is_compiling():
             self._check_own_whole()
         elif not is_whole(own):
-            weights.refuse_dense(own[0])
+            cache.refuse_dense(own[0])
 
     @while_tracing
     def _check_own_whole(self) -> bool:
         own = self.weight_parts()
         if not is_whole(own):
-            weights.refuse_dense(own[0])
+            cache.refuse_dense(own[0])
         return True
 
     def _parts(self, kind: str, weight: Tensor) -> tuple[Parts, Parts]:
@@ -333,7 +329,7 @@ class Quantized(nn.Module):
         return self._codes.parts(self, "row"), self._codes.parts(self, "column")
 
     def _refresh(self, recipe: Recipe, *, column: bool, observe: bool, skip: Tensor | None = None) -> None:
-        weights.refuse_shards(self.weight_parts(), "refresh_weights")
+        cache.refuse_shards(self.weight_parts(), "refresh_weights")
         amaxes, slots = self._weight_scaling(recipe, observe)
         self._codes.fill(self, self.whole_weight(), recipe, column=column, amaxes=amaxes, scaling=slots, skip=skip)
 
@@ -377,9 +373,9 @@ class Quantized(nn.Module):
         if not (recipe.stateful and self.training and torch.is_grad_enabled()):
             return ""
         if torch.compiler.is_compiling() or is_watched():
-            return "extra"
+            return "returned"
         self._scaling.watch(weight)
-        return "seen"
+        return "in_place"
 
     def _measures(self, kind: str, grads: str, codes: bool = False) -> str:
         """Letters of the operands that a call scales by themselves, unless the device knows that a step has seen them:
@@ -414,7 +410,7 @@ class Quantized(nn.Module):
 
     def _refuse_made(self, what: str) -> None:
         if why := self.why_made(what):
-            raise UnsupportedConfig(f"{self.title()}: {why}.")
+            raise UnsupportedConfig(f"{self.describe()}: {why}.")
 
     def why_made(self, what: str) -> str:
         """Why a weight that is no parameter, but made at every call, does not serve; empty if it does."""
@@ -457,7 +453,7 @@ class Quantized(nn.Module):
         own = self.weight_parts()
         if not self.delay_wgrad_compute or not any(weight.requires_grad for weight in own):
             return
-        weights.refuse_shards(own, "delay_wgrad_compute=True")
+        cache.refuse_shards(own, "delay_wgrad_compute=True")
         letter = self._mailbox.take()
         if letter is None:
             warnings.warn(
@@ -620,7 +616,7 @@ class Quantized(nn.Module):
     def check_holdable(self) -> None:
         """Refuse a weight of which codes cannot take the place."""
         self._refuse_made("A weight held as codes")
-        weights.refuse_shards(self.weight_parts(), "A weight held as codes")
+        cache.refuse_shards(self.weight_parts(), "A weight held as codes")
 
     def hold_codes(self) -> None:
         """Keep the weight as codes of this layer's recipe, in both orientations, and let the rest of it go."""
@@ -634,7 +630,7 @@ class Quantized(nn.Module):
             )
         self._codes.drop(self)
         whole = self.whole_weight()
-        with weights.as_real_as(whole):
+        with as_real_as(whole):
             # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
             self.set_weights(hold(self.NAME, recipe, whole.detach()))
         self._codes.held = True
@@ -670,7 +666,7 @@ class Quantized(nn.Module):
         return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        optimizers.listen()  # in a process that has made no layer
+        optimizer_hooks.listen()  # in a process that has made no layer
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._scaling.recipe is not None:
             scaling.listen(self)

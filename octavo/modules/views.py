@@ -5,14 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo._torch.tracing import is_watched
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
+from octavo.fuser.inputs import check_input
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.layers import fork
 from octavo.layers.add import Config, Inputs, layer
 from octavo.layers.contract import NAMES
-from octavo.lower import is_watched, run, run_in_graph
+from octavo.lower import run, run_in_graph
 from octavo.modules.activation import numbers, values_of
-from octavo.modules.inputs import check_input
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 from octavo.values import Value
@@ -24,7 +25,7 @@ class Identity(FusibleOperation, nn.Module):
     def forward(self, input: Any) -> Any:
         return input
 
-    def op_alone(self, x: Any) -> str:
+    def why_not_fusible(self, x: Any) -> str:
         return "it is x itself"
 
     def op_makes_node(self) -> bool:
@@ -42,7 +43,7 @@ class Reshape(FusibleOperation, nn.Module):
         found: Tensor = values_of(input).reshape(self.shape)
         return found
 
-    def op_alone(self, x: Any) -> str:
+    def why_not_fusible(self, x: Any) -> str:
         return "it is a view"
 
     def op_makes_node(self) -> bool:
@@ -97,7 +98,7 @@ class AddExtraInput(FusibleOperation, nn.Module):
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, Config)
 
-    def op_alone(self, x: Any) -> str:
+    def why_not_fusible(self, x: Any) -> str:
         return "in_place=True writes to the caller's tensor" if self.in_place else ""
 
     def op_makes_node(self) -> bool:

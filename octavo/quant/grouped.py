@@ -23,7 +23,7 @@ from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.groups.reference import pack
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
-from octavo.quant.quantizer import Given, Pair, Quantizer, as_matrix, check_flag, check_float, fill_pair
+from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer, as_matrix, check_flag, check_float, fill_pair
 
 SIDES = ("row", "column")
 
@@ -174,7 +174,7 @@ def member(q: QTensor, side: str, g: int, start: int, size: int) -> QTensor:
 
 
 def quantize_groups(
-    x: Tensor, row: Quantizer | None, column: Quantizer | None, groups: Groups, given: Given | None = None
+    x: Tensor, row: Quantizer | None, column: Quantizer | None, groups: Groups, given: CastArgs | None = None
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
     """The orientations that have a quantizer, each group by itself, from one read of x [rows, K]. The tail is never
     read: no amax sees it. `given` brings what is brought to a cast, multipliers and observed amaxes one for each
@@ -195,7 +195,9 @@ def _empty(spec: Quantizer, groups: Groups, x: Tensor, side: str) -> GroupedTens
     return GroupedTensor(proto.empty(), groups, side)
 
 
-def fill_groups(x: Tensor, pair: tuple[GroupedTensor | None, GroupedTensor | None], given: Given | None = None) -> None:
+def fill_groups(
+    x: Tensor, pair: tuple[GroupedTensor | None, GroupedTensor | None], given: CastArgs | None = None
+) -> None:
     """The same into what is there, in place; not at all where the skip flag that is given says so."""
     lead = pair[1] if pair[0] is None else pair[0]
     if lead is None:
@@ -217,7 +219,7 @@ def groups_amax(
     groups: Groups,
     *,
     skip: Tensor | None = None,
-) -> Pair:
+) -> AmaxPair:
     """The largest magnitudes that a cast of these groups would find in a pass of its own; None where it needs none.
     A float32 [number] for one scale, or one global scale, to a group; rowwise [padded], and [number, K] for columns. A
     `skip` flag on the device, not zero, means that they are not needed: what comes back is unspecified."""
@@ -231,7 +233,7 @@ def groups_amax(
     lead = column if row is None else row
     if lead is None:
         return None, None
-    found: Pair = backend.twin(lead.package, x).amax(matrix, row, column, check_flag(skip, x), groups)
+    found: AmaxPair = backend.twin(lead.package, x).amax(matrix, row, column, check_flag(skip, x), groups)
     return found
 
 
@@ -244,10 +246,10 @@ def _matrix(x: Tensor, groups: Groups) -> Tensor:
     return matrix
 
 
-def _checked(x: Tensor, specs: Sequence[Quantizer | None], groups: Groups, given: Given | None) -> Given:
+def _checked(x: Tensor, specs: Sequence[Quantizer | None], groups: Groups, given: CastArgs | None) -> CastArgs:
     """`given` for these groups, once nothing stands against casting x with it."""
     if given is None:
-        given = Given()
+        given = CastArgs()
     for spec in specs:
         if spec is not None and spec.draws and given.seed is None:
             raise UnsupportedConfig(f"{spec} rounds stochastically and needs a seed, an int64 tensor [seed, step].")

@@ -5,12 +5,12 @@ from torch import Tensor
 from octavo.quant import blocks
 from octavo.quant.groups import Groups
 from octavo.quant.groups.reference import in_blocks
-from octavo.quant.quantizer import Pair, Quantizer
+from octavo.quant.quantizer import AmaxPair, Quantizer
 
 
 def amax(
     x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None, groups: Groups | None = None
-) -> Pair:
+) -> AmaxPair:
     """Largest magnitude of each block, in each orientation whose quantizer is given."""
     x = x if groups is None else in_blocks(x, groups)
     return (

@@ -23,6 +23,8 @@ from octavo.quant.proto import TensorProto
 if TYPE_CHECKING:
     from octavo.quant.quantizer import Quantizer
 
+Parts = tuple[Tensor, ...]  # the tensors of a QTensor, or none
+
 
 class Join(torch.autograd.Function):
     """Values, with their gradient sent to a token."""

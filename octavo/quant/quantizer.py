@@ -33,13 +33,14 @@ from octavo.quant.qtensor import QProto, QTensor
 from octavo.values import Value
 
 MAX_DIM = 2**31 - 256  # kernels count rows and columns in 32 bits, rounded up to a tile, and address in 64
-Pair = tuple[Tensor | None, Tensor | None]
+AmaxPair = tuple[Tensor | None, Tensor | None]
+QuantizerPair = tuple["Quantizer | None", "Quantizer | None"]  # of the two orientations of an operand: row, column
 
 
-class Given(NamedTuple):
+class CastArgs(NamedTuple):
     """Tensors that a caller brings to a cast."""
 
-    amax: Pair = (None, None)  # row's, column's
+    amax: AmaxPair = (None, None)  # row's, column's
     encode: Tensor | None = None  # [1] float32, or one for each group: the multiplier itself (delayed scaling)
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding
     skip: Tensor | None = None  # [1] bool or number: where it is not zero, nothing is written
@@ -112,7 +113,7 @@ class Quantizer(Value):
     ) -> QTensor:
         """Codes and scales for a contraction over the last dim (axis=-1), or over all the others (axis=0): x.T's."""
         column = is_column(check_tensor(x).dim(), axis)
-        given = Given((None, amax) if column else (amax, None), encode, seed)
+        given = CastArgs((None, amax) if column else (amax, None), encode, seed)
         row, other = (None, self) if column else (self, None)
         found = quantize_pair(x, row, other, self.checked(given, x, row, other))[column]
         assert found is not None
@@ -122,7 +123,7 @@ class Quantizer(Value):
         self,
         x: Tensor,
         *,
-        amax: Pair = (None, None),
+        amax: AmaxPair = (None, None),
         encode: Tensor | None = None,
         seed: Tensor | None = None,
         column: "Quantizer | None" = None,
@@ -130,7 +131,7 @@ class Quantizer(Value):
         """Both orientations from one read of x. `column` quantizes the second one, if not by the same settings."""
         column = self if column is None else column
         self._check_fuses(column)
-        pair = quantize_pair(x, self, column, self.checked(Given(amax, encode, seed), check_tensor(x), self, column))
+        pair = quantize_pair(x, self, column, self.checked(CastArgs(amax, encode, seed), check_tensor(x), self, column))
         assert pair[0] is not None and pair[1] is not None
         return pair[0], pair[1]
 
@@ -141,7 +142,7 @@ class Quantizer(Value):
         skip: Tensor | None = None,
         *,
         axis: int = -1,
-        amax: Tensor | Pair | None = None,
+        amax: Tensor | AmaxPair | None = None,
         encode: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> None:
@@ -161,23 +162,23 @@ class Quantizer(Value):
         if not isinstance(amax, tuple):
             amax = (None, amax) if pair[0] is None else (amax, None)
         specs = [None if q is None else q.spec for q in pair]
-        self.fill(matrix, pair, self.checked(Given(amax, encode, seed, check_flag(skip, x)), matrix, *specs))
+        self.fill(matrix, pair, self.checked(CastArgs(amax, encode, seed, check_flag(skip, x)), matrix, *specs))
 
     def amax(self, x: Tensor, axis: int = -1, *, skip: Tensor | None = None) -> Tensor:
         """The largest magnitudes that `quantize(x, axis, amax=...)` would compute: reduce them across ranks first.
         A `skip` flag on the device, not zero, means that they are not needed: what comes back is unspecified."""
         matrix, column = as_matrix(x), is_column(x.dim(), axis)
         specs = (None, self) if column else (self, None)
-        found: Pair = backend.twin(self.package, x).amax(matrix, *specs, check_flag(skip, x))
+        found: AmaxPair = backend.twin(self.package, x).amax(matrix, *specs, check_flag(skip, x))
         wanted = found[column]
         assert wanted is not None
         return wanted
 
-    def amax_both(self, x: Tensor, *, column: "Quantizer | None" = None) -> Pair:
+    def amax_both(self, x: Tensor, *, column: "Quantizer | None" = None) -> AmaxPair:
         """`amax` of both orientations, for `quantize_both(x, amax=...)`."""
         matrix, column = as_matrix(x), self if column is None else column
         self._check_fuses(column)
-        found: Pair = backend.twin(self.package, x).amax(matrix, self, column, None)
+        found: AmaxPair = backend.twin(self.package, x).amax(matrix, self, column, None)
         return found
 
     def _check_fuses(self, column: "Quantizer") -> None:
@@ -191,7 +192,7 @@ class Quantizer(Value):
         """Whether one kernel serves this orientation and `column` of the same x."""
         return column == self
 
-    def checked(self, given: Given, x: Tensor, row: "Quantizer | None", column: "Quantizer | None") -> Given:
+    def checked(self, given: CastArgs, x: Tensor, row: "Quantizer | None", column: "Quantizer | None") -> CastArgs:
         """`given`, once nothing stands against casting x with it: no tensor that the cast would ignore, none missing
         that it needs, each of the right size."""
         self._check_multiplier(given, x)
@@ -199,7 +200,7 @@ class Quantizer(Value):
         encode = None if given.encode is None else given.encode.detach()
         return given._replace(amax=self._checked_amax(given.amax, x, row, column), encode=encode)
 
-    def _check_multiplier(self, given: Given, x: Tensor) -> None:
+    def _check_multiplier(self, given: CastArgs, x: Tensor) -> None:
         if given.encode is not None and not self.takes_encode:
             raise UnsupportedConfig(f"{self} derives its scales from the data; encode= is for Tensorwise.")
         if given.encode is not None and any(a is not None for a in given.amax):
@@ -211,7 +212,7 @@ class Quantizer(Value):
                 f"got {encode.dtype} {tuple(encode.shape)} on {encode.device}."
             )
 
-    def _check_seed(self, given: Given, x: Tensor, draws: bool) -> None:
+    def _check_seed(self, given: CastArgs, x: Tensor, draws: bool) -> None:
         if given.seed is None and draws:
             raise UnsupportedConfig(
                 f"{self} rounds stochastically and needs seed=, an int64 tensor [seed, step] that advances every step."
@@ -225,7 +226,7 @@ class Quantizer(Value):
                 f"got {seed.dtype} {tuple(seed.shape)} on {seed.device}."
             )
 
-    def _checked_amax(self, amax: Pair, x: Tensor, row: "Quantizer | None", column: "Quantizer | None") -> Pair:
+    def _checked_amax(self, amax: AmaxPair, x: Tensor, row: "Quantizer | None", column: "Quantizer | None") -> AmaxPair:
         if amax[0] is None and amax[1] is None:
             return amax
         if any((spec is None) != (a is None) for spec, a in zip((row, column), amax, strict=True)):
@@ -245,7 +246,7 @@ class Quantizer(Value):
         # one amax for both stays one: a tensorwise cast then reads x once
         return checked[0], checked[0] if amax[0] is amax[1] else checked[1]
 
-    def fill(self, x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: Given) -> None:
+    def fill(self, x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: CastArgs) -> None:
         """Cast the matrix x into the orientations that are there, which must fit it. Checks nothing."""
         twin = backend.twin(self.package, x)
         if self.two_pass and given.encode is None and given.amax[0] is None and given.amax[1] is None:
@@ -314,7 +315,7 @@ class Quantizer(Value):
 
 
 def quantize_pair(
-    x: Tensor, row: Quantizer | None, column: Quantizer | None, given: Given, *, one_scale: bool = False
+    x: Tensor, row: Quantizer | None, column: Quantizer | None, given: CastArgs, *, one_scale: bool = False
 ) -> tuple[QTensor | None, QTensor | None]:
     """The orientations that have a quantizer, from one read of x where one kernel serves both. `given` is taken as it
     is: tensors from outside go through `Quantizer.checked` first. `one_scale`: as of `empty_pair`."""
@@ -342,7 +343,7 @@ def empty_pair(
     return first, second
 
 
-def fill_pair(x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: Given) -> None:
+def fill_pair(x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: CastArgs) -> None:
     """Cast the matrix x into the orientations that are there, each by its own quantizer."""
     row, column = pair
     if row is not None and column is not None and not row.spec.fuses_with(column.spec):

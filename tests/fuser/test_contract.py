@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import octavo
 from octavo import ops, values
-from octavo.lower.graph import UNDECLARED_WRITES
+from octavo.lower.operators import UNDECLARED_WRITES
 from octavo.quant import QTensor, Tensorwise
 from octavo.quant.grouped import GroupedTensor, quantize_groups
 from octavo.quant.groups import split
@@ -289,7 +289,7 @@ def test_an_operation_that_cannot_run_on_fakes_says_what_it_makes():
             return torch.from_numpy(2 * inputs.x.detach().numpy()), ()
 
         @staticmethod
-        def op_protos(config, inputs):
+        def op_abstract(config, inputs):
             return torch.empty_like(inputs.x), ()
 
     op, x, dy = ThroughNumpy(), spiky(4, H), spiky(4, H, seed=2)

@@ -27,7 +27,7 @@ def test_compute_that_reads_values_is_a_type_error_that_says_what_to_do(make, wr
     op = define({"op_forward_compute": staticmethod(lambda config, inputs: (make(inputs.x), ()))}, Doubled, "Peeking")()
     for model in (op, octavo.Sequential(ops.ConstantScale(1.0), op)):
         torch._dynamo.reset()
-        with pytest.raises(Exception, match=r"Peeking's compute .* without data .* or define op_protos") as refused:
+        with pytest.raises(Exception, match=r"Peeking's compute .* without data .* or define op_abstract") as refused:
             wrap(model)(spiky(4, H))
         assert wrap is compiled or isinstance(refused.value, TypeError)
 
@@ -35,7 +35,7 @@ def test_compute_that_reads_values_is_a_type_error_that_says_what_to_do(make, wr
 def test_what_reads_values_and_says_its_shapes_runs():
     body = {
         "op_forward_compute": staticmethod(lambda config, inputs: (2 * only_positive(inputs.x), ())),
-        "op_protos": staticmethod(lambda config, inputs: (torch.empty_like(inputs.x), ())),
+        "op_abstract": staticmethod(lambda config, inputs: (torch.empty_like(inputs.x), ())),
     }
     op, x, dy = define(body, Doubled)(), spiky(4, H).abs(), spiky(4, H, seed=2)
     assert_equal(step(op, x, dy), [2 * x, 2 * dy])
@@ -61,7 +61,7 @@ def fails(*_):
     raise KeyError("mine")
 
 
-FAILING = {"op_forward_compute": "compute", "op_forward_save_ctx": "save_ctx", "op_protos": "op_protos"}
+FAILING = {"op_forward_compute": "compute", "op_forward_save_ctx": "save_ctx", "op_abstract": "op_abstract"}
 
 
 @pytest.mark.parametrize("name", FAILING)

@@ -25,7 +25,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
 import octavo
-from octavo.modules.conversion import Report
+from octavo.model.conversion import Report
 from tests.integration.subject import Subject, Watch, plain_loop, tokens
 
 disable_progress_bar()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import octavo
-from octavo.modules.conversion import Report
+from octavo.model.conversion import Report
 from tests.integration.subject import Subject, Watch, tokens
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.modules.conversion import Report
+from octavo.model.conversion import Report
 from tests.integration.hugging_face import SIZES, VOCABULARY
 from tests.integration.subject import Subject, Watch, expect, measured, plain_loop, tokens
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.modules.conversion import Report
+from octavo.model.conversion import Report
 
 # how far the first loss, and the direction of its gradient, may be from the unconverted model's: (relative, cosine)
 BOUNDS = {

@@ -10,7 +10,7 @@ from torchtitan.components.optimizer import default_adamw
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
-from octavo.modules.conversion import Report
+from octavo.model.conversion import Report
 from tests.integration.subject import LEARNING_RATE, Subject, Watch, plain_loop, tokens
 
 VOCABULARY = 2048

@@ -13,7 +13,7 @@ from octavo.kernels import activation_quantize as kernel
 from octavo.kernels.activation import ACTIVATIONS, Function
 from octavo.quant import MX, Block1D, Block2D, Rowwise, TensorProto, Tensorwise
 from octavo.quant.groups import split
-from octavo.quant.quantizer import Given, fill_pair
+from octavo.quant.quantizer import CastArgs, fill_pair
 from tests.kernels.test_activation import data, seed_of, sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,8 +37,8 @@ def empty_pair(spec, m, k, dtype, device, sides="rc", column=None):
 def given_to(spec, device, encode=0.37):
     """Delayed scaling for a scheme that takes it, with an amax to be raised."""
     if not spec.takes_encode:
-        return Given()
-    return Given(encode=torch.tensor([encode], device=device), observed=torch.full((1,), 1e-3, device=device))
+        return CastArgs()
+    return CastArgs(encode=torch.tensor([encode], device=device), observed=torch.full((1,), 1e-3, device=device))
 
 
 def contents(pair, given):
@@ -96,7 +96,7 @@ def check_backward(fn, x, dy, extra, spec, again=None, sides="rc", bias_grad=Non
         if again is not None:
             second, other = empty_pair(again, m, h, x.dtype, dy.device, "c")[1], given_to(again, dy.device)
         else:
-            second, other = None, Given()
+            second, other = None, CastArgs()
         if fused and not settings:
             db = kernel.backward(fn, dy, x, *extra.values(), pair, given, second, other, bias_grad)
         elif fused:
@@ -144,15 +144,15 @@ def test_backward_fills_what_casts_of_dx_and_y_would(name, spec):
 def test_schemes_without_a_kernel_go_by_way_of_the_value(spec):
     fn = ACTIVATIONS["swiglu"]
     x, dy, extra = operands(fn, 5, 64, torch.bfloat16)
-    for given in (Given(), Given(observed=torch.zeros(1))):
+    for given in (CastArgs(), CastArgs(observed=torch.zeros(1))):
         row, column = empty_pair(spec, 5, 64, x.dtype, "cpu")
         kernel.forward(fn, x, *extra.values(), (row, column), given)
         want = spec.quantize_both(activation.forward(fn, x))
-        assert_same(contents((row, column), Given()), contents(want, Given()))
+        assert_same(contents((row, column), CastArgs()), contents(want, CastArgs()))
     first, second = empty_pair(spec, 5, 128, x.dtype, "cpu")
-    assert kernel.backward(fn, dy, x, None, None, None, (first, second), Given()) is None
+    assert kernel.backward(fn, dy, x, None, None, None, (first, second), CastArgs()) is None
     want = spec.quantize_both(activation.backward(fn, dy, x).x)
-    assert_same(contents((first, second), Given()), contents(want, Given()))
+    assert_same(contents((first, second), CastArgs()), contents(want, CastArgs()))
 
 
 @every
@@ -170,7 +170,7 @@ def test_rows_in_groups_go_by_way_of_the_value():
     results = []
     for fused in (True, False):
         pair = empty_pair(Block1D(), groups.padded, 32, x.dtype, "cpu", "r")
-        given = Given(groups=groups)
+        given = CastArgs(groups=groups)
         if fused:
             kernel.forward(fn, x, *extra.values(), pair, given)
         else:
@@ -182,9 +182,9 @@ def test_rows_in_groups_go_by_way_of_the_value():
 def test_only_what_is_wanted():
     fn = ACTIVATIONS["swiglu"]
     x, dy, extra = operands(fn, 5, 16, torch.bfloat16)
-    kernel.forward(fn, x, *extra.values(), (None, None), Given())
-    assert kernel.backward(fn, dy, x, *extra.values(), (None, None), Given()) is None
-    sums = kernel.backward(fn, dy, x, *extra.values(), (None, None), Given(), bias_grad=torch.float32)
+    kernel.forward(fn, x, *extra.values(), (None, None), CastArgs())
+    assert kernel.backward(fn, dy, x, *extra.values(), (None, None), CastArgs()) is None
+    sums = kernel.backward(fn, dy, x, *extra.values(), (None, None), CastArgs(), bias_grad=torch.float32)
     assert torch.equal(sums, activation.backward(fn, dy, x, bias_grad=torch.float32).bias)
 
 
@@ -196,9 +196,9 @@ def test_codes_of_another_shape_are_refused():
         empty_pair(Block1D(), 4, 16, x.dtype, "cpu", "c"),
     ):
         with pytest.raises(UnsupportedShape, match="y is 5 x 16"):
-            kernel.forward(fn, x, *extra.values(), pair, Given())
+            kernel.forward(fn, x, *extra.values(), pair, CastArgs())
     with pytest.raises(UnsupportedShape, match="dx is 5 x 32"):
-        kernel.backward(fn, dy, x, *extra.values(), empty_pair(Block1D(), 5, 16, x.dtype, "cpu"), Given())
+        kernel.backward(fn, dy, x, *extra.values(), empty_pair(Block1D(), 5, 16, x.dtype, "cpu"), CastArgs())
 
 
 def test_what_is_one_pass():

@@ -133,7 +133,7 @@ def dgrad(layer: Layer, dtype=torch.bfloat16, out=None) -> torch.Tensor:
 def wgrad(layer: Layer, dtype=torch.bfloat16, out=None, accumulate=False) -> torch.Tensor:
     if out is None:
         out = torch.full(layer.w.shape, SENTINEL, dtype=dtype, device=layer.x.device)
-    return grouped_gemm.depth(layer.dy_both[1], layer.x_both[1], out, accumulate=accumulate)
+    return grouped_gemm.grouped_wgrad(layer.dy_both[1], layer.x_both[1], out, accumulate=accumulate)
 
 
 def alone(layer: Layer) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -248,7 +248,7 @@ def test_codes_may_have_rows_and_columns_more_than_the_result(scheme, n, k):
     y, dx, dw = torch.zeros(195, n), torch.zeros(195, k), torch.zeros(3, n, k)
     grouped_gemm.rows(found.x_both[0], found.w_both[0], y, height=up(n))
     grouped_gemm.rows(found.dy_both[0], found.w_both[1], dx, height=up(n), along="columns")
-    grouped_gemm.depth(found.dy_both[1], found.x_both[1], dw)
+    grouped_gemm.grouped_wgrad(found.dy_both[1], found.x_both[1], dw)
     fine, coarse, steep = scheme
     x_parts, dy_parts = pieces(wide[0], sizes), pieces(wide[1], sizes)
     for g in (0, 2):
@@ -409,7 +409,7 @@ def test_operands_that_are_scaled_differently_are_refused(spec):
         grouped_gemm.rows(found.x_both[0], spec.quantize(found.w.flatten(0, 1)), torch.zeros(48, 128), height=128)
     _, other = quantize_groups(found.x, None, spec, found.groups)
     with pytest.raises(UnsupportedConfig, match="scaled alike along the contraction"):
-        grouped_gemm.depth(found.dy_both[1], other, torch.zeros(2, 128, 128))
+        grouped_gemm.grouped_wgrad(found.dy_both[1], other, torch.zeros(2, 128, 128))
 
 
 def test_square_blocks_on_both_sides_are_refused():
@@ -418,14 +418,14 @@ def test_square_blocks_on_both_sides_are_refused():
     with pytest.raises(UnsupportedConfig, match="No block GEMM takes 128x128 scales on both sides"):
         grouped_gemm.rows(row, found.w_both[0], torch.zeros(48, 128), height=128)
     with pytest.raises(UnsupportedConfig, match="No block GEMM takes 128x128 scales on both sides"):
-        grouped_gemm.depth(column, column, torch.zeros(2, 128, 128))
+        grouped_gemm.grouped_wgrad(column, column, torch.zeros(2, 128, 128))
 
 
 def test_different_bases_are_refused():
     groups, x = split(torch.tensor([3, 5]), 8), randn(8, 128)
     (_, turned), (_, plain) = (quantize_groups(x, None, NVFP4(rht=rht), groups) for rht in (True, False))
     with pytest.raises(UnsupportedConfig, match="same basis"):
-        grouped_gemm.depth(turned, plain, torch.zeros(2, 128, 128))
+        grouped_gemm.grouped_wgrad(turned, plain, torch.zeros(2, 128, 128))
 
 
 def test_plain_operands_of_two_dtypes_are_refused():
@@ -468,7 +468,7 @@ def test_e5m2_by_e5m2_is_refused():
     groups, x = split(torch.tensor([3, 5]), 8), randn(8, 128)
     _, column = quantize_groups(x, None, Block1D(E5M2), groups)
     with pytest.raises(UnsupportedConfig, match="E5M2"):
-        grouped_gemm.depth(column, column, torch.zeros(2, 128, 128))
+        grouped_gemm.grouped_wgrad(column, column, torch.zeros(2, 128, 128))
 
 
 # -- on the device -----------------------------------------------------------------------------------------------------
@@ -590,7 +590,7 @@ def test_codes_wider_than_the_result_on_the_device(scheme):
         with backend.use("auto" if a is y else "reference"):
             grouped_gemm.rows(found.x_both[0], found.w_both[0], a, height=256)
             grouped_gemm.rows(found.dy_both[0], found.w_both[1], b, height=256, along="columns")
-            grouped_gemm.depth(found.dy_both[1], found.x_both[1], c)
+            grouped_gemm.grouped_wgrad(found.dy_both[1], found.x_both[1], c)
     for got, want in zip((y, dx, dw), same, strict=True):
         assert (got - want).abs().max() <= 2e-3 * want.abs().max()
 
@@ -971,8 +971,8 @@ class Step:
         dy_row, dy_column = quantize_groups(self.dy, self.scheme.steep, self.scheme.steep, groups)
         grouped_gemm.rows(x_row, self.w_both[0], y, self.bias, self.scales, height=self.height)
         grouped_gemm.rows(dy_row, self.w_both[1], dx, height=self.height, along="columns")
-        grouped_gemm.depth(dy_column, x_column, dw)
-        grouped_gemm.depth(dy_column, x_column, self.main_grad, accumulate=True)
+        grouped_gemm.grouped_wgrad(dy_column, x_column, dw)
+        grouped_gemm.grouped_wgrad(dy_column, x_column, self.main_grad, accumulate=True)
         return [y, dx, dw]
 
     def plain(self, groups: Groups, y, dx, dw) -> list[torch.Tensor]:

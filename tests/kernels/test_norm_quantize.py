@@ -9,7 +9,7 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels import norm as norms
 from octavo.kernels import norm_quantize as kernel
 from octavo.quant import MX, Block1D, Block2D, Rowwise, Tensorwise
-from octavo.quant.quantizer import Given, fill_pair
+from octavo.quant.quantizer import CastArgs, fill_pair
 from tests.kernels.test_activation_quantize import DTYPES, ODD, SPECS, assert_same, contents, empty_pair, given_to
 from tests.kernels.test_norm import NORMS, operands
 
@@ -58,7 +58,7 @@ def test_codes_of_another_shape_are_refused():
     x, _, weight, bias = operands(NORMS["rms"], 5, 16, torch.bfloat16)
     pair = empty_pair(Block1D(), 16, 5, x.dtype, "cpu", "c")
     with pytest.raises(UnsupportedShape, match="y is 5 x 16"):
-        kernel.forward(NORMS["rms"], x, weight, bias, pair, Given())
+        kernel.forward(NORMS["rms"], x, weight, bias, pair, CastArgs())
 
 
 def test_what_is_one_pass():

@@ -8,7 +8,7 @@ import torch
 
 from octavo.layers.linear import Buffers, Config, Inputs, layer
 from octavo.quant import TensorProto
-from octavo.quant.quantizer import Given, quantize_pair
+from octavo.quant.quantizer import CastArgs, quantize_pair
 from octavo.recipes import SHIPPED, recipe
 
 M, K, N = 20, 33, 40
@@ -21,7 +21,7 @@ def inputs_for(config: Config, lead=(M,)) -> Inputs:
     quant = config.quant
     x, w = torch.randn(*lead, K), torch.randn(N, K)
     x_codes = row = column = scaling = ()
-    given = Given(encode=torch.full((1,), 3.0)) if config.recipe.stateful else Given()
+    given = CastArgs(encode=torch.full((1,), 3.0)) if config.recipe.stateful else CastArgs()
     if config.recipe.stateful:
         scaling = tuple(torch.full((1,), v) for v in (2.0, 3.0, 4.0))
         if config.recipe.cold_start == "current":
@@ -32,13 +32,13 @@ def inputs_for(config: Config, lead=(M,)) -> Inputs:
         pair = quantize_pair(w, quant.fprop.right, quant.dgrad.right, given)
         row, column = (() if q is None else tuple(q.tensors()) for q in pair)
     bias = torch.randn(N) if config.bias_dtype else None
-    seen = (torch.zeros(1), torch.zeros(1)) if config.observe == "seen" else ()
+    seen = (torch.zeros(1), torch.zeros(1)) if config.observe == "in_place" else ()
     return Inputs(x, w, bias, x_codes, row, column, scaling, seen)
 
 
 def configs():
     for name, grads, x, weight, observe, output in itertools.product(
-        RECIPES, GRADS, ("plain", "codes"), ("plain", "codes"), ("", "extra", "seen"), (False, True)
+        RECIPES, GRADS, ("plain", "codes"), ("plain", "codes"), ("", "returned", "in_place"), (False, True)
     ):
         subject = recipe(name)
         quantizes = subject.linear().fprop.mode == "quantized"
@@ -58,7 +58,7 @@ def flatten(inputs: Inputs) -> list[torch.Tensor]:
     return [t for entry in inputs for t in (entry if isinstance(entry, tuple) else (entry,)) if t is not None]
 
 
-def protos_of(inputs: Inputs) -> Inputs:
+def abstract_fields(inputs: Inputs) -> Inputs:
     def of(entry):
         if isinstance(entry, tuple):
             return tuple(map(TensorProto.of, entry))
@@ -72,7 +72,7 @@ def protos_of(inputs: Inputs) -> Inputs:
 def test_protos_say_what_forward_makes(name, lead):
     for config in (c for c in ALL if c.recipe == recipe(name)):
         inputs = inputs_for(config, lead)
-        made, said = layer.forward(config, inputs), layer.protos(config, protos_of(inputs))
+        made, said = layer.forward(config, inputs), layer.abstract(config, abstract_fields(inputs))
         for kind in ("outputs", "extras", "fresh"):
             tensors, protos = getattr(made, kind), getattr(said, kind)
             assert len(tensors) == len(protos), (config, kind)
@@ -106,14 +106,14 @@ def test_backward_lives_on_what_save_kept_and_gives_a_gradient_for_each_input(na
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if recipe(name).stateful])
 def test_amaxes_raised_in_place_are_those_that_are_returned(name):
-    extra = Config(recipe(name), observe="extra")
+    extra = Config(recipe(name), observe="returned")
     inputs = inputs_for(extra)
     amax = layer.forward(extra, inputs).extras[0]
     seen = torch.zeros(2)
-    layer.forward(Config(recipe(name), observe="seen"), inputs._replace(seen=seen.unbind()))
+    layer.forward(Config(recipe(name), observe="in_place"), inputs._replace(seen=seen.unbind()))
     assert torch.equal(seen, amax) and amax.min() > 0
     seen.fill_(99)
-    layer.forward(Config(recipe(name), observe="seen"), inputs._replace(seen=seen.unbind()))
+    layer.forward(Config(recipe(name), observe="in_place"), inputs._replace(seen=seen.unbind()))
     assert seen.tolist() == [99, 99]
 
 

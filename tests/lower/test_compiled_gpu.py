@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import octavo
 from octavo.cli.bench.step import peak_mib, training_step
-from octavo.lower.graph import UNDECLARED_WRITES
+from octavo.lower.operators import UNDECLARED_WRITES
 from octavo.recipes import SHIPPED
 from tests.lower.recorder import recorded, without_gradients
 from tests.lower.twins import DEVICE, K, N, batch, compiled, same_microbatches, same_state, twins, update

@@ -6,7 +6,7 @@ import json
 import pytest
 from torch._dynamo.utils import counters
 
-from octavo.lower import graph
+from octavo.lower import operators as graph
 from tests.lower.compiling import batch, compiled, results
 from tests.modules.oracle import make
 from tests.processes import output_of

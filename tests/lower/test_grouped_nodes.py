@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.kernels.grouped_gemm import reference as grouped_reference
-from octavo.lower import graph
+from octavo.lower import operators as graph
 from octavo.recipes import SHIPPED
 from tests.lower.recorder import recorded, without_gradients
 from tests.modules.experts import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.lower import tape
+from octavo.lower.replay import calls as tape
 
 PACKAGE = str(Path(octavo.__file__).parent) + "/"
 K, ROWS = 64, 32

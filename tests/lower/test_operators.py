@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from octavo.errors import UnsupportedConfig
-from octavo.lower import graph
+from octavo.lower import operators as graph
 from octavo.recipes import SHIPPED
 from tests.lower.compiling import assert_results, assert_state, batch, every, pair, results, stepped
 from tests.lower.recorder import Recorder, recorded, without_gradients

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 import octavo
 from octavo.errors import Unsupported, UnsupportedDtype, UnsupportedShape
-from octavo.modules.inputs import strange
+from octavo.fuser.inputs import strange
 from tests.lower.kinds import KINDS, RECIPES, ROWS, K, build
 
 PARALLEL = r"got a DTensor: tensor parallelism \(parallelize_module, distribute_tensor\) is not supported yet"

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import errors, ops
 from octavo.kernels.activation import ACTIVATIONS, reference
-from octavo.lower.graph import UNDECLARED_WRITES
+from octavo.lower.operators import UNDECLARED_WRITES
 from octavo.modules.activation import Activation, values_of
 from octavo.recipes import SHIPPED
 from tests.kernels.test_activation import (

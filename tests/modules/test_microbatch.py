@@ -17,8 +17,8 @@ from torch.utils.checkpoint import (
 )
 
 import octavo
+from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedShape
-from octavo.modules.ambient import ambient
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import assert_same, make, spiky
 

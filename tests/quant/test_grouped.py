@@ -26,7 +26,7 @@ from octavo.quant.grouped import (
     restore,
 )
 from octavo.quant.groups import Groups, equal, split
-from octavo.quant.quantizer import Given, quantize_pair
+from octavo.quant.quantizer import CastArgs, quantize_pair
 from tests.quant.ragged import SPLITS, layout, many, pieces
 from tests.quant.sameness import assert_same
 from tests.waiting import no_waiting
@@ -50,9 +50,9 @@ def wide(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(rows, columns) * torch.exp2(down + across)).to(dtype)
 
 
-def brought(x: torch.Tensor, *specs: Any) -> Given:
+def brought(x: torch.Tensor, *specs: Any) -> CastArgs:
     """What these quantizers cannot do without."""
-    return Given(seed=torch.tensor(SEED, device=x.device) if any(s is not None and s.draws for s in specs) else None)
+    return CastArgs(seed=torch.tensor(SEED, device=x.device) if any(s is not None and s.draws for s in specs) else None)
 
 
 def grouped(
@@ -81,7 +81,7 @@ def assert_same_used(a: GroupedTensor, b: GroupedTensor, what: object = "") -> N
         assert torch.equal(x, y), f"{what} {a.side} {name}: {(x != y).sum()} of {y.numel()} bytes differ"
 
 
-def assert_alone(pair: tuple[GroupedTensor, GroupedTensor], x: torch.Tensor, sizes: list[int], given: Given) -> None:
+def assert_alone(pair: tuple[GroupedTensor, GroupedTensor], x: torch.Tensor, sizes: list[int], given: CastArgs) -> None:
     """The rule: every group has the bytes of its rows alone, and what is nobody's in its blocks is zero."""
     specs = [q.q.spec for q in pair]
     for g, part in enumerate(pieces(x, sizes)):
@@ -263,7 +263,7 @@ def test_seeds_decide_how_it_is_rounded():
     sizes, x, spec = [65, 128, 0, 97], wide(300, 150, torch.bfloat16), NVFP4(stochastic=True)
     groups = split(torch.tensor(sizes), 300)
     first, same, other = (
-        quantize_groups(x, spec, spec, groups, Given(seed=torch.tensor(seed))) for seed in ((1, 2), (1, 2), (1, 3))
+        quantize_groups(x, spec, spec, groups, CastArgs(seed=torch.tensor(seed))) for seed in ((1, 2), (1, 2), (1, 3))
     )
     for a, b, c in zip(first, same, other, strict=True):
         assert_same_used(a, b)
@@ -283,7 +283,7 @@ def test_given_multipliers_and_observed_amaxes(sizes):
     x = wide(sum(sizes) + 30, 150, torch.bfloat16)
     x[sum(sizes) :] = float("nan")
     before = torch.arange(len(sizes)) * 2.0
-    given = Given(encode=torch.rand(len(sizes)) + 0.1, observed=before.clone())
+    given = CastArgs(encode=torch.rand(len(sizes)) + 0.1, observed=before.clone())
     pair = quantize_groups(x, Tensorwise(), Tensorwise(), split(torch.tensor(sizes), x.shape[0]), given)
     assert_alone(pair, x, sizes, given)
     largest = [float(part.abs().max()) if part.numel() else 0.0 for part in pieces(x, sizes)]
@@ -613,7 +613,7 @@ def test_a_skip_flag_leaves_everything():
     sizes, x = [65, 128, 0, 97], wide(300, 150, torch.bfloat16)
     want = grouped(x, sizes)
     pair, before = tuple(q.q for q in want), [t.clone() for q in want for t in used(q)]
-    given = Given(groups=want[0].groups, skip=torch.ones(1))
+    given = CastArgs(groups=want[0].groups, skip=torch.ones(1))
     Block1D().fill(3 * x, pair, given)
     assert all(torch.equal(a, b) for a, b in zip(before, [t for q in want for t in used(q)], strict=True))
     Block1D().fill(3 * x, pair, given._replace(skip=torch.zeros(1)))
@@ -652,7 +652,7 @@ def test_stochastic_rounding_without_a_seed_is_refused():
 def test_as_many_multipliers_and_amaxes_as_groups(name, wrong):
     groups = split(torch.tensor([3, 5]), 10)
     with pytest.raises(UnsupportedShape, match=f"{name} of 2 groups is float32"):
-        quantize_groups(torch.zeros(10, 16), Tensorwise(), None, groups, Given(**{name: wrong}))
+        quantize_groups(torch.zeros(10, 16), Tensorwise(), None, groups, CastArgs(**{name: wrong}))
 
 
 @pytest.mark.parametrize("spec", SCHEMES, ids=str)
@@ -675,7 +675,7 @@ KERNELS = [
 
 
 def cast(
-    twin: str, spec, x: torch.Tensor, groups: Groups, sides: str = "rc", given: Given | None = None, **settings
+    twin: str, spec, x: torch.Tensor, groups: Groups, sides: str = "rc", given: CastArgs | None = None, **settings
 ) -> list[GroupedTensor]:
     """By that twin, into poisoned outputs."""
     pair = [
@@ -802,8 +802,8 @@ def test_given_multipliers_and_observed_amaxes_on_the_device(sizes):
         x = wide(sum(sizes) + 30, 150, dtype)
         x[sum(sizes) :] = float("nan")
         encode, before = torch.rand(len(sizes)) + 0.1, torch.arange(len(sizes)) * 2.0
-        here = Given(encode=encode, observed=before.clone())
-        there = Given(encode=encode.cuda(), observed=before.cuda())
+        here = CastArgs(encode=encode, observed=before.clone())
+        there = CastArgs(encode=encode.cuda(), observed=before.cuda())
         groups = both(sizes, x.shape[0])
         want = quantize_groups(x, Tensorwise(), Tensorwise(), groups[0], here)
         got = quantize_groups(x.cuda(), Tensorwise(), Tensorwise(), groups[1], there)

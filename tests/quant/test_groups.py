@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from octavo import backend
 from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
-from octavo.quant.groups import MAX_GROUPS, Groups, blocks_for, protos, split
+from octavo.quant.groups import MAX_GROUPS, Groups, abstract, blocks_for, split
 from octavo.quant.groups.reference import in_blocks, pack
 from tests.quant.ragged import SPLITS, layout, many
 from tests.waiting import no_waiting
@@ -120,10 +120,10 @@ def test_some_split_needs_all_of_them_with_fewer_rows_than_groups():
     assert blocks_for(3, 40) == 3
 
 
-def test_protos_are_what_split_returns():
+def test_abstract_is_what_split_returns():
     for count, rows in ((1, 0), (3, 300), (40, 1000)):
         groups = split(torch.zeros(count, dtype=torch.int64), rows)
-        for proto, made in zip(protos(rows, count, torch.device("cpu")), groups.tensors(), strict=True):
+        for proto, made in zip(abstract(rows, count, torch.device("cpu")), groups.tensors(), strict=True):
             assert proto.refusal(made) == ""
 
 

@@ -9,7 +9,7 @@ from octavo import backend
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.gemm import gemm
 from octavo.quant import MX, NVFP4, Block1D, Block2D, DelayedState, QTensor, Rowwise, TensorProto, Tensorwise
-from octavo.quant.quantizer import Given
+from octavo.quant.quantizer import CastArgs
 from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +63,7 @@ def run(twin: str, spec, x: torch.Tensor, sides: str, **settings) -> list[torch.
     specs = [q and q.spec for q in pair]
     amax = module.amax(x, *specs, None) if spec.two_pass else (None, None)
     seed = torch.tensor(SEED, device=x.device) if spec.draws else None
-    module.cast(x, *pair, Given(amax=amax, seed=seed), **settings)
+    module.cast(x, *pair, CastArgs(amax=amax, seed=seed), **settings)
     return [t.cpu().reshape(-1).view(torch.uint8) for q in pair if q is not None for t in q.tensors()]
 
 
@@ -209,7 +209,7 @@ def cast_by(encode: float, twin: str, spec, x: torch.Tensor, sides: str, observe
     """(bytes of codes and scales, amax) of a cast by this multiplier."""
     pair = outputs(spec, x, sides)
     observed = torch.zeros(1, 1, device=x.device) if observe else None
-    given = Given(encode=torch.tensor([encode], device=x.device), observed=observed)
+    given = CastArgs(encode=torch.tensor([encode], device=x.device), observed=observed)
     importlib.import_module(f"{spec.package}.{twin}").cast(x, *pair, given, **settings)
     codes = [bytes_of(t) for q in pair if q is not None for t in q.tensors()]
     return codes, None if observed is None else observed.cpu()

@@ -34,8 +34,8 @@ from octavo.cli.bench import linear, peers
 from octavo.cli.bench.step import peak_mib, settled_step, training_step
 from octavo.cli.bench.transformer import Block, Size
 from octavo.cli.timing import REPEATS, WARMUP, eager_ms, host_us
-from octavo.modules import convert
-from octavo.modules import step as end_step
+from octavo.model.convert import convert
+from octavo.model.step import step as end_step
 from octavo.recipes import SHIPPED
 
 SIZES = {"full": Size(2, 4096, 4096, 32, 14336), "tiny": Size(2, 16, 32, 2, 64)}

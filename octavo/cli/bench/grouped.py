@@ -28,10 +28,10 @@ from octavo.cli.bench import peers
 from octavo.cli.bench.step import settled_step
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms
 from octavo.kernels import grouped_gemm
-from octavo.modules import GroupedLinear
+from octavo.modules.grouped_linear import GroupedLinear
 from octavo.quant.grouped import quantize_groups
 from octavo.quant.groups import Groups, equal, split
-from octavo.quant.quantizer import Given
+from octavo.quant.quantizer import CastArgs
 from octavo.recipes import LinearQuant, recipe
 
 SHAPES = ((8, 16384, 4096, 14336), (64, 32768, 2048, 2048), (128, 65536, 4096, 1536))  # experts, tokens, in, out
@@ -171,7 +171,7 @@ def _parts(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Tens
     # delayed scaling, alone of all, is given its multipliers and measures amaxes on the way
     delayed = quant.dgrad.left is not None and quant.dgrad.left.takes_encode and "E5M2" in quant.dgrad.left.key
     one = torch.ones(experts, device="cuda")
-    given = Given(encode=one, observed=torch.zeros_like(one)) if delayed else Given()
+    given = CastArgs(encode=one, observed=torch.zeros_like(one)) if delayed else CastArgs()
     (xr, xc), (wr, wc), (dr, dc) = cast(x, of_x, groups), cast(w, of_w, stacked), cast(dy, of_dy, groups)
     y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w).view(experts, n, k)
     height = wr.q.rows // experts
@@ -182,7 +182,7 @@ def _parts(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Tens
         "quantize dy": lambda: cast(dy, of_dy, groups),
         "fprop": lambda: grouped_gemm.rows(xr, wr.q, y, height=height),
         "dgrad": lambda: grouped_gemm.rows(dr, wc.q, dx, height=height, along="columns"),
-        "wgrad": lambda: grouped_gemm.depth(dc, xc, dw),
+        "wgrad": lambda: grouped_gemm.grouped_wgrad(dc, xc, dw),
     }
 
 

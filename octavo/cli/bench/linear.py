@@ -28,7 +28,7 @@ from octavo.cli.bench import peers
 from octavo.cli.bench.step import peak_mib, settled_step
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, hosts_us
 from octavo.formats import E4M3, E5M2
-from octavo.modules import Linear
+from octavo.modules.linear import Linear
 from octavo.recipes import SHIPPED
 
 SHAPES = ((8192, 4096, 4096), (8192, 4096, 14336), (16384, 8192, 8192))  # tokens, in, out

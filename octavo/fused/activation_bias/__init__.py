@@ -16,7 +16,7 @@ from octavo.modules.activation import Activation, Bias, ConstantScale
 from octavo.modules.linear import Linear
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given
+from octavo.quant.quantizer import CastArgs
 
 Grads = tuple[Tensor | None, ...]
 
@@ -28,7 +28,7 @@ class Cast:
 
     def __init__(
         self, config: Any, act: Any, saved: Grads, saved_act: Grads, buffers: Any, writes: Any, dy: Tensor,
-        bias_grad: torch.dtype | None = None, again: QTensor | None = None, again_given: Given | None = None,
+        bias_grad: torch.dtype | None = None, again: QTensor | None = None, again_given: CastArgs | None = None,
     ) -> None:  # fmt: skip
         x, scales, bias, seed = activation.Saved._make(saved_act)
         self.config, self.buffers, self.writes = config, buffers, writes

@@ -13,7 +13,7 @@ from typing import Any
 from octavo.fused import activation_linear, conditions
 from octavo.fused.activation_bias import Cast, Grads, own_bias
 from octavo.fuser.pattern import Rule
-from octavo.kernels.columns import column_sums
+from octavo.kernels.column_sums import column_sums
 from octavo.layers import activation, linear
 from octavo.modules.activation import Activation
 from octavo.modules.linear import Linear

@@ -18,19 +18,19 @@ from torch import Tensor
 
 from octavo import backend
 from octavo.errors import UnsupportedShape
-from octavo.kernels import activation, sink
+from octavo.kernels import activation, tile_cast
 from octavo.kernels.activation import Function
-from octavo.kernels.sink import Pair
+from octavo.kernels.tile_cast import QTensorPair
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Quantizer, fill_pair
+from octavo.quant.quantizer import CastArgs, Quantizer, fill_pair
 
-_NONE = Given()
+_NONE = CastArgs()
 
 
 def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, dtype: torch.dtype) -> str:
     """Empty where one pass over x makes these orientations, else a sentence why not. `given_encode`: whether the
     multiplier is given (delayed scaling)."""
-    return sink.fuses(row, column, given_encode, dtype, "the activation")
+    return tile_cast.fuses(row, column, given_encode, dtype, "the activation")
 
 
 def forward(
@@ -39,8 +39,8 @@ def forward(
     scales: Tensor | None,
     bias: Tensor | None,
     seed: Tensor | None,
-    pair: Pair,
-    given: Given,
+    pair: QTensorPair,
+    given: CastArgs,
 ) -> None:
     """Fill `pair`, (row, column) of y, as `fill_pair(activation.forward(fn, x, scales, bias, seed), pair, given)`."""
     _check_sizes(pair, given, x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1], "y")
@@ -56,10 +56,10 @@ def backward(
     scales: Tensor | None,
     bias: Tensor | None,
     seed: Tensor | None,
-    pair: Pair,
-    given: Given,
+    pair: QTensorPair,
+    given: CastArgs,
     again: QTensor | None = None,
-    again_given: Given | None = None,
+    again_given: CastArgs | None = None,
     bias_grad: torch.dtype | None = None,
 ) -> Tensor | None:
     """Fill `pair`, (row, column) of dx, and `again`, the column orientation of y. The gradient of the bias in this
@@ -83,8 +83,8 @@ def plain_forward(
     scales: Tensor | None,
     bias: Tensor | None,
     seed: Tensor | None,
-    pair: Pair,
-    given: Given,
+    pair: QTensorPair,
+    given: CastArgs,
 ) -> None:
     """By way of y."""
     fill_pair(activation.forward(fn, x, scales, bias, seed), pair, given)
@@ -97,10 +97,10 @@ def plain_backward(
     scales: Tensor | None,
     bias: Tensor | None,
     seed: Tensor | None,
-    pair: Pair,
-    given: Given,
+    pair: QTensorPair,
+    given: CastArgs,
     again: QTensor | None,
-    again_given: Given,
+    again_given: CastArgs,
     bias_grad: torch.dtype | None,
 ) -> Tensor | None:
     """By way of dx, and of y."""
@@ -114,7 +114,7 @@ def plain_backward(
     return found.bias
 
 
-def _check_sizes(pair: Pair, given: Given, m: int, k: int, what: str) -> None:
+def _check_sizes(pair: QTensorPair, given: CastArgs, m: int, k: int, what: str) -> None:
     """Rows in groups have the shapes of `octavo.quant.grouped`, which are the caller's."""
     if given.groups is not None:
         return

@@ -22,18 +22,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import sink
+from octavo.kernels import tile_cast
 from octavo.kernels.activation import ACTIVATIONS, DRAWN_BITS, STREAM, Function
 from octavo.kernels.activation.triton import clamped_a, constants, gate_of, gated_slopes, places
 from octavo.kernels.activation_quantize import plain_backward, plain_forward
-from octavo.kernels.columns import column_sums
-from octavo.kernels.sink import Pair
-from octavo.kernels.sink import triton as sinks
+from octavo.kernels.column_sums import column_sums
+from octavo.kernels.tile_cast import QTensorPair
+from octavo.kernels.tile_cast import triton as tile_casts
 from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.block import Block1D, Block2D
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Quantizer
+from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tile import Config, Variant, tile_index
 
@@ -276,18 +276,18 @@ def forward(
     scales: Tensor | None,
     bias: Tensor | None,
     seed: Tensor | None,
-    pair: Pair,
-    given: Given,
+    pair: QTensorPair,
+    given: CastArgs,
     config: Config | None = None,
 ) -> None:
-    if x.numel() == 0 or sink.refusal(pair, given, x.dtype, _WHAT):
+    if x.numel() == 0 or tile_cast.refusal(pair, given, x.dtype, _WHAT):
         return plain_forward(fn, x, scales, bias, seed, pair, given)
-    spec = sinks.spec_of(pair)
-    sizes = (x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1], *x.stride(), *sinks.strides(pair))
+    spec = tile_casts.spec_of(pair)
+    sizes = (x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1], *x.stride(), *tile_casts.strides(pair))
     if config is None:
         configs = CONFIGS if pair[1] is not None else (ROWS_ALONE, *CONFIGS)
-        config = sinks.fitting(configs, spec)
-    _forward_launch(fn, spec, x.dtype, sizes, config)(x, scales, bias, seed, *sinks.pointers(pair, given))
+        config = tile_casts.fitting(configs, spec)
+    _forward_launch(fn, spec, x.dtype, sizes, config)(x, scales, bias, seed, *tile_casts.pointers(pair, given))
 
 
 def backward(
@@ -297,19 +297,19 @@ def backward(
     scales: Tensor | None,
     bias: Tensor | None,
     seed: Tensor | None,
-    pair: Pair,
-    given: Given,
+    pair: QTensorPair,
+    given: CastArgs,
     again: QTensor | None,
-    again_given: Given,
+    again_given: CastArgs,
     bias_grad: torch.dtype | None,
     config: Config | None = None,
 ) -> Tensor | None:
     wanted = pair != (None, None)
-    spec = sinks.spec_of(pair) if wanted else None
+    spec = tile_casts.spec_of(pair) if wanted else None
     woven = fn.gated and not _by_halves(fn, spec)
     # of blocks the composition is faster, 0.53 ms for 0.59: each program computes da and db, and keeps one
-    apart = woven and (dy.dtype == torch.float32 or seed is not None or spec is None or sinks.is_block(spec))
-    if dy.numel() == 0 or apart or (wanted and sink.refusal(pair, given, dy.dtype, _WHAT)):
+    apart = woven and (dy.dtype == torch.float32 or seed is not None or spec is None or tile_casts.is_block(spec))
+    if dy.numel() == 0 or apart or (wanted and tile_cast.refusal(pair, given, dy.dtype, _WHAT)):
         return plain_backward(fn, dy, x, scales, bias, seed, pair, given, again, again_given, bias_grad)
     if again is not None and (woven or not _beside(fn, x, again, again_given)):
         assert x is not None
@@ -319,14 +319,14 @@ def backward(
         return None
     if config is None:
         configs = _gated_configs(dy.dtype) if fn.gated and not woven else CONFIGS
-        config = sinks.fitting(configs, spec, None if again is None else again.spec)
+        config = tile_casts.fitting(configs, spec, None if again is None else again.spec)
     parts = None
     if bias_grad is not None:
         shape = -(-dy.shape[0] // config.rows), dy.shape[1] * (2 if fn.gated else 1)
         parts = torch.empty(shape, dtype=torch.float32, device=dy.device)
     sizes = (*dy.shape, *dy.stride(), *((0, 0) if x is None else x.stride()))
-    sizes += sinks.strides(pair) if wanted else (0, 0, 0, 0)
-    pointers = (dy, x, scales, bias, seed, parts, *(sinks.pointers(pair, given) if wanted else (None,) * 6))
+    sizes += tile_casts.strides(pair) if wanted else (0, 0, 0, 0)
+    pointers = (dy, x, scales, bias, seed, parts, *(tile_casts.pointers(pair, given) if wanted else (None,) * 6))
     if woven:
         _woven_launch(fn, spec, dy.dtype, sizes, config)(*pointers)
     else:
@@ -345,7 +345,7 @@ def _launch_backward(
     pointers: tuple[Tensor | None, ...],
     sizes: tuple[int, ...],
     again: QTensor | None,
-    again_given: Given,
+    again_given: CastArgs,
     config: Config,
 ) -> None:
     """The kernel that also makes y, if it is to."""
@@ -354,22 +354,22 @@ def _launch_backward(
     if again is None or x is None:
         _backward_launch(fn, spec, dy.dtype, None, dy.dtype, (*sizes, 0, 0), config)(*pointers, *(None,) * 4)
         return
-    _, codes, _, scale, encode, observed = sinks.pointers((None, again), again_given)
-    sizes += sinks.strides((None, again))[2:]
+    _, codes, _, scale, encode, observed = tile_casts.pointers((None, again), again_given)
+    sizes += tile_casts.strides((None, again))[2:]
     launch = _backward_launch(fn, spec, dy.dtype, again.spec, x.dtype, sizes, config)
     launch(*pointers, codes, scale, encode, observed)
 
 
 def _by_halves(fn: Function, spec: Quantizer | None) -> bool:
     """Whether a program has da and db of a gated function."""
-    return not fn.interleave and (spec is None or not sinks.is_block(spec))
+    return not fn.interleave and (spec is None or not tile_casts.is_block(spec))
 
 
-def _beside(fn: Function, x: Tensor | None, again: QTensor, given: Given) -> bool:
+def _beside(fn: Function, x: Tensor | None, again: QTensor, given: CastArgs) -> bool:
     """Whether the kernel that makes dx may make y too; else y takes a pass of its own."""
     assert x is not None
-    spills = sinks.is_block(again.spec) and (fn.gated or x.dtype == torch.float32)
-    return not spills and not sink.refusal((None, again), given, x.dtype, _WHAT)
+    spills = tile_casts.is_block(again.spec) and (fn.gated or x.dtype == torch.float32)
+    return not spills and not tile_cast.refusal((None, again), given, x.dtype, _WHAT)
 
 
 def _constants(fn: Function) -> dict[str, Any]:
@@ -388,7 +388,7 @@ def _forward_launch(
 ) -> Launch:
     return Launch(
         _forward_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps,
-        **_constants(fn), **sinks.constants(spec, dtype), **_tile(config),
+        **_constants(fn), **tile_casts.constants(spec, dtype), **_tile(config),
     )  # fmt: skip
 
 
@@ -418,7 +418,7 @@ def _woven_launch(
 
 
 def _sink(spec: Quantizer | None, dtype: torch.dtype) -> dict[str, Any]:
-    return _NO_SINK if spec is None else sinks.constants(spec, dtype)
+    return _NO_SINK if spec is None else tile_casts.constants(spec, dtype)
 
 
 def _again(spec: Quantizer | None, dtype: torch.dtype) -> dict[str, Any]:
@@ -485,14 +485,14 @@ def _variant(title: str, kernel: Any, kinds: dict[str, Any], fixed: dict[str, An
 def _kinds(fn: Function, spec: Quantizer, dtype: torch.dtype, extra: str, sides: str) -> tuple[Any, Any]:
     """(signature, constants) of what all kernels take."""
     kind = tile.POINTERS[dtype]
-    there, fixed = sinks.signature(spec, sides != "column", sides != "row")
+    there, fixed = tile_casts.signature(spec, sides != "column", sides != "row")
     numbers = dict.fromkeys(("M", "H", "stride_m", "dy_stride_m"), "i32")
     signature = there | numbers | {
         "dy": kind, "x": kind, "scales": "*fp32" if extra == "scales" else None,
         "bias": kind if extra == "bias" else None, "parts": "*fp32" if extra == "bias" else None,
         "seed": "*i64" if extra == "seed" else None,
     }  # fmt: skip
-    return signature, fixed | {"stride_k": 1, "dy_stride_k": 1, **_constants(fn), **sinks.constants(spec, dtype)}
+    return signature, fixed | {"stride_k": 1, "dy_stride_k": 1, **_constants(fn), **tile_casts.constants(spec, dtype)}
 
 
 def _title(what: str, spec: Quantizer, dtype: torch.dtype, extra: str, sides: str) -> str:
@@ -500,29 +500,29 @@ def _title(what: str, spec: Quantizer, dtype: torch.dtype, extra: str, sides: st
 
 
 def _forward_variant(name, fn, spec, dtype, extra="", config=None, sides=""):
-    config = config or sinks.fitting(CONFIGS, spec)
+    config = config or tile_casts.fitting(CONFIGS, spec)
     kinds, fixed = _kinds(fn, spec, dtype, extra, sides)
     title = _title(f"activation quantize {name}", spec, dtype, extra, sides)
     return _variant(title, _forward_kernel, kinds, fixed | _tile(config), config)
 
 
 def _backward_variant(name, fn, spec, dtype, config=None, extra="", again=None, sides=""):
-    config = config or sinks.fitting(_gated_configs(dtype) if fn.gated else CONFIGS, spec, again)
+    config = config or tile_casts.fitting(_gated_configs(dtype) if fn.gated else CONFIGS, spec, again)
     kinds, fixed = _kinds(fn, spec, dtype, extra, sides)
     title = _title(f"activation quantize backward {name}", spec, dtype, extra, sides)
     fixed |= _again(again, dtype) | {"again_stride": 0, "again_block_stride": 0}
     if again is not None:
         title += f", again {again.fmt}"
-        there, steps = sinks.signature(again, row=False)
+        there, steps = tile_casts.signature(again, row=False)
         kinds |= {"again": there["column"], "again_scale": "*fp32"}
         kinds |= {f"again_{n}": there.get(n) for n in ("encode", "observed")}
-        kinds |= {f"again{n[6:]}": there.get(n) for n in sinks.STRIDES[2:]}
-        fixed |= {f"again{n[6:]}": steps.get(n) for n in sinks.STRIDES[2:]}
+        kinds |= {f"again{n[6:]}": there.get(n) for n in tile_casts.STRIDES[2:]}
+        fixed |= {f"again{n[6:]}": steps.get(n) for n in tile_casts.STRIDES[2:]}
     return _variant(title, _backward_kernel, kinds, fixed | _tile(config), config)
 
 
 def _woven_variant(name, fn, spec, dtype, extra=""):
-    config = sinks.fitting(CONFIGS, spec)
+    config = tile_casts.fitting(CONFIGS, spec)
     kinds, fixed = _kinds(fn, spec, dtype, extra, "")
     title = _title(f"activation quantize backward, woven {name}", spec, dtype, extra, "")
     return _variant(title, _woven_kernel, kinds, fixed | _tile(config), config)

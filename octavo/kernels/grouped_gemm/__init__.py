@@ -1,7 +1,7 @@
 """GEMMs over ragged groups of rows, each group with a matrix of its own.
 
-    rows    y[g]  = a[g] · b[g]ᵀ + bias[g]     fprop and dgrad: as many rows as the group has
-    depth   dw[g] = dy[g]ᵀ · x[g]              wgrad: contracted over the rows of the group; zeros for an empty one
+    rows            y[g]  = a[g] · b[g]ᵀ + bias[g]    fprop and dgrad: as many rows as the group has
+    grouped_wgrad   dw[g] = dy[g]ᵀ · x[g]             wgrad: over the rows of the group; zeros for an empty one
 
 They write where they are told to: rows of the tail are left as they were, whatever they hold. With `scales`, one number
 a packed row, the bias of a row is multiplied by its own; products and sums are in float32 until the one rounding to
@@ -50,14 +50,14 @@ def rows(
     return out
 
 
-def depth(a: GroupedTensor, b: GroupedTensor, out: Tensor, *, accumulate: bool = False) -> Tensor:
+def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, *, accumulate: bool = False) -> Tensor:
     """Fill `out` [G, N, K], or add to it. Codes may have more rows than N and K."""
     gemm._check_pair(a.q, b.q)
     _check_out(out)
     if a.groups.padded == 0:  # not one row, so not one step of a contraction
         return out if accumulate else out.zero_()
     if out.numel():
-        backend.twin(__name__, out).depth(a, b, out, accumulate)
+        backend.twin(__name__, out).grouped_wgrad(a, b, out, accumulate)
     return out
 
 
@@ -72,7 +72,7 @@ def plain_rows(
 
 
 def plain_depth(a: Tensor, b: Tensor, out: Tensor, groups: Groups, *, accumulate: bool = False) -> Tensor:
-    """`depth` of unquantized a [rows, N] and b [rows, K]."""
+    """`grouped_wgrad` of unquantized a [rows, N] and b [rows, K]."""
     _check_plain(a, b, out)
     if groups.rows == 0:
         return out if accumulate else out.zero_()
@@ -113,12 +113,12 @@ def bias_products(dy: Tensor, bias: Tensor, groups: Groups, dtype: torch.dtype) 
 
 def route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str:
     """ "native", "emulated" or "reference": how operands of such quantizers are multiplied there; None stands for an
-    unquantized one. Pairs are taken for what recipes use them for: 1x128 blocks on both sides for `depth`."""
+    unquantized one. Pairs are taken for what recipes use them for: 1x128 blocks on both sides for `grouped_wgrad`."""
     if backend.choose(device) == "reference":
         return "reference"
     if a is None or b is None:
         return "native" if native.is_hopper(device) else "emulated"
-    return "native" if native.rows(a, b, device) or native.depth(a, b, device) else "emulated"
+    return "native" if native.rows(a, b, device) or native.grouped_wgrad(a, b, device) else "emulated"
 
 
 def _dense(bias: Tensor | None, scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

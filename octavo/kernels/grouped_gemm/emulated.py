@@ -148,7 +148,7 @@ def _rows_launch(a: Quantizer, b: Quantizer, blocks: int, sizes: tuple[int, ...]
     return Launch(_rows_kernel, grid, sizes, num_warps=warps, num_stages=stages, **constants)
 
 
-def depth(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
+def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
     sizes = *out.shape[1:], a.q.codes.stride(0), b.q.codes.stride(0), *own(a), *own(b)
     _depth_launch(a.q.spec, b.q.spec, a.groups.number, sizes, accumulate)(
         a.q.codes, b.q.codes, out, a.q.scale, b.q.scale, a.q.global_scale, b.q.global_scale,

@@ -21,7 +21,7 @@ def rows(a: Quantizer, b: Quantizer, device: torch.device) -> bool:
     return is_hopper(device) and (_reach_over_all(a, b) or (a.block, b.block) == (_FINE, _COARSE))
 
 
-def depth(a: Quantizer, b: Quantizer, device: torch.device) -> bool:
+def grouped_wgrad(a: Quantizer, b: Quantizer, device: torch.device) -> bool:
     return is_hopper(device) and (_reach_over_all(a, b) or (a.block, b.block) == (_FINE, _FINE))
 
 

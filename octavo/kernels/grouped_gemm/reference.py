@@ -22,7 +22,7 @@ def rows(
         out[first:end] = gemm(left, right, out.dtype, _bias(bias, scales, g, first, end))
 
 
-def depth(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
+def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
     n, k = out.shape[1:]
     for g, (left, right) in enumerate(zip(a.members(), b.members(), strict=True)):
         dw = gemm(_first(left, n), _first(right, k), out.dtype, None) if left.columns else torch.zeros_like(out[g])

@@ -23,9 +23,9 @@ def rows(
     _way(fits).rows(a, b, out, bias, scales, height, along)
 
 
-def depth(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
-    fits = native.depth(a.q.spec, b.q.spec, out.device) and hopper.takes_depth(a, b)
-    _way(fits).depth(a, b, out, accumulate)
+def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
+    fits = native.grouped_wgrad(a.q.spec, b.q.spec, out.device) and hopper.takes_depth(a, b)
+    _way(fits).grouped_wgrad(a, b, out, accumulate)
 
 
 def plain_rows(a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor | None, scales: Tensor | None) -> None:

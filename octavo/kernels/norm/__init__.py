@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from octavo import backend
-from octavo.kernels.columns import column_sums
+from octavo.kernels.column_sums import column_sums
 
 
 class Norm(NamedTuple):

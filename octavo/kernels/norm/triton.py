@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.columns import column_sums
+from octavo.kernels.column_sums import column_sums
 from octavo.kernels.norm import Gradients, Norm, Normed
 from octavo.launch import Launch
 from octavo.quant import tile

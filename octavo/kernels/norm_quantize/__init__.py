@@ -13,10 +13,10 @@ from torch import Tensor
 from octavo import backend
 from octavo.errors import UnsupportedShape
 from octavo.kernels import norm as norms
-from octavo.kernels import sink
+from octavo.kernels import tile_cast
 from octavo.kernels.norm import Norm
-from octavo.kernels.sink import Pair
-from octavo.quant.quantizer import Given, Quantizer, fill_pair
+from octavo.kernels.tile_cast import QTensorPair
+from octavo.quant.quantizer import CastArgs, Quantizer, fill_pair
 
 Statistics = tuple[Tensor | None, Tensor]  # mean, rstd
 
@@ -24,10 +24,12 @@ Statistics = tuple[Tensor | None, Tensor]  # mean, rstd
 def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, dtype: torch.dtype) -> str:
     """Empty where y is cast as it is made, else a sentence why not. `given_encode`: whether the multiplier is given
     (delayed scaling)."""
-    return sink.fuses(row, column, given_encode, dtype, "the normalised rows")
+    return tile_cast.fuses(row, column, given_encode, dtype, "the normalised rows")
 
 
-def forward(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, pair: Pair, given: Given) -> Statistics:
+def forward(
+    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, pair: QTensorPair, given: CastArgs
+) -> Statistics:
     """Fill `pair`, (row, column) of y, as `fill_pair(norm.forward(norm, x, weight, bias).y, pair, given)`."""
     m, n = x.shape
     for q, shape in zip(pair, ((m, n), (n, m)), strict=True):
@@ -41,7 +43,7 @@ def forward(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, p
 
 
 def plain_forward(
-    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, pair: Pair, given: Given
+    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, pair: QTensorPair, given: CastArgs
 ) -> Statistics:
     """By way of y."""
     y, mean, rstd = norms.forward(norm, x, weight, bias)

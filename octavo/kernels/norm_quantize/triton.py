@@ -11,17 +11,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import sink
+from octavo.kernels import tile_cast
 from octavo.kernels.norm import Norm
 from octavo.kernels.norm.triton import normed, statistics
 from octavo.kernels.norm_quantize import Statistics, plain_forward
-from octavo.kernels.sink import Pair
-from octavo.kernels.sink import triton as sinks
+from octavo.kernels.tile_cast import QTensorPair
+from octavo.kernels.tile_cast import triton as tile_casts
 from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.block import Block1D, Block2D
 from octavo.quant.blocks import is_square
-from octavo.quant.quantizer import Given, Quantizer
+from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tile import Config, Variant, tile_index
 
@@ -60,31 +60,31 @@ def forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    pair: Pair,
-    given: Given,
+    pair: QTensorPair,
+    given: CastArgs,
     config: Config | None = None,
 ) -> Statistics:
-    if x.numel() == 0 or sink.refusal(pair, given, x.dtype, "the normalised rows"):
+    if x.numel() == 0 or tile_cast.refusal(pair, given, x.dtype, "the normalised rows"):
         return plain_forward(norm, x, weight, bias, pair, given)
     mean, rstd = statistics(norm, x, weight, bias)
-    spec = sinks.spec_of(pair)
-    sizes = (*x.shape, *x.stride(), *sinks.strides(pair))
+    spec = tile_casts.spec_of(pair)
+    sizes = (*x.shape, *x.stride(), *tile_casts.strides(pair))
     _cast_launch(norm.centers, norm.zero_centered, spec, x.dtype, sizes, config or _config(spec))(
-        x, rstd, mean, weight, bias, *sinks.pointers(pair, given)
+        x, rstd, mean, weight, bias, *tile_casts.pointers(pair, given)
     )
     return mean, rstd
 
 
 def _config(spec: Quantizer) -> Config:
     """Square blocks on 16 warps would spill, of float16."""
-    return CONFIGS[2] if is_square(spec.block) and sinks.is_block(spec) else sinks.fitting(CONFIGS, spec)
+    return CONFIGS[2] if is_square(spec.block) and tile_casts.is_block(spec) else tile_casts.fitting(CONFIGS, spec)
 
 
 def _constants(
     center: bool, zero_centered: bool, spec: Quantizer, dtype: torch.dtype, config: Config
 ) -> dict[str, Any]:
     return {
-        "CENTER": center, "ZERO_CENTERED": zero_centered, **sinks.constants(spec, dtype),
+        "CENTER": center, "ZERO_CENTERED": zero_centered, **tile_casts.constants(spec, dtype),
         "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
     }  # fmt: skip
 
@@ -108,7 +108,7 @@ def variants() -> list[Variant]:
 
 def _variant(kind: str, spec: Quantizer, dtype: torch.dtype, config: Config, column: bool = True) -> Variant:
     pointer, layer = tile.POINTERS[dtype], kind == "layer"
-    there, fixed = sinks.signature(spec, column=column)
+    there, fixed = tile_casts.signature(spec, column=column)
     there |= {"x": pointer, "rstd": "*fp32", **tile.SIZES}
     there |= {} if kind == "l2" else {"weight": pointer}
     there |= {"mean": "*fp32", "bias": pointer} if layer else {}

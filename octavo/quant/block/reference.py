@@ -4,16 +4,16 @@ import torch
 from torch import Tensor
 
 from octavo.quant import blocks, scale
-from octavo.quant.alone import cast_each
 from octavo.quant.block import _Blocks
 from octavo.quant.maxima import amax as amax
+from octavo.quant.per_group_reference import cast_each
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given
+from octavo.quant.quantizer import CastArgs
 from octavo.quant.writing import write
 
 
 @cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs) -> None:
     for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
         if q is not None:
             spec = q.spec

@@ -14,7 +14,7 @@ from octavo.quant.block import BLOCK, _Blocks
 from octavo.quant.blocks import is_square
 from octavo.quant.maxima import amax as amax
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given
+from octavo.quant.quantizer import CastArgs
 from octavo.quant.tile import Config, Variant, amax_along, amax_bits, encode_scale, group_tile, tile_index
 
 CONFIGS = (Config(BLOCK, BLOCK, 8), Config(BLOCK, BLOCK, 4))
@@ -73,8 +73,8 @@ def put(
     row_stride, row_block_stride, column_stride, column_block_stride,
     RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """A sink (`octavo.kernels.sink`): what `_cast_kernel` makes of a tile, which is a block, so that it finds its own
-    multipliers."""
+    """A tile cast (`octavo.kernels.tile_cast`): what `_cast_kernel` makes of a tile, which is a block, so that it finds
+    its own multipliers."""
     gl.static_assert(ROWS == COLUMNS, "a tile is one block")
     _store_tile(
         v, row, column, row_scale, column_scale, None, None, M, K, pitch, first_row // ROWS, first_column // COLUMNS,
@@ -107,7 +107,7 @@ def _cast_kernel(
     )  # fmt: skip
 
 
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs, config: Config = CONFIGS[0]) -> None:
     spec = tile.spec_of(_Blocks, row, column)
     strides = (*x.stride(), *tile.scale_strides(row), *tile.scale_strides(column))
     _, *where = tile.pointers_of(given.groups)

@@ -61,7 +61,7 @@ def blocks_for(rows: int, groups: int) -> int:
     return found
 
 
-def protos(rows: int, groups: int, device: torch.device) -> tuple[TensorProto, ...]:
+def abstract(rows: int, groups: int, device: torch.device) -> tuple[TensorProto, ...]:
     """`Groups.tensors()` without data."""
     b = blocks_for(rows, groups)
     return tuple(TensorProto((n,), torch.int32, device) for n in (groups + 1, groups + 1, b, b, b))
@@ -70,7 +70,7 @@ def protos(rows: int, groups: int, device: torch.device) -> tuple[TensorProto, .
 def split(splits: Tensor, rows: int) -> Groups:
     """Groups of these sizes, one element each, in a tensor of `rows` rows. Nothing is read on the host."""
     _check(splits, rows)
-    made = tuple(p.empty() for p in protos(rows, splits.shape[0], splits.device))
+    made = tuple(p.empty() for p in abstract(rows, splits.shape[0], splits.device))
     if not is_fake(splits):
         backend.twin(__name__, splits).split(splits, 0, rows, *made)
     return Groups._make((*made, rows))

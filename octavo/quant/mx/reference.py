@@ -5,11 +5,11 @@ from torch import Tensor
 
 from octavo.formats import E8M0, E8M0_NAN, Format
 from octavo.quant import blocks
-from octavo.quant.alone import cast_each
 from octavo.quant.maxima import amax as amax
 from octavo.quant.mx import MANTISSA_BITS, MX
+from octavo.quant.per_group_reference import cast_each
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given
+from octavo.quant.quantizer import CastArgs
 from octavo.quant.scale import saturated_codes
 from octavo.quant.writing import write
 
@@ -39,7 +39,7 @@ def encode_multiplier(byte: Tensor) -> Tensor:
 
 
 @cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs) -> None:
     for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
         if q is not None:
             spec = q.spec

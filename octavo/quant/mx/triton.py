@@ -15,7 +15,7 @@ from octavo.quant import dual, tile
 from octavo.quant.maxima import amax as amax
 from octavo.quant.mx import MANTISSA_BITS, MX
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given
+from octavo.quant.quantizer import CastArgs
 from octavo.quant.tile import Config, Variant, float_bits, group_tile, magnitude_bits, tile_index
 
 CONFIGS = (Config(128, 128, 8), Config(64, 128, 4))
@@ -105,7 +105,7 @@ def _cast_kernel(
         )  # fmt: skip
 
 
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs, config: Config = CONFIGS[0]) -> None:
     spec = tile.spec_of(MX, row, column)
     strides = (*x.stride(), *tile.scale_strides(row), *tile.scale_strides(column))
     _, *where = tile.pointers_of(given.groups)

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from octavo.formats import E2M1, E4M3, pack_nibbles
 from octavo.quant import blocks
-from octavo.quant.alone import amax_each, cast_each
 from octavo.quant.nvfp4 import BLOCK, NVFP4
 from octavo.quant.nvfp4.hadamard import turn
 from octavo.quant.nvfp4.philox import random_bytes
+from octavo.quant.per_group_reference import amax_each, cast_each
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Pair, Quantizer
+from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 from octavo.quant.scale import FLOAT32_MAX, divide
 from octavo.quant.writing import write
 
@@ -59,7 +59,7 @@ def _operand(x: Tensor, spec: Quantizer) -> Tensor:
 
 
 @amax_each
-def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
+def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> AmaxPair:
     found = [
         None if spec is None else blocks.amax(_operand(matrix, spec), (None, None)).view(1)
         for matrix, spec in ((x, row), (x.T, column))
@@ -68,14 +68,14 @@ def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tenso
 
 
 @cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs) -> None:
     for stream, (matrix, q) in enumerate(((x, row), (x.T, column))):
         g = given.amax[stream]
         if q is not None and g is not None:
             _cast(_operand(matrix, q.spec), q, g, given, stream)
 
 
-def _cast(v: Tensor, q: QTensor, g: Tensor, given: Given, stream: int) -> None:
+def _cast(v: Tensor, q: QTensor, g: Tensor, given: CastArgs, stream: int) -> None:
     spec = q.spec
     assert isinstance(spec, NVFP4)
     s_enc, global_scale = tensor_scales(g)

@@ -20,7 +20,7 @@ from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.nvfp4 import NVFP4
 from octavo.quant.nvfp4.hadamard import NEGATIVE
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Pair, Quantizer
+from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 from octavo.quant.scale import FLOAT32_MAX
 from octavo.quant.tile import Config, Variant, amax_along, amax_bits, divide, group_of, group_tile, tile_index
 
@@ -288,7 +288,7 @@ def amax(
     skip: Tensor | None,
     groups: Groups | None = None,
     config: Config = CONFIGS[0],
-) -> Pair:
+) -> AmaxPair:
     first, second = _options(row, column)
     found = torch.zeros(2, max(tile.number_of(groups), 1), dtype=torch.int32, device=x.device)
     _amax_launch(first.rht, second.rht, tile.shape_inside(x, groups), x.stride(), config)(
@@ -298,7 +298,7 @@ def amax(
     return (values[0] if row else None), (values[1] if column else None)
 
 
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs, config: Config = CONFIGS[0]) -> None:
     first, second = _options(*(None if q is None else q.spec for q in (row, column)))
     groups = given.groups
     _cast_launch(first, second, tile.shape_inside(x, groups), x.stride(), tile.number_of(groups), config)(

@@ -3,9 +3,9 @@
 from torch import Tensor
 
 from octavo.quant import maxima, scale
-from octavo.quant.alone import amax_each, cast_each
+from octavo.quant.per_group_reference import amax_each, cast_each
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given
+from octavo.quant.quantizer import CastArgs
 from octavo.quant.rowwise import Rowwise
 from octavo.quant.writing import write
 
@@ -13,7 +13,7 @@ amax = amax_each(maxima.amax)
 
 
 @cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs) -> None:
     for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
         if q is not None:
             spec = q.spec

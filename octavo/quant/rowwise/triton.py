@@ -12,7 +12,7 @@ from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Pair, Quantizer
+from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 from octavo.quant.rowwise import Rowwise
 from octavo.quant.scale import FLOAT32_MAX
 from octavo.quant.tile import (
@@ -131,7 +131,7 @@ def amax(
     skip: Tensor | None,
     groups: Groups | None = None,
     config: Config = AMAX_CONFIGS[0],
-) -> Pair:
+) -> AmaxPair:
     m, k = tile.shape_inside(x, groups)
     wide = k if groups is None else k * groups.number
     # one zeroed buffer for both, one launch to zero it
@@ -145,7 +145,7 @@ def amax(
     return None if row_amax is None else row_amax[:, None], None if column_amax is None else column_amax[:, None]
 
 
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs, config: Config = CONFIGS[0]) -> None:
     spec = tile.spec_of(Rowwise, row, column)
     groups = given.groups
     _cast_launch(spec, tile.shape_inside(x, groups), x.stride(), tile.number_of(groups), config)(

@@ -12,7 +12,7 @@ from torch import Tensor
 from octavo.errors import check_choice, check_not_negative
 from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Quantizer, check_tensor, quantize_pair
+from octavo.quant.quantizer import CastArgs, Quantizer, check_tensor, quantize_pair
 from octavo.values import register
 
 
@@ -41,5 +41,5 @@ class Tensorwise(Quantizer):
         Returns row, column and amax [1, 1]."""
         observed = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
         pair = self if row else None, self if column else None
-        given = self.checked(Given(encode=encode, observed=observed), check_tensor(x), *pair)
+        given = self.checked(CastArgs(encode=encode, observed=observed), check_tensor(x), *pair)
         return *quantize_pair(x, *pair, given), observed

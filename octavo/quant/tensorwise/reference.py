@@ -4,21 +4,21 @@ import torch
 from torch import Tensor
 
 from octavo.quant import blocks, scale
-from octavo.quant.alone import amax_each, cast_each
+from octavo.quant.per_group_reference import amax_each, cast_each
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Pair, Quantizer
+from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.writing import put, write
 
 
 @amax_each
-def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> Pair:
+def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> AmaxPair:
     found = blocks.amax(x, (None, None))  # [1, 1]
     return (None if row is None else found), (None if column is None else found)
 
 
 @cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given) -> None:
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs) -> None:
     if given.observed is not None:
         largest = blocks.amax(x, (None, None)).view_as(given.observed)
         put(given.observed, torch.maximum(given.observed, largest), given.skip)

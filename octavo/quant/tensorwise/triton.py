@@ -12,7 +12,7 @@ from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Given, Pair, Quantizer
+from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 from octavo.quant.scale import FLOAT32_MAX
 from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tile import (
@@ -82,7 +82,7 @@ def put(
     row_stride, row_block_stride, column_stride, column_block_stride,
     RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """A sink (`octavo.kernels.sink`): what `_cast_kernel` makes of a tile, once the multiplier s is known."""
+    """A tile cast (`octavo.kernels.tile_cast`): what `_cast_kernel` makes of a tile, once the multiplier s is known."""
     if observed is not None:
         raise_amax(observed, amax_bits(v))
     if gl.program_id(0) == 0:
@@ -123,12 +123,12 @@ def _cast_kernel(
 
 def amax(
     x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None, groups: Groups | None = None
-) -> Pair:
+) -> AmaxPair:
     found = tile.tensor_amax(x, skip, groups=groups)
     return (None if row is None else found), (None if column is None else found)
 
 
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: Given, config: Config = CONFIGS[0]) -> None:
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs, config: Config = CONFIGS[0]) -> None:
     lead = column if row is None else row
     assert lead is not None
     found = None if given.encode is not None else given.amax[0] if row is not None else given.amax[1]

@@ -10,7 +10,7 @@ Programs are as many as the chip has processors. They take tiles by number until
 device which group a number belongs to: how many tiles there are depends on the groups, the grid does not.
 """
 
-from octavo.kernels.grouped_gemm.hopper.contraction import depth as depth
+from octavo.kernels.grouped_gemm.hopper.contraction import grouped_wgrad as grouped_wgrad
 from octavo.kernels.grouped_gemm.hopper.contraction import takes_depth as takes_depth
 from octavo.kernels.grouped_gemm.hopper.plain import plain_rows as plain_rows
 from octavo.kernels.grouped_gemm.hopper.plain import takes_plain_rows as takes_plain_rows

@@ -241,7 +241,7 @@ def takes_depth(a: GroupedTensor, b: GroupedTensor) -> bool:
     return can_be_copied(a.q.codes) and can_be_copied(b.q.codes) and (whole(a.q.spec) or can_be_copied(b.q.scale.T))
 
 
-def depth(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
+def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
     codes, halves = (tiles_of(a.q.codes), tiles_of(b.q.codes)), None if accumulate else _halves(out)
     block, sizes, programs = a.groups.block, (a.groups.number, *out.shape[1:]), processors(out.device)
     left, right = own(a), own(b)

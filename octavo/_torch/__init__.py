@@ -1,0 +1,1 @@
+"""Every private or version-gated API of torch that Octavo uses, and nothing else."""

@@ -1,0 +1,119 @@
+"""Questions to the compiler that traces, and to the modes around a call."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from octavo.memory import span
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def while_tracing(call: Call) -> Call:
+    """Run when a compiler traces a call of it, as plain Python, and never by the graph; what it returns is a constant
+    there."""
+    found: Call = torch._dynamo.assume_constant_result(call)  # type: ignore[no-untyped-call]
+    return found
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode (fake tensors, selective checkpointing, a FLOP counter) sees the operators of this
+    thread."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def saved_elsewhere() -> bool:
+    """Whether hooks keep what is saved for backward somewhere else, and hand out copies of it. A checkpoint's hook does
+    not: it runs forward again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return bool(hooks) and hooks[0].__module__ != "torch.utils.checkpoint"
+
+
+@while_tracing
+def is_inside_operator() -> bool:
+    """Whether the code being traced is the body of a higher-order operator, such as a checkpoint: what it leaves behind
+    in Python would be lost."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator  # seconds to import, and only a tracer gets here
+
+    try:
+        tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    except AttributeError:  # torch.export traces without one
+        return False
+    return tracer.parent is not None
+
+
+@while_tracing
+def is_captured() -> bool:
+    """Whether the graph being traced will be replayed as a CUDA graph."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        compiler: Any = InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return False
+    while hasattr(compiler, "_torchdynamo_orig_backend") or hasattr(compiler, "_torchdynamo_orig_callable"):
+        compiler = getattr(compiler, "_torchdynamo_orig_backend", None) or compiler._torchdynamo_orig_callable
+    own = getattr(compiler, "config", None) or {}
+    return bool(own.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs))
+
+
+@while_tracing
+def is_static(tensor: Tensor) -> bool:
+    """Whether a CUDA graph may write to a tensor's own memory: who made it promised that it stays."""
+    return hasattr(tensor, "_dynamo_static_input_type")
+
+
+def buffer(*shape: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+    """An uninitialised tensor whose memory stays where it is, as long as it lives: what a CUDA graph may write to."""
+    made = torch.empty(*shape, dtype=dtype, device=device)
+    # guarded: a graph that was traced for this one is not replayed for another
+    torch._dynamo.mark_static_address(made, guard=True)  # type: ignore[no-untyped-call]
+    return made
+
+
+@while_tracing
+def claim(tensor: Tensor) -> bool:
+    """Take a caller's buffer for one write of the graph being traced; False where another write has some of it.
+    Inductor moves what reads the first result behind the second write."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        graph: Any = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return True
+    first, end = span(tensor)
+    taken: list[tuple[int, int]] = graph.__dict__.setdefault("_octavo_claims", [])
+    if any(other < end and first < other_end for other, other_end in taken):
+        return False
+    taken.append((first, end))
+    return True
+
+
+@while_tracing
+def is_first_in_graph(thing: Any) -> bool:
+    """Whether the graph being traced asks for the first time about this Python object."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        graph: Any = InstructionTranslator.current_tx().output
+    except AttributeError:
+        return True
+    seen: list[Any] = graph.__dict__.setdefault("_octavo_seen", [])
+    if any(thing is one for one in seen):
+        return False
+    seen.append(thing)
+    return True
+
+
+@while_tracing
+def recomputes() -> bool:
+    """Whether a compiler was told to run parts of forward again to save memory."""
+    return bool(torch._functorch.config.activation_memory_budget < 1)
+
+
+@while_tracing
+def is_inside_ddp() -> bool:
+    return DistributedDataParallel._get_active_ddp_module() is not None  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""Delayed scaling: the memory of a layer, and casts by it."""

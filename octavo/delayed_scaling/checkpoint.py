@@ -1,0 +1,33 @@
+"""Checks of what a checkpoint says a layer remembered, before anything of it is written."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from octavo.delayed_scaling.memory import PARTS, SIDES
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
+from octavo.quant.state import KEPT, check_kept
+
+ROUNDING = "rounding.seed"
+
+
+def check_state(state: Mapping[str, object], slots: int, path: str = "") -> None:
+    """Refuse what no layer with so many slots for each operand has exported; the path is for the message."""
+    where = f"{path}." if path else ""
+    for side in SIDES:
+        prefix = f"scaling.{side}."
+        kept = {name: state[prefix + name] for name in KEPT if prefix + name in state}
+        check_kept(kept, PARTS[side] * slots, where + prefix)
+    if ROUNDING in state:
+        _check_seed(state[ROUNDING], where + ROUNDING)
+
+
+def _check_seed(seed: object, name: str) -> None:
+    if not isinstance(seed, Tensor) or seed.shape != (2,) or seed.dtype != torch.int64:
+        raise UnsupportedShape(f"{name} is an int64 tensor [seed, step], got {seed!r}.")
+    if seed.is_meta:
+        raise UnsupportedDevice(f"{name} is on the meta device, and has no values. Load it from a file.")
+    if not isinstance(seed, FakeTensor) and seed[1] < 0:
+        raise UnsupportedConfig(f"{name} is [seed, step] with a step from 0 up, got {seed.tolist()}.")

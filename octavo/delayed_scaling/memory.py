@@ -1,0 +1,265 @@
+"""A module's delayed-scaling memory: two `DelayedState`s in its buffers, and a watch over whether anybody steps them.
+
+forward     slots x and w        observed in forward
+backward    slot dy              observed in backward, in a buffer that forward never writes
+
+Until a step has seen an operand, calls measure it (`cold_start="current"`). The device knows which operands were seen,
+and takes the multiplier of the slot then, whatever the call was told. `cold`, the host's copy of that knowledge, is
+read after a step, and allows calls that do not measure: fused ones.
+"""
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from octavo._torch.modules import drop_buffers
+from octavo.delayed_scaling.casts import LETTERS
+from octavo.errors import UnsupportedConfig
+from octavo.quant import DelayedState
+from octavo.recipes import Delayed, Recipe
+
+SIDES = ("forward", "backward")
+NAMES = {side: {field.name: f"scaling_{side}_{field.name}" for field in fields(DelayedState)} for side in SIDES}
+BUFFERS = tuple(name for names in NAMES.values() for name in names.values())
+PARTS = {"forward": 2, "backward": 1}  # operands whose slots are in a side's buffers, one operand after the other
+PATIENCE = 1024  # training forwards without a step before it is said
+LOOKS = 8  # the device is asked what it has seen after each of so many steps,
+LATER = 64  # and then after every so many
+
+
+_LISTENERS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # modules whose memory somebody should step
+
+
+def listen(module: nn.Module) -> None:
+    """Count the steps of whatever optimizer has this module's parameters."""
+    _hear_optimizers()
+    _LISTENERS.add(module)
+
+
+@cache
+def _hear_optimizers() -> None:
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        moved = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        found = []
+        for module in list(_LISTENERS):
+            own = [p for p in module.trained_by() if id(p) in moved] if module._scaling.recipe is not None else []
+            if own:
+                module._scaling.updated(sum([p._version for p in own]))
+                found.append(module._scaling)
+        late = [scaling for scaling in found if scaling.is_late()]
+        for scaling in late:  # once a model, not once a layer
+            scaling.said = True
+        if late:
+            say_late(stacklevel=4)  # past this, and the frame in which torch calls it
+
+    register_optimizer_step_post_hook(after)
+
+
+class Scaling:
+    """Which recipe a module's memory follows, and what happened since it was last stepped. Holds no tensor of its
+    own."""
+
+    def __init__(self) -> None:
+        self.recipe: Delayed | None = None
+        self.cold = ""  # letters of x, w, dy that no step is known to have seen
+        self._asked = ""  # those of them that calls measured
+        self._steps = 0  # octavo.steps since _asked last grew
+        self._forwards = 0
+        self._version: int | None = None  # of the weight, when it was last seen
+        self._updates = 0  # of the weight since the last step
+        self._counted: int | None = None  # the version of the weights that the last of them made
+        self.said = False  # that a step is overdue
+        self.origin = ""  # of what it remembers: "state" that was loaded, its "own" steps, or "weights" loaded alone
+        self._views: dict[str, tuple[Tensor, ...]] = {}  # of buffers: making them takes longer than launching a kernel
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has weights of other versions, and forwards and updates of its own to come
+        return {**self.__dict__, "_views": {}, "_version": None, "_counted": None, "_forwards": 0, "_updates": 0}
+
+    def refusal(self, recipe: Recipe) -> str:
+        """Why this memory cannot follow a recipe; empty if it can."""
+        if self.recipe is None or self.recipe == recipe:
+            return ""
+        return f"it remembers amaxes for {self.recipe}, and one window cannot follow {recipe} too"
+
+    def install(self, module: nn.Module, recipe: Recipe, device: torch.device, slots: int) -> None:
+        """Make the buffers, once; with so many slots for each of x, w and dy."""
+        if self.recipe == recipe:
+            return
+        if why := self.refusal(recipe):
+            raise UnsupportedConfig(
+                f"This layer cannot run in {recipe}: {why}. Give each delayed recipe a layer of its own, or "
+                "octavo.revert(model) and convert again."
+            )
+        assert isinstance(recipe, Delayed)
+        quant = recipe.gemms()
+        first, second = quant.fprop.left, quant.dgrad.left
+        assert first is not None and second is not None
+        formats = {"forward": (first.fmt, first.fmt) * slots, "backward": (second.fmt,) * slots}
+        with torch.inference_mode(False):  # made at a first forward there, it must still serve training
+            for side in SIDES:
+                state = DelayedState.create(formats[side], recipe.history, device)
+                for field, tensor in state.tensors().items():
+                    module.register_buffer(NAMES[side][field], tensor, persistent=False)
+        self.recipe = recipe
+        self.cold = "" if recipe.cold_start == "one" else _cast(recipe)
+        listen(module)
+
+    def forget_views(self) -> None:
+        self._views.clear()
+
+    def drop(self, module: nn.Module) -> None:
+        _LISTENERS.discard(module)
+        self.forget_views()
+        drop_buffers(module, BUFFERS)
+        self.recipe = None
+        self.cold = self._asked = self.origin = ""
+        self._forwards = self._updates = 0
+
+    def state(self, module: nn.Module, side: str) -> DelayedState:
+        return DelayedState(**{field: getattr(module, name) for field, name in NAMES[side].items()})
+
+    def inputs(self, module: nn.Module, measured: str = "") -> tuple[Tensor, ...]:
+        """Multipliers of x, w, dy, and if one is measured how many amaxes each has seen: views of the buffers."""
+        assert self.recipe is not None
+        found: list[Tensor] = []
+        for field in ("encode", "head") if measured else ("encode",):
+            single = module._buffers[NAMES["backward"][field]]
+            assert single is not None
+            found += [*self._pair(module, field), single]
+        return tuple(found)
+
+    def seen(self, module: nn.Module) -> tuple[Tensor, ...]:
+        """Running amaxes of x and w: views of a buffer."""
+        return self._pair(module, "current")
+
+    def _pair(self, module: nn.Module, field: str) -> tuple[Tensor, ...]:
+        """x's part and w's of a buffer, as views that are made once for each buffer."""
+        buffer = module._buffers[NAMES["forward"][field]]
+        assert buffer is not None
+        tracing = torch.compiler.is_compiling()
+        kept = None if tracing else self._views.get(field)
+        # a buffer may be replaced, and its memory too (`buffer.data = ...`, as FSDP moves it)
+        if kept is not None and kept[0]._base is buffer and kept[0].data_ptr() == buffer.data_ptr():
+            return kept
+        slots = buffer.shape[0] // 2
+        made = (buffer if slots == 1 and tracing else buffer.view(2, slots)).unbind()
+        if not tracing:
+            self._views[field] = made
+        return made
+
+    def watch(self, weight: Tensor) -> None:
+        """Say once that `octavo.step` is never called: multipliers that stay at 1 are wrong, and silent."""
+        self._forwards += 1
+        version = None if weight.is_inference() else weight._version
+        if version != self._version:
+            self._updates += self._version is not None
+            self._version = version
+        if self.is_late():
+            self.said = True
+            say_late(stacklevel=6)  # past this, the layer, and the two frames in which torch calls it
+        if self.origin == "weights":
+            self.say_unrestored()
+
+    def updated(self, version: int) -> None:
+        """The same, told by an optimizer: a graph counts nothing. Of two that end a step at one version of the weights,
+        one has stepped the other."""
+        self._updates += version != self._counted
+        self._counted = version
+        self._version = None
+        if self.origin == "weights":
+            self.say_unrestored()
+
+    def is_late(self) -> bool:
+        """Whether a step is overdue, and it was not said yet."""
+        return not self.said and (self._updates >= 2 or self._forwards >= PATIENCE)
+
+    def stepped(self) -> None:
+        """The memory was moved on. Reads nothing: a graph may do this, and would guard on it."""
+        self._forwards = self._updates = 0
+        self.origin = "own"
+
+    def weights_loaded(self) -> None:
+        """Weights came from a checkpoint; what else it had may come later."""
+        if not self.origin:
+            self.origin = "weights"
+
+    def say_unrestored(self) -> None:
+        """Say once a model that training goes on with weights alone."""
+        for module in list(_LISTENERS):
+            if module._scaling.origin == "weights":
+                module._scaling.origin = "own"
+        self.origin = "own"
+        warnings.warn(
+            "fp8-delayed: weights were loaded and no scaling state, so scales start afresh. To resume a run as it was, "
+            "save octavo.state_dict(model) with the weights, and octavo.load_state_dict(model, state) before training.",
+            stacklevel=6,
+        )
+
+    # -- what no step has seen yet -------------------------------------------------------------------------------------
+
+    def measure(self, letters: str) -> None:
+        """Calls measure these: steps look whether they were seen, anew if there is one more than before."""
+        more = [letter for letter in letters if letter not in self._asked]
+        if more:
+            self._asked, self._steps = self._asked + "".join(more), 0
+
+    def looks(self) -> bool:
+        """Whether to ask the device after this step. A layer may measure what never comes (a gradient of an output that
+        is not used), and each answer has the host wait."""
+        if not self.cold:
+            return False
+        self._steps += 1
+        return self._steps <= LOOKS or self._steps % LATER == 0
+
+    def learn(self, seen: list[bool]) -> None:
+        """Forget as cold the operands that the device has seen; `seen` is for x, w and dy."""
+        self.cold = "".join([letter for letter, known in zip(LETTERS, seen, strict=True)
+                             if letter in self.cold and not known])  # fmt: skip
+
+    def recall(self, module: nn.Module) -> None:
+        """Buffers were loaded: ask the device which operands they have seen."""
+        self.origin = "state"
+        if self.recipe is not None and self.recipe.cold_start != "one":
+            self.cold, self._asked = _cast(self.recipe), ""
+            look([module])
+
+
+def say_late(stacklevel: int) -> None:
+    warnings.warn(
+        "fp8-delayed: parameters were updated, or a thousand forwards run, and octavo.step(model) was not called, so "
+        "the scales still are what they were. Call it once after every optimizer.step(), or "
+        "octavo.attach(model, optimizer) once.",
+        stacklevel=stacklevel,
+    )
+
+
+def _cast(recipe: Delayed) -> str:
+    """Letters of the operands that a recipe casts."""
+    quant = recipe.linear()
+    pairs = (
+        (quant.fprop.left, quant.wgrad.right),
+        (quant.fprop.right, quant.dgrad.right),
+        (quant.dgrad.left, quant.wgrad.left),
+    )
+    return "".join([letter for letter, pair in zip(LETTERS, pairs, strict=True) if pair != (None, None)])
+
+
+def look(modules: Sequence[Any]) -> None:
+    """Ask the device, once for all modules on it, which operands have been seen by now, all slots of them."""
+    found: dict[torch.device, list[tuple[Any, Tensor]]] = {}
+    for module in modules:
+        heads = [module._scaling.state(module, side).head.view(PARTS[side], -1) for side in SIDES]
+        if not heads[0].is_meta and not isinstance(heads[0], FakeTensor):
+            found.setdefault(heads[0].device, []).append((module, torch.cat([(head > 0).all(1) for head in heads])))
+    for asked in found.values():
+        for (module, _), seen in zip(asked, torch.stack([seen for _, seen in asked]).tolist(), strict=True):
+            module._scaling.learn(seen)

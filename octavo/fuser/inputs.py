@@ -1,0 +1,113 @@
+"""Checks of tensors that operations are given: an operation reads plain memory at strides, in a dtype that it knows."""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.fx import Proxy
+from torch.nn import Parameter
+
+from octavo._torch.tensors import is_dtensor
+from octavo._torch.tracing import while_tracing
+from octavo.errors import UnsupportedDtype, UnsupportedShape
+from octavo.formats import FLOATS
+from octavo.fuser.operation import Edge
+from octavo.weights.held import HeldWeight, refuse_codes
+
+OURS = (HeldWeight, FakeTensor, FunctionalTensor)  # subclasses that layers serve: their own, and those of tracers
+DISABLED = (torch._C._disabled_torch_function_impl, torch._C._disabled_torch_dispatch_impl)
+NESTED = (
+    "a nested one, whose rows are of several lengths. Call it on the rows, x.values() of a jagged tensor, and nest "
+    "what comes back: torch.nested.nested_tensor_from_jagged(y, x.offsets())"
+)
+PARALLEL = (
+    "a DTensor: tensor parallelism (parallelize_module, distribute_tensor) is not supported yet. Leave the layer out "
+    "of the plan, or shard with FSDP2: fully_shard gives whole weights to the forward of the module it was called on"
+)
+
+
+def arrived(x: Any) -> Any:
+    """x itself; of a collective's result that is still on its way, what has come, as part of the graph."""
+    return torch.ops._c10d_functional.wait_tensor(x) if type(x) is AsyncCollectiveTensor else x
+
+
+def strange(tensor: Any, weight: bool = True) -> str:
+    """Why a layer cannot use a tensor as its weight, or as an input: what it is, and the way out. Empty if it can."""
+    kind = type(tensor)
+    if tensor.is_nested:
+        return NESTED
+    if tensor.layout is not torch.strided:
+        way_out = "Make it dense first: .to_dense()" if weight else "Call it on x.to_dense()"
+        return f"one of layout {tensor.layout}. {way_out}"
+    if kind is Tensor or kind is Parameter:
+        return ""
+    return _strange_kind(kind, weight)
+
+
+@while_tracing
+def _strange_kind(kind: type, weight: bool) -> str:
+    """The same of a subclass of Tensor. One that overrides nothing is a mark on plain memory. So is, for an input, one
+    that overrides functions alone; of a weight these functions would not be called, where nn.Linear calls them."""
+    if kind in OURS:
+        return ""
+    if is_dtensor(kind):
+        return PARALLEL
+    if not _overrides(kind, "__torch_dispatch__") and not (weight and _overrides(kind, "__torch_function__")):
+        return ""
+    return (
+        f"a {kind.__module__}.{kind.__qualname__}, a tensor subclass with operators of its own (torchao's quantized "
+        "weights are such), and layers read plain memory. Use a plain tensor of its values, .dequantize() where it has "
+        "that, or keep torch's own layer there"
+    )
+
+
+def _overrides(kind: type, name: str) -> bool:
+    """Whether a subclass has one of its own. A disabled one does nothing."""
+    owner = next(parent for parent in kind.__mro__ if name in parent.__dict__)
+    return owner is not Tensor and owner.__dict__[name] not in DISABLED and owner is not torch._C.TensorBase
+
+
+def refuse_strange(title: str, why: str) -> NoReturn:
+    """Raise what `strange` said of a tensor."""
+    sparse = why.startswith("one of layout")
+    error = UnsupportedShape if sparse or why is NESTED else UnsupportedDtype
+    raise error(f"{title} takes {'dense' if sparse else 'plain'} tensors, got {why}.")
+
+
+def check_input(title: str, x: Any) -> None:
+    """`x` is a tensor, or something else with a shape and a dtype that stands for one."""
+    if type(x) is not Tensor and isinstance(x, Proxy):  # some tracers' have a dtype
+        refuse_symbol(title)
+    dtype = getattr(x, "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedDtype(f"{title} takes a tensor, got {type(x).__name__}. Make one: torch.as_tensor(...).")
+    if type(x) is HeldWeight:  # isinstance asks the metaclass of tensors, ten times as long
+        refuse_codes(title)
+    if dtype not in FLOATS:
+        raise UnsupportedDtype(f"{title} takes float32, bfloat16 or float16, got {dtype}. Cast x first.")
+    # a run has asked before, and of most tensors there is nothing more to ask
+    if type(x) is not Edge and (type(x) is not Tensor or x.is_nested or x.layout is not torch.strided):
+        check_layout(title, x)
+
+
+def check_weight(title: str, weight: Tensor) -> None:
+    """Refuse a weight, or a bias, that is no plain tensor."""
+    if why := strange(weight):
+        refuse_strange(title, why)
+
+
+def check_layout(title: str, x: Any) -> None:
+    """Refuse a tensor whose elements do not lie in plain memory at strides: `strange` says which there are."""
+    if isinstance(x, Tensor) and (why := strange(x, weight=False)):
+        refuse_strange(title, why)
+
+
+def refuse_symbol(title: str) -> NoReturn:
+    raise UnsupportedDtype(
+        f"{title} takes a tensor, got a Proxy of torch.fx: symbolic_trace runs layers on symbols, and what this one "
+        "computes follows from x's dtype, sizes and device. Use torch.export.export(model, args) or torch.compile, or "
+        "trace with a torch.fx.Tracer whose is_leaf_module is True for modules of octavo's, so that each is one node."
+    )

@@ -1,0 +1,1 @@
+"""What torch.compile made of a model: `octavo.explain`."""

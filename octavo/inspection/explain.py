@@ -1,0 +1,174 @@
+"""`octavo.explain`: what torch.compile makes of a model, seen by compiling and running it.
+
+It runs a deep copy. Forward writes delayed scaling's memory, backward adds to `.grad` and `main_grad` and draws from
+the rounding counter, hooks of a parameter may step an optimizer: a list of what to put back would never be complete,
+and the copy has its own. What copying leaves out is given to it: attributes of parameters (`main_grad` among them).
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from octavo.ambient import ambient
+from octavo.errors import UnsupportedConfig, check_choice
+from octavo.inspection.capture import Capture
+from octavo.inspection.report import Layer, Report
+from octavo.model.convert import route
+from octavo.model.step import layers
+from octavo.modules.quantized import UNQUANTIZED, Quantized
+from octavo.recipes.recipe import GEMMS
+from octavo.wgrad.main_grad import has_buffer
+
+FOLLOWS = "from octavo.autocast"
+CUDAGRAPHS = "triton.cudagraphs"
+REPLAYED = 3  # calls until a CUDA graph is one: warm-up, recording, replay
+
+
+def explain(
+    model: nn.Module,
+    *inputs: Any,
+    then: Iterable[tuple[Any, ...]] = (),
+    mode: str | None = None,
+    backward: bool = True,
+    dynamic: bool | None = None,
+) -> Report:
+    """Compile a copy of the model, call it with `inputs` and with each tuple of `then`, and report.
+
+    mode        of torch.compile, compiled by Inductor. None is "reduce-overhead" on a GPU; on a CPU the graphs are
+                taken and nothing is generated, so that no C++ compiler is needed
+    backward    also run it, from ones, where the output requires a gradient
+    dynamic     as for torch.compile
+
+    The model, its state, the inputs and torch's generators stay as they are. `torch._dynamo.reset()` is called before
+    and after: what else was compiled in this process will be compiled again."""
+    subject = _copied(model)
+    device = _device(subject, inputs)
+    mode = "reduce-overhead" if mode is None and device.type == "cuda" else mode
+    options = None if mode is None else _options(mode, dynamic)
+    cudagraphs = options is not None and bool(options.get(CUDAGRAPHS))
+    capture = Capture(options)
+    with torch.random.fork_rng(devices=_generators(subject, inputs)), capture.watching():
+        call = torch.compile(subject, backend=capture, dynamic=dynamic)
+        for batch in (inputs, *then):
+            for _ in range(REPLAYED if cudagraphs else 1):
+                _step(subject, call, batch, backward)
+    return Report(
+        compiler=f"{'Graphs without code' if mode is None else f'Inductor, mode {mode}'}, on {device}",
+        cudagraphs=cudagraphs,
+        breaks=capture.breaks(),
+        recompiles=capture.recompiles(),
+        skips=capture.skips(),
+        graphs=capture.graphs,
+        captured=tuple(capture.captured),
+        layers=tuple(_layer(path, layer, capture) for path, layer in layers(subject)),
+        runs=tuple(capture.runs),
+    )
+
+
+def _options(mode: str, dynamic: bool | None) -> dict[str, Any]:
+    from torch._inductor import list_mode_options
+
+    check_choice(mode, tuple(list_mode_options()), what="mode")
+    return dict(list_mode_options(mode, dynamic))
+
+
+# -- the copy ----------------------------------------------------------------------------------------------------------
+
+
+def _copied(model: Any) -> nn.Module:
+    model = getattr(model, "_orig_mod", model)  # under torch.compile already
+    if not isinstance(model, nn.Module):
+        raise UnsupportedConfig(f"explain takes a torch.nn.Module, got {type(model).__name__}. Wrap it in one.")
+    try:
+        found: nn.Module = copy.deepcopy(model)
+    except Exception as error:
+        raise UnsupportedConfig(
+            f"explain runs a deep copy, and this {type(model).__name__} has none ({type(error).__name__}: {error}). "
+            "Explain the module before it is wrapped, or one block of it."
+        ) from error
+    for path, layer in layers(found):
+        layer.strict = False  # what it refuses is reported, by this name, and the rest goes on
+        layer._path = path
+    for theirs, ours in zip(model.parameters(), found.parameters(), strict=True):
+        ours.__dict__.update({name: _attribute(name, value, ours) for name, value in theirs.__dict__.items()})
+        if theirs.requires_grad and (theirs._backward_hooks or theirs._post_accumulate_grad_hooks):
+            ours.register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]  # hooks are not copied, but a graph may refuse them
+    return found
+
+
+def _attribute(name: str, value: Any, weight: Tensor) -> Any:
+    """A parameter's attribute for the parameter's copy: nothing that backward writes to may be the original's."""
+    if name == "get_main_grad":
+        buffer = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        return lambda: buffer
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _own(x: Any) -> Any:
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _tensors(model: nn.Module, inputs: tuple[Any, ...]) -> list[Tensor]:
+    found = [*model.parameters(), *model.buffers(), *tree_leaves(inputs)]
+    return [t for t in found if isinstance(t, Tensor)]
+
+
+def _device(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
+    return next((t.device for t in _tensors(model, inputs)), torch.device("cpu"))
+
+
+def _generators(model: nn.Module, inputs: tuple[Any, ...]) -> list[torch.device]:
+    """GPUs whose generators a call may move."""
+    return [device for device in {t.device for t in _tensors(model, inputs)} if device.type == "cuda"]
+
+
+def _step(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, ...], backward: bool) -> None:
+    """One forward, and one backward of what requires it."""
+    torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+    made = [t for t in tree_leaves(call(*tree_map(_own, batch))) if isinstance(t, Tensor) and t.requires_grad]
+    if made and backward:
+        lent = _lend_buffers(model)
+        torch.autograd.backward(made, [torch.ones_like(t) for t in made])
+        for weight in lent:
+            del weight.main_grad
+    model.zero_grad()
+
+
+def _lend_buffers(model: nn.Module) -> list[Any]:
+    """Weights that miss their main_grad, with one: it was a graph's reason to refuse at forward, and is no reason for
+    the report to end here."""
+    fused = [m for _, m in layers(model) if m.fuse_wgrad_accumulation]
+    found: list[Any] = [weight for m in fused for weight in m.weight_parts() if not has_buffer([weight])]
+    for weight in found:
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+    return found
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
+    weight = layer.weight_parts()[0]
+    given = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+    own, seen = layer.recipe, next((capture.recipes[id(t)] for t in given if id(t) in capture.recipes), None)
+    recipe = own or seen or ambient.recipe or UNQUANTIZED
+    gemms = {name: getattr(recipe.linear(), name) for name in GEMMS}
+    return Layer(
+        path,
+        recipe=recipe.key if own else f"{FOLLOWS}: {recipe.key}",
+        routes=tuple((name, layer.route(g.left, g.right, weight.device)) for name, g in gemms.items()),
+        why=route(weight.device, recipe)[1],
+        uncompiled="" if seen else _why_uncompiled(path, layer, capture.refusals()),
+    )
+
+
+def _why_uncompiled(path: str, layer: Quantized, refusals: tuple[str, ...]) -> str:
+    """The refusal that names the layer."""
+    own = [text for text in refusals if f"at {path!r}" in text]
+    if not own and layer.made_weights():
+        return "whether it is in a graph is found by its weight, and this one is made by a parametrization"
+    return own[0] if own else "it was not called, or ran outside of the graphs"

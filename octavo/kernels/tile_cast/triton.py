@@ -1,0 +1,80 @@
+"""What a kernel with a sink is launched with. Its parameters of these names are
+
+pointers    row, column, row_scale, column_scale, encode, observed
+sizes       row_stride, row_block_stride, column_stride, column_block_stride, of the scales
+constants   PUT, RULE, and a tile of ROWS by COLUMNS on W warps
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.tile_cast import QTensorPair
+from octavo.quant import tile
+from octavo.quant.block import BLOCK, _Blocks
+from octavo.quant.block.triton import put as put_block
+from octavo.quant.blocks import is_square
+from octavo.quant.quantizer import CastArgs, Quantizer
+from octavo.quant.tensorwise import Tensorwise
+from octavo.quant.tensorwise.triton import put as put_tensorwise
+from octavo.quant.tile import Config
+
+
+def spec_of(pair: QTensorPair) -> Quantizer:
+    lead = pair[1] if pair[0] is None else pair[0]
+    assert lead is not None
+    return lead.spec
+
+
+def is_block(spec: Quantizer) -> bool:
+    """Whether a tile must be a block."""
+    return isinstance(spec, _Blocks)
+
+
+def fitting(configs: tuple[Config, ...], *specs: Quantizer | None) -> Config:
+    """The first of these tiles that serves all of them."""
+    whole = any(spec is not None and is_block(spec) for spec in specs)
+    return next(c for c in configs if not whole or (c.rows == BLOCK and c.columns == BLOCK))
+
+
+def constants(spec: Quantizer, dtype: torch.dtype) -> dict[str, Any]:
+    """Of values that are rounded to this dtype before they are cast."""
+    if isinstance(spec, _Blocks):
+        rule = (spec.fmt.max, spec.eps, torch.finfo(dtype).max, spec.pow2, is_square(spec.block))
+        return {"PUT": put_block, "RULE": rule}
+    assert isinstance(spec, Tensorwise)
+    return {"PUT": put_tensorwise, "RULE": ()}
+
+
+def pointers(pair: QTensorPair, given: CastArgs) -> tuple[Tensor | None, ...]:
+    row, column = pair
+    observed = given.observed if isinstance(spec_of(pair), Tensorwise) else None  # as a cast by blocks ignores it
+    return (
+        tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column), given.encode, observed
+    )  # fmt: skip
+
+
+def strides(pair: QTensorPair) -> tuple[int, ...]:
+    """Of the scales; tensorwise has but one, whatever its strides."""
+    if not is_block(spec_of(pair)):
+        return (0, 0, 0, 0)
+    return (*tile.scale_strides(pair[0]), *tile.scale_strides(pair[1]))
+
+
+STRIDES = ("row_stride", "row_block_stride", "column_stride", "column_block_stride")
+
+
+def signature(spec: Quantizer, row: bool = True, column: bool = True) -> tuple[dict[str, str], dict[str, Any]]:
+    """(signature, constants) of pointers and sizes, for the record of compilations."""
+    block, codes = is_block(spec), tile.POINTERS[spec.fmt.dtype]
+    there = {
+        "row": codes if row else None, "column": codes if column else None, "row_scale": "*fp32" if row else None,
+        "column_scale": "*fp32" if column else None, "encode": None if block else "*fp32",
+        "observed": None if block else "*fp32",
+    }  # fmt: skip
+    square = block and is_square(spec.block)
+    fastest = dict.fromkeys(STRIDES[1::2] if square else STRIDES[::2], 1) if block else dict.fromkeys(STRIDES, 0)
+    numbers = {name: "i32" for name in STRIDES if name not in fastest}
+    missing = {name: None for name, kind in there.items() if kind is None}
+    return {name: kind for name, kind in there.items() if kind is not None} | numbers, missing | fastest

@@ -1,0 +1,507 @@
+"""The layer contract as nodes of a compiled graph: one differentiable forward node, one backward node, for any layer.
+
+    octavo::run     (Tensor[] tensors, str plan) -> Tensor[]              outputs, extras, fresh
+    octavo::run_bwd (Tensor[] tensors, str plan, str mask) -> Tensor[]    the gradients that were asked for
+
+The tensors of `run` are inputs, then buffers, all of it backwards: of a tensor that is there twice autograd adds the
+gradients in this order, which is that of layers called one by one.
+
+The plan is `layer|presence|buffers|config`: which of the layer's inputs are in the list, which buffers follow them,
+and the config's string, led by a digest of this package's sources. A compiler's disk cache keys on the graph, and a
+graph that calls the same op with the same string looks the same after `backward` was edited: hence the digest.
+
+A forward that writes y to memory of the caller's is two nodes, since an operator that mutates has no gradient:
+
+    octavo::run_into (Tensor[] tensors, Tensor(a!) out, str plan) -> (Tensor, ...)    extras and fresh, in MADE places
+    octavo::attach   (Tensor[] tensors, str plan) -> Tensor                           one element that looks like y, and
+                                                                                      carries its gradient to run_bwd
+
+Codes leave a node as bytes and scales flat (`layer.flat_places`): bytes have no gradient by dtype, and a flat scale's
+size is not specialised for small batches. What backward writes besides its results is not declared to the compiler: a
+buffer that passed through forward cannot be mutated by a declared op once two microbatches are in flight. It is written
+under a preserved version counter, by a node that is marked to have effects.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.fx.node import has_side_effect
+from torch.utils.flop_counter import register_flop_formula
+
+from octavo._torch.tracing import saved_elsewhere, while_tracing
+from octavo.errors import UnsupportedConfig
+from octavo.layers import activation, add, chain, fork, grouped_linear, linear, norm, rounding, user_fusion, user_op
+from octavo.layers.contract import LAYERS, Made
+from octavo.lower.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
+from octavo.lower.modified import explain_modified, title_of
+from octavo.lower.replay import calls as tape
+from octavo.lower.transforms import why_active
+from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import Join
+
+# imported so that plans find them by name
+_KNOWN = (activation, add, chain, fork, grouped_linear, linear, norm, rounding, user_fusion, user_op)
+
+
+@cache
+def digest() -> str:
+    """Eight hex digits of every source file of the package that a node's result may depend on."""
+    root, seen = Path(__file__).parent.parent, hashlib.sha256()
+    files = [root / name for name in ("formats.py", "values.py", "memory.py", "backend.py", "launch.py")]
+    for folder in ("_torch", "quant", "kernels", "recipes", "delayed_scaling", "wgrad", "layers", "lower", "fused"):
+        files += sorted((root / folder).rglob("*.py"))
+    for path in files:
+        seen.update(path.read_bytes())
+    return seen.hexdigest()[:8]
+
+
+DIGEST = digest()
+
+
+class _Plan:
+    """A plan string taken apart."""
+
+    def __init__(self, text: str) -> None:
+        _, name, presence, buffers, key = text.split("|", 4)
+        self.layer = LAYERS[name]
+        self.config = self.layer.config(key)
+        self.presence = _marks(presence)  # for each input "0" or "1", or for a tuple of tensors "t" and how many
+        self.buffers = _marks(buffers)  # the same for each buffer
+        self.count, self.written = _total(self.presence), _total(self.buffers)
+        self.writes = self.written > 0 or self.layer.fills(self.config)  # backward, to what is saved for it
+        # inputs whose gradient is a buffer of the caller's, and where among the buffers it is
+        self.elsewhere = {i: _total(self.buffers[:at]) for i, at in self.layer.returned_elsewhere(self.config).items()}
+        self.passed = self.layer.passed(self.config)  # inputs whose gradient another has already
+        self.replays, self.replays_back = (self.layer.replays(self.config, side) for side in ("forward", "backward"))
+
+    def inputs(self, tensors: Sequence[Any]) -> Any:
+        """The layer's inputs, from the head of the list."""
+        return self.layer.Inputs._make(_fields(self.presence, tensors))
+
+    def refuse_overlaps(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse gradient buffers that overlap inputs; `tensors` lists both."""
+        for at in self.elsewhere.values():
+            refuse_overlap(tensors[self.count + at], tensors[: self.count])
+
+    def returned(self, grads: Sequence[Any]) -> list[Any]:
+        """The gradients that backward's node returns: none that is another's, or in a buffer."""
+        return [g for i, g in enumerate(grads) if g is not None and i not in self.elsewhere and i not in self.passed]
+
+    def buffers_of(self, tensors: Sequence[Tensor]) -> Any:
+        """The layer's buffers, from the head of the list."""
+        return self.layer.graph_buffers(self.config, *_fields(self.buffers, tensors))
+
+
+def _marks(text: str) -> list[str]:
+    return text.split(",") if text else []
+
+
+def _total(marks: list[str]) -> int:
+    return sum(int(mark.removeprefix("t")) for mark in marks)
+
+
+def _fields(marks: list[str], tensors: Sequence[Any]) -> list[Any]:
+    """What marks stand for, from the head of the list."""
+    rest, fields = iter(tensors), list[Any]()
+    for mark in marks:
+        if mark.startswith("t"):
+            fields.append(tuple(next(rest) for _ in range(int(mark[1:]))))
+        else:
+            fields.append(next(rest) if mark == "1" else None)
+    return fields
+
+
+@lru_cache(maxsize=4096)
+def _plan(text: str) -> _Plan:
+    return _Plan(text)
+
+
+def _crossing(parsed: _Plan, made: Made) -> list[Tensor]:
+    """What forward made, as it leaves a node."""
+    flat = parsed.layer.flat_places(parsed.config)
+    fresh = [_flat(t) if i in flat and t is not None else t for i, t in enumerate(made.fresh)]
+    return [_bytes(t) for t in (*made.outputs, *made.extras, *fresh) if t is not None]
+
+
+def _flat(t: Tensor) -> Tensor:
+    return t.as_strided((t.numel(),), (1,))
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.view(torch.uint8) if t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else t
+
+
+@torch.library.custom_op("octavo::run", mutates_args=())
+def _run(tensors: list[Tensor], plan: str) -> list[Tensor]:
+    parsed, tensors = _plan(plan), tensors[::-1]
+    if parsed.writes:
+        _refuse_hooks(parsed)
+        parsed.refuse_overlaps(tensors)
+
+    def work(tensors: Sequence[Any]) -> tuple[None, list[Tensor]]:
+        return None, _crossing(parsed, parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
+
+    if not parsed.replays:
+        return work(tensors)[1]
+    found: Any = tape.call((plan,), tensors[: parsed.count], work).found
+    return list(found)
+
+
+def _refuse_hooks(parsed: _Plan) -> None:
+    """What is written to a copy is lost; and so is what backward was to fill in, if forward is run again."""
+    if saved_elsewhere():
+        raise UnsupportedConfig(
+            "In a graph, saved_tensors_hooks (save_on_cpu) do not go with what backward writes besides its results: "
+            "fp8-delayed's amax, nvfp4's counter, main_grad, dgrad_out, delay_wgrad_compute. Leave the hooks out, or "
+            "run the layer in eager mode, where both work."
+        )
+    if parsed.layer.fills(parsed.config) and torch._C._autograd._top_saved_tensors_default_hooks(True):
+        raise UnsupportedConfig(
+            "A graph with delay_wgrad_compute=True inside torch.utils.checkpoint would leave the operands of dw with a "
+            "forward that is run again. Leave one of the two out, or run the layer in eager mode."
+        )
+
+
+@_run.register_fake
+def _(tensors: list[Tensor], plan: str) -> list[Tensor]:
+    return _crossing(_plan(plan), _fakes(_plan(plan), tensors[::-1]))
+
+
+def _fakes(parsed: _Plan, tensors: list[Tensor]) -> Made:
+    said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
+    return Made(*(tuple(None if p is None else p.empty() for p in group) for group in said))
+
+
+@torch.library.custom_op("octavo::run_bwd", mutates_args=())
+def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
+    parsed = _plan(plan)
+
+    def work(tensors: Sequence[Any]) -> tuple[None, list[Tensor]]:
+        saved, dys = _saved(parsed, tensors, mask)
+        return None, parsed.returned(parsed.layer.backward(parsed.config, saved, parsed.buffers_of(tensors), dys))
+
+    for at in parsed.elsewhere.values():
+        task = torch._C._current_graph_task_id()
+        begin_write(tensors[at], task)
+        keep(tensors[at], None, task)
+    with _unsafe_preserve_version_counter(tuple(tensors)):
+        found: Any = tape.call((plan, mask), list(tensors), work).found if parsed.replays_back else work(tensors)[1]
+    return list(found)
+
+
+@_run_bwd.register_fake
+def _(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
+    parsed = _plan(plan)
+    saved, dys = _saved(parsed, tensors, mask)
+    return [p.empty() for p in parsed.returned(parsed.layer.abstract_gradients(parsed.config, saved, *dys))]
+
+
+def _saved(parsed: _Plan, tensors: Sequence[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+    """What `save` chose, and a gradient for each output, out of buffers, saved tensors and gradients."""
+    rest = iter(tensors[parsed.written :])
+    return tuple(next(rest) if here == "1" else None for here in mask), tuple(rest)
+
+
+has_side_effect(torch.ops.octavo.run_bwd.default)
+UNDECLARED_WRITES = (torch.ops.octavo.run_bwd.default,)  # all operators whose schema does not tell what they write
+
+
+def _set_up(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
+    tensors, plan = inputs
+    outputs = _save(ctx, tensors[::-1], plan, output)
+    ctx.mark_non_differentiable(*output[outputs:])
+
+
+def _save(ctx: Any, tensors: list[Tensor], plan: str, made: list[Tensor]) -> int:
+    """Keep what the layer's `save` chooses out of inputs, and of what forward made. How many outputs that has."""
+    parsed = _plan(plan)
+    said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
+    rest = iter(made)
+    found = Made(*(tuple(None if p is None else next(rest) for p in group) for group in said))
+    saved = parsed.layer.save(parsed.config, parsed.inputs(tensors), found)
+    ctx.mask = "".join("0" if t is None else "1" for t in saved)
+    buffers = tensors[parsed.count : parsed.count + parsed.written]
+    ctx.save_for_backward(*buffers, *[t for t in saved if t is not None])
+    ctx.plan, ctx.total, ctx.outputs = plan, len(tensors), said.outputs
+    ctx.set_materialize_grads(False)
+    return len(said.outputs)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    found: list[Tensor | None] = [None] * ctx.total
+    if all(g is None for g in grads[: len(ctx.outputs)]):
+        return found, None
+    parsed = _plan(ctx.plan)
+    try:
+        kept = ctx.saved_tensors
+    except RuntimeError as error:
+        explain_modified(error, title_of(None, parsed.layer))
+        raise
+    dys = [_zeros(p) if g is None else g for p, g in zip(ctx.outputs, grads, strict=False)]
+    results = iter(torch.ops.octavo.run_bwd([*kept, *dys], ctx.plan, ctx.mask))
+    places = [_total(parsed.presence[:i]) for i in range(len(parsed.presence))]  # of each input among the tensors
+    for i, wanted in enumerate(parsed.layer.wants(parsed.config)):
+        if i in parsed.elsewhere:
+            found[places[i]] = kept[parsed.elsewhere[i]]
+        elif wanted and i not in parsed.passed:
+            found[places[i]] = next(results)
+    for i, other in parsed.passed.items():
+        found[places[i]] = found[places[other]] if other >= 0 else dys[-1 - other]
+    return found, None
+
+
+def _zeros(p: TensorProto) -> Tensor:
+    return torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+
+
+def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    return _backward(ctx, grads)[0][::-1], None
+
+
+_run.register_autograd(_run_backward, setup_context=_set_up)
+
+
+@register_flop_formula(torch.ops.octavo.run, get_raw=True)  # type: ignore[untyped-decorator]
+def _(tensors: list[Tensor], plan: str, **_: Any) -> int:
+    parsed = _plan(plan)
+    return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors[::-1])))
+
+
+@register_flop_formula(torch.ops.octavo.run_bwd, get_raw=True)  # type: ignore[untyped-decorator]
+def _(tensors: list[Tensor], plan: str, mask: str, **_: Any) -> int:
+    parsed = _plan(plan)
+    saved, dys = _saved(parsed, tensors, mask)
+    return int(parsed.layer.gradient_flops(parsed.config, saved, *dys))
+
+
+# -- y in memory of the caller's -----------------------------------------------------------------------------------
+
+MADE = 18  # places: an operator that mutates returns a fixed number of tensors
+
+
+@torch.library.custom_op(
+    "octavo::run_into",
+    mutates_args=("out",),
+    schema=f"(Tensor[] tensors, Tensor(a!) out, str plan) -> ({', '.join(['Tensor'] * MADE)})",
+)
+def _run_into(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ...]:
+    parsed = _plan(plan)
+    if parsed.writes:
+        _refuse_hooks(parsed)
+        parsed.refuse_overlaps(tensors)
+    begin_write_at(tensors[-1], out.nbytes)
+    begin_write(out)
+    made = parsed.layer.forward(parsed.config, parsed.inputs(tensors)._replace(out=out))
+    keep(out, out)  # y will be a view of it
+    return _places(parsed, made, out)
+
+
+@_run_into.register_fake
+def _(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ...]:
+    return _places(_plan(plan), _fakes(_plan(plan), tensors), out)
+
+
+def _places(parsed: _Plan, made: Made, out: Tensor) -> tuple[Tensor, ...]:
+    """Extras and fresh tensors, and nothing in the places that are left."""
+    found = _crossing(parsed, made._replace(outputs=()))
+    assert len(found) <= MADE, f"{len(found)} tensors do not fit: raise MADE"
+    return (*found, *[out.new_empty(0) for _ in range(MADE - len(found))])
+
+
+@torch.library.custom_op("octavo::attach", mutates_args=())
+def _attach(tensors: list[Tensor], plan: str) -> Tensor:
+    return _token(_plan(plan), tensors)
+
+
+@_attach.register_fake
+def _(tensors: list[Tensor], plan: str) -> Tensor:
+    return _token(_plan(plan), tensors)
+
+
+def _token(parsed: _Plan, tensors: list[Tensor]) -> Tensor:
+    y = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors])).outputs[0]
+    return torch.zeros(1, dtype=y.dtype, device=y.device).expand(y.shape)
+
+
+def _set_up_token(ctx: Any, inputs: tuple[list[Tensor], str], output: Tensor) -> None:
+    tensors, plan = inputs
+    parsed = _plan(plan)
+    _save(ctx, tensors, plan, [output, *tensors[parsed.count + parsed.written :]])
+
+
+_attach.register_autograd(lambda ctx, dy: _backward(ctx, [dy]), setup_context=_set_up_token)
+
+
+@register_flop_formula(torch.ops.octavo.run_into, get_raw=True)  # type: ignore[untyped-decorator]
+def _(tensors: list[Tensor], out: Tensor, plan: str, **_: Any) -> int:
+    parsed = _plan(plan)
+    return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors)))
+
+
+# -- cached weights --------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("octavo::refresh", mutates_args=("row", "column", "amaxes"))
+def _refresh(
+    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
+    skip: Tensor | None, plan: str,
+) -> None:  # fmt: skip
+    _, name, key = plan.split("|", 2)
+    layer = LAYERS[name]
+    layer.refresh(layer.config(key), weight, row, column, amaxes, scaling, skip)
+
+
+@_refresh.register_fake
+def _(
+    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
+    skip: Tensor | None, plan: str,
+) -> None:  # fmt: skip
+    return None
+
+
+def refresh(
+    name: str, key: str, weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor],
+    scaling: list[Tensor], skip: Tensor | None,
+) -> None:  # fmt: skip
+    """Quantize a weight into cached codes, in place: the node before the layer's own. `amaxes` and `scaling` are
+    delayed scaling's, or empty."""
+    torch.ops.octavo.refresh(weight, row, column, amaxes, scaling, skip, DIGEST + "|" + name + "|" + key)
+
+
+advanced = [0]  # steps of optimizers that graphs have taken: a graph must not guard on a number that changes
+
+
+@torch.library.custom_op("octavo::advance", mutates_args=())
+def _advance(weights: Sequence[Tensor]) -> None:
+    """Advance versions when the graph runs: an optimizer in it is about to write to these weights."""
+    torch.autograd.graph.increment_version(list(weights))
+    advanced[0] += 1
+
+
+@_advance.register_fake
+def _(weights: Sequence[Tensor]) -> None:
+    return None
+
+
+has_side_effect(torch.ops.octavo.advance.default)
+
+
+@torch.library.custom_op("octavo::weight_values", mutates_args=())
+def _weight_values(row: list[Tensor], shape: list[int], dtype: torch.dtype, plan: str) -> Tensor:
+    _, name, key = plan.split("|", 2)
+    layer = LAYERS[name]
+    found: Tensor = layer.weight_values(layer.config(key), row, tuple(shape), dtype)
+    return found.contiguous()
+
+
+@_weight_values.register_fake
+def _(row: list[Tensor], shape: list[int], dtype: torch.dtype, plan: str) -> Tensor:
+    return row[0].new_empty(shape, dtype=dtype)
+
+
+def weight_values(name: str, key: str, row: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The values that the row codes of a weight stand for."""
+    found: Tensor = torch.ops.octavo.weight_values(list(row), list(shape), dtype, DIGEST + "|" + name + "|" + key)
+    return found
+
+
+@torch.library.custom_op("octavo::token", mutates_args=())
+def _held_token(parts: list[Tensor], shape: list[int]) -> Tensor:
+    return parts[0].new_zeros(1).expand(shape)
+
+
+@_held_token.register_fake
+def _(parts: list[Tensor], shape: list[int]) -> Tensor:
+    return parts[0].new_zeros(1).expand(shape)
+
+
+def _token_gradient(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None]:
+    return [grad] if ctx.number == 1 else list(grad.unbind()), None
+
+
+def _count_parts(ctx: Any, inputs: tuple[list[Tensor], list[int]], output: Tensor) -> None:
+    ctx.number = len(inputs[0])
+
+
+_held_token.register_autograd(_token_gradient, setup_context=_count_parts)
+
+
+def token(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """A tensor of one element that looks like the weight that consists of `parts`, and has their gradients."""
+    found: Tensor = torch.ops.octavo.token(list(parts), list(shape))
+    return found
+
+
+def layer_named(name: str) -> Any:
+    """The layer of this name in a plan."""
+    return LAYERS[name]
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+def _packed(fields: Any, tensors: list[Tensor]) -> str:
+    """Append the tensors of some fields to a list, and say which there are."""
+    marks: list[str] = []
+    for entry in fields:
+        if isinstance(entry, tuple):
+            marks.append("t" + str(len(entry)))
+            tensors.extend(entry)
+        else:
+            marks.append("0" if entry is None else "1")
+            if entry is not None:
+                tensors.append(entry)
+    return ",".join(marks)
+
+
+def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
+    """Outputs, extras and fresh tensors of one call, as one node of the graph being traced."""
+    tensors: list[Tensor] = []
+    presence = _packed(inputs, tensors)
+    plan = DIGEST + "|" + name + "|" + presence + "|" + _packed(buffers, tensors) + "|" + key
+    if why := _refusal():
+        raise UnsupportedConfig(why)
+    found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], plan)
+    return found
+
+
+def run_into(name: str, key: str, inputs: Any, buffers: Any, out: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+    """The same, with y in `out`; what comes first is `out` itself in this shape, as part of the graph."""
+    tensors: list[Tensor] = []
+    presence = _packed(inputs, tensors)
+    plan = DIGEST + "|" + name + "|" + presence + "|" + _packed(buffers, tensors) + "|" + key
+    if why := _refusal():
+        raise UnsupportedConfig(why)
+    with torch.no_grad():
+        # none of its elements, but where it is: a compiler may hand over a copy of what is written to
+        place = out.detach()[:0]
+        made = list(torch.ops.octavo.run_into([*[t.detach() for t in tensors], place], out, plan))
+    token = torch.ops.octavo.attach([*tensors, *made], plan)
+    # viewed before it is joined: of a view that comes after, the compiler makes a leaf, and its gradient is lost
+    return [Join.apply(out.view(shape), token.view(shape)), *made]  # type: ignore[no-untyped-call]
+
+
+def sac_save_ops() -> tuple[Any, ...]:
+    """The operators to save in a selective checkpoint's policy: a layer's forward is then not run again.
+
+    def policy(context, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in octavo.sac_save_ops() else CheckpointPolicy.PREFER_RECOMPUTE
+    """
+    return torch.ops.octavo.run.default, torch.ops.octavo.run_into.default
+
+
+@while_tracing
+def _refusal() -> str:
+    """The reason why this tracer cannot record a layer; empty as a rule."""
+    if torch.onnx.is_in_onnx_export():
+        return (
+            "torch.onnx.export has no operators for Octavo's layers: ONNX knows neither their codes nor their scales. "
+            "Call octavo.revert(model) first, which brings torch's own layers back, and export that."
+        )
+    return why_active()

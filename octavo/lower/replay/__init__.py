@@ -1,0 +1,1 @@
+"""Calls of layers, recorded once and replayed as lists of launches."""

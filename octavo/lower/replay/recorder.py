@@ -1,0 +1,267 @@
+"""What a layer's call launches, written down as the source of a function.
+
+Every operator and every launch that goes by becomes a line; tensors become names, which are let go of after their last
+line; what reads a value, or a tensor that the call was not given, is refused.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo import guards
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from octavo import launch
+from octavo.lower.replay.source import Line, address, in_form, let_go, needed, readdressed
+
+
+class Refused(Exception):
+    """This call cannot be written down."""
+
+
+_EMPTY = {kind: getattr(guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}  # as Inductor allocates
+_FRESH = {
+    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
+}  # fmt: skip
+# the same by a shorter way than the operator's own
+_SHORT: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._scaled_mm.default: torch._scaled_mm,
+    torch.ops.aten._scaled_mm_v2.default: torch._scaled_mm_v2,
+    torch.ops.aten.add_.Tensor: Tensor.add_,
+    torch.ops.aten.detach.default: Tensor.detach,
+    torch.ops.aten.maximum.out: torch.maximum,
+    torch.ops.aten.mm.default: torch.mm,
+    torch.ops.aten.permute.default: Tensor.permute,
+    torch.ops.aten.t.default: Tensor.t,
+    torch.ops.aten.transpose.int: Tensor.transpose,
+    torch.ops.aten.unbind.int: Tensor.unbind,
+    torch.ops.aten.view.default: Tensor.view,
+    torch.ops.aten.sum.dim_IntList: torch.sum,
+    torch.ops.aten.zero_.default: Tensor.zero_,
+    torch.ops.aten.zeros.default: torch.zeros,
+}
+_SMALL = 1024  # bytes of zeros that may wait for the last of them to be used
+_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class _Reads(TorchFunctionMode):
+    """Notices what reads or moves memory without an operator."""
+
+    def __init__(self, recorder: "Recorder") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _UNSEEN:
+            self._recorder.refuse(f"{func.__name__} is no operator")
+        return func(*args, **(kwargs or {}))
+
+
+_UNSEEN = frozenset((
+    Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data.__set__, Tensor.set_,  # type: ignore[attr-defined]
+    Tensor.untyped_storage,
+))  # fmt: skip
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down what goes by. Tensors are told apart by identity, and not kept."""
+
+    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lines: list[Line] = []
+        self._names: dict[int, tuple[Any, str]] = {}
+        self._constants: dict[str, Any] = {}
+        self._within: dict[str, tuple[str, int]] = {}  # a view -> what it is a view of, and how many bytes further
+        self._forms: dict[str, str] = {}  # a fresh tensor, or all of one in another form -> what allocates it like this
+        self._zeros: dict[str, int] = {}  # a small fresh tensor of zeros -> its bytes
+        self._why = ""
+        self._tiled = False
+        self._inputs = tuple(f"i{n}" for n in range(len(inputs)))
+        self._index = next((t.get_device() for t in inputs if t is not None), -1)
+        for t, name in zip(inputs, self._inputs, strict=True):
+            if t is not None:
+                self._names[id(t)] = weakref.ref(t), name
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        uses: list[str] = []
+        said = [self._said(v, uses) for v in args] + [f"{k}={self._said(v, uses)}" for k, v in kwargs.items()]
+        made = func(*args, **kwargs)
+        try:
+            self._note(func, said, uses, args, made)
+        except Refused as why:
+            self.refuse(str(why))
+        return made
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with self, _Reads(self), launch.listening(self.launched):
+            yield
+
+    def refuse(self, why: str) -> None:
+        self._why = self._why or why
+
+    def _note(self, func: Any, said: list[str], uses: list[str], args: Any, made: Any) -> None:
+        if any(tag in func.tags for tag in _READS):
+            raise Refused(f"{func} depends on values")
+        results = list(made) if isinstance(made, (list, tuple)) else [made]
+        if not all(isinstance(t, Tensor) for t in results):
+            raise Refused(f"{func} returns something else than tensors")
+        if func in _FRESH:
+            self._add(room := self._room(made), [], [made], idle=True)
+            self._forms[self._known(made)] = room
+            return
+        short = self._constant(_SHORT.get(func, func))
+        many = isinstance(made, (list, tuple))
+        self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view)
+        if func is torch.ops.aten.zeros.default and made.get_device() == self._index and 0 < made.nbytes <= _SMALL:
+            self._zeros[self._known(made)] = made.nbytes
+        if func.is_view:
+            for t in results:
+                name = self._known(t)  # some return what they are given, or a copy of it: aten.to, aten.reshape
+                if name != uses[0] and torch._C._is_alias_of(t, args[0]):  # type: ignore[attr-defined]
+                    self._within[name] = uses[0], t.data_ptr() - args[0].data_ptr()
+                    if uses[0] in self._forms and _covers(t, args[0]):
+                        self._forms[name] = self._room(t)
+
+    def _room(self, t: Tensor) -> str:
+        if t.device.type not in _EMPTY or t.get_device() != self._index:
+            raise Refused(f"something is made on {t.device}")
+        make = self._constant(_EMPTY[t.device.type])
+        return f"{make}({tuple(t.shape)}, {t.stride()}, {self._constant(t.dtype)})"
+
+    def launched(self, one: launch.Launch, pointers: Sequence[Any]) -> None:
+        """A kernel was launched."""
+        try:
+            uses, addresses = list[str](), list[str]()
+            direct = one.direct(*pointers)
+            if direct is None:
+                raise Refused("this version of triton is called in its own way")
+            if launch.device_index(pointers[0]) != self._index:
+                raise Refused("it launches on several devices")
+            given = [self._pointer(t, uses, addresses) for t in pointers]
+            head, tail = self._constant(direct.head), self._constant(one.tail)
+            start = f"{self._constant(direct.launch)}({one.grid}, 1, 1, stream, *{head}"
+            self._lines.append(Line(f"{start}, {', '.join(given)}, *{tail})", tuple(uses), (), tuple(addresses)))
+        except Refused as why:
+            self.refuse(str(why))
+
+    def _pointer(self, t: Any, uses: list[str], addresses: list[str]) -> str:
+        if isinstance(t, launch.Tiles):
+            self._tiled = True
+            make, shape, layout = (self._constant(v) for v in (launch.Tiles, t.block_shape, t.layout))
+            return f"{make}({self._said(t.base, uses)}, {shape}, {layout})"
+        if t is None:
+            return "0"
+        name, offset = self._known(t), 0
+        if not name:
+            return self._said(t, uses)
+        while t.numel() and name in self._within:  # an address needs no view
+            name, further = self._within[name]
+            offset += further
+        addresses.append(name)
+        return address(name) + (f" + {offset}" if offset else "")
+
+    def _add(self, text: str, uses: list[str], made: list[Any], *, many: bool = False, idle: bool = False) -> None:
+        makes: list[str] = []
+        for t in made:
+            known = self._known(t)
+            name = known or f"t{len(self._lines)}_{len(makes)}"
+            if not known:
+                self._names[id(t)] = weakref.ref(t), name
+            makes.append(name)
+        fresh = tuple(name for name in makes if name not in uses)
+        if fresh:
+            target = f"{', '.join(makes)}," if many else makes[0]
+            text = f"{target} = {text}"
+        self._lines.append(Line(text, tuple(uses), fresh, idle=idle))
+
+    def _known(self, t: Any) -> str:
+        reference, name = self._names.get(id(t), (None, ""))
+        return name if reference is not None and reference() is t else ""
+
+    def _said(self, value: Any, uses: list[str]) -> str:
+        """A value as source."""
+        if isinstance(value, Tensor):
+            name = self._known(value)
+            if not name:
+                self.refuse("it uses a tensor that it was not given")
+            uses.append(name)
+            return name
+        if isinstance(value, (list, tuple)):
+            return "[" + "".join(self._said(v, uses) + "," for v in value) + "]"
+        if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
+            return repr(value)
+        return self._constant(value)
+
+    def _constant(self, value: Any) -> str:
+        for name, known in self._constants.items():
+            if known is value:
+                return name
+        name = f"c{len(self._constants)}"
+        self._constants[name] = value
+        return name
+
+    def _opening(self) -> Iterable[str]:
+        if self._index >= 0:
+            yield f"stream = {self._constant(torch._C._cuda_getCurrentRawStream)}({self._index})"
+        if self._tiled:
+            yield f"{self._constant(launch.enter_context)}({self._index})"
+
+    def _zeroed_at_once(self, lines: list[Line], returned: set[str]) -> list[Line]:
+        """The lines, with small zeros that only kernels see in one piece: one allocation, and one launch."""
+        others = returned.union(*(line.uses for line in lines))
+        names = [name for line in lines for name in line.makes if name in self._zeros and name not in others]
+        if len(names) < 2:
+            return lines
+        first = next(n for n, line in enumerate(lines) if names[0] in line.makes)
+        lines = [line for line in lines if not set(names).intersection(line.makes)]
+        end = 0
+        for name in names:
+            lines = [readdressed(line, name, "zeros", end) for line in lines]
+            end = _place(end, self._zeros[name])
+        make, dtype = self._constant(torch.zeros), self._constant(torch.float32)
+        device = self._constant(torch.device("cuda", self._index) if self._index >= 0 else torch.device("cpu"))
+        lines.insert(first, Line(f"zeros = {make}({end // 4}, dtype={dtype}, device={device})", (), ("zeros",)))
+        return lines
+
+    def function(self, about: Any, found: Iterable[Tensor | None]) -> Callable[..., Any]:
+        """What was written down, as a function of the inputs that returns these."""
+        uses: list[str] = []
+        returned = [self._said(t, uses) for t in found]
+        if self._why:
+            raise Refused(self._why)
+        lines = in_form(needed(self._lines, set(uses)), self._forms, set(uses))
+        lines = self._zeroed_at_once(lines, set(uses))
+        source = "\n    ".join([
+            f"def tape({', '.join(self._inputs)}):",
+            *self._opening(),
+            *let_go(lines, set(uses)),
+            f"return {self._constant(about)}, [{', '.join(returned)}]",
+        ])  # fmt: skip
+        space = dict(self._constants)
+        exec(compile(source, "<octavo tape>", "exec"), space)  # every word of it was written above
+        made: Callable[..., Any] = space["tape"]
+        made.source = source  # type: ignore[attr-defined]
+        return made
+
+
+def _place(first: int, nbytes: int) -> int:
+    """Where the next one begins, after one of so many bytes: as aligned as what the allocator gives to kernels."""
+    return first + -(-nbytes // 16) * 16
+
+
+def _covers(view: Tensor, t: Tensor) -> bool:
+    """Whether a view is all of a tensor's memory, and of the same dtype, so that either might have been allocated."""
+    begins = view.data_ptr() == t.data_ptr() and view.dtype == t.dtype
+    return begins and 0 < view.numel() == t.numel() and _extent(view) == _extent(t)
+
+
+def _extent(t: Tensor) -> int:
+    return sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))

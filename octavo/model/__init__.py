@@ -1,0 +1,1 @@
+"""Functions over a model: convert, attach, step, state dicts."""

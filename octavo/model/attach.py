@@ -1,0 +1,155 @@
+"""`octavo.attach`: end a training step of a model, and refresh its weight caches, whenever its optimizer steps.
+
+The hook sits on the torch optimizer whose own `step()` runs hooks: the one that was given, or the one inside a wrapper
+of it. Several optimizers of one model may each be attached: every layer is stepped by the one that has its weights.
+"""
+
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from octavo.errors import UnsupportedConfig, UnsupportedDtype
+from octavo.model.step import layers, refresh_layers, step_layers
+from octavo.modules.quantized import Quantized
+from octavo.weights import optimizer_hooks
+
+_BY_HAND = "call octavo.step(model) and octavo.refresh_weights(model) after each of its steps"
+_attached: "weakref.WeakSet[Attachment]" = weakref.WeakSet()  # those that were not removed
+
+
+class Attachment:
+    """A model and an optimizer that steps it, until `remove()`. Used as a context it ends with its block."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, group: Any) -> None:
+        self.model, self.group = model, group
+        self.optimizer = weakref.ref(optimizer)  # whose hook keeps this alive
+        self.layers = weakref.WeakSet(layer for _, layer in layers(model))  # as of its last step
+        self._handle = optimizer.register_step_post_hook(self._after_step)
+        _attached.add(self)
+
+    def remove(self) -> None:
+        """Leave the optimizer as it was. A second call does nothing."""
+        self._handle.remove()
+        _attached.discard(self)
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.remove()
+
+    def steps(self, optimizer: Optimizer, layer: nn.Module) -> bool:
+        """Whether this is an attachment of that optimizer to a model with that layer."""
+        return self.optimizer() is optimizer and any(layer is own for _, own in layers(self.model))
+
+    def _after_step(self, stepped: Optimizer, *_: Any) -> None:
+        optimizer_hooks.finish(stepped)  # codes made here are of the versions that the weights keep
+        ours = [layer for _, layer in layers(self.model)]
+        self.layers = weakref.WeakSet(ours)
+        index = _index.now()
+        claims = [_claims(layer, index) for layer in ours]
+        served = [layer for layer, claim in zip(ours, claims, strict=True) if not claim or self in claim]
+        step_layers(served, self.group)
+        refresh_layers(served)
+        for layer, claim in zip(ours, claims, strict=True):
+            if not claim:  # an optimizer that is not attached may still write to its weight, past torch's counter
+                layer._codes.end_step()
+
+
+class _Index:
+    """Attachments by the ids of the parameters that their optimizers hold."""
+
+    def __init__(self) -> None:
+        self.key: list[tuple[int, int]] = []
+        self.found: dict[int, list[Attachment]] = {}
+
+    def now(self) -> dict[int, list[Attachment]]:
+        """Built anew when attachments, or the groups of their optimizers, have changed."""
+        pairs = [(one, optimizer) for one in list(_attached) if (optimizer := one.optimizer()) is not None]
+        key = [(id(one), sum([len(group["params"]) for group in optimizer.param_groups])) for one, optimizer in pairs]
+        if key != self.key:
+            self.key, self.found = key, {}
+            for one, optimizer in pairs:
+                for parameter in _held(optimizer):
+                    self.found.setdefault(parameter, []).append(one)
+        return self.found
+
+
+_index = _Index()
+
+
+def _claims(layer: Quantized, index: dict[int, list[Attachment]]) -> list[Attachment]:
+    """The attachments, to models that have this layer, whose optimizers train it."""
+    return [one for p in layer.trained_by() for one in index.get(id(p), ()) if layer in one.layers]
+
+
+def attach(model: nn.Module, optimizer: Any, group: Any = None) -> Attachment:
+    """Call `octavo.step(model, group)` and `octavo.refresh_weights(model)` after every step of an optimizer.
+
+    model       has layers of Octavo's
+    optimizer   a torch optimizer of the model's own parameters, or a wrapper that has one at `.optimizer`
+    group       the process group over which the amaxes of fp8-delayed are reduced; None reduces nothing
+
+    Returns a handle with `.remove()`. With several optimizers attached to one model, each serves the layers whose
+    weights it holds; a layer whose weights none of them holds is served by every one."""
+    if not isinstance(model, nn.Module):
+        swapped = isinstance(optimizer, nn.Module)
+        rule = "octavo.attach(model, optimizer), in this order," if swapped else "octavo.attach"
+        raise UnsupportedDtype(
+            f"{rule} takes a model (an nn.Module) first, got {type(model).__name__}. "
+            + ("Swap the arguments." if swapped else "Pass the module that holds the layers.")
+        )
+    ours = [layer for _, layer in layers(model)]
+    if not ours:
+        raise UnsupportedConfig(
+            f"attach steps layers of Octavo's, and there is no layer of Octavo's in this {type(model).__name__}. Call "
+            "octavo.convert(model, recipe) before, or leave attach out."
+        )
+    hooked = _hooked(optimizer)
+    parameters, held = list(model.parameters()), _held(hooked)
+    if not any(id(p) in held for p in parameters):
+        raise UnsupportedConfig(
+            f"attach takes an optimizer of the model, and this {type(hooked).__name__} holds none of the model's "
+            f"{len(parameters)} parameters. Build it from model.parameters(), after whatever replaces them "
+            "(fully_shard, quantize_weights, load_state_dict with assign=True). If it updates copies or flattened "
+            f"shards, which are written to the weights after its step, {_BY_HAND}."
+        )
+    if any(one.steps(hooked, layer) for one in list(_attached) for layer in ours):
+        raise UnsupportedConfig(
+            f"This {type(hooked).__name__} and layers of this {type(model).__name__} are attached already, and one "
+            "optimizer step would count as two. Keep the first attachment, or call .remove() on what attach returned."
+        )
+    return Attachment(model, hooked, group)
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    """The ids of an optimizer's parameters."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _hooked(optimizer: Any) -> Optimizer:
+    """The torch optimizer that runs hooks when this one steps: itself, or the next one inside that does."""
+    found = optimizer
+    seen: list[Any] = []
+    while all(found is not one for one in seen):
+        seen.append(found)
+        if _runs_hooks(found):
+            stepped: Optimizer = found
+            return stepped
+        # a scheduler has an optimizer too, and no parameters
+        found = getattr(found, "optimizer", None) if hasattr(found, "param_groups") else None
+    what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+    raise UnsupportedDtype(
+        "attach takes a torch.optim.Optimizer whose step() runs hooks, or a wrapper with one at .optimizer, got "
+        f"{what}. Pass the torch optimizer itself, or {_BY_HAND}."
+    )
+
+
+def _runs_hooks(optimizer: Any) -> bool:
+    """Whether torch's constructor has run for this very object, and wrapped the `step` that it has. Wrappers may have
+    an optimizer's class, or its attributes, with a `step` of their own."""
+    if not isinstance(optimizer, Optimizer) or "_optimizer_step_post_hooks" not in vars(optimizer):
+        return False
+    return bool(getattr(type(optimizer).step, "hooked", False))

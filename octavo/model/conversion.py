@@ -1,0 +1,104 @@
+"""The report of `octavo.convert`: a row for every module that holds a matrix, and a summary."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.model.selection import CONVERT
+from octavo.text import columns, path_names, path_pattern, plural
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module at one path.
+
+    path       its name in the model; "" is the model itself
+    kind       its class, as it was: "torch.nn.Linear"
+    recipe     the canonical string of the recipe that it has now; "" if it has none
+    route      how its GEMMs run: "native", "emulated", "reference"; "skipped" without a recipe
+    why        the reason, where it was left alone or is emulated
+    reason     the same in a word or two: "converted", "kept", "output head", "embedding", ...
+    weights    the number of elements of its matrices
+    """
+
+    path: str
+    kind: str
+    recipe: str
+    route: str
+    why: str = ""
+    reason: str = CONVERT
+    weights: int = 0
+    module: int = 0  # its id: at several paths it counts once
+    identities: tuple[int, ...] = ()  # ids of its parameters: one that is tied counts once
+
+    def as_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("module", "identities")}
+
+
+@dataclass(frozen=True)
+class Share:
+    """How many layers have something in common, and how many of the model's weights they hold."""
+
+    layers: int
+    weights: int
+    share: float  # of all weights that are matrices
+
+    def __str__(self) -> str:
+        return f"{plural(self.layers, 'layer')} ({self.share:.1%} of the weights)"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The rows of a conversion, in the model's order. Prints as a table and a summary."""
+
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()  # further changes to the model, a sentence each
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def shares(self) -> dict[str, Share]:
+        """A share for each reason, "converted" first. A layer with several paths, or a tied weight, counts once."""
+        order = sorted(dict.fromkeys(row.reason for row in self.rows), key=lambda reason: reason != CONVERT)
+        counted: set[int] = set()
+        found: dict[str, tuple[int, int]] = {}
+        for reason in order:
+            layers = {row.module: row for row in self.rows if row.reason == reason}
+            weights = 0
+            for row in layers.values():
+                if not row.identities or not counted.issuperset(row.identities):
+                    weights += row.weights
+                counted.update(row.identities)
+            found[reason] = (len(layers), weights)
+        total = sum(weights for _, weights in found.values()) or 1
+        return {reason: Share(layers, weights, weights / total) for reason, (layers, weights) in found.items()}
+
+    def summary(self) -> str:
+        """One line: what was converted, and what was left, by reason."""
+        shares = self.shares()
+        done = shares.pop(CONVERT, Share(0, 0, 0.0))
+        text = f"Converted {done}"
+        return text + "".join(f"; {reason}: {share}" for reason, share in shares.items()) + "."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: `shares`, `notes` and `rows`."""
+        shares = {reason: dict(vars(share)) for reason, share in self.shares().items()}
+        return {"shares": shares, "notes": list(self.notes), "rows": [row.as_dict() for row in self.rows]}
+
+    def __str__(self) -> str:
+        """Paths that differ in nothing but their numbers are one line; reasons stand below the table."""
+        equal: dict[tuple[str, ...], list[str]] = {}
+        for row in self.rows:
+            key = (path_pattern(row.path), row.kind, row.recipe or "-", row.route, row.why)
+            equal.setdefault(key, []).append(row.path)
+        reasons: dict[str, list[str]] = {}
+        cells: list[Sequence[str]] = [("layers", "count", "class", "recipe", "route")]
+        for (_, kind, recipe, route, why), paths in equal.items():
+            cells.append((path_names(paths), str(len(paths)), kind, recipe, route))
+            if why:
+                reasons.setdefault(why, []).extend(paths)
+        notes = [f"{path_names(paths)}: {why}." for why, paths in reasons.items()]
+        return "\n".join([*columns(cells), *notes, *self.notes, self.summary()])

@@ -1,0 +1,344 @@
+"""`octavo.convert` and `octavo.revert`: from `nn.Linear` to `octavo.Linear` and back, in place.
+
+A module changes its class, not its identity: parameters, hooks, references and optimizer states all stay.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
+
+from octavo._torch.tensors import is_sharded
+from octavo.errors import UnsupportedConfig, check_choice
+from octavo.fuser.inputs import strange
+from octavo.fuser.sequential import Sequential
+from octavo.kernels.gemm import native, spec_route
+from octavo.model.adopted import clashes, class_for, is_patched, is_plain, stock_class, unpatch
+from octavo.model.conversion import Report, Row
+from octavo.model.matrices import holders, qualified, why_left
+from octavo.model.selection import CONVERT, HIGH_PRECISION, KEEP, Choice, Policy, Selection, is_swapped, select
+from octavo.modules.linear import Linear
+from octavo.modules.quantized import Quantized, dtype_refusal
+from octavo.recipes import Recipe
+from octavo.text import path_names
+
+SETTINGS = ("keep_weight_codes", "fuse_wgrad_accumulation", "delay_wgrad_compute")
+# attributes that are 0 where a module calls its layers
+_SHORTCUTS: dict[Any, str] = {
+    nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """One path to a layer, and what is to become of it."""
+
+    path: str
+    module: nn.Module
+    kind: str  # its class before
+    choice: Choice
+    refused: bool = False  # left alone though it was to be converted
+
+
+def convert(
+    model: nn.Module,
+    recipe: str | Recipe,
+    policy: Policy | None = None,
+    *,
+    exclude: Any = (),
+    high_precision: Any = HIGH_PRECISION,
+    overwrite: bool = False,
+    strict: bool = True,
+    keep_weight_codes: bool | None = None,
+    fuse_wgrad_accumulation: bool | None = None,
+    delay_wgrad_compute: bool | None = None,
+) -> Report:
+    """Give every nn.Linear of the model, and every layer of ours without a recipe, this recipe.
+
+    A subclass of nn.Linear that inherits its forward is converted and stays an instance of its class.
+
+    Args:
+        model: changed in place.
+        recipe: a name, a canonical string or a Recipe.
+        policy: policy(path, module) returns False to leave a layer alone, or a recipe for it, which also decides for
+            an output head, an adapter, a layer with a recipe of its own and a subclass with a forward of its own. None
+            and True leave the decision to convert.
+        exclude: paths, globs of paths or classes of modules that are left alone, with all that is inside; one or
+            several.
+        high_precision: kinds of layers that are left alone: "head" (the layer that predicts tokens), "adapters"
+            (factors of low-rank adapters), "routers" (layers that choose experts). An empty tuple converts them.
+        overwrite: also change layers of ours that have a recipe of their own.
+        strict: a linear layer that cannot be converted is an error, and so is, later, a setting of a converted one that
+            torch.compile cannot hold. Otherwise the former is reported as skipped, the latter run outside the graph.
+        keep_weight_codes, fuse_wgrad_accumulation, delay_wgrad_compute: settings of the converted layers; None keeps a
+            layer's own. See octavo.Linear.
+
+    Returns:
+        A report of every module that holds a matrix, converted or not, and why. Print it.
+
+    Raises:
+        UnsupportedConfig: an argument has no meaning, or a layer cannot be converted and `strict` is set. The model is
+            then unchanged.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        >>> print(octavo.convert(model, "fp8-current", exclude="2").summary())
+        Converted 1 layer (50.0% of the weights); excluded: 1 layer (50.0% of the weights).
+    """
+    if not isinstance(model, nn.Module):
+        found = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
+        raise UnsupportedConfig(f"convert takes (model, recipe), and its first argument is {found}. Pass the module.")
+    given = dict(zip(SETTINGS, (keep_weight_codes, fuse_wgrad_accumulation, delay_wgrad_compute), strict=True))
+    settings = {name: value for name, value in given.items() if value is not None}
+    for name, value in (*settings.items(), ("overwrite", overwrite), ("strict", strict)):
+        check_choice(value, (True, False), what=name)
+    chosen = select(model, recipe, policy, exclude=exclude, high_precision=high_precision, overwrite=overwrite)
+    planned = _plan(model, chosen, settings)
+    refused = next((plan for plan in planned if plan.refused), None)
+    if strict and refused is not None:
+        kind = type(refused.module)
+        number = 0 if kind is nn.Linear else sum(plan.refused and type(plan.module) is kind for plan in planned)
+        alike = f" ({number} layers are of this class: exclude={qualified(refused.module)})" if number > 1 else ""
+        paths = [plan.path for plan in planned if plan.module is refused.module]
+        left_out = repr(paths[0]) if len(paths) == 1 else repr(paths)
+        raise UnsupportedConfig(
+            f"convert cannot take {refused.path or 'the model'}: {refused.choice.why}. Leave it out with "
+            f"exclude={left_out}{alike}, or pass strict=False."
+        )
+    rows = {plan.path: _applied(plan, strict, settings) for plan in planned}
+    rows |= {row.path: row for row in _others(model) if row.path not in rows}
+    order = [path for path, _ in model.named_modules(remove_duplicate=False) if path in rows]
+    report = Report(tuple(rows[path] for path in order), tuple(_take_shortcuts_away(model)))
+    _warn_of_nothing(model, report, str(chosen.default))
+    return report
+
+
+def revert(model: nn.Module) -> None:
+    """Make every octavo.Linear an nn.Linear again, or the subclass that it was. Other layers of ours, and those within
+    a LayerNormLinear or LayerNormMLP, keep their class and lose the recipe that `convert` gave them. Weights held as
+    codes become what the codes stand for."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedConfig(f"revert takes a model (an nn.Module), got {type(model).__name__}.")
+    # a class of its own with fusions that must happen, as of LayerNormMLP's
+    blocks = [m for m in model.modules() if isinstance(m, Sequential) and type(m) is not Sequential and m.require]
+    bound = {id(module) for block in blocks for module in block.modules()}
+    linears = [(path, m) for path, m in model.named_modules() if isinstance(m, Linear) and id(m) not in bound]
+    for path, module in linears:
+        if is_patched(module):
+            raise UnsupportedConfig(
+                f"{path or 'The model'}: its forward was replaced by {_name_of(module.forward)} on the instance, which "
+                "would go on calling octavo.Linear's. Take that away first (accelerate: remove_hook_from_module)."
+            )
+        if len(module._mailbox):
+            raise UnsupportedConfig(
+                f"{path or 'The model'} has {len(module._mailbox)} weight gradients pending, which would be lost. "
+                "Call backward_dw() for each first, or discard_dw(captured=True)."
+            )
+        if is_parametrized(module):
+            raise UnsupportedConfig(
+                f"{path or 'The model'} has a parametrization, which made it a class of its own. Remove it first: "
+                "torch.nn.utils.parametrize.remove_parametrizations."
+            )
+    changed = {id(module) for _, module in linears}
+    for other in model.modules():
+        if isinstance(other, Quantized) and id(other) not in changed:
+            other.release_codes()
+            if other._given_recipe:
+                other.lose_recipe()
+    for _, module in linears:
+        unpatch(module)
+        module._tear_down()
+        for name in ("return_bias", "keep_weight_codes"):
+            module.__dict__.pop(name, None)
+        module.__class__ = stock_class(module)  # type: ignore[assignment]
+    for encoder in model.modules():
+        if "_fast_path" in encoder.__dict__:
+            name, value = encoder.__dict__.pop("_fast_path")
+            setattr(encoder, name, value)
+
+
+# -- planning ----------------------------------------------------------------------------------------------------------
+
+
+def _plan(model: nn.Module, chosen: Selection, settings: dict[str, bool]) -> list[_Planned]:
+    """A plan for every path to a linear layer, or a layer of ours: a shared one has several."""
+    layers = [
+        (path, module)
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, (nn.Linear, Quantized))
+    ]
+    planned = [_planned(path, module, chosen.choose(path, module), settings) for path, module in layers]
+    if chosen.policy is not None and layers and all(plan.choice.reason == "policy" for plan in planned):
+        if is_swapped(chosen.policy, layers):
+            raise UnsupportedConfig(
+                "policy left every layer alone as policy(path, module), and takes some as policy(module, path). Swap "
+                "its parameters."
+            )
+    return _agreed(planned)
+
+
+def _planned(path: str, module: nn.Module, choice: Choice, settings: dict[str, bool]) -> _Planned:
+    why = ""
+    if choice.recipe is not None and choice.reason == CONVERT:
+        if isinstance(module, Quantized):
+            why = module.refusal(choice.recipe) or _unknown_setting(module, settings)
+        else:
+            assert isinstance(module, nn.Linear)
+            why = _refusal(module, choice.forced)
+    if why:
+        choice = Choice(None, "cannot be converted", why)
+    return _Planned(path, module, qualified(module), choice, refused=why != "")
+
+
+def _unknown_setting(module: Quantized, settings: dict[str, bool]) -> str:
+    missing = next((name for name in settings if not hasattr(module, name)), "")
+    return f"a {type(module).__name__} has no {missing}" if missing else ""
+
+
+def _refusal(module: nn.Linear, forced: bool) -> str:
+    """Why a module cannot become an octavo.Linear; empty if it can."""
+    name = qualified(module)
+    if is_parametrized(module):
+        return "it is parametrized. Convert it first, then register the parametrization"
+    if is_patched(module):
+        return f"its forward was replaced by {_name_of(module.forward)} on the instance. Convert it before that"
+    if not is_plain(module) and not forced:
+        return (
+            f"it is a {name}, whose own forward would be lost. A policy that returns a recipe for it replaces that "
+            "forward by octavo.Linear's"
+        )
+    if names := clashes(module):
+        both = ", ".join(names)
+        return f"it is a {name}, and has {both} of its own, which octavo.Linear uses. Rename it, or leave the layer out"
+    if is_lazy(module.weight):
+        return f"it is a {name} without a size yet. Call the model once first"
+    if not is_sharded(module.weight) and (why := strange(module.weight)):  # a shard is whole by the time of a call
+        return f"its weight is {why}"
+    if why := dtype_refusal(module.weight.dtype):
+        return why
+    try:
+        class_for(type(module))
+    except Exception as error:  # a metaclass or __init_subclass__ of theirs may refuse
+        return f"its class {name} cannot be subclassed ({type(error).__name__}: {error})"
+    return ""
+
+
+def _name_of(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
+def _agreed(planned: list[_Planned]) -> list[_Planned]:
+    """The same, where each path of a shared layer that is to be something else than at its first is refused."""
+    first: dict[int, _Planned] = {}
+    found = []
+    for plan in planned:
+        other = first.setdefault(id(plan.module), plan)
+        if other.choice.recipe != plan.choice.recipe:
+            why = f"it is the same layer as {other.path}, for which {other.choice.recipe or 'no recipe'} was chosen"
+            plan = replace(plan, choice=replace(other.choice, why=why), refused=True)
+        found.append(plan)
+    return found
+
+
+# -- converting --------------------------------------------------------------------------------------------------------
+
+
+def _applied(plan: _Planned, strict: bool, settings: dict[str, bool]) -> Row:
+    """The row of a layer, converted as planned."""
+    module: Any = plan.module
+    kind, names = plan.kind, module.weight_names() if isinstance(module, Quantized) else ["weight"]
+    weights = [p for name in names if (p := module._parameters.get(name)) is not None and not is_lazy(p)]
+    shape: Any = dict(weights=_count(weights, module), module=id(module), identities=tuple(id(p) for p in weights))
+    choice = plan.choice
+    if choice.reason == KEEP and not choice.why:
+        _set(module, settings)
+    if choice.recipe is not None and choice.reason == CONVERT and not plan.refused:
+        _change(module, plan.path, choice.recipe, strict, settings)
+    recipe = module.recipe if isinstance(module, Quantized) else None  # left alone, it may have one of its own
+    if recipe is None:
+        return Row(plan.path, kind, "", "skipped", choice.why, choice.reason, **shape)
+    how, why = route(weights[0].device if weights else torch.device("cpu"), recipe)
+    return Row(plan.path, kind, str(recipe), how, choice.why or why, choice.reason, **shape)
+
+
+def _count(weights: Sequence[Any], module: Any) -> int:
+    """Elements of a layer's weight; of one that a parametrization makes, by its sizes."""
+    return sum(p.numel() for p in weights) if weights else module.in_features * module.out_features
+
+
+def _change(module: Any, path: str, recipe: Recipe, strict: bool, settings: dict[str, bool]) -> None:
+    if isinstance(module, Quantized):
+        module._given_recipe = module.recipe is None or module._given_recipe
+        module.recipe = recipe  # type: ignore[assignment]
+        module.strict = strict
+    else:
+        unpatch(module)
+        module.__class__ = class_for(type(module))
+        module._set_up(recipe, strict=strict, path=path)
+    _set(module, settings)
+
+
+def _set(module: Any, settings: dict[str, bool]) -> None:
+    for name, value in settings.items():
+        setattr(module, name, value)
+
+
+def _others(model: nn.Module) -> Iterator[Row]:
+    """Rows of modules that hold matrices and are no layers."""
+    for path, module, found in holders(model):
+        above = path.rpartition(".parametrizations.")[0]
+        if isinstance(module, ParametrizationList) and isinstance(model.get_submodule(above), (nn.Linear, Quantized)):
+            continue  # its layer's row counts the weight
+        reason, why = why_left(module, found)
+        weights, ids = sum(p.numel() for p in found.values()), tuple(id(p) for p in found.values())
+        yield Row(path, qualified(module), "", "skipped", why, reason, weights, id(module), ids)
+
+
+def _take_shortcuts_away(model: nn.Module) -> Iterator[str]:
+    """nn.TransformerEncoderLayer calls a fused kernel with its layers' weights, in eval mode and without gradients, and
+    nn.TransformerEncoder makes nested tensors for that kernel."""
+    paths = []
+    for path, module in model.named_modules():
+        name = _SHORTCUTS.get(next((kind for kind in _SHORTCUTS if isinstance(module, kind)), None), "")
+        if name and getattr(module, name, False) and any(isinstance(inner, Linear) for inner in module.modules()):
+            module._fast_path = (name, getattr(module, name))
+            setattr(module, name, 0)
+            paths.append(path)
+    if paths:
+        yield (
+            f"{path_names(paths)}: the fast path of torch's encoder layers in eval mode is off, since it reads the "
+            "weights and does not call the layers."
+        )
+
+
+def _warn_of_nothing(model: nn.Module, report: Report, recipe: str) -> None:
+    """Say so if nothing was converted, and no layer runs in the recipe already."""
+    done = [row for row in report if row.recipe]
+    if any(row.reason == CONVERT or row.recipe == recipe for row in done):
+        return
+    if done:
+        text = "changed nothing: every layer has a recipe of its own. overwrite=True changes them"
+    else:
+        text = f"found nothing to convert in this {type(model).__name__}"
+    warnings.warn(f"octavo.convert {text}. {report.summary()}", stacklevel=3)
+
+
+def route(device: torch.device, recipe: Recipe) -> tuple[str, str]:
+    """How a layer's GEMMs run on a device."""
+    quant = recipe.linear()
+    if device.type == "meta":
+        return "reference", "on the meta device: moved elsewhere, it runs as that device can"
+    routes = {}
+    for name in ("fprop", "dgrad", "wgrad"):
+        gemm = getattr(quant, name)
+        routes[name] = spec_route(gemm.left, gemm.right, device)
+    emulated = [name for name, route in routes.items() if route == "emulated"]
+    if not emulated:
+        return routes["fprop"], ""
+    gemm = getattr(quant, emulated[0])
+    return "emulated", f"{', '.join(emulated)}: {native.support(gemm.left, gemm.right, device).reason}"

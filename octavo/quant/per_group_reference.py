@@ -1,0 +1,125 @@
+"""Rows in groups, for references, by the rule itself: each group goes alone through the scheme's own functions.
+
+The sizes are read on the host, which waits for the device. What is nobody's becomes zero, codes and scales.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.quant.grouped import member
+from octavo.quant.groups import BLOCK, Groups
+from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
+from octavo.quant.writing import put
+
+Cast = Callable[[Tensor, QTensor | None, QTensor | None, CastArgs], None]
+Amax = Callable[[Tensor, Quantizer | None, Quantizer | None, Tensor | None], AmaxPair]
+
+
+class AmaxOfGroups(Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        row: Quantizer | None,
+        column: Quantizer | None,
+        skip: Tensor | None,
+        groups: Groups | None = None,
+    ) -> AmaxPair: ...
+
+
+class _Place(NamedTuple):
+    group: int
+    rows: slice  # of the packed tensor
+    inside: slice
+
+
+def _places(groups: Groups) -> list[_Place]:
+    packed, blocks = pairwise(groups.start.tolist()), groups.block[:-1].tolist()
+    return [
+        _Place(g, slice(start, end), slice(BLOCK * block, BLOCK * block + end - start))
+        for g, ((start, end), block) in enumerate(zip(packed, blocks, strict=True))
+    ]
+
+
+def cast_each(cast: Cast) -> Cast:
+    """A cast that also follows groups."""
+
+    @wraps(cast)
+    def by_group(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs) -> None:
+        if given.groups is None:
+            return cast(x, row, column, given)
+        for q in (row, column):
+            if q is not None:
+                put(q.codes.view(torch.uint8), torch.zeros_like(q.codes, dtype=torch.uint8), given.skip)
+                put(q.scale, torch.zeros_like(q.scale), given.skip)
+        for place in _places(given.groups):
+            own = _member(row, "row", place), _member(column, "column", place)
+            cast(x[place.rows], own[0], own[1], _given_to(place, given, row, column))
+
+    return by_group
+
+
+def _member(q: QTensor | None, side: str, place: _Place) -> QTensor | None:
+    first, end = place.inside.start, place.inside.stop
+    return None if q is None else member(q, side, place.group, first, end - first)
+
+
+def _given_to(place: _Place, given: CastArgs, row: QTensor | None, column: QTensor | None) -> CastArgs:
+    """What is one group's of what was brought."""
+    g, (row_amax, column_amax) = slice(place.group, place.group + 1), given.amax
+    return given._replace(
+        amax=(_amax_of(row_amax, row, "row", place), _amax_of(column_amax, column, "column", place)),
+        encode=None if given.encode is None else given.encode[g],
+        observed=None if given.observed is None else given.observed[g],
+        groups=None,
+    )
+
+
+def _amax_of(amax: Tensor | None, q: QTensor | None, side: str, place: _Place) -> Tensor | None:
+    if amax is None or q is None:
+        return None
+    if _has_row_scales(q.spec):
+        return amax[place.inside, None] if side == "row" else amax[place.group, :, None]
+    if q.spec.two_pass:
+        return amax[place.group : place.group + 1]
+    own = _member(QTensor(q.codes, amax, q.spec, q.shape, q.dtype), side, place)  # laid out as the scales are
+    return None if own is None else own.scale
+
+
+def amax_each(amax: Amax) -> AmaxOfGroups:
+    """The amax of a scheme of two passes that also follows groups (`octavo.quant.grouped.groups_amax`)."""
+
+    @wraps(amax)
+    def by_group(
+        x: Tensor,
+        row: Quantizer | None,
+        column: Quantizer | None,
+        skip: Tensor | None,
+        groups: Groups | None = None,
+    ) -> AmaxPair:
+        if groups is None:
+            return amax(x, row, column, skip)
+        places = _places(groups)
+        found = [amax(x[place.rows], row, column, skip) for place in places]
+        down = [a.view(-1) for a, _ in found if a is not None]
+        across = [a.view(-1) for _, a in found if a is not None]
+        if row is not None and _has_row_scales(row):
+            inside = torch.zeros(groups.padded, dtype=torch.float32, device=x.device)
+            for place, a in zip(places, down, strict=True):
+                inside[place.inside] = a
+            return inside, (torch.stack(across) if across else None)
+        if column is not None and _has_row_scales(column):
+            return None, torch.stack(across)
+        return (torch.cat(down) if down else None), (torch.cat(across) if across else None)
+
+    return by_group
+
+
+def _has_row_scales(spec: Quantizer) -> bool:
+    """Whether a row has one scale, and so each group one for every column."""
+    return spec.block == (1, None)

@@ -1,0 +1,1 @@
+"""A weight as codes: cached beside the weight, or held in its place."""

@@ -1,0 +1,495 @@
+"""A weight that is codes: a tensor that owns them, in both orientations, and no other memory.
+
+Reading it gives the values that the codes stand for, in the weight's dtype, with gradients that are dense. Writing to
+it in place, through a view too, computes with the values and quantizes the result into the same codes: one rounding for
+each write, of all that shares a scale with it. `detach()`, `.data`, views, `clone()` and moves to another device are
+codes again; every other operation returns a plain tensor.
+
+What would leave other memory or another shape behind (`resize_`, `set_`), and operators that do not say what they write
+(collectives), are refused. Layers do not read it: they pass its codes to their nodes, and its token for the gradient.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
+
+from octavo.errors import UnsupportedConfig
+from octavo.lower.operators import token as token_in_graph
+from octavo.lower.transforms import refuse_active, refuse_tangents
+from octavo.quant.qtensor import Join, Parts
+from octavo.recipes import Recipe
+from octavo.weights.codes import Kind, group_slices, is_plain, quantize_into, room_for, values_of
+
+aten = torch.ops.aten
+ROW = ("row_codes", "row_scale", "row_level2")
+COLUMN = ("column_codes", "column_scale", "column_level2")
+INNER = (*ROW, *COLUMN, "element")
+
+
+class Step(NamedTuple):
+    """One operator of a view."""
+
+    operator: str  # its name: an operator itself is not pickled
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    which: int | None  # of the tensors, where there are several
+
+    def of(self, values: Tensor) -> Tensor:
+        found: Any = _operator(self.operator)(values, *self.arguments, **dict(self.keywords))
+        view: Tensor = found if self.which is None else found[self.which]
+        return view
+
+
+class HeldWeight(Tensor):
+    """A weight held as codes, one group of it, or a view of either."""
+
+    __slots__ = (*INNER, "_flat", "group", "kind", "steps", "token")
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    row_codes: Tensor
+    row_scale: Tensor
+    row_level2: Tensor | None
+    column_codes: Tensor | None
+    column_scale: Tensor | None
+    column_level2: Tensor | None
+    element: Tensor  # [1], zero: what the token is made of
+    kind: Kind
+    group: int | None
+    token: Tensor | None  # a plain tensor that looks like the whole weight: a layer asks it for shape, dtype and device
+    _flat: tuple[list[str], Any]
+    steps: tuple[Step, ...]  # from the weight, or the group, to what this tensor shows
+
+    @staticmethod
+    def __new__(
+        cls, inner: dict[str, Tensor], kind: Kind, group: int | None = None, steps: tuple[Step, ...] = (),
+        size: Sequence[int] | None = None, stride: Sequence[int] | None = None,
+    ) -> "HeldWeight":  # fmt: skip
+        element = inner["element"]
+        size = (kind.shape if group is None else kind.shape[1:]) if size is None else size
+        found: HeldWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, tuple(size), None if stride is None else tuple(stride), dtype=element.dtype, device=element.device,
+            storage_size=element.element_size(),
+        )  # fmt: skip
+        return found
+
+    def __init__(
+        self, inner: dict[str, Tensor], kind: Kind, group: int | None = None, steps: tuple[Step, ...] = (),
+        size: Sequence[int] | None = None, stride: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        for name in INNER:
+            setattr(self, name, inner.get(name))
+        self.kind, self.group, self.steps = kind, group, steps
+        names = [name for name in INNER if inner.get(name) is not None]
+        self._flat = names, (kind, group, steps)  # kept: a compiled graph asks for it at every call
+        self.token = token_of(self) if is_plain(self.element) else None  # kept: a call asks for it each time
+
+    # -- the codes -------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors inside, by name."""
+        return {name: getattr(self, name) for name in self._flat[0]}
+
+    def with_inner(self, inner: dict[str, Tensor]) -> "HeldWeight":
+        """The same view of other codes."""
+        return self._made(inner, self.kind, self.group, self.steps, self.shape, self.stride())
+
+    def whole(self) -> "HeldWeight":
+        return self._made(self.tensors(), self.kind)
+
+    def groups(self) -> list["HeldWeight"]:
+        return [self._made(self.tensors(), self.kind, i) for i in range(self.kind.shape[0])]
+
+    def _made(self, *settings: Any) -> "HeldWeight":
+        with torch.inference_mode(self.is_inference()):  # a view is an inference tensor if its base is one
+            return HeldWeight(*settings)
+
+    def values(self) -> Tensor:
+        """The values of the codes, without a gradient."""
+        return self._shown(self._base_values())
+
+    def dequantize(self) -> Tensor:
+        """The values of the codes, as a plain tensor whose gradient goes to this weight."""
+        with torch.no_grad():
+            values = self.values()
+        found: Tensor = Join.apply(values, self)  # type: ignore[no-untyped-call]
+        return found
+
+    def tolist(self) -> Any:
+        return self.values().tolist()
+
+    def _shown(self, base: Tensor) -> Tensor:
+        for step in self.steps:
+            base = step.of(base)
+        return base
+
+    def _base_values(self) -> Tensor:
+        """Those of the weight, or of the group, that this is a view of."""
+        kind = self.kind
+        if self.group is None:
+            return values_of(kind, codes_of(self, "row"), kind.shape, self.dtype)
+        row, _ = room_for(kind, self.dtype, self.device, groups=1)
+        for own, part in zip(row, self.own_codes(), strict=False):
+            own.copy_(part)
+        return values_of(kind, row, (1, *kind.shape[1:]), self.dtype)[0]
+
+    def _write_base(self, values: Tensor) -> None:
+        if self.group is None:
+            quantize_into(self.kind.layer, self.kind.key, values, codes_of(self, "row"), codes_of(self, "column"))
+            return
+        room = room_for(self.kind, self.dtype, self.device, groups=1)
+        quantize_into(self.kind.layer, self.kind.key, values[None], *room)
+        for part, new in zip(self.own_codes(), (*room[0], *room[1]), strict=True):
+            part.copy_(new)
+        self._told()
+
+    def _told(self) -> None:
+        """Let a backward that has saved the codes know: a copy below autograd advances no version."""
+        torch.autograd.graph.increment_version([*codes_of(self, "row"), *codes_of(self, "column")])
+
+    def own_codes(self) -> list[Tensor]:
+        """The codes and scales by row, then by column: of one group, its part of them."""
+        row, column = codes_of(self, "row"), codes_of(self, "column")
+        if self.group is None:
+            return [*row, *column]
+        alone = room_for(self.kind, self.dtype, torch.device("meta"), groups=1)
+        return [*group_slices(row, alone[0], self.group), *group_slices(column, alone[1], self.group)]
+
+    # -- what torch asks of a tensor that is made of others ----------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return self._flat
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "HeldWeight":
+        kind, group, steps = context
+        return HeldWeight(inner, kind, group, steps, size, stride)
+
+    def _stable_hash_for_caching(self) -> str:
+        return repr((self.kind, self.group, self.steps, tuple(self.shape), self.dtype))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        shape = "x".join(map(str, self.shape))
+        return f"HeldWeight({shape}, {self.dtype}, {self.device}, held as codes of {self.kind.recipe})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        is_parameter = isinstance(self, nn.Parameter)
+        attributes = {name: value for name, value in self.__dict__.items() if name != "_is_param"}
+        where = self.tensors(), self.kind, self.group, self.steps, tuple(self.shape), tuple(self.stride())
+        return _rebuilt, (where, is_parameter, self.requires_grad, attributes)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """As a parameter's: its values, not its gradient and attributes."""
+        found = self.with_inner({name: copy.deepcopy(t, memo) for name, t in self.tensors().items()})
+        made = memo[id(self)] = _as_parameter(found, self.requires_grad) if isinstance(self, nn.Parameter) else found
+        return made
+
+    @property
+    def data(self) -> Tensor:
+        found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return found
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if isinstance(value, HeldWeight) and _place(value) == _place(self) and value.steps == self.steps:
+            return  # w.data += x has written there already
+        if value.shape != self.shape or value.device != self.device:
+            self._refuse(f"data of {tuple(value.shape)} on {value.device} would take its place")
+        overlaps = isinstance(value, HeldWeight) and value.row_codes is self.row_codes
+        with torch.no_grad():
+            self.copy_(value.clone() if overlaps else value)
+
+    def data_ptr(self) -> NoReturn:  # kernels ask for it, and would read at address 0
+        self._refuse("it has no memory of its own")
+
+    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
+        self._refuse("it has no memory to share")
+
+    # -- operators -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None:
+            found = special(func, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        found = func.decompose(*args, **kwargs)  # in inference mode these come as they are
+        if found is not NotImplemented:
+            return found
+        view, written = _effects(func)
+        if torch.Tag.inplace_view in func.tags:
+            _first_held(args)._refuse(f"{func.name()} would give it another shape or memory")
+        if func.namespace == "c10d":
+            _first_held((args, kwargs))._refuse(f"{func.name()} does not say what it writes")
+        if view and isinstance(args[0], HeldWeight):
+            return args[0]._view(func, args[1:], kwargs)
+        return _computed(func, args, kwargs, written)
+
+    def _view(self, func: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        grouped = self.group is None and not self.steps and len(self.kind.shape) == 3
+        if grouped and func in (aten.select.int, aten.unbind.int) and (arguments or (0,))[0] in (0, -3):
+            if func is aten.unbind.int:
+                return self.groups()
+            return self._made(self.tensors(), self.kind, range(self.kind.shape[0])[arguments[1]])
+        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        shown = func(like, *arguments, **keywords)
+        plain = tuple(tuple(a) if isinstance(a, list) else a for a in arguments)  # lists have no hash
+        step = Step(func.name(), plain, tuple(keywords.items()), None)
+        if isinstance(shown, Tensor):
+            return self._seen(step, shown)
+        return [self._seen(step._replace(which=i), part) for i, part in enumerate(shown)]
+
+    def _seen(self, step: Step, like: Tensor) -> Any:
+        if like.dtype != self.dtype:
+            self._refuse(f"{step.operator} would show its bits as {like.dtype}, which it does not have")
+        return self._made(self.tensors(), self.kind, self.group, (*self.steps, step), like.shape, like.stride())
+
+    # -- refusals --------------------------------------------------------------------------------------------------
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise UnsupportedConfig(
+            f"A weight of {tuple(self.shape)} is held as codes of {self.kind.recipe} (octavo.quantize_weights): {why}. "
+            "Use weight.dequantize(), or octavo.revert(model) first."
+        )
+
+    def _refuse_in_graphs(self) -> None:
+        if not is_plain(self.row_codes) and not isinstance(self.row_codes, FakeTensor):
+            self._refuse("a graph that is being traced cannot write to it. Write to it outside of the graph")
+
+
+def codes_of(weight: Tensor, side: str) -> Parts:
+    """The codes and scales of a held weight, in the order in which a layer takes them."""
+    w: Any = weight
+    codes, scale, level2 = (
+        (w.row_codes, w.row_scale, w.row_level2) if side == "row" else (w.column_codes, w.column_scale, w.column_level2)
+    )
+    if codes is None:
+        return ()
+    return (codes, scale) if level2 is None else (codes, scale, level2)
+
+
+def is_whole(parts: Sequence[Any]) -> bool:
+    """Whether these are one held weight, or all of its groups in their order."""
+    first = parts[0]
+    if len(parts) == 1 and first.group is None:
+        return not first.steps
+    same = [isinstance(p, HeldWeight) and p.row_codes is first.row_codes and not p.steps for p in parts]
+    return all(same) and [p.group for p in parts] == list(range(first.kind.shape[0]))
+
+
+def hold(layer: str, recipe: Recipe, weight: Tensor) -> HeldWeight:
+    """Codes of a whole weight, scaled by the weight itself."""
+    kind = Kind(layer, recipe.key, tuple(weight.shape))
+    with torch.inference_mode(False):  # made there, it must still serve training
+        inner = {"element": torch.zeros(1, dtype=weight.dtype, device=weight.device)}
+        for names, parts in zip((ROW, COLUMN), room_for(kind, weight.dtype, weight.device), strict=True):
+            inner |= dict(zip(names, parts, strict=False))
+        found = HeldWeight(inner, kind)
+    quantize_into(layer, kind.key, weight, codes_of(found, "row"), codes_of(found, "column"))
+    return found
+
+
+def parameter(weight: HeldWeight, like: Tensor) -> nn.Parameter:
+    """A parameter with the attributes of the one whose place it takes."""
+    found = _as_parameter(weight, like.requires_grad)
+    found.__dict__.update(like.__dict__)
+    return found
+
+
+def moved(weight: Any, fn: Any, done: dict[int, Tensor]) -> nn.Parameter:
+    """A held parameter after `fn` of `nn.Module._apply`: codes and scales follow to its device, and keep their dtype.
+    `done` maps each inner tensor's id to its result, so that parameters that share codes still share them."""
+    inner = {}
+    for name, tensor in weight.tensors().items():
+        if id(tensor) not in done:
+            new = fn(tensor)
+            cast = new.dtype != tensor.dtype and name != "element"
+            done[id(tensor)] = tensor.to(new.device) if cast else new
+        inner[name] = done[id(tensor)]
+    if all(inner[name] is tensor for name, tensor in weight.tensors().items()):
+        same: nn.Parameter = weight
+        return same
+    found = parameter(weight.with_inner(inner), weight)
+    if weight.grad is not None:
+        found.grad = fn(weight.grad)
+    return found
+
+
+def refuse_codes(title: str) -> NoReturn:
+    """Kernels read memory, and a held weight has none of its own."""
+    raise UnsupportedConfig(
+        f"{title} takes an activation, got a weight that is held as codes. Pass its values: weight.dequantize()."
+    )
+
+
+class _Token(torch.autograd.Function):
+    """A plain tensor that looks like a whole held weight, and whose gradient is that of its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: HeldWeight) -> Tensor:
+        ctx.several = parts[0].group is not None
+        return token_of(parts[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        parts = grad.unbind() if ctx.several else (grad,)
+        return tuple(g if needed else None for g, needed in zip(parts, ctx.needs_input_grad, strict=True))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        refuse_tangents()
+
+
+def token_of(weight: HeldWeight) -> Tensor:
+    """A new token."""
+    return weight.element.expand(weight.kind.shape)
+
+
+def linked_token(parts: Sequence[Any]) -> Tensor:
+    """The same, with the gradients of the parameters that the weight consists of."""
+    if torch.compiler.is_compiling():
+        return token_in_graph(parts, parts[0].kind.shape)
+    if torch.is_grad_enabled() and any([p.requires_grad for p in parts]):
+        try:
+            found: Tensor = _Token.apply(*parts)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            refuse_active(error)
+            raise
+        return found
+    token: Tensor | None = parts[0].token
+    return token_of(parts[0]) if token is None else token
+
+
+# -- operators that have a way of their own ----------------------------------------------------------------------------
+
+
+def _aliased(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0].with_inner(args[0].tensors())
+
+
+def _cloned(func: Any, args: Any, kwargs: Any) -> Any:
+    if args[0].steps or args[0].group is not None:
+        return NotImplemented
+    return args[0].with_inner({name: t.clone() for name, t in args[0].tensors().items()})
+
+
+def _moved_copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """To another device as codes; in another dtype it is values."""
+    own = args[0]
+    dtype, device = kwargs.get("dtype") or own.dtype, kwargs.get("device") or own.device
+    if own.steps or own.group is not None or dtype != own.dtype:
+        return NotImplemented
+    return own.with_inner({name: t.to(device, copy=True) for name, t in own.tensors().items()})
+
+
+def _copied(func: Any, args: Any, kwargs: Any) -> Any:
+    """From codes of the same kind: no rounding."""
+    own, other = args[0], args[1]
+    if not all(isinstance(t, HeldWeight) and not t.steps for t in (own, other)):
+        return NotImplemented
+    if own.kind != other.kind or own.dtype != other.dtype or own.shape != other.shape:
+        return NotImplemented
+    own._refuse_in_graphs()
+    for mine, theirs in zip(own.own_codes(), other.own_codes(), strict=True):
+        mine.copy_(theirs)
+    own._told()
+    return own
+
+
+def _linked(func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0][0].element.new_zeros(1).expand(args[1])
+
+
+def _recorded(func: Any, args: Any, kwargs: Any) -> Any:
+    for tensor in args[0].tensors().values():
+        func(tensor, *args[1:], **kwargs)
+
+
+_SPECIAL: dict[Any, Any] = {
+    aten.detach.default: _aliased, aten.alias.default: _aliased, aten.clone.default: _cloned,
+    aten._to_copy.default: _moved_copy, aten.copy_.default: _copied,
+    aten.record_stream.default: _recorded, torch.ops.octavo.token.default: _linked,
+}  # fmt: skip
+
+
+def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> Any:
+    """Any other operator: on values, and what it wrote is quantized."""
+    bases: dict[Any, tuple[HeldWeight, Tensor]] = {}
+    shown: dict[int, Tensor] = {}
+    owners: dict[int, HeldWeight] = {}
+
+    def values(t: Any) -> Any:
+        if not isinstance(t, HeldWeight):
+            return t
+        if id(t) not in shown:
+            where = _place(t)
+            if where not in bases:
+                bases[where] = t, t._base_values()
+            shown[id(t)] = dense = t._shown(bases[where][1])
+            owners[id(dense)] = t
+        return shown[id(t)]
+
+    targets = [t for t in _written(func, args, kwargs, written) if isinstance(t, HeldWeight)]
+    for t in targets:
+        t._refuse_in_graphs()
+    found = func(*tree_map(values, args), **tree_map(values, kwargs))
+    for t in targets:
+        if shown[id(t)].shape != t.shape:
+            t._refuse(f"{func.name()} would give it the shape {tuple(shown[id(t)].shape)}")
+    for where in dict.fromkeys(map(_place, targets)):
+        own, base = bases[where]
+        own._write_base(base)
+    return tree_map(lambda t: owners.get(id(t), t), found) if targets else found
+
+
+def _written(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> Iterable[Any]:
+    if not written:
+        return
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    for name in written:
+        value = given.get(name)
+        yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _place(t: HeldWeight) -> tuple[int, int | None]:
+    """Equal for views of one weight, or of one group of it."""
+    return id(t.row_codes), t.group
+
+
+@cache
+def _effects(func: Any) -> tuple[bool, tuple[str, ...]]:
+    """(whether it returns a view of its first argument, names of the arguments that it writes to)."""
+    schema = func._schema
+    written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return not written and any(r.alias_info is not None for r in schema.returns), written
+
+
+@cache
+def _operator(name: str) -> Any:
+    space, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
+
+
+def _first_held(tree: Any) -> HeldWeight:
+    found: list[HeldWeight] = []
+    tree_map(lambda t: found.append(t) if isinstance(t, HeldWeight) else None, tree)
+    return found[0]
+
+
+def _as_parameter(weight: HeldWeight, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=requires_grad)
+
+
+def _rebuilt(where: Any, is_parameter: bool, requires_grad: bool, attributes: dict[str, Any]) -> Tensor:
+    found = HeldWeight(*where)
+    made = _as_parameter(found, requires_grad) if is_parameter else found.requires_grad_(requires_grad)
+    made.__dict__.update(attributes)
+    return made

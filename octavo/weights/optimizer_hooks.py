@@ -1,0 +1,114 @@
+"""Torch's optimizers, as the caches of weights see them: hooks that fire before every step of every one of them.
+
+A fused kernel writes to a weight without advancing the version that torch keeps of it, so that neither autograd nor a
+cache notices. Here a step advances it before the optimizer writes: hooks of the caller's own then find the version that
+the weight will keep, and may refresh codes. A step with a closure advances it when it is over, since the optimizer may
+differentiate what the closure computed.
+"""
+
+import gc
+import weakref
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from octavo.errors import UnsupportedConfig
+from octavo.lower.operators import advanced
+from octavo.weights.held import HeldWeight
+from octavo.wgrad.mailbox import is_capturing
+
+_ELSEWHERE = frozenset(("main_grad", "get_main_grad", "decoupled_grad"))  # attributes that a gradient may be in instead
+
+
+class _Heard:
+    """All that was heard of steps in this process."""
+
+    def __init__(self) -> None:
+        self.eager_steps = 0  # that torch's optimizers have taken outside of graphs
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.pending: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # in a step with a closure
+        self.captures = False  # whether a step was captured in a CUDA graph, whose replays nothing tells of,
+        self.captured: Any = WeakTensorKeyDictionary()  # and of which weights
+
+    @property
+    def steps(self) -> int:
+        """Steps that torch's optimizers have taken."""
+        return self.eager_steps + advanced[0]
+
+
+heard = _Heard()
+
+
+def owner_of(weight: Tensor) -> Optimizer | None:
+    """The torch optimizer that updates a weight: its steps are heard."""
+    for optimizer in list(heard.optimizers):
+        if _has(optimizer, weight):
+            return optimizer
+    # one that has not stepped yet: a slow search, for a weight that is about to be refused
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Optimizer) and "param_groups" in thing.__dict__ and _has(thing, weight):
+            heard.optimizers.add(thing)
+            found: Optimizer = thing
+            return found
+    return None
+
+
+def _has(optimizer: Optimizer, weight: Tensor) -> bool:
+    return any(p is weight for group in optimizer.param_groups for p in group["params"])
+
+
+@cache
+def listen() -> None:
+    """Hear the steps of all optimizers, made before or after."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: finish(optimizer))
+
+
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if callable(closure):  # gradients are still to come
+        _refuse_held([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
+        heard.pending.add(optimizer)
+        return
+    heard.pending.discard(optimizer)  # of a step that raised
+    _written(optimizer)
+
+
+def finish(optimizer: Optimizer) -> None:
+    """Advance the versions that a step with a closure has written to, once."""
+    if optimizer in heard.pending:
+        heard.pending.discard(optimizer)
+        _written(optimizer)
+
+
+def _refuse_held(parameters: list[Tensor]) -> None:
+    for p in parameters:
+        if type(p) is HeldWeight:
+            raise UnsupportedConfig(
+                f"A weight of {tuple(p.shape)} is held as codes (octavo.quantize_weights), which an optimizer "
+                "cannot update. Leave it out of the optimizer, or octavo.revert(model) and train the weight."
+            )
+
+
+def _written(optimizer: Optimizer) -> None:
+    """The optimizer writes to its parameters that have a gradient."""
+    found = [
+        p for group in optimizer.param_groups for p in group["params"]
+        if p.grad is not None or not _ELSEWHERE.isdisjoint(p.__dict__)
+    ]  # fmt: skip
+    _refuse_held(found)
+    if torch.compiler.is_compiling():
+        torch.ops.octavo.advance(found)  # a compiled fused step advances no version either
+        return
+    heard.eager_steps += 1
+    heard.optimizers.add(optimizer)
+    torch.autograd.graph.increment_version(found)
+    if is_capturing():
+        heard.captures = True
+        for p in found:
+            heard.captured[p] = True

@@ -1,0 +1,1 @@
+"""Where a weight's gradient goes: `main_grad`, or a mailbox until `backward_dw()`."""

@@ -1,0 +1,42 @@
+"""Why a graph cannot hold a layer whose weight's gradient goes to `main_grad`, or waits for `backward_dw`."""
+
+from typing import Any
+
+import torch
+
+from octavo._torch.tracing import is_inside_ddp, is_inside_operator, recomputes
+from octavo.wgrad.main_grad import has_buffer
+
+
+def graph_refusal(layer: Any) -> str:
+    """Why the graph that is being traced cannot; empty if it can."""
+    fused, delays = layer.fuse_wgrad_accumulation, layer.delay_wgrad_compute
+    if not (fused or delays) or not torch.is_grad_enabled():
+        return ""
+    own = layer.weight_parts()
+    if not any([weight.requires_grad for weight in own]):
+        return ""
+    if why := layer.why_made("delay_wgrad_compute=True" if delays else "fuse_wgrad_accumulation=True"):
+        return f"{layer.describe()} does not compile: {why}."
+    if delays and (is_inside_operator() or recomputes()):
+        why = (
+            "delay_wgrad_compute=True inside torch.utils.checkpoint, or with a memory budget below 1, would leave the "
+            "operands of dw with a forward that is run again. Leave one of the two out"
+        )
+    elif delays and is_inside_ddp():
+        why = (
+            "delay_wgrad_compute=True inside DistributedDataParallel, which would take a graph's backward for the end "
+            "of this weight's, and never reduce its gradient. Leave it out"
+        )
+    elif fused and not delays and not has_buffer(own):
+        why = (
+            "fuse_wgrad_accumulation=True needs weight.main_grad, or weight.get_main_grad(), before forward. "
+            "Set it first"
+        )
+    elif (delays or not any([hasattr(w, "grad_added_to_main_grad") for w in own])) and layer.has_weight_hooks():
+        why = (
+            "its weight has hooks, and gets its gradient elsewhere (delay_wgrad_compute, fuse_wgrad_accumulation), so "
+            "that every backward of a graph would call them with None. Remove the hooks, or set "
+            "weight.grad_added_to_main_grad, with which they get zeros"
+        )
+    return why and f"{layer.describe()} does not compile: {why}, or build the layer with strict=False, to run outside."

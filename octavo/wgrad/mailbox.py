@@ -1,0 +1,132 @@
+"""Weight gradients put off: backward leaves the operands here, `backward_dw()` takes them, oldest first. Those whose
+gradient has not arrived come back: a call that fails on the way can be made again.
+
+A graph cannot put anything into a queue, and Python does not run when a captured one is replayed. Its forward therefore
+links what it will have posted (`octavo.wgrad.deferred`) in front of what was there,
+without looking at it: a compiler that saw a queue grow would make a new graph for every length.
+
+What a backward leaves while it is captured is where every replay leaves its own, for a captured `backward_dw()` alone;
+what one outside leaves is of that moment. Which is which is known of letters, not of what a compiler's graph posted.
+"""
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedConfig
+
+
+class Letter(NamedTuple):
+    """The operands of one microbatch's dw."""
+
+    config: Any  # of the layer
+    operands: tuple[Any, ...]
+    versions: tuple[int, ...]  # of the operands that are the caller's own tensors
+    captured: bool
+
+
+class Posted(NamedTuple):
+    """The same, from a graph."""
+
+    key: str  # of its config
+    mail: tuple[Tensor, ...]
+    x: tuple[Tensor, ...]  # as it was given, where no codes of it were made
+    captured: bool = False  # not known: a compiler's graph does not say
+
+
+class Computed(NamedTuple):
+    """A dw that was computed, and `main_grad` written to, before a hook of a weight raised."""
+
+    parts: tuple[Tensor | None, ...]  # one for each weight; None where it has arrived, or nothing is to
+    captured: bool
+
+
+def _versions(operands: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(t._version for t in operands if isinstance(t, Tensor))
+
+
+def operands_of(letter: Letter | Posted, layer: Any, weight: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """Config and operands of a dw, for a layer of `octavo.layers` and its weight."""
+    if isinstance(letter, Posted):
+        found = layer.config(letter.key)
+        return found, layer.posted_operands(found, letter.mail, letter.x, weight)
+    if letter.versions != _versions(letter.operands):
+        raise UnsupportedConfig(
+            "backward_dw() needs the unquantized x and dy of that backward, and one of them was written to since. "
+            "Call it before their buffers are used again, or let wgrad be quantized: codes are copies. discard_dw() "
+            "drops all that waits, this one too."
+        )
+    return letter.config, letter.operands
+
+
+def is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+class Mailbox:
+    def __init__(self) -> None:
+        self._letters: deque[Letter | Posted | Computed] = deque()
+        self.posted: Any = None  # (newest Posted, (the one before, ...)), of graphs since the last look
+
+    def __len__(self) -> int:
+        self._collect()
+        return len(self._letters)
+
+    def put(self, config: Any, *operands: Any) -> None:
+        self._collect()
+        self._letters.append(Letter(config, operands, _versions(operands), is_capturing()))
+
+    def _collect(self) -> None:
+        """Move what graphs have posted to the queue."""
+        newest_first = []
+        while self.posted is not None:
+            letter, self.posted = self.posted
+            newest_first.append(letter)
+        self._letters.extend(reversed(newest_first))
+
+    def __deepcopy__(self, memo: Any) -> "Mailbox":
+        """A copy of a layer has run no backward."""
+        return Mailbox()
+
+    def take(self) -> Letter | Posted | Computed | None:
+        """The oldest microbatch; None if none waits."""
+        self._collect()
+        if not self._letters:
+            return None
+        self._check_capture(is_capturing())
+        return self._letters.popleft()
+
+    def put_back(self, letter: Letter | Posted | Computed) -> None:
+        """Its gradient has not arrived: it is the oldest again."""
+        self._letters.appendleft(letter)
+
+    def _check_capture(self, capturing: bool) -> None:
+        """What waits outside of captures must not be taken for what a replay has left, nor be read by replays."""
+        outside, inside = (
+            sum(not isinstance(letter, Posted) and letter.captured == captured for letter in self._letters)
+            for captured in (False, True)
+        )
+        dropped = "discard_dw()" if outside else "discard_dw(captured=True)"
+        both = f"{outside} were left outside of captures, by warm-ups perhaps, and {inside} captured. "
+        if capturing and outside:
+            raise UnsupportedConfig(
+                f"backward_dw() is captured, and backwards wait for it: {both}A replay would read the former's memory, "
+                "which nobody writes to again. Drop them with discard_dw(), or call backward_dw() for each before "
+                "anything is captured."
+            )
+        if inside and not capturing:
+            raise UnsupportedConfig(
+                f"Backwards wait for backward_dw(): {both}A replay leaves its operands to a captured backward_dw() "
+                "alone. Capture it, in the graph of its backward or in one of its own, and replay that. What nobody "
+                f"wants any more, {dropped} drops first."
+            )
+
+    def discard(self, *, captured: bool) -> int:
+        """Drop what waits, but for letters that were left in a capture, unless these are meant too. How many."""
+        self._collect()
+        kept = [letter for letter in self._letters if letter.captured and not captured]
+        count = len(self._letters) - len(kept)
+        self._letters = deque(kept)
+        return count

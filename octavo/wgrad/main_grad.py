@@ -1,0 +1,74 @@
+"""`weight.main_grad`: the buffer a training framework keeps for a weight's gradient, and dw added to it in place.
+
+The protocol is the one Megatron and its relatives speak, with attributes of the parameter:
+
+    main_grad                  the buffer, float32 or bfloat16, of the weight's size; looked up when backward runs
+    get_main_grad()            called instead, where it exists: the buffer may be made at that moment
+    overwrite_main_grad        True: dw replaces what is there (read at forward, so each microbatch keeps its own)
+    grad_added_to_main_grad    where it exists it is set to True, and `.grad` receives zeros so that hooks fire
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from octavo.errors import UnsupportedConfig
+from octavo.wgrad.targets import LazyTarget, Target, nothing
+
+
+class MainGrad(LazyTarget):
+    """The gradient buffers of a weight, or of the weights it consists of."""
+
+    def __init__(self, weights: Sequence[Any], mode: str) -> None:
+        self.weights, self.mode = weights, mode
+
+    def find(self) -> Target:
+        return Target([_find(w) if w.requires_grad else nothing(w.device) for w in self.weights], self.mode)
+
+    def is_there(self) -> bool:
+        return not any([hasattr(w, "get_main_grad") for w in self.weights if w.requires_grad])
+
+    def done(self) -> None:
+        _say_added(self.weights)
+
+
+def _say_added(weights: Sequence[Any]) -> None:
+    for weight in weights:
+        if weight.requires_grad and hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True
+
+
+def has_buffer(weights: Sequence[Any]) -> bool:
+    """Whether a graph that is being traced will find one for each."""
+    for weight in weights:
+        has = hasattr(weight, "get_main_grad") or getattr(weight, "main_grad", None) is not None
+        if weight.requires_grad and not has:
+            return False
+    return True
+
+
+def graph_buffers(weights: Sequence[Any]) -> list[Tensor]:
+    """The buffers, for a graph that is being traced: their addresses are the graph's from here on. The flag is set as
+    early: a graph's backward cannot, and whoever reads it reads it after backward."""
+    found: list[Tensor] = []
+    for weight in weights:
+        if not weight.requires_grad:
+            found.append(nothing(weight.device))
+        else:
+            found.append(weight.get_main_grad() if hasattr(weight, "get_main_grad") else weight.main_grad)
+    _say_added(weights)
+    return found
+
+
+def _find(weight: Any) -> Tensor:
+    getter = getattr(weight, "get_main_grad", None)
+    buffer = getter() if getter is not None else getattr(weight, "main_grad", None)
+    if not isinstance(buffer, Tensor):
+        where = "get_main_grad()" if getter is not None else "main_grad"
+        raise UnsupportedConfig(
+            f"fuse_wgrad_accumulation=True adds dw to weight.{where}, which is {type(buffer).__name__} for a weight of "
+            f"{tuple(weight.shape)}. Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) before "
+            "backward, or build the layer without fuse_wgrad_accumulation."
+        )
+    return buffer

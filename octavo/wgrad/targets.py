@@ -1,0 +1,156 @@
+"""Where a weight's gradient goes if not to `weight.grad`: a buffer to be added to, or a mailbox to wait in."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedDtype, UnsupportedShape
+from octavo.memory import joined_rows
+
+
+class Mail(Protocol):
+    """Where the operands of a delayed dw are left."""
+
+    def put(self, config: Any, *operands: Any) -> None: ...
+
+
+class Writes:
+    """Writes of a backward besides its results, put off until all of it is computed: one that fails on the way has
+    written nothing."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+    def put_off(self, write: Callable[..., Any], *arguments: Any) -> None:
+        self._due.append((write, arguments))
+
+    def drawn(self, seed: Tensor) -> Tensor:
+        """A random counter as the next draw is to find it: behind the steps that are due to it."""
+        due = sum([write is advance and given[0].data_ptr() == seed.data_ptr() for write, given in self._due])
+        if not due:
+            return seed
+        ahead = seed.clone()
+        ahead[1:].add_(due)
+        return ahead
+
+    def do(self) -> None:
+        for write, arguments in self._due:
+            write(*arguments)
+
+
+def advance(seed: Tensor) -> None:
+    """The next step of a random counter [seed, step]."""
+    seed[1:].add_(1)
+
+
+class Target:
+    """Buffers that dw is accumulated in: of a weight, or of the weights it consists of."""
+
+    def __init__(self, buffers: Sequence[Tensor], mode: str) -> None:
+        self.buffers, self.mode = tuple(buffers), mode  # "add" or "overwrite"
+        self._loose: Tensor | None = None
+
+    def open(self, rows: int, columns: int) -> Tensor:
+        """The buffers as [rows, columns], to write to or add to."""
+        matrix, self._loose = open_buffers(self.buffers, rows, columns, self.buffers[0].device)
+        return matrix
+
+    def close(self) -> None:
+        """It is written."""
+        if self._loose is not None:
+            spread(self._loose, self.buffers, self.mode)
+
+
+class LazyTarget:
+    """A target that is looked up when dw is there."""
+
+    mode: str  # of the target
+    _found: Target | None = None
+
+    def find(self) -> Target:
+        raise NotImplementedError
+
+    def is_there(self) -> bool:
+        """Whether it can be looked up before: looking makes nothing."""
+        raise NotImplementedError
+
+    def done(self) -> None:
+        """It was written to."""
+        raise NotImplementedError
+
+    def open(self, rows: int, columns: int) -> Tensor:
+        self._found = self.find()
+        return self._found.open(rows, columns)
+
+    def close(self) -> None:
+        assert self._found is not None
+        self._found.close()
+        self._found = None
+        self.done()
+
+
+def open_buffers(
+    buffers: Sequence[Tensor], rows: int, columns: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Gradient buffers, of one weight or of several below each other, as one matrix [rows, columns]: a view. Where they
+    do not lie one after the other in memory, or a weight is frozen, it is zeros instead, the second result too, for
+    `spread` to bring home."""
+    each = rows // len(buffers)
+    parts = [gradient_matrix(t, each, columns, device) for t in buffers if not is_nothing(t)]
+    if len(buffers) == 1:
+        return parts[0], None
+    for buffer, part in zip((t for t in buffers if not is_nothing(t)), parts, strict=True):
+        if not part.is_contiguous():
+            raise UnsupportedShape(
+                f"weight.main_grad of a group must be contiguous, so that dw lands in it; got {tuple(buffer.shape)} "
+                f"with strides {buffer.stride()}. Make it contiguous."
+            )
+    joined = joined_rows(parts) if len(parts) == len(buffers) else None
+    if joined is not None:
+        return joined, None
+    loose = torch.zeros(rows, columns, dtype=torch.float32, device=device)
+    return loose, loose
+
+
+def nothing(device: torch.device) -> Tensor:
+    """What stands for a frozen weight's buffer."""
+    return torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def is_nothing(buffer: Tensor) -> bool:
+    return buffer.dtype == torch.uint8 and buffer.numel() == 0
+
+
+def spread(loose: Tensor, buffers: Sequence[Tensor], mode: str) -> None:
+    """Bring rows that were written elsewhere to the buffers that they are for."""
+    pairs = [(t, part) for t, part in zip(buffers, loose.chunk(len(buffers)), strict=True) if not is_nothing(t)]
+    into = [buffer for buffer, _ in pairs]
+    parts = [part.view(buffer.shape).to(buffer.dtype) for buffer, part in pairs]
+    if mode == "add":
+        torch._foreach_add_(into, parts)
+    else:
+        torch._foreach_copy_(into, parts)
+
+
+def gradient_matrix(buffer: Tensor, rows: int, columns: int, device: torch.device) -> Tensor:
+    """A weight's gradient buffer as [rows, columns], a view."""
+    found = f"{buffer.dtype} {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
+    if buffer.dtype not in (torch.float32, torch.bfloat16):
+        raise UnsupportedDtype(f"weight.main_grad must be float32 or bfloat16, got {found}.")
+    if buffer.device != device or buffer.numel() != rows * columns:
+        raise UnsupportedShape(
+            f"weight.main_grad must hold {rows} x {columns} = {rows * columns} elements on {device}, got {found}."
+        )
+    try:
+        overlaps = any(n > 1 and step == 0 for n, step in zip(buffer.shape, buffer.stride(), strict=True))
+        matrix = None if overlaps else buffer.detach().view(rows, columns)
+    except RuntimeError:
+        matrix = None
+    if matrix is None:
+        raise UnsupportedShape(
+            f"weight.main_grad must be viewable as {(rows, columns)}, so that dw lands in it and not in a copy; got "
+            f"{found}. Make it contiguous."
+        )
+    return matrix
