@@ -21,9 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._torch.modules import drop_buffers
+from octavo._torch.tracing import while_tracing
 from octavo.delayed_scaling.casts import LETTERS
 from octavo.errors import UnsupportedConfig
 from octavo.quant import DelayedState
+from octavo.quant.state import KEPT
 from octavo.recipes import Delayed, Recipe
 
 SIDES = ("forward", "backward")
@@ -63,7 +65,7 @@ def _hear_optimizers() -> None:
     register_optimizer_step_post_hook(after)
 
 
-class Scaling:
+class DelayedScaling:
     """Which recipe a module's memory follows, and what happened since it was last stepped. Holds no tensor of its
     own."""
 
@@ -156,6 +158,72 @@ class Scaling:
             self._views[field] = made
         return made
 
+    # -- one call of the layer -----------------------------------------------------------------------------------------
+
+    def observes(self, weight: Tensor, as_nodes: bool) -> str:
+        """How a training call observes the amaxes of x and w: "in_place", a node has them "returned", and without
+        gradients not at all."""
+        if not torch.is_grad_enabled():
+            return ""
+        if as_nodes:
+            return "returned"
+        self.watch(weight)
+        return "in_place"
+
+    def measures(self, weight: str, grads: str, codes: bool) -> str:
+        """Letters of the operands that a call scales by themselves, unless the device knows that a step has seen them:
+        of those that no step is known to have seen, the ones it casts. None, as a rule: ask `cold` first."""
+        letters = "x" if "x" in self.cold and not codes else ""
+        letters += "w" if "w" in self.cold and weight == "plain" else ""
+        letters += "d" if "d" in self.cold and ("x" in grads or "w" in grads) else ""
+        if torch.compiler.is_compiling():
+            self._measure_now(letters)
+        else:
+            self.measure(letters)
+        return letters
+
+    @while_tracing
+    def _measure_now(self, letters: str) -> bool:
+        self.measure(letters)
+        return True
+
+    def of_weight(self, layer: nn.Module, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """What delayed scaling brings to a weight's cast: amaxes to raise, and w's multipliers."""
+        current = layer._buffers.get(NAMES["forward"]["current"])
+        slots: Sequence[Tensor] = ()
+        if recipe.stateful:
+            slots = self.inputs(layer, "w" if "w" in self.cold else "")[1::3]
+        return [current] if observe and current is not None else [], list(slots)
+
+    def remember(self, layer: nn.Module, amax: Tensor) -> None:
+        """Keep the amaxes that a call returned."""
+        current = layer._buffers[NAMES["forward"]["current"]]
+        assert current is not None
+        if torch.compiler.is_compiling():
+            current.copy_(torch.maximum(current, amax))
+        else:
+            torch.maximum(current, amax, out=current)
+
+    # -- a checkpoint --------------------------------------------------------------------------------------------------
+
+    def export(self, layer: nn.Module) -> dict[str, Tensor]:
+        """Copies of the memory, by the names that a checkpoint has for them."""
+        if self.recipe is None:
+            return {}
+        sides = {side: self.state(layer, side).export() for side in SIDES}
+        return {f"scaling.{side}.{name}": tensor for side, kept in sides.items() for name, tensor in kept.items()}
+
+    def restore(self, layer: nn.Module, state: dict[str, Tensor]) -> None:
+        """Take over what there is a place for out of `state`, and remove it there."""
+        if self.recipe is None:
+            return
+        for side in SIDES:
+            prefix = f"scaling.{side}."
+            if all(prefix + name in state for name in KEPT):
+                self.state(layer, side).restore({name: state.pop(prefix + name) for name in KEPT})
+
+    # -- whether anybody steps it --------------------------------------------------------------------------------------
+
     def watch(self, weight: Tensor) -> None:
         """Say once that `octavo.step` is never called: multipliers that stay at 1 are wrong, and silent."""
         self._forwards += 1
@@ -163,9 +231,9 @@ class Scaling:
         if version != self._version:
             self._updates += self._version is not None
             self._version = version
-        if self.is_late():
+        if not self.said and self.is_late():
             self.said = True
-            say_late(stacklevel=6)  # past this, the layer, and the two frames in which torch calls it
+            say_late(stacklevel=8)  # past this, the layer, and the two frames in which torch calls it
         if self.origin == "weights":
             self.say_unrestored()
 

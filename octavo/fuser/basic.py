@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from octavo._torch.tracing import while_tracing
 from octavo.fuser.class_checks import check_backward, check_functions, defined, name_of, nearest
 from octavo.fuser.custom_plan import as_it_is, known_sizes, plan, planned, sizes_of, sketch, wants_gradient
-from octavo.fuser.operation import Edge, FusibleOperation, Stage
+from octavo.fuser.operation import Edge, FusibleOperation, last_dim
 from octavo.layers import user_op
 from octavo.layers.dry_run import Miscounted
 from octavo.layers.saved_values import told
+from octavo.lower.call import Stage
 from octavo.values import Value
 
 OP = ("op_forward_compute", "op_forward_save_ctx", "op_backward")
@@ -114,7 +115,7 @@ class BasicOperation(FusibleOperation, nn.Module):
         self._check_given(extras, given)
         inputs = (*own, *extras, *given)
         wanted = (x.needs, *[wants_gradient(t) for t in inputs])
-        key, width = self._settings_key(), x.width
+        key, width = self._settings_key(), last_dim(x)
         sketches = [sketch(x, width), *[as_it_is(t) for t in own], *[sketch(t, width) for t in (*extras, *given)]]
         # of which inputs the sizes are known: what a custom operation made has those that were made up for its own
         known = [known_sizes(x), *["all" for _ in own], *[known_sizes(t) for t in (*extras, *given)]]
@@ -133,7 +134,7 @@ class BasicOperation(FusibleOperation, nn.Module):
             Edge((), dtype, device, any(wanted) and dtype.is_floating_point, (shape, dtype, device))
             for shape, dtype, device in outputs
         ]
-        return Stage(said, inputs, (), edges[0], any(wanted), tuple(edges[1:]))
+        return Stage("custom", said, inputs, (), any(wanted), outputs=tuple(edges))
 
     def _check_given(self, extras: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         if len(extras) != self.num_extra_inputs:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig
+from octavo.lower.call import Stage, call, takes_nodes
 from octavo.values import Value
 from octavo.weights.held import HeldWeight, refuse_codes
 
@@ -23,16 +24,14 @@ class Edge(NamedTuple):
     def requires_grad(self) -> bool:
         return self.needs
 
-    def to(self, width: int, needs: bool) -> "Edge":
-        """With another last dim."""
+    def after(self, stage: Stage) -> "Edge":
+        """y of a stage whose x is this."""
+        if not stage.width:
+            return self._replace(needs=stage.needs)
+        width = stage.width
         shape = (*self.shape[:-1], width) if self.shape else ()
         like = None if self.like is None else ((*self.like[0][:-1], width), *self.like[1:])
-        return Edge(shape, self.dtype, self.device, needs, like)
-
-    @property
-    def width(self) -> int:
-        """Of its last dim, as far as it is known."""
-        return self.shape[-1] if self.shape else self.like[0][-1] if self.like is not None and self.like[0] else 0
+        return Edge(shape, self.dtype, self.device, stage.needs, like)
 
     @classmethod
     def of(cls, x: Tensor) -> "Edge":
@@ -41,17 +40,15 @@ class Edge(NamedTuple):
         return cls(tuple(x.shape), x.dtype, x.device, x.requires_grad and torch.is_grad_enabled())
 
 
-class Stage(NamedTuple):
-    """One operation's part in one call of a run."""
+def last_dim(x: Any) -> int:
+    """The size of x's last dim, as far as it is known."""
+    shape = x.shape or (x.like[0] if type(x) is Edge and x.like is not None else ())
+    return shape[-1] if shape else 0
 
-    key: str  # of its layer's config
-    inputs: tuple[Any, ...]  # of its layer, but for x
-    buffers: tuple[Any, ...]
-    y: Edge
-    needs: bool  # whether it wants any gradient
-    away: tuple[Edge, ...] = ()  # what it gives away
-    anchored: bool = False  # backward has to run for what it writes, though no input of it takes a gradient
-    after: Any = None  # called with its extras, once forward has run
+
+def has_shape(x: Any) -> bool:
+    """Whether x's shape is known: not that of a value which an operation of a user's makes inside a run."""
+    return bool(x.shape) or type(x) is not Edge or x.like is None
 
 
 class Channel(NamedTuple):
@@ -98,7 +95,6 @@ class FusibleOperation(NoTorchScript):
     op_hooked: bool = False  # a copy, for an explanation, of one that has hooks
     op_runs_its_forward: ClassVar[bool] = False  # somebody else wrote its `forward`
     delay_wgrad_compute: bool = False
-    fuse_wgrad_accumulation: bool = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -113,8 +109,18 @@ class FusibleOperation(NoTorchScript):
         """Whether a call by itself is a node of a graph, and not plain torch."""
         return not self.op_is_legacy
 
-    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        """This operation's part in a call with x, a tensor, or an Edge inside a run."""
         raise NotImplementedError
+
+    def op_holds_objects(self) -> bool:
+        """Whether backward needs Python objects, which an operator cannot take."""
+        return False
+
+    def op_run(self, x: Any, *extras: Any, **kwargs: Any) -> Any:
+        """y of a run of this operation alone."""
+        as_nodes = takes_nodes(self.op_holds_objects())
+        return call(self.op_stage(x, extras, kwargs, as_nodes), x, as_nodes, self)[0]
 
     def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
         """By itself."""

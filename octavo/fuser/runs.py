@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo._torch.tracing import is_watched, saved_elsewhere, while_tracing
+from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.fuser import pattern
 from octavo.fuser.basic import BasicOperation
 from octavo.fuser.inputs import arrived, check_layout
 from octavo.fuser.legacy import find_fused, fused_refusal, outside_for_fused, run_fused, run_legacy
-from octavo.fuser.operation import Edge, FusibleOperation, Stage, has_hooks
+from octavo.fuser.operation import Edge, FusibleOperation, has_hooks
 from octavo.fuser.plan import (
     Hidden,
     Planned,
@@ -30,7 +30,7 @@ from octavo.fuser.plan import (
 )
 from octavo.layers import chain
 from octavo.layers.dry_run import Miscounted
-from octavo.lower import run, run_in_graph
+from octavo.lower.call import Stage, call, takes_nodes
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 
@@ -252,7 +252,7 @@ def _run(
     """One chain. `later` are the channels that are needed after it."""
     check_layout(type(steps[0].op).__name__, x)
     tracing = torch.compiler.is_compiling()
-    as_nodes = tracing or (is_watched() and not any(_holds_objects(s.op) for s in steps) and not saved_elsewhere())
+    as_nodes = takes_nodes(any([step.op.op_holds_objects() for step in steps]))
     stages, routes = _stages(steps, Edge.of(x), as_nodes)
     inside = [(producer, k) for _, _, producer, k in routes]
     hidden = tuple(
@@ -280,12 +280,8 @@ def _run(
     if told is not None:
         told.append((steps, Planned(key, places, fired, refused)))
     buffers = tuple([t for stage in stages for t in stage.buffers])
-    if as_nodes:
-        made = run_in_graph("chain", key, fields, buffers)
-    else:
-        needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
-        config, inputs = chain.layer.config(key), chain.Fields(fields)
-        made = list(run(chain.layer, config, inputs, buffers, differentiable=needs, anchored=anchored, owner=fuser))
+    needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
+    made = call(Stage("chain", key, fields[1:], buffers, needs, anchored=anchored), x, as_nodes, fuser)
     for stage, (start, stop) in zip(stages, places, strict=True):
         if stage.after is not None:
             stage.after(made[start:stop])
@@ -318,22 +314,17 @@ def _stages(steps: list[Step], x: Edge, as_nodes: bool) -> tuple[list[Stage], Ro
             stage = _stage(step, x, leads=i == 0, as_nodes=as_nodes)
         for k, (name, _) in enumerate(step.drains):
             if name:
-                filled[name] = (i, k, x if is_fork(step.op) else stage.away[k])
+                filled[name] = (i, k, x if is_fork(step.op) else stage.outputs[1 + k])
         stages.append(stage)
-        x = stage.y
+        x = stage.outputs[0] if stage.outputs else x.after(stage)
     return stages, tuple(routes)
-
-
-def _holds_objects(op: Any) -> bool:
-    """Whether its backward needs Python objects, which an operator cannot take."""
-    return bool(op.delay_wgrad_compute or op.fuse_wgrad_accumulation)
 
 
 def _stage(step: Step, x: Edge, *, leads: bool, as_nodes: bool) -> Stage:
     op = step.op
     if is_fork(op):
         grads = "x" if x.needs else ""
-        return Stage(f"fork(leads={leads},grads='{grads}')", (), (), x, x.needs)
+        return Stage("fork", f"fork(leads={leads},grads='{grads}')", (), (), x.needs)
     try:
         found: Stage = op.op_stage(x, step.extras, step.kwargs, as_nodes)
     except Miscounted as error:
@@ -341,7 +332,7 @@ def _stage(step: Step, x: Edge, *, leads: bool, as_nodes: bool) -> Stage:
     return found
 
 
-def _given(steps: list[Step], x: Tensor, made: list[Tensor], hidden: Hidden) -> list[tuple[Any, ...]]:
+def _given(steps: list[Step], x: Tensor, made: Sequence[Tensor], hidden: Hidden) -> list[tuple[Any, ...]]:
     """What each operation gives away, out of the outputs after the first; None where nobody outside has it."""
     found: list[tuple[Any, ...]] = []
     at = 1

@@ -169,6 +169,6 @@ def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
 def _why_uncompiled(path: str, layer: Quantized, refusals: tuple[str, ...]) -> str:
     """The refusal that names the layer."""
     own = [text for text in refusals if f"at {path!r}" in text]
-    if not own and layer.made_weights():
+    if not own and layer.parametrized_weights():
         return "whether it is in a graph is found by its weight, and this one is made by a parametrization"
     return own[0] if own else "it was not called, or ran outside of the graphs"

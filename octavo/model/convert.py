@@ -134,9 +134,9 @@ def revert(model: nn.Module) -> None:
                 f"{path or 'The model'}: its forward was replaced by {_name_of(module.forward)} on the instance, which "
                 "would go on calling octavo.Linear's. Take that away first (accelerate: remove_hook_from_module)."
             )
-        if len(module._mailbox):
+        if pending := len(module._wgrad.mailbox):
             raise UnsupportedConfig(
-                f"{path or 'The model'} has {len(module._mailbox)} weight gradients pending, which would be lost. "
+                f"{path or 'The model'} has {pending} weight gradients pending, which would be lost. "
                 "Call backward_dw() for each first, or discard_dw(captured=True)."
             )
         if is_parametrized(module):

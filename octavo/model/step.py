@@ -76,7 +76,7 @@ def refresh_layers(found: Iterable[Quantized]) -> None:
         stored = module._codes
         if stored.recipe is not None and not stored.held:
             observe = stored.recipe.stateful and module.training
-            module._refresh(stored.recipe, column=False, observe=observe)
+            stored.refresh(module, stored.recipe, column=False, observe=observe)
 
 
 def quantize_weights(model: nn.Module) -> None:

@@ -11,14 +11,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from octavo._torch.tracing import is_watched
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.fuser.inputs import arrived, check_input
-from octavo.fuser.operation import Edge, FusibleOperation, Stage
+from octavo.fuser.operation import Edge, FusibleOperation, has_shape, last_dim
 from octavo.kernels.activation import ACTIVATIONS
-from octavo.layers.activation import Config, Inputs, layer
+from octavo.layers.activation import Config
 from octavo.layers.contract import NAMES
-from octavo.lower import run, run_in_graph
+from octavo.lower.call import Stage
 from octavo.quant import QTensor
 from octavo.values import Value
 
@@ -52,26 +51,12 @@ def _key(settings: str, scales: Tensor | None, bias: Tensor | None, grads: str) 
     )
 
 
-def elementwise(
-    settings: str, x: Tensor, *, scales: Tensor | None = None, bias: Tensor | None = None, seed: Tensor | None = None
-) -> Tensor:
-    """One call of the layer. `settings` are fields of its config, each with a comma behind it."""
-    grads = _grads(x.requires_grad, scales, bias)
-    key = _key(settings, scales, bias, grads)
-    inputs = Inputs(x, scales, bias, seed)
-    if torch.compiler.is_compiling() or is_watched():
-        return run_in_graph("activation", key, inputs, ())[0]
-    return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]
-
-
 def _stage(
-    settings: str, x: Edge, width: int = 1, *, scales: Tensor | None = None, bias: Tensor | None = None,
-    seed: Tensor | None = None,
-) -> Stage:  # fmt: skip
-    """The same as a part of a run; y has 1 / width of x's columns."""
-    grads = _grads(x.needs, scales, bias)
-    y = x.to(x.width // width, grads != "") if width > 1 else x._replace(needs=grads != "")
-    return Stage(_key(settings, scales, bias, grads), (scales, bias, seed), (), y, grads != "")
+    settings: str, x: Tensor | Edge, width: int = 0, *, scales: Any = None, bias: Any = None, seed: Any = None
+) -> Stage:
+    """A call of the layer. `settings` are fields of its config, each with a comma behind it."""
+    grads = _grads(x.requires_grad, scales, bias)
+    return Stage("activation", _key(settings, scales, bias, grads), (scales, bias, seed), (), grads != "", width)
 
 
 class Activation(FusibleOperation, nn.Module):
@@ -97,9 +82,8 @@ class Activation(FusibleOperation, nn.Module):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        x = values_of(input)
-        self._check(x)
-        return elementwise(self._settings, x)
+        y: Tensor = self.op_run(values_of(input))
+        return y
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
@@ -111,17 +95,18 @@ class Activation(FusibleOperation, nn.Module):
             return config.name != "linear"
         return config.name == cls.NAME and scaled == bool(config.scales_dtype)
 
-    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         self._check(x)
         scales = extras[0] if extras else None
         if scales is not None:
             _check_scales(type(self).__name__, x, scales)
-        return _stage(self._settings, x, 2 if ACTIVATIONS[self.NAME].gated else 1, scales=scales)
+        width = last_dim(x) // 2 if ACTIVATIONS[self.NAME].gated else 0
+        return _stage(self._settings, x, width, scales=scales)
 
     def _check(self, x: Tensor | Edge) -> None:
         title = type(self).__name__
         check_input(title, x)
-        if not ACTIVATIONS[self.NAME].gated or (isinstance(x, Edge) and not x.shape):
+        if not ACTIVATIONS[self.NAME].gated or not has_shape(x):
             return
         step = 2 * (self.glu_interleave_size or 1)
         if not x.shape or x.shape[-1] % step:
@@ -271,15 +256,13 @@ class _Scaled(Activation):
         super().__init__(**interleave, **settings)  # the activation's own
 
     def forward(self, input: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
-        x = values_of(input)
-        self._check(x)
-        if not x.shape:
-            raise UnsupportedShape(f"{type(self).__name__} takes x [..., K] with rows to scale, got ().")
-        _check_scales(type(self).__name__, x, scales)
-        return elementwise(self._settings, x, scales=scales)
+        y: Tensor = self.op_run(values_of(input), scales)
+        return y
 
 
 def _check_scales(title: str, x: Tensor | Edge, scales: Tensor) -> None:
+    if not x.shape and has_shape(x):
+        raise UnsupportedShape(f"{title} takes x [..., K] with rows to scale, got ().")
     if x.shape and tuple(scales.shape) != tuple(x.shape[:-1]):
         raise UnsupportedShape(
             f"{title} takes a scale for each row of x, [...] for x [..., K], got "
@@ -330,16 +313,15 @@ class Bias(FusibleOperation, nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        x = values_of(input)
-        self._check(x)
-        return elementwise("", x, bias=self.bias)
+        y: Tensor = self.op_run(values_of(input))
+        return y
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, Config) and config.name == "linear" and config.bias_dtype != ""
 
-    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
-        if x.shape:
+    def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        if has_shape(x):
             self._check(x)
         return _stage("", x, bias=self.bias)
 
@@ -379,9 +361,8 @@ class Dropout(FusibleOperation, nn.Module):
     def forward(self, input: Tensor, seed: Tensor | None = None) -> Tensor:
         if not self.training or self._keeps_all:
             return input
-        x = values_of(input)
-        check_input("Dropout", x)
-        return elementwise(self._settings, x, seed=self._seed(x, seed))
+        y: Tensor = self.op_run(values_of(input), seed=seed)
+        return y
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
@@ -393,7 +374,7 @@ class Dropout(FusibleOperation, nn.Module):
     def op_makes_node(self) -> bool:
         return self.training and not self._keeps_all
 
-    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         check_input("Dropout", x)
         return _stage(self._settings, x, seed=self._seed(x, kwargs.get("seed")))
 

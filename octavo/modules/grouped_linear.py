@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from octavo._torch.tracing import claim, is_captured, is_inside_operator, is_static, is_watched, saved_elsewhere
+from octavo._torch.tracing import claim, is_captured, is_inside_operator, is_static, is_watched
 from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
@@ -16,9 +16,10 @@ from octavo.fuser.inputs import arrived, check_input, check_weight
 from octavo.fuser.operation import FusibleOperation
 from octavo.kernels import grouped_gemm
 from octavo.layers.contract import NAMES
-from octavo.layers.grouped_linear import Inputs, layer
+from octavo.layers.grouped_linear import layer
 from octavo.layers.grouped_linear import refusal as grouped_refusal
 from octavo.layers.linear_config import call_key
+from octavo.lower.call import Stage, call, call_into, takes_nodes
 from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.memory import joined_rows
 from octavo.modules.quantized import Quantized, outside, wanted
@@ -27,7 +28,7 @@ from octavo.quant.groups import MAX_GROUPS
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
 from octavo.weights.held import HeldWeight, linked_token, parameter
-from octavo.wgrad.graph_refusal import graph_refusal
+from octavo.wgrad.refusals import graph_refusal
 
 
 class GroupedLinear(FusibleOperation, Quantized):
@@ -184,57 +185,59 @@ class GroupedLinear(FusibleOperation, Quantized):
         out [rows, N] and dgrad_out [rows, K] are buffers of the caller's that y and the gradient of x are written to,
         and their tails left alone. What comes back is on `out`'s memory, as part of the graph: for the next step, pass
         the buffer again, not what came back. `dgrad_out` is the whole gradient only if x is used nowhere else."""
-        tracing = torch.compiler.is_compiling()
-        if tracing and (why := graph_refusal(self) or self._buffer_refusal(out, dgrad_out)):
+        if torch.compiler.is_compiling() and (why := graph_refusal(self) or self._buffer_refusal(out, dgrad_out)):
             if is_inside_operator():
-                self._refuse_now(why)
+                self.now("refuse", why)
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
-            found: Tensor = outside(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales)
-            return found
-        if tracing:
-            self._settle_now()
+            y: Tensor = outside(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales)
+            return y
+        if torch.compiler.is_compiling():
+            self.now("settle")
         elif self._unborn:
-            self._settle()
-        recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
-        own = self.weight_parts()  # once: somebody may make them then (a parametrization)
-        x = self._input(input, own[0])
-        splits = self._splits(m_splits, own[0].device)
+            self.settle()
+        weights = self.weight_parts()  # once: a parametrization computes them then
+        x = self._input(input, weights[0])
+        splits = self._splits(m_splits, weights[0].device)
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
-        weight, bias = self._stacked_weight(own), self._stacked_bias()
         scales = self._bias_scales(scales, rows)
-        grads = wanted(rows.requires_grad, own, bias, scales)
-        self._check_buffers(rows, grads, out, dgrad_out)
-        observe = self._observes(recipe, own[0])
-        kind = self._weight_codes(recipe, own, is_first_microbatch, grads, observe != "")
-        measured = self._measures(kind, grads) if recipe.stateful and self._scaling.cold else ""
-        main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
-        delayed = self._puts_off(grads)
-        as_nodes = tracing or isinstance(rows, FakeTensor) or rows.is_meta  # without values, only shapes go through
-        delay = "" if not delayed else "post" if as_nodes else "mailbox"
+        # without values, only shapes go through
+        as_nodes = takes_nodes(self.op_holds_objects()) or isinstance(rows, FakeTensor) or rows.is_meta
+        buffers = CallersMemory(out, dgrad_out)
+        stage = self._stage(rows, weights, splits, scales, buffers, is_first_microbatch, as_nodes)
+        if out is None:
+            tensors = call(stage, rows, as_nodes, self)
+        else:
+            tensors = call_into(out, stage, rows, as_nodes, shape, self)
+        if stage.after is not None:
+            stage.after(tensors[1:])
+        y = tensors[0]
+        return y if y.dim() == len(shape) else y.view(shape)
+
+    def _stage(
+        self, x: Tensor, weights: Sequence[Any], splits: Tensor, scales: Tensor | None, buffers: "CallersMemory",
+        is_first_microbatch: bool | Tensor | None, as_nodes: bool,
+    ) -> Stage:  # fmt: skip
+        """A call with the rows of x."""
+        recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
+        weight, bias = self._stacked_weight(weights), self._stacked_bias()
+        grads = wanted(x.requires_grad, weights, bias, scales)
+        self._check_buffers(x, grads, *buffers)
+        side = self._weight_side(recipe, weights, grads, is_first_microbatch, as_nodes)
         key = call_key(
             self.NAME, recipe, dtype=NAMES[x.dtype], weight_dtype=NAMES[weight.dtype],
             bias_dtype="" if bias is None else NAMES[bias.dtype],
-            scales_dtype="" if scales is None else NAMES[scales.dtype], grads=grads, weight=kind, observe=observe,
-            measured=measured, main_grad=main_grad, dummy_grad=dummy, delay=delay, dgrad_out=dgrad_out is not None,
-            tail=self.tail,
+            scales_dtype="" if scales is None else NAMES[scales.dtype], grads=grads,
+            dgrad_out=buffers.dgrad_out is not None, tail=self.tail, **side.settings,
         )  # fmt: skip
-        inputs = Inputs(
-            rows, weight, bias, splits, scales, None,
-            *(self._parts(kind, own[0]) if kind != "plain" else ((), ())),
-            self._scaling.inputs(self, measured) if recipe.stateful else (),
-            self._scaling.seen(self) if observe == "in_place" else (),
+        kind = side.settings["weight"]
+        joined = not (as_nodes or self._is_single or kind == "held") and weight.data_ptr() == weights[0].data_ptr()
+        watched = weights if joined and self.LAYER.config(key).kept_w == "plain" else ()
+        weight = weight.detach() if side.elsewhere else weight
+        return Stage(
+            self.NAME, key, (weight, bias, splits, scales, None, *side.inputs), (*side.buffers, buffers.dgrad_out),
+            grads != "", self.out_features, anchored=side.elsewhere, watched=watched,
+            after=self._after(key, side) if side.has_extras else None,
         )  # fmt: skip
-        # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
-        as_nodes = as_nodes or (is_watched() and not delayed and not main_grad and not saved_elsewhere())
-        joined = not (as_nodes or self._is_single or kind == "held") and weight.data_ptr() == own[0].data_ptr()
-        made = self._call(
-            key, inputs, grads=grads, observe=observe, main_grad=main_grad, dummy=dummy, delay=delay,
-            as_nodes=as_nodes, more=(dgrad_out,), out=out, shape=shape, parts=own if joined else (),
-        )  # fmt: skip
-        if observe == "returned":
-            self._remember(made[1], tracing)
-        y: Tensor = made[0]
-        return y if y.dim() == len(shape) else y.view(shape)
 
     def _input(self, x: Tensor | GroupedTensor, own: Tensor) -> Tensor:
         if isinstance(x, GroupedTensor):
@@ -386,7 +389,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         keys = [prefix + name for name in self._weight_names]
         parts, own = [found.get(key) for key in keys], self.weight_parts()
         if self._codes.held and _fit(parts, own):
-            self._take(parts, assign=rest[0].get("assign_to_params_buffers", False))
+            self._codes.load(self, parts, assign=rest[0].get("assign_to_params_buffers", False))
             # the rest of the loading sees weights that already are what they would become
             found |= {key: p.detach() for key, p in zip(keys, self.weight_parts(), strict=True)}
         super()._load_from_state_dict(found, prefix, *rest)  # type: ignore[no-untyped-call]
@@ -398,6 +401,13 @@ class GroupedLinear(FusibleOperation, Quantized):
         held = ", weight held as codes" if self._codes.held else ""
         layout = "" if self._is_single else ", a weight for each group"
         return f"{sizes}, bias={bool(self._bias_names)}, recipe={recipe}, tail={self.tail}{layout}{held}"
+
+
+class CallersMemory(NamedTuple):
+    """Memory of the caller's."""
+
+    out: Tensor | None  # for y
+    dgrad_out: Tensor | None  # for dx
 
 
 class _Joined(torch.autograd.Function):

@@ -5,21 +5,22 @@ The parameters, their names, their initialisation and the state dict are `nn.Lin
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from octavo._torch.tracing import is_inside_operator, is_watched, saved_elsewhere
+from octavo._torch.tracing import is_inside_operator
 from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.fuser.inputs import arrived, check_input, check_weight
-from octavo.fuser.operation import Edge, FusibleOperation, Stage
+from octavo.fuser.operation import FusibleOperation
 from octavo.kernels.gemm import spec_route
 from octavo.layers.contract import NAMES
-from octavo.layers.linear import Config, Inputs, layer
+from octavo.layers.linear import Config, layer
 from octavo.layers.linear_config import call_key
+from octavo.lower.call import Stage, call, takes_nodes
 from octavo.modules.quantized import Quantized, outside, wanted
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Parts
@@ -27,7 +28,7 @@ from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
 from octavo.values import Value
 from octavo.weights.held import HeldWeight, linked_token, parameter
-from octavo.wgrad.graph_refusal import graph_refusal
+from octavo.wgrad.refusals import graph_refusal
 
 
 class Linear(FusibleOperation, Quantized, nn.Linear):
@@ -92,73 +93,68 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         super().reset_parameters()
         self._reset_seed()
 
-    # -- forward ---------------------------------------------------------------------------------------------------
+    # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward(  # type: ignore[override]
         self, input: Tensor | QTensor, is_first_microbatch: bool | Tensor | None = None, fp8_output: bool = False
     ) -> Any:
-        tracing = torch.compiler.is_compiling()
-        if tracing and (why := graph_refusal(self)):
+        if torch.compiler.is_compiling() and (why := graph_refusal(self)):
             if is_inside_operator():
-                self._refuse_now(why)  # what follows would not be reached: all of the operator falls back to eager
+                self.now("refuse", why)  # what follows would not be reached: all of the operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return outside(self, why, input, is_first_microbatch, fp8_output)
-        if tracing:
-            self._settle_now()
-        elif self._unborn:
-            self._settle()
-        recipe = self._recipe or self._followed(ambient.recipe)
-        weight = self.weight
-        source, codes, dtype, shape = _input(input, recipe, weight)
-        needs_dx = source is not None and source.requires_grad
-        call = self._prepared(recipe, weight, dtype, needs_dx, codes, is_first_microbatch, fp8_output, tracing)
-        # what backward does with Python objects an operator cannot, so that a mode that watches does not see it
-        as_nodes = tracing or (is_watched() and not call.delay and not call.main_grad and not saved_elsewhere())
-        made = self._call(
-            call.key, call.inputs._replace(x=source), grads=call.grads, observe=call.observe, main_grad=call.main_grad,
-            dummy=call.dummy, delay=call.delay, as_nodes=as_nodes, codes=codes,
-        )  # fmt: skip
-        parts = () if not fp8_output else tuple(made[1 : 1 + recipe.linear().parts])
-        if call.observe == "returned":
-            self._remember(made[1 + len(parts)], tracing)
-        y = made[0] if shape is None else made[0].view(*shape, made[0].shape[-1])
-        out = _quantized_output(recipe, parts, y) if fp8_output else y
+        x = input if type(input) is QTensor else _cast(input)
+        as_nodes = takes_nodes(self.op_holds_objects())
+        stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes)
+        tensors = call(stage, x.token if type(x) is QTensor else x, as_nodes, self)
+        if stage.after is not None:
+            stage.after(tensors[1:])
+        y = tensors[0]
+        if type(x) is QTensor and x.token is None and len(x.shape) != 2:
+            y = y.view(*x.shape[:-1], y.shape[-1])
+        out = self._quantized_output(tensors, y) if fp8_output else y
         return (out, self.bias) if self.return_bias else out
 
-    def _prepared(
-        self, recipe: Recipe, weight: Tensor, dtype: torch.dtype, needs_dx: bool, codes: Parts,
-        is_first_microbatch: bool | Tensor | None, fp8_output: bool, tracing: bool,
-    ) -> "_Call":  # fmt: skip
-        """All of a call but x. The weight is read once a call: somebody may make it then (a parametrization)."""
-        added = None if self.return_bias else self.bias
-        if added is not None and type(added) is not nn.Parameter:
-            check_weight("Linear, as its bias,", added)
-        grads = wanted(needs_dx, [weight], added)
-        observe = self._observes(recipe, weight)
-        kind = self._weight_codes(recipe, (weight,), is_first_microbatch, grads, observe != "")
-        measured = self._measures(kind, grads, len(codes) > 0) if recipe.stateful and self._scaling.cold else ""
-        main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
-        delayed = self._puts_off(grads)
-        delay = "" if not delayed else "post" if tracing else "mailbox"
+    def _stage(self, x: Any, is_first_microbatch: bool | Tensor | None, fp8_output: bool, as_nodes: bool) -> Stage:
+        """A call with x: a tensor, codes, or an Edge inside a run. The weight is read once: a parametrization computes
+        it then."""
+        if torch.compiler.is_compiling():
+            self.now("settle")
+        elif self._unborn:
+            self.settle()
+        recipe = self._recipe or self._followed(ambient.recipe)
+        weight, bias = self.weight, None if self.return_bias else self.bias
+        codes = _codes_for(recipe, x) if type(x) is QTensor else ()
+        check_features(x, weight)
+        if bias is not None and type(bias) is not nn.Parameter:
+            check_weight("Linear, as its bias,", bias)
         if fp8_output and recipe.linear().fprop.left is None:
             raise UnsupportedConfig(
                 f"fp8_output=True quantizes y as the next layer's fprop would, and {recipe} quantizes nothing there. "
                 "Leave fp8_output out, or choose a recipe with a quantized fprop."
             )
+        grads = wanted(x.requires_grad, [weight], bias)
+        side = self._weight_side(recipe, (weight,), grads, is_first_microbatch, as_nodes, len(codes) > 0)
         key = call_key(
-            self.NAME, recipe, dtype=NAMES[dtype], weight_dtype=NAMES[weight.dtype],
-            bias_dtype="" if added is None else NAMES[added.dtype], grads=grads, x="codes" if codes else "plain",
-            weight=kind, observe=observe, measured=measured, quantize_output=fp8_output, main_grad=main_grad,
-            dummy_grad=dummy, delay=delay, recompute_w_columns=not self.keep_weight_codes,
+            self.NAME, recipe, dtype=NAMES[x.dtype], weight_dtype=NAMES[weight.dtype],
+            bias_dtype="" if bias is None else NAMES[bias.dtype], grads=grads, x="codes" if codes else "plain",
+            quantize_output=fp8_output, recompute_w_columns=not self.keep_weight_codes, **side.settings,
         )  # fmt: skip
-        given = linked_token((weight,)) if kind == "held" else weight
-        inputs = Inputs(
-            None, given, added, codes,
-            *(self._parts(kind, weight) if kind != "plain" else ((), ())),
-            self._scaling.inputs(self, measured) if recipe.stateful else (),
-            self._scaling.seen(self) if observe == "in_place" else (),
+        width = weight.shape[0]
+        weight = linked_token((weight,)) if side.settings["weight"] == "held" else weight
+        start = recipe.linear().parts if fp8_output else 0  # of what follows y's codes among the extras
+        return Stage(
+            self.NAME, key, (weight.detach() if side.elsewhere else weight, bias, codes, *side.inputs), side.buffers,
+            grads != "", width, anchored=side.elsewhere,
+            after=self._after(key, side, codes, start) if side.has_extras else None,
         )  # fmt: skip
-        return _Call(key, inputs, grads, observe, main_grad, dummy, delay)
+
+    def _quantized_output(self, tensors: Sequence[Tensor], token: Tensor) -> QTensor:
+        quant = (self._recipe or self._followed(ambient.recipe)).linear()
+        spec = quant.fprop.left
+        assert spec is not None
+        q = spec.assemble(tuple(tensors[1 : 1 + quant.parts]), tuple(token.shape), token.dtype)
+        return QTensor(q.codes, q.scale, spec, q.shape, q.dtype, q.global_scale, token=token)
 
     # -- as an operation of a Sequential ---------------------------------------------------------------------------
 
@@ -185,33 +181,13 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
                 x = x.dequantize()  # codes of another kind: their values are quantized as this layer would
         return self(x, **kwargs)
 
-    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         if kwargs.get("fp8_output"):
             raise UnsupportedConfig(
                 "fp8_output=True is for a layer outside of runs: within one, codes pass by themselves."
             )
-        first, tracing = kwargs.get("is_first_microbatch"), torch.compiler.is_compiling()
-        if tracing:
-            self._settle_now()
-        elif self._unborn:
-            self._settle()
-        recipe = self._recipe or self._followed(ambient.recipe)
-        weight = self.weight
         check_input("Linear", x)
-        check_features(x, weight)
-        call = self._prepared(recipe, weight, x.dtype, x.needs, (), first, False, tracing)
-        elsewhere = not as_nodes and (call.delay != "" or (call.main_grad != "" and not call.dummy))
-        inputs = call.inputs
-        if elsewhere:
-            inputs = inputs._replace(weight=inputs.weight.detach())
-        return Stage(
-            call.key, tuple(inputs[1:]), self._writes(call.grads, call.observe, call.main_grad, call.delay, as_nodes),
-            x.to(weight.shape[0], call.grads != ""), call.grads != "",
-            anchored=elsewhere, after=self._observed if call.observe == "returned" else None,
-        )  # fmt: skip
-
-    def _observed(self, extras: Sequence[Tensor]) -> None:
-        self._remember(extras[0], torch.compiler.is_compiling())
+        return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes)
 
     # -- state dicts -----------------------------------------------------------------------------------------------
 
@@ -226,25 +202,13 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         if not self._codes.held or loaded is None or loaded.shape != self.weight.shape:
             super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
             return
-        self._take([loaded], assign=rest[0].get("assign_to_params_buffers", False))
+        self._codes.load(self, [loaded], assign=rest[0].get("assign_to_params_buffers", False))
         # the rest of nn.Linear's loading sees a weight that already is what it would become
         super()._load_from_state_dict({**state_dict, key: self.weight.detach()}, prefix, *rest)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
         recipe = "from octavo.autocast" if self._recipe is None else self._recipe.key
         return f"{super().extra_repr()}, recipe={recipe}" + (", weight held as codes" if self._codes.held else "")
-
-
-class _Call(NamedTuple):
-    """All of a call but x."""
-
-    key: str
-    inputs: Inputs
-    grads: str
-    observe: str
-    main_grad: str
-    dummy: bool
-    delay: str
 
 
 def _refuse_parallel(parallel_mode: str | None, sequence_parallel: bool, tp_group: Any) -> None:
@@ -260,27 +224,26 @@ def _refuse_parallel(parallel_mode: str | None, sequence_parallel: bool, tp_grou
             )
 
 
-def _input(
-    x: Tensor | QTensor, recipe: Recipe, weight: Tensor
-) -> tuple[Tensor | None, Parts, torch.dtype, tuple[int, ...] | None]:
-    """(tensor or token, codes, dtype of y, leading dims if the token does not tell them)."""
-    if isinstance(x, QTensor):
-        spec = recipe.linear().fprop.left
-        if x.spec != spec:
-            raise UnsupportedConfig(
-                f"This layer's fprop takes codes of {spec} ({recipe}), and the input was quantized by {x.spec}. "
-                "Use one recipe for both layers, or pass x.dequantize()."
-            )
-        check_features(x, weight)
-        lead = None if x.token is not None or len(x.shape) == 2 else x.shape[:-1]
-        return x.token, tuple(x.tensors()), x.dtype, lead
+def _cast(x: Any) -> Tensor:
+    """x as torch.autocast has it."""
     x = x if type(x) is Tensor else arrived(x)
     check_input("Linear", x)
-    check_features(x, weight)
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
-    return x, (), x.dtype, None
+    cast: Tensor = x
+    return cast
+
+
+def _codes_for(recipe: Recipe, x: QTensor) -> Parts:
+    """x's tensors, if they are what this layer's fprop takes."""
+    spec = recipe.linear().fprop.left
+    if x.spec != spec:
+        raise UnsupportedConfig(
+            f"This layer's fprop takes codes of {spec} ({recipe}), and the input was quantized by {x.spec}. "
+            "Use one recipe for both layers, or pass x.dequantize()."
+        )
+    return tuple(x.tensors())
 
 
 def check_features(x: Any, weight: Tensor) -> None:
@@ -299,10 +262,3 @@ def check_features(x: Any, weight: Tensor) -> None:
         raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
     if weight.dtype not in FLOATS:
         raise UnsupportedDtype(f"Linear takes float32, bfloat16 or float16 weights, got {weight.dtype}. Cast them.")
-
-
-def _quantized_output(recipe: Recipe, parts: Parts, token: Tensor) -> QTensor:
-    spec = recipe.linear().fprop.left
-    assert spec is not None
-    q = spec.assemble(parts, tuple(token.shape), token.dtype)
-    return QTensor(q.codes, q.scale, spec, q.shape, q.dtype, q.global_scale, token=token)

@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from octavo._torch.tracing import is_watched
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_not_negative
 from octavo.formats import FLOATS
 from octavo.fuser.inputs import check_input, check_weight
-from octavo.fuser.operation import Edge, FusibleOperation, Stage
+from octavo.fuser.operation import Edge, FusibleOperation, has_shape
 from octavo.layers.contract import NAMES
-from octavo.layers.norm import Config, Inputs, layer
-from octavo.lower import run, run_in_graph
+from octavo.layers.norm import Config
+from octavo.lower.call import Stage
 from octavo.modules.activation import numbers, values_of
 from octavo.values import Value
 
@@ -39,15 +38,8 @@ class _Norm(FusibleOperation, nn.Module):
         self._settings = f"norm(kind='{self.KIND}',eps={self.eps!r},zero_centered={zero_centered_gamma},dims={dims},"
 
     def forward(self, input: Tensor) -> Tensor:
-        x = values_of(input)
-        check_input(type(self).__name__, x)
-        weight, bias = self.weight, self.bias
-        self._check_fits(x, weight, bias)
-        grads, key = self._said(x.requires_grad, weight, bias)
-        inputs = Inputs(x, weight, bias)
-        if torch.compiler.is_compiling() or is_watched():
-            return run_in_graph("norm", key, inputs, ())[0]
-        return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]
+        y: Tensor = self.op_run(values_of(input))
+        return y
 
     def _said(self, needs_dx: bool, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:
         """Which gradients are wanted, and the config's key."""
@@ -67,13 +59,13 @@ class _Norm(FusibleOperation, nn.Module):
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, Config) and config.kind == cls.KIND
 
-    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         check_input(type(self).__name__, x)
         weight, bias = self.weight, self.bias
-        if x.shape:
+        if has_shape(x):
             self._check_fits(x, weight, bias)
-        grads, key = self._said(x.needs, weight, bias)
-        return Stage(key, (weight, bias), (), x._replace(needs=grads != ""), grads != "")
+        grads, key = self._said(x.requires_grad, weight, bias)
+        return Stage("norm", key, (weight, bias), (), grads != "")
 
     def _check_fits(self, x: Tensor | Edge, *parameters: Tensor | None) -> None:
         shape = self.normalized_shape

@@ -5,12 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo._torch.tracing import is_watched
 from octavo.ambient import ambient
 from octavo.fuser.inputs import check_input
 from octavo.fuser.operation import FusibleOperation
-from octavo.layers.rounding import Inputs, layer
-from octavo.lower import run, run_in_graph
+from octavo.lower.call import Stage, call, takes_nodes
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 from octavo.recipes import Recipe
@@ -50,17 +48,11 @@ class Quantize(FusibleOperation, nn.Module):
             f"rounding(spec={'None' if spec is None else spec.key},"
             f"back={'None' if back is None or not needs else back.key},grads='{'x' if needs else ''}')"
         )
-        inputs = Inputs(x, seed)
-        made: Any
-        if torch.compiler.is_compiling() or is_watched():
-            made = run_in_graph("rounding", key, inputs, ())
-        else:
-            made = run(layer, layer.config(key), inputs, (), differentiable=needs)
-        token = made[0]
+        token, *parts = call(Stage("rounding", key, (seed,), (), needs), x, takes_nodes())
         if spec is None:
             found: Tensor = Join.apply(x.detach(), token)  # type: ignore[no-untyped-call]
             return found
-        q = spec.assemble(made[1:], tuple(x.shape), x.dtype)
+        q = spec.assemble(parts, tuple(x.shape), x.dtype)
         return QTensor(q.codes, q.scale, spec, q.shape, q.dtype, q.global_scale, token=token if needs else None)
 
     def why_not_fusible(self, x: Any) -> str:

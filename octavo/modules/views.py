@@ -5,14 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo._torch.tracing import is_watched
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.fuser.inputs import check_input
-from octavo.fuser.operation import Edge, FusibleOperation, Stage
+from octavo.fuser.operation import Edge, FusibleOperation
 from octavo.layers import fork
-from octavo.layers.add import Config, Inputs, layer
+from octavo.layers.add import Config
 from octavo.layers.contract import NAMES
-from octavo.lower import run, run_in_graph
+from octavo.lower.call import Stage
 from octavo.modules.activation import numbers, values_of
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
@@ -72,16 +71,12 @@ class AddExtraInput(FusibleOperation, nn.Module):
                 "stay as they are. Pass extra.dequantize(), or leave in_place out."
             )
         x, extra = values_of(input), values_of(extra)
-        self._check(x, extra)
         if self.in_place:
+            self._check(x, extra)
             written: Tensor = extra.add_(x)
             return written
-        grads = _grads(x.requires_grad, extra)
-        key = _key(x.dtype, extra, grads)
-        inputs = Inputs(x, extra)
-        if torch.compiler.is_compiling() or is_watched():
-            return run_in_graph("add", key, inputs, ())[0]
-        return run(layer, layer.config(key), inputs, (), differentiable=grads != "")[0]
+        y: Tensor = self.op_run(x, extra)
+        return y
 
     def _check(self, x: Tensor | Edge, extra: Tensor | Edge) -> None:
         check_input("AddExtraInput", x)
@@ -104,12 +99,11 @@ class AddExtraInput(FusibleOperation, nn.Module):
     def op_makes_node(self) -> bool:
         return not self.in_place
 
-    def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+    def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         extra = values_of(extras[0])
         self._check(x, extra)
-        grads = _grads(x.needs, extra)
-        y = x._replace(needs=grads != "")
-        return Stage(_key(x.dtype, extra, grads), (extra,), (), y, grads != "")
+        grads = _grads(x.requires_grad, extra)
+        return Stage("add", _key(x.dtype, extra, grads), (extra,), (), grads != "")
 
     def extra_repr(self) -> str:
         return f"in_place={self.in_place}"
@@ -118,8 +112,7 @@ class AddExtraInput(FusibleOperation, nn.Module):
 def _grads(x: bool, extra: Tensor | Edge) -> str:
     if not torch.is_grad_enabled():
         return ""
-    needs = extra.needs if isinstance(extra, Edge) else extra.requires_grad
-    return ("x" if x else "") + ("e" if needs else "")
+    return ("x" if x else "") + ("e" if extra.requires_grad else "")
 
 
 def _key(dtype: torch.dtype, extra: Tensor | Edge, grads: str) -> str:

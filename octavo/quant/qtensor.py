@@ -64,6 +64,10 @@ class QTensor:
         """Size of the contracted dim, padding not counted."""
         return self.shape[-1] if self.shape else 1
 
+    @property
+    def requires_grad(self) -> bool:
+        return self.token is not None and self.token.requires_grad
+
     def tensors(self) -> Iterator[Tensor]:
         """The tensors inside, in a fixed order."""
         yield self.codes

@@ -19,7 +19,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo._torch.fakes import as_real_as
 from octavo._torch.modules import drop_buffers
-from octavo._torch.tensors import is_sharded
 from octavo.errors import UnsupportedConfig
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts
@@ -36,8 +35,8 @@ PARTS = ("codes", "scale", "level2")
 NAMES = {side: tuple(f"weight_{side}_{part}" for part in PARTS) for side in SIDES}
 
 
-class Codes:
-    """What is known of the codes in a module's buffers. Holds no tensor: buffers may be moved or replaced."""
+class WeightCache:
+    """What is known of the codes in a layer's buffers. Holds no tensor: buffers may be moved or replaced."""
 
     def __init__(self) -> None:
         self.held = False  # whether the layer's weight is codes (`held.py`), and then there is nothing to cache
@@ -190,12 +189,3 @@ def refuse_dense(weight: Tensor) -> NoReturn:
         f"{tuple(weight.shape)}, which forward would not read. Write into the held weight instead, "
         "weight.copy_(values); octavo.revert(model) goes back to dense weights."
     )
-
-
-def refuse_shards(weights: Sequence[Tensor], what: str) -> None:
-    """Outside of forward and backward FSDP leaves a part of the weight in each process."""
-    if any([is_sharded(weight) for weight in weights]):
-        raise UnsupportedConfig(
-            f"{what} needs the whole weight, and this process holds a shard of it (a DTensor). Leave it out where "
-            "parameters are sharded."
-        )

@@ -212,7 +212,10 @@ def marks(model):
     """All that a backward writes besides gradients, but for amaxes, which are raised when something is cast."""
     found = {k: v.clone() for k, v in octavo.state_dict(model).items() if "seed" in k}
     for i, layer in enumerate(linears(model)):
-        found |= {f"main_grad {i}": layer.weight.main_grad.clone(), f"waits {i}": torch.tensor(len(layer._mailbox))}
+        found |= {
+            f"main_grad {i}": layer.weight.main_grad.clone(),
+            f"waits {i}": torch.tensor(len(layer._wgrad.mailbox)),
+        }
         found |= {f"added {i}": torch.tensor(layer.weight.grad_added_to_main_grad)}
     return found
 

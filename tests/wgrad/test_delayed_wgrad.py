@@ -196,7 +196,7 @@ def test_a_hook_that_raises_neither_loses_a_gradient_nor_doubles_it(what, grad):
     getattr(layer.weight, what)(refuse_once())
     with pytest.raises(Refused):
         layer.backward_dw()
-    while len(layer._mailbox):
+    while len(layer._wgrad.mailbox):
         layer.backward_dw()
     for _ in range(2):
         twin.backward_dw()
@@ -229,7 +229,7 @@ def test_one_groups_hook_that_raises_does_not_double_the_others():
     layer.weight1.register_hook(refuse_once())
     layer.weight2.register_post_accumulate_grad_hook(refuse_once())
     refusals = 0
-    while len(layer._mailbox):
+    while len(layer._wgrad.mailbox):
         try:
             layer.backward_dw()
         except Refused:
@@ -258,9 +258,11 @@ def test_a_hook_may_take_the_next_one():
     for model in (layer, twin):
         for i in range(2):
             model(batch(i)[0]).backward(batch(i)[1])
-    layer.weight.register_post_accumulate_grad_hook(lambda p: layer.backward_dw() if len(layer._mailbox) else None)
+    layer.weight.register_post_accumulate_grad_hook(
+        lambda p: layer.backward_dw() if len(layer._wgrad.mailbox) else None
+    )
     layer.backward_dw()
-    assert len(layer._mailbox) == 0
+    assert len(layer._wgrad.mailbox) == 0
     for _ in range(2):
         twin.backward_dw()
     assert_same(layer.weight.grad, twin.weight.grad)

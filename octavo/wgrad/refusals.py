@@ -1,10 +1,14 @@
-"""Why a graph cannot hold a layer whose weight's gradient goes to `main_grad`, or waits for `backward_dw`."""
+"""Weights and graphs for which dw cannot go to `main_grad`, or wait for `backward_dw`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from octavo._torch.tensors import is_sharded
 from octavo._torch.tracing import is_inside_ddp, is_inside_operator, recomputes
+from octavo.errors import UnsupportedConfig
 from octavo.wgrad.main_grad import has_buffer
 
 
@@ -16,7 +20,7 @@ def graph_refusal(layer: Any) -> str:
     own = layer.weight_parts()
     if not any([weight.requires_grad for weight in own]):
         return ""
-    if why := layer.why_made("delay_wgrad_compute=True" if delays else "fuse_wgrad_accumulation=True"):
+    if why := layer.why_parametrized("delay_wgrad_compute=True" if delays else "fuse_wgrad_accumulation=True"):
         return f"{layer.describe()} does not compile: {why}."
     if delays and (is_inside_operator() or recomputes()):
         why = (
@@ -33,10 +37,19 @@ def graph_refusal(layer: Any) -> str:
             "fuse_wgrad_accumulation=True needs weight.main_grad, or weight.get_main_grad(), before forward. "
             "Set it first"
         )
-    elif (delays or not any([hasattr(w, "grad_added_to_main_grad") for w in own])) and layer.has_weight_hooks():
+    elif (delays or not any([hasattr(w, "grad_added_to_main_grad") for w in own])) and layer.now("has_weight_hooks"):
         why = (
             "its weight has hooks, and gets its gradient elsewhere (delay_wgrad_compute, fuse_wgrad_accumulation), so "
             "that every backward of a graph would call them with None. Remove the hooks, or set "
             "weight.grad_added_to_main_grad, with which they get zeros"
         )
     return why and f"{layer.describe()} does not compile: {why}, or build the layer with strict=False, to run outside."
+
+
+def refuse_shards(weights: Sequence[Tensor], what: str) -> None:
+    """Outside of forward and backward FSDP leaves a part of the weight in each process."""
+    if any([is_sharded(weight) for weight in weights]):
+        raise UnsupportedConfig(
+            f"{what} needs the whole weight, and this process holds a shard of it (a DTensor). Leave it out where "
+            "parameters are sharded."
+        )

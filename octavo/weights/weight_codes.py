@@ -1,0 +1,211 @@
+"""How a layer's call gets its weight: plain, as cached codes, or as held codes.
+
+The cache is filled, refreshed and checked here as `is_first_microbatch`, or the block of an `octavo.microbatch`, says.
+Every method is given the layer: an owner that pointed back would keep a deleted model in memory until Python's garbage
+collector comes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo._torch.fakes import as_real_as
+from octavo._torch.tracing import is_first_in_graph, while_tracing
+from octavo.ambient import ambient
+from octavo.errors import UnsupportedConfig, UnsupportedShape
+from octavo.lower import refresh_in_graph
+from octavo.quant.qtensor import Parts
+from octavo.recipes import Recipe
+from octavo.recipes import recipe as resolve
+from octavo.weights.cache import WeightCache, refuse_dense
+from octavo.weights.held import HeldWeight, codes_of, hold, is_whole
+from octavo.wgrad.refusals import refuse_shards
+
+Flag = bool | Tensor | None  # is_first_microbatch
+
+
+class WeightCodes(WeightCache):
+    """The codes of one layer's weight."""
+
+    def supply(
+        self, layer: Any, recipe: Recipe, weights: Sequence[Tensor], first: Flag, grads: str, observe: bool
+    ) -> str:
+        """How this call gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or "held"."""
+        if type(weights[0]) is HeldWeight:
+            _check_held(layer, recipe, weights)
+            return "held"
+        if self.held:
+            refuse_dense(weights[0])
+        tracing = torch.compiler.is_compiling()
+        if "w" in grads and not tracing:
+            self.trained = True
+        trusted = again = False
+        if first is None:
+            first = ambient.first
+            if tracing:
+                again = first is True and not self._first_in_block()
+                first = False if again else first
+            elif first is not None or self.ambient:  # a graph would guard on what is noted
+                first, trusted = self._noted(layer, first, grads, observe)
+            if first is None or layer.parametrized_weights():  # which by hand is refused, and in a model is one layer
+                return "plain"
+        else:
+            layer.refuse_parametrized("is_first_microbatch")
+        quant = recipe.linear()
+        if quant.fprop.right is None and quant.dgrad.right is None:
+            return "plain"
+        column = "x" in grads and quant.dgrad.right is not None
+        first, skip = _decided(first)
+        if tracing:
+            if again and column and not layer.now("_codes.has_columns"):
+                return "plain"  # of the buffers, a graph sees those that were there at its first call of the layer
+            self._refresh_in_graph(layer, recipe, first, column, observe, skip, "w" in grads)
+            return "codes"
+        there = self.recipe == recipe and not self.is_cold
+        if not first and there and not trusted:
+            self.check_fresh(layer.weight_parts())
+        there = there and (not column or self.has(layer, "column"))
+        if first or not there:
+            self.refresh(layer, recipe, column=column, observe=observe, skip=skip if there else None)
+        return "codes"
+
+    def of_call(self, layer: Any, kind: str, weight: Tensor) -> tuple[Parts, Parts]:
+        """The weight's codes by row and by column, for a call that gets it as `supply` said."""
+        if kind == "held":
+            return codes_of(weight, "row"), codes_of(weight, "column")
+        return self.parts(layer, "row"), self.parts(layer, "column")
+
+    def refresh(self, layer: Any, recipe: Recipe, *, column: bool, observe: bool, skip: Tensor | None = None) -> None:
+        """Quantize the weight into the cache."""
+        refuse_shards(layer.weight_parts(), "refresh_weights")
+        amaxes, scaling = layer._scaling.of_weight(layer, recipe, observe)
+        self.fill(layer, layer.whole_weight(), recipe, column=column, amaxes=amaxes, scaling=scaling, skip=skip)
+
+    def _noted(self, layer: Any, first: Flag, grads: str, observe: bool) -> tuple[Flag, bool]:
+        """The flag of the block, and whether the cache is used as it is. It is noted for a checkpoint, which recomputes
+        in backward, in whatever block and thread that runs, and must save what its forward saved: a layer whose last
+        training forward was in a block uses the cache there, and fills it again only to observe a weight that its
+        forward, without gradients, did not."""
+        if torch._C._current_graph_task_id() != -1:
+            if not self.ambient:
+                return None, False
+            refill = observe and self.ambient == "unobserved"
+            if refill:
+                self.ambient = "observed"
+            return refill, self.on_device
+        if first is not None:
+            self.ambient, self.on_device = "observed" if observe else "unobserved", isinstance(first, Tensor)
+        elif grads or layer.training:
+            self.ambient = ""
+        if first is True:
+            if self.entry is ambient.outer_first and self.is_fresh(layer.weight_parts()):
+                return False, True  # the layer was called before in this block
+            self.entry = ambient.outer_first
+        return first, False
+
+    # -- in a graph ----------------------------------------------------------------------------------------------------
+
+    def _refresh_in_graph(
+        self, layer: Any, recipe: Recipe, first: bool, column: bool, observe: bool, skip: Tensor | None, trains: bool
+    ) -> None:
+        """Refresh while a graph is traced: buffers that are missing are made and filled now, once; the graph refreshes
+        them where it is told to. Whether a weight has changed is not for a graph to see."""
+        layer.now("_codes.make_cache", recipe.key, column, observe and not first, trains)
+        cached = self.recipe
+        if cached is None or cached.key != recipe.key:  # never now; read here, it is a guard of the graph
+            raise UnsupportedConfig(f"The weight cache holds codes of {cached}, and {recipe} is in force.")
+        if first:
+            amaxes, scaling = layer._scaling.of_weight(layer, recipe, observe)
+            row, columns = self.parts(layer, "row"), self.parts(layer, "column")
+            key = layer.NAME + "(recipe=" + recipe.key + ")"
+            with torch.no_grad():
+                weight = layer.whole_weight().detach()
+                refresh_in_graph(layer.NAME, key, weight, list(row), list(columns), amaxes, scaling, skip)
+
+    def make_cache(self, layer: Any, recipe_key: str, column: bool, observe: bool, trains: bool) -> bool:
+        """Make the cache that a graph is about to use."""
+        recipe = resolve(recipe_key)
+        self.trained = self.trained or trains
+        if self.recipe != recipe or self.is_cold or (column and not self.has(layer, "column")):
+            self.refresh(layer, recipe, column=column, observe=observe)
+        return True
+
+    def has_columns(self, layer: Any) -> bool:
+        return self.has(layer, "column")
+
+    @while_tracing
+    def _first_in_block(self) -> bool:
+        """Whether the graph being traced, in a block that was entered outside of it, meets this layer for the first
+        time."""
+        return ambient.first is None or is_first_in_graph(self)
+
+    # -- codes in the weight's place -----------------------------------------------------------------------------------
+
+    def hold(self, layer: Any) -> None:
+        """Keep the weight as codes of the layer's recipe, in both orientations, and let the rest of it go."""
+        if self.held:
+            return
+        recipe = layer.recipe
+        if recipe is None or recipe.linear().fprop.right is None:
+            raise UnsupportedConfig(
+                f"A weight is held as the codes its fprop multiplies, and this layer's recipe is {recipe}. "
+                "Give it one whose fprop is quantized: octavo.convert(model, recipe), or recipe= of the layer."
+            )
+        self.drop(layer)
+        whole = layer.whole_weight()
+        with as_real_as(whole):
+            # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
+            layer.set_weights(hold(layer.NAME, recipe, whole.detach()))
+        self.held = True
+
+    def load(self, layer: Any, loaded: Sequence[Any], *, assign: bool) -> None:
+        """Put codes of loaded weights in the place of the held ones; where these are on the meta device and the loaded
+        ones are to be assigned, on the device of the latter."""
+        weights = layer.weight_parts()
+        with torch.no_grad():
+            if assign and weights[0].is_meta:
+                whole = loaded[0] if len(loaded) == 1 else torch.stack(list(loaded))
+                layer.set_weights(hold(layer.NAME, layer.recipe, whole.detach().to(weights[0].dtype)))
+            else:
+                for p, part in zip(weights, loaded, strict=True):
+                    p.copy_(part)
+
+    def check_whole(self, layer: Any) -> None:
+        """Refuse held weights that are not all the layer's own."""
+        weights = layer.weight_parts()
+        if not is_whole(weights):
+            refuse_dense(weights[0])
+
+    def release(self, layer: Any) -> None:
+        """Bring back a weight, of the values that the codes stand for."""
+        if self.held:
+            self.held = False
+            if all(isinstance(weight, HeldWeight) for weight in layer.weight_parts()):
+                layer.set_weights(self.values(layer))
+
+
+def _decided(first: Any) -> tuple[bool, Tensor | None]:
+    """(whether the host refreshes, the device's word against it): a captured graph refreshes as it is told then."""
+    if isinstance(first, Tensor):
+        if first.numel() != 1:
+            raise UnsupportedShape(f"is_first_microbatch on the device is one element, got {tuple(first.shape)}.")
+        return True, first.reshape(1) == 0
+    if not isinstance(first, bool):
+        raise UnsupportedConfig(f"is_first_microbatch is True, False, None or one element, got {first!r}.")
+    return first, None
+
+
+def _check_held(layer: Any, recipe: Recipe, weights: Sequence[Any]) -> None:
+    """Codes serve the recipe that made them, and the layer takes all of them at once."""
+    held = weights[0].kind
+    if held.recipe != recipe.key or held.layer != layer.NAME:
+        raise UnsupportedConfig(
+            f"{layer.describe()}: its weight is held as codes of {held.recipe} for a {held.layer} layer, and runs in "
+            f"{recipe}. Use that recipe, or octavo.revert(model) first."
+        )
+    if torch.compiler.is_compiling():
+        layer.now("_codes.check_whole")
+    elif not is_whole(weights):
+        refuse_dense(weights[0])

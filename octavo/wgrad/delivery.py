@@ -1,0 +1,113 @@
+"""Where a layer's weight gradient goes: to `weight.grad`, to `weight.main_grad`, or to a mailbox until `backward_dw()`.
+
+The owner holds the mailbox and nothing of the layer, which every method is given: an owner that pointed back would keep
+a deleted model in memory until Python's garbage collector comes.
+"""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import UnsupportedConfig
+from octavo.quant.qtensor import Parts
+from octavo.wgrad.mailbox import Computed, Letter, Mailbox, Posted, operands_of
+from octavo.wgrad.main_grad import MainGrad, graph_buffers
+from octavo.wgrad.refusals import refuse_shards
+
+
+class WeightGradient:
+    """The delivery of one layer's dw."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox()
+
+    def main_grad(self, layer: Any) -> tuple[str, bool]:
+        """How dw goes to `main_grad` ("add" or "overwrite"), and whether zeros stand for it in `weight.grad`."""
+        layer.refuse_parametrized("fuse_wgrad_accumulation=True")
+        trained = [weight for weight in layer.weight_parts() if weight.requires_grad]
+        overwrites = bool(getattr(trained[0], "overwrite_main_grad", False))
+        for weight in trained[1:]:
+            if bool(getattr(weight, "overwrite_main_grad", False)) != overwrites:
+                raise UnsupportedConfig(
+                    "fuse_wgrad_accumulation=True writes the gradients of all groups at once: all of them add or all "
+                    "overwrite. Set overwrite_main_grad alike on each weight."
+                )
+        has_flag = any([hasattr(weight, "grad_added_to_main_grad") for weight in trained])
+        return "overwrite" if overwrites else "add", has_flag
+
+    def buffers(self, layer: Any, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, Any]:
+        """What backward writes dw to: the target in `main_grad`, and the mailbox."""
+        if as_nodes:
+            buffers = tuple(graph_buffers(layer.weight_parts())) if main_grad and not delay else ()
+            # equal calls would be one node to a compiler, with room for one dy; what torch.empty makes is never merged
+            return buffers, torch.empty(0, device=layer.weight_parts()[0].device) if delay else None
+        target = MainGrad(layer.weight_parts(), main_grad) if main_grad and not delay else None
+        return target, self.mailbox if delay else None
+
+    def post(self, layer: Any, key: str, extras: Sequence[Tensor], codes: Parts) -> None:
+        """Leave the operands of dw that a graph's node made. The mailbox is written without being read: a read is a
+        guard."""
+        start, stop = layer.now("_wgrad.post_span", key)
+        box = self.mailbox
+        box.posted = (Posted(key, tuple(extras[start:stop]), codes), box.posted)
+
+    def post_span(self, layer: Any, key: str) -> tuple[int, int]:
+        """The places of dw's operands among the tensors that a node makes besides y."""
+        start, stop = layer.LAYER.config(key).posted
+        return start - 1, stop - 1
+
+    def deliver(self, layer: Any) -> None:
+        """Compute dw of the oldest backward that left it out, and add it to `weight.grad` or to `weight.main_grad`."""
+        weights = layer.weight_parts()
+        if not layer.delay_wgrad_compute or not any(weight.requires_grad for weight in weights):
+            return
+        refuse_shards(weights, "delay_wgrad_compute=True")
+        letter = self.mailbox.take()
+        if letter is None:
+            warnings.warn(
+                "backward_dw() has no backward to finish, and does nothing: each call takes one backward that has run "
+                "with delay_wgrad_compute=True, oldest first. Call it once for each.",
+                stacklevel=3,
+            )
+            return
+        try:
+            parts = letter.parts if isinstance(letter, Computed) else _computed(layer, letter, weights)
+        except BaseException:
+            self.mailbox.put_back(letter)
+            raise
+        self._accumulate(weights, parts, letter.captured)
+
+    def _accumulate(self, weights: Sequence[nn.Parameter], parts: Sequence[Tensor | None], captured: bool) -> None:
+        """Add dw to `.grad` as any backward does, hooks included."""
+        before = [(weight.grad, _version(weight.grad)) for weight in weights]
+        pairs = [(weight, part) for weight, part in zip(weights, parts, strict=True) if part is not None]
+        try:
+            if pairs:
+                torch.autograd.backward([weight for weight, _ in pairs], [part for _, part in pairs])
+        except BaseException:  # a hook's, before this weight's gradient was added or after
+            rest = tuple(
+                part if weight.grad is grad and _version(grad) == version else None
+                for weight, part, (grad, version) in zip(weights, parts, before, strict=True)
+            )
+            if any(part is not None for part in rest):
+                self.mailbox.put_back(Computed(rest, captured))
+            raise
+
+
+def _computed(layer: Any, letter: Letter | Posted, weights: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+    """dw for each weight; None where it went to `main_grad`, or is not wanted."""
+    config, operands = operands_of(letter, layer.LAYER, layer.whole_weight())
+    with torch.no_grad():
+        target = MainGrad(weights, config.main_grad) if config.main_grad else None
+        dw = layer.LAYER.weight_gradient(config, operands, target)
+    if dw is None:
+        return [None] * len(weights)
+    parts = [dw] if len(weights) == 1 else list(dw.unbind())
+    return [part.view(w.shape) if w.requires_grad else None for w, part in zip(weights, parts, strict=True)]
+
+
+def _version(grad: Tensor | None) -> int:
+    return -1 if grad is None else grad._version
