@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from octavo._torch.fakes import FakeTensor
 from octavo.delayed_scaling.memory import PARTS, SIDES
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.quant.state import KEPT, check_kept

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from octavo._torch.fakes import FakeTensor
 from octavo._torch.modules import drop_buffers
 from octavo.delayed_scaling.casts import LETTERS
 from octavo.errors import UnsupportedConfig

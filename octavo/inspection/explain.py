@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from octavo._torch.compilation import mode_options, modes
+from octavo._torch.modules import uncompiled
+from octavo._torch.pytree import tree_leaves, tree_map
 from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.inspection.capture import Capture
@@ -70,17 +72,15 @@ def explain(
 
 
 def _options(mode: str, dynamic: bool | None) -> dict[str, Any]:
-    from torch._inductor import list_mode_options
-
-    check_choice(mode, tuple(list_mode_options()), what="mode")
-    return dict(list_mode_options(mode, dynamic))
+    check_choice(mode, modes(), what="mode")
+    return mode_options(mode, dynamic)
 
 
 # -- the copy ----------------------------------------------------------------------------------------------------------
 
 
 def _copied(model: Any) -> nn.Module:
-    model = getattr(model, "_orig_mod", model)  # under torch.compile already
+    model = uncompiled(model)
     if not isinstance(model, nn.Module):
         raise UnsupportedConfig(f"explain takes a torch.nn.Module, got {type(model).__name__}. Wrap it in one.")
     try:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from octavo._torch.modules import WRAPPERS
 from octavo.delayed_scaling.checkpoint import check_state
 from octavo.delayed_scaling.memory import SIDES, look
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
@@ -146,13 +147,9 @@ def _key(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-# what torch.compile, activation checkpointing and Fabric put around a module, and leave out of state dicts
-_WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
-
-
 def _plain(path: str) -> str:
     """A path without what wrappers put into it."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
 def _by_layer(state: Any) -> tuple[dict[str, dict[str, Tensor]], list[str]]:

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import claim, is_captured, is_inside_operator, is_static, is_watched, saved_elsewhere
 from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from octavo._torch.fakes import as_real_as
+from octavo._torch.autograd import current_graph_task
+from octavo._torch.fakes import FakeTensor, as_real_as
 from octavo._torch.modules import drop_buffers
 from octavo._torch.tracing import is_first_in_graph, is_watched, while_tracing
 from octavo.ambient import ambient
@@ -206,7 +206,7 @@ class Quantized(nn.Module):
     def _followed(self, recipe: Recipe | None) -> Recipe:
         """The ambient recipe, for a layer without one of its own."""
         if recipe is None:
-            if self._follows and torch._C._current_graph_task_id() != -1:
+            if self._follows and current_graph_task() != -1:
                 raise UnsupportedConfig(
                     "This layer follows octavo.autocast, and is run during a backward, by a checkpoint that "
                     "recomputes, where no recipe is in force. Enter octavo.autocast inside the checkpointed function, "
@@ -275,7 +275,7 @@ class Quantized(nn.Module):
         training forward was in a block uses the cache there, and fills it again only to observe a weight that its
         forward, without gradients, did not."""
         stored = self._codes
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task() != -1:
             if not stored.ambient:
                 return None, False
             refill = observe and stored.ambient == "unobserved"

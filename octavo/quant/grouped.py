@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
-from torch.utils._pytree import register_pytree_node
 
 from octavo import backend
+from octavo._torch.fakes import is_fake
+from octavo._torch.pytree import register_pytree_node
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.quant import blocks
 from octavo.quant.groups import BLOCK, Groups

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node
 
+from octavo._torch.pytree import register_pytree_node
 from octavo.errors import UnsupportedShape
 from octavo.quant.proto import TensorProto
 

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from octavo._torch.fakes import as_real_as
+from octavo._torch.fakes import FakeTensor, as_real_as
 from octavo._torch.modules import drop_buffers
-from octavo._torch.tensors import is_sharded
+from octavo._torch.tensors import StorageWeakRef, is_sharded
 from octavo.errors import UnsupportedConfig
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts
