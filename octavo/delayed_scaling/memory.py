@@ -26,10 +26,13 @@ from octavo.errors import UnsupportedConfig
 from octavo.quant import DelayedState
 from octavo.recipes import Delayed, Recipe
 
-SIDES = ("forward", "backward")
-NAMES = {side: {field.name: f"scaling_{side}_{field.name}" for field in fields(DelayedState)} for side in SIDES}
-BUFFERS = tuple(name for names in NAMES.values() for name in names.values())
-PARTS = {"forward": 2, "backward": 1}  # operands whose slots are in a side's buffers, one operand after the other
+DIRECTIONS = ("forward", "backward")
+BUFFER_NAMES = {
+    direction: {field.name: f"scaling_{direction}_{field.name}" for field in fields(DelayedState)}
+    for direction in DIRECTIONS
+}
+BUFFERS = tuple(name for names in BUFFER_NAMES.values() for name in names.values())
+OPERANDS = {"forward": 2, "backward": 1}  # whose slots are in a direction's buffers, one operand after the other
 PATIENCE = 1024  # training forwards without a step before it is said
 LOOKS = 8  # the device is asked what it has seen after each of so many steps,
 LATER = 64  # and then after every so many
@@ -105,10 +108,10 @@ class Scaling:
         assert first is not None and second is not None
         formats = {"forward": (first.fmt, first.fmt) * slots, "backward": (second.fmt,) * slots}
         with torch.inference_mode(False):  # made at a first forward there, it must still serve training
-            for side in SIDES:
-                state = DelayedState.create(formats[side], recipe.history, device)
+            for direction in DIRECTIONS:
+                state = DelayedState.create(formats[direction], recipe.history, device)
                 for field, tensor in state.tensors().items():
-                    module.register_buffer(NAMES[side][field], tensor, persistent=False)
+                    module.register_buffer(BUFFER_NAMES[direction][field], tensor, persistent=False)
         self.recipe = recipe
         self.cold = "" if recipe.cold_start == "one" else _cast(recipe)
         listen(module)
@@ -124,15 +127,15 @@ class Scaling:
         self.cold = self._asked = self.origin = ""
         self._forwards = self._updates = 0
 
-    def state(self, module: nn.Module, side: str) -> DelayedState:
-        return DelayedState(**{field: getattr(module, name) for field, name in NAMES[side].items()})
+    def state(self, module: nn.Module, direction: str) -> DelayedState:
+        return DelayedState(**{field: getattr(module, name) for field, name in BUFFER_NAMES[direction].items()})
 
     def inputs(self, module: nn.Module, measured: str = "") -> tuple[Tensor, ...]:
         """Multipliers of x, w, dy, and if one is measured how many amaxes each has seen: views of the buffers."""
         assert self.recipe is not None
         found: list[Tensor] = []
         for field in ("encode", "head") if measured else ("encode",):
-            single = module._buffers[NAMES["backward"][field]]
+            single = module._buffers[BUFFER_NAMES["backward"][field]]
             assert single is not None
             found += [*self._pair(module, field), single]
         return tuple(found)
@@ -143,7 +146,7 @@ class Scaling:
 
     def _pair(self, module: nn.Module, field: str) -> tuple[Tensor, ...]:
         """x's part and w's of a buffer, as views that are made once for each buffer."""
-        buffer = module._buffers[NAMES["forward"][field]]
+        buffer = module._buffers[BUFFER_NAMES["forward"][field]]
         assert buffer is not None
         tracing = torch.compiler.is_compiling()
         kept = None if tracing else self._views.get(field)
@@ -257,7 +260,9 @@ def look(modules: Sequence[Any]) -> None:
     """Ask the device, once for all modules on it, which operands have been seen by now, all slots of them."""
     found: dict[torch.device, list[tuple[Any, Tensor]]] = {}
     for module in modules:
-        heads = [module._scaling.state(module, side).head.view(PARTS[side], -1) for side in SIDES]
+        heads = [
+            module._scaling.state(module, direction).head.view(OPERANDS[direction], -1) for direction in DIRECTIONS
+        ]
         if not heads[0].is_meta and not isinstance(heads[0], FakeTensor):
             found.setdefault(heads[0].device, []).append((module, torch.cat([(head > 0).all(1) for head in heads])))
     for asked in found.values():

@@ -12,7 +12,9 @@ from torch.optim import Optimizer
 
 from octavo._torch.optimizers import runs_hooks
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
-from octavo.model.step import layers, refresh_layers, step_layers
+from octavo.model.layers import layers
+from octavo.model.step import step_layers
+from octavo.model.weights import refresh_layers
 from octavo.modules.quantized import Quantized
 from octavo.weights import optimizer_hooks
 

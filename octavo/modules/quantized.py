@@ -361,7 +361,7 @@ class Quantized(nn.Module):
 
     def _weight_scaling(self, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
         """What delayed scaling brings to a weight's cast: amaxes to raise, and w's multipliers."""
-        current = self._buffers.get(scaling.NAMES["forward"]["current"])
+        current = self._buffers.get(scaling.BUFFER_NAMES["forward"]["current"])
         slots: Sequence[Tensor] = ()
         if recipe.stateful:
             measured = "w" if "w" in self._scaling.cold else ""
@@ -397,7 +397,7 @@ class Quantized(nn.Module):
 
     def _remember(self, amax: Tensor, tracing: bool) -> None:
         """What a call returned."""
-        current = self._buffers[scaling.NAMES["forward"]["current"]]
+        current = self._buffers[scaling.BUFFER_NAMES["forward"]["current"]]
         assert current is not None
         if tracing:
             current.copy_(torch.maximum(current, amax))
@@ -531,7 +531,7 @@ class Quantized(nn.Module):
 
     def _writes(self, grads: str, observe: str, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
         """What backward writes besides its results: main_grad, dy's amax, the counter of rounding, the mailbox."""
-        amax = self._buffers[scaling.NAMES["backward"]["current"]] if observe and grads else None
+        amax = self._buffers[scaling.BUFFER_NAMES["backward"]["current"]] if observe and grads else None
         seed = self._buffers.get(SEED) if grads else None
         if as_nodes:
             target = tuple(graph_buffers(self.weight_parts())) if main_grad and not delay else ()
@@ -583,7 +583,7 @@ class Quantized(nn.Module):
         self._settle()
         found: dict[str, Tensor] = {}
         if self._scaling.recipe is not None:
-            for side in scaling.SIDES:
+            for side in scaling.DIRECTIONS:
                 kept = self._scaling.state(self, side).export()
                 found |= {f"scaling.{side}.{name}": tensor for name, tensor in kept.items()}
         if SEED in self._buffers:
@@ -601,7 +601,7 @@ class Quantized(nn.Module):
         if self._unborn:
             return rest
         if self._scaling.recipe is not None:
-            for side in scaling.SIDES:
+            for side in scaling.DIRECTIONS:
                 prefix = f"scaling.{side}."
                 if all(prefix + name in rest for name in KEPT):
                     self._scaling.state(self, side).restore({name: rest.pop(prefix + name) for name in KEPT})

@@ -22,10 +22,8 @@ from octavo.quant import blocks
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.groups.reference import pack
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import QProto, QTensor
+from octavo.quant.qtensor import ORIENTATIONS, QProto, QTensor
 from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer, as_matrix, check_flag, check_float, fill_pair
-
-SIDES = ("row", "column")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +48,7 @@ class GroupedTensor:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Values [rows, K], packed; zero in the tail. Nothing is read on the host."""
-        q, spec, dim = self.q, self.q.spec, SIDES.index(self.side)
+        q, spec, dim = self.q, self.q.spec, ORIENTATIONS.index(self.side)
         dtype = check_float(q.dtype if dtype is None else dtype, "dequantize")
         owner = self.groups.owner.clamp_min(0)[:, None].expand(-1, BLOCK).reshape(-1)
         scale = spec.scale_values(q)
@@ -157,7 +155,7 @@ def grouped_assemble(
 
 def member(q: QTensor, side: str, g: int, start: int, size: int) -> QTensor:
     """Group g's own QTensor, `size` rows from `start` inside, as views: what its rows alone are quantized into."""
-    dim, spec = SIDES.index(side), q.spec
+    dim, spec = ORIENTATIONS.index(side), q.spec
     end = start + size
     if side == "row":
         codes, shape = q.codes[start:end], (size, q.columns)
@@ -183,7 +181,7 @@ def quantize_groups(
     given = _checked(matrix, (row, column), groups, given)
     first, second = (
         None if spec is None else _empty(spec, groups, matrix, side)
-        for spec, side in zip((row, column), SIDES, strict=True)
+        for spec, side in zip((row, column), ORIENTATIONS, strict=True)
     )
     if not is_fake(matrix):  # which has no values, and whose groups have no sizes
         fill_pair(matrix, (None if first is None else first.q, None if second is None else second.q), given)
@@ -206,7 +204,7 @@ def fill_groups(
     row, column = (None if t is None else t.q for t in pair)
     matrix = _matrix(x, groups)
     given = _checked(matrix, [None if q is None else q.spec for q in (row, column)], groups, given)
-    for q, side in zip((row, column), SIDES, strict=True):
+    for q, side in zip((row, column), ORIENTATIONS, strict=True):
         if q is not None:
             _check_fits(q, groups, matrix, side)
     fill_pair(matrix, (row, column), given)

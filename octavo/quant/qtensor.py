@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from octavo.quant.quantizer import Quantizer
 
 Parts = tuple[Tensor, ...]  # the tensors of a QTensor, or none
+ORIENTATIONS = ("row", "column")  # of an operand: contracted over its last dim, or over all the others
 
 
 class Join(torch.autograd.Function):
