@@ -16,11 +16,12 @@ from octavo.model.step import step
 from octavo.model.weights import quantize_weights, refresh_weights
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.linear import Linear
-from octavo.quant import QTensor
+from octavo.quant import GroupedTensor, QTensor
 from octavo.recipes import recipe
 
 __all__ = [
     "GroupedLinear",
+    "GroupedTensor",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",

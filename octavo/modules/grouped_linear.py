@@ -238,7 +238,7 @@ class GroupedLinear(FusibleOperation, Quantized):
 
     def _input(self, x: Tensor | GroupedTensor, own: Tensor) -> Tensor:
         if isinstance(x, GroupedTensor):
-            if x.side != "row":
+            if x.orientation != "row":
                 raise UnsupportedShape(
                     "A GroupedTensor given as x holds rows, and this one holds columns. Quantize the other side."
                 )
