@@ -11,14 +11,17 @@ from octavo.inspection.explain import explain
 from octavo.lower import sac_save_ops
 from octavo.model.attach import attach
 from octavo.model.convert import convert, revert
-from octavo.model.step import load_state_dict, quantize_weights, refresh_weights, state_dict, step
+from octavo.model.state_dicts import load_state_dict, state_dict
+from octavo.model.step import step
+from octavo.model.weights import quantize_weights, refresh_weights
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.linear import Linear
-from octavo.quant import QTensor
+from octavo.quant import GroupedTensor, QTensor
 from octavo.recipes import recipe
 
 __all__ = [
     "GroupedLinear",
+    "GroupedTensor",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",

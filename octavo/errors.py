@@ -5,7 +5,7 @@ built-in exception a caller would expect, so `except ValueError` keeps working.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class Unsupported(Exception):
@@ -53,13 +53,17 @@ def check_choice(value: object, allowed: tuple[object, ...], *, what: str) -> No
 def nearest(word: str, names: Iterable[str]) -> str:
     """ " Did you mean 'x'?", for a word that may be a misspelt name; empty if none is like it."""
     wanted, known = _letters(word), {name: _letters(name) for name in names}
-    found = [name for name, letters in known.items() if letters == wanted]
-    found = found or [name for name, letters in known.items() if wanted and letters.startswith(wanted)]
-    found = found or [name for name, letters in known.items() if wanted and wanted in letters]
-    if not found:
+    alike = [name for name, letters in known.items() if letters == wanted]
+    alike = alike or [name for name, letters in known.items() if wanted and letters.startswith(wanted)]
+    alike = alike or [name for name, letters in known.items() if wanted and wanted in letters]
+    if not alike:
         close = difflib.get_close_matches(wanted, known.values(), 1)
-        found = [name for name, letters in known.items() if letters in close]
-    return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
+        alike = [name for name, letters in known.items() if letters in close]
+    return did_you_mean(alike)
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    return f" Did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
 def _letters(text: str) -> str:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo._torch.cuda import current_device, current_stream, set_device
+
 TRIED = ("3.6.",)  # versions whose CompiledKernel.run takes the arguments below
 
 Pointers = tuple[Tensor | None, ...]
@@ -76,7 +78,7 @@ class Launch:
     def __call__(self, *arguments: Any) -> None:
         """Run it on the device of the first argument, which is never None."""
         index = device_index(arguments[0])
-        if index != torch._C._cuda_getDevice():
+        if index != current_device():
             with torch.cuda.device(index):
                 return self(*arguments)
         key, given = self._bound(arguments)
@@ -84,7 +86,7 @@ class Launch:
         if direct is None or is_watched():
             self._compile(key, self._public(arguments))
         else:
-            stream = torch._C._cuda_getCurrentRawStream(index)
+            stream = current_stream(index)
             direct.launch(self.grid, 1, 1, stream, *direct.head, *given, *self.tail)
         if getattr(_threads, "told", None) is not None:
             _threads.told(self, arguments)
@@ -156,5 +158,5 @@ def enter_context(index: int) -> None:
     """A tensor map is made by the driver, which unlike the runtime does not give a new thread, such as autograd's, its
     context: whoever comes first must."""
     if getattr(_threads, "context", None) != index:
-        torch._C._cuda_setDevice(index)
+        set_device(index)
         _threads.context = index

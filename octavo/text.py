@@ -20,8 +20,12 @@ def path_names(paths: Iterable[str]) -> str:
     kinds: dict[str, list[str]] = {}
     for path in paths:
         kinds.setdefault(path_pattern(path), []).append(path or "(model)")
-    names = [kind if len(found) > 1 else found[0] for kind, found in kinds.items()]
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return some([kind if len(alike) > 1 else alike[0] for kind, alike in kinds.items()], SHOWN)
+
+
+def some(names: Sequence[str], most: int) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:

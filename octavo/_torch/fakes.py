@@ -3,10 +3,25 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses import fake_tensor, functional_tensor
+
+FakeTensor = fake_tensor.FakeTensor  # what tracers run code on: layers read no values of it and keep none as state
+FakeTensorMode = fake_tensor.FakeTensorMode  # makes them: user code runs on shapes alone, to learn what it returns
+FunctionalTensor = functional_tensor.FunctionalTensor  # AOTAutograd's wrapper, which layers serve as a plain tensor
+is_fake = fake_tensor.is_fake  # whether a tensor has no data, also inside of wrappers
+
+# raised by operators on fakes whose result, or whose sizes, follow from values: the refusal says so in our words
+DataDependentOutputException = fake_tensor.DataDependentOutputException
+DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
 
 
 def as_real_as(weight: Tensor) -> AbstractContextManager[Any]:
     """State of a real layer is real, also where a fake mode watches, which would leave fakes behind in it."""
-    return nullcontext() if isinstance(weight, FakeTensor) else unset_fake_temporarily()
+    return nullcontext() if isinstance(weight, FakeTensor) else fake_tensor.unset_fake_temporarily()
+
+
+def active_fake_mode() -> Any:
+    """The fake mode around this call, or None."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)

@@ -1,11 +1,22 @@
-"""nn.Module's own tables."""
+"""nn.Module's own tables, and the names that wrappers give to the module they hold."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
+
+Convolution = nn.modules.conv._ConvNd  # the base of every convolution, which conversion reports by this one name
+
+# attributes that hold a module in torch.compile, activation checkpointing and Lightning Fabric; state dicts omit them
+WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
 
 
 def drop_buffers(module: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         module._buffers.pop(name, None)
         module._non_persistent_buffers_set.discard(name)
+
+
+def uncompiled(model: Any) -> Any:
+    """The module inside of torch.compile(module); any other object itself."""
+    return getattr(model, "_orig_mod", model)

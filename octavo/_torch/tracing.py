@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from octavo._torch.autograd import saved_tensors_hooks
+from octavo._torch.dispatch import dispatch_depth
 from octavo.memory import span
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -22,13 +24,13 @@ def while_tracing(call: Call) -> Call:
 def is_watched() -> bool:
     """Whether a dispatch mode (fake tensors, selective checkpointing, a FLOP counter) sees the operators of this
     thread."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    return dispatch_depth() > 0
 
 
 def saved_elsewhere() -> bool:
     """Whether hooks keep what is saved for backward somewhere else, and hand out copies of it. A checkpoint's hook does
     not: it runs forward again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = saved_tensors_hooks(True)
     return bool(hooks) and hooks[0].__module__ != "torch.utils.checkpoint"
 
 

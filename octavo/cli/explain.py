@@ -27,10 +27,10 @@ from octavo.cli import output
 from octavo.cli.train import check_compiler
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.explain import explain
-from octavo.inspection.report import Report
+from octavo.inspection.report import CompileReport
 from octavo.text import plural
 
-CONDITIONS: dict[str, tuple[str, Callable[[Report], Sequence[object]]]] = {
+CONDITIONS: dict[str, tuple[str, Callable[[CompileReport], Sequence[object]]]] = {
     "break": ("graph break", lambda report: report.breaks),
     "recompile": ("recompile", lambda report: report.recompiles),
     "skip": ("cudagraph skip", lambda report: report.skips),
@@ -75,7 +75,7 @@ def parse_conditions(text: str) -> list[str]:
     return words
 
 
-def failures(report: Report, conditions: Sequence[str]) -> list[str]:
+def failures(report: CompileReport, conditions: Sequence[str]) -> list[str]:
     """A sentence for each condition that is met."""
     sentences = []
     for word in conditions:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
-from octavo.delayed_scaling.memory import PARTS, SIDES
+from octavo._torch.fakes import FakeTensor
+from octavo.delayed_scaling.memory import DIRECTIONS, OPERANDS
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.quant.state import KEPT, check_kept
 
@@ -16,10 +16,10 @@ ROUNDING = "rounding.seed"
 def check_state(state: Mapping[str, object], slots: int, path: str = "") -> None:
     """Refuse what no layer with so many slots for each operand has exported; the path is for the message."""
     where = f"{path}." if path else ""
-    for side in SIDES:
-        prefix = f"scaling.{side}."
+    for direction in DIRECTIONS:
+        prefix = f"scaling.{direction}."
         kept = {name: state[prefix + name] for name in KEPT if prefix + name in state}
-        check_kept(kept, PARTS[side] * slots, where + prefix)
+        check_kept(kept, OPERANDS[direction] * slots, where + prefix)
     if ROUNDING in state:
         _check_seed(state[ROUNDING], where + ROUNDING)
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from octavo._torch.fakes import FakeTensor
 from octavo._torch.modules import drop_buffers
 from octavo._torch.tracing import while_tracing
 from octavo.delayed_scaling.casts import LETTERS
@@ -28,10 +28,13 @@ from octavo.quant import DelayedState
 from octavo.quant.state import KEPT
 from octavo.recipes import Delayed, Recipe
 
-SIDES = ("forward", "backward")
-NAMES = {side: {field.name: f"scaling_{side}_{field.name}" for field in fields(DelayedState)} for side in SIDES}
-BUFFERS = tuple(name for names in NAMES.values() for name in names.values())
-PARTS = {"forward": 2, "backward": 1}  # operands whose slots are in a side's buffers, one operand after the other
+DIRECTIONS = ("forward", "backward")
+BUFFER_NAMES = {
+    direction: {field.name: f"scaling_{direction}_{field.name}" for field in fields(DelayedState)}
+    for direction in DIRECTIONS
+}
+BUFFERS = tuple(name for names in BUFFER_NAMES.values() for name in names.values())
+OPERANDS = {"forward": 2, "backward": 1}  # whose slots are in a direction's buffers, one operand after the other
 PATIENCE = 1024  # training forwards without a step before it is said
 LOOKS = 8  # the device is asked what it has seen after each of so many steps,
 LATER = 64  # and then after every so many
@@ -107,10 +110,10 @@ class DelayedScaling:
         assert first is not None and second is not None
         formats = {"forward": (first.fmt, first.fmt) * slots, "backward": (second.fmt,) * slots}
         with torch.inference_mode(False):  # made at a first forward there, it must still serve training
-            for side in SIDES:
-                state = DelayedState.create(formats[side], recipe.history, device)
+            for direction in DIRECTIONS:
+                state = DelayedState.create(formats[direction], recipe.history, device)
                 for field, tensor in state.tensors().items():
-                    module.register_buffer(NAMES[side][field], tensor, persistent=False)
+                    module.register_buffer(BUFFER_NAMES[direction][field], tensor, persistent=False)
         self.recipe = recipe
         self.cold = "" if recipe.cold_start == "one" else _cast(recipe)
         listen(module)
@@ -126,15 +129,15 @@ class DelayedScaling:
         self.cold = self._asked = self.origin = ""
         self._forwards = self._updates = 0
 
-    def state(self, module: nn.Module, side: str) -> DelayedState:
-        return DelayedState(**{field: getattr(module, name) for field, name in NAMES[side].items()})
+    def state(self, module: nn.Module, direction: str) -> DelayedState:
+        return DelayedState(**{field: getattr(module, name) for field, name in BUFFER_NAMES[direction].items()})
 
     def inputs(self, module: nn.Module, measured: str = "") -> tuple[Tensor, ...]:
         """Multipliers of x, w, dy, and if one is measured how many amaxes each has seen: views of the buffers."""
         assert self.recipe is not None
         found: list[Tensor] = []
         for field in ("encode", "head") if measured else ("encode",):
-            single = module._buffers[NAMES["backward"][field]]
+            single = module._buffers[BUFFER_NAMES["backward"][field]]
             assert single is not None
             found += [*self._pair(module, field), single]
         return tuple(found)
@@ -145,7 +148,7 @@ class DelayedScaling:
 
     def _pair(self, module: nn.Module, field: str) -> tuple[Tensor, ...]:
         """x's part and w's of a buffer, as views that are made once for each buffer."""
-        buffer = module._buffers[NAMES["forward"][field]]
+        buffer = module._buffers[BUFFER_NAMES["forward"][field]]
         assert buffer is not None
         tracing = torch.compiler.is_compiling()
         kept = None if tracing else self._views.get(field)
@@ -189,7 +192,7 @@ class DelayedScaling:
 
     def of_weight(self, layer: nn.Module, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
         """What delayed scaling brings to a weight's cast: amaxes to raise, and w's multipliers."""
-        current = layer._buffers.get(NAMES["forward"]["current"])
+        current = layer._buffers.get(BUFFER_NAMES["forward"]["current"])
         slots: Sequence[Tensor] = ()
         if recipe.stateful:
             slots = self.inputs(layer, "w" if "w" in self.cold else "")[1::3]
@@ -197,7 +200,7 @@ class DelayedScaling:
 
     def remember(self, layer: nn.Module, amax: Tensor) -> None:
         """Keep the amaxes that a call returned."""
-        current = layer._buffers[NAMES["forward"]["current"]]
+        current = layer._buffers[BUFFER_NAMES["forward"]["current"]]
         assert current is not None
         if torch.compiler.is_compiling():
             current.copy_(torch.maximum(current, amax))
@@ -210,17 +213,20 @@ class DelayedScaling:
         """Copies of the memory, by the names that a checkpoint has for them."""
         if self.recipe is None:
             return {}
-        sides = {side: self.state(layer, side).export() for side in SIDES}
-        return {f"scaling.{side}.{name}": tensor for side, kept in sides.items() for name, tensor in kept.items()}
+        return {
+            f"scaling.{direction}.{name}": tensor
+            for direction in DIRECTIONS
+            for name, tensor in self.state(layer, direction).export().items()
+        }
 
     def restore(self, layer: nn.Module, state: dict[str, Tensor]) -> None:
         """Take over what there is a place for out of `state`, and remove it there."""
         if self.recipe is None:
             return
-        for side in SIDES:
-            prefix = f"scaling.{side}."
+        for direction in DIRECTIONS:
+            prefix = f"scaling.{direction}."
             if all(prefix + name in state for name in KEPT):
-                self.state(layer, side).restore({name: state.pop(prefix + name) for name in KEPT})
+                self.state(layer, direction).restore({name: state.pop(prefix + name) for name in KEPT})
 
     # -- whether anybody steps it --------------------------------------------------------------------------------------
 
@@ -325,7 +331,9 @@ def look(modules: Sequence[Any]) -> None:
     """Ask the device, once for all modules on it, which operands have been seen by now, all slots of them."""
     found: dict[torch.device, list[tuple[Any, Tensor]]] = {}
     for module in modules:
-        heads = [module._scaling.state(module, side).head.view(PARTS[side], -1) for side in SIDES]
+        heads = [
+            module._scaling.state(module, direction).head.view(OPERANDS[direction], -1) for direction in DIRECTIONS
+        ]
         if not heads[0].is_meta and not isinstance(heads[0], FakeTensor):
             found.setdefault(heads[0].device, []).append((module, torch.cat([(head > 0).all(1) for head in heads])))
     for asked in found.values():

@@ -4,13 +4,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.fx import Proxy
 from torch.nn import Parameter
 
-from octavo._torch.tensors import is_dtensor
+from octavo._torch.collectives import AsyncCollectiveTensor, wait_tensor
+from octavo._torch.dispatch import no_torch_dispatch, no_torch_function
+from octavo._torch.fakes import FakeTensor, FunctionalTensor
+from octavo._torch.tensors import TensorBase, is_dtensor
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
@@ -18,7 +18,7 @@ from octavo.fuser.operation import Edge
 from octavo.weights.held import HeldWeight, refuse_codes
 
 OURS = (HeldWeight, FakeTensor, FunctionalTensor)  # subclasses that layers serve: their own, and those of tracers
-DISABLED = (torch._C._disabled_torch_function_impl, torch._C._disabled_torch_dispatch_impl)
+DISABLED = (no_torch_function, no_torch_dispatch)
 NESTED = (
     "a nested one, whose rows are of several lengths. Call it on the rows, x.values() of a jagged tensor, and nest "
     "what comes back: torch.nested.nested_tensor_from_jagged(y, x.offsets())"
@@ -31,7 +31,7 @@ PARALLEL = (
 
 def arrived(x: Any) -> Any:
     """x itself; of a collective's result that is still on its way, what has come, as part of the graph."""
-    return torch.ops._c10d_functional.wait_tensor(x) if type(x) is AsyncCollectiveTensor else x
+    return wait_tensor(x) if type(x) is AsyncCollectiveTensor else x
 
 
 def strange(tensor: Any, weight: bool = True) -> str:
@@ -67,7 +67,7 @@ def _strange_kind(kind: type, weight: bool) -> str:
 def _overrides(kind: type, name: str) -> bool:
     """Whether a subclass has one of its own. A disabled one does nothing."""
     owner = next(parent for parent in kind.__mro__ if name in parent.__dict__)
-    return owner is not Tensor and owner.__dict__[name] not in DISABLED and owner is not torch._C.TensorBase
+    return owner is not Tensor and owner.__dict__[name] not in DISABLED and owner is not TensorBase
 
 
 def refuse_strange(title: str, why: str) -> NoReturn:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.utils._pytree import tree_map
 
+from octavo._torch.pytree import tree_map
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.fuser.inputs import refuse_symbol

@@ -1,14 +1,4 @@
-"""One watched compilation: a backend that keeps the names of a graph's operators, and what the compiler wrote down.
-
-Where torch keeps what is read here (the same in 2.11 and 2.13):
-
-    breaks         `graph_break_reasons`, and compilations that failed: their function then runs without a graph
-    recompiles     compilations that have a `recompile_reason`, the guard that failed on the newest graph
-    skips          counters["inductor"]["cudagraph_skips"]; their reasons are only logged
-
-The disk cache of whole graphs is off meanwhile: what comes from there is never seen. Compilers are imported where they
-are used, which takes seconds.
-"""
+"""One watched compilation: a backend that keeps the names of a graph's operators, and what the compiler wrote down."""
 
 import logging
 import os
@@ -24,6 +14,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from octavo import values
+from octavo._torch import compilation
+from octavo._torch.operators import operator_name
 from octavo.fuser.plan import refusals_of, steps_of
 from octavo.inspection.report import Break, Fused, Graph, Recompile
 from octavo.layers import chain, linear
@@ -31,7 +23,6 @@ from octavo.recipes import Recipe
 
 OURS = "octavo::"
 HERE, TORCH, PYTHON = Path(__file__).parents[1], Path(torch.__file__).parent, Path(sysconfig.get_paths()["stdlib"])
-COMPILATIONS = 1_000_000  # to be remembered; torch keeps the last 64
 
 
 class Capture:
@@ -43,10 +34,8 @@ class Capture:
         self.captured: list[Graph] = []
         self.runs: list[Fused] = []
         self.recipes: dict[int, Recipe] = {}  # of each tensor that one of our nodes was given, by its id
-        self._compilations: list[Any] = []
-        self._breaks: list[Any] = []
+        self._records = compilation.Records()
         self._skipped: list[str] = []
-        self._skips = 0
 
     # -- while it compiles -----------------------------------------------------------------------------------------
 
@@ -64,67 +53,27 @@ class Capture:
         return run
 
     def _traced(self, graph: GraphModule, inputs: Sequence[Any]) -> Any:
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._functorch._aot_autograd.utils import make_boxed_func
-        from torch._functorch.partitioners import min_cut_rematerialization_partition
+        def see(part: GraphModule, direction: str) -> None:
+            self.captured.append(_operators(part, direction))
 
-        def keep(direction: str) -> Callable[[GraphModule, Any], Any]:
-            def compile_(part: GraphModule, _: Any) -> Any:
-                self.captured.append(_operators(part, direction))
-                return make_boxed_func(part.forward)
-
-            return compile_
-
-        backend = aot_autograd(
-            fw_compiler=keep("forward"),
-            bw_compiler=keep("backward"),
-            inference_compiler=keep("inference"),
-            partition_fn=min_cut_rematerialization_partition,
-            keep_inference_input_mutations=True,
-        )
-        return backend(graph, inputs)
+        return compilation.traced(graph, inputs, see)
 
     def _generated(self, graph: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-        def compile_(part: GraphModule, example: Any, **settings: Any) -> Any:
-            backward, inference = settings.get("is_backward", False), settings.get("is_inference", False)
-            direction = "backward" if backward else "inference" if inference else "forward"
+        def see(part: GraphModule, direction: str, compile_: Callable[[], Any]) -> Any:
             self.captured.append(_operators(part, direction))
-            said, before = len(self._skipped), _skip_count()
-            code = compile_fx_inner(part, example, **settings)
-            if _skip_count() > before and len(self._skipped) == said:  # it is silent about what is not on a GPU
+            said, before = len(self._skipped), compilation.cudagraph_skips()
+            code = compile_()
+            if compilation.cudagraph_skips() > before and len(self._skipped) == said:  # silent about what is on no GPU
                 self._skipped.append(str(getattr(code, "disabled_cudagraphs_reason", None) or ""))
             return code
 
-        return compile_fx(graph, list(inputs), inner_compile=compile_, config_patches=options)
+        return compilation.generated(graph, inputs, options, see)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The compiler as in a fresh process, before and after, and its counters as they were."""
-        from torch._dynamo import utils
-        from torch._functorch import config
-        from torch._inductor.cudagraph_utils import cudagraphs_log
-
-        counters = utils.counters
-        listener, kept = _Listener(self._skipped), {name: Counter(found) for name, found in counters.items()}
-        torch._dynamo.reset()
-        counters.clear()
-        limit = utils._compilation_metrics.maxlen
-        utils.set_compilation_metrics_limit(COMPILATIONS)
-        earlier = len(utils.get_compilation_metrics())
-        cudagraphs_log.addHandler(listener)
-        try:
-            with config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
-                yield
-            self._compilations = utils.get_compilation_metrics()[earlier:]
-            self._breaks, self._skips = list(utils.graph_break_reasons), _skip_count()
-        finally:
-            cudagraphs_log.removeHandler(listener)
-            utils.set_compilation_metrics_limit(limit or utils.DEFAULT_COMPILATION_METRICS_LIMIT)
-            torch._dynamo.reset()
-            counters.clear()
-            counters.update(kept)
+        with compilation.recorded(_Listener(self._skipped)) as self._records:
+            yield
 
     # -- afterwards ------------------------------------------------------------------------------------------------
 
@@ -133,18 +82,18 @@ class Capture:
         functions = self._functions()
         found = [
             Break(_sentence(c.fail_reason), _place_of_failure(c, functions), functions[_frame(c)][0])
-            for c in self._compilations
+            for c in self._records.compilations
             if c.fail_type and not c.fail_type.startswith("Skip")  # a function without tensors loses nothing
         ]
-        found += [Break(_sentence(b.reason), _place(b.user_stack)) for b in self._breaks]
+        found += [Break(_sentence(b.reason), _place(b.user_stack)) for b in self._records.breaks]
         if not self.graphs and not found:
             found = [Break("no graph was made: torch.compile is turned off, or nothing computes on tensors", "here")]
         return tuple(dict.fromkeys(found))
 
     def refusals(self) -> tuple[str, ...]:
         """What our own layers said where a graph ended."""
-        ended = [(c.fail_reason, c.fail_user_frame_filename) for c in self._compilations if c.fail_reason]
-        ended += [(b.reason, b.user_stack[-1].filename) for b in self._breaks if b.user_stack]
+        ended = [(c.fail_reason, c.fail_user_frame_filename) for c in self._records.compilations if c.fail_reason]
+        ended += [(b.reason, b.user_stack[-1].filename) for b in self._records.breaks if b.user_stack]
         found = [_quoted(reason) for reason, file in ended if file and HERE in Path(file).parents]
         return tuple(dict.fromkeys(filter(None, found)))
 
@@ -152,21 +101,20 @@ class Capture:
         functions = self._functions()
         return tuple(
             Recompile(_guard(c.recompile_reason), " in ".join(reversed(functions[_frame(c)])))
-            for c in self._compilations
+            for c in self._records.compilations
             if c.recompile_reason and not c.fail_type
         )
 
     def skips(self) -> tuple[str, ...]:
         """As many as were counted, with the reasons that were given."""
-        given = [text or "no reason was given" for text in self._skipped[: self._skips]]
-        return tuple(given + ["no reason was given"] * (self._skips - len(given)))
+        given = [text or "no reason was given" for text in self._skipped[: self._records.skips]]
+        return tuple(given + ["no reason was given"] * (self._records.skips - len(given)))
 
     def _functions(self) -> dict[str, tuple[str, str]]:
         """(name, file:line) of every function that was compiled: one that is given up on is recorded by number."""
-        found = {
-            _frame(c): (c.co_name, _file(c.co_filename, c.co_firstlineno)) for c in self._compilations if c.co_name
-        }
-        return {_frame(c): found.get(_frame(c), ("a function", "unknown")) for c in self._compilations}
+        compiled = self._records.compilations
+        found = {_frame(c): (c.co_name, _file(c.co_filename, c.co_firstlineno)) for c in compiled if c.co_name}
+        return {_frame(c): found.get(_frame(c), ("a function", "unknown")) for c in compiled}
 
 
 class _Listener(logging.Handler):
@@ -176,12 +124,6 @@ class _Listener(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.heard.append(record.getMessage())
-
-
-def _skip_count() -> int:
-    from torch._dynamo.utils import counters
-
-    return counters["inductor"]["cudagraph_skips"]
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
@@ -195,16 +137,9 @@ def _operators(graph: GraphModule, direction: str) -> Graph:
 
 def _name(node: Node) -> str:
     """An operator's name; empty for what is none."""
-    target: Any = node.target
     if node.op != "call_function":
         return ""
-    if isinstance(target, torch._ops.HigherOrderOperator) and str(target).startswith("auto_functionalized"):
-        target = node.args[0]  # an operator that writes to its inputs, wrapped by the compiler
-    if isinstance(target, torch._ops.OpOverload) and target.namespace == OURS[:-2]:
-        return str(target._schema.name)
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        return str(target._qualified_op_name)
-    return str(target) if isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)) else ""
+    return operator_name(node.target, node.args[0] if node.args else None, OURS[:-2])
 
 
 def _recipes(graph: GraphModule) -> dict[int, Recipe]:

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
+from octavo._torch.compilation import mode_options, modes
+from octavo._torch.modules import uncompiled
+from octavo._torch.pytree import tree_leaves, tree_map
 from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.inspection.capture import Capture
-from octavo.inspection.report import Layer, Report
+from octavo.inspection.report import CompileReport, Layer
 from octavo.model.convert import route
-from octavo.model.step import layers
+from octavo.model.layers import layers
 from octavo.modules.quantized import UNQUANTIZED, Quantized
 from octavo.recipes.recipe import GEMMS
 from octavo.wgrad.main_grad import has_buffer
@@ -35,7 +37,7 @@ def explain(
     mode: str | None = None,
     backward: bool = True,
     dynamic: bool | None = None,
-) -> Report:
+) -> CompileReport:
     """Compile a copy of the model, call it with `inputs` and with each tuple of `then`, and report.
 
     mode        of torch.compile, compiled by Inductor. None is "reduce-overhead" on a GPU; on a CPU the graphs are
@@ -56,7 +58,7 @@ def explain(
         for batch in (inputs, *then):
             for _ in range(REPLAYED if cudagraphs else 1):
                 _step(subject, call, batch, backward)
-    return Report(
+    return CompileReport(
         compiler=f"{'Graphs without code' if mode is None else f'Inductor, mode {mode}'}, on {device}",
         cudagraphs=cudagraphs,
         breaks=capture.breaks(),
@@ -70,17 +72,15 @@ def explain(
 
 
 def _options(mode: str, dynamic: bool | None) -> dict[str, Any]:
-    from torch._inductor import list_mode_options
-
-    check_choice(mode, tuple(list_mode_options()), what="mode")
-    return dict(list_mode_options(mode, dynamic))
+    check_choice(mode, modes(), what="mode")
+    return mode_options(mode, dynamic)
 
 
 # -- the copy ----------------------------------------------------------------------------------------------------------
 
 
 def _copied(model: Any) -> nn.Module:
-    model = getattr(model, "_orig_mod", model)  # under torch.compile already
+    model = uncompiled(model)
     if not isinstance(model, nn.Module):
         raise UnsupportedConfig(f"explain takes a torch.nn.Module, got {type(model).__name__}. Wrap it in one.")
     try:

@@ -76,7 +76,9 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class Report:
+class CompileReport:
+    """What `octavo.explain` found in one compilation of a model. Prints as tables."""
+
     compiler: str  # what took the graphs
     cudagraphs: bool  # whether CUDA graphs were asked for: nothing is skipped that was not
     breaks: tuple[Break, ...]

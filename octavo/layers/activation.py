@@ -9,9 +9,9 @@ import math
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from octavo._torch.operators import unsafe_view
 from octavo.errors import check_choice
 from octavo.kernels import activation
 from octavo.kernels.activation import ACTIVATIONS, Function
@@ -86,7 +86,7 @@ class ActivationLayer(Layer):
             config.function, matrix(x), vector(inputs.scales), vector(inputs.bias), vector(inputs.seed)
         )
         if x.dim() != 2:
-            y = torch.ops.aten._unsafe_view(y, shape_of_y(config, tuple(x.shape)))  # fresh, and no view of anything
+            y = unsafe_view(y, shape_of_y(config, tuple(x.shape)))  # fresh, and no view of anything
         return Made((y,), (), ())
 
     def abstract(self, config: Config, inputs: Inputs) -> Made:

@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
+
+from octavo._torch.fakes import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
+    active_fake_mode,
     is_fake,
 )
-
 from octavo.quant.proto import TensorProto
 
 
@@ -21,7 +22,7 @@ class Miscounted(RuntimeError):
 
 def without_data() -> Any:
     """Tensors made within have none."""
-    return nullcontext() if _is_fake_already() else FakeTensorMode()
+    return nullcontext() if active_fake_mode() is not None else FakeTensorMode()
 
 
 def fake(t: Any) -> Tensor:
@@ -63,9 +64,4 @@ def _is_about_values(error: Any) -> bool:
 
 def _values_asked_for() -> int:
     """A compiler has symbols for values, as for sizes, and counts those that nobody has returned yet."""
-    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    return len(getattr(getattr(mode, "shape_env", None), "pending_fresh_unbacked_symbols", ()))
-
-
-def _is_fake_already() -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return len(getattr(getattr(active_fake_mode(), "shape_env", None), "pending_fresh_unbacked_symbols", ()))

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from octavo._torch.autograd import preserve_version_counter
 from octavo.delayed_scaling import casts as delayed
 from octavo.delayed_scaling.casts import Amax, W, X
 from octavo.errors import UnsupportedConfig
@@ -398,7 +398,7 @@ class GroupedLinearLayer(WeightLayer):
                 dy, x, groups, torch.empty(shape, dtype=dtype, device=device), accumulate=False
             )
         out = target.open(number * n, k).view(number, n, k)
-        with _unsafe_preserve_version_counter(out):  # a graph in flight may have it among what it saved
+        with preserve_version_counter(out):  # a graph in flight may have it among what it saved
             _fill_weight_gradient(dy, x, groups, out, accumulate=config.main_grad == "add")
         target.close()
         return torch.zeros(shape, dtype=dtype, device=device) if config.dummy_grad else None

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from octavo._torch.autograd import preserve_version_counter
+from octavo._torch.operators import unsafe_view
 from octavo.delayed_scaling import casts as delayed
 from octavo.delayed_scaling.casts import Amax, Amaxes, W, X
 from octavo.kernels.column_sums import column_sums
@@ -307,7 +308,7 @@ def forward_from(
     if lead is None and inputs.x is not None and inputs.x.dim() != 2:
         lead = tuple(inputs.x.shape[:-1])
     if lead is not None and len(lead) != 1:
-        y = torch.ops.aten._unsafe_view(y, (*lead, y.shape[-1]))  # fresh: nobody has the matrix, so it is no view of it
+        y = unsafe_view(y, (*lead, y.shape[-1]))  # fresh: nobody has the matrix, so it is no view of it
     extras: Parts = () if amaxes.extra is None else (amaxes.extra,)
     if config.quantize_output:
         y, extras = _quantized_output(config, y, extras)
@@ -582,6 +583,6 @@ def _assembled(spec: Quantizer, slots: Slots, shape: tuple[int, ...], dtype: tor
 
 def _store(config: Config, target: Target | LazyTarget, out: Tensor, dw: Tensor) -> None:
     """Bring dw to the matrix that a target opened."""
-    with _unsafe_preserve_version_counter(out):  # a graph in flight may have it among what it saved
+    with preserve_version_counter(out):  # a graph in flight may have it among what it saved
         out.add_(dw) if config.main_grad == "add" else out.copy_(dw)
     target.close()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo._torch.operators import unsafe_view
 from octavo.errors import check_choice, check_not_negative
 from octavo.kernels import norm as kernel
 from octavo.kernels.norm import Norm
@@ -79,7 +80,7 @@ class NormLayer(Layer):
         fresh = Fresh(found.mean, found.rstd) if config.keeps else Fresh()
         y = found.y
         if inputs.x.dim() != 2 or config.dims != 1:
-            y = torch.ops.aten._unsafe_view(y, inputs.x.shape)  # fresh, and no view of anything
+            y = unsafe_view(y, inputs.x.shape)  # fresh, and no view of anything
         return Made((y,), (), fresh)
 
     def abstract(self, config: Config, inputs: Inputs) -> Made:

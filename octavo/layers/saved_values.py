@@ -33,7 +33,7 @@ def kind_of(value: Any, where: str) -> str:
     if isinstance(value, QTensor):
         return f"codes:{NAMES[value.dtype]}:{value.spec.key}"
     if isinstance(value, GroupedTensor):
-        return f"groups:{value.side}:{NAMES[value.q.dtype]}:{value.q.spec.key}"
+        return f"groups:{value.orientation}:{NAMES[value.q.dtype]}:{value.q.spec.key}"
     raise TypeError(
         f"{where} returned {told(value)} for backward. What backward needs is a Tensor, QTensor, GroupedTensor or "
         "None; any other choice is a field of op_config, known when the run is planned."

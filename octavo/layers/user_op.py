@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
+from octavo._torch.fakes import is_fake
 from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import Layer, Made, Tensors
 from octavo.layers.dry_run import Miscounted, fake, stand_in, tried, without_data

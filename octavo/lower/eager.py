@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from octavo._torch.autograd import current_graph_task, preserve_version_counter
+from octavo._torch.dispatch import is_batched
 from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import Layer
 from octavo.lower.caller_memory import begin_write, keep, refuse_grad, refuse_overlap
 from octavo.lower.modified import explain_modified, refuse_modified, title_of
 from octavo.lower.replay import calls as tape
-from octavo.lower.transforms import check_transforms, is_batched, refuse_active, refuse_batched, refuse_tangents
+from octavo.lower.transforms import check_transforms, refuse_active, refuse_batched, refuse_tangents
 from octavo.memory import overlap
 from octavo.wgrad.targets import LazyTarget, Target
 
@@ -136,10 +137,10 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     grads = tuple([None if g is None else _in_memory(g) for g in grads[:outputs]])
     elsewhere = layer.returned_elsewhere(config)
     for place in elsewhere.values():
-        begin_write(buffers[place], torch._C._current_graph_task_id())
+        begin_write(buffers[place], current_graph_task())
     # a graph of the same layer may be in flight, and have the same buffers among what it saved
     written = tuple([t for t in buffers if isinstance(t, Tensor)])
-    with _unsafe_preserve_version_counter(written) if written else nullcontext():
+    with preserve_version_counter(written) if written else nullcontext():
         if layer.replays(config, "backward") and _are_tensors(buffers) and not any([g is None for g in grads]):
             made = made if made.still(saved) else _unknown(saved)
             found = _replayed(layer, config, saved, buffers, grads, made)
@@ -159,7 +160,7 @@ def _in_callers_memory(ctx: Any, found: Sequence[Any], elsewhere: dict[int, int]
     for i in elsewhere:
         if found[i] is not None:
             given[i] = found[i].data
-            keep(found[i], given[i], torch._C._current_graph_task_id())
+            keep(found[i], given[i], current_graph_task())
     ctx.kept = [given[i] for i in elsewhere]
     return given
 
@@ -192,7 +193,7 @@ def _replayed(layer: Layer, config: Any, saved: Tensors, buffers: Any, grads: Te
 
     tensors = [*[saved[i] for i in made.order], *written, *grads]
     into = [t for t, mode in zip(written, modes, strict=True) if mode]
-    with _unsafe_preserve_version_counter(tuple(into)) if into else nullcontext():
+    with preserve_version_counter(tuple(into)) if into else nullcontext():
         found = tape.call((config.key, "backward", made.kind, *modes), tensors, work, made.known).found
     for t in buffers:
         if isinstance(t, LazyTarget):

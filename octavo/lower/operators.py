@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.fx.node import has_side_effect
 from torch.utils.flop_counter import register_flop_formula
 
+from octavo._torch.autograd import current_graph_task, preserve_version_counter, saved_tensors_hooks
 from octavo._torch.tracing import saved_elsewhere, while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.layers import activation, add, chain, fork, grouped_linear, linear, norm, rounding, user_fusion, user_op
@@ -161,7 +161,7 @@ def _refuse_hooks(parsed: _Plan) -> None:
             "fp8-delayed's amax, nvfp4's counter, main_grad, dgrad_out, delay_wgrad_compute. Leave the hooks out, or "
             "run the layer in eager mode, where both work."
         )
-    if parsed.layer.fills(parsed.config) and torch._C._autograd._top_saved_tensors_default_hooks(True):
+    if parsed.layer.fills(parsed.config) and saved_tensors_hooks(True):
         raise UnsupportedConfig(
             "A graph with delay_wgrad_compute=True inside torch.utils.checkpoint would leave the operands of dw with a "
             "forward that is run again. Leave one of the two out, or run the layer in eager mode."
@@ -187,10 +187,10 @@ def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
         return None, parsed.returned(parsed.layer.backward(parsed.config, saved, parsed.buffers_of(tensors), dys))
 
     for at in parsed.elsewhere.values():
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         begin_write(tensors[at], task)
         keep(tensors[at], None, task)
-    with _unsafe_preserve_version_counter(tuple(tensors)):
+    with preserve_version_counter(tuple(tensors)):
         found: Any = tape.call((plan, mask), list(tensors), work).found if parsed.replays_back else work(tensors)[1]
     return list(found)
 

@@ -2,14 +2,12 @@
 
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from octavo._torch.dispatch import has_transforms, transforms
 from octavo.errors import UnsupportedConfig
 
-functorch: Any = torch._C._functorch
-is_batched = functorch.is_legacy_batchedtensor  # whether a gradient is several
 FORWARD_MODE = "forward-mode AD (torch.autograd.forward_ad, torch.func.jvp)"
 BATCHED = "vmap over gradients (is_grads_batched=True, jacobian(vectorize=True))"
 
@@ -32,7 +30,7 @@ def refuse_active(error: RuntimeError) -> None:
 def check_transforms(tensors: Any) -> None:
     """Refuse what would lose derivatives without a word, where autograd has no part in a call. vmap alone goes on: its
     rules for torch's operators hold, or raise."""
-    if torch._C._are_functorch_transforms_active() and set(_active()) != {"vmap"}:
+    if has_transforms() and set(_active()) != {"vmap"}:
         raise UnsupportedConfig(why_active())
     if forward_ad._current_level >= 0:
         flat = [t for entry in tensors for t in (entry if isinstance(entry, tuple) else (entry,))]
@@ -57,4 +55,4 @@ def _sentence(what: str) -> str:
 
 def _active() -> list[str]:
     """Names of torch.func's transforms, the innermost last."""
-    return [transform.key().name.lower() for transform in functorch.get_interpreter_stack() or ()]
+    return [transform.key().name.lower() for transform in transforms() or ()]

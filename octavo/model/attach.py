@@ -10,8 +10,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from octavo._torch.optimizers import runs_hooks
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
-from octavo.model.step import layers, refresh_layers, step_layers
+from octavo.model.layers import layers
+from octavo.model.step import step_layers
+from octavo.model.weights import refresh_layers
 from octavo.modules.quantized import Quantized
 from octavo.weights import optimizer_hooks
 
@@ -135,7 +138,7 @@ def _hooked(optimizer: Any) -> Optimizer:
     seen: list[Any] = []
     while all(found is not one for one in seen):
         seen.append(found)
-        if _runs_hooks(found):
+        if runs_hooks(found):
             stepped: Optimizer = found
             return stepped
         # a scheduler has an optimizer too, and no parameters
@@ -145,11 +148,3 @@ def _hooked(optimizer: Any) -> Optimizer:
         "attach takes a torch.optim.Optimizer whose step() runs hooks, or a wrapper with one at .optimizer, got "
         f"{what}. Pass the torch optimizer itself, or {_BY_HAND}."
     )
-
-
-def _runs_hooks(optimizer: Any) -> bool:
-    """Whether torch's constructor has run for this very object, and wrapped the `step` that it has. Wrappers may have
-    an optimizer's class, or its attributes, with a `step` of their own."""
-    if not isinstance(optimizer, Optimizer) or "_optimizer_step_post_hooks" not in vars(optimizer):
-        return False
-    return bool(getattr(type(optimizer).step, "hooked", False))

@@ -48,7 +48,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """The rows of a conversion, in the model's order. Prints as a table and a summary."""
 
     rows: tuple[Row, ...]

@@ -19,7 +19,7 @@ from octavo.fuser.inputs import strange
 from octavo.fuser.sequential import Sequential
 from octavo.kernels.gemm import native, spec_route
 from octavo.model.adopted import clashes, class_for, is_patched, is_plain, stock_class, unpatch
-from octavo.model.conversion import Report, Row
+from octavo.model.conversion import ConversionReport, Row
 from octavo.model.matrices import holders, qualified, why_left
 from octavo.model.selection import CONVERT, HIGH_PRECISION, KEEP, Choice, Policy, Selection, is_swapped, select
 from octavo.modules.linear import Linear
@@ -57,7 +57,7 @@ def convert(
     keep_weight_codes: bool | None = None,
     fuse_wgrad_accumulation: bool | None = None,
     delay_wgrad_compute: bool | None = None,
-) -> Report:
+) -> ConversionReport:
     """Give every nn.Linear of the model, and every layer of ours without a recipe, this recipe.
 
     A subclass of nn.Linear that inherits its forward is converted and stays an instance of its class.
@@ -113,7 +113,7 @@ def convert(
     rows = {plan.path: _applied(plan, strict, settings) for plan in planned}
     rows |= {row.path: row for row in _others(model) if row.path not in rows}
     order = [path for path, _ in model.named_modules(remove_duplicate=False) if path in rows]
-    report = Report(tuple(rows[path] for path in order), tuple(_take_shortcuts_away(model)))
+    report = ConversionReport(tuple(rows[path] for path in order), tuple(_take_shortcuts_away(model)))
     _warn_of_nothing(model, report, str(chosen.default))
     return report
 
@@ -316,7 +316,7 @@ def _take_shortcuts_away(model: nn.Module) -> Iterator[str]:
         )
 
 
-def _warn_of_nothing(model: nn.Module, report: Report, recipe: str) -> None:
+def _warn_of_nothing(model: nn.Module, report: ConversionReport, recipe: str) -> None:
     """Say so if nothing was converted, and no layer runs in the recipe already."""
     done = [row for row in report if row.recipe]
     if any(row.reason == CONVERT or row.recipe == recipe for row in done):

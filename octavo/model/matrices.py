@@ -6,10 +6,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
+from octavo._torch.modules import Convolution
+
 # (class, reason in a word, why it stays)
 _KNOWN: tuple[tuple[tuple[type, ...], str, str], ...] = (
     ((nn.Embedding, nn.EmbeddingBag), "embedding", "a table that is looked up, not multiplied"),
-    ((nn.modules.conv._ConvNd,), "convolution", "a convolution, and recipes are for matrix products"),
+    ((Convolution,), "convolution", "a convolution, and recipes are for matrix products"),
     ((nn.Bilinear,), "bilinear", "a product of two inputs, and recipes are for products of one with a weight"),
     ((nn.RNNBase, nn.RNNCellBase), "recurrent", "it multiplies its matrices itself. Build the cell from nn.Linear"),
     (

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from octavo.errors import UnsupportedConfig
+from octavo.errors import UnsupportedConfig, did_you_mean
 from octavo.modules.quantized import Quantized
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
@@ -185,7 +185,7 @@ def excluded(model: nn.Module, exclude: Any) -> dict[str, str]:
         exact = isinstance(entry, str) and entry in modules  # a path may have characters that globs use
         roots = [entry] if exact else [path for path, module in modules.items() if _is_meant(entry, path, module)]
         if not roots:
-            raise UnsupportedConfig(_nothing_meant(entry, list(modules)))
+            raise UnsupportedConfig(_excludes_nothing(entry, list(modules)))
         name = repr(entry) if isinstance(entry, str) else entry.__qualname__
         for root in roots:
             inside = (path for path in modules if path == root or not root or path.startswith(f"{root}."))
@@ -197,13 +197,12 @@ def _is_meant(entry: Any, path: str, module: nn.Module) -> bool:
     return fnmatch.fnmatchcase(path, entry) if isinstance(entry, str) else isinstance(module, entry)
 
 
-def _nothing_meant(entry: Any, paths: list[str]) -> str:
+def _excludes_nothing(entry: Any, paths: list[str]) -> str:
     if not isinstance(entry, str):
         return f"exclude={entry.__qualname__} is no class of a module in this model. Leave it out."
-    if any(path.endswith(f".{entry}") for path in paths):
-        return f"exclude={entry!r} is no path of a module in this model. Did you mean '*.{entry}'?"
-    near = difflib.get_close_matches(entry, paths, 1)
-    return f"exclude={entry!r} is no path of a module in this model." + (f" Did you mean {near[0]!r}?" if near else "")
+    ends = any(path.endswith(f".{entry}") for path in paths)
+    near = [f"*.{entry}"] if ends else difflib.get_close_matches(entry, paths, 1)
+    return f"exclude={entry!r} is no path of a module in this model.{did_you_mean(near)}"
 
 
 # -- policy ------------------------------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@ torch 2.11 and 2.13, and what they return has to be waited for by whoever reads 
 import copy
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # gives the operators their gradients
 from torch import Tensor, nn
 
+from octavo._torch.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor, wait_tensor
 from octavo.errors import UnsupportedShape
 from octavo.fuser.operation import FusibleOperation
 from octavo.modules.activation import numbers, values_of
@@ -57,7 +56,7 @@ class AllGather(_Collective):
     """The rows of all processes, one after the other; gradients of a process's rows are summed over processes."""
 
     def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
-        return _waited(torch.ops._c10d_functional.all_gather_into_tensor(x, size, group))
+        return _waited(all_gather_into_tensor(x, size, group))
 
 
 class ReduceScatter(_Collective):
@@ -70,17 +69,17 @@ class ReduceScatter(_Collective):
                 f"{numbers(x)} does not divide by the {size} processes of the group. Pad the rows to a multiple "
                 f"of {size} and drop the padding after, or use AllReduce."
             )
-        return _waited(torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", size, group))
+        return _waited(reduce_scatter_tensor(x, "sum", size, group))
 
 
 class AllReduce(_Collective):
     """The sum over processes, in each of them; dx is dy."""
 
     def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
-        total = _waited(torch.ops._c10d_functional.all_reduce(x.detach(), "sum", group))
+        total = _waited(all_reduce(x.detach(), "sum", group))
         return Join.apply(total, x)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _waited(sent: Tensor) -> Tensor:
-    found: Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+    found: Tensor = wait_tensor(sent)
     return found

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import claim, is_captured, is_inside_operator, is_static, is_watched
 from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
@@ -241,7 +241,7 @@ class GroupedLinear(FusibleOperation, Quantized):
 
     def _input(self, x: Tensor | GroupedTensor, own: Tensor) -> Tensor:
         if isinstance(x, GroupedTensor):
-            if x.side != "row":
+            if x.orientation != "row":
                 raise UnsupportedShape(
                     "A GroupedTensor given as x holds rows, and this one holds columns. Quantize the other side."
                 )

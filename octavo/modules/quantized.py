@@ -14,9 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from octavo._torch.fakes import as_real_as
+from octavo._torch.autograd import current_graph_task
+from octavo._torch.fakes import FakeTensor, as_real_as
 from octavo._torch.modules import drop_buffers
 from octavo._torch.tracing import while_tracing
 from octavo.delayed_scaling import memory as scaling
@@ -42,7 +42,7 @@ def dtype_refusal(dtype: torch.dtype) -> str:
     return "" if dtype in FLOATS else f"its weight is {dtype}, and float32, bfloat16 or float16 can be quantized"
 
 
-DY_AMAX = scaling.NAMES["backward"]["current"]  # the buffer in which backward observes dy
+DY_AMAX = scaling.BUFFER_NAMES["backward"]["current"]  # the buffer in which backward observes dy
 
 
 class WeightSide(NamedTuple):
@@ -216,7 +216,7 @@ class Quantized(nn.Module):
     def _followed(self, recipe: Recipe | None) -> Recipe:
         """The ambient recipe, for a layer without one of its own."""
         if recipe is None:
-            if self._follows and torch._C._current_graph_task_id() != -1:
+            if self._follows and current_graph_task() != -1:
                 raise UnsupportedConfig(
                     "This layer follows octavo.autocast, and is run during a backward, by a checkpoint that "
                     "recomputes, where no recipe is in force. Enter octavo.autocast inside the checkpointed function, "

@@ -1,6 +1,7 @@
 """Quantizers as values, one folder per scaling scheme, and the quantized matrix they make."""
 
 from octavo.quant.block import Block1D, Block2D
+from octavo.quant.grouped import GroupedTensor
 from octavo.quant.mx import MX
 from octavo.quant.nvfp4 import NVFP4
 from octavo.quant.proto import TensorProto
@@ -17,6 +18,7 @@ __all__ = [
     "Block1D",
     "Block2D",
     "DelayedState",
+    "GroupedTensor",
     "QProto",
     "QTensor",
     "Quantizer",

@@ -13,32 +13,38 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
-from torch.utils._pytree import register_pytree_node
 
 from octavo import backend
+from octavo._torch.fakes import is_fake
+from octavo._torch.pytree import register_pytree_node
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.quant import blocks
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.groups.reference import pack
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import QProto, QTensor
+from octavo.quant.qtensor import ORIENTATIONS, QProto, QTensor
 from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer, as_matrix, check_flag, check_float, fill_pair
-
-SIDES = ("row", "column")
 
 
 @dataclass(frozen=True, eq=False)
 class GroupedTensor:
-    """Codes and scales of rows in groups, inside their blocks of 128 (`octavo.quant.groups`).
+    """Codes and scales of rows in groups, each group quantized as if it were alone.
 
-    A row orientation has codes [padded, K], contracted over K; a column orientation has [K, padded], contracted over
-    the rows of a group. A group's codes and scales are those that its rows alone would have; what no row stands for is
-    zero within a group's last block and undefined past the last group."""
+    `Quantizer.quantize_groups(x, sizes)` makes one; GroupedLinear takes one of rows as its input.
 
-    q: QTensor  # its grid of scales has an entry for each group where the scheme has one for all rows
+    A group begins at a multiple of 128 rows inside (`octavo.quant.groups`). Elements that no row stands for are zero
+    within a group's last block, and undefined past the last group.
+
+    Args:
+        q: codes [padded, K] that are contracted over K, or [K, padded] that are contracted over the rows of a group.
+            Its grid of scales has an entry for each group where the scheme has one scale for all rows.
+        groups: which rows belong to which group, and where they are inside.
+        orientation: "row" for codes [padded, K], "column" for codes [K, padded].
+    """
+
+    q: QTensor
     groups: Groups
-    side: str  # "row" or "column"
+    orientation: str
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors inside, in a fixed order: those of the codes, then those of the groups."""
@@ -50,7 +56,7 @@ class GroupedTensor:
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Values [rows, K], packed; zero in the tail. Nothing is read on the host."""
-        q, spec, dim = self.q, self.q.spec, SIDES.index(self.side)
+        q, spec, dim = self.q, self.q.spec, ORIENTATIONS.index(self.orientation)
         dtype = check_float(q.dtype if dtype is None else dtype, "dequantize")
         owner = self.groups.owner.clamp_min(0)[:, None].expand(-1, BLOCK).reshape(-1)
         scale = spec.scale_values(q)
@@ -67,11 +73,11 @@ class GroupedTensor:
         """Each group's own QTensor, views of this one. Reads the sizes, which waits for the device."""
         sizes, firsts = self.groups.sizes(), self.groups.block[:-1].tolist()
         places = enumerate(zip(firsts, sizes, strict=True))
-        return [member(self.q, self.side, g, BLOCK * first, size) for g, (first, size) in places]
+        return [member(self.q, self.orientation, g, BLOCK * first, size) for g, (first, size) in places]
 
     def save(self) -> "tuple[tuple[Tensor, ...], Settings]":
         """Plain tensors for autograd's save_for_backward, and what `restore` needs besides to make this of them."""
-        return tuple(self.tensors()), (self.q.spec, self.q.shape, self.q.dtype, self.groups.rows, self.side)
+        return tuple(self.tensors()), (self.q.spec, self.q.shape, self.q.dtype, self.groups.rows, self.orientation)
 
     def __reduce__(self) -> Any:
         raise TypeError("A GroupedTensor is not pickled: pickle what save() gives, with str(spec), and restore() it.")
@@ -81,9 +87,9 @@ class GroupedTensor:
         return restore([t.clone() for t in tensors], settings)
 
     def __repr__(self) -> str:
-        width = self.q.columns if self.side == "row" else self.q.rows
+        width = self.q.columns if self.orientation == "row" else self.q.rows
         size = f"{self.groups.rows}x{width} in {self.groups.number} groups"
-        return f"GroupedTensor({size}, {self.side}, {self.q.spec.key}, {self.q.device})"
+        return f"GroupedTensor({size}, {self.orientation}, {self.q.spec.key}, {self.q.device})"
 
 
 Settings = tuple[Quantizer, tuple[int, ...], torch.dtype, int, str]
@@ -91,20 +97,20 @@ Settings = tuple[Quantizer, tuple[int, ...], torch.dtype, int, str]
 
 def restore(tensors: Sequence[Tensor], settings: Settings) -> GroupedTensor:
     """The GroupedTensor that gave these when it was saved."""
-    spec, shape, dtype, rows, side = settings
+    spec, shape, dtype, rows, orientation = settings
     codes, scale, *more = tensors
     level2 = more.pop(0) if spec.two_level else None
-    return GroupedTensor(QTensor(codes, scale, spec, shape, dtype, level2), Groups._make((*more, rows)), side)
+    return GroupedTensor(QTensor(codes, scale, spec, shape, dtype, level2), Groups._make((*more, rows)), orientation)
 
 
 def _flatten(t: GroupedTensor) -> tuple[list[Any], tuple[Any, ...]]:
-    return [t.q, *t.groups.tensors()], (t.groups.rows, t.side)
+    return [t.q, *t.groups.tensors()], (t.groups.rows, t.orientation)
 
 
 def _unflatten(parts: Iterable[Any], settings: tuple[Any, ...]) -> GroupedTensor:
     q, *groups = parts
-    rows, side = settings
-    return GroupedTensor(q, Groups._make((*groups, rows)), side)
+    rows, orientation = settings
+    return GroupedTensor(q, Groups._make((*groups, rows)), orientation)
 
 
 register_pytree_node(GroupedTensor, _flatten, _unflatten)  # a tree of tensors, as a QTensor is
@@ -114,12 +120,12 @@ register_pytree_node(GroupedTensor, _flatten, _unflatten)  # a tree of tensors, 
 
 
 def grouped_proto(
-    spec: Quantizer, padded: int, number: int, k: int, side: str, dtype: torch.dtype, device: torch.device
+    spec: Quantizer, padded: int, number: int, k: int, orientation: str, dtype: torch.dtype, device: torch.device
 ) -> QProto:
     """What `number` groups of rows of k, `padded` rows inside, are quantized into, without data."""
-    shape = (padded, k) if side == "row" else (k, padded)
+    shape = (padded, k) if orientation == "row" else (k, padded)
     codes = TensorProto((shape[0], spec.code_columns(shape[1])), spec.fmt.dtype, device)
-    grid = _grid(spec, shape, number, side)
+    grid = _grid(spec, shape, number, orientation)
     kind = torch.float32 if spec.scale_format is None else torch.uint8
     scale = TensorProto(grid, kind, device, scale_strides(spec, grid))
     level2 = TensorProto((number,), torch.float32, device) if spec.two_level else None
@@ -129,11 +135,13 @@ def grouped_proto(
 _cached_proto = lru_cache(maxsize=4096)(grouped_proto)  # an eager layer asks for the same few at every step
 
 
-def _grid(spec: Quantizer, shape: tuple[int, int], number: int, side: str) -> tuple[int, int]:
+def _grid(spec: Quantizer, shape: tuple[int, int], number: int, orientation: str) -> tuple[int, int]:
     """Blocks each way; of the grouped dim, whole, there is one for each group."""
     down, across = blocks.grid(*shape, spec.block)
     r, c = spec.block
-    return (number if side == "row" and r is None else down), (number if side == "column" and c is None else across)
+    return (number if orientation == "row" and r is None else down), (
+        number if orientation == "column" and c is None else across
+    )
 
 
 def scale_strides(spec: Quantizer, grid: tuple[int, int]) -> tuple[int, int] | None:
@@ -143,30 +151,30 @@ def scale_strides(spec: Quantizer, grid: tuple[int, int]) -> tuple[int, int] | N
 
 
 def grouped_assemble(
-    spec: Quantizer, parts: Sequence[Tensor], number: int, side: str, k: int, dtype: torch.dtype
+    spec: Quantizer, parts: Sequence[Tensor], number: int, orientation: str, k: int, dtype: torch.dtype
 ) -> QTensor:
     """The QTensor whose `tensors()` these are; codes may come as plain bytes, the scale flat."""
     codes = parts[0] if parts[0].dtype == spec.fmt.dtype else parts[0].view(spec.fmt.dtype)
-    shape = (codes.shape[0], k) if side == "row" else (codes.shape[0], codes.shape[1] * spec.fmt.packed)
+    shape = (codes.shape[0], k) if orientation == "row" else (codes.shape[0], codes.shape[1] * spec.fmt.packed)
     scale = parts[1]
     if scale.dim() == 1:  # it came flat
-        grid = _grid(spec, shape, number, side)
+        grid = _grid(spec, shape, number, orientation)
         scale = scale.as_strided(grid, scale_strides(spec, grid) or (grid[1], 1))
     return QTensor(codes, scale, spec, shape, dtype, parts[2] if spec.two_level else None)
 
 
-def member(q: QTensor, side: str, g: int, start: int, size: int) -> QTensor:
+def member(q: QTensor, orientation: str, g: int, start: int, size: int) -> QTensor:
     """Group g's own QTensor, `size` rows from `start` inside, as views: what its rows alone are quantized into."""
-    dim, spec = SIDES.index(side), q.spec
+    dim, spec = ORIENTATIONS.index(orientation), q.spec
     end = start + size
-    if side == "row":
+    if orientation == "row":
         codes, shape = q.codes[start:end], (size, q.columns)
     else:
         first = start // spec.fmt.packed
         codes, shape = q.codes[:, first : first + spec.code_columns(size)], (q.rows, size)
     length = spec.block[dim]
     part = slice(g, g + 1) if length is None else slice(start // length, blocks.ceil_div(end, length))
-    scale = q.scale[part] if side == "row" else q.scale[:, part]
+    scale = q.scale[part] if orientation == "row" else q.scale[:, part]
     return QTensor(codes, scale, spec, shape, q.dtype, None if q.global_scale is None else q.global_scale[g : g + 1])
 
 
@@ -182,17 +190,17 @@ def quantize_groups(
     matrix = _matrix(x, groups)
     given = _checked(matrix, (row, column), groups, given)
     first, second = (
-        None if spec is None else _empty(spec, groups, matrix, side)
-        for spec, side in zip((row, column), SIDES, strict=True)
+        None if spec is None else _empty(spec, groups, matrix, orientation)
+        for spec, orientation in zip((row, column), ORIENTATIONS, strict=True)
     )
     if not is_fake(matrix):  # which has no values, and whose groups have no sizes
         fill_pair(matrix, (None if first is None else first.q, None if second is None else second.q), given)
     return first, second
 
 
-def _empty(spec: Quantizer, groups: Groups, x: Tensor, side: str) -> GroupedTensor:
-    proto = _cached_proto(spec, groups.padded, groups.number, x.shape[1], side, x.dtype, x.device)
-    return GroupedTensor(proto.empty(), groups, side)
+def _empty(spec: Quantizer, groups: Groups, x: Tensor, orientation: str) -> GroupedTensor:
+    proto = _cached_proto(spec, groups.padded, groups.number, x.shape[1], orientation, x.dtype, x.device)
+    return GroupedTensor(proto.empty(), groups, orientation)
 
 
 def fill_groups(
@@ -206,9 +214,9 @@ def fill_groups(
     row, column = (None if t is None else t.q for t in pair)
     matrix = _matrix(x, groups)
     given = _checked(matrix, [None if q is None else q.spec for q in (row, column)], groups, given)
-    for q, side in zip((row, column), SIDES, strict=True):
+    for q, orientation in zip((row, column), ORIENTATIONS, strict=True):
         if q is not None:
-            _check_fits(q, groups, matrix, side)
+            _check_fits(q, groups, matrix, orientation)
     fill_pair(matrix, (row, column), given)
 
 
@@ -271,8 +279,8 @@ def _check_vector(t: Tensor, name: str, number: int, device: torch.device) -> No
         )
 
 
-def _check_fits(q: QTensor, groups: Groups, x: Tensor, side: str) -> None:
-    why = _cached_proto(q.spec, groups.padded, groups.number, x.shape[1], side, q.dtype, x.device).refusal(q)
+def _check_fits(q: QTensor, groups: Groups, x: Tensor, orientation: str) -> None:
+    why = _cached_proto(q.spec, groups.padded, groups.number, x.shape[1], orientation, q.dtype, x.device).refusal(q)
     if why:
         raise UnsupportedShape(
             f"fill_groups cannot write x into {q!r}: it has {why}. Allocate it with grouped_proto(...).empty()."

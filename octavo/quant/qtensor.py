@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node
 
+from octavo._torch.pytree import register_pytree_node
 from octavo.errors import UnsupportedShape
 from octavo.quant.proto import TensorProto
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from octavo.quant.quantizer import Quantizer
 
 Parts = tuple[Tensor, ...]  # the tensors of a QTensor, or none
+ORIENTATIONS = ("row", "column")  # of an operand: contracted over its last dim, or over all the others
 
 
 class Join(torch.autograd.Function):

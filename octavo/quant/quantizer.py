@@ -18,7 +18,7 @@ they then write are in `octavo.quant.grouped`.
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +27,13 @@ from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS, Format, unpack_nibbles
 from octavo.quant import blocks
-from octavo.quant.groups import Groups
+from octavo.quant.groups import Groups, split
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
 from octavo.values import Value
+
+if TYPE_CHECKING:
+    from octavo.quant.grouped import GroupedTensor
 
 MAX_DIM = 2**31 - 256  # kernels count rows and columns in 32 bits, rounded up to a tile, and address in 64
 AmaxPair = tuple[Tensor | None, Tensor | None]
@@ -134,6 +137,42 @@ class Quantizer(Value):
         pair = quantize_pair(x, self, column, self.checked(CastArgs(amax, encode, seed), check_tensor(x), self, column))
         assert pair[0] is not None and pair[1] is not None
         return pair[0], pair[1]
+
+    def quantize_groups(
+        self, x: Tensor, sizes: Tensor, axis: int = -1, *, seed: Tensor | None = None
+    ) -> "GroupedTensor":
+        """Codes and scales of rows in ragged groups, each group quantized as if it were alone.
+
+        Args:
+            x: [..., K], leading dims are rows: one group's after another's, then a tail, which is not read.
+            sizes: int32 or int64 [groups] on the device of x: how many rows each group has. Not read on the host.
+            axis: -1 for a contraction over K, as x of a GroupedLinear; 0 for one over the rows of each group.
+            seed: int64 [seed, step] on the device of x, for a quantizer that rounds stochastically.
+
+        Returns:
+            A GroupedTensor. Its `dequantize()` gives values [rows, K], zero in the tail; `members()` gives each group's
+            QTensor.
+
+        Raises:
+            UnsupportedShape, UnsupportedDtype, UnsupportedDevice: sizes are no vector of integers beside x.
+            UnsupportedConfig: the quantizer rounds stochastically without a seed, or to nearest with one.
+
+        Example:
+            >>> q = octavo.quant.Block1D().quantize_groups(torch.ones(300, 256), torch.tensor([100, 0, 180]))
+            >>> q
+            GroupedTensor(300x256 in 3 groups, row, block-1d, cpu)
+            >>> octavo.GroupedLinear(3, 256, 512, recipe="fp8-block")(q, torch.tensor([100, 0, 180])).shape
+            torch.Size([300, 512])
+        """
+        from octavo.quant import grouped  # which is built on this file
+
+        column = is_column(check_tensor(x).dim(), axis)
+        given = CastArgs(seed=seed)
+        self._check_seed(given, x, self.draws)
+        row, other = (None, self) if column else (self, None)
+        made = grouped.quantize_groups(x, row, other, split(sizes, math.prod(x.shape[:-1])), given)[column]
+        assert made is not None
+        return made
 
     def quantize_into(
         self,

@@ -17,8 +17,9 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from octavo._torch.fakes import FakeTensor
+from octavo._torch.foreach import foreach_copy_
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape, check_choice
 from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant.scale import FLOAT32_MAX, encode_scale
@@ -196,4 +197,4 @@ def update_all(
     sizes = [s.current.numel() for s in states]
     for name in names:
         if name != "limit":
-            torch._foreach_copy_([getattr(s, name) for s in states], list(getattr(stacked, name).split(sizes)))
+            foreach_copy_([getattr(s, name) for s in states], list(getattr(stacked, name).split(sizes)))

@@ -14,25 +14,23 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from octavo._torch.fakes import as_real_as
+from octavo._torch.cuda import is_capturing
+from octavo._torch.fakes import FakeTensor, as_real_as
 from octavo._torch.modules import drop_buffers
+from octavo._torch.tensors import StorageWeakRef
 from octavo.errors import UnsupportedConfig
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import Parts
+from octavo.quant.qtensor import ORIENTATIONS, Parts
 from octavo.recipes import Recipe
 from octavo.weights.codes import quantize_into
 from octavo.weights.held import HeldWeight
 from octavo.weights.optimizer_hooks import heard, owner_of
-from octavo.wgrad.mailbox import is_capturing
 
-SIDES = ("row", "column")
-PARTS = ("codes", "scale", "level2")
-
-
-NAMES = {side: tuple(f"weight_{side}_{part}" for part in PARTS) for side in SIDES}
+BUFFER_NAMES = {
+    orientation: tuple(f"weight_{orientation}_{part}" for part in ("codes", "scale", "level2"))
+    for orientation in ORIENTATIONS
+}
 
 
 class WeightCache:
@@ -56,15 +54,15 @@ class WeightCache:
         """A copy's weight is another tensor: its cache is cold."""
         return {**self.__dict__, "_weights": None, "_states": [], "_owners": [], "entry": None}
 
-    def parts(self, module: nn.Module, side: str) -> Parts:
+    def parts(self, module: nn.Module, orientation: str) -> Parts:
         buffers = module._buffers
-        return tuple(t for t in (buffers.get(name) for name in NAMES[side]) if t is not None)
+        return tuple(t for t in (buffers.get(name) for name in BUFFER_NAMES[orientation]) if t is not None)
 
-    def has(self, module: nn.Module, side: str) -> bool:
-        return module._buffers.get(NAMES[side][0]) is not None
+    def has(self, module: nn.Module, orientation: str) -> bool:
+        return module._buffers.get(BUFFER_NAMES[orientation][0]) is not None
 
     def drop(self, module: nn.Module) -> None:
-        drop_buffers(module, [name for names in NAMES.values() for name in names])
+        drop_buffers(module, [name for names in BUFFER_NAMES.values() for name in names])
         self.recipe = self._weights = None
 
     def fill(
@@ -102,12 +100,12 @@ class WeightCache:
     def _reserve(self, module: Any, config: Any, weight: Tensor, column: bool) -> None:
         """The buffers that are missing."""
         row_proto, column_proto = module.LAYER.abstract_weight(config, TensorProto.of(weight.detach()))
-        for side, proto, wanted in (("row", row_proto, True), ("column", column_proto, column)):
-            if proto is None or not wanted or self.has(module, side):
+        for orientation, proto, wanted in (("row", row_proto, True), ("column", column_proto, column)):
+            if proto is None or not wanted or self.has(module, orientation):
                 continue
             with torch.inference_mode(False):  # made there, it must still serve training
-                for name, tensor in zip(NAMES[side], proto.empty().tensors(), strict=False):
-                    stored = tensor.view(torch.uint8) if name == NAMES[side][0] else tensor
+                for name, tensor in zip(BUFFER_NAMES[orientation], proto.empty().tensors(), strict=False):
+                    stored = tensor.view(torch.uint8) if name == BUFFER_NAMES[orientation][0] else tensor
                     module.register_buffer(name, stored, persistent=False)
 
     @property

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
+from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import is_watched
 from octavo.lower.operators import layer_named, weight_values
 from octavo.lower.operators import refresh as refresh_in_graph

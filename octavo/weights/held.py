@@ -16,9 +16,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
+from octavo._torch.dispatch import no_torch_function
+from octavo._torch.fakes import FakeTensor
+from octavo._torch.operators import schema, to_copy
+from octavo._torch.pytree import tree_map
+from octavo._torch.tensors import PARAMETER_MARK, wrapper_subclass
 from octavo.errors import UnsupportedConfig
 from octavo.lower.operators import token as token_in_graph
 from octavo.lower.transforms import refuse_active, refuse_tangents
@@ -50,7 +53,7 @@ class HeldWeight(Tensor):
     """A weight held as codes, one group of it, or a view of either."""
 
     __slots__ = (*INNER, "_flat", "group", "kind", "steps", "token")
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     row_codes: Tensor
     row_scale: Tensor
@@ -72,7 +75,7 @@ class HeldWeight(Tensor):
     ) -> "HeldWeight":  # fmt: skip
         element = inner["element"]
         size = (kind.shape if group is None else kind.shape[1:]) if size is None else size
-        found: HeldWeight = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        found: HeldWeight = wrapper_subclass(
             cls, tuple(size), None if stride is None else tuple(stride), dtype=element.dtype, device=element.device,
             storage_size=element.element_size(),
         )  # fmt: skip
@@ -179,7 +182,7 @@ class HeldWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_parameter = isinstance(self, nn.Parameter)
-        attributes = {name: value for name, value in self.__dict__.items() if name != "_is_param"}
+        attributes = {name: value for name, value in self.__dict__.items() if name != PARAMETER_MARK}
         where = self.tensors(), self.kind, self.group, self.steps, tuple(self.shape), tuple(self.stride())
         return _rebuilt, (where, is_parameter, self.requires_grad, attributes)
 
@@ -414,7 +417,7 @@ def _recorded(func: Any, args: Any, kwargs: Any) -> Any:
 
 _SPECIAL: dict[Any, Any] = {
     aten.detach.default: _aliased, aten.alias.default: _aliased, aten.clone.default: _cloned,
-    aten._to_copy.default: _moved_copy, aten.copy_.default: _copied,
+    to_copy: _moved_copy, aten.copy_.default: _copied,
     aten.record_stream.default: _recorded, torch.ops.octavo.token.default: _linked,
 }  # fmt: skip
 
@@ -452,7 +455,7 @@ def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> An
 def _written(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> Iterable[Any]:
     if not written:
         return
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    given = dict(zip((a.name for a in schema(func).arguments), args, strict=False)) | kwargs
     for name in written:
         value = given.get(name)
         yield from value if isinstance(value, (list, tuple)) else (value,)
@@ -466,9 +469,9 @@ def _place(t: HeldWeight) -> tuple[int, int | None]:
 @cache
 def _effects(func: Any) -> tuple[bool, tuple[str, ...]]:
     """(whether it returns a view of its first argument, names of the arguments that it writes to)."""
-    schema = func._schema
-    written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
-    return not written and any(r.alias_info is not None for r in schema.returns), written
+    of_func = schema(func)
+    written = tuple(a.name for a in of_func.arguments if a.alias_info is not None and a.alias_info.is_write)
+    return not written and any(r.alias_info is not None for r in of_func.returns), written
 
 
 @cache

@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from octavo._torch.cuda import is_capturing
 from octavo.errors import UnsupportedConfig
 from octavo.lower.operators import advanced
 from octavo.weights.held import HeldWeight
-from octavo.wgrad.mailbox import is_capturing
 
 _ELSEWHERE = frozenset(("main_grad", "get_main_grad", "decoupled_grad"))  # attributes that a gradient may be in instead
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo._torch.autograd import current_graph_task
 from octavo._torch.fakes import as_real_as
 from octavo._torch.tracing import is_first_in_graph, while_tracing
 from octavo.ambient import ambient
@@ -88,7 +89,7 @@ class WeightCodes(WeightCache):
         in backward, in whatever block and thread that runs, and must save what its forward saved: a layer whose last
         training forward was in a block uses the cache there, and fills it again only to observe a weight that its
         forward, without gradients, did not."""
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task() != -1:
             if not self.ambient:
                 return None, False
             refill = observe and self.ambient == "unobserved"

@@ -12,9 +12,9 @@ what one outside leaves is of that moment. Which is which is known of letters, n
 from collections import deque
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from octavo._torch.cuda import is_capturing
 from octavo.errors import UnsupportedConfig
 
 
@@ -59,10 +59,6 @@ def operands_of(letter: Letter | Posted, layer: Any, weight: Tensor) -> tuple[An
             "drops all that waits, this one too."
         )
     return letter.config, letter.operands
-
-
-def is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 class Mailbox:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from octavo._torch.foreach import foreach_add_, foreach_copy_
 from octavo.errors import UnsupportedDtype, UnsupportedShape
 from octavo.memory import joined_rows
 
@@ -129,9 +130,9 @@ def spread(loose: Tensor, buffers: Sequence[Tensor], mode: str) -> None:
     into = [buffer for buffer, _ in pairs]
     parts = [part.view(buffer.shape).to(buffer.dtype) for buffer, part in pairs]
     if mode == "add":
-        torch._foreach_add_(into, parts)
+        foreach_add_(into, parts)
     else:
-        torch._foreach_copy_(into, parts)
+        foreach_copy_(into, parts)
 
 
 def gradient_matrix(buffer: Tensor, rows: int, columns: int, device: torch.device) -> Tensor:

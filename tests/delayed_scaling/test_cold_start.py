@@ -10,7 +10,7 @@ from torch import nn
 
 import octavo
 from octavo import ops
-from octavo.model import step as models
+from octavo.model import step as steps
 from tests.fuser.models import Graphs, compiled
 from tests.modules.oracle import Memory, assert_result, assert_same, make, run, spiky
 
@@ -54,7 +54,7 @@ def error(found, want):
 
 
 def cold(model):
-    return [layer._scaling.cold for _, layer in models.layers(model)]
+    return [layer._scaling.cold for _, layer in steps.layers(model)]
 
 
 # -- the fault ---------------------------------------------------------------------------------------------------------
@@ -187,8 +187,8 @@ def test_operands_that_a_recipe_leaves_alone_are_not_waited_for(settings):
 def test_the_device_is_not_asked_for_ever(monkeypatch):
     """Each answer has the host wait."""
     asked = []
-    look = models.look
-    monkeypatch.setattr(models, "look", lambda found: (asked.append(len(found)), look(found)))
+    look = steps.look
+    monkeypatch.setattr(steps, "look", lambda found: (asked.append(len(found)), look(found)))
     done, unused, x = make("fp8-delayed", 4, 4), make("fp8-delayed", 4, 4), torch.ones(1, 4)
     model = nn.ModuleList([done, unused])
     for _ in range(130):
@@ -201,7 +201,7 @@ def test_the_device_is_not_asked_for_ever(monkeypatch):
 
 def test_a_step_that_cannot_wait_leaves_it_measuring(monkeypatch):
     """In a capture the device has no answer yet; what is captured is right all the same."""
-    monkeypatch.setattr(models, "_is_capturing", lambda: True)
+    monkeypatch.setattr(steps, "is_capturing", lambda: True)
     layer, twin, (x, dy) = make("fp8-delayed"), make("fp8-delayed(cold_start='one')"), batch()
     for subject in (layer, twin):
         run(subject, x, dy)

@@ -25,7 +25,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils.logging import disable_progress_bar
 
 import octavo
-from octavo.model.conversion import Report
+from octavo.model.conversion import ConversionReport
 from tests.integration.subject import Subject, Watch, plain_loop, tokens
 
 disable_progress_bar()
@@ -59,7 +59,7 @@ class HuggingFace(Subject):
         self.name, self.model, self.config = name, model, config
         self.left, self.dtype, self.compiles, self.options = left, dtype, compiles, options
 
-    def convert(self, model: nn.Module, recipe: str) -> Report:
+    def convert(self, model: nn.Module, recipe: str) -> ConversionReport:
         return octavo.convert(model, recipe, **self.options)
 
     def build(self, seed: int) -> nn.Module:

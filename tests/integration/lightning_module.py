@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import octavo
-from octavo.model.conversion import Report
+from octavo.model.conversion import ConversionReport
 from tests.integration.subject import Subject, Watch, tokens
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -67,7 +67,7 @@ class Fitted(Subject):
         torch.manual_seed(seed)
         return Classifier()
 
-    def converted(self, seed: int, recipe: str) -> tuple[nn.Module, Report]:
+    def converted(self, seed: int, recipe: str) -> tuple[nn.Module, ConversionReport]:
         torch.manual_seed(seed)
         model = Classifier(recipe)
         return model, model.report

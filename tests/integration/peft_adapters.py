@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from octavo.model.conversion import Report
+from octavo.model.conversion import ConversionReport
 from tests.integration.hugging_face import SIZES, VOCABULARY
 from tests.integration.subject import Subject, Watch, expect, measured, plain_loop, tokens
 
@@ -38,7 +38,7 @@ class ConvertedFirst(Adapted):
     name = "peft-after"  # convert, then get_peft_model
     unreported = ("*.lora_[AB].*",)
 
-    def converted(self, seed: int, recipe: str) -> tuple[nn.Module, Report]:
+    def converted(self, seed: int, recipe: str) -> tuple[nn.Module, ConversionReport]:
         model = base(seed)
         report = self.convert(model, recipe)
         return adapted(model, seed), report

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.model.conversion import Report
+from octavo.model.conversion import ConversionReport
 
 # how far the first loss, and the direction of its gradient, may be from the unconverted model's: (relative, cosine)
 BOUNDS = {
@@ -54,10 +54,10 @@ class Subject:
         """An unconverted model, on the CPU, with weights of this seed."""
         raise NotImplementedError
 
-    def convert(self, model: nn.Module, recipe: str) -> Report:
+    def convert(self, model: nn.Module, recipe: str) -> ConversionReport:
         return octavo.convert(model, recipe)
 
-    def converted(self, seed: int, recipe: str) -> tuple[nn.Module, Report]:
+    def converted(self, seed: int, recipe: str) -> tuple[nn.Module, ConversionReport]:
         model = self.build(seed)
         return model, self.convert(model, recipe)
 
@@ -112,7 +112,7 @@ class Watch:
 class Outcome:
     subject: str
     recipe: str
-    report: Report
+    report: ConversionReport
     plain: float  # first loss of the unconverted model
     first: float  # of the converted one
     cosine: float  # of their gradients
@@ -169,7 +169,7 @@ def measured(subject: Subject, model: nn.Module, step: int = 0) -> tuple[float, 
     return loss.item(), torch.cat([g.detach().double().flatten() for g in gradients])
 
 
-def check_report(subject: Subject, model: nn.Module, recipe: str, report: Report) -> None:
+def check_report(subject: Subject, model: nn.Module, recipe: str, report: ConversionReport) -> None:
     """No matrix is passed over, and the linear layers left alone are those that the subject says."""
     plain = subject.build(0)
     matrices = [name for name, p in plain.named_parameters() if p.dim() > 1]

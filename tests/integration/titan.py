@@ -10,7 +10,7 @@ from torchtitan.components.optimizer import default_adamw
 from torchtitan.models import llama3, qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
-from octavo.model.conversion import Report
+from octavo.model.conversion import ConversionReport
 from tests.integration.subject import LEARNING_RATE, Subject, Watch, plain_loop, tokens
 
 VOCABULARY = 2048
@@ -29,7 +29,7 @@ class Titan(Subject):
         with torch.device("meta"):
             return self.config.build()
 
-    def converted(self, seed: int, recipe: str) -> tuple[nn.Module, Report]:
+    def converted(self, seed: int, recipe: str) -> tuple[nn.Module, ConversionReport]:
         model = self.on_meta()
         report = self.convert(model, recipe)
         model.verify_module_protocol()

@@ -104,7 +104,7 @@ def spoiled(layer: Layer) -> Layer:
     """NaN in everything past the last group and in scales of empty groups, which are undefined."""
     rows, empty = 128 * int(layer.groups.block[-1]), [g for g, size in enumerate(layer.sizes) if size == 0]
     for t in (*layer.x_both, *layer.dy_both):
-        q, dim = t.q, 0 if t.side == "row" else 1
+        q, dim = t.q, 0 if t.orientation == "row" else 1
         first = rows // (q.spec.fmt.packed if dim else 1)
         q.codes.view(torch.uint8).narrow(dim, first, q.codes.shape[dim] - first).fill_(0x7F)
         nan = float("nan") if q.scale.dtype == torch.float32 else {32: 0xFF, 16: 0x7F}[q.spec.block[1]]

@@ -1,7 +1,6 @@
 """octavo.convert on models of others: subclasses of nn.Linear, heads, adapters, experts, shortcuts, and its report."""
 
 import copy
-import doctest
 import io
 import json
 import pickle
@@ -672,16 +671,6 @@ def test_the_projection_that_attention_reads_is_left_and_named():
     assert not isinstance(model["attention"].out_proj, octavo.Linear)
     assert rows["attention.out_proj"].why == "nn.MultiheadAttention reads its weight and does not call it"
     assert rows["attention"].reason == rows["attention.out_proj"].reason == "attention"
-
-
-# -- documentation ---------------------------------------------------------------------------------------------------
-
-
-def test_the_example_of_convert_runs():
-    names = {"octavo": octavo, "nn": nn}
-    (example,) = doctest.DocTestFinder(recurse=False).find(octavo.convert, "convert", globs=names)
-    assert example.examples
-    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 # -- there and back ----------------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree
 
+import octavo
 from octavo import backend
-from octavo.errors import UnsupportedConfig, UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.formats import E5M2
 from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, Tensorwise
 from octavo.quant.grouped import (
@@ -71,14 +72,14 @@ def raw(t: torch.Tensor) -> torch.Tensor:
 def used(q: GroupedTensor) -> list[torch.Tensor]:
     """The codes of all blocks in use, nobody's included, and every group's own scales."""
     rows = 128 * int(q.groups.block[-1])
-    codes = q.q.codes[:rows] if q.side == "row" else q.q.codes[:, : rows // q.q.spec.fmt.packed]
+    codes = q.q.codes[:rows] if q.orientation == "row" else q.q.codes[:, : rows // q.q.spec.fmt.packed]
     return [raw(codes), *[raw(t) for m in q.members() for t in list(m.tensors())[1:]]]
 
 
 def assert_same_used(a: GroupedTensor, b: GroupedTensor, what: object = "") -> None:
     for i, (x, y) in enumerate(zip(used(a), used(b), strict=True)):
         name = f"scale {i - 1}" if i else "codes"
-        assert torch.equal(x, y), f"{what} {a.side} {name}: {(x != y).sum()} of {y.numel()} bytes differ"
+        assert torch.equal(x, y), f"{what} {a.orientation} {name}: {(x != y).sum()} of {y.numel()} bytes differ"
 
 
 def assert_alone(pair: tuple[GroupedTensor, GroupedTensor], x: torch.Tensor, sizes: list[int], given: CastArgs) -> None:
@@ -94,9 +95,9 @@ def assert_alone(pair: tuple[GroupedTensor, GroupedTensor], x: torch.Tensor, siz
     block = layout(sizes, x.shape[0])[1]
     for q in pair:
         for g, found in enumerate(q.members()):
-            after, packed = found.codes.shape[q.side == "column"], q.q.spec.fmt.packed
+            after, packed = found.codes.shape[q.orientation == "column"], q.q.spec.fmt.packed
             codes = q.q.codes.view(torch.uint8)
-            if q.side == "row":
+            if q.orientation == "row":
                 assert not codes[128 * block[g] + after : 128 * block[g + 1]].any()
             else:
                 assert not codes[:, 128 * block[g] // packed + after : 128 * block[g + 1] // packed].any()
@@ -122,7 +123,7 @@ def test_every_group_has_the_bytes_of_its_rows_alone(sizes, columns, dtype):
 def test_every_setting_and_split(sizes, spec):
     x = wide(sum(sizes) + 5, 150, torch.bfloat16)
     row, column = grouped(x, sizes, spec, spec)
-    assert (row.side, column.side) == ("row", "column")
+    assert (row.orientation, column.orientation) == ("row", "column")
     for part, found_row, found_column in zip(pieces(x, sizes), row.members(), column.members(), strict=True):
         want_row, want_column = spec.quantize_both(part)
         assert_same(found_row, want_row)
@@ -246,6 +247,29 @@ def test_any_split_by_the_rule(spec, sizes, columns, tail):
     x = wide(sum(sizes) + tail, columns, torch.bfloat16)
     x[sum(sizes) :] = float("nan")
     assert_alone(grouped(x, sizes, spec, spec), x, sizes, brought(x, spec))
+
+
+@pytest.mark.parametrize("spec", SCHEMES, ids=str)
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_the_method_of_a_quantizer(spec, axis):
+    """One orientation, of sizes as they are; leading dims are rows."""
+    x, sizes = wide(300, 150, torch.bfloat16), torch.tensor([65, 128, 0, 97])
+    want = grouped(x, sizes.tolist(), *((None, spec) if axis == 0 else (spec, None)))[axis == 0]
+    for rows in (x, x.view(3, 100, 150)):
+        found = spec.quantize_groups(rows, sizes, axis, seed=brought(x, spec).seed)
+        assert type(found) is octavo.GroupedTensor
+        assert_same_used(found, want)
+        assert torch.equal(found.dequantize()[290:], torch.zeros(10, 150))
+
+
+def test_the_method_refuses_sizes_that_are_no_tensor():
+    with pytest.raises(UnsupportedDtype, match="Group sizes are a tensor, got list"):
+        FINE.quantize_groups(torch.ones(4, 4), [4])
+
+
+def test_the_method_refuses_a_seed_that_it_would_ignore():
+    with pytest.raises(UnsupportedConfig, match="rounds to nearest"):
+        FINE.quantize_groups(torch.ones(4, 4), torch.tensor([4]), seed=torch.tensor(SEED))
 
 
 def test_two_schemes_at_once():
@@ -396,7 +420,7 @@ def test_what_lies_past_the_last_group_does_not_matter():
     for found in grouped(x, sizes):
         want, rows = found.dequantize(), 128 * int(found.groups.block[-1])
         codes, scale = found.q.codes.view(torch.uint8), found.q.scale
-        if found.side == "row":
+        if found.orientation == "row":
             codes[rows:], scale[rows:] = 0x7F, float("nan")
         else:
             codes[:, rows:], scale[:, rows // 128 :] = 0x7F, float("nan")
@@ -417,7 +441,7 @@ def test_members_alias_the_storage(spec):
     sizes = [65, 128, 0, 97]
     for found in grouped(wide(300, 150, torch.bfloat16), sizes, spec, spec):
         for own_group, size in zip(found.members(), sizes, strict=True):
-            assert own_group.shape == ((size, 150) if found.side == "row" else (150, size))
+            assert own_group.shape == ((size, 150) if found.orientation == "row" else (150, size))
             for own, whole in zip(own_group.tensors(), found.q.tensors(), strict=True):
                 assert own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         found.members()[3].codes.view(torch.uint8).fill_(0)
@@ -453,9 +477,9 @@ def test_nothing_at_all(rows, columns):
     for sizes in ([0], [0, 0, 0]):
         for found in grouped(torch.empty(rows, columns), sizes):
             assert found.dequantize().shape == (rows, columns)
-            assert [m.shape for m in found.members()] == [(0, columns) if found.side == "row" else (columns, 0)] * len(
-                sizes
-            )
+            assert [m.shape for m in found.members()] == [
+                (0, columns) if found.orientation == "row" else (columns, 0)
+            ] * len(sizes)
 
 
 LAYOUTS = {  # of 5 groups, 1024 rows inside, 48 columns: scale and its strides, row and column
@@ -488,11 +512,11 @@ def test_assembled_from_bytes_and_flat_scales(spec):
     for found in grouped(x, sizes, spec, spec):
         codes, scale, *more = found.q.tensors()
         flat = scale.as_strided((scale.numel(),), (1,))
-        q = grouped_assemble(spec, (codes.view(torch.uint8), flat, *more), 4, found.side, 150, x.dtype)
+        q = grouped_assemble(spec, (codes.view(torch.uint8), flat, *more), 4, found.orientation, 150, x.dtype)
         assert (q.shape, q.dtype, q.spec) == (found.q.shape, found.q.dtype, spec)
         assert (q.codes.dtype, q.scale.shape, q.scale.stride()) == (codes.dtype, scale.shape, scale.stride())
-        assert_same_used(GroupedTensor(q, found.groups, found.side), found)
-        assert grouped_assemble(spec, tuple(found.q.tensors()), 4, found.side, 150, x.dtype).scale is scale
+        assert_same_used(GroupedTensor(q, found.groups, found.orientation), found)
+        assert grouped_assemble(spec, tuple(found.q.tensors()), 4, found.orientation, 150, x.dtype).scale is scale
 
 
 @pytest.mark.parametrize("spec", SCHEMES, ids=str)
@@ -523,7 +547,7 @@ def test_stacked_matrices(size, number):
     for spec in SCHEMES:
         for q in quantize_groups(x, spec, spec, groups, brought(x, spec)):
             for g, own in enumerate(q.members()):
-                assert_same(member(q.q, q.side, g, g * height, size), own)
+                assert_same(member(q.q, q.orientation, g, g * height, size), own)
 
 
 def test_stacks_of_nothing():
@@ -540,7 +564,7 @@ def test_saved_and_restored(spec):
         assert len(tensors) == len(list(found.tensors())) == 7 + spec.two_level
         back = restore(tensors, how)
         assert all(a is b for a, b in zip(back.tensors(), found.tensors(), strict=True))
-        assert (back.side, back.groups.rows, back.q.shape) == (found.side, 300, found.q.shape)
+        assert (back.orientation, back.groups.rows, back.q.shape) == (found.orientation, 300, found.q.shape)
         assert torch.equal(back.dequantize(), found.dequantize())
 
 
@@ -567,7 +591,7 @@ def test_a_tree_of_tensors(spec):
         leaves, tree = _pytree.tree_flatten(found)
         assert [t for t in leaves if t is not None] == list(found.tensors())
         back = _pytree.tree_unflatten([None if t is None else t.clone() for t in leaves], tree)
-        assert (back.side, back.groups.rows) == (found.side, 300)
+        assert (back.orientation, back.groups.rows) == (found.orientation, 300)
         assert_same_used(back, found)
 
 

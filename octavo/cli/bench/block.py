@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from octavo._torch.compilation import cudagraph_skips, fresh_cache, reset
 from octavo.cli import machine, options, table
 from octavo.cli.bench import linear, peers
 from octavo.cli.bench.step import peak_mib, settled_step, training_step
@@ -103,7 +104,7 @@ def _case(name: str, conversion: Conversion, size: Size, device: torch.device) -
     row: dict[str, Any] = {"case": name}
     row["eager_ms"], row["eager_readings_ms"] = _ms(step, device)
     row["eager_peak_mib"] = _peak_mib(step, device)
-    torch._dynamo.reset()
+    reset()
     with _no_caches(device):
         step = training_step(model, x, dy, compiled(model, device))
         first = _seconds(step, device)
@@ -125,11 +126,7 @@ def _backend(device: torch.device) -> str:
 
 
 def _no_caches(device: torch.device) -> AbstractContextManager[Any]:
-    if device.type != "cuda":
-        return nullcontext()
-    from torch._inductor.utils import fresh_cache  # seconds to import, which other commands need not wait for
-
-    return fresh_cache()
+    return fresh_cache() if device.type == "cuda" else nullcontext()
 
 
 def _ms(step: Callable[[], None], device: torch.device) -> tuple[float, list[float]]:
@@ -157,7 +154,7 @@ def _peak_mib(step: Callable[[], None], device: torch.device) -> float | None:
 
 def _hosts(device: torch.device) -> list[dict[str, Any]]:
     """One tiny layer of each kind under reduce-overhead. They take turns: a host drifts, and differences are wanted."""
-    torch._dynamo.reset()
+    reset()
     makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": partial(linear.stock, device=device)}
     makers |= {f"octavo {name}": partial(linear.low, recipe=name, device=device) for name in SHIPPED}
     steps = {name: _tiny_step(make, device) for name, make in makers.items()}
@@ -177,12 +174,12 @@ def _tiny_step(make: Callable[[int, int], nn.Module], device: torch.device) -> t
     module = make(k, n)
     x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(tokens, n, device=device, dtype=torch.bfloat16) * 1e-2
-    skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    skips = cudagraph_skips()
     settled_step(module, x, dy)  # delayed scaling: no step measures any more
     step = training_step(module, x, dy, compiled(module, device, "reduce-overhead"))
     for _ in range(WARMUP if device.type == "cuda" else 1):
         step()
-    return step, torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] - skips
+    return step, cudagraph_skips() - skips
 
 
 def _host_us(step: Callable[[], None], device: torch.device) -> float:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo._torch.gemm import grouped_mm
 from octavo.cli import machine, options, table
 from octavo.cli.bench import peers
 from octavo.cli.bench.step import settled_step
@@ -88,7 +89,7 @@ class Stock(nn.Module):
         self.weight = nn.Parameter(torch.randn(len(splits), n, k, device="cuda", dtype=torch.bfloat16) * 0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch._grouped_mm(x, self.weight.transpose(1, 2), self.ends)
+        return grouped_mm(x, self.weight.transpose(1, 2), self.ends)
 
 
 class _Bound(nn.Module):

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from octavo.model.step import refresh_weights
 from octavo.model.step import step as end_step
+from octavo.model.weights import refresh_weights
 
 
 def training_step(

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo._torch.gemm import scaled_mm
 from octavo.errors import UnsupportedHardware
 from octavo.formats import E4M3, Format
 from octavo.kernels.gemm import reference
@@ -102,7 +103,7 @@ def _with_format(spec: Quantizer, fmt: Format) -> Quantizer:
 def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: bool) -> Tensor:
     one_scale = a.spec.block == b.spec.block == (None, None)
     if one_scale and bias is None and (b.codes.shape[0] | a.codes.shape[1]) & 15 == 0:  # nothing to pad or lay out
-        return torch._scaled_mm(a.codes, b.codes.T, a.scale, b.scale, None, None, dtype, fast)
+        return scaled_mm(a.codes, b.codes.T, a.scale, b.scale, None, None, dtype, fast)
     blocks = a.spec.block[1] is not None
     rows, multiple = (16, 128) if blocks else (1, 16)
     m, n = a.rows, b.rows
@@ -120,7 +121,7 @@ def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: 
     else:
         # the kernels of F.scaled_mm, a third of its host time less
         b_scale = b_scale.T if b_kind == "RowWise" else b_scale  # [1, N]
-        y = torch._scaled_mm(a_codes, b_codes.T, a_scale, b_scale, fused_bias, None, dtype, fast)
+        y = scaled_mm(a_codes, b_codes.T, a_scale, b_scale, fused_bias, None, dtype, fast)
     if b_codes.shape[0] != n or a_codes.shape[0] != m:
         y = y[:m, :n].contiguous()
     return y if bias is None or fused_bias is not None else (y.float() + bias.float()).to(dtype)

@@ -30,7 +30,7 @@ def own(a: GroupedTensor) -> Strides:
     if a.q.spec.block == (None, None):
         return Strides(1, 0, 0)
     if whole(a.q.spec):
-        return Strides(0 if a.side == "row" else across, down, 0)
+        return Strides(0 if a.orientation == "row" else across, down, 0)
     return Strides(0, down, across)
 
 

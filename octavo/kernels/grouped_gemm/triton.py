@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo._torch.gemm import grouped_mm
 from octavo.kernels.grouped_gemm import emulated, hopper, native
 from octavo.launch import Launch
 from octavo.quant.grouped import GroupedTensor
@@ -39,7 +40,7 @@ def _way(fits: bool) -> ModuleType:
 
 def plain_depth(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: bool) -> None:
     if out.dtype == torch.bfloat16 and _is_torch_s(a) and _is_torch_s(b):
-        dw = torch._grouped_mm(a.T, b, groups.start[1:])
+        dw = grouped_mm(a.T, b, groups.start[1:])
         _ = out.add_(dw) if accumulate else out.copy_(dw)
     else:
         emulated.plain_depth(a, b, out, groups, accumulate)
@@ -48,7 +49,7 @@ def plain_depth(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: b
 def fresh_depth(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
     """torch's own grouped GEMM takes bfloat16 and reads no size on the host, but it makes a tensor of its own."""
     if dtype == torch.bfloat16 and _is_torch_s(a) and _is_torch_s(b):
-        return torch._grouped_mm(a.T, b, groups.start[1:])
+        return grouped_mm(a.T, b, groups.start[1:])
     out = torch.empty(groups.number, a.shape[1], b.shape[1], dtype=dtype, device=a.device)
     emulated.plain_depth(a, b, out, groups, False)
     return out

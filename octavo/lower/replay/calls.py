@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import deterministic
-from torch.utils._device import DeviceContext
 
 from octavo import backend, launch
+from octavo._torch.cuda import current_device
+from octavo._torch.dispatch import DeviceContext, dispatch_depth, function_depth, function_mode, innermost_transform
 from octavo.lower.replay.recorder import Recorder, Refused
 
 log = logging.getLogger("octavo.tape")
@@ -111,23 +112,23 @@ def _key(head: tuple[Any, ...], tensors: Sequence[Tensor | None]) -> tuple[Any, 
 def _is_for_tapes(first: Tensor) -> bool:
     """Whether a call goes by the kernels, in a place where nobody stands between them and the tensors."""
     device = first.device
-    if device.type not in DEVICES or torch._C._len_torch_dispatch_stack() or _functions_are_watched():
+    if device.type not in DEVICES or dispatch_depth() or _functions_are_watched():
         return False
     if torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:  # type: ignore[attr-defined]
         return False  # memory that nobody writes to is NaN there
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # vmap, jvp: tensors without memory
+    if innermost_transform() is not None:  # vmap, jvp: tensors without memory
         return False
     if device.type == "cpu":
         return True
-    if device.index != torch._C._cuda_getDevice():
+    if device.index != current_device():
         return False
     return backend.forced() != "reference" and backend.triton_refusal(device) is None
 
 
 def _functions_are_watched() -> bool:
     """By a mode of somebody's; a default device is one that does not matter."""
-    modes = range(torch._C._len_torch_function_stack())
-    return any([type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in modes])
+    modes = range(function_depth())
+    return any([type(function_mode(i)) is not DeviceContext for i in modes])
 
 
 def _are_different(tensors: Sequence[Tensor | None]) -> bool:

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo import guards
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo import launch
+from octavo._torch import gemm
+from octavo._torch.cuda import current_stream
+from octavo._torch.dispatch import TorchDispatchMode
+from octavo._torch.tensors import EMPTY_STRIDED, is_alias
 from octavo.lower.replay.source import Line, address, in_form, let_go, needed, readdressed
 
 
@@ -24,15 +26,13 @@ class Refused(Exception):
     """This call cannot be written down."""
 
 
-_EMPTY = {kind: getattr(guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}  # as Inductor allocates
 _FRESH = {
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
 }  # fmt: skip
 # the same by a shorter way than the operator's own
 _SHORT: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten._scaled_mm.default: torch._scaled_mm,
-    torch.ops.aten._scaled_mm_v2.default: torch._scaled_mm_v2,
+    **gemm.FUNCTIONS,
     torch.ops.aten.add_.Tensor: Tensor.add_,
     torch.ops.aten.detach.default: Tensor.detach,
     torch.ops.aten.maximum.out: torch.maximum,
@@ -125,15 +125,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.is_view:
             for t in results:
                 name = self._known(t)  # some return what they are given, or a copy of it: aten.to, aten.reshape
-                if name != uses[0] and torch._C._is_alias_of(t, args[0]):  # type: ignore[attr-defined]
+                if name != uses[0] and is_alias(t, args[0]):
                     self._within[name] = uses[0], t.data_ptr() - args[0].data_ptr()
                     if uses[0] in self._forms and _covers(t, args[0]):
                         self._forms[name] = self._room(t)
 
     def _room(self, t: Tensor) -> str:
-        if t.device.type not in _EMPTY or t.get_device() != self._index:
+        if t.device.type not in EMPTY_STRIDED or t.get_device() != self._index:
             raise Refused(f"something is made on {t.device}")
-        make = self._constant(_EMPTY[t.device.type])
+        make = self._constant(EMPTY_STRIDED[t.device.type])
         return f"{make}({tuple(t.shape)}, {t.stride()}, {self._constant(t.dtype)})"
 
     def launched(self, one: launch.Launch, pointers: Sequence[Any]) -> None:
@@ -210,7 +210,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _opening(self) -> Iterable[str]:
         if self._index >= 0:
-            yield f"stream = {self._constant(torch._C._cuda_getCurrentRawStream)}({self._index})"
+            yield f"stream = {self._constant(current_stream)}({self._index})"
         if self._tiled:
             yield f"{self._constant(launch.enter_context)}({self._index})"
 

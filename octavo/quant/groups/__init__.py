@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
 from octavo import backend
+from octavo._torch.fakes import is_fake
 from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.quant.proto import TensorProto
 

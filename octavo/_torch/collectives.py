@@ -1,0 +1,11 @@
+"""Functional collectives. Operators are called by name: the Python functions around them were renamed between torch
+2.11 and 2.13."""
+
+import torch
+from torch.distributed import _functional_collectives  # importing it gives the operators their gradients
+
+AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor  # a result on its way: kernels wait for it
+all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor
+all_reduce = torch.ops._c10d_functional.all_reduce
+reduce_scatter_tensor = torch.ops._c10d_functional.reduce_scatter_tensor
+wait_tensor = torch.ops._c10d_functional.wait_tensor

@@ -1,0 +1,18 @@
+"""The current device and stream by number, and whether the stream is captured.
+
+torch.cuda's own functions check that CUDA is initialised and make objects, at every call. Builds of torch without CUDA
+have none of the private names, and no caller gets to them there.
+"""
+
+from typing import Any
+
+import torch
+
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+set_device: Any = getattr(torch._C, "_cuda_setDevice", None)  # gives a new thread the device's context too
+current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # the address that a launch takes
+
+
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured: its work cannot wait for an answer of the device."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]

@@ -1,0 +1,19 @@
+"""Octavo's layers in a model, by their paths."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from octavo.modules.quantized import Quantized
+
+
+def layers(model: nn.Module) -> Iterator[tuple[str, Quantized]]:
+    """(path, layer), each once."""
+    for path, module in model.named_modules():
+        if isinstance(module, Quantized):
+            yield path, module
+
+
+def joined(path: str, name: str) -> str:
+    """The name in the model of a thing that a layer has by this name."""
+    return f"{path}.{name}" if path else name

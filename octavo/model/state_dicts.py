@@ -1,0 +1,93 @@
+"""The state of a model besides its weights: delayed scaling's windows, and the counters of stochastic rounding."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from octavo._torch.modules import WRAPPERS
+from octavo.delayed_scaling.checkpoint import check_state
+from octavo.errors import UnsupportedConfig, UnsupportedDtype
+from octavo.model.layers import joined, layers
+from octavo.modules.quantized import Quantized
+from octavo.text import some
+
+State = dict[str, Tensor]  # of one layer, by its names in it
+_KEY = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:scaling|rounding)\..+)")  # of a model's state
+
+
+class _Load(NamedTuple):
+    """A layer, and its part of the state that is loaded."""
+
+    path: str
+    layer: Quantized
+    state: State
+
+
+def state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """What a resumed run needs besides the weights, as plain tensors: delayed scaling's windows and multipliers, and
+    the counters of stochastic rounding. Empty for recipes that remember nothing."""
+    states = ((path, layer.recipe_state() | layer.pending_state()) for path, layer in layers(model))
+    return {joined(path, name): tensor for path, state in states for name, tensor in state.items()}
+
+
+def load_state_dict(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
+    """Take over what `state_dict` gave, of the model itself or compiled. A layer that follows `octavo.autocast` and has
+    not run yet, or is on the meta device, keeps its part until it has. Strict: the model must want exactly these
+    tensors. All of them are checked before any is written."""
+    by_path, unknown = _by_layer(state)
+    loads = [_Load(path, layer, by_path.pop(_without_wrappers(path), {})) for path, layer in layers(model)]
+    unknown += [joined(path, name) for path, left in by_path.items() for name in left]
+    if strict:
+        _check_names(loads, unknown)
+    for load in loads:
+        check_state(load.state, load.layer.slots, load.path)
+    for _, layer, part in loads:
+        left = layer.load_recipe_state(part)
+        waits = layer.recipe is None or layer._unborn
+        layer._pending = {name: tensor.detach().clone() for name, tensor in left.items()} if waits else {}
+
+
+def _check_names(loads: list[_Load], unknown: list[str]) -> None:
+    """Refuse a state that lacks a tensor which a layer wants, or has one that no layer wants; `unknown` are of no
+    layer."""
+    missing, unknown = [], list(unknown)
+    for path, layer, state in loads:
+        wanted = layer.recipe_state()
+        missing += [joined(path, name) for name in wanted if name not in state]
+        if layer.recipe is not None:  # one without may want them later
+            unknown += [joined(path, name) for name in state if name not in wanted]
+    if missing or unknown:
+        first, second = (some(names, 3) or "nothing" for names in (missing, unknown))
+        raise UnsupportedConfig(
+            f"This model's recipes and the state do not match: missing {first}, unknown {second}. "
+            "Convert the model with the recipe it was saved with, or pass strict=False."
+        )
+
+
+def _without_wrappers(path: str) -> str:
+    """A path without the names that wrappers put into it."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
+def _by_layer(state: Any) -> tuple[dict[str, State], list[str]]:
+    """A state's tensors, by the path of their layer and their names in it; and keys that no layer's state has."""
+    if not isinstance(state, Mapping):
+        raise UnsupportedDtype(f"A state is the dict that octavo.state_dict gave, got {type(state).__name__}.")
+    by_path: dict[str, State] = {}
+    unknown = []
+    for key, tensor in state.items():
+        if not isinstance(key, str):
+            raise UnsupportedDtype(f"The keys of a state are strings, got {key!r}. Pass what octavo.state_dict gave.")
+        match = _KEY.fullmatch(_without_wrappers(key))
+        if match is None:
+            unknown.append(key)
+            continue
+        of_layer = by_path.setdefault(match["path"] or "", {})
+        if match["name"] in of_layer:
+            raise UnsupportedConfig(
+                f"The state has {_without_wrappers(key)!r} twice, with and without the name of a wrapper. Drop one."
+            )
+        of_layer[match["name"]] = tensor
+    return by_path, unknown
