@@ -16,6 +16,7 @@ an E5M2 overflow into Inf.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class Format:
     emax: int  # exponent of the largest power of two
     inf: int | None = None  # the code of +Inf, in a format that has one
 
-    @property
+    @cached_property
     def packed(self) -> int:
         """Codes per stored element."""
         return 2 if self.bits == 4 else 1

@@ -23,7 +23,16 @@ from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.groups.reference import pack
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import ORIENTATIONS, QProto, QTensor
-from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer, as_matrix, check_flag, check_float, fill_pair
+from octavo.quant.quantizer import (
+    AmaxPair,
+    CastArgs,
+    Quantizer,
+    as_matrix,
+    check_flag,
+    check_float,
+    fill_pair,
+    quantizer_of,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +141,10 @@ def grouped_proto(
     return QProto(codes, scale, spec, shape, dtype, level2)
 
 
-_cached_proto = lru_cache(maxsize=4096)(grouped_proto)  # an eager layer asks for the same few at every step
+@lru_cache(maxsize=4096)
+def _cached_proto(spec_key: str, *where: Any) -> QProto:
+    """`grouped_proto` of the quantizer with this key: an eager layer asks for the same few at every step."""
+    return grouped_proto(quantizer_of(spec_key), *where)
 
 
 def _grid(spec: Quantizer, shape: tuple[int, int], number: int, orientation: str) -> tuple[int, int]:
@@ -199,7 +211,7 @@ def quantize_groups(
 
 
 def _empty(spec: Quantizer, groups: Groups, x: Tensor, orientation: str) -> GroupedTensor:
-    proto = _cached_proto(spec, groups.padded, groups.number, x.shape[1], orientation, x.dtype, x.device)
+    proto = _cached_proto(spec.key, groups.padded, groups.number, x.shape[1], orientation, x.dtype, x.device)
     return GroupedTensor(proto.empty(), groups, orientation)
 
 
@@ -280,7 +292,7 @@ def _check_vector(t: Tensor, name: str, number: int, device: torch.device) -> No
 
 
 def _check_fits(q: QTensor, groups: Groups, x: Tensor, orientation: str) -> None:
-    why = _cached_proto(q.spec, groups.padded, groups.number, x.shape[1], orientation, q.dtype, x.device).refusal(q)
+    why = _cached_proto(q.spec.key, groups.padded, groups.number, x.shape[1], orientation, q.dtype, x.device).refusal(q)
     if why:
         raise UnsupportedShape(
             f"fill_groups cannot write x into {q!r}: it has {why}. Allocate it with grouped_proto(...).empty()."

@@ -30,7 +30,7 @@ from octavo.quant import blocks
 from octavo.quant.groups import Groups, split
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
-from octavo.values import Value
+from octavo.values import Value, parse
 
 if TYPE_CHECKING:
     from octavo.quant.grouped import GroupedTensor
@@ -273,7 +273,7 @@ class Quantizer(Value):
         checked = []
         for spec, a, axis in ((row, amax[0], -1), (column, amax[1], column_axis(x.dim()))):
             if spec is not None and a is not None:
-                scale = cached_proto(spec, x.shape, x.dtype, x.device, axis).scale
+                scale = cached_proto(spec.key, x.shape, x.dtype, x.device, axis).scale
                 want = (1,) if spec.two_level else scale.shape
                 if tuple(a.shape) != want or a.dtype != torch.float32 or a.device != x.device:
                     raise UnsupportedShape(
@@ -374,9 +374,10 @@ def empty_pair(
     same tensor for it: one allocation less for who keeps neither to write to."""
     first = second = None
     if row is not None:
-        first = cached_proto(row, like.shape, like.dtype, like.device, -1).empty()
+        first = cached_proto(row.key, like.shape, like.dtype, like.device, -1).empty()
     if column is not None:
-        proto = cached_proto(column, like.shape, like.dtype, like.device, column_axis(len(like.shape)))
+        axis = 0 if len(like.shape) > 1 else column_axis(len(like.shape))
+        proto = cached_proto(column.key, like.shape, like.dtype, like.device, axis)
         shared = one_scale and first is not None and row is column and column.block == (None, None)
         second = proto.empty(first.scale if shared and first is not None else None)
     return first, second
@@ -394,13 +395,16 @@ def fill_pair(x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: Cas
         column.spec.fill(x, pair, given)
 
 
+quantizer_of = lru_cache(maxsize=1024)(parse)  # one for each key
+
+
 @lru_cache(maxsize=4096)
-def cached_proto(
-    spec: Quantizer, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, axis: int
-) -> QProto:
-    """`spec.proto`, remembered, once the size was found good: an eager layer asks for the same few at every step."""
+def cached_proto(spec_key: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, axis: int) -> QProto:
+    """`proto` of the quantizer with this key, remembered, once the size was found good: an eager layer asks for the
+    same few at every step, and strings are compared without a call of Python's."""
     check_size(math.prod(shape[:-1]), shape[-1] if shape else 1, shape)
-    return spec.proto(TensorProto(tuple(shape), dtype, device), axis)
+    proto: QProto = quantizer_of(spec_key).proto(TensorProto(tuple(shape), dtype, device), axis)
+    return proto
 
 
 def as_matrix(x: Tensor) -> Tensor:

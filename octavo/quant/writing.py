@@ -8,10 +8,11 @@ from octavo.quant.qtensor import QTensor
 
 def write(q: QTensor, skip: Tensor | None, *, codes: Tensor, scale: Tensor, global_scale: Tensor | None = None) -> None:
     """Copy into q's own tensors. The flag is read by the device, never by the host."""
-    put(q.codes.view(torch.uint8), codes.view(torch.uint8), skip)
-    put(q.scale, scale, skip)
+    pairs = [(q.codes.view(torch.uint8), codes.view(torch.uint8)), (q.scale, scale)]
     if q.global_scale is not None and global_scale is not None:
-        put(q.global_scale, global_scale, skip)
+        pairs.append((q.global_scale, global_scale))
+    for into, new in pairs:
+        into.copy_(new if skip is None else torch.where(skip.reshape(()) != 0, into, new))
 
 
 def put(into: Tensor, new: Tensor, skip: Tensor | None) -> None:

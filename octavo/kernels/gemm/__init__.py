@@ -24,6 +24,7 @@ from octavo.formats import E5M2, FLOATS
 from octavo.kernels.gemm import native, reference
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Quantizer
+from octavo.values import parse
 
 ACCUMULATIONS = ("fast", "precise")
 Operand = Tensor | QTensor
@@ -69,13 +70,15 @@ def spec_route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, accumulation: str) -> Tensor:
     """`gemm` into a fresh tensor, of operands that are known to fit: what a layer calls."""
-    if isinstance(a, QTensor) and isinstance(b, QTensor) and a.codes.numel() and b.codes.numel():
-        if _way(a.spec, b.spec, a.codes.device, backend.forced()) == "native":
+    if isinstance(a, QTensor) and isinstance(b, QTensor):
+        way = _way(a.spec.key, b.spec.key, a.codes.device, backend.forced())
+        if way == "native" and a.codes.numel() and b.codes.numel():
             return native.gemm(a, b, dtype, bias, accumulation == "fast")
-    m, n = _rows(a), _rows(b)
+        m, n = a.codes.shape[0], b.codes.shape[0]
+    else:
+        way, m, n = route(a, b), _rows(a), _rows(b)
     if m == 0 or n == 0:
         return torch.empty(m, n, dtype=dtype, device=a.device)
-    way = route(a, b)
     if way == "reference" or _columns(a) == 0:  # an empty sum; no GEMM library takes one
         return reference.gemm(a, b, dtype, bias)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -86,9 +89,10 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, acc
 
 
 @lru_cache(maxsize=1024)
-def _way(a: Quantizer, b: Quantizer, device: torch.device, force: str) -> str:
-    """`spec_route`, remembered for each backend that may be forced."""
-    return spec_route(a, b, device)
+def _way(a: str, b: str, device: torch.device, force: str) -> str:
+    """`spec_route` of quantizers with these keys, remembered for each backend that may be forced. Strings are compared
+    without a call of Python's."""
+    return spec_route(parse(a), parse(b), device)
 
 
 def _rows(x: Operand) -> int:

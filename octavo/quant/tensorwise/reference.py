@@ -22,6 +22,11 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs
     if given.observed is not None:
         largest = blocks.amax(x, (None, None)).view_as(given.observed)
         put(given.observed, torch.maximum(given.observed, largest), given.skip)
+    if row is not None and column is not None and row.spec is column.spec and given.amax[0] is given.amax[1]:
+        codes, undo = _cast(x, row.spec, given.amax[0], given.encode)
+        write(row, given.skip, codes=codes, scale=undo)
+        write(column, given.skip, codes=codes.T, scale=undo)  # one scale: the other orientation has the same codes
+        return
     for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
         if q is not None:
             codes, undo = _cast(matrix, q.spec, found, given.encode)
