@@ -86,7 +86,7 @@ def tell(names: Sequence[str], plan: Planned) -> None:
 
 def _writes(config: linear.Config) -> bool:
     """Whether a layer has more than its inputs and outputs."""
-    return bool(config.main_grad or config.observe or config.delay or config.draws or config.weight == "held")
+    return bool(config.main_grad or config.observe or config.deferred_wgrad or config.draws or config.weight == "held")
 
 
 def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first: int, last: int) -> tuple[Any, ...]:

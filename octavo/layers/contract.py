@@ -163,6 +163,17 @@ class Layer:
         return made, self.save(config, inputs, made) if saving else ()
 
 
+class WeightCast(NamedTuple):
+    """A cast of a weight into cached codes."""
+
+    weight: Tensor
+    row: Sequence[Tensor]  # the codes to overwrite, empty for an orientation that is not cached
+    column: Sequence[Tensor]
+    amaxes: Sequence[Tensor] = ()  # delayed: one tensor, of x's and w's amaxes so far, if they are observed
+    scaling: Sequence[Tensor] = ()  # delayed: w's multiplier, and if it is measured how many amaxes it has seen
+    skip: Tensor | None = None  # on the device: where it is not zero, nothing is written
+
+
 class WeightLayer(Layer):
     """A layer with a weight that recipes quantize: the weight may arrive as codes, and dw may be computed later."""
 
@@ -174,20 +185,17 @@ class WeightLayer(Layer):
         """The weight that row codes stand for."""
         raise NotImplementedError
 
-    def refresh(
-        self, config: Any, weight: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], amaxes: Sequence[Tensor],
-        scaling: Sequence[Tensor], skip: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Overwrite cached codes of a weight, unless `skip`, on the device, says not to. Delayed: `scaling` is w's
-        multiplier, and if it is measured what it has seen; `amaxes` those of x and w so far, if they are observed."""
+    def refresh(self, config: Any, cast: WeightCast) -> None:
+        """Overwrite cached codes of a weight."""
         raise NotImplementedError
 
-    def posted_operands(self, config: Any, mail: tuple[Tensor, ...], x: tuple[Tensor, ...], weight: Tensor) -> Any:
-        """The operands of a dw that a graph put off, from what it posted; from `x` where no codes of it were made."""
+    def deferred_operands(self, config: Any, tensors: tuple[Tensor, ...], x: tuple[Tensor, ...], weight: Tensor) -> Any:
+        """The operands of a dw that a graph left to `backward_dw()`, from the tensors of its `deferred_span`; x is
+        given where the graph made no codes of it."""
         raise NotImplementedError
 
     def weight_gradient(self, config: Any, operands: Any, target: Any, writes: Writes | None = None) -> Tensor | None:
-        """dw from its operands: a tensor, or what stands for one that goes to the buffers of `target`."""
+        """dw from its operands. With a target, it is written there, and the result is None or zeros in its place."""
         raise NotImplementedError
 
 

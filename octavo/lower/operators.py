@@ -37,7 +37,7 @@ from torch.utils.flop_counter import register_flop_formula
 from octavo._torch.tracing import saved_elsewhere, while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.layers import activation, add, chain, fork, grouped_linear, linear, norm, rounding, user_fusion, user_op
-from octavo.layers.contract import LAYERS, Made
+from octavo.layers.contract import LAYERS, Made, WeightCast
 from octavo.lower.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
 from octavo.lower.modified import explain_modified, title_of
 from octavo.lower.replay import calls as tape
@@ -354,7 +354,7 @@ def _refresh(
 ) -> None:  # fmt: skip
     _, name, key = plan.split("|", 2)
     layer = LAYERS[name]
-    layer.refresh(layer.config(key), weight, row, column, amaxes, scaling, skip)
+    layer.refresh(layer.config(key), WeightCast(weight, row, column, amaxes, scaling, skip))
 
 
 @_refresh.register_fake

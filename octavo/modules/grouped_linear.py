@@ -210,13 +210,13 @@ class GroupedLinear(FusibleOperation, Quantized):
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self._puts_off(grads)
         as_nodes = tracing or isinstance(rows, FakeTensor) or rows.is_meta  # without values, only shapes go through
-        delay = "" if not delayed else "post" if as_nodes else "mailbox"
+        delay = "" if not delayed else "buffers" if as_nodes else "mailbox"
         key = call_key(
             self.NAME, recipe, dtype=NAMES[x.dtype], weight_dtype=NAMES[weight.dtype],
             bias_dtype="" if bias is None else NAMES[bias.dtype],
             scales_dtype="" if scales is None else NAMES[scales.dtype], grads=grads, weight=kind, observe=observe,
-            measured=measured, main_grad=main_grad, dummy_grad=dummy, delay=delay, dgrad_out=dgrad_out is not None,
-            tail=self.tail,
+            measured=measured, main_grad=main_grad, dummy_grad=dummy, deferred_wgrad=delay,
+            dgrad_out=dgrad_out is not None, tail=self.tail,
         )  # fmt: skip
         inputs = Inputs(
             rows, weight, bias, splits, scales, None,

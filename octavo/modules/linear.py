@@ -139,7 +139,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         measured = self._measures(kind, grads, len(codes) > 0) if recipe.stateful and self._scaling.cold else ""
         main_grad, dummy = self._gradient_target() if "w" in grads else ("", False)
         delayed = self._puts_off(grads)
-        delay = "" if not delayed else "post" if tracing else "mailbox"
+        delay = "" if not delayed else "buffers" if tracing else "mailbox"
         if fp8_output and recipe.linear().fprop.left is None:
             raise UnsupportedConfig(
                 f"fp8_output=True quantizes y as the next layer's fprop would, and {recipe} quantizes nothing there. "
@@ -149,7 +149,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
             self.NAME, recipe, dtype=NAMES[dtype], weight_dtype=NAMES[weight.dtype],
             bias_dtype="" if added is None else NAMES[added.dtype], grads=grads, x="codes" if codes else "plain",
             weight=kind, observe=observe, measured=measured, quantize_output=fp8_output, main_grad=main_grad,
-            dummy_grad=dummy, delay=delay, recompute_w_columns=not self.keep_weight_codes,
+            dummy_grad=dummy, deferred_wgrad=delay, recompute_w_columns=not self.keep_weight_codes,
         )  # fmt: skip
         given = linked_token((weight,)) if kind == "held" else weight
         inputs = Inputs(

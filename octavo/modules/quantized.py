@@ -573,7 +573,7 @@ class Quantized(nn.Module):
     @while_tracing
     def _post_span(self, key: str) -> tuple[int, int]:
         """Where in what a node makes the post is."""
-        found: tuple[int, int] = self.LAYER.config(key).posted
+        found: tuple[int, int] = self.LAYER.config(key).deferred_span
         return found
 
     # -- what a checkpoint keeps besides the weights ----------------------------------------------------------------

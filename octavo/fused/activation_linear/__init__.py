@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from octavo.delayed_scaling.casts import observed_amaxes
 from octavo.fused import conditions
 from octavo.fuser.pattern import Condition, Rule
 from octavo.kernels import activation_quantize
@@ -19,9 +20,9 @@ NAME = "activation-linear"
 def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
     first, second = configs
     own, x = inputs[0], inputs[0].x
-    amaxes = linear.observed(second, inputs[1])
+    amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
     like = TensorProto(activation.shape_of_y(first, tuple(x.shape)), x.dtype, x.device)
-    pair, given = linear.fill_x(second, inputs[1].scaling, like, True, amaxes.x)
+    pair, given = linear.x_buffers(second, inputs[1].scaling, like, amaxes.x)
     activation_quantize.forward(
         first.function, activation.matrix(x), activation.vector(own.scales), activation.vector(own.bias),
         activation.vector(own.seed), pair, given,

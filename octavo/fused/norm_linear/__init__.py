@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from octavo.delayed_scaling.casts import observed_amaxes
 from octavo.fused import conditions
 from octavo.fuser.pattern import Rule
 from octavo.kernels import norm_quantize
@@ -18,9 +19,9 @@ NAME = "norm-linear"
 def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
     first, second = configs
     x = inputs[0].x
-    amaxes = linear.observed(second, inputs[1])
+    amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
     like = TensorProto(tuple(x.shape), x.dtype, x.device)
-    pair, given = linear.fill_x(second, inputs[1].scaling, like, True, amaxes.x)
+    pair, given = linear.x_buffers(second, inputs[1].scaling, like, amaxes.x)
     mean, rstd = norm_quantize.forward(
         first.norm, norm.matrix(first, x), norm.vector(inputs[0].weight), norm.vector(inputs[0].bias), pair, given
     )
