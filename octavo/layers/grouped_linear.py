@@ -29,7 +29,6 @@ from octavo.layers.matmul import (
     SavedOperands,
     abstract_deferred_extras,
     deferred_extras,
-    saved_dy_buffers,
     saved_operands,
     saved_scaling,
     weight_cast_args,
@@ -288,7 +287,7 @@ class GroupedLinearLayer(MatmulLayer):
             fresh.owner,
             fresh.source,
             fresh.live,
-            *saved_dy_buffers(config, made.extras),
+            *made.extras[config.dy_buffer_extras],
         )
 
     def backward(

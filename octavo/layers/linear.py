@@ -32,7 +32,6 @@ from octavo.layers.matmul import (
     SavedOperands,
     abstract_deferred_extras,
     deferred_extras,
-    saved_dy_buffers,
     saved_operands,
     saved_scaling,
     weight_cast_args,
@@ -198,7 +197,7 @@ class LinearLayer(MatmulLayer):
             *saved_scaling(config, scaling),
             scaling[X] if scaling and makes_x_again else None,
             scaling[W] if scaling and config.kept_w == "again" else None,
-            *saved_dy_buffers(config, made.extras),
+            *made.extras[config.dy_buffer_extras],
         )
 
     def backward(
@@ -251,7 +250,9 @@ def forward_from(
         like = TensorProto(tuple(y.shape), y.dtype, y.device)
         extras = (*extras, *deferred_extras(config, inputs.x, _abstract_dy_buffers(config, like)))
     width = inputs.weight.new_empty(0, inputs.weight.shape[1]) if config.keeps_width else None
-    return Made((y,), extras, Fresh(*_kept(config.made_x, x), *_kept(config.made_w, w), width))
+    x_kept = Kept.of(x[config.made_x == "column"] if config.made_x else None)
+    w_kept = Kept.of(w[config.made_w == "column"] if config.made_w else None)
+    return Made((y,), extras, Fresh(*x_kept, *w_kept, width))
 
 
 def _output(
@@ -339,11 +340,6 @@ def _abstract_quantized_output(config: Config, y: TensorProto) -> tuple[TensorPr
     assert spec is not None
     token = TensorProto(y.shape, y.dtype, y.device, (0,) * len(y.shape))
     return token, tuple(p for p in Kept.of(spec.proto(y)) if p is not None)
-
-
-def _kept(orientation: str, pair: tuple[QTensor | None, QTensor | None]) -> Kept:
-    """The codes of a cast that backward needs."""
-    return Kept.of(pair[0] if orientation == "row" else pair[1] if orientation == "column" else None)
 
 
 def _abstract_codes(orientation: str, pair: QuantizerPair, x: TensorProto) -> Kept:

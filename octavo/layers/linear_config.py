@@ -162,13 +162,19 @@ class LinearSettings(Value):
         return 0
 
     @cached_property
+    def dy_buffer_extras(self) -> slice:
+        """Where dy's buffers are among the extras."""
+        start = self.output_parts + (self.observe == "returned")
+        return slice(start, start + self.dy_buffers)
+
+    @cached_property
     def deferred_span(self) -> tuple[int, int]:
         """Where the tensors of a deferred dw are in a flat list of all that forward makes: dy's buffers, x as a copy or
         as codes, and where groups are."""
-        start = 1 + self.output_parts + (self.observe == "returned")
+        places = self.dy_buffer_extras
         spec = of_orientation(self.made_x, self.x_pair)
         of_x = 1 if self.kept_x == "plain" else 0 if spec is None else 3 if spec.two_level else 2
-        return start, start + self.dy_buffers + of_x + self.group_tensors
+        return 1 + places.start, 1 + places.stop + of_x + self.group_tensors  # y is the first
 
 
 def of_orientation(orientation: str, pair: QuantizerPair) -> Quantizer | None:

@@ -91,7 +91,7 @@ class MatmulLayer(WeightLayer):
 
     def extras(self, config: Any) -> int:
         copies = config.dy_buffers > 0 and config.kept_x == "plain"
-        return int(config.deferred_span[0] - 1 + config.dy_buffers + copies)
+        return int(config.dy_buffer_extras.stop + copies)
 
 
 def deferred_extras(config: LinearSettings, x: Any, dy_buffers: tuple[TensorProto, ...]) -> Parts:
@@ -128,11 +128,6 @@ def saved_scaling(config: LinearSettings, scaling: Parts) -> tuple[Tensor | None
     """dy's part of `scaling`, in two fields."""
     encode, seen = (*scaling[config.dy_scaling], None, None)[:2]
     return encode, seen
-
-
-def saved_dy_buffers(config: LinearSettings, extras: Parts) -> Parts:
-    start = config.deferred_span[0] - 1  # there is one output before the extras
-    return extras[start : start + config.dy_buffers]
 
 
 def weight_cast_args(config: LinearSettings, cast: WeightCast, pair: QuantizerPair, measure: Measure) -> CastArgs:
