@@ -103,7 +103,7 @@ def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first:
     for consumer, field, producer, k in whole.routes:
         if producer < first <= consumer:
             at = whole.input_spans[consumer].start - skipped + field - 1
-            own[at] = chain.away_from(before, made[producer].outputs, producer, k)
+            own[at] = chain.side_output(before, made[producer].outputs, producer, k)
     return tuple(own)
 
 

@@ -43,7 +43,7 @@ class Layer:
     """
 
     scales: ClassVar[tuple[str, ...]] = ()  # fields of Fresh that are scales: they leave a node flat
-    forks: ClassVar[bool] = False  # the second output is x itself
+    forks: ClassVar[bool] = False  # both outputs are x itself: a chain passes x on, and keeps it only once
     takes_memory: ClassVar[bool] = False  # `Inputs.out` and `Buffers.dgrad_out` are the caller's memory for y and dx
 
     def __init__(
