@@ -28,7 +28,7 @@ def same(config: Config) -> bool:
 
 
 class AddLayer(Layer):
-    """A sum."""
+    """x + extra."""
 
     def passed(self, config: Config) -> dict[int, int]:
         wanted = (0 if "x" in config.grads else None, 1 if "e" in config.grads and same(config) else None)

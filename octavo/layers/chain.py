@@ -56,6 +56,11 @@ class Config(Value):
         return tuple(LAYERS[stage.registered_name] for stage in self.stages)
 
     @cached_property
+    def pairs(self) -> tuple[tuple[Any, Any], ...]:
+        """Each stage's layer and config."""
+        return tuple(zip(self.layers, self.stages, strict=True))
+
+    @cached_property
     def steps(self) -> tuple[Step, ...]:
         return _steps(self.forward, len(self.stages))
 
@@ -70,28 +75,28 @@ class Config(Value):
     @cached_property
     def active(self) -> tuple[bool, ...]:
         """Which stages have a backward: one whose only gradient goes to a buffer returns none, and has one."""
-        return tuple(layer.has_backward(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.has_backward(stage) for layer, stage in self.pairs)
 
     @cached_property
     def wanted(self) -> tuple[tuple[bool, ...], ...]:
-        return tuple(layer.wants(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.wants(stage) for layer, stage in self.pairs)
 
     @cached_property
     def extras_sizes(self) -> tuple[int, ...]:
         """How many extras each stage makes, and so on."""
-        return tuple(layer.extras(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.extras(stage) for layer, stage in self.pairs)
 
     @cached_property
     def fresh_sizes(self) -> tuple[int, ...]:
-        return tuple(layer.fresh_size(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.fresh_size(stage) for layer, stage in self.pairs)
 
     @cached_property
     def saved_sizes(self) -> tuple[int, ...]:
-        return tuple(layer.saved_size(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.saved_size(stage) for layer, stage in self.pairs)
 
     @cached_property
     def buffers_sizes(self) -> tuple[int, ...]:
-        return tuple(layer.buffers_size(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.buffers_size(stage) for layer, stage in self.pairs)
 
     @cached_property
     def fields(self) -> tuple[int, ...]:
@@ -106,7 +111,7 @@ class Config(Value):
     @cached_property
     def made(self) -> tuple[int, ...]:
         """How many side outputs each stage has."""
-        return tuple(layer.outputs(stage) - 1 for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.outputs(stage) - 1 for layer, stage in self.pairs)
 
     @cached_property
     def shown(self) -> tuple[tuple[int, ...], ...]:
@@ -146,7 +151,7 @@ class Config(Value):
     @cached_property
     def named_inputs(self) -> tuple[Callable[..., Any], ...]:
         """Functions that make each stage's Inputs of x and the rest."""
-        return tuple(partial(layer.inputs_of, stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(partial(layer.inputs_of, stage) for layer, stage in self.pairs)
 
     @cached_property
     def inside(self) -> frozenset[tuple[int, int]]:
@@ -162,7 +167,7 @@ class Config(Value):
     @cached_property
     def replays(self) -> bool:
         return all(
-            layer.replays(stage, side) for layer, stage in zip(self.layers, self.stages, strict=True)
+            layer.replays(stage, side) for layer, stage in self.pairs
             for side in ("forward", "backward")
         )  # fmt: skip
 
@@ -230,7 +235,7 @@ class ChainLayer(Layer):
         return config.replays
 
     def fills(self, config: Config) -> bool:
-        return any(layer.fills(stage) for layer, stage in zip(config.layers, config.stages, strict=True))
+        return any(layer.fills(stage) for layer, stage in config.pairs)
 
     def flat_places(self, config: Config) -> tuple[int, ...]:
         return tuple(
@@ -280,7 +285,7 @@ class ChainLayer(Layer):
             stages[consumer] = _with(stages[consumer], field, value)
         extras, fresh = config.extras_spans, config.fresh_spans
         saved: list[Tensor | None] = []
-        for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
+        for i, (layer, stage) in enumerate(config.pairs):
             part = Made((values[i + 1], *sides[i]), made.extras[extras[i]], made.fresh[fresh[i]])
             saved += layer.save(stage, stages[i]._replace(x=values[i]), part)
         return tuple(saved)
@@ -355,7 +360,7 @@ class ChainLayer(Layer):
 
     def flops(self, config: Config, inputs: Sequence[Any]) -> int:
         stages, x, total = stage_inputs(config, inputs), inputs[0], 0
-        for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
+        for i, (layer, stage) in enumerate(config.pairs):
             with_x = stages[i]._replace(x=x)
             total += layer.flops(stage, with_x)
             x = layer.abstract(stage, with_x).outputs[0]
@@ -406,7 +411,7 @@ def abstract_stages(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], l
     """The inputs of each stage, and its results, without data."""
     stages, made = stage_inputs(config, inputs), list[Made]()
     x = inputs[0]
-    for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
+    for i, (layer, stage) in enumerate(config.pairs):
         stages[i] = stages[i]._replace(x=x)
         _connect(config, stages, made, i, i + 1)
         try:

@@ -207,8 +207,8 @@ def _reader(kind: type[C]) -> Callable[[str], C]:
 
     @lru_cache(maxsize=4096)
     def config(key: str) -> C:
-        found = values.parse(key)
-        assert isinstance(found, kind)
-        return found
+        parsed = values.parse(key)
+        assert isinstance(parsed, kind)
+        return parsed
 
     return config

@@ -1,7 +1,7 @@
-"""x, and x once more for somebody else, inside a chain (`octavo.layers.chain`): dx is the sum of both gradients.
+"""A fork inside a chain (`octavo.layers.chain`): x, and x once more as a side output. dx is the sum of both gradients.
 
-A node returns no alias of its inputs. A fork that is a chain's first stage therefore gives away one element that looks
-like x and carries its gradient, which the caller joins to x (`octavo.quant.qtensor.Join`).
+A node returns no alias of its inputs. The side output of a fork that is a chain's first stage is therefore a token, one
+element that looks like x and carries its gradient, which the caller joins to x (`octavo.quant.qtensor.Join`).
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from octavo.values import Value, register
 
 @register("fork")
 class Config(Value):
-    leads: bool = False  # x is the chain's own
+    leads: bool = False  # it is the first stage: x is an input of the chain
     grads: str = ""  # "x" if its gradient is wanted
 
 

@@ -1,5 +1,5 @@
-"""x as codes, or its gradient rounded: a cast by itself. y is one element that looks like x and carries the gradient,
-with the codes beside it; whoever calls joins the two (`octavo.quant.qtensor`)."""
+"""A cast by itself: x as codes, or its gradient rounded. y is a token, one element that looks like x and carries the
+gradient, and the codes are extras; the caller joins the two (`octavo.quant.qtensor`)."""
 
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ class Config(Value):
 
     @cached_property
     def parts(self) -> int:
+        """The number of tensors of x's codes."""
         return 0 if self.spec is None else 3 if self.spec.two_level else 2
 
 
