@@ -110,7 +110,7 @@ def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first:
 def _extras(config: chain.Config, count: int, matches: Sequence[pattern.Match]) -> tuple[tuple[int, int], ...]:
     """Where the extras of each operation are. What somebody else's fused operations stand for has none."""
     covered = {m.first: m.last for m in matches if not m.rule.is_own}
-    at, found, sizes, i = 1 + sum(config.given), list[tuple[int, int]](), iter(config.extras_sizes), 0
+    at, found, sizes, i = 1 + sum(config.shown_counts), list[tuple[int, int]](), iter(config.extras_sizes), 0
     while i < count:
         extras, end = next(sizes), covered.get(i, i + 1)
         found.append((at, at + extras))

@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.errors import check_choice
 from octavo.kernels import activation
 from octavo.kernels.activation import ACTIVATIONS, Function
-from octavo.layers.contract import DTYPES, Layer, Made, Tensors
+from octavo.layers.contract import DTYPES, ForwardResult, Layer, Tensors
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -80,23 +80,23 @@ def vector(t: Tensor | None) -> Tensor | None:
 class ActivationLayer(Layer):
     """An elementwise function, with bias, row scales and dropout."""
 
-    def forward(self, config: Config, inputs: Inputs) -> Made:
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x = inputs.x
         y = activation.forward(
             config.function, matrix(x), vector(inputs.scales), vector(inputs.bias), vector(inputs.seed)
         )
         if x.dim() != 2:
             y = torch.ops.aten._unsafe_view(y, shape_of_y(config, tuple(x.shape)))  # fresh, and no view of anything
-        return Made((y,), (), ())
+        return ForwardResult((y,), (), ())
 
-    def abstract(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
-        return Made((TensorProto(shape_of_y(config, tuple(x.shape)), x.dtype, x.device),), (), ())
+        return ForwardResult((TensorProto(shape_of_y(config, tuple(x.shape)), x.dtype, x.device),), (), ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return "x" in config.grads, "s" in config.grads, "b" in config.grads, False
 
-    def save(self, config: Config, inputs: Inputs, made: Made) -> Tensors:
+    def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
         return Saved(
             inputs.x if config.keeps_x else None,
             inputs.scales if config.keeps_scales else None,

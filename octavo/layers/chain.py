@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
-from octavo.layers.contract import LAYERS, Layer, Made, Tensors
+from octavo.layers.contract import LAYERS, ForwardResult, Layer, Tensors
 from octavo.layers.dry_run import Miscounted
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
@@ -27,7 +27,8 @@ from octavo.wgrad.targets import Writes
 class Fused(Protocol):
     """An operation that runs several stages at once; one of the two functions may be missing (None)."""
 
-    forward: Callable[[Sequence[Any], Sequence[Any]], list[Made]] | None  # configs, inputs (x but of the first: None)
+    # configs, inputs (x is None but for the first)
+    forward: Callable[[Sequence[Any], Sequence[Any]], list[ForwardResult]] | None
     backward: Callable[..., list[Tensors]] | None  # configs, saved, buffers, grads of each stage; writes
 
 
@@ -109,17 +110,17 @@ class Config(Value):
         return tuple(layer.forks for layer in self.layers)
 
     @cached_property
-    def made(self) -> tuple[int, ...]:
+    def side_counts(self) -> tuple[int, ...]:
         """How many side outputs each stage has."""
         return tuple(layer.outputs(stage) - 1 for layer, stage in self.pairs)
 
     @cached_property
     def shown(self) -> tuple[tuple[int, ...], ...]:
         """Which of its side outputs are outputs of the chain, for each stage."""
-        return tuple(tuple(k for k in range(n) if (i, k) not in self.hidden) for i, n in enumerate(self.made))
+        return tuple(tuple(k for k in range(n) if (i, k) not in self.hidden) for i, n in enumerate(self.side_counts))
 
     @cached_property
-    def given(self) -> tuple[int, ...]:
+    def shown_counts(self) -> tuple[int, ...]:
         """How many of its side outputs are, for each stage."""
         return tuple(len(shown) for shown in self.shown)
 
@@ -129,8 +130,8 @@ class Config(Value):
         return _spans(self.fields, 1)
 
     @cached_property
-    def given_spans(self) -> list[slice]:
-        return _spans(self.given, 1)
+    def shown_spans(self) -> list[slice]:
+        return _spans(self.shown_counts, 1)
 
     @cached_property
     def extras_spans(self) -> list[slice]:
@@ -244,10 +245,10 @@ class ChainLayer(Layer):
             for i in layer.flat_places(stage)
         )
 
-    def forward(self, config: Config, inputs: Sequence[Any]) -> Made:
+    def forward(self, config: Config, inputs: Sequence[Any]) -> ForwardResult:
         return _joined(config, *_run(config, inputs))
 
-    def forward_and_save(self, config: Config, inputs: Sequence[Any], saving: bool) -> tuple[Made, Tensors]:
+    def forward_and_save(self, config: Config, inputs: Sequence[Any], saving: bool) -> tuple[ForwardResult, Tensors]:
         """Forward and save at once. A value that no stage keeps is freed when the next stage has taken it."""
         stages, made = stage_inputs(config, inputs), list[Any]()
         x, producers = inputs[0], {producer for _, _, producer, _ in config.routes}
@@ -269,12 +270,12 @@ class ChainLayer(Layer):
                 stages[i] = None
                 if i not in producers:
                     made[i] = None
-        return Made((x, *sides), tuple(extras), ()), tuple(saved)
+        return ForwardResult((x, *sides), tuple(extras), ()), tuple(saved)
 
-    def abstract(self, config: Config, inputs: Sequence[Any]) -> Made:
+    def abstract(self, config: Config, inputs: Sequence[Any]) -> ForwardResult:
         return _joined(config, *abstract_stages(config, inputs))
 
-    def save(self, config: Config, inputs: Sequence[Any], made: Made) -> Tensors:
+    def save(self, config: Config, inputs: Sequence[Any], made: ForwardResult) -> Tensors:
         stages, values, sides = (
             stage_inputs(config, inputs),
             _stage_values(config, inputs[0], made),
@@ -286,7 +287,7 @@ class ChainLayer(Layer):
         extras, fresh = config.extras_spans, config.fresh_spans
         saved: list[Tensor | None] = []
         for i, (layer, stage) in enumerate(config.pairs):
-            part = Made((values[i + 1], *sides[i]), made.extras[extras[i]], made.fresh[fresh[i]])
+            part = ForwardResult((values[i + 1], *sides[i]), made.extras[extras[i]], made.fresh[fresh[i]])
             saved += layer.save(stage, stages[i]._replace(x=values[i]), part)
         return tuple(saved)
 
@@ -300,7 +301,7 @@ class ChainLayer(Layer):
             ],
         )
 
-    def passed(self, config: Config) -> dict[int, int]:
+    def gradient_aliases(self, config: Config) -> dict[int, int]:
         """Gradients that stages pass on, of inputs that are added to the chain's value, and of x if all stages pass it
         on."""
         # the holder of the gradient that arrives at a stage: an output (-1), an input, or none yet
@@ -310,7 +311,7 @@ class ChainLayer(Layer):
             layer, wanted, before = config.layers[i], config.wanted[i], config.input_spans[i].start - 1
             if not any(wanted):
                 return passed
-            of_stage = layer.passed(config.stages[i])
+            of_stage = layer.gradient_aliases(config.stages[i])
             # who has the gradient that the stage calls -1, and those of its inputs that are returned
             holders = {j: before + j for j in range(1, len(wanted)) if (i, j) not in config.inside} | {-1: holder}
             for j, other in sorted(of_stage.items()):
@@ -381,7 +382,7 @@ layer = ChainLayer(Config, Fields, buffers=Fields)
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _run_step(config: Config, step: Step, stages: list[Any], made: list[Any]) -> list[Made]:
+def _run_step(config: Config, step: Step, stages: list[Any], made: list[Any]) -> list[ForwardResult]:
     """The results of the stages of one step, from their inputs and the results of the stages before."""
     name, first, last = step
     if config.routes:
@@ -396,9 +397,9 @@ def _run_step(config: Config, step: Step, stages: list[Any], made: list[Any]) ->
         raise _of_operation(config, first, error) from error
 
 
-def _run(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
+def _run(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[ForwardResult]]:
     """The inputs of each stage, and its results."""
-    stages, made = stage_inputs(config, inputs), list[Made]()
+    stages, made = stage_inputs(config, inputs), list[ForwardResult]()
     x = inputs[0]
     for step in config.steps:
         stages[step.first] = stages[step.first]._replace(x=x)
@@ -407,9 +408,9 @@ def _run(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
     return stages, made
 
 
-def abstract_stages(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
+def abstract_stages(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[ForwardResult]]:
     """The inputs of each stage, and its results, without data."""
-    stages, made = stage_inputs(config, inputs), list[Made]()
+    stages, made = stage_inputs(config, inputs), list[ForwardResult]()
     x = inputs[0]
     for i, (layer, stage) in enumerate(config.pairs):
         stages[i] = stages[i]._replace(x=x)
@@ -427,7 +428,7 @@ def _of_operation(config: Config, stage: int, error: Miscounted) -> RuntimeError
     return RuntimeError(f"Operation {config.begin + stage}: {error}")
 
 
-def _connect(config: Config, stages: list[Any], made: list[Made], first: int, last: int) -> None:
+def _connect(config: Config, stages: list[Any], made: list[ForwardResult], first: int, last: int) -> None:
     """Give side outputs to the stages first … last - 1 that take them."""
     for consumer, field, producer, k in config.routes:
         if first <= consumer < last and producer < first:
@@ -444,7 +445,7 @@ def _with(inputs: Any, field: int, value: Any) -> Any:
     return inputs._make((*inputs[:field], value, *inputs[field + 1 :]))
 
 
-def _joined(config: Config, stages: list[Any], made: list[Made]) -> Made:
+def _joined(config: Config, stages: list[Any], made: list[ForwardResult]) -> ForwardResult:
     """The results of all stages as the chain's: y and side outputs; extras; values between stages that one of them
     keeps, then fresh tensors."""
     for i in range(1, len(stages)):
@@ -461,7 +462,7 @@ def _joined(config: Config, stages: list[Any], made: list[Made]) -> Made:
         t if t is not None and any(t is s for s in saved) and not any(t is o for o in outputs) else None
         for t in between
     ]
-    return Made(
+    return ForwardResult(
         outputs,
         tuple([t for m in made for t in m.extras]),
         (*kept, *[t for m in made for t in m.fresh]),
@@ -472,24 +473,24 @@ def _kept_count(config: Config) -> int:
     return len(config.stages) - 1 + len(config.loose)
 
 
-def _sides(config: Config, made: Made) -> list[list[Any]]:
+def _sides(config: Config, made: ForwardResult) -> list[list[Any]]:
     """The side outputs of each stage, from the chain's results. None for one that was not kept."""
     loose = dict(zip(config.loose, made.fresh[len(config.stages) - 1 :], strict=False))
     sides = []
-    for i, span in enumerate(config.given_spans):
+    for i, span in enumerate(config.shown_spans):
         shown = dict(zip(config.shown[i], made.outputs[span], strict=True))
-        sides.append([shown[k] if k in shown else loose.get((i, k)) for k in range(config.made[i])])
+        sides.append([shown[k] if k in shown else loose.get((i, k)) for k in range(config.side_counts[i])])
     return sides
 
 
-def _stage_values(config: Config, x: Any, made: Made) -> list[Any]:
+def _stage_values(config: Config, x: Any, made: ForwardResult) -> list[Any]:
     """x of each stage, and then y, from the chain's results. None for one that was not kept."""
     values = [x]
     for i in range(len(config.stages) - 1):
         if config.forks[i]:
             values.append(values[-1])
         else:
-            kept, after = made.fresh[i], made.outputs[config.given_spans[i + 1]]
+            kept, after = made.fresh[i], made.outputs[config.shown_spans[i + 1]]
             is_output = config.forks[i + 1] and len(after) > 0  # the next stage returned it
             values.append(after[0] if kept is None and is_output else kept)
     return [*values, made.outputs[0]]
@@ -541,7 +542,7 @@ def _returned(config: Config, found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 def _side_gradients(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[Any]:
     """The gradients of a stage's side outputs."""
-    if not config.made[stage]:
+    if not config.side_counts[stage]:
         return []
     sums = []
     for terms in _side_terms(config, grads, stage, found):
@@ -552,10 +553,10 @@ def _side_gradients(config: Config, grads: Sequence[Any], stage: int, found: lis
 
 def _side_terms(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[list[Any]]:
     """The terms of each side output's gradient: the one from outside of the chain, then those from inside."""
-    shown = dict(zip(config.shown[stage], grads[config.given_spans[stage]], strict=True))
+    shown = dict(zip(config.shown[stage], grads[config.shown_spans[stage]], strict=True))
     return [
         [shown.get(k), *[found[c][field] for c, field, p, which in config.sums if (p, which) == (stage, k)]]
-        for k in range(config.made[stage])
+        for k in range(config.side_counts[stage])
     ]
 
 

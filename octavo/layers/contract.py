@@ -22,7 +22,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Tensors = tuple[Tensor | None, ...]
 
 
-class Made(NamedTuple):
+class ForwardResult(NamedTuple):
     """The result of a forward. Of `abstract`, the same with a TensorProto for each tensor."""
 
     outputs: tuple[Any, ...]  # the caller's, differentiable
@@ -59,16 +59,16 @@ class Layer:
 
     # -- the four that every layer defines -----------------------------------------------------------------------------
 
-    def forward(self, config: Any, inputs: Any) -> Made:
+    def forward(self, config: Any, inputs: Any) -> ForwardResult:
         """Compute the outputs. It writes to nothing but an input that is the caller's memory for y, or outside of
         graphs a running amax of x or of a weight."""
         raise NotImplementedError
 
-    def abstract(self, config: Any, inputs: Any) -> Made:
+    def abstract(self, config: Any, inputs: Any) -> ForwardResult:
         """The shapes, dtypes and strides that forward would make, from inputs that are TensorProtos."""
         raise NotImplementedError
 
-    def save(self, config: Any, inputs: Any, made: Made) -> Tensors:
+    def save(self, config: Any, inputs: Any, made: ForwardResult) -> Tensors:
         """Select the tensors that backward needs, out of inputs and what forward made. It makes none: a compiler asks a
         few times, on tensors without data, and never at a step."""
         return ()
@@ -88,7 +88,7 @@ class Layer:
         """The shapes and dtypes that backward would return, from saved tensors and gradients without data."""
         raise NotImplementedError
 
-    def passed(self, config: Any) -> dict[int, int]:
+    def gradient_aliases(self, config: Any) -> dict[int, int]:
         """Inputs whose gradient is another tensor: that of the output at -1 - value, or of the input at value. A
         graph's node returns no tensor twice."""
         return {}
@@ -157,7 +157,7 @@ class Layer:
 
     # -- eager mode ----------------------------------------------------------------------------------------------------
 
-    def forward_and_save(self, config: Any, inputs: Any, saving: bool) -> tuple[Made, Tensors]:
+    def forward_and_save(self, config: Any, inputs: Any, saving: bool) -> tuple[ForwardResult, Tensors]:
         """Forward, and what backward needs if it is `saving`, at once. A chain lets go of values that nothing keeps."""
         made = self.forward(config, inputs)
         return made, self.save(config, inputs, made) if saving else ()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from octavo.layers.contract import Layer, Made, Tensors
+from octavo.layers.contract import ForwardResult, Layer, Tensors
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -31,14 +31,14 @@ class ForkLayer(Layer):
     def outputs(self, config: Config) -> int:
         return 2
 
-    def forward(self, config: Config, inputs: Inputs) -> Made:
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x = inputs.x
-        return Made((x, x.new_zeros(1).expand(x.shape) if config.leads else x), (), ())
+        return ForwardResult((x, x.new_zeros(1).expand(x.shape) if config.leads else x), (), ())
 
-    def abstract(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
         token = TensorProto(tuple(x.shape), x.dtype, x.device, (0,) * len(x.shape))
-        return Made((x, token if config.leads else x), (), ())
+        return ForwardResult((x, token if config.leads else x), (), ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return ("x" in config.grads,)

@@ -21,7 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from octavo.delayed_scaling.casts import cast_args, observed_amaxes
 from octavo.errors import UnsupportedConfig
 from octavo.kernels import grouped_gemm
-from octavo.layers.contract import DTYPES, Made, Tensors, WeightCast
+from octavo.layers.contract import DTYPES, ForwardResult, Tensors, WeightCast
 from octavo.layers.linear_config import LinearSettings
 from octavo.layers.matmul import (
     Kept,
@@ -195,7 +195,7 @@ class GroupedLinearLayer(MatmulLayer):
         """A tape does not see whether buffers of the caller's overlap others, or follow each other in memory."""
         return config.shipped and (side == "forward" or not (config.dgrad_out or config.main_grad))
 
-    def forward(self, config: Config, inputs: Inputs) -> Made:
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x, number = inputs.x, inputs.weight.shape[0]
         if inputs.out is not None:
             _check_out(config, inputs, inputs.out)
@@ -211,9 +211,9 @@ class GroupedLinearLayer(MatmulLayer):
             extras = (*extras, *deferred_extras(config, x, buffers))
         x_kept = Kept.of(None if x_column is None else x_column.q)
         width = x.new_empty(0, inputs.weight.shape[2])
-        return Made((y,), extras, Fresh._make((*x_kept, *groups.tensors(), *Kept.of(w_column), width)))
+        return ForwardResult((y,), extras, Fresh._make((*x_kept, *groups.tensors(), *Kept.of(w_column), width)))
 
-    def abstract(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
         weight: Any = inputs.weight
         number, n, k = weight.shape
@@ -232,7 +232,7 @@ class GroupedLinearLayer(MatmulLayer):
         if config.w_pair[1] is not None:
             w_kept = Kept.of(_weight_proto(config.w_pair[1], "column", weight))
         width = TensorProto((0, k), x.dtype, x.device)
-        return Made((y,), extras, Fresh._make((*x_kept, *groups, *w_kept, width)))
+        return ForwardResult((y,), extras, Fresh._make((*x_kept, *groups, *w_kept, width)))
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         grads, rest = config.grads, [False] * (len(Inputs._fields) - 5)
@@ -274,7 +274,7 @@ class GroupedLinearLayer(MatmulLayer):
         arguments = weight_cast_args(config, cast, specs, partial(_amaxes, matrix, groups))
         fill_groups(_aligned(matrix), (row, column), arguments)
 
-    def save(self, config: Config, inputs: Inputs, made: Made) -> Saved:
+    def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Saved:
         fresh = Fresh._make(made.fresh)
         return Saved(
             *saved_operands(config, inputs, fresh),

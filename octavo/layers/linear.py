@@ -23,7 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from octavo.delayed_scaling.casts import Amaxes, W, X, cast_args, known_scale, observed_amaxes
 from octavo.kernels.column_sums import column_sums
 from octavo.kernels.gemm import product
-from octavo.layers.contract import DTYPES, Made, Tensors, WeightCast
+from octavo.layers.contract import DTYPES, ForwardResult, Tensors, WeightCast
 from octavo.layers.linear_config import Config as Config
 from octavo.layers.linear_config import of_orientation
 from octavo.layers.matmul import (
@@ -122,11 +122,11 @@ class LinearLayer(MatmulLayer):
     def replays(self, config: Config, side: str) -> bool:
         return config.shipped
 
-    def forward(self, config: Config, inputs: Inputs) -> Made:
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         amaxes = observed_amaxes(config.observe, inputs.seen, 1, inputs.weight.device)
         return forward_from(config, inputs, _quantized_x(config, inputs, amaxes.x), amaxes)
 
-    def abstract(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         weight: Any = inputs.weight
         x: Any = inputs.x if inputs.x is not None else inputs.x_codes[0]
         y = TensorProto((*x.shape[:-1], weight.shape[0]), config.y_dtype, weight.device)
@@ -138,7 +138,7 @@ class LinearLayer(MatmulLayer):
         x_kept = _abstract_codes(config.made_x, config.x_pair, x)
         w_kept = _abstract_codes(config.made_w, config.w_pair, weight)
         width = TensorProto((0, weight.shape[1]), weight.dtype, weight.device) if config.keeps_width else None
-        return Made((output,), extras, Fresh(*x_kept, *w_kept, width))
+        return ForwardResult((output,), extras, Fresh(*x_kept, *w_kept, width))
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return "x" in config.grads, config.returns_dw, "b" in config.grads, *[False] * (len(Inputs._fields) - 3)
@@ -188,7 +188,7 @@ class LinearLayer(MatmulLayer):
         )
         fill_pair(as_matrix(weight), codes, weight_cast_args(config, cast, (row, column), partial(_amax, weight)))
 
-    def save(self, config: Config, inputs: Inputs, made: Made) -> Saved:
+    def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Saved:
         fresh, scaling = Fresh._make(made.fresh), inputs.scaling
         makes_x_again = config.x_columns == "backward" and "w" in config.grads
         return Saved(
@@ -239,7 +239,7 @@ layer = LinearLayer(Config, Inputs, Fresh, Saved, Buffers)
 def forward_from(
     config: Config, inputs: Inputs, x: tuple[QTensor | None, QTensor | None], amaxes: Amaxes,
     lead: tuple[int, ...] | None = None,
-) -> Made:  # fmt: skip
+) -> ForwardResult:  # fmt: skip
     """The rest of forward after x's cast. A fused producer of x, which casts it, says x's leading dims."""
     w = _quantized_w(config, inputs, amaxes.w)
     y = _output(config, inputs, x[0], w[0], lead)
@@ -252,7 +252,7 @@ def forward_from(
     width = inputs.weight.new_empty(0, inputs.weight.shape[1]) if config.keeps_width else None
     x_kept = Kept.of(x[config.made_x == "column"] if config.made_x else None)
     w_kept = Kept.of(w[config.made_w == "column"] if config.made_w else None)
-    return Made((y,), extras, Fresh(*x_kept, *w_kept, width))
+    return ForwardResult((y,), extras, Fresh(*x_kept, *w_kept, width))
 
 
 def _output(

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.errors import check_choice, check_not_negative
 from octavo.kernels import norm as kernel
 from octavo.kernels.norm import Norm
-from octavo.layers.contract import DTYPES, Layer, Made, Tensors
+from octavo.layers.contract import DTYPES, ForwardResult, Layer, Tensors
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -77,26 +77,26 @@ def vector(w: Tensor | None) -> Tensor | None:
 class NormLayer(Layer):
     """Rows normalised, scaled and shifted."""
 
-    def forward(self, config: Config, inputs: Inputs) -> Made:
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         y, mean, rstd = kernel.forward(
             config.norm, matrix(config, inputs.x), vector(inputs.weight), vector(inputs.bias)
         )
         fresh = Fresh(mean, rstd) if config.keeps else Fresh()
         if inputs.x.dim() != 2 or config.dims != 1:
             y = torch.ops.aten._unsafe_view(y, inputs.x.shape)  # fresh, and no view of anything
-        return Made((y,), (), fresh)
+        return ForwardResult((y,), (), fresh)
 
-    def abstract(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
         shape = tuple(x.shape)
         row = TensorProto((math.prod(shape[: len(shape) - config.dims]),), torch.float32, x.device)
         fresh = Fresh(row if config.norm.centers else None, row) if config.keeps else Fresh()
-        return Made((TensorProto(shape, x.dtype, x.device),), (), fresh)
+        return ForwardResult((TensorProto(shape, x.dtype, x.device),), (), fresh)
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return "x" in config.grads, "w" in config.grads, "b" in config.grads
 
-    def save(self, config: Config, inputs: Inputs, made: Made) -> Tensors:
+    def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
         weight = inputs.weight if "x" in config.grads else None
         return Saved(inputs.x if config.keeps else None, weight, *made.fresh)
 

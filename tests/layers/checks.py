@@ -65,7 +65,7 @@ def check_gradients(layer, config, inputs, saved, grads, dys):
     for i, (grad, proto, tensor) in enumerate(zip(grads, announced, inputs, strict=True)):
         assert grad is None or grad.shape == tensor.shape, config
         assert grad is None or i in elsewhere or proto.refusal(grad) == "", config
-    for i, other in layer.passed(config).items():
+    for i, other in layer.gradient_aliases(config).items():
         assert grads[i] is (dys[-1 - other] if other < 0 else grads[other]), config
 
 

@@ -9,7 +9,7 @@ from octavo.fused import conditions
 from octavo.fuser.pattern import Condition, Rule
 from octavo.kernels import activation_quantize
 from octavo.layers import activation, linear
-from octavo.layers.contract import Made
+from octavo.layers.contract import ForwardResult
 from octavo.modules.activation import Activation
 from octavo.modules.linear import Linear
 from octavo.quant.proto import TensorProto
@@ -17,7 +17,7 @@ from octavo.quant.proto import TensorProto
 NAME = "activation-linear"
 
 
-def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
     first, second = configs
     own, x = inputs[0], inputs[0].x
     amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
@@ -28,7 +28,7 @@ def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
         activation.vector(own.seed), pair, given,
     )  # fmt: skip
     made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
-    return [Made((None,), (), ()), made]
+    return [ForwardResult((None,), (), ()), made]
 
 
 backward = None

@@ -8,7 +8,7 @@ from octavo.fused import conditions
 from octavo.fuser.pattern import Rule
 from octavo.kernels import norm_quantize
 from octavo.layers import linear, norm
-from octavo.layers.contract import Made
+from octavo.layers.contract import ForwardResult
 from octavo.modules.linear import Linear
 from octavo.modules.norm import LayerNorm, RMSNorm
 from octavo.quant.proto import TensorProto
@@ -16,7 +16,7 @@ from octavo.quant.proto import TensorProto
 NAME = "norm-linear"
 
 
-def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
     first, second = configs
     x = inputs[0].x
     amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
@@ -27,7 +27,7 @@ def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
     )
     fresh = norm.Fresh(mean, rstd) if first.keeps else norm.Fresh()
     made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
-    return [Made((None,), (), fresh), made]
+    return [ForwardResult((None,), (), fresh), made]
 
 
 backward = None
