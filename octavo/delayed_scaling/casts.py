@@ -1,7 +1,7 @@
-"""Delayed scaling in a linear layer: what multiplies x, w and dy, and where their amaxes go.
+"""Arguments of the casts of x, w and dy under delayed scaling: their multipliers, and where their amaxes go.
 
-A layer's `scaling` is flat: multipliers of x, w and dy, and where one of them is measured also what each of the three
-has seen so far. The slot of one operand is every third of these; of an operand that is not measured, the first.
+A layer's `scaling` is a flat tuple: the multipliers of x, w and dy; where one of the three is measured, also how many
+amaxes each of them has seen. One operand's part is its multiplier, and if it is measured also its count.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,59 +18,52 @@ from octavo.recipes import Delayed, Recipe
 
 X, W, DY = range(3)  # places in `scaling`
 LETTERS = "xwd"  # of these in `measured`
-Amax = Callable[[Tensorwise, Tensor], Tensor]  # a tensor's own, by a quantizer, unless a flag on the device says not to
+Measure = Callable[[Tensorwise, Tensor], Tensor]  # a tensor's amax by a quantizer; not where the flag is set
 
 
 class Amaxes(NamedTuple):
-    """Where those of x and w go, if they are observed."""
+    """Tensors that the casts of x and w raise to their amaxes; None where amaxes are not observed."""
 
     x: Tensor | None = None
     w: Tensor | None = None
-    extra: Tensor | None = None  # both, to be returned
+    returned: Tensor | None = None  # both in one tensor, which the layer returns as an extra
 
 
-def slot_of(place: int, measured: str, scaling: Parts) -> Parts:
-    """The part of `scaling` that an operand is cast with."""
-    return scaling[place::3] if LETTERS[place] in measured else scaling[place : place + 1]
+def part_of(place: int, measured: str) -> slice:
+    """Where an operand's part of `scaling` is."""
+    return slice(place, None, 3) if LETTERS[place] in measured else slice(place, place + 1)
 
 
-def observed(observe: str, seen: Parts, number: int, device: torch.device) -> Amaxes:
-    """A graph's node returns them, `number` of each; elsewhere they are raised where they are remembered."""
+def observed_amaxes(observe: str, seen: Parts, number: int, device: torch.device) -> Amaxes:
+    """A graph's node returns `number` amaxes of x and as many of w. Elsewhere casts raise `seen` in place."""
     if observe == "returned":
         both = torch.zeros(2 * number, dtype=torch.float32, device=device)
         return Amaxes(both[:number], both[number:], both)
     return Amaxes(*seen)
 
 
-def warm(recipe: Recipe, slot: Sequence[Tensor], observed: Tensor | None) -> CastArgs:
-    """What a layer brings to a cast by the multiplier that a slot holds, whatever it has seen."""
-    return CastArgs(encode=slot[0], observed=observed) if recipe.stateful else CastArgs()
+def known_scale(part: Sequence[Tensor], observed: Tensor | None) -> CastArgs:
+    """The arguments of a cast by the multiplier that is there, whether or not an amax was seen. Empty if scaling is not
+    delayed."""
+    return CastArgs(encode=part[0], observed=observed) if part else CastArgs()
 
 
-def given(
+def cast_args(
     recipe: Recipe,
     pair: QuantizerPair,
-    slot: Sequence[Tensor],
-    own: Amax,
+    part: Sequence[Tensor],
+    measure: Measure,
     observed: Tensor | None,
     seed: Tensor | None = None,
 ) -> CastArgs:
-    """The same, but of (multiplier, amaxes seen) the multiplier that the tensor's `own` amax leads to, as long as none
-    was seen. Not delayed: a seed, if it rounds stochastically."""
-    spec = pair[0] or pair[1]
-    if spec is None or not recipe.stateful:
+    """The arguments of a cast by a pair of quantizers. A measured operand that has seen no amax is scaled by its own.
+    If scaling is not delayed: the seed, for stochastic rounding."""
+    if not part:
         return CastArgs(seed=seed)
-    if len(slot) == 1:
-        return warm(recipe, slot, observed)
+    if len(part) == 1:
+        return CastArgs(encode=part[0], observed=observed)
+    spec = pair[0] or pair[1]
     assert isinstance(spec, Tensorwise) and isinstance(recipe, Delayed)
-    has_seen = slot[1] > 0
-    encode = warm_encode(slot[0], has_seen, own(spec, has_seen), spec, recipe.margin)
+    has_seen = part[1] > 0
+    encode = warm_encode(part[0], has_seen, measure(spec, has_seen), spec, recipe.margin)
     return CastArgs(encode=encode, observed=observed)
-
-
-def kept_for(dy_pair: QuantizerPair, measured: str, scaling: Parts) -> tuple[Tensor | None, Tensor | None]:
-    """dy's slot, if backward will cast it."""
-    if not scaling or dy_pair == (None, None):
-        return None, None
-    encode, seen = (*slot_of(DY, measured, scaling), None)[:2]
-    return encode, seen

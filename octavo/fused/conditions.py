@@ -69,7 +69,7 @@ def _takes_codes(config: Any) -> bool:
 
 def runs_now(place: int) -> Condition:
     return of(
-        place, "dW is not posted", lambda c: c.delay != "post",
+        place, "dW is computed in backward", lambda c: c.deferred_wgrad != "buffers",
         "delay_wgrad_compute=True in a graph has dy's codes go elsewhere",
     )  # fmt: skip
 

@@ -86,7 +86,7 @@ def tell(names: Sequence[str], plan: Planned) -> None:
 
 def _writes(config: linear.Config) -> bool:
     """Whether a layer has more than its inputs and outputs."""
-    return bool(config.main_grad or config.observe or config.delay or config.draws or config.weight == "held")
+    return bool(config.main_grad or config.observe or config.deferred_wgrad or config.draws or config.weight == "held")
 
 
 def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first: int, last: int) -> tuple[Any, ...]:
@@ -103,14 +103,14 @@ def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first:
     for consumer, field, producer, k in whole.routes:
         if producer < first <= consumer:
             at = whole.input_spans[consumer].start - skipped + field - 1
-            own[at] = chain.away_from(before, made[producer].outputs, producer, k)
+            own[at] = chain.side_output(before, made[producer].outputs, producer, k)
     return tuple(own)
 
 
 def _extras(config: chain.Config, count: int, matches: Sequence[pattern.Match]) -> tuple[tuple[int, int], ...]:
     """Where the extras of each operation are. What somebody else's fused operations stand for has none."""
     covered = {m.first: m.last for m in matches if not m.rule.is_own}
-    at, found, sizes, i = 1 + sum(config.given), list[tuple[int, int]](), iter(config.extras_sizes), 0
+    at, found, sizes, i = 1 + sum(config.shown_counts), list[tuple[int, int]](), iter(config.extras_sizes), 0
     while i < count:
         extras, end = next(sizes), covered.get(i, i + 1)
         found.append((at, at + extras))

@@ -15,7 +15,7 @@ from octavo._torch.operators import unsafe_view
 from octavo.errors import check_choice
 from octavo.kernels import activation
 from octavo.kernels.activation import ACTIVATIONS, Function
-from octavo.layers.contract import DTYPES, Layer, Made, Tensors
+from octavo.layers.contract import DTYPES, ForwardResult, Layer, Tensors
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -38,13 +38,13 @@ class Config(Value):
 
     @cached_property
     def function(self) -> Function:
-        own = {"alpha": self.alpha, "limit": self.limit, "beta": self.beta, "offset": self.offset}
-        changed = {name: float(v) for name, v in own.items() if v is not None}
+        settings = {"alpha": self.alpha, "limit": self.limit, "beta": self.beta, "offset": self.offset}
+        changed = {name: float(v) for name, v in settings.items() if v is not None}
         return ACTIVATIONS[self.name]._replace(interleave=self.interleave, drop=self.drop, **changed)  # type: ignore[arg-type]
 
     @cached_property
     def keeps_x(self) -> bool:
-        """For the slope, or for the value that a scale was multiplied by."""
+        """Whether backward keeps x: for the slope, or for the value that a scale was multiplied by."""
         return self.grads != "" and (self.function.remembers or "s" in self.grads)
 
     @cached_property
@@ -80,23 +80,23 @@ def vector(t: Tensor | None) -> Tensor | None:
 class ActivationLayer(Layer):
     """An elementwise function, with bias, row scales and dropout."""
 
-    def forward(self, config: Config, inputs: Inputs) -> Made:
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x = inputs.x
         y = activation.forward(
             config.function, matrix(x), vector(inputs.scales), vector(inputs.bias), vector(inputs.seed)
         )
         if x.dim() != 2:
             y = unsafe_view(y, shape_of_y(config, tuple(x.shape)))  # fresh, and no view of anything
-        return Made((y,), (), ())
+        return ForwardResult((y,), (), ())
 
-    def abstract(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
-        return Made((TensorProto(shape_of_y(config, tuple(x.shape)), x.dtype, x.device),), (), ())
+        return ForwardResult((TensorProto(shape_of_y(config, tuple(x.shape)), x.dtype, x.device),), (), ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return "x" in config.grads, "s" in config.grads, "b" in config.grads, False
 
-    def save(self, config: Config, inputs: Inputs, made: Made) -> Tensors:
+    def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
         return Saved(
             inputs.x if config.keeps_x else None,
             inputs.scales if config.keeps_scales else None,
@@ -120,7 +120,7 @@ class ActivationLayer(Layer):
             return (None,) * len(Inputs._fields)
         x, scales, bias, seed = Saved._make(saved)
         wanted = self.wants(config)
-        found = activation.backward(
+        of_kernel = activation.backward(
             config.function,
             matrix(dy),
             None if x is None else matrix(x),
@@ -133,9 +133,9 @@ class ActivationLayer(Layer):
         )
         shape = shape_of_dx(config, tuple(dy.shape))
         return (
-            None if found.x is None else found.x.view(shape),
-            None if found.scales is None else found.scales.view(shape[:-1]),
-            found.bias,
+            None if of_kernel.x is None else of_kernel.x.view(shape),
+            None if of_kernel.scales is None else of_kernel.scales.view(shape[:-1]),
+            of_kernel.bias,
             None,
         )
 
@@ -144,10 +144,10 @@ layer = ActivationLayer(Config, Inputs, saved=Saved)
 
 
 def shape_of_y(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of y."""
+    """The shape of y, from x's."""
     return (*shape[:-1], shape[-1] // 2) if config.function.gated else shape
 
 
 def shape_of_dx(config: Config, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of dx, from dy's."""
+    """The shape of dx, from dy's."""
     return (*shape[:-1], 2 * shape[-1]) if config.function.gated else shape

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.layers.contract import DTYPES, Layer, Made, Tensors
+from octavo.layers.contract import DTYPES, ForwardResult, Layer, Tensors
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -28,20 +28,20 @@ def same(config: Config) -> bool:
 
 
 class AddLayer(Layer):
-    """A sum."""
+    """x + extra."""
 
-    def passed(self, config: Config) -> dict[int, int]:
+    def gradient_aliases(self, config: Config) -> dict[int, int]:
         wanted = (0 if "x" in config.grads else None, 1 if "e" in config.grads and same(config) else None)
         return {i: -1 for i in wanted if i is not None}
 
-    def forward(self, config: Config, inputs: Inputs) -> Made:
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x = inputs.x
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # contiguous, however x and extra lie in memory
-        return Made((torch.add(x, inputs.extra, out=y),), (), ())
+        return ForwardResult((torch.add(x, inputs.extra, out=y),), (), ())
 
-    def abstract(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
-        return Made((TensorProto(tuple(x.shape), x.dtype, x.device),), (), ())
+        return ForwardResult((TensorProto(tuple(x.shape), x.dtype, x.device),), (), ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return "x" in config.grads, "e" in config.grads

@@ -1,14 +1,14 @@
-"""Layers one after the other, as one layer: what the output of each is, the next takes as x.
+"""Layers one after the other, as one layer: each stage takes the output y of the stage before as its x.
 
 A run of operations that the fuser found is such a chain, so that it is one node forward and one backward, saves once,
-and is served by the driver as any layer is. A chain's inputs are x, then each stage's own but for its x; its buffers
-are the stages' buffers; its outputs the last y, then what stages give away besides (`octavo.layers.fork`). What a fork
-gives away may also be added again later in the same chain: a residual.
+and is served by the driver as any layer is. A chain's inputs are x, then each stage's inputs but for its x; its buffers
+are the stages' buffers; its outputs are the last y, then the side outputs of its stages, which a layer returns besides
+y as a fork does (`octavo.layers.fork`). A later stage may take a side output as an input: a residual.
 
 A *step* is one stage, or several at once: a fused operation (`Fused`). Forward and backward are cut into steps
-independently. A fused forward makes what each of its stages would have made, but for values between them that nobody
-keeps; a fused backward takes what each stage has saved and returns what each would have returned. Where both sides are
-fused together, the stages' own configs say what is saved instead.
+independently. A fused forward returns what each of its stages would have returned, but for values between them that no
+stage keeps; a fused backward takes what each stage has saved and returns what each would have returned. Where both
+sides are fused together, the stages' own configs say what is saved instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from torch import Tensor
 
-from octavo.layers.contract import LAYERS, Layer, Made, Tensors
+from octavo.layers.contract import LAYERS, ForwardResult, Layer, Tensors
 from octavo.layers.dry_run import Miscounted
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
@@ -25,9 +25,10 @@ from octavo.wgrad.targets import Writes
 
 
 class Fused(Protocol):
-    """What runs several stages at once; one of the two functions may be missing (None)."""
+    """An operation that runs several stages at once; one of the two functions may be missing (None)."""
 
-    forward: Callable[[Sequence[Any], Sequence[Any]], list[Made]] | None  # configs, inputs (x but of the first: None)
+    # configs, inputs (x is None but for the first)
+    forward: Callable[[Sequence[Any], Sequence[Any]], list[ForwardResult]] | None
     backward: Callable[..., list[Tensors]] | None  # configs, saved, buffers, grads of each stage; writes
 
 
@@ -47,13 +48,18 @@ class Config(Value):
     stages: tuple[Value, ...] = ()  # the stages' configs
     forward: tuple[tuple[str, int, int], ...] = ()  # fused steps; stages between them are steps of their own
     backward: tuple[tuple[str, int, int], ...] = ()
-    routes: tuple[tuple[int, int, int, int], ...] = ()  # (stage, its input, producer, which of what it gives away)
-    hidden: tuple[tuple[int, int], ...] = ()  # (stage, which of what it gives away): nobody outside has it
+    routes: tuple[tuple[int, int, int, int], ...] = ()  # (stage, its input, producer, which of its side outputs)
+    hidden: tuple[tuple[int, int], ...] = ()  # (stage, which of its side outputs): not among the chain's outputs
     begin: int = 0  # which operation its first stage is, for messages
 
     @cached_property
     def layers(self) -> tuple[Any, ...]:
         return tuple(LAYERS[stage.registered_name] for stage in self.stages)
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[Any, Any], ...]:
+        """Each stage's layer and config."""
+        return tuple(zip(self.layers, self.stages, strict=True))
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -70,28 +76,28 @@ class Config(Value):
     @cached_property
     def active(self) -> tuple[bool, ...]:
         """Which stages have a backward: one whose only gradient goes to a buffer returns none, and has one."""
-        return tuple(layer.has_backward(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.has_backward(stage) for layer, stage in self.pairs)
 
     @cached_property
     def wanted(self) -> tuple[tuple[bool, ...], ...]:
-        return tuple(layer.wants(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.wants(stage) for layer, stage in self.pairs)
 
     @cached_property
     def extras_sizes(self) -> tuple[int, ...]:
         """How many extras each stage makes, and so on."""
-        return tuple(layer.extras(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.extras(stage) for layer, stage in self.pairs)
 
     @cached_property
     def fresh_sizes(self) -> tuple[int, ...]:
-        return tuple(layer.fresh_size(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.fresh_size(stage) for layer, stage in self.pairs)
 
     @cached_property
     def saved_sizes(self) -> tuple[int, ...]:
-        return tuple(layer.saved_size(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.saved_size(stage) for layer, stage in self.pairs)
 
     @cached_property
     def buffers_sizes(self) -> tuple[int, ...]:
-        return tuple(layer.buffers_size(stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        return tuple(layer.buffers_size(stage) for layer, stage in self.pairs)
 
     @cached_property
     def fields(self) -> tuple[int, ...]:
@@ -99,28 +105,33 @@ class Config(Value):
         return tuple(len(wants) - 1 for wants in self.wanted)
 
     @cached_property
-    def made(self) -> tuple[int, ...]:
-        """How many values each stage gives away."""
-        return tuple(layer.outputs(stage) - 1 for layer, stage in zip(self.layers, self.stages, strict=True))
+    def forks(self) -> tuple[bool, ...]:
+        """Which stages return x itself."""
+        return tuple(layer.forks for layer in self.layers)
+
+    @cached_property
+    def side_counts(self) -> tuple[int, ...]:
+        """How many side outputs each stage has."""
+        return tuple(layer.outputs(stage) - 1 for layer, stage in self.pairs)
 
     @cached_property
     def shown(self) -> tuple[tuple[int, ...], ...]:
-        """Which of them are outputs of the chain."""
-        return tuple(tuple(k for k in range(n) if (i, k) not in self.hidden) for i, n in enumerate(self.made))
+        """Which of its side outputs are outputs of the chain, for each stage."""
+        return tuple(tuple(k for k in range(n) if (i, k) not in self.hidden) for i, n in enumerate(self.side_counts))
 
     @cached_property
-    def given(self) -> tuple[int, ...]:
-        """How many of them are."""
-        return tuple(len(own) for own in self.shown)
+    def shown_counts(self) -> tuple[int, ...]:
+        """How many of its side outputs are, for each stage."""
+        return tuple(len(shown) for shown in self.shown)
 
     @cached_property
     def input_spans(self) -> list[slice]:
-        """Where each stage's own inputs are, and so on for the rest."""
+        """Where each stage's inputs but for x are among the chain's, and so on for the rest."""
         return _spans(self.fields, 1)
 
     @cached_property
-    def given_spans(self) -> list[slice]:
-        return _spans(self.given, 1)
+    def shown_spans(self) -> list[slice]:
+        return _spans(self.shown_counts, 1)
 
     @cached_property
     def extras_spans(self) -> list[slice]:
@@ -140,12 +151,12 @@ class Config(Value):
 
     @cached_property
     def named_inputs(self) -> tuple[Callable[..., Any], ...]:
-        """What makes each stage's inputs of x and the rest."""
-        return tuple(partial(layer.inputs_of, stage) for layer, stage in zip(self.layers, self.stages, strict=True))
+        """Functions that make each stage's Inputs of x and the rest."""
+        return tuple(partial(layer.inputs_of, stage) for layer, stage in self.pairs)
 
     @cached_property
     def inside(self) -> frozenset[tuple[int, int]]:
-        """(stage, input): inputs that come from within."""
+        """(stage, input): inputs that are side outputs of other stages."""
         return frozenset((consumer, field) for consumer, field, _, _ in self.routes)
 
     @cached_property
@@ -157,27 +168,27 @@ class Config(Value):
     @cached_property
     def replays(self) -> bool:
         return all(
-            layer.replays(stage, side) for layer, stage in zip(self.layers, self.stages, strict=True)
+            layer.replays(stage, side) for layer, stage in self.pairs
             for side in ("forward", "backward")
         )  # fmt: skip
 
     @cached_property
     def loose(self) -> tuple[tuple[int, int], ...]:
-        """Values that are given away within the chain alone, and that a stage made for that."""
-        return tuple((i, k) for i, k in self.hidden if not self.layers[i].forks)
+        """Hidden side outputs, but for those of forks, which are x."""
+        return tuple((i, k) for i, k in self.hidden if not self.forks[i])
 
 
 @lru_cache(maxsize=4096)
 def _steps(fused: tuple[tuple[str, int, int], ...], count: int) -> tuple[Step, ...]:
-    found: list[Step] = []
+    steps: list[Step] = []
     for name, first, last in fused:
-        found += [Step("", i, i + 1) for i in range(found[-1].last if found else 0, first)]
-        found.append(Step(name, first, last))
-    return (*found, *[Step("", i, i + 1) for i in range(found[-1].last if found else 0, count)])
+        steps += [Step("", i, i + 1) for i in range(steps[-1].last if steps else 0, first)]
+        steps.append(Step(name, first, last))
+    return (*steps, *[Step("", i, i + 1) for i in range(steps[-1].last if steps else 0, count)])
 
 
 class Fields(tuple[Any, ...]):
-    """Inputs or buffers of a chain: x, then each stage's own. As many as the stages need."""
+    """Inputs or buffers of a chain, as many as its stages have."""
 
     @classmethod
     def _make(cls, fields: Any) -> Self:
@@ -185,11 +196,11 @@ class Fields(tuple[Any, ...]):
 
 
 def _spans(sizes: Sequence[int], start: int = 0) -> list[slice]:
-    found = []
+    spans = []
     for size in sizes:
-        found.append(slice(start, start + size))
+        spans.append(slice(start, start + size))
         start += size
-    return found
+    return spans
 
 
 def stage_inputs(config: Config, inputs: Sequence[Any]) -> list[Any]:
@@ -216,68 +227,69 @@ class ChainLayer(Layer):
         return sum(config.buffers_sizes)
 
     def graph_buffers(self, config: Config, *fields: Any) -> tuple[Any, ...]:
-        found: list[Any] = []
+        buffers: list[Any] = []
         for layer, stage, span in zip(config.layers, config.stages, config.buffer_spans, strict=True):
-            found += layer.graph_buffers(stage, *fields[span])
-        return tuple(found)
+            buffers += layer.graph_buffers(stage, *fields[span])
+        return tuple(buffers)
 
     def replays(self, config: Config, side: str) -> bool:
         return config.replays
 
     def fills(self, config: Config) -> bool:
-        return any(layer.fills(stage) for layer, stage in zip(config.layers, config.stages, strict=True))
+        return any(layer.fills(stage) for layer, stage in config.pairs)
 
     def flat_places(self, config: Config) -> tuple[int, ...]:
-        starts = config.fresh_spans
         return tuple(
             span.start + i
-            for layer, stage, span in zip(config.layers, config.stages, starts, strict=True)
+            for layer, stage, span in zip(config.layers, config.stages, config.fresh_spans, strict=True)
             for i in layer.flat_places(stage)
         )
 
-    def forward(self, config: Config, inputs: Sequence[Any]) -> Made:
-        return _gathered(config, *_run(config, inputs))
+    def forward(self, config: Config, inputs: Sequence[Any]) -> ForwardResult:
+        return _joined(config, *_run(config, inputs))
 
-    def forward_and_save(self, config: Config, inputs: Sequence[Any], saving: bool) -> tuple[Made, Tensors]:
-        """A value that nothing keeps is let go as soon as the next stage has taken it."""
-        own, made = stage_inputs(config, inputs), list[Any]()
-        x, kept = inputs[0], {producer for _, _, producer, _ in config.routes}
-        away: list[Any] = []
+    def forward_and_save(self, config: Config, inputs: Sequence[Any], saving: bool) -> tuple[ForwardResult, Tensors]:
+        """Forward and save at once. A value that no stage keeps is freed when the next stage has taken it."""
+        stages, made = stage_inputs(config, inputs), list[Any]()
+        x, producers = inputs[0], {producer for _, _, producer, _ in config.routes}
+        sides: list[Any] = []
         extras: list[Any] = []
         saved: list[Any] = []
         for step in config.steps:
             first, last = step.first, step.last
-            own[first] = own[first]._replace(x=x)
+            stages[first] = stages[first]._replace(x=x)
             del x
-            made += _stepped(config, step, own, made)
+            made += _run_step(config, step, stages, made)
             for i in range(first, last):
-                named = own[i] if i == first else own[i]._replace(x=made[i - 1].outputs[0])
-                away += [made[i].outputs[1 + k] for k in config.shown[i]]
+                named = stages[i] if i == first else stages[i]._replace(x=made[i - 1].outputs[0])
+                sides += [made[i].outputs[1 + k] for k in config.shown[i]]
                 extras += made[i].extras
                 saved += config.layers[i].save(config.stages[i], named, made[i])
             x = made[-1].outputs[0]
             for i in range(first, last):
-                own[i] = None
-                if i not in kept:
+                stages[i] = None
+                if i not in producers:
                     made[i] = None
-        return Made((x, *away), tuple(extras), ()), tuple(saved)
+        return ForwardResult((x, *sides), tuple(extras), ()), tuple(saved)
 
-    def abstract(self, config: Config, inputs: Sequence[Any]) -> Made:
-        return _gathered(config, *abstract_stages(config, inputs))
+    def abstract(self, config: Config, inputs: Sequence[Any]) -> ForwardResult:
+        return _joined(config, *abstract_stages(config, inputs))
 
-    def save(self, config: Config, inputs: Sequence[Any], made: Made) -> Tensors:
-        own = stage_inputs(config, inputs)
-        values = _values(config, inputs[0], made)
-        away = _all_away(config, made)
+    def save(self, config: Config, inputs: Sequence[Any], made: ForwardResult) -> Tensors:
+        stages, values, sides = (
+            stage_inputs(config, inputs),
+            _stage_values(config, inputs[0], made),
+            _sides(config, made),
+        )
         for consumer, field, producer, k in config.routes:
-            value = values[producer] if config.layers[producer].forks else away[producer][k]
-            own[consumer] = _with(own[consumer], field, value)
+            value = values[producer] if config.forks[producer] else sides[producer][k]
+            stages[consumer] = _with(stages[consumer], field, value)
         extras, fresh = config.extras_spans, config.fresh_spans
-        found: list[Tensor | None] = []
-        for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
-            part = Made((values[i + 1], *away[i]), made.extras[extras[i]], made.fresh[fresh[i]])
-            found += layer.save(stage, own[i]._replace(x=values[i]), part)
-        return tuple(found)
+        saved: list[Tensor | None] = []
+        for i, (layer, stage) in enumerate(config.pairs):
+            part = ForwardResult((values[i + 1], *sides[i]), made.extras[extras[i]], made.fresh[fresh[i]])
+            saved += layer.save(stage, stages[i]._replace(x=values[i]), part)
+        return tuple(saved)
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return (
@@ -289,36 +301,39 @@ class ChainLayer(Layer):
             ],
         )
 
-    def passed(self, config: Config) -> dict[int, int]:
-        """Those of the values that are added to the run's, and of x, where nothing lies between."""
+    def gradient_aliases(self, config: Config) -> dict[int, int]:
+        """Gradients that stages pass on, of inputs that are added to the chain's value, and of x if all stages pass it
+        on."""
         # the holder of the gradient that arrives at a stage: an output (-1), an input, or none yet
         holder: int | None = -1
-        found: dict[int, int] = {}
+        passed: dict[int, int] = {}
         for i in reversed(range(len(config.stages))):
             layer, wanted, before = config.layers[i], config.wanted[i], config.input_spans[i].start - 1
             if not any(wanted):
-                return found
-            own = layer.passed(config.stages[i])
+                return passed
+            of_stage = layer.gradient_aliases(config.stages[i])
             # who has the gradient that the stage calls -1, and those of its inputs that are returned
             holders = {j: before + j for j in range(1, len(wanted)) if (i, j) not in config.inside} | {-1: holder}
-            for j, other in sorted(own.items()):
+            for j, other in sorted(of_stage.items()):
                 if j == 0 or (i, j) in config.inside:
                     continue
                 has = holders.get(other)
                 if has is None:
                     holders[other] = before + j
                 else:
-                    found[before + j] = has
-            holder = holders.get(own[0]) if 0 in own else None
+                    passed[before + j] = has
+            holder = holders.get(of_stage[0]) if 0 in of_stage else None
         if config.wanted[0][0] and holder is not None:
-            found[0] = holder
-        return found
+            passed[0] = holder
+        return passed
 
     def abstract_gradients(self, config: Config, saved: Any, *grads: Any) -> tuple[TensorProto | None, ...]:
-        found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
-        for i, own, dys in _dry_backward(config, saved, grads, found):
-            with _named(config.begin + i):
-                found[i] = config.layers[i].abstract_gradients(config.stages[i], own, *dys)
+        found = _no_gradients(config)
+        for i, parts, dys in _dry_backward(config, saved, grads, found):
+            try:
+                found[i] = config.layers[i].abstract_gradients(config.stages[i], parts, *dys)
+            except Miscounted as error:
+                raise _of_operation(config, i, error) from error
         return _returned(config, found)
 
     def backward(
@@ -327,23 +342,15 @@ class ChainLayer(Layer):
         """Stages put off their writes to buffers until all of them are through, or until those of an outer chain are,
         of which this is a stage, and which brings `writes`."""
         outer, writes = writes, Writes() if writes is None else writes
-        found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
-        spans, own, given = config.saved_spans, _stage_buffers(config, buffers), config.given_spans
-        g = grads[0]
-        for name, first, last in config.back_steps:
-            parts = [saved[span] for span in spans[first:last]]
-            dys = [(None, *_away(config, grads[span], i, found)) for i, span in enumerate(given[first:last], first)]
+        found, stage_buffers, g = _no_gradients(config), _stage_buffers(config, buffers), grads[0]
+        for step in config.back_steps:
+            first, last = step.first, step.last
+            dys = [(None, *_side_gradients(config, grads, i, found)) for i in range(first, last)]
             dys[-1] = (g, *dys[-1][1:])
-            if not any([t is not None for own_dys in dys for t in own_dys]):
+            if not any([t is not None for stage_dys in dys for t in stage_dys]):
                 continue  # nothing that depends on these stages has a gradient, and neither have they
-            if name:
-                fused = FUSED[name].backward
-                assert fused is not None
-                found[first:last] = fused(config.stages[first:last], parts, own[first:last], dys, writes)
-            else:
-                with _named(config.begin + first):
-                    layer, stage = config.layers[first], config.stages[first]
-                    found[first] = layer.backward(stage, parts[0], own[first], dys[0], writes)
+            parts = [saved[span] for span in config.saved_spans[first:last]]
+            found[first:last] = _step_back(config, step, parts, stage_buffers[first:last], dys, writes)
             g = found[first][0]
             if first:
                 found[first] = (None, *found[first][1:])  # the stages before have it, and let it go
@@ -353,20 +360,19 @@ class ChainLayer(Layer):
         return returned
 
     def flops(self, config: Config, inputs: Sequence[Any]) -> int:
-        own, x, total = stage_inputs(config, inputs), inputs[0], 0
-        for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
-            with_x = own[i]._replace(x=x)
+        stages, x, total = stage_inputs(config, inputs), inputs[0], 0
+        for i, (layer, stage) in enumerate(config.pairs):
+            with_x = stages[i]._replace(x=x)
             total += layer.flops(stage, with_x)
             x = layer.abstract(stage, with_x).outputs[0]
         return total
 
     def gradient_flops(self, config: Config, saved: Any, *grads: Any) -> int:
-        found: list[tuple[Any, ...]] = [(None,) * (1 + n) for n in config.fields]
-        total = 0
-        for i, own, dys in _dry_backward(config, saved, grads, found):
+        found, total = _no_gradients(config), 0
+        for i, parts, dys in _dry_backward(config, saved, grads, found):
             layer, stage = config.layers[i], config.stages[i]
-            total += layer.gradient_flops(stage, own, *dys)
-            found[i] = layer.abstract_gradients(stage, own, *dys)
+            total += layer.gradient_flops(stage, parts, *dys)
+            found[i] = layer.abstract_gradients(stage, parts, *dys)
         return total
 
 
@@ -376,90 +382,87 @@ layer = ChainLayer(Config, Fields, buffers=Fields)
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _stepped(config: Config, step: Step, own: list[Any], made: list[Any]) -> list[Made]:
-    """What the stages of one step make."""
+def _run_step(config: Config, step: Step, stages: list[Any], made: list[Any]) -> list[ForwardResult]:
+    """The results of the stages of one step, from their inputs and the results of the stages before."""
     name, first, last = step
-    _connect(config, own, made, first, last)
+    if config.routes:
+        _connect(config, stages, made, first, last)
     if name:
         fused = FUSED[name].forward
         assert fused is not None
-        return fused(config.stages[first:last], own[first:last])
-    with _named(config.begin + first):
-        return [config.layers[first].forward(config.stages[first], own[first])]
+        return fused(config.stages[first:last], stages[first:last])
+    try:
+        return [config.layers[first].forward(config.stages[first], stages[first])]
+    except Miscounted as error:
+        raise _of_operation(config, first, error) from error
 
 
-def _run(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
-    """Inputs of each stage, and what it made."""
-    own, made = stage_inputs(config, inputs), list[Made]()
+def _run(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[ForwardResult]]:
+    """The inputs of each stage, and its results."""
+    stages, made = stage_inputs(config, inputs), list[ForwardResult]()
     x = inputs[0]
     for step in config.steps:
-        own[step.first] = own[step.first]._replace(x=x)
-        made += _stepped(config, step, own, made)
+        stages[step.first] = stages[step.first]._replace(x=x)
+        made += _run_step(config, step, stages, made)
         x = made[-1].outputs[0]
-    return own, made
+    return stages, made
 
 
-def abstract_stages(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[Made]]:
-    """Inputs of each stage, and what it would make."""
-    own, made = stage_inputs(config, inputs), list[Made]()
+def abstract_stages(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], list[ForwardResult]]:
+    """The inputs of each stage, and its results, without data."""
+    stages, made = stage_inputs(config, inputs), list[ForwardResult]()
     x = inputs[0]
-    for i, (layer, stage) in enumerate(zip(config.layers, config.stages, strict=True)):
-        own[i] = own[i]._replace(x=x)
-        _connect(config, own, made, i, i + 1)
-        with _named(config.begin + i):
-            made.append(layer.abstract(stage, own[i]))
+    for i, (layer, stage) in enumerate(config.pairs):
+        stages[i] = stages[i]._replace(x=x)
+        _connect(config, stages, made, i, i + 1)
+        try:
+            made.append(layer.abstract(stage, stages[i]))
+        except Miscounted as error:
+            raise _of_operation(config, i, error) from error
         x = made[-1].outputs[0]
-    return own, made
+    return stages, made
 
 
-class _named:
-    """Say which stage it was that returned a wrong number of things."""
-
-    def __init__(self, stage: int) -> None:
-        self.stage = stage
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
-        if kind is Miscounted:
-            raise RuntimeError(f"Operation {self.stage}: {error}") from error
+def _of_operation(config: Config, stage: int, error: Miscounted) -> RuntimeError:
+    """The error, with the operation that returned a wrong number of things."""
+    return RuntimeError(f"Operation {config.begin + stage}: {error}")
 
 
-def _connect(config: Config, own: list[Any], made: list[Made], first: int, last: int) -> None:
-    """Give stages what others have given away."""
+def _connect(config: Config, stages: list[Any], made: list[ForwardResult], first: int, last: int) -> None:
+    """Give side outputs to the stages first … last - 1 that take them."""
     for consumer, field, producer, k in config.routes:
         if first <= consumer < last and producer < first:
-            own[consumer] = _with(own[consumer], field, away_from(config, made[producer].outputs, producer, k))
+            value = side_output(config, made[producer].outputs, producer, k)
+            stages[consumer] = _with(stages[consumer], field, value)
 
 
-def away_from(config: Config, outputs: Sequence[Any], stage: int, k: int) -> Any:
-    """What a stage gave away. A fork's is its x."""
-    return outputs[0] if config.layers[stage].forks else outputs[1 + k]
+def side_output(config: Config, outputs: Sequence[Any], stage: int, k: int) -> Any:
+    """A side output of a stage. A fork's is its x, of which the output itself may be a token."""
+    return outputs[0] if config.forks[stage] else outputs[1 + k]
 
 
 def _with(inputs: Any, field: int, value: Any) -> Any:
     return inputs._make((*inputs[:field], value, *inputs[field + 1 :]))
 
 
-def _gathered(config: Config, own: list[Any], made: list[Made]) -> Made:
-    """All that the stages made, as one: y and what stages give away; extras; values between stages that one of them
-    keeps, then what is fresh."""
-    for i in range(1, len(own)):
-        own[i] = own[i]._replace(x=made[i - 1].outputs[0])
-    away = [[m.outputs[1 + k] for k in own_shown] for m, own_shown in zip(made, config.shown, strict=True)]
-    outputs = (made[-1].outputs[0], *[t for group in away for t in group])
+def _joined(config: Config, stages: list[Any], made: list[ForwardResult]) -> ForwardResult:
+    """The results of all stages as the chain's: y and side outputs; extras; values between stages that one of them
+    keeps, then fresh tensors."""
+    for i in range(1, len(stages)):
+        stages[i] = stages[i]._replace(x=made[i - 1].outputs[0])
+    sides = [m.outputs[1 + k] for m, shown in zip(made, config.shown, strict=True) for k in shown]
+    outputs = (made[-1].outputs[0], *sides)
     saved = [
-        t for layer, stage, i, m in zip(config.layers, config.stages, own, made, strict=True)
-        for t in layer.save(stage, i, m) if t is not None
+        t for layer, stage, inputs, m in zip(config.layers, config.stages, stages, made, strict=True)
+        for t in layer.save(stage, inputs, m) if t is not None
     ]  # fmt: skip
-    between = [None if config.layers[i].forks else made[i].outputs[0] for i in range(len(made) - 1)]
+    between = [None if config.forks[i] else made[i].outputs[0] for i in range(len(made) - 1)]
     between += [made[i].outputs[1 + k] for i, k in config.loose]
     kept = [
         t if t is not None and any(t is s for s in saved) and not any(t is o for o in outputs) else None
         for t in between
     ]
-    return Made(
+    return ForwardResult(
         outputs,
         tuple([t for m in made for t in m.extras]),
         (*kept, *[t for m in made for t in m.fresh]),
@@ -470,44 +473,63 @@ def _kept_count(config: Config) -> int:
     return len(config.stages) - 1 + len(config.loose)
 
 
-def _all_away(config: Config, made: Made) -> list[list[Any]]:
-    """What each stage gave away, to whomever."""
+def _sides(config: Config, made: ForwardResult) -> list[list[Any]]:
+    """The side outputs of each stage, from the chain's results. None for one that was not kept."""
     loose = dict(zip(config.loose, made.fresh[len(config.stages) - 1 :], strict=False))
-    found = []
-    for i, span in enumerate(config.given_spans):
+    sides = []
+    for i, span in enumerate(config.shown_spans):
         shown = dict(zip(config.shown[i], made.outputs[span], strict=True))
-        found.append([shown[k] if k in shown else loose.get((i, k)) for k in range(config.made[i])])
-    return found
+        sides.append([shown[k] if k in shown else loose.get((i, k)) for k in range(config.side_counts[i])])
+    return sides
 
 
-def _values(config: Config, x: Any, made: Made) -> list[Any]:
-    """x of each stage, and then y: None where it was not kept."""
-    given = config.given_spans
-    found = [x]
+def _stage_values(config: Config, x: Any, made: ForwardResult) -> list[Any]:
+    """x of each stage, and then y, from the chain's results. None for one that was not kept."""
+    values = [x]
     for i in range(len(config.stages) - 1):
-        if config.layers[i].forks:
-            found.append(found[-1])
+        if config.forks[i]:
+            values.append(values[-1])
         else:
-            kept, after = made.fresh[i], made.outputs[given[i + 1]]
-            away = config.layers[i + 1].forks and len(after) > 0  # then it is among the outputs
-            found.append(after[0] if kept is None and away else kept)
-    return [*found, made.outputs[0]]
+            kept, after = made.fresh[i], made.outputs[config.shown_spans[i + 1]]
+            is_output = config.forks[i + 1] and len(after) > 0  # the next stage returned it
+            values.append(after[0] if kept is None and is_output else kept)
+    return [*values, made.outputs[0]]
 
 
 # -- backward --------------------------------------------------------------------------------------------------------
 
 
+def _step_back(
+    config: Config, step: Step, saved: list[Any], buffers: list[Any], dys: list[Any], writes: Writes
+) -> list[Tensors]:
+    """The gradients of the stages of one step."""
+    name, first, last = step
+    if name:
+        fused = FUSED[name].backward
+        assert fused is not None
+        return fused(config.stages[first:last], saved, buffers, dys, writes)
+    try:
+        return [config.layers[first].backward(config.stages[first], saved[0], buffers[0], dys[0], writes)]
+    except Miscounted as error:
+        raise _of_operation(config, first, error) from error
+
+
 def _dry_backward(config: Config, saved: Any, grads: Any, found: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Each stage that backward comes to, what it saved, and what its gradients are like. What the stage's own gradients
-    are like is put into `found` before the next is asked for."""
-    spans, given, g = config.saved_spans, config.given_spans, grads[0]
+    """Each stage that backward comes to, its saved tensors, and its outputs' gradients without data. The consumer puts
+    the stage's own gradients into `found` before it asks for the next."""
+    g = grads[0]
     for i in reversed(range(len(config.stages))):
         if not config.active[i]:
             return
-        away = [next((t for t in parts if t is not None), None) for parts in _parts(config, grads[given[i]], i, found)]
-        if g is not None or any(t is not None for t in away):
-            yield i, saved[spans[i]], (g, *away)
+        sides = [next((t for t in terms if t is not None), None) for terms in _side_terms(config, grads, i, found)]
+        if g is not None or any(t is not None for t in sides):
+            yield i, saved[config.saved_spans[i]], (g, *sides)
         g = found[i][0]
+
+
+def _no_gradients(config: Config) -> list[tuple[Any, ...]]:
+    """None for each input of each stage."""
+    return [(None,) * (1 + n) for n in config.fields]
 
 
 def _returned(config: Config, found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -518,25 +540,27 @@ def _returned(config: Config, found: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     return (found[0][0], *[t for stage in found for t in stage[1:]])
 
 
-def _away(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[Any]:
-    """Gradients of what a stage gave away."""
+def _side_gradients(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[Any]:
+    """The gradients of a stage's side outputs."""
+    if not config.side_counts[stage]:
+        return []
     sums = []
-    for parts in _parts(config, grads, stage, found):
-        here = [g for g in parts if g is not None]
+    for terms in _side_terms(config, grads, stage, found):
+        here = [g for g in terms if g is not None]
         sums.append(None if not here else here[0] if len(here) == 1 else sum(here[1:], here[0]))
     return sums
 
 
-def _parts(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[list[Any]]:
-    """Gradients of each value that a stage gave away: the one from outside, then those from inside."""
-    shown = dict(zip(config.shown[stage], grads, strict=True))
+def _side_terms(config: Config, grads: Sequence[Any], stage: int, found: list[tuple[Any, ...]]) -> list[list[Any]]:
+    """The terms of each side output's gradient: the one from outside of the chain, then those from inside."""
+    shown = dict(zip(config.shown[stage], grads[config.shown_spans[stage]], strict=True))
     return [
         [shown.get(k), *[found[c][field] for c, field, p, which in config.sums if (p, which) == (stage, k)]]
-        for k in range(config.made[stage])
+        for k in range(config.side_counts[stage])
     ]
 
 
-# -- arithmetic, counted -----------------------------------------------------------------------------------------------
+# -- buffers -----------------------------------------------------------------------------------------------------------
 
 
 def _stage_buffers(config: Config, buffers: Sequence[Any]) -> list[Any]:

@@ -22,7 +22,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Tensors = tuple[Tensor | None, ...]
 
 
-class Made(NamedTuple):
+class ForwardResult(NamedTuple):
     """The result of a forward. Of `abstract`, the same with a TensorProto for each tensor."""
 
     outputs: tuple[Any, ...]  # the caller's, differentiable
@@ -43,7 +43,7 @@ class Layer:
     """
 
     scales: ClassVar[tuple[str, ...]] = ()  # fields of Fresh that are scales: they leave a node flat
-    forks: ClassVar[bool] = False  # the second output is x itself
+    forks: ClassVar[bool] = False  # both outputs are x itself: a chain passes x on, and keeps it only once
     takes_memory: ClassVar[bool] = False  # `Inputs.out` and `Buffers.dgrad_out` are the caller's memory for y and dx
 
     def __init__(
@@ -59,16 +59,16 @@ class Layer:
 
     # -- the four that every layer defines -----------------------------------------------------------------------------
 
-    def forward(self, config: Any, inputs: Any) -> Made:
+    def forward(self, config: Any, inputs: Any) -> ForwardResult:
         """Compute the outputs. It writes to nothing but an input that is the caller's memory for y, or outside of
         graphs a running amax of x or of a weight."""
         raise NotImplementedError
 
-    def abstract(self, config: Any, inputs: Any) -> Made:
+    def abstract(self, config: Any, inputs: Any) -> ForwardResult:
         """The shapes, dtypes and strides that forward would make, from inputs that are TensorProtos."""
         raise NotImplementedError
 
-    def save(self, config: Any, inputs: Any, made: Made) -> Tensors:
+    def save(self, config: Any, inputs: Any, made: ForwardResult) -> Tensors:
         """Select the tensors that backward needs, out of inputs and what forward made. It makes none: a compiler asks a
         few times, on tensors without data, and never at a step."""
         return ()
@@ -88,7 +88,7 @@ class Layer:
         """The shapes and dtypes that backward would return, from saved tensors and gradients without data."""
         raise NotImplementedError
 
-    def passed(self, config: Any) -> dict[int, int]:
+    def gradient_aliases(self, config: Any) -> dict[int, int]:
         """Inputs whose gradient is another tensor: that of the output at -1 - value, or of the input at value. A
         graph's node returns no tensor twice."""
         return {}
@@ -157,10 +157,21 @@ class Layer:
 
     # -- eager mode ----------------------------------------------------------------------------------------------------
 
-    def forward_and_save(self, config: Any, inputs: Any, saving: bool) -> tuple[Made, Tensors]:
+    def forward_and_save(self, config: Any, inputs: Any, saving: bool) -> tuple[ForwardResult, Tensors]:
         """Forward, and what backward needs if it is `saving`, at once. A chain lets go of values that nothing keeps."""
         made = self.forward(config, inputs)
         return made, self.save(config, inputs, made) if saving else ()
+
+
+class WeightCast(NamedTuple):
+    """A cast of a weight into cached codes."""
+
+    weight: Tensor
+    row: Sequence[Tensor]  # the codes to overwrite, empty for an orientation that is not cached
+    column: Sequence[Tensor]
+    amaxes: Sequence[Tensor] = ()  # delayed: one tensor, of x's and w's amaxes so far, if they are observed
+    scaling: Sequence[Tensor] = ()  # delayed: w's multiplier, and if it is measured how many amaxes it has seen
+    skip: Tensor | None = None  # on the device: where it is not zero, nothing is written
 
 
 class WeightLayer(Layer):
@@ -174,20 +185,17 @@ class WeightLayer(Layer):
         """The weight that row codes stand for."""
         raise NotImplementedError
 
-    def refresh(
-        self, config: Any, weight: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], amaxes: Sequence[Tensor],
-        scaling: Sequence[Tensor], skip: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        """Overwrite cached codes of a weight, unless `skip`, on the device, says not to. Delayed: `scaling` is w's
-        multiplier, and if it is measured what it has seen; `amaxes` those of x and w so far, if they are observed."""
+    def refresh(self, config: Any, cast: WeightCast) -> None:
+        """Overwrite cached codes of a weight."""
         raise NotImplementedError
 
-    def posted_operands(self, config: Any, mail: tuple[Tensor, ...], x: tuple[Tensor, ...], weight: Tensor) -> Any:
-        """The operands of a dw that a graph put off, from what it posted; from `x` where no codes of it were made."""
+    def deferred_operands(self, config: Any, tensors: tuple[Tensor, ...], x: tuple[Tensor, ...], weight: Tensor) -> Any:
+        """The operands of a dw that a graph left to `backward_dw()`, from the tensors of its `deferred_span`; x is
+        given where the graph made no codes of it."""
         raise NotImplementedError
 
     def weight_gradient(self, config: Any, operands: Any, target: Any, writes: Writes | None = None) -> Tensor | None:
-        """dw from its operands: a tensor, or what stands for one that goes to the buffers of `target`."""
+        """dw from its operands. With a target, it is written there, and the result is None or zeros in its place."""
         raise NotImplementedError
 
 
@@ -199,8 +207,8 @@ def _reader(kind: type[C]) -> Callable[[str], C]:
 
     @lru_cache(maxsize=4096)
     def config(key: str) -> C:
-        found = values.parse(key)
-        assert isinstance(found, kind)
-        return found
+        parsed = values.parse(key)
+        assert isinstance(parsed, kind)
+        return parsed
 
     return config

@@ -1,21 +1,21 @@
-"""x, and x once more for somebody else, inside a chain (`octavo.layers.chain`): dx is the sum of both gradients.
+"""A fork inside a chain (`octavo.layers.chain`): x, and x once more as a side output. dx is the sum of both gradients.
 
-A node returns no alias of its inputs. A fork that is a chain's first stage therefore gives away one element that looks
-like x and carries its gradient, which the caller joins to x (`octavo.quant.qtensor.Join`).
+A node returns no alias of its inputs. The side output of a fork that is a chain's first stage is therefore a token, one
+element that looks like x and carries its gradient, which the caller joins to x (`octavo.quant.qtensor.Join`).
 """
 
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from octavo.layers.contract import Layer, Made, Tensors
+from octavo.layers.contract import ForwardResult, Layer, Tensors
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
 
 @register("fork")
 class Config(Value):
-    leads: bool = False  # x is the chain's own
+    leads: bool = False  # it is the first stage: x is an input of the chain
     grads: str = ""  # "x" if its gradient is wanted
 
 
@@ -31,14 +31,14 @@ class ForkLayer(Layer):
     def outputs(self, config: Config) -> int:
         return 2
 
-    def forward(self, config: Config, inputs: Inputs) -> Made:
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x = inputs.x
-        return Made((x, x.new_zeros(1).expand(x.shape) if config.leads else x), (), ())
+        return ForwardResult((x, x.new_zeros(1).expand(x.shape) if config.leads else x), (), ())
 
-    def abstract(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
         token = TensorProto(tuple(x.shape), x.dtype, x.device, (0,) * len(x.shape))
-        return Made((x, token if config.leads else x), (), ())
+        return ForwardResult((x, token if config.leads else x), (), ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return ("x" in config.grads,)

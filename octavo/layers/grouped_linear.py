@@ -10,7 +10,7 @@ A bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,12 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
-from octavo.delayed_scaling import casts as delayed
-from octavo.delayed_scaling.casts import Amax, W, X
+from octavo.delayed_scaling.casts import cast_args, observed_amaxes
 from octavo.errors import UnsupportedConfig
 from octavo.kernels import grouped_gemm
-from octavo.layers.contract import DTYPES, Made, Tensors, WeightLayer
-from octavo.layers.linear_config import NOTHING, Matmuls, Slots, padded
+from octavo.layers.contract import DTYPES, ForwardResult, Tensors, WeightCast
+from octavo.layers.linear_config import LinearSettings
+from octavo.layers.matmul import (
+    Kept,
+    MatmulLayer,
+    SavedOperands,
+    abstract_deferred_extras,
+    deferred_extras,
+    saved_operands,
+    saved_scaling,
+    weight_cast_args,
+)
 from octavo.memory import overlap
 from octavo.quant.grouped import (
     GroupedTensor,
@@ -38,11 +47,11 @@ from octavo.quant.groups import BLOCK, Groups, equal, split
 from octavo.quant.groups import abstract as abstract_groups
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QProto, QTensor
-from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair, in_order
+from octavo.quant.quantizer import Quantizer, QuantizerPair, in_order
 from octavo.quant.tensorwise import Tensorwise
-from octavo.recipes import BF16, Recipe
+from octavo.recipes import Recipe
 from octavo.values import register
-from octavo.wgrad import deferred as post
+from octavo.wgrad.deferred import abstract_dy_buffers
 from octavo.wgrad.targets import LazyTarget, Mail, Target, Writes, advance
 
 ALIGNED = 16  # columns of codes, for the GEMM's copies; missing ones are zeros
@@ -59,27 +68,15 @@ class Operands(NamedTuple):
 
 
 @register("grouped-linear")
-class Config(Matmuls):
+class Config(LinearSettings):
     """Everything that decides what a call does, but for its tensors."""
 
-    recipe: Recipe = BF16()
-    dtype: str = "float32"  # of y
-    weight_dtype: str = "float32"
-    bias_dtype: str = ""  # empty: no bias
     scales_dtype: str = ""  # of the bias' scales; empty: the bias is added as it is
-    grads: str = ""  # which gradients are wanted: letters of "xwbs"
-    weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
-    observe: str = ""  # delayed scaling's amaxes are measured, and "returned" or raised "in_place"
-    measured: str = ""  # delayed: letters of "xwd" (d is dy): no step may have seen them, and they scale themselves
-    main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
-    dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
-    delay: str = ""  # dw is put off: its operands go to a "mailbox", or in a graph to the "post"
     dgrad_out: bool = False  # dx goes to a buffer of the caller's
     tail: str = "zero"  # rows of y and dx after the last group; or "untouched": whatever is there
 
     @cached_property
     def kept_x(self) -> str:
-        """What backward needs of x: "" or "plain", "column"."""
         return "" if "w" not in self.grads else "plain" if self.quant.wgrad.left is None else "column"
 
     @cached_property
@@ -92,10 +89,6 @@ class Config(Matmuls):
         return "row" if self.weight == "held" else "plain"
 
     @cached_property
-    def x_pair(self) -> QuantizerPair:
-        return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
-
-    @cached_property
     def dy_pair(self) -> QuantizerPair:
         return (
             self.quant.dgrad.left if "x" in self.grads else None,
@@ -103,12 +96,8 @@ class Config(Matmuls):
         )
 
     @cached_property
-    def posted(self) -> tuple[int, int]:
-        """Where among all that forward makes, as a flat list, the post is: dy's slots, x as codes or a copy, groups."""
-        start = 1 + (self.observe == "returned")
-        spec = self.x_pair[1]
-        of_x = post.slots_of_x(self.kept_x, spec)
-        return start, start + self.slots + of_x + len(Groups._fields) - 1
+    def group_tensors(self) -> int:
+        return len(Groups._fields) - 1  # all but the number of rows
 
 
 def refusal(recipe: Recipe) -> str:
@@ -159,7 +148,7 @@ class Fresh(NamedTuple):
     width: Any  # [0, K], for its shape alone
 
 
-class Saved(NamedTuple):
+class SavedTensors(NamedTuple):
     """x as dw needs it, w as dx needs it (column codes, or one plain tensor in their place), where the groups are, and
     what casts in backward take."""
 
@@ -172,58 +161,32 @@ class Saved(NamedTuple):
     width: Tensor  # [0, K], for its shape alone
     bias: Tensor | None
     scales: Tensor | None
-    dy_encode: Tensor | None  # delayed: dy's multipliers, and what they have seen if they are measured
+    dy_encode: Tensor | None  # delayed: dy's multipliers, and how many amaxes they have seen if they are measured
     dy_seen: Tensor | None
     start: Tensor  # these five as of octavo.quant.groups.Groups
     block: Tensor
     owner: Tensor
     source: Tensor
     live: Tensor
-    dy_room: Tensor | None = (
-        None  # where a graph posts dy for a dw that is put off: dy itself, or its codes and the rest
-    )
-    dy_room_1: Tensor | None = None
-    dy_room_2: Tensor | None = None
-    dy_room_3: Tensor | None = None
+    dy_buffer: Tensor | None = None  # for a deferred dw in a graph: dy itself, or its codes and the rest
+    dy_buffer_1: Tensor | None = None
+    dy_buffer_2: Tensor | None = None
+    dy_buffer_3: Tensor | None = None
 
-    @property
-    def x(self) -> Parts:
-        return tuple([t for t in (self.x_codes, self.x_scale, self.x_global_scale) if t is not None])
 
-    @property
-    def w(self) -> Parts:
-        return tuple([t for t in (self.w_codes, self.w_scale, self.w_global_scale) if t is not None])
+class Saved(SavedTensors, SavedOperands):
+    """The tensors that backward needs."""
 
-    @property
-    def dy_slot(self) -> list[Tensor]:
-        return [t for t in (self.dy_encode, self.dy_seen) if t is not None]
-
-    @property
-    def room(self) -> Parts:
-        found = self.dy_room, self.dy_room_1, self.dy_room_2, self.dy_room_3
-        return tuple([t for t in found if t is not None])
+    __slots__ = ()
 
     def groups(self, rows: int) -> Groups:
         return Groups(self.start, self.block, self.owner, self.source, self.live, rows)
 
 
-class GroupedLinearLayer(WeightLayer):
+class GroupedLinearLayer(MatmulLayer):
     """x[g] · w[g]ᵀ + bias[g]."""
 
-    scales = ("x_scale", "w_scale")
     takes_memory = True
-
-    def graph_buffers(
-        self,
-        config: Config,
-        main_grad: Parts,
-        amax: Tensor | None,
-        seed: Tensor | None,
-        mark: Tensor | None,
-        dgrad_out: Tensor | None,
-    ) -> Buffers:
-        """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
-        return Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed, None, dgrad_out)
 
     def returned_elsewhere(self, config: Config) -> dict[int, int]:
         return {0: Buffers._fields.index("dgrad_out")} if config.dgrad_out else {}
@@ -232,40 +195,25 @@ class GroupedLinearLayer(WeightLayer):
         """A tape does not see whether buffers of the caller's overlap others, or follow each other in memory."""
         return config.shipped and (side == "forward" or not (config.dgrad_out or config.main_grad))
 
-    def forward(self, config: Config, inputs: Inputs) -> Made:
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x, number = inputs.x, inputs.weight.shape[0]
         if inputs.out is not None:
             _check_out(config, inputs, inputs.out)
         groups = split(inputs.splits, x.shape[0])
-        amaxes = delayed.observed(config.observe, inputs.seen, number, x.device)
-        slot = delayed.slot_of(X, config.measured, inputs.scaling)
-        given = _given(config, x, config.x_pair, groups, slot, amaxes.x)
-        x_row, x_column = _quantized(x, config.x_pair, groups, given)
+        amaxes = observed_amaxes(config.observe, inputs.seen, number, x.device)
+        x_row, x_column = _quantize(config, x, config.x_pair, groups, inputs.scaling[config.x_scaling], amaxes.x)
         w_row, w_column = _quantized_weight(config, inputs, amaxes.w)
-        y = inputs.out
-        if y is None:
-            y = torch.empty(x.shape[0], inputs.weight.shape[1], dtype=config.y_dtype, device=x.device)
-        scales = inputs.scales
-        if x_row is None or w_row is None:
-            weight = inputs.weight.to(config.y_dtype)
-            grouped_gemm.plain_rows(x.to(config.y_dtype), weight, y, groups, inputs.bias, scales)
-        else:
-            grouped_gemm.rows(x_row, w_row, y, inputs.bias, scales, height=_height(inputs.weight))
-        if inputs.out is None:
-            y = _finished(config, y, groups)
-        else:  # a slice's version is the whole allocation's, where other slices may move
-            y = y.data if y._is_view() else y.detach()
-        extras: Parts = () if amaxes.extra is None else (amaxes.extra,)
-        if config.slots:
-            extras = (*extras, *_empty_slots(config, y, groups))
-            if config.kept_x == "plain":
-                extras = (*extras, x.clone(memory_format=torch.contiguous_format))  # who owns x may write to it
-        x_kept = _parts(None if x_column is None else x_column.q)
-        w_kept = _parts(w_column)
+        y = _output(config, inputs, x_row, w_row, groups)
+        extras: Parts = () if amaxes.returned is None else (amaxes.returned,)
+        if config.dy_buffers:
+            like = TensorProto(tuple(y.shape), y.dtype, y.device)
+            buffers = _abstract_dy_buffers(config, like, groups.padded, groups.number)
+            extras = (*extras, *deferred_extras(config, x, buffers))
+        x_kept = Kept.of(None if x_column is None else x_column.q)
         width = x.new_empty(0, inputs.weight.shape[2])
-        return Made((y,), extras, Fresh._make((*x_kept, *groups.tensors(), *w_kept, width)))
+        return ForwardResult((y,), extras, Fresh._make((*x_kept, *groups.tensors(), *Kept.of(w_column), width)))
 
-    def abstract(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
         weight: Any = inputs.weight
         number, n, k = weight.shape
@@ -275,33 +223,26 @@ class GroupedLinearLayer(WeightLayer):
         extras: tuple[TensorProto, ...] = ()
         if config.observe == "returned":
             extras = (TensorProto((2 * number,), torch.float32, x.device),)
-        if config.slots:
-            extras = (*extras, *_abstract_dy_buffers(config, y, padded, number))
-            if config.kept_x == "plain":
-                extras = (*extras, TensorProto(tuple(x.shape), x.dtype, x.device))
-        of_x, of_w = NOTHING, NOTHING
+        if config.dy_buffers:
+            buffers = _abstract_dy_buffers(config, y, padded, number)
+            extras = (*extras, *abstract_deferred_extras(config, x, buffers))
+        x_kept, w_kept = Kept(), Kept()
         if config.x_pair[1] is not None:
-            of_x = _proto_parts(grouped_proto(config.x_pair[1], padded, number, _wide(k), "column", x.dtype, x.device))
+            x_kept = Kept.of(grouped_proto(config.x_pair[1], padded, number, _wide(k), "column", x.dtype, x.device))
         if config.w_pair[1] is not None:
-            of_w = _proto_parts(_weight_proto(config.w_pair[1], "column", weight))
-        return Made((y,), extras, Fresh._make((*of_x, *groups, *of_w, TensorProto((0, k), x.dtype, x.device))))
+            w_kept = Kept.of(_weight_proto(config.w_pair[1], "column", weight))
+        width = TensorProto((0, k), x.dtype, x.device)
+        return ForwardResult((y,), extras, Fresh._make((*x_kept, *groups, *w_kept, width)))
 
     def wants(self, config: Config) -> tuple[bool, ...]:
-        w = "w" in config.grads and not config.delay and (not config.main_grad or config.dummy_grad)
-        grads = config.grads
-        return "x" in grads, w, "b" in grads, False, "s" in grads, *[False] * (len(Inputs._fields) - 5)
+        grads, rest = config.grads, [False] * (len(Inputs._fields) - 5)
+        return "x" in grads, config.returns_dw, "b" in grads, False, "s" in grads, *rest
 
-    def fills(self, config: Config) -> bool:
-        return config.slots > 0
-
-    def extras(self, config: Config) -> int:
-        return (config.observe == "returned") + config.slots + (config.slots > 0 and config.kept_x == "plain")
-
-    def posted_operands(self, config: Config, mail: Parts, x: Parts, weight: Tensor) -> Operands:
-        count = len(Groups._fields) - 1
-        slots, codes = mail[: config.slots], mail[config.slots : -count]
-        groups = Groups._make((*mail[-count:], slots[-1].shape[0]))
-        dy: Operand = slots[0] if config.slots == 1 else _slot(config, slots, groups)
+    def deferred_operands(self, config: Config, tensors: Parts, x: Parts, weight: Tensor) -> Operands:
+        buffers, rest = tensors[: config.dy_buffers], tensors[config.dy_buffers :]
+        codes, where = rest[: -config.group_tensors], rest[-config.group_tensors :]
+        groups = Groups._make((*where, buffers[-1].shape[0]))
+        dy: Operand = buffers[0] if len(buffers) == 1 else _dy_columns(config, buffers, groups)
         return Operands(dy, _x_operand(config, codes, groups, config.y_dtype), groups, tuple(weight.shape))
 
     def abstract_weight(self, config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
@@ -320,44 +261,34 @@ class GroupedLinearLayer(WeightLayer):
         q = grouped_assemble(spec, row, number, "row", _wide(k), dtype)
         return GroupedTensor(q, equal(number, n, q.device), "row").dequantize(dtype).view(number, n, -1)[..., :k]
 
-    def refresh(
-        self, config: Config, weight: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], amaxes: Sequence[Tensor],
-        scaling: Sequence[Tensor], skip: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        specs, (number, _, k) = (config.quant.fprop.right, config.quant.dgrad.right), weight.shape
-        matrix, groups = _stacked(weight)
-        pair = tuple(
-            GroupedTensor(grouped_assemble(spec, parts, number, side, _wide(k), weight.dtype), groups, side)
+    def refresh(self, config: Config, cast: WeightCast) -> None:
+        specs, (number, _, k) = (config.quant.fprop.right, config.quant.dgrad.right), cast.weight.shape
+        matrix, groups = _stacked(cast.weight)
+        row, column = (
+            GroupedTensor(grouped_assemble(spec, parts, number, side, _wide(k), matrix.dtype), groups, side)
             if spec is not None and parts
             else None
-            for spec, parts, side in zip(specs, (row, column), ("row", "column"), strict=True)
+            for spec, parts, side in zip(specs, (cast.row, cast.column), ("row", "column"), strict=True)
         )
-        given = CastArgs(skip=skip)
-        if scaling:
-            given = _given(config, matrix, specs, groups, scaling, amaxes[0][number:] if amaxes else None)
-            given = given._replace(skip=skip)
-        fill_groups(_aligned(matrix), (pair[0], pair[1]), given)
+        cast = cast._replace(scaling=[t.view(number) for t in cast.scaling])
+        arguments = weight_cast_args(config, cast, specs, partial(_amaxes, matrix, groups))
+        fill_groups(_aligned(matrix), (row, column), arguments)
 
-    def save(self, config: Config, inputs: Inputs, made: Made) -> Saved:
+    def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Saved:
         fresh = Fresh._make(made.fresh)
-        x: Slots = (fresh.x_codes, fresh.x_scale, fresh.x_global_scale)
-        w: Slots = (fresh.w_codes, fresh.w_scale, fresh.w_global_scale)
-        if config.slots:
-            x = NOTHING  # it is in the post
-        elif config.kept_x == "plain":
-            x = (inputs.x, None, None)
-        if config.kept_w == "plain":
-            w = (inputs.weight, None, None)
-        elif config.kept_w and config.weight != "plain":
-            given = inputs.w_row if config.kept_w == "row" else inputs.w_column
-            w = padded(given)
-        bias = inputs.bias if "s" in config.grads else None
-        scales = inputs.scales if "b" in config.grads else None
-        dy = delayed.kept_for(config.dy_pair, config.measured, inputs.scaling)
-        groups = (fresh.start, fresh.block, fresh.owner, fresh.source, fresh.live)
-        start = config.posted[0] - 1
-        room = made.extras[start : start + config.slots]
-        return Saved(*x, *w, fresh.width, bias, scales, *dy, *groups, *room)
+        return Saved(
+            *saved_operands(config, inputs, fresh),
+            fresh.width,
+            inputs.bias if "s" in config.grads else None,
+            inputs.scales if "b" in config.grads else None,
+            *saved_scaling(config, inputs.scaling),
+            fresh.start,
+            fresh.block,
+            fresh.owner,
+            fresh.source,
+            fresh.live,
+            *made.extras[config.dy_buffer_extras],
+        )
 
     def backward(
         self, config: Config, saved: Any, buffers: Buffers, grads: Tensors, writes: Writes | None = None
@@ -370,7 +301,7 @@ class GroupedLinearLayer(WeightLayer):
             _refuse_overlap("dgrad_out", "dy, which this layer and others may still have to read")
         dy = dy.contiguous()  # expanded and turned gradients too: every kernel reads rows
         groups = kept.groups(dy.shape[0])
-        row, column = _quantized_dy(config, dy, kept, groups, buffers.amax, buffers.seed)
+        row, column = _quantized_dy(config, dy, kept, groups, buffers)
         dx = dw = db = ds = None
         if "x" in config.grads:
             dx = _input_gradient(config, dy, row, kept, groups, buffers.dgrad_out)
@@ -380,7 +311,7 @@ class GroupedLinearLayer(WeightLayer):
             assert kept.bias is not None
             ds = grouped_gemm.bias_products(dy, kept.bias, groups, DTYPES[config.scales_dtype])
         if "w" in config.grads:  # buffers are written last
-            dw = _delivered(config, dy, column, kept, groups, buffers)
+            dw = _weight_gradient(config, dy, column, kept, groups, buffers)
         if config.draws and buffers.seed is not None:
             advance(buffers.seed)
         return dx, dw, db, None, ds, *[None] * (len(Inputs._fields) - 5)
@@ -421,7 +352,7 @@ class GroupedLinearLayer(WeightLayer):
         return 2 * inputs.x.shape[0] * math.prod(inputs.weight.shape[1:])
 
     def gradient_flops(self, config: Config, saved: Any, dy: Any) -> int:
-        gemms = ("x" in config.grads) + ("w" in config.grads and not config.delay)
+        gemms = ("x" in config.grads) + ("w" in config.grads and not config.deferred_wgrad)
         return int(gemms * 2 * dy.numel() * Saved._make(saved).width.shape[1])
 
 
@@ -431,30 +362,39 @@ layer = GroupedLinearLayer(Config, Inputs, Fresh, Saved, Buffers)
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _quantized(
-    x: Tensor, pair: QuantizerPair, groups: Groups, given: CastArgs
-) -> tuple[GroupedTensor | None, GroupedTensor | None]:
+def _output(config: Config, inputs: Inputs, x: GroupedTensor | None, w: QTensor | None, groups: Groups) -> Tensor:
+    """y, from codes of x and w where there are some: in the caller's memory, or with a tail as the config says."""
+    weight, bias, scales, out = inputs.weight, inputs.bias, inputs.scales, inputs.out
+    y = out
+    if y is None:
+        y = torch.empty(inputs.x.shape[0], weight.shape[1], dtype=config.y_dtype, device=inputs.x.device)
+    if x is None or w is None:
+        grouped_gemm.plain_rows(inputs.x.to(y.dtype), weight.to(y.dtype), y, groups, bias, scales)
+    else:
+        grouped_gemm.rows(x, w, y, bias, scales, height=_height(weight))
+    if out is None:
+        return _finished(config, y, groups)
+    return y.data if y._is_view() else y.detach()  # a slice's version is the whole allocation's: other slices may move
+
+
+def _quantize(
+    config: Config, x: Tensor, pair: QuantizerPair, groups: Groups, scaling: Sequence[Tensor], observed: Tensor | None,
+    seed: Tensor | None = None,
+) -> tuple[GroupedTensor | None, GroupedTensor | None]:  # fmt: skip
+    """The orientations that a pair of quantizers makes, by x's part of `scaling`, a multiplier a group, if that is
+    delayed."""
     if pair[0] is None and pair[1] is None:
         return None, None
-    return quantize_groups(_aligned(x), *pair, groups, given)
+    part = [t.view(groups.number) for t in scaling]
+    arguments = cast_args(config.recipe, pair, part, partial(_amaxes, x, groups), observed, seed)
+    return quantize_groups(_aligned(x), *pair, groups, arguments)
 
 
-def _given(
-    config: Config, x: Tensor, pair: QuantizerPair, groups: Groups, slot: Sequence[Tensor], observed: Tensor | None,
-    seed: Tensor | None = None,
-) -> CastArgs:  # fmt: skip
-    """What the layer brings to a cast of x, whose groups have a multiplier each."""
-    flat = [t.view(groups.number) for t in slot]
-    return delayed.given(config.recipe, pair, flat, _amaxes_of(x, groups), observed, seed)
-
-
-def _amaxes_of(x: Tensor, groups: Groups) -> Amax:
-    def own(spec: Tensorwise, warm: Tensor) -> Tensor:
-        amax = groups_amax(x, spec, None, groups)[0]
-        assert amax is not None
-        return amax
-
-    return own
+def _amaxes(x: Tensor, groups: Groups, spec: Tensorwise, skip: Tensor) -> Tensor:
+    """The amax of each group. It skips none: some groups may have seen amaxes, and others not."""
+    amax = groups_amax(x, spec, None, groups)[0]
+    assert amax is not None
+    return amax
 
 
 def _aligned(x: Tensor) -> Tensor:
@@ -481,9 +421,7 @@ def _quantized_weight(config: Config, inputs: Inputs, observed: Tensor | None) -
     if config.w_pair[0] is None and config.w_pair[1] is None:
         return None, None
     matrix, groups = _stacked(weight)
-    slot = delayed.slot_of(W, config.measured, inputs.scaling)
-    given = _given(config, matrix, config.w_pair, groups, slot, observed)
-    row, column = _quantized(matrix, config.w_pair, groups, given)
+    row, column = _quantize(config, matrix, config.w_pair, groups, inputs.scaling[config.w_scaling], observed)
     return (None if row is None else row.q), (None if column is None else column.q)
 
 
@@ -507,42 +445,29 @@ def _refuse_overlap(name: str, what: str) -> NoReturn:
     raise UnsupportedConfig(f"{name} lies in the memory of {what}. Give it memory of its own.")
 
 
-def _parts(q: QTensor | None) -> Slots:
-    return NOTHING if q is None else (q.codes, q.scale, q.global_scale)
-
-
 def _finished(config: Config, out: Tensor, groups: Groups) -> Tensor:
     if config.tail == "zero":
         grouped_gemm.zero_tail(out, groups)
     return out
 
 
-def _proto_parts(q: QProto) -> Any:
-    return q.codes, q.scale, q.global_scale
-
-
-# -- gradients put off in a graph (octavo.wgrad.deferred) ---------------------------------------------------------
+# -- a weight gradient that a graph leaves to backward_dw() (octavo.wgrad.deferred) -----------------------------------
 
 
 def _abstract_dy_buffers(config: Config, y: TensorProto, padded: int, number: int) -> tuple[TensorProto, ...]:
-    """Room for dy as dw needs it."""
+    """Buffers for dy as dw needs it."""
     spec = config.dy_pair[1]
     if spec is None:
         return (y,)
     q = grouped_proto(spec, padded, number, _wide(y.shape[1]), "column", y.dtype, y.device)
-    return post.room(q, y.shape[0], y)
+    return abstract_dy_buffers(q, y.shape[0], y)
 
 
-def _empty_slots(config: Config, y: Tensor, groups: Groups) -> Parts:
-    like = TensorProto(tuple(y.shape), y.dtype, y.device)
-    return post.unfilled(_abstract_dy_buffers(config, like, groups.padded, groups.number))
-
-
-def _slot(config: Config, slots: Sequence[Tensor], groups: Groups) -> GroupedTensor:
-    """dy's slots as the column codes that they are."""
+def _dy_columns(config: Config, buffers: Sequence[Tensor], groups: Groups) -> GroupedTensor:
+    """dy's column codes, in the buffers."""
     spec = config.dy_pair[1]
     assert spec is not None
-    q = grouped_assemble(spec, slots[:-1], groups.number, "column", slots[0].shape[0], config.y_dtype)
+    q = grouped_assemble(spec, buffers[:-1], groups.number, "column", buffers[0].shape[0], config.y_dtype)
     return GroupedTensor(q, groups, "column")
 
 
@@ -558,21 +483,21 @@ def _weight_proto(spec: Quantizer, side: str, weight: Tensor | TensorProto) -> Q
 
 
 def _quantized_dy(
-    config: Config, dy: Tensor, kept: Saved, groups: Groups, observed: Tensor | None, seed: Tensor | None
+    config: Config, dy: Tensor, kept: Saved, groups: Groups, buffers: Buffers
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    slot = kept.dy_slot
-    drawn = seed if config.draws else None
-    given = _given(config, dy, config.dy_pair, groups, slot, observed, drawn)
-    spec, into = config.dy_pair
-    if config.slots < 2 or into is None:
-        return _quantized(dy, config.dy_pair, groups, given)
+    """dy's row and column codes, the latter in the buffers of a deferred dw."""
+    pair, seed = config.dy_pair, buffers.seed if config.draws else None
+    if config.dy_buffers < 2:
+        return _quantize(config, dy, pair, groups, kept.dy_scaling, buffers.amax, seed)
     row = None
-    if spec is not None:
-        like = grouped_proto(spec, groups.padded, groups.number, _wide(dy.shape[1]), "row", dy.dtype, dy.device)
+    if pair[0] is not None:
+        like = grouped_proto(pair[0], groups.padded, groups.number, _wide(dy.shape[1]), "row", dy.dtype, dy.device)
         row = GroupedTensor(like.empty(), groups, "row")
-    found = row, _slot(config, kept.room, groups)
-    fill_groups(_aligned(dy), found, given)
-    return found
+    codes = row, _dy_columns(config, kept.dy_buffers, groups)
+    part = [t.view(groups.number) for t in kept.dy_scaling]
+    arguments = cast_args(config.recipe, pair, part, partial(_amaxes, dy, groups), buffers.amax, seed)
+    fill_groups(_aligned(dy), codes, arguments)
+    return codes
 
 
 def _input_gradient(
@@ -594,19 +519,18 @@ def _input_gradient(
     return _finished(config, dx, groups) if out is None else dx
 
 
-def _delivered(
+def _weight_gradient(
     config: Config, dy: Tensor, column: GroupedTensor | None, kept: Saved, groups: Groups, buffers: Buffers
 ) -> Tensor | None:
-    """dw; or its operands brought to where they are waited for."""
-    if config.slots:
-        room = kept.dy_room
-        if column is None and room is not None:  # codes are in their place already
-            room.copy_(dy)
+    """dw; None if it is deferred, and then its operands go to the mailbox or to the buffers."""
+    if config.dy_buffers:
+        if column is None and kept.dy_buffer is not None:  # codes are in their place already
+            kept.dy_buffer.copy_(dy)
         return None
     right = _x_operand(config, kept.x, groups, dy.dtype)
     shape = (groups.number, dy.shape[1], kept.width.shape[1])
     operands = Operands(dy if column is None else column, right, groups, shape)
-    if config.delay:
+    if config.deferred_wgrad:
         assert buffers.mail is not None
         buffers.mail.put(config, *operands)
         return None

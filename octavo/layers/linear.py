@@ -13,6 +13,7 @@ on the row codes of forward. Operands may also arrive as codes: x from a layer t
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +21,22 @@ from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.operators import unsafe_view
-from octavo.delayed_scaling import casts as delayed
-from octavo.delayed_scaling.casts import Amax, Amaxes, W, X
+from octavo.delayed_scaling.casts import Amaxes, W, X, cast_args, known_scale, observed_amaxes
 from octavo.kernels.column_sums import column_sums
 from octavo.kernels.gemm import product
-from octavo.layers.contract import DTYPES, Made, Tensors, WeightLayer
-from octavo.layers.linear_config import NOTHING, Slots, padded
+from octavo.layers.contract import DTYPES, ForwardResult, Tensors, WeightCast
 from octavo.layers.linear_config import Config as Config
+from octavo.layers.linear_config import of_orientation
+from octavo.layers.matmul import (
+    Kept,
+    MatmulLayer,
+    SavedOperands,
+    abstract_deferred_extras,
+    deferred_extras,
+    saved_operands,
+    saved_scaling,
+    weight_cast_args,
+)
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QProto, QTensor
 from octavo.quant.quantizer import (
@@ -40,7 +50,8 @@ from octavo.quant.quantizer import (
     in_order,
     quantize_pair,
 )
-from octavo.wgrad import deferred as post
+from octavo.quant.tensorwise import Tensorwise
+from octavo.wgrad.deferred import abstract_dy_buffers
 from octavo.wgrad.targets import LazyTarget, Mail, Target, Writes, advance
 
 Operand = Tensor | QTensor
@@ -79,7 +90,7 @@ class Fresh(NamedTuple):
     width: Any = None  # [0, K], for its shape alone
 
 
-class Saved(NamedTuple):
+class SavedTensors(NamedTuple):
     """x as dw needs it, w as dx needs it (a QTensor's tensors, or one plain tensor in the place of its codes), and what
     casts in backward take."""
 
@@ -90,98 +101,48 @@ class Saved(NamedTuple):
     w_scale: Tensor | None = None
     w_global_scale: Tensor | None = None
     width: Tensor | None = None  # [0, K], for its shape alone
-    dy_encode: Tensor | None = None  # delayed: dy's multiplier, and what it has seen if it is measured
+    dy_encode: Tensor | None = None  # delayed: dy's multiplier, and how many amaxes it has seen if it is measured
     dy_seen: Tensor | None = None
     x_encode: Tensor | None = None  # delayed multipliers of x's and w's columns, if those are made in backward
     w_encode: Tensor | None = None
-    dy_room: Tensor | None = (
-        None  # where a graph posts dy for a dw that is put off: dy itself, or its codes and the rest
-    )
-    dy_room_1: Tensor | None = None
-    dy_room_2: Tensor | None = None
-    dy_room_3: Tensor | None = None
-
-    @property
-    def x(self) -> Slots:
-        return self.x_codes, self.x_scale, self.x_global_scale
-
-    @property
-    def w(self) -> Slots:
-        return self.w_codes, self.w_scale, self.w_global_scale
-
-    @property
-    def dy_slot(self) -> list[Tensor]:
-        return [t for t in (self.dy_encode, self.dy_seen) if t is not None]
-
-    @property
-    def room(self) -> Parts:
-        found = self.dy_room, self.dy_room_1, self.dy_room_2, self.dy_room_3
-        return tuple([t for t in found if t is not None])
+    dy_buffer: Tensor | None = None  # for a deferred dw in a graph: dy itself, or its codes and the rest
+    dy_buffer_1: Tensor | None = None
+    dy_buffer_2: Tensor | None = None
+    dy_buffer_3: Tensor | None = None
 
 
-class LinearLayer(WeightLayer):
+class Saved(SavedTensors, SavedOperands):
+    """The tensors that backward needs."""
+
+    __slots__ = ()
+
+
+class LinearLayer(MatmulLayer):
     """x · wᵀ + bias."""
-
-    scales = ("x_scale", "w_scale")
-
-    def graph_buffers(
-        self, config: Config, main_grad: Parts, amax: Tensor | None, seed: Tensor | None, mark: Tensor | None
-    ) -> Buffers:
-        """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
-        return Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed)
 
     def replays(self, config: Config, side: str) -> bool:
         return config.shipped
 
-    def forward(self, config: Config, inputs: Inputs) -> Made:
-        amaxes = observed(config, inputs)
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
+        amaxes = observed_amaxes(config.observe, inputs.seen, 1, inputs.weight.device)
         return forward_from(config, inputs, _quantized_x(config, inputs, amaxes.x), amaxes)
 
-    def abstract(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         weight: Any = inputs.weight
-        like: Any = inputs.x if inputs.x is not None else inputs.x_codes[0]
-        lead = tuple(like.shape[:-1])
-        y = TensorProto((*lead, weight.shape[0]), config.y_dtype, weight.device)
-        outputs: tuple[TensorProto, ...] = (y,)
-        extras: tuple[TensorProto, ...] = ()
-        if config.quantize_output:
-            spec = config.quant.fprop.left
-            assert spec is not None
-            outputs, extras = (
-                (TensorProto(y.shape, y.dtype, y.device, (0,) * len(y.shape)),),
-                _proto_parts(spec.proto(y)),
-            )
+        x: Any = inputs.x if inputs.x is not None else inputs.x_codes[0]
+        y = TensorProto((*x.shape[:-1], weight.shape[0]), config.y_dtype, weight.device)
+        output, extras = _abstract_quantized_output(config, y) if config.quantize_output else (y, ())
         if config.observe == "returned":
             extras = (*extras, TensorProto((2,), torch.float32, weight.device))
-        if config.slots:
-            extras = (*extras, *_abstract_dy_buffers(config, y))
-            if config.kept_x == "plain":
-                extras = (*extras, TensorProto(tuple(like.shape), like.dtype, like.device))
-        kept: list[TensorProto | None] = []
-        for source, given, pair, form in (
-            (inputs.x, config.x == "codes", config.x_pair, config.kept_x),
-            (inputs.weight, config.weight != "plain", config.w_pair, config.kept_w),
-        ):
-            spec = None if given else {"row": pair[0], "column": pair[1]}.get(form)
-            tensor: Any = source
-            if spec is None:
-                kept += [None] * 3
-            else:
-                q = spec.proto(tensor, column_axis(len(tensor.shape)) if form == "column" else -1)
-                kept += [q.codes, q.scale, q.global_scale]
-        kept.append(TensorProto((0, weight.shape[1]), weight.dtype, weight.device) if config.keeps_width else None)
-        return Made(outputs, extras, Fresh._make(kept))
+        if config.dy_buffers:
+            extras = (*extras, *abstract_deferred_extras(config, x, _abstract_dy_buffers(config, y)))
+        x_kept = _abstract_codes(config.made_x, config.x_pair, x)
+        w_kept = _abstract_codes(config.made_w, config.w_pair, weight)
+        width = TensorProto((0, weight.shape[1]), weight.dtype, weight.device) if config.keeps_width else None
+        return ForwardResult((output,), extras, Fresh(*x_kept, *w_kept, width))
 
     def wants(self, config: Config) -> tuple[bool, ...]:
-        w = "w" in config.grads and not config.delay and (not config.main_grad or config.dummy_grad)
-        return "x" in config.grads, w, "b" in config.grads, *[False] * (len(Inputs._fields) - 3)
-
-    def fills(self, config: Config) -> bool:
-        return config.slots > 0
-
-    def extras(self, config: Config) -> int:
-        found = (config.observe == "returned") + (config.quant.parts if config.quantize_output else 0)
-        return found + config.slots + (config.slots > 0 and config.kept_x == "plain")
+        return "x" in config.grads, config.returns_dw, "b" in config.grads, *[False] * (len(Inputs._fields) - 3)
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         x, w, b, *rest = self.wants(config)
@@ -198,14 +159,14 @@ class LinearLayer(WeightLayer):
         return 2 * math.prod(lead) * inputs.weight.shape[0] * inputs.weight.shape[1]
 
     def gradient_flops(self, config: Config, saved: Any, dy: Any) -> int:
-        gemms = ("x" in config.grads) + ("w" in config.grads and not config.delay)
+        gemms = ("x" in config.grads) + ("w" in config.grads and not config.deferred_wgrad)
         return int(gemms * 2 * math.prod(dy.shape) * _width(config, Saved._make(saved)))
 
-    def posted_operands(self, config: Config, mail: Parts, x: Parts, weight: Tensor) -> Operands:
-        slots, codes = mail[: config.slots], mail[config.slots :] or x
-        dy: Operand = flat(slots[0]).T if config.slots == 1 else _slot(config, slots, weight.shape[0])
+    def deferred_operands(self, config: Config, tensors: Parts, x: Parts, weight: Tensor) -> Operands:
+        buffers, codes = tensors[: config.dy_buffers], tensors[config.dy_buffers :] or x
+        dy: Operand = flat(buffers[0]).T if len(buffers) == 1 else _dy_columns(config, buffers, weight.shape[0])
         tokens = dy.columns if isinstance(dy, QTensor) else dy.shape[1]
-        kept = Saved(*padded(codes), width=weight.detach()[:0])
+        kept = Saved(*Kept(*codes), width=weight.detach()[:0])
         return dy, _x_operand(config, kept, tokens, config.y_dtype)
 
     def abstract_weight(self, config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
@@ -219,41 +180,26 @@ class LinearLayer(WeightLayer):
         assert spec is not None
         return spec.assemble(row, shape, dtype).dequantize(dtype)
 
-    def refresh(
-        self, config: Config, weight: Tensor, row: Sequence[Tensor], column: Sequence[Tensor], amaxes: Sequence[Tensor],
-        scaling: Sequence[Tensor], skip: Tensor | None = None,
-    ) -> None:  # fmt: skip
-        n, k = weight.shape
-        specs = config.quant.fprop.right, config.quant.dgrad.right
-        pair = (
-            None if specs[0] is None or not row else specs[0].assemble(row, (n, k), weight.dtype),
-            None if specs[1] is None or not column else specs[1].assemble(column, (k, n), weight.dtype),
+    def refresh(self, config: Config, cast: WeightCast) -> None:
+        weight, (n, k) = cast.weight, cast.weight.shape
+        row, column = config.quant.fprop.right, config.quant.dgrad.right
+        codes = (
+            None if row is None or not cast.row else row.assemble(cast.row, (n, k), weight.dtype),
+            None if column is None or not cast.column else column.assemble(cast.column, (k, n), weight.dtype),
         )
-        given = CastArgs(skip=skip)
-        if scaling:
-            given = _given(config, weight, specs, scaling, amaxes[0][1:] if amaxes else None)._replace(skip=skip)
-        fill_pair(as_matrix(weight), pair, given)
+        fill_pair(as_matrix(weight), codes, weight_cast_args(config, cast, (row, column), partial(_amax, weight)))
 
-    def save(self, config: Config, inputs: Inputs, made: Made) -> Saved:
-        fresh = Fresh._make(made.fresh)
-        x: Slots = (fresh.x_codes, fresh.x_scale, fresh.x_global_scale)
-        w: Slots = (fresh.w_codes, fresh.w_scale, fresh.w_global_scale)
-        if config.slots:
-            x = NOTHING  # it is in the post
-        elif config.kept_x == "plain":
-            x = (inputs.x, None, None)
-        elif config.kept_x and config.x == "codes":
-            x = padded(inputs.x_codes)
-        if config.kept_w in ("plain", "again"):
-            w = (inputs.weight, None, None)
-        elif config.kept_w and config.weight != "plain":
-            w = padded(inputs.w_row if config.kept_w == "row" else inputs.w_column)
-        dy = delayed.kept_for(config.dy_pair, config.measured, inputs.scaling)
-        has = len(inputs.scaling) > 0
-        x_encode = inputs.scaling[X] if has and config.x_columns == "backward" and "w" in config.grads else None
-        w_encode = inputs.scaling[W] if has and config.kept_w == "again" else None
-        start = config.posted[0] - 1
-        return Saved(*x, *w, fresh.width, *dy, x_encode, w_encode, *made.extras[start : start + config.slots])
+    def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Saved:
+        fresh, scaling = Fresh._make(made.fresh), inputs.scaling
+        makes_x_again = config.x_columns == "backward" and "w" in config.grads
+        return Saved(
+            *saved_operands(config, inputs, fresh),
+            fresh.width,
+            *saved_scaling(config, scaling),
+            scaling[X] if scaling and makes_x_again else None,
+            scaling[W] if scaling and config.kept_w == "again" else None,
+            *made.extras[config.dy_buffer_extras],
+        )
 
     def backward(
         self, config: Config, saved: Any, buffers: Buffers, grads: Tensors, writes: Writes | None = None
@@ -261,11 +207,11 @@ class LinearLayer(WeightLayer):
         dy = grads[0]
         if dy is None:
             return (None,) * len(Inputs._fields)
-        kept = Saved._make(saved)
-        row, column = quantized_dy(config, dy, kept, buffers, writes)
-        dx = input_gradient(config, dy, row, kept) if "x" in config.grads else None
+        call = Backward(config, Saved._make(saved), buffers, writes)
+        row, column = quantized_dy(call, dy)
+        dx = input_gradient(call, dy, row) if "x" in config.grads else None
         db = column_sums(flat(dy), DTYPES[config.bias_dtype]) if "b" in config.grads else None
-        return gradients(dx, finish(config, dy, column, kept, buffers, writes), db)
+        return gradients(dx, finish(call, dy, column), db)
 
     def weight_gradient(
         self, config: Config, operands: Operands, target: Target | LazyTarget | None, writes: Writes | None = None
@@ -277,7 +223,11 @@ class LinearLayer(WeightLayer):
             return product(dy, x, DTYPES[config.weight_dtype], None, accumulation)
         n, k = (q.rows if isinstance(q, QTensor) else q.shape[0] for q in operands)
         out = target.open(n, k)
-        _write(writes, _store, config, target, out, product(dy, x, out.dtype, None, accumulation))
+        dw = product(dy, x, out.dtype, None, accumulation)
+        if writes is None:
+            _store(config, target, out, dw)
+        else:
+            writes.put_off(_store, config, target, out, dw)
         return torch.zeros(n, k, dtype=DTYPES[config.weight_dtype], device=out.device) if config.dummy_grad else None
 
 
@@ -287,48 +237,49 @@ layer = LinearLayer(Config, Inputs, Fresh, Saved, Buffers)
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def observed(config: Config, inputs: Inputs) -> Amaxes:
-    return delayed.observed(config.observe, inputs.seen, 1, inputs.weight.device)
-
-
 def forward_from(
     config: Config, inputs: Inputs, x: tuple[QTensor | None, QTensor | None], amaxes: Amaxes,
     lead: tuple[int, ...] | None = None,
-) -> Made:  # fmt: skip
-    """The rest of forward, once x is quantized: by this layer, or by what made x, which then says x's leading dims."""
-    x_row, x_column = x
-    w_row, w_column = _quantized_w(config, inputs, amaxes.w)
+) -> ForwardResult:  # fmt: skip
+    """The rest of forward after x's cast. A fused producer of x, which casts it, says x's leading dims."""
+    w = _quantized_w(config, inputs, amaxes.w)
+    y = _output(config, inputs, x[0], w[0], lead)
+    extras: Parts = () if amaxes.returned is None else (amaxes.returned,)
+    if config.quantize_output:
+        y, extras = _quantized_output(config, y, extras)
+    if config.dy_buffers:
+        like = TensorProto(tuple(y.shape), y.dtype, y.device)
+        extras = (*extras, *deferred_extras(config, inputs.x, _abstract_dy_buffers(config, like)))
+    width = inputs.weight.new_empty(0, inputs.weight.shape[1]) if config.keeps_width else None
+    x_kept = Kept.of(x[config.made_x == "column"] if config.made_x else None)
+    w_kept = Kept.of(w[config.made_w == "column"] if config.made_w else None)
+    return ForwardResult((y,), extras, Fresh(*x_kept, *w_kept, width))
+
+
+def _output(
+    config: Config, inputs: Inputs, x: QTensor | None, w: QTensor | None, lead: tuple[int, ...] | None
+) -> Tensor:
+    """y, from codes of x and w where there are some."""
     y = product(
-        _matrix(inputs.x, config.y_dtype) if x_row is None else x_row,
-        inputs.weight.to(config.y_dtype) if w_row is None else w_row,
+        _matrix(inputs.x, config.y_dtype) if x is None else x,
+        inputs.weight.to(config.y_dtype) if w is None else w,
         config.y_dtype,
         inputs.bias,
         config.quant.fprop.accumulation,
     )
     if lead is None and inputs.x is not None and inputs.x.dim() != 2:
         lead = tuple(inputs.x.shape[:-1])
-    if lead is not None and len(lead) != 1:
-        y = unsafe_view(y, (*lead, y.shape[-1]))  # fresh: nobody has the matrix, so it is no view of it
-    extras: Parts = () if amaxes.extra is None else (amaxes.extra,)
-    if config.quantize_output:
-        y, extras = _quantized_output(config, y, extras)
-    if config.slots:
-        extras = (*extras, *_empty_slots(config, y))
-        if config.kept_x == "plain" and inputs.x is not None:
-            extras = (*extras, inputs.x.clone(memory_format=torch.contiguous_format))  # who owns x may write to it
-    x_kept = _kept(config.kept_x, x_row, x_column) if config.x == "plain" else NOTHING
-    w_kept = _kept(config.kept_w, w_row, w_column) if config.weight == "plain" else NOTHING
-    width = inputs.weight.new_empty(0, inputs.weight.shape[1]) if config.keeps_width else None
-    return Made((y,), extras, Fresh(*x_kept, *w_kept, width))
+    if lead is None or len(lead) == 1:
+        return y
+    shaped: Tensor = unsafe_view(y, (*lead, y.shape[-1]))  # no view: the matrix has no other holder
+    return shaped
 
 
-def fill_x(
-    config: Config, scaling: Parts, like: TensorProto, column: bool, observed: Tensor | None
+def x_buffers(
+    config: Config, scaling: Parts, like: TensorProto, observed: Tensor | None
 ) -> tuple[tuple[QTensor | None, QTensor | None], CastArgs]:
-    """Room for x's codes, with what a cast of x takes, for one who makes x and casts it in the same pass."""
-    row, other = config.x_pair
-    given = delayed.warm(config.recipe, scaling[X::3], observed)
-    return empty_pair(like, row, other if column else None, one_scale=True), given
+    """Output buffers and cast arguments for a fused producer that writes x as codes."""
+    return empty_pair(like, *config.x_pair, one_scale=True), known_scale(scaling[config.x_scaling], observed)
 
 
 def _matrix(x: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -348,13 +299,12 @@ def _quantized_x(config: Config, inputs: Inputs, observed: Tensor | None) -> tup
         shape = (inputs.x_codes[0].shape[0], inputs.weight.shape[1])
         return spec.assemble(inputs.x_codes, shape, config.y_dtype), None
     assert inputs.x is not None
-    return _quantize(config, inputs.x, config.x_pair, delayed.slot_of(X, config.measured, inputs.scaling), observed)
+    return _quantize(config, inputs.x, config.x_pair, inputs.scaling[config.x_scaling], observed)
 
 
 def _quantized_w(config: Config, inputs: Inputs, observed: Tensor | None) -> tuple[QTensor | None, QTensor | None]:
     if config.weight == "plain":
-        slot = delayed.slot_of(W, config.measured, inputs.scaling)
-        return _quantize(config, inputs.weight, config.w_pair, slot, observed)
+        return _quantize(config, inputs.weight, config.w_pair, inputs.scaling[config.w_scaling], observed)
     spec = config.quant.fprop.right
     n, k = inputs.weight.shape
     return (None if spec is None else spec.assemble(inputs.w_row, (n, k), inputs.weight.dtype)), None
@@ -364,30 +314,19 @@ def _quantize(
     config: Config,
     x: Tensor,
     pair: QuantizerPair,
-    slot: Sequence[Tensor],
+    scaling: Sequence[Tensor],
     observed: Tensor | None,
     seed: Tensor | None = None,
 ) -> tuple[QTensor | None, QTensor | None]:
-    """The orientations that a pair of quantizers asks for, by the multiplier of its slot if scaling is delayed."""
+    """The orientations that a pair of quantizers makes, by x's part of `scaling` if that is delayed."""
     if pair[0] is None and pair[1] is None:
         return None, None
-    return quantize_pair(x, *pair, _given(config, x, pair, slot, observed, seed), one_scale=True)
+    arguments = cast_args(config.recipe, pair, scaling, partial(_amax, x), observed, seed)
+    return quantize_pair(x, *pair, arguments, one_scale=True)
 
 
-def _given(
-    config: Config,
-    x: Tensor,
-    pair: QuantizerPair,
-    slot: Sequence[Tensor],
-    observed: Tensor | None,
-    seed: Tensor | None = None,
-) -> CastArgs:
-    """What the layer brings to a cast of x."""
-    return delayed.given(config.recipe, pair, slot, _amax_of(x), observed, seed)
-
-
-def _amax_of(x: Tensor) -> Amax:
-    return lambda spec, warm: spec.amax(x, skip=warm).view(1)
+def _amax(x: Tensor, spec: Tensorwise, skip: Tensor) -> Tensor:
+    return spec.amax(x, skip=skip).view(1)
 
 
 def _quantized_output(config: Config, y: Tensor, extras: Parts) -> tuple[Tensor, Parts]:
@@ -397,13 +336,17 @@ def _quantized_output(config: Config, y: Tensor, extras: Parts) -> tuple[Tensor,
     return y.new_zeros(1).expand(y.shape), (*spec.quantize(y).tensors(), *extras)
 
 
-def _kept(form: str, row: QTensor | None, column: QTensor | None) -> Slots:
-    q = column if form == "column" else row if form == "row" else None
-    return NOTHING if q is None else (q.codes, q.scale, q.global_scale)
+def _abstract_quantized_output(config: Config, y: TensorProto) -> tuple[TensorProto, tuple[TensorProto, ...]]:
+    spec = config.quant.fprop.left
+    assert spec is not None
+    token = TensorProto(y.shape, y.dtype, y.device, (0,) * len(y.shape))
+    return token, tuple(p for p in Kept.of(spec.proto(y)) if p is not None)
 
 
-def _proto_parts(q: QProto) -> tuple[TensorProto, ...]:
-    return tuple(p for p in (q.codes, q.scale, q.global_scale) if p is not None)
+def _abstract_codes(orientation: str, pair: QuantizerPair, x: TensorProto) -> Kept:
+    spec = of_orientation(orientation, pair)
+    axis = column_axis(len(x.shape)) if orientation == "column" else -1
+    return Kept.of(None if spec is None else spec.proto(x, axis))
 
 
 def _width(config: Config, kept: Saved) -> int:
@@ -418,119 +361,111 @@ def _width(config: Config, kept: Saved) -> int:
     return 0
 
 
-# -- gradients put off in a graph (octavo.wgrad.deferred) --------------------------------------------------------------
+# -- a weight gradient that a graph leaves to backward_dw() (octavo.wgrad.deferred) -----------------------------------
 
 
 def _abstract_dy_buffers(config: Config, y: TensorProto) -> tuple[TensorProto, ...]:
-    """Room for dy as dw needs it."""
+    """Buffers for dy as dw needs it."""
     spec = config.dy_pair[1]
     if spec is None:
         return (y,)
     q = spec.proto(y, column_axis(len(y.shape)))
-    return post.room(q, q.shape[1], y)
+    return abstract_dy_buffers(q, q.shape[1], y)
 
 
-def _empty_slots(config: Config, y: Tensor) -> Parts:
-    return post.unfilled(_abstract_dy_buffers(config, TensorProto(tuple(y.shape), y.dtype, y.device)))
-
-
-def _slot(config: Config, slots: Sequence[Tensor], rows: int) -> QTensor:
-    """dy's slots as the column codes [N, M] that they are."""
+def _dy_columns(config: Config, buffers: Sequence[Tensor], rows: int) -> QTensor:
+    """dy's column codes [N, M], in the buffers."""
     spec = config.dy_pair[1]
     assert spec is not None
-    return spec.assemble(slots[:-1], (rows, slots[-1].shape[0]), config.y_dtype)
-
-
-# -- cached weights --------------------------------------------------------------------------------------------------
+    return spec.assemble(buffers[:-1], (rows, buffers[-1].shape[0]), config.y_dtype)
 
 
 # -- backward --------------------------------------------------------------------------------------------------------
 
 
+class Backward(NamedTuple):
+    """A backward: its settings, the tensors that forward saved, and the buffers that it writes to."""
+
+    config: Config
+    kept: Saved
+    buffers: Buffers
+    writes: Writes | None
+
+    def write(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Write to a buffer, now or when the chain around this layer is through."""
+        if self.writes is None:
+            function(*arguments)
+        else:
+            self.writes.put_off(function, *arguments)
+
+    def seed(self) -> Tensor | None:
+        """The random counter that a cast of dy draws by."""
+        seed = self.buffers.seed
+        return seed if seed is None or self.writes is None else self.writes.drawn(seed)
+
+
 def gradients(dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> Tensors:
-    """One for each input."""
+    """One gradient for each input."""
     return dx, dw, db, *[None] * (len(Inputs._fields) - 3)
 
 
-def fill_dy(
-    config: Config, kept: Saved, like: TensorProto, buffers: Buffers, writes: Writes | None
-) -> tuple[tuple[QTensor | None, QTensor | None], CastArgs]:
-    """Room for dy's codes, with what a cast of dy takes, for one who makes dy and casts it in the same pass."""
-    given = delayed.warm(config.recipe, kept.dy_slot, buffers.amax)
-    if config.draws:
-        given = given._replace(seed=_drawn(buffers, writes))
-    return empty_pair(like, *config.dy_pair, one_scale=True), given
+def dy_buffers(call: Backward, like: TensorProto) -> tuple[tuple[QTensor | None, QTensor | None], CastArgs]:
+    """Output buffers and cast arguments for a fused producer that writes dy as codes."""
+    arguments = known_scale(call.kept.dy_scaling, call.buffers.amax)
+    if call.config.draws:
+        arguments = arguments._replace(seed=call.seed())
+    return empty_pair(like, *call.config.dy_pair, one_scale=True), arguments
 
 
-def fill_x_again(config: Config, kept: Saved, like: TensorProto) -> tuple[QTensor | None, CastArgs]:
-    """The same for x's column codes, where they are made in backward."""
-    if "w" not in config.grads:
+def x_column_buffer(call: Backward, like: TensorProto) -> tuple[QTensor | None, CastArgs]:
+    """The output buffer and cast arguments for a fused backward that makes x's column codes again."""
+    if "w" not in call.config.grads:
         return None, CastArgs()
-    return empty_pair(like, None, config.quant.wgrad.right)[1], CastArgs(encode=kept.x_encode)
+    return empty_pair(like, None, call.config.quant.wgrad.right)[1], CastArgs(encode=call.kept.x_encode)
 
 
-def finish(
-    config: Config, dy: Tensor | TensorProto, column: QTensor | None, kept: Saved, buffers: Buffers,
-    writes: Writes | None, x_column: QTensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """dw, and then the step of the random counter: a backward that fails on the way draws the same again. (dy's amax
-    was raised when it was cast, and is no higher if that happens again.) Of dy the shape is enough if there are column
-    codes of it."""
-    dw = _delivered(config, dy, column, kept, buffers, writes, x_column) if "w" in config.grads else None
-    if config.draws and buffers.seed is not None:
-        _write(writes, advance, buffers.seed)
+def finish(call: Backward, dy: Any, column: QTensor | None, x_column: QTensor | None = None) -> Tensor | None:
+    """dw, and then the step of the random counter: a backward that fails before draws the same again. (dy's amax was
+    raised when it was cast, and is no higher if that happens again.) If column codes are given, only dy's shape is
+    used."""
+    dw = _weight_gradient(call, dy, column, x_column) if "w" in call.config.grads else None
+    if call.config.draws and call.buffers.seed is not None:
+        call.write(advance, call.buffers.seed)
     return dw
 
 
-def _write(writes: Writes | None, write: Callable[..., Any], *arguments: Any) -> None:
-    if writes is None:
-        write(*arguments)
-    else:
-        writes.put_off(write, *arguments)
-
-
-def _drawn(buffers: Buffers, writes: Writes | None) -> Tensor | None:
-    """The random counter that a cast of dy draws by."""
-    return buffers.seed if buffers.seed is None or writes is None else writes.drawn(buffers.seed)
-
-
-def _delivered(
-    config: Config, dy: Any, column: QTensor | None, kept: Saved, buffers: Buffers, writes: Writes | None,
-    x_column: QTensor | None,
-) -> Tensor | None:  # fmt: skip
-    """dw; or its operands brought to where they are waited for."""
-    if config.slots:
-        if column is None and kept.dy_room is not None:  # codes are in their place already
-            kept.dy_room.copy_(dy.view(kept.dy_room.shape))
+def _weight_gradient(call: Backward, dy: Any, column: QTensor | None, x_column: QTensor | None) -> Tensor | None:
+    """dw; None if it is deferred, and then its operands go to the mailbox or to the buffers."""
+    config, kept, buffers, writes = call
+    if config.dy_buffers:
+        if column is None and kept.dy_buffer is not None:  # codes are in their place already
+            kept.dy_buffer.copy_(dy.view(kept.dy_buffer.shape))
         return None
     left: Operand = flat(dy).T if column is None else column
     right = _x_operand(config, kept, math.prod(dy.shape[:-1]), dy.dtype) if x_column is None else x_column
-    if config.delay:
+    if config.deferred_wgrad:
         assert buffers.mail is not None
-        _write(writes, buffers.mail.put, config, left, right)
+        call.write(buffers.mail.put, config, left, right)
         return None
     return layer.weight_gradient(config, (left, right), buffers.main_grad, writes)
 
 
-def quantized_dy(
-    config: Config, dy: Tensor, kept: Saved, buffers: Buffers, writes: Writes | None
-) -> tuple[QTensor | None, QTensor | None]:
-    slot = kept.dy_slot
-    row, column = config.dy_pair
-    drawn = _drawn(buffers, writes) if config.draws else None
-    if config.slots < 2 or column is None:
-        return _quantize(config, dy, config.dy_pair, slot, buffers.amax, drawn)
-    found = (
-        None if row is None else row.proto(TensorProto.of(dy)).empty(),
-        _slot(config, kept.room, dy.shape[-1]),
-    )
-    fill_pair(as_matrix(dy), found, _given(config, dy, config.dy_pair, slot, buffers.amax, drawn))
-    return found
+def quantized_dy(call: Backward, dy: Tensor) -> tuple[QTensor | None, QTensor | None]:
+    """dy's row and column codes, the latter in the buffers of a deferred dw."""
+    config, kept, buffers, _ = call
+    pair, seed = config.dy_pair, call.seed() if config.draws else None
+    if config.dy_buffers < 2:
+        return _quantize(config, dy, pair, kept.dy_scaling, buffers.amax, seed)
+    row = None if pair[0] is None else pair[0].proto(TensorProto.of(dy)).empty()
+    codes = row, _dy_columns(config, kept.dy_buffers, dy.shape[-1])
+    arguments = cast_args(config.recipe, pair, kept.dy_scaling, partial(_amax, dy), buffers.amax, seed)
+    fill_pair(as_matrix(dy), codes, arguments)
+    return codes
 
 
-def input_gradient(config: Config, dy: Any, row: QTensor | None, kept: Saved) -> Tensor:
-    """dx. Of dy the shape is enough if there are row codes of it."""
-    n = dy.shape[-1]
+def input_gradient(call: Backward, dy: Any, row: QTensor | None) -> Tensor:
+    """dx. If row codes are given, only dy's shape is used."""
+    config, kept, n = call.config, call.kept, dy.shape[-1]
     codes = kept.w_codes
     assert codes is not None
     right: Operand
@@ -576,8 +511,8 @@ def _x_operand(config: Config, kept: Saved, tokens: int, dtype: torch.dtype) -> 
     return q.transpose() if config.wgrad_mode == "quantized" else q.dequantize().T
 
 
-def _assembled(spec: Quantizer, slots: Slots, shape: tuple[int, ...], dtype: torch.dtype) -> QTensor:
-    q = spec.assemble([t for t in slots if t is not None], shape, dtype)
+def _assembled(spec: Quantizer, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> QTensor:
+    q = spec.assemble(parts, shape, dtype)
     return in_order(q, spec.scale_strides(*q.scale.shape))
 
 

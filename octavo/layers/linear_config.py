@@ -1,29 +1,18 @@
-"""What decides what a call of a linear layer does, but for its tensors: which GEMMs there are, in which operands, and
-what backward keeps for its own."""
+"""Settings of a call of a linear layer: which GEMMs it runs, on which operands, and what backward keeps of them."""
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
+from octavo.delayed_scaling import casts
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.layers.contract import DTYPES
 from octavo.quant.blocks import is_square
-from octavo.quant.qtensor import Parts
-from octavo.quant.quantizer import QuantizerPair
+from octavo.quant.quantizer import Quantizer, QuantizerPair
 from octavo.recipes import BF16, LinearQuant, Recipe
 from octavo.values import Value, register
-from octavo.wgrad import deferred as post
-
-Slots = tuple[Tensor | None, Tensor | None, Tensor | None]  # the same in a fixed number of places
-NOTHING: Slots = (None, None, None)
-
-
-def padded(parts: Parts) -> Slots:
-    """A QTensor's tensors in a fixed number of places."""
-    first, second, third = (*parts, None, None)[:3]
-    return first, second, third
+from octavo.wgrad.deferred import dy_buffer_count
 
 
 def call_key(name: str, recipe: Recipe, **settings: str | bool) -> str:
@@ -38,7 +27,7 @@ _CHOICES = {
     "weight": ("plain", "codes", "held"),
     "observe": ("", "returned", "in_place"),
     "main_grad": ("", "add", "overwrite"),
-    "delay": ("", "mailbox", "post"),
+    "deferred_wgrad": ("", "mailbox", "buffers"),
     "tail": ("zero", "untouched"),
     "x_columns": ("forward", "backward"),
     "dtype": tuple(DTYPES),
@@ -46,17 +35,26 @@ _CHOICES = {
     "bias_dtype": ("", *DTYPES),
     "scales_dtype": ("", *DTYPES),
 }
-_LETTERS = {"grads": "xwbs", "measured": "xwd"}
+_LETTERS = {"grads": "xwbs", "measured": casts.LETTERS}
 
 
-class Matmuls(Value):
-    """The settings, and what follows from them, of the layers of one weight and of many."""
+@dataclass(frozen=True, repr=False, eq=False)
+class LinearSettings(Value):
+    """The settings that layers of one weight and of many share, and what follows from them."""
 
-    recipe: Recipe
-    dtype: str
-    weight: str
-    measured: str
-    delay: str
+    recipe: Recipe = BF16()  # noqa: RUF009  # a frozen value
+    dtype: str = "float32"  # of y
+    weight_dtype: str = "float32"
+    bias_dtype: str = ""  # empty: no bias
+    grads: str = ""  # which gradients are wanted: letters of "xwb", with scales of the bias also "s"
+    weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
+    observe: str = ""  # delayed scaling's amaxes are measured, and "returned" or raised "in_place"
+    measured: str = ""  # delayed: letters of "xwd" (d is dy): no step may have seen them, and they scale themselves
+    main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
+    dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
+    # dw is left to `backward_dw()`: backward puts its operands into a "mailbox", or in a graph into "buffers" that
+    # forward returns (`octavo.wgrad.deferred`)
+    deferred_wgrad: str = ""
 
     def validate(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]  # registered, it is a dataclass
@@ -72,25 +70,53 @@ class Matmuls(Value):
 
     @cached_property
     def shipped(self) -> bool:
-        """Whether all quantizers are Octavo's: what somebody else's does besides operators would be on no tape."""
+        """Whether all quantizers are Octavo's: a replay misses what another's Python does."""
         gemms = self.quant.fprop, self.quant.dgrad, self.quant.wgrad
         return all(spec is None or spec.shipped for gemm in gemms for spec in (gemm.left, gemm.right))
 
     @cached_property
-    def kept_w(self) -> str:
-        """What backward needs of w."""
+    def y_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    # -- operands that backward keeps ----------------------------------------------------------------------------------
+
+    @cached_property
+    def kept_x(self) -> str:
+        """What backward needs of x: "" or "plain", "row", "column"."""
         raise NotImplementedError
 
     @cached_property
+    def kept_w(self) -> str:
+        """What backward needs of w: "" or "plain", "row", "column"."""
+        raise NotImplementedError
+
+    @cached_property
+    def made_x(self) -> str:
+        """The orientation of x's codes that forward makes for backward: "" or "row", "column"."""
+        return "" if of_orientation(self.kept_x, self.x_pair) is None else self.kept_x
+
+    @cached_property
+    def made_w(self) -> str:
+        """The orientation of w's codes that forward makes for backward: "" or "row", "column"."""
+        return "" if of_orientation(self.kept_w, self.w_pair) is None else self.kept_w
+
+    # -- quantizers of both orientations, None for one that is not made ------------------------------------------------
+
+    @cached_property
+    def x_pair(self) -> QuantizerPair:
+        """Quantizers by which forward casts x."""
+        return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
+
+    @cached_property
     def w_pair(self) -> QuantizerPair:
-        """Quantizers of the orientations of w that forward makes."""
+        """Quantizers by which forward casts w."""
         if self.weight != "plain":
             return None, None
         return self.quant.fprop.right, self.quant.dgrad.right if self.kept_w == "column" else None
 
     @cached_property
     def dy_pair(self) -> QuantizerPair:
-        """Quantizers of the orientations of dy that backward makes."""
+        """Quantizers by which backward casts dy."""
         raise NotImplementedError
 
     @cached_property
@@ -98,34 +124,71 @@ class Matmuls(Value):
         """Whether backward rounds stochastically."""
         return any(spec is not None and spec.draws for spec in self.dy_pair)
 
-    @cached_property
-    def slots(self) -> int:
-        """How many tensors wait for dy in the post."""
-        return post.slots(self.delay, self.dy_pair[1])
+    # -- delayed scaling: where each operand's part of `Inputs.scaling` is ---------------------------------------------
 
     @cached_property
-    def y_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+    def x_scaling(self) -> slice:
+        return casts.part_of(casts.X, self.measured)
+
+    @cached_property
+    def w_scaling(self) -> slice:
+        return casts.part_of(casts.W, self.measured)
+
+    @cached_property
+    def dy_scaling(self) -> slice:
+        """Empty if backward does not cast dy."""
+        return slice(0) if self.dy_pair == (None, None) else casts.part_of(casts.DY, self.measured)
+
+    # -- the weight gradient -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def returns_dw(self) -> bool:
+        """Whether backward returns a gradient of the weight: dw, or zeros that stand for it."""
+        return "w" in self.grads and not self.deferred_wgrad and (not self.main_grad or self.dummy_grad)
+
+    @cached_property
+    def dy_buffers(self) -> int:
+        """The number of buffers for dy that forward returns for a deferred dw."""
+        return dy_buffer_count(self.dy_pair[1]) if self.deferred_wgrad == "buffers" else 0
+
+    @cached_property
+    def output_parts(self) -> int:
+        """The number of tensors of a quantized y, the first of the extras."""
+        return 0
+
+    @cached_property
+    def group_tensors(self) -> int:
+        """The number of fresh tensors after x's that say where groups are."""
+        return 0
+
+    @cached_property
+    def dy_buffer_extras(self) -> slice:
+        """Where dy's buffers are among the extras."""
+        start = self.output_parts + (self.observe == "returned")
+        return slice(start, start + self.dy_buffers)
+
+    @cached_property
+    def deferred_span(self) -> tuple[int, int]:
+        """Where the tensors of a deferred dw are in a flat list of all that forward makes: dy's buffers, x as a copy or
+        as codes, and where groups are."""
+        places = self.dy_buffer_extras
+        spec = of_orientation(self.made_x, self.x_pair)
+        of_x = 1 if self.kept_x == "plain" else 0 if spec is None else 3 if spec.two_level else 2
+        return 1 + places.start, 1 + places.stop + of_x + self.group_tensors  # y is the first
+
+
+def of_orientation(orientation: str, pair: QuantizerPair) -> Quantizer | None:
+    """The quantizer of the "row" or of the "column"; None of anything else."""
+    return pair[0] if orientation == "row" else pair[1] if orientation == "column" else None
 
 
 @register("linear")
-class Config(Matmuls):
+class Config(LinearSettings):
     """Everything that decides what a call does, but for its tensors."""
 
-    recipe: Recipe = BF16()
-    dtype: str = "float32"  # of y
-    weight_dtype: str = "float32"
-    bias_dtype: str = ""  # empty: no bias
-    grads: str = ""  # which gradients are wanted: letters of "xwb"
     x: str = "plain"  # or "codes"
-    weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
-    observe: str = ""  # delayed scaling's amaxes are measured, and "returned" or raised "in_place"
-    measured: str = ""  # delayed: letters of "xwd" (d is dy): no step may have seen them, and they scale themselves
     quantize_output: bool = False
-    main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
-    dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
-    delay: str = ""  # dw is put off: its operands go to a "mailbox", or in a graph to the "post" (see `posted`)
-    x_columns: str = "forward"  # or "backward": whoever runs this layer has x's column codes made again for dw
+    x_columns: str = "forward"  # or "backward": a fused operation makes x's column codes again for dw
     recompute_w_columns: bool = False  # in backward, from the weight itself: one more read, and nothing kept
 
     @cached_property
@@ -139,7 +202,6 @@ class Config(Matmuls):
 
     @cached_property
     def kept_x(self) -> str:
-        """What backward needs of x: "" or "plain", "row", "column"."""
         if "w" not in self.grads:
             return ""
         if self.x == "codes":
@@ -150,7 +212,7 @@ class Config(Matmuls):
 
     @cached_property
     def kept_w(self) -> str:
-        """What backward needs of w."""
+        """What backward needs of w: also "again", the weight itself, to make its column codes once more."""
         if "x" not in self.grads:
             return ""
         if self.weight == "held" and self.quant.dgrad.mode != "quantized":
@@ -170,10 +232,9 @@ class Config(Matmuls):
 
     @cached_property
     def x_pair(self) -> QuantizerPair:
-        """Quantizers of the orientations of x that forward makes."""
         if self.x == "codes":
             return None, None
-        return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
+        return super().x_pair
 
     @cached_property
     def dy_pair(self) -> QuantizerPair:
@@ -183,9 +244,5 @@ class Config(Matmuls):
         )
 
     @cached_property
-    def posted(self) -> tuple[int, int]:
-        """Where among all that forward makes, as a flat list, the post is: dy's slots, then x, as codes or a copy."""
-        start = 1 + (self.observe == "returned") + (self.quant.parts if self.quantize_output else 0)
-        spec = dict(zip(("row", "column"), self.x_pair, strict=True)).get(self.kept_x)
-        of_x = post.slots_of_x(self.kept_x, spec)
-        return start, start + self.slots + of_x
+    def output_parts(self) -> int:
+        return self.quant.parts if self.quantize_output else 0

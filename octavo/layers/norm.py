@@ -15,7 +15,7 @@ from octavo._torch.operators import unsafe_view
 from octavo.errors import check_choice, check_not_negative
 from octavo.kernels import norm as kernel
 from octavo.kernels.norm import Norm
-from octavo.layers.contract import DTYPES, Layer, Made, Tensors
+from octavo.layers.contract import DTYPES, ForwardResult, Layer, Tensors
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 
@@ -42,6 +42,7 @@ class Config(Value):
 
     @cached_property
     def keeps(self) -> bool:
+        """Whether backward keeps x and the statistics of its rows."""
         return "x" in self.grads or "w" in self.grads
 
 
@@ -64,36 +65,39 @@ class Saved(NamedTuple):
 
 
 def matrix(config: Config, x: Tensor) -> Tensor:
+    """x as [rows, columns]."""
     lead = x.dim() - config.dims
     return x if x.dim() == 2 and lead == 1 else x.reshape(math.prod(x.shape[:lead]), math.prod(x.shape[lead:]))
 
 
 def vector(w: Tensor | None) -> Tensor | None:
+    """A weight or bias as [columns], contiguous."""
     return None if w is None else w.reshape(-1).contiguous()
 
 
 class NormLayer(Layer):
     """Rows normalised, scaled and shifted."""
 
-    def forward(self, config: Config, inputs: Inputs) -> Made:
-        found = kernel.forward(config.norm, matrix(config, inputs.x), vector(inputs.weight), vector(inputs.bias))
-        fresh = Fresh(found.mean, found.rstd) if config.keeps else Fresh()
-        y = found.y
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
+        y, mean, rstd = kernel.forward(
+            config.norm, matrix(config, inputs.x), vector(inputs.weight), vector(inputs.bias)
+        )
+        fresh = Fresh(mean, rstd) if config.keeps else Fresh()
         if inputs.x.dim() != 2 or config.dims != 1:
             y = unsafe_view(y, inputs.x.shape)  # fresh, and no view of anything
-        return Made((y,), (), fresh)
+        return ForwardResult((y,), (), fresh)
 
-    def abstract(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
         shape = tuple(x.shape)
         row = TensorProto((math.prod(shape[: len(shape) - config.dims]),), torch.float32, x.device)
         fresh = Fresh(row if config.norm.centers else None, row) if config.keeps else Fresh()
-        return Made((TensorProto(shape, x.dtype, x.device),), (), fresh)
+        return ForwardResult((TensorProto(shape, x.dtype, x.device),), (), fresh)
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return "x" in config.grads, "w" in config.grads, "b" in config.grads
 
-    def save(self, config: Config, inputs: Inputs, made: Made) -> Tensors:
+    def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
         weight = inputs.weight if "x" in config.grads else None
         return Saved(inputs.x if config.keeps else None, weight, *made.fresh)
 
@@ -115,12 +119,12 @@ layer = NormLayer(Config, Inputs, fresh=Fresh, saved=Saved)
 
 
 def gradients(config: Config, saved: Tensors, dy: Tensor | None, added: Tensor | None = None) -> Tensors:
-    """Backward's result. `added` is a gradient that came to x another way: dx is the sum, rounded once."""
+    """The gradients of the inputs. `added` is another gradient of x: dx is the sum of both, rounded once."""
     if dy is None:
         return (added, *[None] * (len(Inputs._fields) - 1))
     x, weight, mean, rstd = Saved._make(saved)
     wanted = layer.wants(config)
-    found = kernel.backward(
+    of_kernel = kernel.backward(
         config.norm,
         matrix(config, dy),
         None if x is None else matrix(config, x),
@@ -134,7 +138,7 @@ def gradients(config: Config, saved: Tensors, dy: Tensor | None, added: Tensor |
     )
     row = dy.shape[dy.dim() - config.dims :]
     return (
-        None if found.x is None else found.x.view(dy.shape),
-        None if found.weight is None else found.weight.view(row),
-        None if found.bias is None else found.bias.view(row),
+        None if of_kernel.x is None else of_kernel.x.view(dy.shape),
+        None if of_kernel.weight is None else of_kernel.weight.view(row),
+        None if of_kernel.bias is None else of_kernel.bias.view(row),
     )

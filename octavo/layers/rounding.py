@@ -1,12 +1,12 @@
-"""x as codes, or its gradient rounded: a cast by itself. y is one element that looks like x and carries the gradient,
-with the codes beside it; whoever calls joins the two (`octavo.quant.qtensor`)."""
+"""A cast by itself: x as codes, or its gradient rounded. y is a token, one element that looks like x and carries the
+gradient, and the codes are extras; the caller joins the two (`octavo.quant.qtensor`)."""
 
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from octavo.layers.contract import Layer, Made, Tensors
+from octavo.layers.contract import ForwardResult, Layer, Tensors
 from octavo.quant.proto import TensorProto
 from octavo.quant.quantizer import Quantizer
 from octavo.values import Value, register
@@ -20,6 +20,7 @@ class Config(Value):
 
     @cached_property
     def parts(self) -> int:
+        """The number of tensors of x's codes."""
         return 0 if self.spec is None else 3 if self.spec.two_level else 2
 
 
@@ -41,27 +42,27 @@ class RoundingLayer(Layer):
     def replays(self, config: Config, side: str) -> bool:
         return all(spec is None or spec.shipped for spec in (config.spec, config.back))
 
-    def passed(self, config: Config) -> dict[int, int]:
+    def gradient_aliases(self, config: Config) -> dict[int, int]:
         return {0: -1} if config.back is None and "x" in config.grads else {}
 
-    def forward(self, config: Config, inputs: Inputs) -> Made:
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x = inputs.x
         parts = () if config.spec is None else tuple(config.spec.quantize(x.detach()).tensors())
-        return Made((x.new_zeros(1).expand(x.shape),), parts, ())
+        return ForwardResult((x.new_zeros(1).expand(x.shape),), parts, ())
 
-    def abstract(self, config: Config, inputs: Inputs) -> Made:
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
         token = TensorProto(tuple(x.shape), x.dtype, x.device, (0,) * len(x.shape))
         parts: tuple[TensorProto, ...] = ()
         if config.spec is not None:
             q = config.spec.proto(x)
             parts = tuple(p for p in (q.codes, q.scale, q.global_scale) if p is not None)
-        return Made((token,), parts, ())
+        return ForwardResult((token,), parts, ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return "x" in config.grads, False
 
-    def save(self, config: Config, inputs: Inputs, made: Made) -> Tensors:
+    def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
         return Saved(inputs.seed if config.grads else None)
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from octavo.layers import chain, fork, user_op
-from octavo.layers.contract import Layer, Made, Tensors
+from octavo.layers.contract import ForwardResult, Layer, Tensors
 from octavo.layers.dry_run import Miscounted, fake, stand_in, tried, without_data
 from octavo.layers.gradient_check import check_gradient, given_among
 from octavo.layers.saved_values import kind_of, packed, slots_of, told, unpacked_all
@@ -116,7 +116,7 @@ class CompositeLayer(Layer):
         return chain.layer.graph_buffers(config.unfused, *fields)
 
     def outputs(self, config: Config) -> int:
-        return 1 + sum(config.unfused.given)
+        return 1 + sum(config.unfused.shown_counts)
 
     def replays(self, config: Config, side: str) -> bool:
         return False
@@ -127,7 +127,7 @@ class CompositeLayer(Layer):
     def inputs_of(self, config: Config, values: Sequence[Any]) -> Any:
         return Inputs(values)
 
-    def forward(self, config: Config, inputs: Sequence[Any]) -> Made:
+    def forward(self, config: Config, inputs: Sequence[Any]) -> ForwardResult:
         if not config.own:
             return chain.layer.forward(config.unfused, inputs)
         y, extra, fresh = _computed(config, inputs)
@@ -141,18 +141,18 @@ class CompositeLayer(Layer):
         user_op.refuse_inputs(where, (y, *away), given)
         slots = [t for value in values for t in packed(value)]
         outputs = user_op.without_aliases((y, *extra), ())
-        return Made(outputs, (), user_op.without_aliases(slots, (*given, *outputs)))
+        return ForwardResult(outputs, (), user_op.without_aliases(slots, (*given, *outputs)))
 
-    def abstract(self, config: Config, inputs: Sequence[Any]) -> Made:
+    def abstract(self, config: Config, inputs: Sequence[Any]) -> ForwardResult:
         if not config.own:
             return chain.layer.abstract(config.unfused, inputs)
         with without_data():
             fakes = [_empty(field) for field in inputs]
             with tried(f"{config.functions.title}.fuser_forward_compute"):
                 made = self.forward(config, fakes)
-            return Made(*(tuple(None if t is None else TensorProto.of(t) for t in group) for group in made))
+            return ForwardResult(*(tuple(None if t is None else TensorProto.of(t) for t in group) for group in made))
 
-    def save(self, config: Config, inputs: Sequence[Any], made: Made) -> tuple[Any, ...]:
+    def save(self, config: Config, inputs: Sequence[Any], made: ForwardResult) -> tuple[Any, ...]:
         if not config.own:
             return chain.layer.save(config.unfused, inputs, made)
         own = _own_inputs(config, inputs)
@@ -177,8 +177,8 @@ class CompositeLayer(Layer):
                     found += made.fresh[starts[i, j] : starts[i, j] + slots_of(config.fresh[i][j])]
         return tuple(found)
 
-    def passed(self, config: Config) -> dict[int, int]:
-        return chain.layer.passed(config.unfused) if config.side == "forward" else {}
+    def gradient_aliases(self, config: Config) -> dict[int, int]:
+        return chain.layer.gradient_aliases(config.unfused) if config.side == "forward" else {}
 
     def abstract_gradients(self, config: Config, saved: tuple[Any, ...], *grads: Any) -> tuple[TensorProto | None, ...]:
         if config.side == "forward":
@@ -198,7 +198,9 @@ class CompositeLayer(Layer):
             user_op.wanted_fields(layer, stage) for layer, stage in zip(unfused.layers, unfused.stages, strict=True)
         ]
         rest = iter(grads[1:])
-        whole = [next(rest) if k in unfused.shown[i] else None for i, n in enumerate(unfused.made) for k in range(n)]
+        whole = [
+            next(rest) if k in unfused.shown[i] else None for i, n in enumerate(unfused.side_counts) for k in range(n)
+        ]
         where = f"{functions.title}.fuser_backward"
         kept = _saved_values(config, saved)
         found = functions.backward(config.settings, kept, (grads[0], *whole), fields)
@@ -241,7 +243,7 @@ def _computed(config: Config, inputs: Sequence[Any]) -> tuple[Any, list[Any], li
     extra = _entries(where, "extra outputs", extra, len(config.stages))
     fresh = _entries(where, "fresh tensors", fresh, len(config.stages))
     shown: list[Any] = []
-    for i, (given, want) in enumerate(zip(extra, unfused.made, strict=True)):
+    for i, (given, want) in enumerate(zip(extra, unfused.side_counts, strict=True)):
         if len(given) != want:
             raise Miscounted(f"{where} returns {want} extra outputs for operation {i}, got {len(given)}.")
         for k in unfused.shown[i]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo._torch.fakes import is_fake
 from octavo.errors import UnsupportedConfig
-from octavo.layers.contract import Layer, Made, Tensors
+from octavo.layers.contract import ForwardResult, Layer, Tensors
 from octavo.layers.dry_run import Miscounted, fake, stand_in, tried, without_data
 from octavo.layers.gradient_check import check_gradient, given_among
 from octavo.layers.saved_values import kind_of, packed, slots_of, unpacked_all
@@ -88,7 +88,7 @@ class CustomLayer(Layer):
     def outputs(self, config: Config) -> int:
         return config.functions.outputs
 
-    def forward(self, config: Config, inputs: Any) -> Made:
+    def forward(self, config: Config, inputs: Any) -> ForwardResult:
         functions = config.functions
         y, extra, fresh = checked(functions, functions.compute(config.settings, inputs))
         check_kinds(f"{functions.title}'s compute", fresh, config.fresh)
@@ -96,15 +96,15 @@ class CustomLayer(Layer):
         refuse_inputs(functions.title, (y, *extra), given)
         outputs = without_aliases((y, *extra), ())
         slots = [t for value in fresh for t in packed(value)]
-        return Made(outputs, (), without_aliases(slots, (*given, *outputs)))
+        return ForwardResult(outputs, (), without_aliases(slots, (*given, *outputs)))
 
-    def abstract(self, config: Config, inputs: Any) -> Made:
+    def abstract(self, config: Config, inputs: Any) -> ForwardResult:
         functions = config.functions
         with without_data():
             fakes = fields_of(functions.fields)(*[None if p is None else p.empty() for p in inputs])
             y, extra, fresh = _said(functions, config.settings, fakes)
             slots = [t for value in fresh for t in packed(value)]
-            return Made(
+            return ForwardResult(
                 tuple(TensorProto.of(t) for t in (y, *extra)), (),
                 tuple(None if t is None else TensorProto.of(t) for t in slots),
             )  # fmt: skip
@@ -115,7 +115,7 @@ class CustomLayer(Layer):
     def wants(self, config: Config) -> tuple[bool, ...]:
         return config.wanted
 
-    def save(self, config: Config, inputs: Any, made: Made) -> tuple[Any, ...]:
+    def save(self, config: Config, inputs: Any, made: ForwardResult) -> tuple[Any, ...]:
         found: list[Any] = []
         starts = [sum(config.fresh_slots[:i]) for i in range(len(config.fresh) + 1)]
         for source in config.saved:

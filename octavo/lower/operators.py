@@ -37,7 +37,7 @@ from octavo._torch.autograd import current_graph_task, preserve_version_counter,
 from octavo._torch.tracing import saved_elsewhere, while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.layers import activation, add, chain, fork, grouped_linear, linear, norm, rounding, user_fusion, user_op
-from octavo.layers.contract import LAYERS, Made
+from octavo.layers.contract import LAYERS, ForwardResult, WeightCast
 from octavo.lower.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
 from octavo.lower.modified import explain_modified, title_of
 from octavo.lower.replay import calls as tape
@@ -77,7 +77,7 @@ class _Plan:
         self.writes = self.written > 0 or self.layer.fills(self.config)  # backward, to what is saved for it
         # inputs whose gradient is a buffer of the caller's, and where among the buffers it is
         self.elsewhere = {i: _total(self.buffers[:at]) for i, at in self.layer.returned_elsewhere(self.config).items()}
-        self.passed = self.layer.passed(self.config)  # inputs whose gradient another has already
+        self.passed = self.layer.gradient_aliases(self.config)  # inputs whose gradient another has already
         self.replays, self.replays_back = (self.layer.replays(self.config, side) for side in ("forward", "backward"))
 
     def inputs(self, tensors: Sequence[Any]) -> Any:
@@ -122,7 +122,7 @@ def _plan(text: str) -> _Plan:
     return _Plan(text)
 
 
-def _crossing(parsed: _Plan, made: Made) -> list[Tensor]:
+def _crossing(parsed: _Plan, made: ForwardResult) -> list[Tensor]:
     """What forward made, as it leaves a node."""
     flat = parsed.layer.flat_places(parsed.config)
     fresh = [_flat(t) if i in flat and t is not None else t for i, t in enumerate(made.fresh)]
@@ -173,9 +173,9 @@ def _(tensors: list[Tensor], plan: str) -> list[Tensor]:
     return _crossing(_plan(plan), _fakes(_plan(plan), tensors[::-1]))
 
 
-def _fakes(parsed: _Plan, tensors: list[Tensor]) -> Made:
+def _fakes(parsed: _Plan, tensors: list[Tensor]) -> ForwardResult:
     said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
-    return Made(*(tuple(None if p is None else p.empty() for p in group) for group in said))
+    return ForwardResult(*(tuple(None if p is None else p.empty() for p in group) for group in said))
 
 
 @torch.library.custom_op("octavo::run_bwd", mutates_args=())
@@ -223,7 +223,7 @@ def _save(ctx: Any, tensors: list[Tensor], plan: str, made: list[Tensor]) -> int
     parsed = _plan(plan)
     said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
     rest = iter(made)
-    found = Made(*(tuple(None if p is None else next(rest) for p in group) for group in said))
+    found = ForwardResult(*(tuple(None if p is None else next(rest) for p in group) for group in said))
     saved = parsed.layer.save(parsed.config, parsed.inputs(tensors), found)
     ctx.mask = "".join("0" if t is None else "1" for t in saved)
     buffers = tensors[parsed.count : parsed.count + parsed.written]
@@ -307,7 +307,7 @@ def _(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ...]:
     return _places(_plan(plan), _fakes(_plan(plan), tensors), out)
 
 
-def _places(parsed: _Plan, made: Made, out: Tensor) -> tuple[Tensor, ...]:
+def _places(parsed: _Plan, made: ForwardResult, out: Tensor) -> tuple[Tensor, ...]:
     """Extras and fresh tensors, and nothing in the places that are left."""
     found = _crossing(parsed, made._replace(outputs=()))
     assert len(found) <= MADE, f"{len(found)} tensors do not fit: raise MADE"
@@ -354,7 +354,7 @@ def _refresh(
 ) -> None:  # fmt: skip
     _, name, key = plan.split("|", 2)
     layer = LAYERS[name]
-    layer.refresh(layer.config(key), weight, row, column, amaxes, scaling, skip)
+    layer.refresh(layer.config(key), WeightCast(weight, row, column, amaxes, scaling, skip))
 
 
 @_refresh.register_fake

@@ -244,10 +244,10 @@ class Quantized(nn.Module):
             main_grad, dummy = self._wgrad.main_grad(self)
         if "w" in grads and self.delay_wgrad_compute:
             self.refuse_parametrized("delay_wgrad_compute=True")
-            delay = "post" if as_nodes else "mailbox"
+            delay = "buffers" if as_nodes else "mailbox"
         return WeightSide(
             {"weight": kind, "observe": observe, "measured": measured, "main_grad": main_grad, "dummy_grad": dummy,
-             "delay": delay},
+             "deferred_wgrad": delay},
             (
                 *(self._codes.of_call(self, kind, weights[0]) if kind != "plain" else ((), ())),
                 scaling.inputs(self, measured) if recipe.stateful else (),
@@ -256,7 +256,7 @@ class Quantized(nn.Module):
             self._written(grads, observe, main_grad, delay, as_nodes),
             # a weight whose gradient goes elsewhere stays out of autograd's graph: its hooks would see a None
             not as_nodes and (delay != "" or (main_grad != "" and not dummy)),
-            observe == "returned" or delay == "post",
+            observe == "returned" or delay == "buffers",
         )  # fmt: skip
 
     def _written(self, grads: str, observe: str, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
@@ -272,7 +272,7 @@ class Quantized(nn.Module):
     def _after(self, key: str, side: WeightSide, codes: Parts = (), start: int = 0) -> Any:
         """What is done with the extras of a call that has them. `codes` are x's as they were given; amaxes that are
         returned are at `start`."""
-        delay, returned = side.settings["delay"] == "post", side.settings["observe"] == "returned"
+        delay, returned = side.settings["deferred_wgrad"] == "buffers", side.settings["observe"] == "returned"
 
         def after(extras: Sequence[Tensor]) -> None:
             if delay:

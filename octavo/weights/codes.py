@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import is_watched
+from octavo.layers.contract import WeightCast
 from octavo.lower.operators import layer_named, weight_values
 from octavo.lower.operators import refresh as refresh_in_graph
 from octavo.quant.proto import TensorProto
@@ -36,7 +37,7 @@ def quantize_into(
             refresh_in_graph(layer, key, weight.detach(), list(row), list(column), list(amaxes), list(scaling), skip)
         else:
             which = layer_named(layer)
-            which.refresh(which.config(key), weight, row, column, amaxes, scaling, skip)
+            which.refresh(which.config(key), WeightCast(weight, row, column, amaxes, scaling, skip))
         torch.autograd.graph.increment_version([*row, *column])
 
 

@@ -1,8 +1,8 @@
-"""Gradients put off in a graph, which cannot hand Python objects over: forward makes room for dy as dw needs it, which
-leaves the graph beside x; backward fills it in; whoever computes dw reads both.
+"""Weight gradients that a graph leaves to `backward_dw()`. A graph cannot hand over Python objects: forward makes
+buffers for dy as dw needs it, and returns them beside x; backward fills them; `backward_dw()` reads both.
 
-The room is dy itself where wgrad is unquantized; otherwise column codes, their scale (flat), a second-level scale where
-the scheme has one, and an empty tensor [rows, 0], which tells how many rows there are.
+The buffers are one for dy itself where wgrad is unquantized. Otherwise they are column codes, their scale (flat), a
+global scale where the scheme has one, and an empty tensor [rows, 0], which tells how many rows there are.
 """
 
 import math
@@ -16,26 +16,21 @@ from octavo.quant.qtensor import QProto
 from octavo.quant.quantizer import Quantizer
 
 
-def slots(delay: str, spec: Quantizer | None) -> int:
-    """How many tensors wait for dy, whose columns `spec` quantizes."""
-    return 0 if delay != "post" else 1 if spec is None else 4 if spec.two_level else 3
+def dy_buffer_count(spec: Quantizer | None) -> int:
+    """The number of buffers for dy, whose columns `spec` quantizes."""
+    return 1 if spec is None else 4 if spec.two_level else 3
 
 
-def slots_of_x(kept: str, spec: Quantizer | None) -> int:
-    """How many tensors x is beside them."""
-    return 1 if kept == "plain" else 0 if spec is None else 3 if spec.two_level else 2
-
-
-def room(q: QProto, rows: int, y: TensorProto) -> tuple[TensorProto, ...]:
-    """The slots of codes like these."""
+def abstract_dy_buffers(q: QProto, rows: int, y: TensorProto) -> tuple[TensorProto, ...]:
+    """Buffers for column codes like q, of a dy with that many rows."""
     scale = TensorProto((math.prod(q.scale.shape),), q.scale.dtype, y.device)
     level2 = () if q.global_scale is None else (q.global_scale,)
     return (q.codes, scale, *level2, TensorProto((rows, 0), y.dtype, y.device))
 
 
-def unfilled(protos: Sequence[TensorProto]) -> tuple[Tensor, ...]:
-    """NaN until backward comes: a dw that is asked for without one must not look like one."""
-    made = tuple(p.empty() for p in protos)
-    for scale in made[1:] or made:
+def unfilled_dy_buffers(protos: Sequence[TensorProto]) -> tuple[Tensor, ...]:
+    """The buffers, NaN until backward fills them: a dw computed without a backward must not look like a gradient."""
+    buffers = tuple(p.empty() for p in protos)
+    for scale in buffers[1:] or buffers:
         scale.fill_(255 if scale.dtype == torch.uint8 else math.nan)  # NaN as an E8M0 and as an E4M3 too
-    return made
+    return buffers

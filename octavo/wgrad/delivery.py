@@ -56,7 +56,7 @@ class WeightGradient:
 
     def post_span(self, layer: Any, key: str) -> tuple[int, int]:
         """The places of dw's operands among the tensors that a node makes besides y."""
-        start, stop = layer.LAYER.config(key).posted
+        start, stop = layer.LAYER.config(key).deferred_span
         return start - 1, stop - 1
 
     def deliver(self, layer: Any) -> None:

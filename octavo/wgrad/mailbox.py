@@ -51,7 +51,7 @@ def operands_of(letter: Letter | Posted, layer: Any, weight: Tensor) -> tuple[An
     """Config and operands of a dw, for a layer of `octavo.layers` and its weight."""
     if isinstance(letter, Posted):
         found = layer.config(letter.key)
-        return found, layer.posted_operands(found, letter.mail, letter.x, weight)
+        return found, layer.deferred_operands(found, letter.mail, letter.x, weight)
     if letter.versions != _versions(letter.operands):
         raise UnsupportedConfig(
             "backward_dw() needs the unquantized x and dy of that backward, and one of them was written to since. "

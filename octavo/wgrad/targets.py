@@ -1,4 +1,4 @@
-"""Where a weight's gradient goes if not to `weight.grad`: a buffer to be added to, or a mailbox to wait in."""
+"""Destinations of a weight gradient besides `weight.grad`: buffers to accumulate in, or a mailbox for its operands."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -12,14 +12,14 @@ from octavo.memory import joined_rows
 
 
 class Mail(Protocol):
-    """Where the operands of a delayed dw are left."""
+    """A mailbox for the operands of a deferred dw."""
 
     def put(self, config: Any, *operands: Any) -> None: ...
 
 
 class Writes:
-    """Writes of a backward besides its results, put off until all of it is computed: one that fails on the way has
-    written nothing."""
+    """Writes of a backward to buffers, put off until all of it is computed: a backward that fails has written
+    nothing."""
 
     def __init__(self) -> None:
         self._due: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
@@ -28,8 +28,8 @@ class Writes:
         self._due.append((write, arguments))
 
     def drawn(self, seed: Tensor) -> Tensor:
-        """A random counter as the next draw is to find it: behind the steps that are due to it."""
-        due = sum([write is advance and given[0].data_ptr() == seed.data_ptr() for write, given in self._due])
+        """A random counter with the steps added that are put off."""
+        due = sum([write is advance and arguments[0].data_ptr() == seed.data_ptr() for write, arguments in self._due])
         if not due:
             return seed
         ahead = seed.clone()
@@ -42,12 +42,12 @@ class Writes:
 
 
 def advance(seed: Tensor) -> None:
-    """The next step of a random counter [seed, step]."""
+    """Advance a random counter [seed, step] by one step."""
     seed[1:].add_(1)
 
 
 class Target:
-    """Buffers that dw is accumulated in: of a weight, or of the weights it consists of."""
+    """Buffers that dw is accumulated in: one for a weight, or one for each of the weights that it consists of."""
 
     def __init__(self, buffers: Sequence[Tensor], mode: str) -> None:
         self.buffers, self.mode = tuple(buffers), mode  # "add" or "overwrite"
@@ -59,13 +59,13 @@ class Target:
         return matrix
 
     def close(self) -> None:
-        """It is written."""
+        """Finish the write: bring dw to buffers that do not lie together."""
         if self._loose is not None:
             spread(self._loose, self.buffers, self.mode)
 
 
 class LazyTarget:
-    """A target that is looked up when dw is there."""
+    """A target that is looked up when dw is computed."""
 
     mode: str  # of the target
     _found: Target | None = None
@@ -74,11 +74,11 @@ class LazyTarget:
         raise NotImplementedError
 
     def is_there(self) -> bool:
-        """Whether it can be looked up before: looking makes nothing."""
+        """Whether it can be looked up before, without allocating it."""
         raise NotImplementedError
 
     def done(self) -> None:
-        """It was written to."""
+        """Note that dw was written."""
         raise NotImplementedError
 
     def open(self, rows: int, columns: int) -> Tensor:
@@ -116,7 +116,7 @@ def open_buffers(
 
 
 def nothing(device: torch.device) -> Tensor:
-    """What stands for a frozen weight's buffer."""
+    """A placeholder for the buffer of a frozen weight."""
     return torch.empty(0, dtype=torch.uint8, device=device)
 
 
@@ -125,7 +125,7 @@ def is_nothing(buffer: Tensor) -> bool:
 
 
 def spread(loose: Tensor, buffers: Sequence[Tensor], mode: str) -> None:
-    """Bring rows that were written elsewhere to the buffers that they are for."""
+    """Add or copy the rows of `loose` to the buffers that they belong to."""
     pairs = [(t, part) for t, part in zip(buffers, loose.chunk(len(buffers)), strict=True) if not is_nothing(t)]
     into = [buffer for buffer, _ in pairs]
     parts = [part.view(buffer.shape).to(buffer.dtype) for buffer, part in pairs]
@@ -137,12 +137,12 @@ def spread(loose: Tensor, buffers: Sequence[Tensor], mode: str) -> None:
 
 def gradient_matrix(buffer: Tensor, rows: int, columns: int, device: torch.device) -> Tensor:
     """A weight's gradient buffer as [rows, columns], a view."""
-    found = f"{buffer.dtype} {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
+    got = f"{buffer.dtype} {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
     if buffer.dtype not in (torch.float32, torch.bfloat16):
-        raise UnsupportedDtype(f"weight.main_grad must be float32 or bfloat16, got {found}.")
+        raise UnsupportedDtype(f"weight.main_grad must be float32 or bfloat16, got {got}.")
     if buffer.device != device or buffer.numel() != rows * columns:
         raise UnsupportedShape(
-            f"weight.main_grad must hold {rows} x {columns} = {rows * columns} elements on {device}, got {found}."
+            f"weight.main_grad must hold {rows} x {columns} = {rows * columns} elements on {device}, got {got}."
         )
     try:
         overlaps = any(n > 1 and step == 0 for n, step in zip(buffer.shape, buffer.stride(), strict=True))
@@ -152,6 +152,6 @@ def gradient_matrix(buffer: Tensor, rows: int, columns: int, device: torch.devic
     if matrix is None:
         raise UnsupportedShape(
             f"weight.main_grad must be viewable as {(rows, columns)}, so that dw lands in it and not in a copy; got "
-            f"{found}. Make it contiguous."
+            f"{got}. Make it contiguous."
         )
     return matrix

@@ -1,5 +1,5 @@
-"""The contract of the linear layer, without a module around it: what forward makes is what protos says, backward needs
-no more than save kept, inputs stay as they were, and a config is its string."""
+"""The contract of the linear layer, without a module around it: forward returns what abstract describes, backward
+needs no more than save chose, inputs stay as they were, and a config is its string."""
 
 import itertools
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from octavo.layers.linear import Buffers, Config, Inputs, layer
-from octavo.quant import TensorProto
 from octavo.quant.quantizer import CastArgs, quantize_pair
 from octavo.recipes import SHIPPED, recipe
+from tests.layers.checks import check_forward, flatten
 
 M, K, N = 20, 33, 40
 RECIPES = [*SHIPPED, "fp8-delayed(cold_start='current')", "mxfp8(backward='dequantized')", "fp8-block(wgrad='bf16')"]
@@ -54,31 +54,11 @@ def configs():
 ALL = list(configs())
 
 
-def flatten(inputs: Inputs) -> list[torch.Tensor]:
-    return [t for entry in inputs for t in (entry if isinstance(entry, tuple) else (entry,)) if t is not None]
-
-
-def abstract_fields(inputs: Inputs) -> Inputs:
-    def of(entry):
-        if isinstance(entry, tuple):
-            return tuple(map(TensorProto.of, entry))
-        return None if entry is None else TensorProto.of(entry)
-
-    return Inputs(*map(of, inputs))
-
-
 @pytest.mark.parametrize("lead", [(M,), (2, 3, 5), (0,)], ids=str)
 @pytest.mark.parametrize("name", RECIPES)
-def test_protos_say_what_forward_makes(name, lead):
+def test_forward_returns_what_abstract_describes(name, lead):
     for config in (c for c in ALL if c.recipe == recipe(name)):
-        inputs = inputs_for(config, lead)
-        made, said = layer.forward(config, inputs), layer.abstract(config, abstract_fields(inputs))
-        for kind in ("outputs", "extras", "fresh"):
-            tensors, protos = getattr(made, kind), getattr(said, kind)
-            assert len(tensors) == len(protos), (config, kind)
-            for tensor, proto in zip(tensors, protos, strict=True):
-                assert (tensor is None) == (proto is None), (config, kind)
-                assert tensor is None or proto.refusal(tensor) == "", (config, kind)
+        check_forward(layer, config, inputs_for(config, lead))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -115,6 +95,26 @@ def test_amaxes_raised_in_place_are_those_that_are_returned(name):
     seen.fill_(99)
     layer.forward(Config(recipe(name), observe="in_place"), inputs._replace(seen=seen.unbind()))
     assert seen.tolist() == [99, 99]
+
+
+@pytest.mark.parametrize("x", ["plain", "codes"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_deferred_dw_is_the_one_that_backward_returns(name, x):
+    """From the buffers that forward returns, and that backward fills."""
+    if x == "codes" and recipe(name).linear().fprop.mode != "quantized":
+        pytest.skip("no codes of x without a quantized fprop")
+    now, later = (Config(recipe(name), grads="w", x=x, deferred_wgrad=how) for how in ("", "buffers"))
+    inputs, dy = inputs_for(now), torch.randn(M, N)
+    buffers = Buffers(seed=torch.tensor([5, 6]) if now.draws else None)
+    dw = layer.backward(now, layer.save(now, inputs, layer.forward(now, inputs)), buffers, (dy,))[1]
+    made = check_forward(layer, later, inputs)
+    buffers = Buffers(seed=torch.tensor([5, 6]) if now.draws else None)
+    saved = layer.save(later, inputs, made)
+    assert layer.backward(later, tuple(saved), buffers, (dy,)) == (None,) * len(inputs)
+    start, stop = later.deferred_span
+    tensors = [t for group in made for t in group if t is not None][start:stop]
+    operands = layer.deferred_operands(later, tuple(tensors), inputs.x_codes, inputs.weight)
+    assert torch.equal(layer.weight_gradient(later, operands, None), dw)
 
 
 def test_no_gradient_in_no_gradient_out():

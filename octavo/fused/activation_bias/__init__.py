@@ -27,15 +27,15 @@ class Cast:
     """The gradient between an activation and the Linear before it, as that Linear's backward takes it."""
 
     def __init__(
-        self, config: Any, act: Any, saved: Grads, saved_act: Grads, buffers: Any, writes: Any, dy: Tensor,
-        bias_grad: torch.dtype | None = None, again: QTensor | None = None, again_given: CastArgs | None = None,
+        self, call: linear.Backward, act: Any, saved: Grads, dy: Tensor, bias_grad: torch.dtype | None,
+        again: QTensor | None = None, again_given: CastArgs | None = None,
     ) -> None:  # fmt: skip
-        x, scales, bias, seed = activation.Saved._make(saved_act)
-        self.config, self.buffers, self.writes = config, buffers, writes
-        self.kept = linear.Saved._make(saved)
+        """`call` is the Linear's; `saved` and dy are the activation's."""
+        x, scales, bias, seed = activation.Saved._make(saved)
+        self.call = call
         shape = activation.shape_of_dx(act, tuple(dy.shape))
         self.like = TensorProto(shape, dy.dtype, dy.device)
-        self.pair, given = linear.fill_dy(config, self.kept, self.like, buffers, writes)
+        self.pair, given = linear.dy_buffers(call, self.like)
         self.bias: Tensor | None = activation_quantize.backward(
             act.function, activation.matrix(dy), None if x is None else activation.matrix(x), activation.vector(scales),
             activation.vector(bias), activation.vector(seed), self.pair, given, again, again_given, bias_grad,
@@ -43,9 +43,9 @@ class Cast:
 
     def gradients(self, db: Tensor | None) -> Grads:
         """Of the Linear."""
-        config = self.config
-        dx = linear.input_gradient(config, self.like, self.pair[0], self.kept) if "x" in config.grads else None
-        dw = linear.finish(config, self.like, self.pair[1], self.kept, self.buffers, self.writes)
+        call = self.call
+        dx = linear.input_gradient(call, self.like, self.pair[0]) if "x" in call.config.grads else None
+        dw = linear.finish(call, self.like, self.pair[1])
         return linear.gradients(dx, dw, db)
 
 
@@ -62,7 +62,8 @@ def backward(
     first, act = configs[0], configs[-1]
     between = configs[1] if len(configs) == 3 else None
     wanted = own_bias(first) if between is None else own_bias(between)
-    cast = Cast(first, act, saved[0], saved[-1], buffers[0], writes, dy, wanted)
+    call = linear.Backward(first, linear.Saved._make(saved[0]), buffers[0], writes)
+    cast = Cast(call, act, saved[-1], dy, wanted)
     empty = (None,) * len(activation.Inputs._fields)
     if between is None:
         return [cast.gradients(cast.bias), empty]

@@ -4,11 +4,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from octavo.delayed_scaling.casts import observed_amaxes
 from octavo.fused import conditions
 from octavo.fuser.pattern import Condition, Rule
 from octavo.kernels import activation_quantize
 from octavo.layers import activation, linear
-from octavo.layers.contract import Made
+from octavo.layers.contract import ForwardResult
 from octavo.modules.activation import Activation
 from octavo.modules.linear import Linear
 from octavo.quant.proto import TensorProto
@@ -16,18 +17,18 @@ from octavo.quant.proto import TensorProto
 NAME = "activation-linear"
 
 
-def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
     first, second = configs
     own, x = inputs[0], inputs[0].x
-    amaxes = linear.observed(second, inputs[1])
+    amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
     like = TensorProto(activation.shape_of_y(first, tuple(x.shape)), x.dtype, x.device)
-    pair, given = linear.fill_x(second, inputs[1].scaling, like, True, amaxes.x)
+    pair, given = linear.x_buffers(second, inputs[1].scaling, like, amaxes.x)
     activation_quantize.forward(
         first.function, activation.matrix(x), activation.vector(own.scales), activation.vector(own.bias),
         activation.vector(own.seed), pair, given,
     )  # fmt: skip
     made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
-    return [Made((None,), (), ()), made]
+    return [ForwardResult((None,), (), ()), made]
 
 
 backward = None

@@ -14,15 +14,15 @@ import torch
 from octavo.fused import conditions
 from octavo.fuser.pattern import Rule
 from octavo.layers import activation, linear
-from octavo.layers.contract import Made
+from octavo.layers.contract import ForwardResult
 from octavo.modules.activation import Activation, Bias, ConstantScale
 from octavo.modules.linear import Linear
 from octavo.modules.views import AddExtraInput
 
-EMPTY = Made((None,), (), ())
+EMPTY = ForwardResult((None,), (), ())
 
 
-def _with_bias(configs: Sequence[Any], inputs: Sequence[Any]) -> tuple[Made, Any]:
+def _with_bias(configs: Sequence[Any], inputs: Sequence[Any]) -> tuple[ForwardResult, Any]:
     """The Linear's own part, without y; and y, the bias of the next stage in it."""
     made = linear.layer.forward(configs[0], inputs[0]._replace(bias=inputs[1].bias))
     return made._replace(outputs=(None,)), made.outputs[0]
@@ -32,19 +32,19 @@ class Bias_:
     backward = None
 
     @staticmethod
-    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
         own, y = _with_bias(configs, inputs)
-        return [own, Made((y,), (), ())]
+        return [own, ForwardResult((y,), (), ())]
 
 
 class BiasActivation:
     backward = None
 
     @staticmethod
-    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
         own, h = _with_bias(configs, inputs)
         last = activation.layer.forward(configs[2], inputs[2]._replace(x=h))
-        return [own, Made((h,), (), ()), last]
+        return [own, ForwardResult((h,), (), ()), last]
 
 
 class BiasAdd:
@@ -53,25 +53,25 @@ class BiasAdd:
     backward = None
 
     @staticmethod
-    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
         if len(configs) == 3:
             own, y = _with_bias(configs, inputs)
         else:
             made = linear.layer.forward(configs[0], inputs[0])
             own, y = made._replace(outputs=(None,)), made.outputs[0]
         y.add_(inputs[-1].extra)
-        return [own, *[EMPTY] * (len(configs) - 2), Made((y,), (), ())]
+        return [own, *[EMPTY] * (len(configs) - 2), ForwardResult((y,), (), ())]
 
 
 class ScaleAdd:
     backward = None
 
     @staticmethod
-    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
         made = linear.layer.forward(configs[0], inputs[0])
         y = made.outputs[0]
         torch.add(inputs[2].extra, y, alpha=configs[1].function.alpha, out=y)
-        return [made._replace(outputs=(None,)), EMPTY, Made((y,), (), ())]
+        return [made._replace(outputs=(None,)), EMPTY, ForwardResult((y,), (), ())]
 
 
 _ONE_BIAS = conditions.of(0, "one bias", lambda c: c.bias_dtype == "", "the Linear has a bias of its own already")

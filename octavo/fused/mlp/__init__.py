@@ -28,13 +28,14 @@ def backward(
     first, act, second = configs
     dy = grads[-1][0]
     assert dy is not None
-    kept = linear.Saved._make(saved[2])
-    row, column = linear.quantized_dy(second, dy, kept, buffers[2], writes)
-    da = linear.input_gradient(second, dy, row, kept)
-    again, given = linear.fill_x_again(second, kept, TensorProto(tuple(da.shape), da.dtype, da.device))
-    cast = Cast(first, act, saved[0], saved[1], buffers[0], writes, da, own_bias(first), again, given)
+    last = linear.Backward(second, linear.Saved._make(saved[2]), buffers[2], writes)
+    row, column = linear.quantized_dy(last, dy)
+    da = linear.input_gradient(last, dy, row)
+    again, given = linear.x_column_buffer(last, TensorProto(tuple(da.shape), da.dtype, da.device))
+    call = linear.Backward(first, linear.Saved._make(saved[0]), buffers[0], writes)
+    cast = Cast(call, act, saved[1], da, own_bias(first), again, given)
     db = None if (dtype := own_bias(second)) is None else column_sums(linear.flat(dy), dtype)
-    dw = linear.finish(second, dy, column, kept, buffers[2], writes, again)
+    dw = linear.finish(last, dy, column, again)
     empty = (None,) * len(activation.Inputs._fields)
     return [cast.gradients(cast.bias), empty, linear.gradients(None, dw, db)]
 

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from octavo.delayed_scaling.casts import observed_amaxes
 from octavo.fused import conditions
 from octavo.fuser.pattern import Rule
 from octavo.kernels import norm_quantize
 from octavo.layers import linear, norm
-from octavo.layers.contract import Made
+from octavo.layers.contract import ForwardResult
 from octavo.modules.linear import Linear
 from octavo.modules.norm import LayerNorm, RMSNorm
 from octavo.quant.proto import TensorProto
@@ -15,18 +16,18 @@ from octavo.quant.proto import TensorProto
 NAME = "norm-linear"
 
 
-def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
+def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
     first, second = configs
     x = inputs[0].x
-    amaxes = linear.observed(second, inputs[1])
+    amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
     like = TensorProto(tuple(x.shape), x.dtype, x.device)
-    pair, given = linear.fill_x(second, inputs[1].scaling, like, True, amaxes.x)
+    pair, given = linear.x_buffers(second, inputs[1].scaling, like, amaxes.x)
     mean, rstd = norm_quantize.forward(
         first.norm, norm.matrix(first, x), norm.vector(inputs[0].weight), norm.vector(inputs[0].bias), pair, given
     )
     fresh = norm.Fresh(mean, rstd) if first.keeps else norm.Fresh()
     made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
-    return [Made((None,), (), fresh), made]
+    return [ForwardResult((None,), (), fresh), made]
 
 
 backward = None

@@ -1,0 +1,136 @@
+"""The parts that the linear layers of one weight and of many share: operands that backward keeps, and extras for a
+weight gradient that `backward_dw()` computes.
+
+Of an operand, backward keeps a plain tensor or the tensors of its codes. Both take three fields, so that the number of
+tensors that cross a node is fixed.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo.delayed_scaling.casts import Measure, cast_args
+from octavo.layers.contract import WeightCast, WeightLayer
+from octavo.layers.linear_config import LinearSettings
+from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import Parts, QProto, QTensor
+from octavo.quant.quantizer import CastArgs, QuantizerPair
+from octavo.wgrad.deferred import unfilled_dy_buffers
+from octavo.wgrad.targets import Target
+
+
+class Kept(NamedTuple):
+    """A QTensor's tensors, or a plain tensor in the place of its codes."""
+
+    codes: Any = None
+    scale: Any = None
+    global_scale: Any = None
+
+    @classmethod
+    def of(cls, q: QTensor | QProto | None) -> "Kept":
+        return NOT_KEPT if q is None else cls(q.codes, q.scale, q.global_scale)
+
+
+NOT_KEPT = Kept()
+
+
+class SavedOperands:
+    """What backward asks of the tensors that a linear layer saved."""
+
+    __slots__ = ()
+    x_codes: Any
+    x_scale: Any
+    x_global_scale: Any
+    w_codes: Any
+    w_scale: Any
+    w_global_scale: Any
+    dy_encode: Any
+    dy_seen: Any
+    dy_buffer: Any
+    dy_buffer_1: Any
+    dy_buffer_2: Any
+    dy_buffer_3: Any
+
+    @property
+    def x(self) -> Parts:
+        """The tensors of x."""
+        return tuple([t for t in (self.x_codes, self.x_scale, self.x_global_scale) if t is not None])
+
+    @property
+    def w(self) -> Parts:
+        """The tensors of w."""
+        return tuple([t for t in (self.w_codes, self.w_scale, self.w_global_scale) if t is not None])
+
+    @property
+    def dy_scaling(self) -> Parts:
+        """Delayed: dy's part of `scaling`."""
+        return tuple([t for t in (self.dy_encode, self.dy_seen) if t is not None])
+
+    @property
+    def dy_buffers(self) -> Parts:
+        """The buffers that a deferred dw reads dy from."""
+        buffers = self.dy_buffer, self.dy_buffer_1, self.dy_buffer_2, self.dy_buffer_3
+        return tuple([t for t in buffers if t is not None])
+
+
+class MatmulLayer(WeightLayer):
+    """A layer of GEMMs with a weight."""
+
+    scales = ("x_scale", "w_scale")
+
+    def graph_buffers(
+        self, config: Any, main_grad: Parts, amax: Tensor | None, seed: Tensor | None, mark: Tensor | None, *rest: Any
+    ) -> Any:
+        """Buffers from the tensors that a graph passes along. `mark` only tells one call with a deferred dw from
+        another."""
+        return self.Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed, None, *rest)
+
+    def fills(self, config: Any) -> bool:
+        return bool(config.dy_buffers)
+
+    def extras(self, config: Any) -> int:
+        copies = config.dy_buffers > 0 and config.kept_x == "plain"
+        return int(config.dy_buffer_extras.stop + copies)
+
+
+def deferred_extras(config: LinearSettings, x: Any, dy_buffers: tuple[TensorProto, ...]) -> Parts:
+    """The extras that a deferred dw reads: buffers for dy, and a copy of a plain x, to which its owner may write."""
+    buffers = unfilled_dy_buffers(dy_buffers)
+    return (*buffers, x.clone(memory_format=torch.contiguous_format)) if config.kept_x == "plain" else buffers
+
+
+def abstract_deferred_extras(
+    config: LinearSettings, x: TensorProto, dy_buffers: tuple[TensorProto, ...]
+) -> tuple[TensorProto, ...]:
+    copy = (TensorProto(tuple(x.shape), x.dtype, x.device),) if config.kept_x == "plain" else ()
+    return (*dy_buffers, *copy)
+
+
+def saved_operands(config: LinearSettings, inputs: Any, fresh: Any) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """The six fields of x and w that backward needs, from the inputs or from what forward made."""
+    x = Kept(fresh.x_codes, fresh.x_scale, fresh.x_global_scale)
+    w = Kept(fresh.w_codes, fresh.w_scale, fresh.w_global_scale)
+    if config.dy_buffers:
+        x = NOT_KEPT  # the deferred dw has it
+    elif config.kept_x == "plain":
+        x = Kept(inputs.x)
+    elif config.kept_x and not config.made_x:
+        x = Kept(*inputs.x_codes)
+    if config.kept_w in ("plain", "again"):
+        w = Kept(inputs.weight)
+    elif config.kept_w and not config.made_w:
+        w = Kept(*(inputs.w_row if config.kept_w == "row" else inputs.w_column))
+    return *x, *w
+
+
+def saved_scaling(config: LinearSettings, scaling: Parts) -> tuple[Tensor | None, Tensor | None]:
+    """dy's part of `scaling`, in two fields."""
+    encode, seen = (*scaling[config.dy_scaling], None, None)[:2]
+    return encode, seen
+
+
+def weight_cast_args(config: LinearSettings, cast: WeightCast, pair: QuantizerPair, measure: Measure) -> CastArgs:
+    """The arguments of a cast of a weight into cached codes. Its amaxes follow those of x, and are as many."""
+    observed = cast.amaxes[0].chunk(2)[1] if cast.amaxes else None
+    return cast_args(config.recipe, pair, cast.scaling, measure, observed)._replace(skip=cast.skip)
