@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
-from octavo.fuser.basic import OP
+from octavo.fuser.class_checks import OP
 from octavo.fuser.pattern import Rule
 from octavo.layers.gradient_check import check_gradient
 from octavo.layers.saved_values import dtype_name
@@ -117,7 +117,7 @@ class _LegacyFused(torch.autograd.Function):
 def find_fused(ops: Sequence[Any], rules: Sequence[Rule]) -> tuple[int, int, Rule] | None:
     """The first operations that a rule with a forward in one piece takes. Its conditions see their settings."""
     for rule in rules:
-        if rule.is_own or not rule.op.op_is_legacy:
+        if not rule.op.op_is_legacy:
             continue
         for first in range(len(ops) - len(rule.pattern) + 1):
             own = ops[first : first + len(rule.pattern)]

@@ -5,7 +5,7 @@ and is served by the driver as any layer is. A chain's inputs are x, then each s
 are the stages' buffers; its outputs the last y, then what stages give away besides (`octavo.layers.fork`). What a fork
 gives away may also be added again later in the same chain: a residual.
 
-A *step* is one stage, or several at once: a fused operation (`Fused`). Forward and backward are cut into steps
+A *step* is one stage, or several at once: a fused operation (`FusedStep`). Forward and backward are cut into steps
 independently. A fused forward makes what each of its stages would have made, but for values between them that nobody
 keeps; a fused backward takes what each stage has saved and returns what each would have returned. Where both sides are
 fused together, the stages' own configs say what is saved instead.
@@ -13,7 +13,7 @@ fused together, the stages' own configs say what is saved instead.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -24,17 +24,7 @@ from octavo.values import Value, register
 from octavo.wgrad.targets import Writes
 
 
-class Fused(Protocol):
-    """What runs several stages at once; one of the two functions may be missing (None)."""
-
-    forward: Callable[[Sequence[Any], Sequence[Any]], list[Made]] | None  # configs, inputs (x but of the first: None)
-    backward: Callable[..., list[Tensors]] | None  # configs, saved, buffers, grads of each stage; writes
-
-
-FUSED: dict[str, Fused] = {}  # by name, filled by who defines them
-
-
-class Step(NamedTuple):
+class ChainStep(NamedTuple):
     """Stages first … last - 1."""
 
     name: str  # of a fused operation; empty for a single stage
@@ -56,11 +46,11 @@ class Config(Value):
         return tuple(LAYERS[stage.registered_name] for stage in self.stages)
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[ChainStep, ...]:
         return _steps(self.forward, len(self.stages))
 
     @cached_property
-    def back_steps(self) -> tuple[Step, ...]:
+    def back_steps(self) -> tuple[ChainStep, ...]:
         """In the order in which backward takes them, as far as anything wants a gradient."""
         return tuple(
             step for step in reversed(_steps(self.backward, len(self.stages)))
@@ -168,12 +158,12 @@ class Config(Value):
 
 
 @lru_cache(maxsize=4096)
-def _steps(fused: tuple[tuple[str, int, int], ...], count: int) -> tuple[Step, ...]:
-    found: list[Step] = []
+def _steps(fused: tuple[tuple[str, int, int], ...], count: int) -> tuple[ChainStep, ...]:
+    found: list[ChainStep] = []
     for name, first, last in fused:
-        found += [Step("", i, i + 1) for i in range(found[-1].last if found else 0, first)]
-        found.append(Step(name, first, last))
-    return (*found, *[Step("", i, i + 1) for i in range(found[-1].last if found else 0, count)])
+        found += [ChainStep("", i, i + 1) for i in range(found[-1].last if found else 0, first)]
+        found.append(ChainStep(name, first, last))
+    return (*found, *[ChainStep("", i, i + 1) for i in range(found[-1].last if found else 0, count)])
 
 
 class Fields(tuple[Any, ...]):
@@ -337,8 +327,7 @@ class ChainLayer(Layer):
             if not any([t is not None for own_dys in dys for t in own_dys]):
                 continue  # nothing that depends on these stages has a gradient, and neither have they
             if name:
-                fused = FUSED[name].backward
-                assert fused is not None
+                fused = LAYERS[name].step_backward
                 found[first:last] = fused(config.stages[first:last], parts, own[first:last], dys, writes)
             else:
                 with _named(config.begin + first):
@@ -376,14 +365,13 @@ layer = ChainLayer(Config, Fields, buffers=Fields)
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _stepped(config: Config, step: Step, own: list[Any], made: list[Any]) -> list[Made]:
+def _stepped(config: Config, step: ChainStep, own: list[Any], made: list[Any]) -> list[Made]:
     """What the stages of one step make."""
     name, first, last = step
     _connect(config, own, made, first, last)
     if name:
-        fused = FUSED[name].forward
-        assert fused is not None
-        return fused(config.stages[first:last], own[first:last])
+        found: list[Made] = LAYERS[name].step_forward(config.stages[first:last], own[first:last])
+        return found
     with _named(config.begin + first):
         return [config.layers[first].forward(config.stages[first], own[first])]
 

@@ -8,7 +8,7 @@ as the string that `octavo.values.parse` reads back.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class Layer:
         self.Saved = saved  # tensors that backward needs
         self.Buffers = buffers  # tensors that backward writes to besides its results
         self.config: Callable[[str], Any] = _reader(config)  # parses a config's string, and remembers
+        self.title: str = config.registered_name  # for messages and reports
         LAYERS[config.registered_name] = self
 
     # -- the four that every layer defines -----------------------------------------------------------------------------
@@ -191,7 +192,28 @@ class WeightLayer(Layer):
         raise NotImplementedError
 
 
-LAYERS: dict[str, Any] = {}  # by the registered name of their configs
+class FusedStep(Protocol):
+    """Several stages of a chain at once: a layer's forward, its backward or both, with a list in place of each value. A
+    fused operation (`octavo.fuser.pattern.FusedOperation`) that defines these is one."""
+
+    title: str
+    step_forward: (
+        Callable[[Sequence[Any], Sequence[Any]], list[Made]] | None
+    )  # configs, inputs (x but of the first: None)
+    step_backward: Callable[..., list[Tensors]] | None  # configs, saved, buffers, grads of each stage; writes
+
+
+# The one registry, of everything that a graph calls by name: layers by the names of their configs, and fused steps.
+# Octavo's own and users' enter it alike: an operation is a Layer (`octavo.layers.user_op.UserOp`), a fused operation is
+# a Layer in place of several stages (`octavo.layers.user_fusion.UserFusion`) or a FusedStep over them, and the class
+# that defines either is checked once (`octavo.fuser.class_checks`). Later additions have their places here too:
+#   `fuser_forward` in one piece, with extras   a UserFusion whose save is the context's: `replays` is False, and a new
+#                                               answer of Layer says that no graph takes it; `split` and `widened`
+#                                               carry extra inputs and outputs to and from it already
+#   keywords that are not tensors               fields of OpConfig beside `settings`, checked as a Value's fields are
+#   operations that emit codes                  kinds of outputs in UserConfig, as `fresh` has them, packed by
+#                                               `octavo.layers.saved_values`
+LAYERS: dict[str, Any] = {}
 
 
 def _reader(kind: type[C]) -> Callable[[str], C]:
