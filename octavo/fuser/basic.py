@@ -29,7 +29,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 
 from octavo.fuser.class_checks import FUSER, OP, check_backward, check_static, forward_of, name_of
-from octavo.fuser.custom_plan import StagePlan, as_it_is, known_sizes, sizes_of, sketch, stage_plan, wants_gradient
+from octavo.fuser.custom_plan import StagePlan, as_it_is, known_sizes, sketch, stage_plan, wants_gradient
 from octavo.fuser.operation import Edge, FusibleOperation, Stage
 from octavo.layers.dry_run import Miscounted
 from octavo.layers.saved_values import told
@@ -50,30 +50,16 @@ class BasicOperation(FusibleOperation, nn.Module):
         super().__init_subclass__(**arguments)
         _check_names(cls)
         cls.op_keywords = tuple(cls.kwargs)
-        forward = forward_of(cls, BasicOperation, (FUSER, OP), "op_forward")
-        if not forward:
-            raise TypeError(f"{cls.__name__} defines no forward. Define {OP[0]} and {OP[1]}, or op_forward.")
-        cls.op_is_legacy = legacy = forward == "op_forward"
-        runs = ("op_forward", OP[2]) if legacy else FUSER if forward == FUSER[0] else OP
-        if (cls.num_extra_inputs or cls.num_extra_outputs) and runs is not FUSER:
-            raise TypeError(
-                f"{cls.__name__} has extra inputs or outputs, and {forward} has no place for them. Define "
-                f"{', '.join(FUSER)}."
-            )
-        for name in (*OP, *FUSER, "op_forward"):
-            if name in cls.__dict__ and name not in runs:
-                raise TypeError(
-                    f"{cls.__name__} defines {name}, which would never run: its forward is {forward}. Define op_* "
-                    "functions or fuser_* ones, not both."
-                )
-        check_backward(cls, BasicOperation, runs[-1], forward, legacy)
-        if legacy:
+        names = _names_of(cls)
+        cls.op_is_legacy = names[0] == "op_forward"
+        check_backward(cls, BasicOperation, names[-1], names[0], cls.op_is_legacy)
+        if cls.op_is_legacy:
             cls.op_name = ""  # and not a parent's, whose rules are not for it
             return
-        check_static(cls, BasicOperation, runs[-1], "it sees what was saved, not the module")
+        check_static(cls, BasicOperation, names[-1], "it sees what was saved, not the module")
         cls.op_name = name_of(cls, "custom")
         fields = ("x", *cls.params, *[f"extra{i}" for i in range(cls.num_extra_inputs)], *cls.kwargs)
-        UserOp(cls.op_name, fields_of(fields), 1 + cls.num_extra_outputs, cls.__name__, _functions(cls, runs))
+        UserOp(cls.op_name, fields_of(fields), 1 + cls.num_extra_outputs, cls.__name__, _functions(cls, names))
 
     def op_config(self) -> Value | None:
         """Settings of a call, as a registered value."""
@@ -103,7 +89,7 @@ class BasicOperation(FusibleOperation, nn.Module):
         known = [known_sizes(x), *["all" for _ in own], *[known_sizes(t) for t in (*extras, *given)]]
         found = stage_plan(self.op_name, key, wanted, sketches, known)
         if not found:  # then for these sizes alone
-            found = stage_plan(self.op_name, key, wanted, [sizes_of(t) for t in (x, *inputs)], known, last=True)
+            found = stage_plan(self.op_name, key, wanted, [sketch(t) for t in (x, *inputs)], known, last=True)
         stage_key, outputs = cast(StagePlan, found)
         # what y's leading dims are is not known here, only what they would be for an x like the one that was tried
         edges = [
@@ -133,6 +119,26 @@ class BasicOperation(FusibleOperation, nn.Module):
         return "" if settings is None else settings.key
 
 
+def _names_of(cls: Any) -> tuple[str, ...]:
+    """The names of the functions that a class runs: a forward in one piece or in two, and its backward."""
+    forward = forward_of(cls, BasicOperation, (FUSER, OP), "op_forward")
+    if not forward:
+        raise TypeError(f"{cls.__name__} defines no forward. Define {OP[0]} and {OP[1]}, or op_forward.")
+    runs = {"op_forward": ("op_forward", OP[2]), FUSER[0]: FUSER, OP[0]: OP}[forward]
+    if (cls.num_extra_inputs or cls.num_extra_outputs) and runs is not FUSER:
+        raise TypeError(
+            f"{cls.__name__} has extra inputs or outputs, and {forward} has no place for them. Define "
+            f"{', '.join(FUSER)}."
+        )
+    for name in (*OP, *FUSER, "op_forward"):
+        if name in cls.__dict__ and name not in runs:
+            raise TypeError(
+                f"{cls.__name__} defines {name}, which would never run: its forward is {forward}. Define op_* "
+                "functions or fuser_* ones, not both."
+            )
+    return runs
+
+
 def _check_names(cls: Any) -> None:
     """`params` and `kwargs` are fields beside x and the extra inputs, each once."""
     taken = {"x"}
@@ -159,12 +165,15 @@ def _functions(cls: Any, names: tuple[str, ...]) -> Functions:
     no extra outputs."""
     extras = names is FUSER
 
-    def computed(name: str, config: Any, inputs: Any) -> Any:
-        made = getattr(cls, name)(config, inputs)
-        if not isinstance(made, tuple) or len(made) != 2 + extras:
-            what = "outputs" if extras else "y"
-            raise Miscounted(f"{cls.__name__}.{name} returns {what} and a tuple of fresh tensors, got {made!r}.")
-        return made[0], (made[1] if extras else (),), (made[-1],)
+    def computed_by(name: str) -> Any:
+        def compute(configs: Any, inputs: Any) -> Any:
+            made = getattr(cls, name)(configs[0], inputs[0])
+            if not isinstance(made, tuple) or len(made) != 2 + extras:
+                what = "outputs" if extras else "y"
+                raise Miscounted(f"{cls.__name__}.{name} returns {what} and a tuple of fresh tensors, got {made!r}.")
+            return made[0], (made[1] if extras else (),), (made[-1],)
+
+        return compute
 
     def select(configs: Any, inputs: Any, outputs: Any, fresh: Any) -> Any:
         return (getattr(cls, names[1])(configs[0], inputs[0], outputs if extras else outputs[0], fresh[0]),)
@@ -172,10 +181,5 @@ def _functions(cls: Any, names: tuple[str, ...]) -> Functions:
     def backward(configs: Any, saved: Any, grads: Any, wants: Any) -> Any:
         return (getattr(cls, names[2])(configs[0], saved[0], grads if extras else grads[0], wants[0]),)
 
-    def compute(configs: Any, inputs: Any) -> Any:
-        return computed(names[0], configs[0], inputs[0])
-
-    def abstract(configs: Any, inputs: Any) -> Any:
-        return computed("op_abstract", configs[0], inputs[0])
-
-    return Functions(compute, select, backward, None if cls.op_abstract is None else abstract)
+    abstract = None if cls.op_abstract is None else computed_by("op_abstract")
+    return Functions(computed_by(names[0]), select, backward, abstract)

@@ -21,12 +21,13 @@ StagePlan = tuple[str, tuple[Any, ...]]  # the key of a stage, (shape, dtype, de
 _stage_plans: dict[tuple[Any, ...], StagePlan | tuple[()]] = {}
 
 
-def sketch(t: Any, width: int = 0) -> Any:
-    """(shape, dtype, device) of a tensor as its functions are tried on it: what is planned depends on the last dim
-    alone, so that the others are made up, but for those of one element, and of as many as x has columns (`width`)."""
+def sketch(t: Any, width: int | None = None) -> Any:
+    """(shape, dtype, device) of a tensor as functions are tried on it: the plan depends on the last dim alone, so that
+    the others are made up, but for those of one element, and of as many as x has columns (`width`). Without a width, in
+    the sizes that it has, as numbers."""
     if t is None or (isinstance(t, Edge) and t.like is not None):
         return None if t is None else t.like
-    return _made_up(t.shape, width), t.dtype, t.device
+    return tuple([len(range(n)) for n in t.shape]) if width is None else _made_up(t.shape, width), t.dtype, t.device
 
 
 def _made_up(shape: Any, width: int) -> tuple[int, ...]:
@@ -41,13 +42,6 @@ def _made_up(shape: Any, width: int) -> tuple[int, ...]:
         else:
             known.append(MADE_UP)
     return tuple(known)
-
-
-def sizes_of(t: Any) -> Any:
-    """As it is, in numbers, also where a compiler had symbols."""
-    if t is None or (isinstance(t, Edge) and t.like is not None):
-        return None if t is None else t.like
-    return tuple([len(range(n)) for n in t.shape]), t.dtype, t.device
 
 
 def as_it_is(t: Any) -> Any:

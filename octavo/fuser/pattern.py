@@ -50,7 +50,7 @@ class FusedOperation:
     step_backward(configs, saved, buffers, grads, writes)  -> gradients, for each operation
     """
 
-    op_name: ClassVar[str] = ""  # in graphs and reports; unless it is given, the class's own
+    op_name: ClassVar[str] = ""  # in graphs; a step may give itself one, for reports too
     op_is_legacy: ClassVar[bool] = False
     op_is_step: ClassVar[bool] = False
     step_forward: ClassVar[Any] = None
@@ -59,7 +59,6 @@ class FusedOperation:
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        cls.title = cls.__dict__.get("op_name", "") or cls.__name__
         cls.op_is_step = cls.step_forward is not None or cls.step_backward is not None
         forward = forward_of(cls, object, (FUSER,), "fuser_forward")
         backward = getattr(cls, FUSER[2], None)
@@ -80,18 +79,15 @@ class FusedOperation:
     @classmethod
     def _enter(cls) -> None:
         """Into the registry (`octavo.layers.contract.LAYERS`)."""
-        cls.op_name = cls.__dict__.get("op_name", "") or name_of(cls, "fused")
+        given = cls.__dict__.get("op_name", "") if cls.op_is_step else ""
+        cls.op_name, cls.title = given or name_of(cls, "fused"), given or cls.__name__
         if not cls.op_is_step:
             UserFusion(cls.op_name, cls.title, Functions(*[getattr(cls, name, None) for name in FUSER]))
             return
-        holder: Any = LAYERS.setdefault(cls.op_name, cls)
-        # a module may be loaded again
-        if not isinstance(holder, type) or (holder.__module__, holder.__qualname__) != (
-            cls.__module__,
-            cls.__qualname__,
-        ):
+        holder: Any = LAYERS.get(cls.op_name, cls)
+        if (holder.__module__, getattr(holder, "__qualname__", "")) != (cls.__module__, cls.__qualname__):
             raise TypeError(f"{cls.__name__}.op_name is {cls.op_name!r}, which belongs to another. Choose another.")
-        LAYERS[cls.op_name] = cls
+        LAYERS[cls.op_name] = cls  # also when its module is loaded again
 
     @classmethod
     def op_function(cls, side: str) -> str:
@@ -130,30 +126,25 @@ class Rule:
         if not isinstance(self.conditions, tuple) or any(not isinstance(c, Condition) for c in self.conditions):
             raise UnsupportedConfig(f"conditions of {self.name!r} is a tuple of Conditions, got {self.conditions!r}.")
         kinds: Any = self.pattern
-        if (
-            not isinstance(kinds, tuple)
-            or not kinds
-            or any(not isinstance(kind, type) or not hasattr(kind, "op_matches") for kind in kinds)
-        ):
+        fits = isinstance(kinds, tuple) and len(kinds) > 0
+        if not fits or not all(isinstance(kind, type) and hasattr(kind, "op_matches") for kind in kinds):
+            raise UnsupportedConfig(f"The pattern of {self.name!r} is a tuple of operations' classes, got {kinds}.")
+        for kind in kinds:
+            self._check_kind(kind)
+
+    def _check_kind(self, kind: Any) -> None:
+        """Refuse a class of operations that the rule could not tell from others, or could not serve."""
+        if self.op.op_is_legacy and any(getattr(kind, f"num_extra_{what}", None) for what in ("inputs", "outputs")):
             raise UnsupportedConfig(
-                f"The pattern of {self.name!r} is a tuple of operations' classes, got {self.pattern}."
+                f"{self.op.__name__}, of the rule {self.name!r}, has its forward in one piece, which has no place for "
+                f"the extra inputs and outputs of {kind.__name__}. Define {', '.join(FUSER)}."
             )
-        for kind in self.pattern:
-            if self.op.op_is_legacy and any(getattr(kind, f"num_extra_{what}", None) for what in ("inputs", "outputs")):
-                raise UnsupportedConfig(
-                    f"{self.op.__name__}, of the rule {self.name!r}, has its forward in one piece, which has no "
-                    f"place for the extra inputs and outputs of {kind.__name__}. Define {', '.join(FUSER)}."
-                )
-            matcher = next(parent for parent in kind.__mro__ if "op_matches" in parent.__dict__)
-            if (
-                matcher is not kind
-                and not kind.__module__.startswith("octavo.")
-                and not issubclass(kind, BasicOperation)
-            ):
-                raise UnsupportedConfig(
-                    f"Rules look at configs, and a {kind.__name__}'s is that of its parent {matcher.__name__}, so that "
-                    f"{self.name!r} would fire on both. Name the parent."
-                )
+        matcher = next(parent for parent in kind.__mro__ if "op_matches" in parent.__dict__)
+        if not (matcher is kind or kind.__module__.startswith("octavo.") or issubclass(kind, BasicOperation)):
+            raise UnsupportedConfig(
+                f"Rules look at configs, and a {kind.__name__}'s is that of its parent {matcher.__name__}, so that "
+                f"{self.name!r} would fire on both. Name the parent."
+            )
 
     @property
     def is_octavos(self) -> bool:
@@ -161,17 +152,14 @@ class Rule:
         return bool(self.op.__module__.startswith("octavo."))
 
     def on(self, side: str) -> "Rule":
-        for one in ("forward", "backward"):
+        for one in (
+            ("backward", "forward") if side == "backward" else ("forward", "backward")
+        ):  # first what it must have
             is_asked, has = side in (one, "both"), self.op.op_has(one)
-            if is_asked and not has and not self.op.op_is_legacy:
-                raise TypeError(
-                    f"Rule {self.name!r} is for {side}, and {self.op.__name__} defines no {self.op.op_function(one)}."
-                )
-            if has and not is_asked and not self.op.op_is_legacy:
-                raise TypeError(
-                    f"Rule {self.name!r} is for {side}, and {self.op.__name__} defines a {one} too, which would never "
-                    "run. Register it for both."
-                )
+            if is_asked != has and not self.op.op_is_legacy:
+                also = f"defines a {one} too, which would never run. Register it for both."
+                why = also if has else f"defines no {self.op.op_function(one)}."
+                raise TypeError(f"Rule {self.name!r} is for {side}, and {self.op.__name__} {why}")
         return replace(self, side=side)
 
     def matches(self, configs: Sequence[Value]) -> bool:

@@ -48,8 +48,8 @@ _plans: dict[tuple[Any, ...], Planned] = {}
 def planned(
     keys: tuple[str, ...], routes: Routes, hidden: Hidden, rules: int, first: int, fields: Sequence[Any]
 ) -> Planned:
-    """The plan of stages with these configs. `fields` are the inputs of the first call, which the plan does not depend
-    on but in that somebody else's fused operations are tried on tensors like them, without data."""
+    """The plan of stages with these configs. Users' fused operations are tried on tensors like `fields`, the inputs of
+    the first call, without data; nothing else of the plan depends on them."""
     at = (keys, routes, hidden, rules, first)
     if at not in _plans:
         _plans[at] = _plan(keys, routes, hidden, pattern.rules_of(rules), first, abstract(tuple(fields)))
@@ -74,9 +74,9 @@ def _plan(
         return layer.probe(config, _inputs_at(configs, routes, fields, first, last)).config
 
     matches, refused = pattern.match(configs, rules, tried)
-    config = _placed(configs, matches, routes, hidden, begin)
+    config, place = _placed(configs, matches, routes, hidden, begin)
     fired = tuple(match.rule.name for match in matches)
-    return Planned(config.key, _extras(config, len(keys), matches), fired, tuple(refused))
+    return Planned(config.key, _extras(config, place), fired, tuple(refused))
 
 
 def tell(names: Sequence[str], plan: Planned) -> None:
@@ -91,7 +91,7 @@ def _writes(config: linear.Config) -> bool:
 
 
 def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first: int, last: int) -> tuple[Any, ...]:
-    """Inputs of the stages first … last - 1 as one composite, without data."""
+    """Inputs of the stages first … last - 1 as one layer's, without data."""
     whole = chain.Config(tuple(configs[:last]), routes=tuple(r for r in routes if r[0] < last))
     count = sum(whole.fields)
     if first == 0:
@@ -108,56 +108,45 @@ def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first:
     return tuple(own)
 
 
-def _extras(config: chain.Config, count: int, matches: Sequence[pattern.Match]) -> tuple[tuple[int, int], ...]:
-    """Where the extras of each operation are. Operations that a layer takes the place of have none."""
-    covered = {m.first: m.last for m in matches if m.config is not None}
-    at, found, sizes, i = 1 + sum(config.given), list[tuple[int, int]](), iter(config.extras_sizes), 0
-    while i < count:
-        extras, end = next(sizes), covered.get(i, i + 1)
-        found.append((at, at + extras))
-        found += [(at, at)] * (end - i - 1)
-        at += extras
-        i = end
-    return tuple(found)
-
-
-_MOST_OUTPUTS = 1024  # that an operation gives away
+def _extras(config: chain.Config, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Where the extras of each operation are. Of operations that one layer takes the place of, the first has them."""
+    at, spans = 1 + sum(config.given), [config.extras_spans[stage] for stage in place]
+    leads = [i == 0 or place[i - 1] != stage for i, stage in enumerate(place)]
+    return tuple((at + s.start, at + (s.stop if first else s.start)) for s, first in zip(spans, leads, strict=True))
 
 
 def _placed(
     configs: list[Any], matches: Sequence[pattern.Match], routes: Routes, hidden: Hidden, begin: int
-) -> chain.Config:
-    """The chain, with its fused steps, and layers in the places that matches give them."""
+) -> tuple[chain.Config, list[int]]:
+    """The chain, with its fused steps, and layers in the places that matches give them; and of each operation, its
+    place among the stages."""
     theirs = {m.first: m for m in matches if m.config is not None}
     stages: list[Any] = []
-    place: list[int] = []  # of each operation among the stages
+    place: list[int] = []
     start: list[int] = []  # of each operation, the first of the stage's inputs that is its own, less one
     shift: list[dict[int, int]] = []  # of each operation, what it gives away -> what the stage gives away
-    i = 0
-    while i < len(configs):
-        match = theirs.get(i)
-        end = i + 1 if match is None else match.last
-        place += [len(stages)] * (end - i)
-        stages.append(configs[i] if match is None else match.config)
+    while len(place) < len(configs):
+        match = theirs.get(len(place))
+        unfused = chain.Config((configs[len(place)],)) if match is None else match.config.unfused
         given = 0
-        for j in range(end - i):
-            unfused = match.config.unfused if match is not None else None
-            start.append(0 if unfused is None else sum(unfused.fields[:j]))
-            shown = range(_MOST_OUTPUTS) if unfused is None else unfused.shown[j]
+        for j, shown in enumerate(unfused.shown):
+            place.append(len(stages))
+            start.append(sum(unfused.fields[:j]))
             shift.append({k: given + n for n, k in enumerate(shown)})
             given += len(shown)
-        i = end
+        stages.append(unfused.stages[0] if match is None else match.config)
     place.append(len(stages))
     moved = [
         tuple((name, place[a], place[b]) for name, a, b in pattern.steps_on(side, matches))
         for side in ("forward", "backward")
     ]
     outer = [route for route in routes if place[route[0]] != place[route[2]]]
-    return chain.Config(
+    config = chain.Config(
         tuple(stages), moved[0], moved[1],
         tuple((place[c], start[c] + f, place[p], shift[p][k]) for c, f, p, k in outer),
         tuple((place[i], shift[i][k]) for i, k in hidden if k in shift[i]), begin,
     )  # fmt: skip
+    return config, place[:-1]
 
 
 @while_tracing

@@ -95,12 +95,6 @@ class UserFusion(UserLayer):
         own[0] = own[0]._replace(x=inputs[0])
         return tuple(own)
 
-    def _forked(self, config: FusionConfig, inputs: Any, extra: list[Any]) -> tuple[list[Any], list[Any]]:
-        layer, stage = config.operations[0]
-        if not (layer.forks and extra and extra[0] is inputs[0]):
-            return extra, extra
-        return [layer.forward(stage, layer.Inputs(inputs[0])).outputs[1], *extra[1:]], extra[1:]
-
     def widened(self, config: FusionConfig, grads: Tensors) -> Tensors:
         rest = iter(grads[1:])
         made = enumerate(config.unfused.made)

@@ -14,7 +14,7 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,11 @@ class UserConfig(Value):
     def all_settings(self) -> tuple[Any, ...]:
         """The settings of each operation, as its own functions know them."""
         return tuple(stage.settings if isinstance(stage, OpConfig) else stage for _, stage in self.operations)
+
+    @cached_property
+    def forks(self) -> bool:
+        """Whether the first operation may give x away as it is."""
+        return bool(self.operations[0][0].forks)
 
     @cached_property
     def shown(self) -> tuple[tuple[int, ...], ...]:
@@ -129,29 +134,30 @@ class UserLayer(Layer):
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def forward(self, config: Any, inputs: Any) -> Made:
-        return self._checked(config, inputs, self.functions.compute)
+    def forward(self, config: Any, inputs: Any, function: Any = None) -> Made:
+        """`function` is asked in place of compute."""
+        where = self.where.compute
+        y, extra, parts = self._computed(config, inputs, function or self.functions.compute)
+        fresh = list(chain.from_iterable(parts))
+        kinds = tuple([kind_of(value, where) for value in fresh])
+        if kinds != config.fresh:
+            raise Miscounted(
+                f"{where} handed over {list(kinds)}, and {list(config.fresh)} when the run was planned. Which tensors "
+                "there are follows from op_config alone."
+            )
+        given = [t for field in inputs for t in (field if isinstance(field, tuple) else (field,)) if t is not None]
+        away = extra
+        if config.forks and extra and extra[0] is inputs[0]:  # x is what the first operation gives away
+            layer, stage = config.operations[0]
+            away, extra = extra[1:], [layer.forward(stage, layer.Inputs(inputs[0])).outputs[1], *extra[1:]]
+        _refuse_inputs(where, (y, *away), given)
+        outputs = without_aliases((y, *extra), ())
+        return Made(outputs, (), without_aliases(list(chain.from_iterable(map(packed, fresh))), (*given, *outputs)))
 
     def abstract(self, config: Any, inputs: Any) -> Made:
         with without_data(), tried(*self.asked):
-            fields = self.inputs_of(config, [stand_in(p) for p in inputs])
-            made = self._checked(config, fields, self.functions.abstract)
-            return Made(*(abstract(group) for group in made))
-
-    def _checked(self, config: Any, inputs: Any, function: Callable[..., Any]) -> Made:
-        y, extra, parts = self._computed(config, inputs, function)
-        fresh = [value for part in parts for value in part]
-        kinds = tuple([kind_of(value, self.where.compute) for value in fresh])
-        if kinds != config.fresh:
-            raise Miscounted(
-                f"{self.where.compute} handed over {list(kinds)}, and {list(config.fresh)} when the run was planned. "
-                "Which tensors there are follows from op_config alone."
-            )
-        given = [t for field in inputs for t in (field if isinstance(field, tuple) else (field,)) if t is not None]
-        extra, away = self._forked(config, inputs, extra)
-        self._refuse_inputs((y, *away), given)
-        outputs = without_aliases((y, *extra), ())
-        return Made(outputs, (), without_aliases([t for v in fresh for t in packed(v)], (*given, *outputs)))
+            fields = self.inputs_of(config, stand_in(tuple(inputs)))
+            return Made(*(abstract(group) for group in self.forward(config, fields, self.functions.abstract)))
 
     def _computed(self, config: Any, inputs: Any, function: Callable[..., Any]) -> tuple[Any, list[Any], list[Any]]:
         """y, the extra outputs that others have, the fresh values of each operation, if they are as many as they should
@@ -167,38 +173,24 @@ class UserLayer(Layer):
         for i, ((layer, stage), values) in enumerate(zip(config.operations, extra, strict=True)):
             if len(values) != (want := layer.outputs(stage) - 1):
                 raise Miscounted(f"{where} returns {want} extra outputs{_of(i, count)}, got {len(values)}.")
-            shown += [self._shown(values[k], _of(i, count)) for k in config.shown[i]]
+            for k in config.shown[i]:
+                shown.append(values[k])
+                if values[k] is None:
+                    raise Miscounted(
+                        f"{where} leaves out an extra output{_of(i, count)} that is public, or taken by an operation "
+                        "outside its forward fusion. Return it."
+                    )
+                if not isinstance(values[k], Tensor):
+                    raise Miscounted(f"{where} returns tensors as extra outputs, got {told(values[k])}{_of(i, count)}.")
         return made[0], shown, entries(where, "fresh tensors", made[2], count)
-
-    def _shown(self, value: Any, of: str) -> Tensor:
-        if value is None:
-            raise Miscounted(
-                f"{self.where.compute} leaves out an extra output{of} that is public, or taken by an operation outside "
-                "its forward fusion. Return it."
-            )
-        if not isinstance(value, Tensor):
-            raise Miscounted(f"{self.where.compute} returns tensors as extra outputs, got {told(value)}{of}.")
-        return value
-
-    def _refuse_inputs(self, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        for place in [_memory(value) for value in outputs]:
-            if place != 0 and any([_memory(t) == place for t in given if t.numel()]):
-                raise UnsupportedConfig(
-                    f"{self.where.compute} returns one of its inputs, or a view of it. Return a fresh tensor: a node "
-                    "of a graph has no aliases."
-                )
 
     def split(self, config: Any, inputs: Any) -> Sequence[Any]:
         """The inputs of each operation."""
         return (inputs,)
 
-    def _forked(self, config: Any, inputs: Any, extra: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Extra outputs as they leave, and those among them that may not be inputs."""
-        return extra, extra
-
     def save(self, config: Any, inputs: Any, made: Made) -> tuple[Any, ...]:
         found: list[Any] = []
-        for name, at in [source for part in config.sources for source in part]:
+        for name, at in chain.from_iterable(config.sources):
             if name == "fresh":
                 found += made.fresh[config.fresh_spans[at]]
             elif name != "none":
@@ -209,8 +201,8 @@ class UserLayer(Layer):
 
     def abstract_gradients(self, config: Any, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
         with without_data(), tried(self.where.backward):
-            found = self.backward(config, stand_in(tuple(saved)), (), stand_in(grads))
-            return tuple(abstract(t) for t in found)
+            found: tuple[Any, ...] = abstract(self.backward(config, stand_in(tuple(saved)), (), stand_in(grads)))
+            return found
 
     def backward(self, config: Any, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
         where, wants = self.where.backward, config.wants
@@ -263,10 +255,10 @@ class UserLayer(Layer):
     def probe(self, config: Any, inputs: Sequence[Any]) -> "Probed":
         """The config with what planning finds, on inputs without data."""
         with without_data():
-            fields = self.inputs_of(config, [stand_in(t) for t in inputs])
+            fields = self.inputs_of(config, stand_in(tuple(inputs)))
             with tried(*self.asked):
                 y, extra, parts = self._computed(config, fields, self.functions.abstract)
-            outputs, fresh = (y, *extra), [value for part in parts for value in part]
+            outputs, fresh = (y, *extra), list(chain.from_iterable(parts))
             with tried(self.where.select):
                 chosen = self.functions.select(config.all_settings, self.split(config, fields), outputs, parts)
             chosen = entries(self.where.select, "what is saved", chosen, len(parts), TypeError)
@@ -329,7 +321,7 @@ def entries(
     for i, part in enumerate(found):
         if not isinstance(part, tuple | list):
             raise error(f"{where} returns a tuple of {what}{_of(i, number)}, got {told(part)}.")
-    return [tuple(part) for part in found]
+    return list(map(tuple, found))
 
 
 def _of(i: int, number: int) -> str:
@@ -339,6 +331,16 @@ def _of(i: int, number: int) -> str:
 def _memory(t: Tensor) -> int:
     """The address of a tensor's memory; 0 for one without data."""
     return 0 if t.is_meta or is_fake(t) else t.untyped_storage().data_ptr()
+
+
+def _refuse_inputs(where: str, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    for value in outputs:
+        place = _memory(value)
+        if place != 0 and any([_memory(t) == place for t in given if t.numel()]):
+            raise UnsupportedConfig(
+                f"{where} returns one of its inputs, or a view of it. Return a fresh tensor: a node of a graph has no "
+                "aliases."
+            )
 
 
 def without_aliases(found: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:

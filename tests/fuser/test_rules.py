@@ -452,6 +452,28 @@ def test_a_rule_takes_a_fused_operation(op):
         ops.Rule("mine", (Doubled, Powered), op)
 
 
+def step_forward(configs, inputs):
+    raise AssertionError("not run")
+
+
+def test_a_step_and_functions_of_a_layer_are_two_kinds_of_fused_operations():
+    body = {"step_forward": staticmethod(step_forward), "fuser_backward": staticmethod(step_forward)}
+    with pytest.raises(TypeError, match=r"Mixed defines step_\* and fuser_\* functions"):
+        type("Mixed", (ops.FusedOperation,), body)
+
+
+@pytest.mark.parametrize("name", ["linear", "norm-linear"])
+def test_a_step_takes_no_name_that_another_has(name):
+    with pytest.raises(TypeError, match=f"Thief.op_name is '{name}', which belongs to another"):
+        type("Thief", (ops.FusedOperation,), {"op_name": name, "step_forward": staticmethod(step_forward)})
+
+
+def test_a_step_for_one_side_is_not_for_the_other():
+    op = type("Step", (ops.FusedOperation,), {"step_forward": staticmethod(step_forward)})
+    with pytest.raises(TypeError, match="Rule 'mine' is for backward, and Step defines no step_backward"):
+        ops.Backward(ops.Rule("mine", (Doubled, Powered), op))
+
+
 @pytest.mark.parametrize("name", [None, "", 3])
 def test_a_rule_has_a_name(name):
     with pytest.raises(UnsupportedConfig, match=f"name is a string that is not empty, got {name!r}"):
