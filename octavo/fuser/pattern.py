@@ -193,7 +193,7 @@ def global_rules() -> tuple[Rule, ...]:
 
 
 def edition() -> str:
-    """Another one after every change of everybody's rules."""
+    """Another one after every change of the global rules."""
     return _edition
 
 
@@ -203,25 +203,23 @@ def replace_global_rules(rules: tuple[Rule, ...]) -> None:
 
 
 def offer(rules: Iterable[Rule]) -> None:
-    """Add rules to everybody's."""
+    """Add rules to the global ones."""
     replace_global_rules((*_global_rules, *rules))
 
 
-Groups = tuple[tuple[Rule, ...], ...]  # rules of a Sequential's own, then everybody's
-_sets: dict[int, Groups] = {0: ()}  # by number, which a compiler can hold
-_numbers: dict[Groups, int] = {(): 0}
+Groups = tuple[tuple[Rule, ...], ...]  # rules of a Sequential's own, then the global ones
+_numbers: dict[Groups, int] = {(): 0}  # of rules in force: a compiler can hold a number
 _lock = threading.Lock()
 
 
 def rule_set(rules: Groups) -> int:
     with _lock:
-        number = _numbers.setdefault(rules, len(_numbers))
-        _sets[number] = rules
-    return number
+        return _numbers.setdefault(rules, len(_numbers))
 
 
 def rules_of(number: int) -> Groups:
-    return _sets[number]
+    with _lock:
+        return list(_numbers)[number]
 
 
 def check_name(rule: Rule) -> None:
@@ -242,7 +240,7 @@ def _registered(rule: Rule, side: str, prepend: bool) -> Callable[[], None]:
 
 
 def register_forward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], None]:
-    """Offer a rule to every Sequential. What comes back takes it away again."""
+    """Offer a rule to every Sequential. Returns a function that takes it away again."""
     return _registered(rule, "forward", prepend)
 
 
@@ -321,7 +319,7 @@ def _holds(condition: Condition, settings: Sequence[Any], rule: Rule) -> bool:
 
 
 def _in_order(rules: Groups) -> Iterator[Rule]:
-    """A Sequential's own before everybody's; those for both sides first; longer patterns before shorter ones."""
+    """A Sequential's own before global ones; those for both sides first; longer patterns before shorter ones."""
     for group in rules:
         for side in ("both", "forward", "backward"):
             # sorted() keeps the order of rules of one length

@@ -193,27 +193,32 @@ class WeightLayer(Layer):
 
 
 class FusedStep(Protocol):
-    """Several stages of a chain at once: a layer's forward, its backward or both, with a list in place of each value. A
-    fused operation (`octavo.fuser.pattern.FusedOperation`) that defines these is one."""
+    """Several stages of a chain at once: forward, backward or both (None: the stages' own), as of a layer, with a list
+    in place of each argument. A `octavo.fuser.pattern.FusedOperation` that defines these functions is one."""
 
     title: str
-    step_forward: (
-        Callable[[Sequence[Any], Sequence[Any]], list[Made]] | None
-    )  # configs, inputs (x but of the first: None)
-    step_backward: Callable[..., list[Tensors]] | None  # configs, saved, buffers, grads of each stage; writes
+    # configs and inputs of each stage: x is the first one's, None in the others
+    step_forward: Callable[[Sequence[Any], Sequence[Any]], list[Made]] | None
+    # configs, saved, buffers and grads of each stage; writes
+    step_backward: Callable[..., list[Tensors]] | None
 
 
-# The one registry, of everything that a graph calls by name: layers by the names of their configs, and fused steps.
-# Octavo's own and users' enter it alike: an operation is a Layer (`octavo.layers.user_op.UserOp`), a fused operation is
-# a Layer in place of several stages (`octavo.layers.user_fusion.UserFusion`) or a FusedStep over them, and the class
-# that defines either is checked once (`octavo.fuser.class_checks`). Later additions have their places here too:
-#   `fuser_forward` in one piece, with extras   a UserFusion whose save is the context's: `replays` is False, and a new
-#                                               answer of Layer says that no graph takes it; `split` and `widened`
-#                                               carry extra inputs and outputs to and from it already
-#   keywords that are not tensors               fields of OpConfig beside `settings`, checked as a Value's fields are
-#   operations that emit codes                  kinds of outputs in UserConfig, as `fresh` has them, packed by
-#                                               `octavo.layers.saved_values`
 LAYERS: dict[str, Any] = {}
+"""The one registry, of everything that a graph calls by name: layers by the names of their configs, and fused steps.
+
+Octavo's own and users' enter it alike. An operation is a Layer (a user's: `octavo.layers.user_op.UserOp`). A fused
+operation is a FusedStep over stages, as Octavo's own are, or a Layer in place of them (`octavo.layers.user_fusion`).
+
+Additions that it is meant to carry:
+
+    fuser_forward in one piece, with extras   `octavo.fuser.legacy` has one call for single and fused operations, with
+                                              an entry for each operation: extra inputs become fields beside its
+                                              parameters, extra outputs an entry of what forward returns
+    keywords that are not tensors             a field of OpConfig beside `settings`: a value is part of the key, and
+                                              `all_settings` hands it to the functions
+    operations that emit codes                kinds of outputs in UserConfig, as `fresh` has kinds of fresh values:
+                                              `saved_values` packs and counts them, `Made.extras` carries them out
+"""
 
 
 def _reader(kind: type[C]) -> Callable[[str], C]:

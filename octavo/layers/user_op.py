@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class Functions(NamedTuple):
 class UserConfig(Value):
     """The part of a config that planning finds."""
 
+    is_listed: ClassVar[bool] = False
     fresh: tuple[str, ...] = ()  # the kind of each fresh value (`octavo.layers.saved_values`)
     saved: tuple[tuple[str, ...], ...] = ()  # for each operation: "none", "empty", "input:0", "output:0", "fresh:0"
 
