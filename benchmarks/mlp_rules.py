@@ -40,11 +40,11 @@ def compared() -> list[dict[str, Any]]:
     for recipe in RECIPES:
         for turn in range(TURNS):
             for name, rules in (("mlp", global_rules), ("activation-linear, activation-bias", without)):
-                pattern._global_rules[0] = rules
+                pattern.replace_global_rules(rules)
                 found.append({"recipe": recipe, "rules": name, "turn": turn, **measured(recipe)})
                 print(found[-1], flush=True)
                 torch.cuda.empty_cache()
-    pattern._global_rules[0] = global_rules
+    pattern.replace_global_rules(global_rules)
     return found
 
 

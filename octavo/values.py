@@ -24,7 +24,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, NoReturn, Self, TypeVar, dataclass_transform
+from typing import Any, ClassVar, NoReturn, Self, TypeVar, dataclass_transform
 
 from octavo.errors import UnknownSetting, UnsupportedConfig, nearest
 from octavo.formats import FORMATS, Format, format_named
@@ -48,6 +48,7 @@ class Value:
     """A named, frozen setting. Subclasses declare fields and may override `validate`. Equal means: the same key."""
 
     registered_name: str = ""
+    is_listed: ClassVar[bool] = True  # a refusal of an unknown name lists this one
     key: str  # the canonical string, made once at construction so that traced code only reads it
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
@@ -268,7 +269,7 @@ def _after_item(text: str, at: int, whole: str) -> int:
 def _parse_fields(word: str, text: str, at: int, whole: str) -> tuple[Value, int]:
     cls = _BY_NAME.get(word)
     if cls is None:
-        known = ", ".join(_BY_NAME)
+        known = ", ".join(name for name, kind in _BY_NAME.items() if kind.is_listed)
         meant = format_named(word)
         hint = "" if meant is None else f" Did you mean {meant}?"
         raise UnsupportedConfig(

@@ -24,23 +24,18 @@ An operation with extra inputs or outputs defines `fuser_forward_compute`, `fuse
 
 import keyword
 import re
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
-import torch
 from torch import Tensor, nn
 
-from octavo._torch.tracing import while_tracing
-from octavo.fuser.class_checks import check_backward, check_functions, defined, name_of, nearest
-from octavo.fuser.custom_plan import as_it_is, known_sizes, plan, planned, sizes_of, sketch, wants_gradient
+from octavo.fuser.class_checks import FUSER, OP, check_backward, check_static, forward_of, name_of
+from octavo.fuser.custom_plan import StagePlan, as_it_is, known_sizes, sketch, stage_plan, wants_gradient
 from octavo.fuser.operation import Edge, FusibleOperation, last_dim
-from octavo.layers import user_op
 from octavo.layers.dry_run import Miscounted
 from octavo.layers.saved_values import told
+from octavo.layers.user_op import Functions, UserOp, fields_of
 from octavo.lower.call import Stage
 from octavo.values import Value
-
-OP = ("op_forward_compute", "op_forward_save_ctx", "op_backward")
-_FUSER = ("fuser_forward_compute", "fuser_forward_save_ctx", "fuser_backward")
 
 
 class BasicOperation(FusibleOperation, nn.Module):
@@ -56,42 +51,16 @@ class BasicOperation(FusibleOperation, nn.Module):
         super().__init_subclass__(**arguments)
         _check_names(cls)
         cls.op_keywords = tuple(cls.kwargs)
-        has_extras = bool(cls.num_extra_inputs or cls.num_extra_outputs)
-        splits_op = check_functions(cls, BasicOperation, OP, "op_forward")
-        splits_fuser = check_functions(cls, BasicOperation, _FUSER, "op_forward")
-        forward = nearest(cls, BasicOperation, ("op_forward", _FUSER[0], OP[0]))
-        legacy = forward == "op_forward"
-        if has_extras and legacy:
-            raise TypeError(
-                f"{cls.__name__} has extra inputs or outputs, and op_forward has no place for them. Define "
-                f"{', '.join(_FUSER)}."
-            )
-        if has_extras and forward != _FUSER[0]:
-            raise TypeError(
-                f"{cls.__name__} has extra inputs or outputs, and op_* functions have no place for them. Define "
-                f"{', '.join(_FUSER)}."
-            )
-        if not (splits_op or splits_fuser or legacy):
-            raise TypeError(f"{cls.__name__} defines no forward. Define {OP[0]} and {OP[1]}, or op_forward.")
-        runs = ("op_forward", OP[2]) if legacy else _FUSER if forward == _FUSER[0] else OP
-        for name in (*OP, *_FUSER, "op_forward"):
-            if name in cls.__dict__ and name not in runs:
-                raise TypeError(
-                    f"{cls.__name__} defines {name}, which would never run: its forward is {forward}. Define op_* "
-                    "functions or fuser_* ones, not both."
-                )
-        last = runs[-1]
-        backward = defined(cls, last, BasicOperation)
-        if backward is None:
-            raise TypeError(f"{cls.__name__} defines a forward and no {last}. Define it.")
-        check_backward(cls, last, forward, legacy)
-        if not legacy and not isinstance(backward, staticmethod):
-            raise TypeError(f"{cls.__name__}.{last} must be a @staticmethod: it sees what was saved, not the module.")
-        cls.op_is_legacy = legacy
-        if legacy:
+        names = _names_of(cls)
+        cls.op_is_legacy = names[0] == "op_forward"
+        check_backward(cls, BasicOperation, names[-1], names[0], cls.op_is_legacy)
+        if cls.op_is_legacy:
             cls.op_name = ""  # and not a parent's, whose rules are not for it
-        else:
-            _register(cls, forward == _FUSER[0])
+            return
+        check_static(cls, BasicOperation, names[-1], "it sees what was saved, not the module")
+        cls.op_name = name_of(cls, "custom")
+        fields = ("x", *cls.params, *[f"extra{i}" for i in range(cls.num_extra_inputs)], *cls.kwargs)
+        UserOp(cls.op_name, fields_of(fields), 1 + cls.num_extra_outputs, cls.__name__, _functions(cls, names))
 
     def op_config(self) -> Value | None:
         """Settings of a call, as a registered value."""
@@ -104,7 +73,7 @@ class BasicOperation(FusibleOperation, nn.Module):
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
-        return isinstance(config, user_op.Config) and config.name == cls.op_name
+        return config.registered_name == cls.op_name
 
     def why_not_fusible(self, x: Any) -> str:
         return "its forward is in one piece (op_forward)" if self.op_is_legacy else ""
@@ -119,22 +88,16 @@ class BasicOperation(FusibleOperation, nn.Module):
         sketches = [sketch(x, width), *[as_it_is(t) for t in own], *[sketch(t, width) for t in (*extras, *given)]]
         # of which inputs the sizes are known: what a custom operation made has those that were made up for its own
         known = [known_sizes(x), *["all" for _ in own], *[known_sizes(t) for t in (*extras, *given)]]
-        if torch.compiler.is_compiling():
-            found = self._planned_now(key, wanted, sketches, known)
-            if not found:  # then for these sizes alone
-                found = self._planned_now(key, wanted, [sizes_of(t) for t in (x, *inputs)], known, last=True)
-        else:
-            found = planned(self.op_name, key, wanted, tuple(sketches), tuple(known))
-            if not found:
-                sizes = tuple([sizes_of(t) for t in (x, *inputs)])
-                found = planned(self.op_name, key, wanted, sizes, tuple(known), last=True)
-        said, outputs = found
+        found = stage_plan(self.op_name, key, wanted, sketches, known)
+        if not found:  # then for these sizes alone
+            found = stage_plan(self.op_name, key, wanted, [sketch(t) for t in (x, *inputs)], known, last=True)
+        stage_key, outputs = cast(StagePlan, found)
         # what y's leading dims are is not known here, only what they would be for an x like the one that was tried
         edges = [
             Edge((), dtype, device, any(wanted) and dtype.is_floating_point, (shape, dtype, device))
             for shape, dtype, device in outputs
         ]
-        return Stage("custom", said, inputs, (), any(wanted), outputs=tuple(edges))
+        return Stage(self.op_name, stage_key, inputs, (), any(wanted), outputs=tuple(edges))
 
     def _check_given(self, extras: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         if len(extras) != self.num_extra_inputs:
@@ -156,11 +119,25 @@ class BasicOperation(FusibleOperation, nn.Module):
             )
         return "" if settings is None else settings.key
 
-    @while_tracing
-    def _planned_now(
-        self, key: str, wanted: tuple[bool, ...], sketches: list[Any], known: list[str], last: bool = False
-    ) -> tuple[Any, ...]:
-        return plan(self.op_name, key, wanted, tuple(sketches), known, last)
+
+def _names_of(cls: Any) -> tuple[str, ...]:
+    """The names of the functions that a class runs: a forward in one piece or in two, and its backward."""
+    forward = forward_of(cls, BasicOperation, (FUSER, OP), "op_forward")
+    if not forward:
+        raise TypeError(f"{cls.__name__} defines no forward. Define {OP[0]} and {OP[1]}, or op_forward.")
+    runs = {"op_forward": ("op_forward", OP[2]), FUSER[0]: FUSER, OP[0]: OP}[forward]
+    if (cls.num_extra_inputs or cls.num_extra_outputs) and runs is not FUSER:
+        raise TypeError(
+            f"{cls.__name__} has extra inputs or outputs, and {forward} has no place for them. Define "
+            f"{', '.join(FUSER)}."
+        )
+    for name in (*OP, *FUSER, "op_forward"):
+        if name in cls.__dict__ and name not in runs:
+            raise TypeError(
+                f"{cls.__name__} defines {name}, which would never run: its forward is {forward}. Define op_* "
+                "functions or fuser_* ones, not both."
+            )
+    return runs
 
 
 def _check_names(cls: Any) -> None:
@@ -184,40 +161,26 @@ def _check_names(cls: Any) -> None:
             taken.add(name)
 
 
-def _register(cls: Any, with_extras: bool) -> None:
-    cls.op_name = name_of(cls, user_op.FUNCTIONS)
-    fields = ("x", *cls.params, *[f"extra{i}" for i in range(cls.num_extra_inputs)], *cls.kwargs)
-    if with_extras:
-        compute, select, back = (getattr(cls, name) for name in _FUSER)
-    else:
-        compute, select, back = _widened(cls)
-    protos = cls.op_abstract if with_extras or cls.op_abstract is None else _widened_abstract(cls)
-    user_op.FUNCTIONS[cls.op_name] = user_op.Functions(
-        cls.__name__, fields, compute, select, back, 1 + cls.num_extra_outputs, protos
-    )
+def _functions(cls: Any, names: tuple[str, ...]) -> Functions:
+    """A class's functions as those of several operations (`octavo.layers.user_op`), of which there is one. op_* know of
+    no extra outputs."""
+    extras = names is FUSER
 
+    def computed_by(name: str) -> Any:
+        def compute(configs: Any, inputs: Any) -> Any:
+            made = getattr(cls, name)(configs[0], inputs[0])
+            if not isinstance(made, tuple) or len(made) != 2 + extras:
+                what = "outputs" if extras else "y"
+                raise Miscounted(f"{cls.__name__}.{name} returns {what} and a tuple of fresh tensors, got {made!r}.")
+            return made[0], (made[1] if extras else (),), (made[-1],)
 
-def _widened(cls: Any) -> tuple[Any, Any, Any]:
-    """op_* as fuser_*: without extra outputs."""
+        return compute
 
-    def compute(config: Any, inputs: Any) -> Any:
-        made = cls.op_forward_compute(config, inputs)
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise Miscounted(f"{cls.__name__}.op_forward_compute returns y and a tuple of fresh tensors, got {made!r}.")
-        return made[0], (), made[1]
+    def select(configs: Any, inputs: Any, outputs: Any, fresh: Any) -> Any:
+        return (getattr(cls, names[1])(configs[0], inputs[0], outputs if extras else outputs[0], fresh[0]),)
 
-    def select(config: Any, inputs: Any, outputs: Any, fresh: Any) -> Any:
-        return cls.op_forward_save_ctx(config, inputs, outputs[0], fresh)
+    def backward(configs: Any, saved: Any, grads: Any, wants: Any) -> Any:
+        return (getattr(cls, names[2])(configs[0], saved[0], grads if extras else grads[0], wants[0]),)
 
-    def backward(config: Any, saved: Any, grads: Any, wants: Any) -> Any:
-        return cls.op_backward(config, saved, grads[0], wants)
-
-    return compute, select, backward
-
-
-def _widened_abstract(cls: Any) -> Any:
-    def abstract(config: Any, inputs: Any) -> Any:
-        y, fresh = cls.op_abstract(config, inputs)
-        return y, (), fresh
-
-    return abstract
+    abstract = None if cls.op_abstract is None else computed_by("op_abstract")
+    return Functions(computed_by(names[0]), select, backward, abstract)

@@ -1,52 +1,54 @@
-"""What a class of somebody's has to define, said when it is defined; and the name that it has in graphs."""
+"""Checks of a user's class when it is defined, that its functions are all there; and the name that it has in graphs."""
 
 import hashlib
 import inspect
+import re
 from typing import Any
+
+from octavo.layers.contract import LAYERS
+
+OP = ("op_forward_compute", "op_forward_save_ctx", "op_backward")
+FUSER = ("fuser_forward_compute", "fuser_forward_save_ctx", "fuser_backward")
 
 
 def defined(cls: type, name: str, base: type) -> Any:
-    """What a class has under a name, if somebody wrote it."""
-    for parent in cls.__mro__:
-        if parent is base or not issubclass(parent, base):
-            return None
-        if name in parent.__dict__:
-            return parent.__dict__[name]
-    return None
+    """The attribute that a class, or a parent before `base`, has under a name; None if there is none."""
+    parents = cls.__mro__[: cls.__mro__.index(base)]
+    return next((parent.__dict__[name] for parent in parents if name in parent.__dict__), None)
 
 
-def check_functions(cls: type, base: type, names: tuple[str, ...], legacy: str) -> bool:
-    """Refuse a class with half of a contract. Whether it has it all."""
-    own = [name for name in names[:2] if name in cls.__dict__]
+def forward_of(cls: type, base: type, splits: tuple[tuple[str, ...], ...], legacy: str) -> str:
+    """The forward that a class runs, the nearest to it, in two pieces (`splits`) or in one (`legacy`); empty if there
+    is none. Refuses half of a contract."""
+    for names in splits:
+        _check_split(cls, base, names[:2], legacy)
+    parents = cls.__mro__[: cls.__mro__.index(base)]
+    forwards = (legacy, *[names[0] for names in splits])
+    return next((name for parent in parents for name in forwards if name in parent.__dict__), "")
+
+
+def _check_split(cls: type, base: type, names: tuple[str, ...], legacy: str) -> None:
+    own = [name for name in names if name in cls.__dict__]
     if own and legacy in cls.__dict__:
         raise TypeError(f"{cls.__name__} defines {legacy} and {own[0]}: one forward in one piece, or one in two.")
-    compute, save = (defined(cls, name, base) for name in names[:2])
-    if (compute is None) != (save is None):
-        has, misses = (names[0], names[1]) if save is None else (names[1], names[0])
-        raise TypeError(f"{cls.__name__} defines {has} and not {misses}. Define both, or {legacy} alone.")
-    for name in names:
-        found = defined(cls, name, base)
-        if found is not None and name != names[2] and not isinstance(found, staticmethod):
-            raise TypeError(
-                f"{cls.__name__}.{name} must be a @staticmethod: it sees its arguments and not the module, which may "
-                "have changed until backward."
-            )
-    return compute is not None
+    has = [name for name in names if defined(cls, name, base) is not None]
+    if len(has) == 1:
+        misses = next(name for name in names if name not in has)
+        raise TypeError(f"{cls.__name__} defines {has[0]} and not {misses}. Define both, or {legacy} alone.")
+    for name in has:
+        check_static(cls, base, name, "it sees its arguments and not the module, which may have changed until backward")
 
 
-def nearest(cls: type, base: type, forwards: tuple[str, ...]) -> str:
-    """Which of these a class runs: the first that somebody wrote, from the class up. Empty if there is none."""
-    for parent in cls.__mro__:
-        if parent is base:
-            return ""
-        for name in forwards:
-            if name in parent.__dict__:
-                return name
-    return ""
+def check_static(cls: type, base: type, name: str, why: str) -> None:
+    if not isinstance(defined(cls, name, base), staticmethod):
+        raise TypeError(f"{cls.__name__}.{name} must be a @staticmethod: {why}.")
 
 
-def check_backward(cls: type, name: str, forward: str, legacy: bool) -> None:
-    """Refuse a backward that a parent wrote for the other kind of forward: it has other arguments."""
+def check_backward(cls: type, base: type, name: str, forward: str, legacy: bool) -> None:
+    """Refuse a forward without a backward, or with one that a parent wrote for the other kind of forward: it has other
+    arguments."""
+    if defined(cls, name, base) is None:
+        raise TypeError(f"{cls.__name__} defines {forward} and no {name}. Define it.")
     owner = next(parent for parent in cls.__mro__ if name in parent.__dict__)
     if owner is not cls and getattr(owner, "op_is_legacy", legacy) != legacy:
         raise TypeError(
@@ -55,18 +57,18 @@ def check_backward(cls: type, name: str, forward: str, legacy: bool) -> None:
         )
 
 
-def name_of(cls: type, known: Any) -> str:
+def name_of(cls: type, kind: str) -> str:
     """The name of a class in graphs: the same in every process, and another for each class of this one."""
-    name = f"{cls.__module__}.{cls.__qualname__}".replace("<locals>.", "").replace("<", "").replace(">", "")
-    found = name = f"{name}.{digest_of(cls)}"
+    name = f"{kind}.{cls.__module__}.{cls.__qualname__}".replace("<locals>.", "")
+    found = name = re.sub(r"[^A-Za-z0-9_.-]", "_", f"{name}.{_digest_of(cls)}")
     count = 1
-    while found in known:
+    while found in LAYERS:
         count += 1
         found = f"{name}.{count}"
     return found
 
 
-def digest_of(cls: type) -> str:
+def _digest_of(cls: type) -> str:
     """Of the text of a class and its parents: the same name may stand for other code tomorrow."""
     text = ""
     for parent in cls.__mro__:

@@ -1,32 +1,33 @@
-"""A stage of somebody else's functions, planned on sketches of its inputs: what they save is found out once for each
-kind of call, on tensors without data, and does not depend on how many rows there are.
+"""The plan of a user's operation as a stage, made on sketches of its inputs: the values that it saves are found once
+for each kind of call, on tensors without data, and do not depend on how many rows there are.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from octavo._torch.tracing import while_tracing
 from octavo.fuser.operation import Edge
-from octavo.layers import user_op
+from octavo.layers.contract import LAYERS
 from octavo.layers.dry_run import Miscounted
 from octavo.layers.gradient_check import MADE_UP, like
 from octavo.quant.proto import TensorProto
 from octavo.values import parse
 
-Said = tuple[str, tuple[Any, ...]]  # the key of a stage, (shape, dtype, device) of its outputs
+StagePlan = tuple[str, tuple[Any, ...]]  # the key of a stage, (shape, dtype, device) of its outputs
 
-_planned: dict[tuple[Any, ...], Said | tuple[()]] = {}
+_stage_plans: dict[tuple[Any, ...], StagePlan | tuple[()]] = {}
 
 
-def sketch(t: Any, width: int = 0) -> Any:
-    """(shape, dtype, device) of a tensor as its functions are tried on it: what is planned depends on the last dim
-    alone, so that the others are made up, but for those of one element, and of as many as x has columns (`width`)."""
-    if t is None:
-        return None
-    if isinstance(t, Edge) and t.like is not None:
-        return t.like
-    return _made_up(t.shape, width), t.dtype, t.device
+def sketch(t: Any, width: int | None = None) -> Any:
+    """(shape, dtype, device) of a tensor as functions are tried on it: the plan depends on the last dim alone, so that
+    the others are made up, but for those of one element, and of as many as x has columns (`width`). Without a width, in
+    the sizes that it has, as numbers."""
+    if t is None or (isinstance(t, Edge) and t.like is not None):
+        return None if t is None else t.like
+    return tuple([len(range(n)) for n in t.shape]) if width is None else _made_up(t.shape, width), t.dtype, t.device
 
 
 def _made_up(shape: Any, width: int) -> tuple[int, ...]:
@@ -43,15 +44,6 @@ def _made_up(shape: Any, width: int) -> tuple[int, ...]:
     return tuple(known)
 
 
-def sizes_of(t: Any) -> Any:
-    """As it is, in numbers, also where a compiler had symbols."""
-    if t is None:
-        return None
-    if isinstance(t, Edge) and t.like is not None:
-        return t.like
-    return tuple([len(range(n)) for n in t.shape]), t.dtype, t.device
-
-
 def as_it_is(t: Any) -> Any:
     return None if t is None else (tuple(t.shape), t.dtype, t.device)
 
@@ -65,36 +57,33 @@ def wants_gradient(t: Any) -> bool:
     return t is not None and t.requires_grad and torch.is_grad_enabled()
 
 
-def planned(
-    name: str,
-    settings: str,
-    wanted: tuple[bool, ...],
-    sketches: tuple[Any, ...],
-    known: tuple[str, ...],
-    last: bool = False,
-) -> Said | tuple[()]:
-    """A custom stage for inputs like these: what its functions save is found out once. Nothing, if they cannot be run
-    on tensors of these sizes and this is not the last try."""
-    at = (name, settings, wanted, sketches, known)
-    if at not in _planned:
-        _planned[at] = plan(name, settings, wanted, sketches, known, last)
-    return _planned[at]
+@while_tracing
+def stage_plan(
+    name: str, settings: str, wanted: Sequence[bool], sketches: Sequence[Any], known: Sequence[str], last: bool = False
+) -> StagePlan | tuple[()]:
+    """The stage for inputs like these. Nothing, if the functions cannot be run on tensors of these sizes and this is
+    not the last try."""
+    at = (name, settings, tuple(wanted), tuple(sketches), tuple(known))
+    if at not in _stage_plans:
+        _stage_plans[at] = _planned(*at, last)
+    return _stage_plans[at]
 
 
-def plan(
-    name: str, settings: str, wanted: tuple[bool, ...], sketches: tuple[Any, ...], known: Sequence[str], last: bool
-) -> Said | tuple[()]:
-    value = None if settings == "" else parse(settings)
+def _planned(
+    name: str, settings: str, wanted: tuple[bool, ...], sketches: Sequence[Any], known: Sequence[str], last: bool
+) -> StagePlan | tuple[()]:
+    layer = LAYERS[name]
     protos = [None if t is None else TensorProto(*t) for t in sketches]
+    config = layer.Config(settings=None if settings == "" else parse(settings), wanted=wanted)
     try:
-        found = user_op.probe(user_op.FUNCTIONS[name], value, protos)
+        found = layer.probe(config, protos)
     except Miscounted:
         raise
     except (RuntimeError, ValueError):  # sizes that were made up do not fit each other
         if last:
             raise
         return ()
-    y = found.outputs[0]
-    likes = tuple(like(t if want else None, how, y) for t, how, want in zip(protos, known, wanted, strict=True))
-    config = user_op.Config(name, value, wanted, found.fresh, found.saved, likes)
-    return config.key, tuple((p.shape, p.dtype, p.device) for p in found.outputs)
+    likes = tuple(
+        like(t if want else None, how, found.outputs[0]) for t, how, want in zip(protos, known, wanted, strict=True)
+    )
+    return replace(found.config, likes=likes).key, tuple((tuple(t.shape), t.dtype, t.device) for t in found.outputs)

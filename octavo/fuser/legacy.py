@@ -1,15 +1,15 @@
-"""Operations, and fused ones, whose forward is in one piece: it keeps what it likes on a context, at every step. They
-work in eager mode. A graph cannot tell what they save, so it ends before them: an error under fullgraph, a break where
-the operation is not strict."""
+"""Operations, and fused ones, whose forward is in one piece: it saves values on a context, at every step. They work in
+eager mode. A graph cannot tell what they save, so it ends before them: an error under fullgraph, a break where the
+operation is not strict."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
-from octavo.fuser.basic import OP
+from octavo.fuser.class_checks import OP
 from octavo.fuser.pattern import Rule
 from octavo.layers.gradient_check import check_gradient
 from octavo.layers.saved_values import dtype_name
@@ -18,7 +18,7 @@ from octavo.quant import QTensor
 
 
 class OperationContext:
-    """What a legacy operation keeps between forward and backward."""
+    """The values that a legacy operation keeps between forward and backward."""
 
     def __init__(self) -> None:
         self.to_save: tuple[Tensor | None, ...] = ()
@@ -28,31 +28,46 @@ class OperationContext:
         self.to_save = tensors
 
 
+class _OnePiece(NamedTuple):
+    """The functions of a legacy operation, or of a fused one, for one call: with an entry for each operation."""
+
+    where: str  # the name of its backward
+    forward: Callable[[list[OperationContext], list[Any]], Tensor]
+    backward: Callable[[list[OperationContext], Tensor], Sequence[Sequence[Any]]]
+    inputs: tuple[Callable[..., Any], ...]  # of each operation, from x and its parameters
+    names: tuple[tuple[str, ...], ...]  # of each operation's parameters
+
+
 class _Legacy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: Any, kwargs: dict[str, Any], count: int, x: Tensor, *params: Tensor) -> Tensor:
-        ctx.op, ctx.own, ctx.count = op, OperationContext(), count
+    def forward(ctx: Any, call: _OnePiece, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.call, ctx.own = call, [OperationContext() for _ in call.names]
         ctx.likes = [(dtype_name(t.dtype), tuple(t.shape), False) for t in (x, *params)]
-        y: Tensor = op.op_forward(ctx.own, x, **kwargs)
-        ctx.save_for_backward(*ctx.own.to_save)
-        ctx.own.to_save = ()  # kept there, and not here too
+        rest, first = iter(params), (x, *[None] * (len(call.names) - 1))
+        parts = zip(call.inputs, first, call.names, strict=True)
+        y = call.forward(ctx.own, [make(own_x, *[next(rest) for _ in names]) for make, own_x, names in parts])
+        ctx.counts = [len(own.to_save) for own in ctx.own]
+        ctx.save_for_backward(*[t for own in ctx.own for t in own.to_save])
+        for own in ctx.own:
+            own.to_save = ()  # kept there, and not here too
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        own = ctx.own
-        own.saved_tensors = ctx.saved_tensors
-        found = ctx.op.op_backward(own, dy)
-        title = type(ctx.op).__name__
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise RuntimeError(f"{title}.op_backward returns (dx, gradients of the parameters), got {found!r}.")
-        dx, grads = found
-        if len(grads) != ctx.count:
-            raise RuntimeError(f"{title}.op_backward returns {ctx.count} gradients of parameters, got {len(grads)}.")
-        for i, (g, like) in enumerate(zip((dx, *grads), ctx.likes, strict=True)):
+        call, saved = ctx.call, iter(ctx.saved_tensors)
+        for own, count in zip(ctx.own, ctx.counts, strict=True):
+            own.saved_tensors = tuple(next(saved) for _ in range(count))
+        found = call.backward(ctx.own, dy)
+        want, got = [1 + len(names) for names in call.names], [len(part) for part in found]
+        if want != got:
+            raise RuntimeError(
+                f"{call.where} returns (dx, gradients of the parameters) for each operation: {want} entries, got {got}."
+            )
+        flat = (found[0][0], *[g for part in found for g in part[1:]])
+        for g, like, name in zip(flat, ctx.likes, ("x", *[n for names in call.names for n in names]), strict=True):
             if g is not None:
-                check_gradient(f"{title}.op_backward", f"parameter {i - 1}" if i else "x", g, like, None, None)
-        return None, None, None, dx, *grads
+                check_gradient(call.where, name, g, like, None, None)
+        return None, *flat
 
 
 def run_legacy(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -63,7 +78,19 @@ def run_legacy(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
         return found
     x = x.dequantize() if isinstance(x, QTensor) else x
     params = list(op.parameters(recurse=False))
-    y: Tensor = _Legacy.apply(op, kwargs, len(params), x, *params)  # type: ignore[no-untyped-call]
+    where, names = f"{type(op).__name__}.op_backward", tuple(f"parameter {i}" for i in range(len(params)))
+
+    def backward(contexts: list[OperationContext], dy: Tensor) -> list[Any]:
+        found = op.op_backward(contexts[0], dy)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise RuntimeError(f"{where} returns (dx, gradients of the parameters), got {found!r}.")
+        return [(found[0], *found[1])]
+
+    call = _OnePiece(
+        where, lambda contexts, inputs: op.op_forward(contexts[0], inputs[0], **kwargs), backward,
+        (lambda x, *_: x,), (names,),
+    )  # fmt: skip
+    y: Tensor = _Legacy.apply(call, x, *params)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -90,34 +117,10 @@ _WHY_FUSED = (
 )
 
 
-class _LegacyFused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, fused: Any, counts: tuple[Any, ...], x: Tensor, *params: Tensor) -> Tensor:
-        ctx.fused, ctx.counts, ctx.own = fused, [n for _, n in counts], [OperationContext() for _ in counts]
-        rest = iter(params)
-        inputs = [make(x if i == 0 else None, *[next(rest) for _ in range(n)]) for i, (make, n) in enumerate(counts)]
-        y: Tensor = fused.fuser_forward(ctx.own, inputs)
-        ctx.save_for_backward(*[t for own in ctx.own for t in own.to_save])
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        saved = iter(ctx.saved_tensors)
-        for own in ctx.own:
-            own.saved_tensors = tuple(next(saved) for _ in own.to_save)
-        found = ctx.fused.fuser_backward(ctx.own, dy)
-        if [len(part) for part in found] != [1 + n for n in ctx.counts]:
-            raise RuntimeError(
-                f"{ctx.fused.__name__}.fuser_backward returns (dx, gradients of the parameters) for each operation: "
-                f"{[1 + n for n in ctx.counts]} entries, got {[len(part) for part in found]}."
-            )
-        return None, None, found[0][0], *[g for part in found for g in part[1:]]
-
-
 def find_fused(ops: Sequence[Any], rules: Sequence[Rule]) -> tuple[int, int, Rule] | None:
     """The first operations that a rule with a forward in one piece takes. Its conditions see their settings."""
     for rule in rules:
-        if rule.is_own or not rule.op.op_is_legacy:
+        if not rule.op.op_is_legacy:
             continue
         for first in range(len(ops) - len(rule.pattern) + 1):
             own = ops[first : first + len(rule.pattern)]
@@ -132,9 +135,10 @@ def find_fused(ops: Sequence[Any], rules: Sequence[Rule]) -> tuple[int, int, Rul
 
 def run_fused(rule: Rule, ops: Sequence[Any], x: Tensor) -> Tensor:
     params = [dict(op.named_parameters(recurse=False)) for op in ops]
-    flat = [p for own in params for p in own.values()]
-    makers = tuple((fields_of(("x", *own)), len(own)) for own in params)
-    y: Tensor = _LegacyFused.apply(rule.op, makers, x, *flat)  # type: ignore[no-untyped-call]
+    names = tuple(tuple(f"{i}.{name}" for name in own) for i, own in enumerate(params))
+    inputs = tuple(fields_of(("x", *own)) for own in params)
+    call = _OnePiece(f"{rule.op.__name__}.fuser_backward", rule.op.fuser_forward, rule.op.fuser_backward, inputs, names)
+    y: Tensor = _Legacy.apply(call, x, *[p for own in params for p in own.values()])  # type: ignore[no-untyped-call]
     return y
 
 

@@ -15,12 +15,13 @@ from typing import Any, ClassVar, NamedTuple
 
 from octavo.errors import UnsupportedConfig
 from octavo.fuser.basic import BasicOperation
-from octavo.fuser.class_checks import check_backward, check_functions, name_of, nearest
-from octavo.layers import chain, user_fusion, user_op
+from octavo.fuser.class_checks import FUSER, check_backward, check_static, forward_of, name_of
+from octavo.layers.contract import LAYERS
+from octavo.layers.user_fusion import UserFusion
+from octavo.layers.user_op import Functions, OpConfig
 from octavo.values import Value
 
 SIDES = ("forward", "backward", "both")
-_NAMES = ("fuser_forward_compute", "fuser_forward_save_ctx", "fuser_backward")
 
 
 class Condition(NamedTuple):
@@ -41,39 +42,64 @@ class FusedOperation:
     first operation). A forward of its own whose backward is the operations' saves what they save.
 
     Forward in one piece: fuser_forward(ctxs, inputs) -> y, and fuser_backward(ctxs, dy) -> gradients; eager mode only.
+
+    A level below, as Octavo's own are written (`octavo.layers.contract.FusedStep`): a step of a chain, which sees the
+    buffers of layers, and leaves what is saved to them.
+
+    step_forward (configs, inputs)                         -> a Made for each operation
+    step_backward(configs, saved, buffers, grads, writes)  -> gradients, for each operation
     """
 
-    op_name: ClassVar[str] = ""
+    op_name: ClassVar[str] = ""  # in graphs; a step may give itself one, for reports too
     op_is_legacy: ClassVar[bool] = False
+    op_is_step: ClassVar[bool] = False
+    step_forward: ClassVar[Any] = None
+    step_backward: ClassVar[Any] = None
+    title: ClassVar[str] = ""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        has_forward = check_functions(cls, FusedOperation, _NAMES, "fuser_forward")
-        forward = nearest(cls, FusedOperation, ("fuser_forward", _NAMES[0]))
-        legacy = forward == "fuser_forward"
-        has_backward = hasattr(cls, "fuser_backward")
-        if not (has_forward or has_backward or legacy):
-            raise TypeError(f"{cls.__name__} defines neither forward nor backward. Define {_NAMES[0]} and {_NAMES[1]}.")
-        if legacy and not isinstance(_found(cls, "fuser_forward"), staticmethod):
-            raise TypeError(f"{cls.__name__}.fuser_forward must be a @staticmethod: the class is never constructed.")
-        if legacy and not has_backward:
-            raise TypeError(f"{cls.__name__} defines fuser_forward and no fuser_backward. Define it.")
-        if has_backward and not isinstance(_found(cls, "fuser_backward"), staticmethod):
-            raise TypeError(f"{cls.__name__}.fuser_backward must be a @staticmethod: it sees what was saved.")
-        if forward and has_backward:
-            check_backward(cls, "fuser_backward", forward, legacy)
-        cls.op_is_legacy = legacy
+        cls.op_is_step = cls.step_forward is not None or cls.step_backward is not None
+        forward = forward_of(cls, object, (FUSER,), "fuser_forward")
+        backward = getattr(cls, FUSER[2], None)
+        cls.op_is_legacy = legacy = forward == "fuser_forward"
+        if not (forward or backward or cls.op_is_step):
+            raise TypeError(f"{cls.__name__} defines neither forward nor backward. Define {FUSER[0]} and {FUSER[1]}.")
+        if cls.op_is_step and (forward or backward):
+            raise TypeError(f"{cls.__name__} defines step_* and fuser_* functions. Define one kind.")
+        if legacy:
+            check_static(cls, object, "fuser_forward", "the class is never constructed")
+        if legacy or (forward and backward):
+            check_backward(cls, object, FUSER[2], forward, legacy)
+        if backward:
+            check_static(cls, object, FUSER[2], "it sees what was saved")
         if not legacy:
-            cls.op_name = name_of(cls, user_fusion.FUNCTIONS)
-            functions = [getattr(cls, name, None) for name in _NAMES]
-            user_fusion.FUNCTIONS[cls.op_name] = user_fusion.Functions(cls.__name__, *functions)
+            cls._enter()
+
+    @classmethod
+    def _enter(cls) -> None:
+        """Into the registry (`octavo.layers.contract.LAYERS`)."""
+        given = cls.__dict__.get("op_name", "") if cls.op_is_step else ""
+        cls.op_name, cls.title = given or name_of(cls, "fused"), given or cls.__name__
+        if not cls.op_is_step:
+            UserFusion(cls.op_name, cls.title, Functions(*[getattr(cls, name, None) for name in FUSER]))
+            return
+        holder: Any = LAYERS.get(cls.op_name, cls)
+        if (holder.__module__, getattr(holder, "__qualname__", "")) != (cls.__module__, cls.__qualname__):
+            raise TypeError(f"{cls.__name__}.op_name is {cls.op_name!r}, which belongs to another. Choose another.")
+        LAYERS[cls.op_name] = cls  # also when its module is loaded again
+
+    @classmethod
+    def op_function(cls, side: str) -> str:
+        """The name of the function for a side."""
+        return f"step_{side}" if cls.op_is_step else {"forward": FUSER[0], "backward": FUSER[2]}[side]
+
+    @classmethod
+    def op_has(cls, side: str) -> bool:
+        return getattr(cls, cls.op_function(side), None) is not None
 
     def __new__(cls, *_: Any, **__: Any) -> "FusedOperation":
         raise TypeError(f"{cls.__name__} is not constructed: a rule names the class, and a plan calls its functions.")
-
-
-def _found(cls: type, name: str) -> Any:
-    return next((parent.__dict__[name] for parent in cls.__mro__ if name in parent.__dict__), None)
 
 
 def _is_fused(op: Any) -> bool:
@@ -84,7 +110,7 @@ def _is_fused(op: Any) -> bool:
 class Rule:
     name: str
     pattern: tuple[type, ...]  # of operations
-    op: Any  # a FusedOperation, or the name of one of `octavo.layers.chain.FUSED`
+    op: Any  # a class derived from FusedOperation
     conditions: tuple[Condition, ...] = ()
     side: str = ""  # set by who registers it
     forward_from: int = 0  # of a rule for both sides: the first stage that its forward covers
@@ -93,71 +119,51 @@ class Rule:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise UnsupportedConfig(f"A rule's name is a string that is not empty, got {self.name!r}.")
-        if not self.is_own and not _is_fused(self.op):
+        if not _is_fused(self.op):
             raise UnsupportedConfig(
                 f"{self.name!r} puts a class derived from FusedOperation in the place of its pattern, got {self.op!r}."
             )
         if not isinstance(self.conditions, tuple) or any(not isinstance(c, Condition) for c in self.conditions):
             raise UnsupportedConfig(f"conditions of {self.name!r} is a tuple of Conditions, got {self.conditions!r}.")
         kinds: Any = self.pattern
-        if (
-            not isinstance(kinds, tuple)
-            or not kinds
-            or any(not isinstance(kind, type) or not hasattr(kind, "op_matches") for kind in kinds)
-        ):
+        fits = isinstance(kinds, tuple) and len(kinds) > 0
+        if not fits or not all(isinstance(kind, type) and hasattr(kind, "op_matches") for kind in kinds):
+            raise UnsupportedConfig(f"The pattern of {self.name!r} is a tuple of operations' classes, got {kinds}.")
+        for kind in kinds:
+            self._check_kind(kind)
+
+    def _check_kind(self, kind: Any) -> None:
+        """Refuse a class of operations that the rule could not tell from others, or could not serve."""
+        if self.op.op_is_legacy and any(getattr(kind, f"num_extra_{what}", None) for what in ("inputs", "outputs")):
             raise UnsupportedConfig(
-                f"The pattern of {self.name!r} is a tuple of operations' classes, got {self.pattern}."
+                f"{self.op.__name__}, of the rule {self.name!r}, has its forward in one piece, which has no place for "
+                f"the extra inputs and outputs of {kind.__name__}. Define {', '.join(FUSER)}."
             )
-        for kind in self.pattern:
-            if self.is_legacy and any(getattr(kind, f"num_extra_{what}", None) for what in ("inputs", "outputs")):
-                raise UnsupportedConfig(
-                    f"{self.op.__name__}, of the rule {self.name!r}, has its forward in one piece, which has no "
-                    f"place for the extra inputs and outputs of {kind.__name__}. Define {', '.join(_NAMES)}."
-                )
-            matcher = next(parent for parent in kind.__mro__ if "op_matches" in parent.__dict__)
-            if (
-                matcher is not kind
-                and not kind.__module__.startswith("octavo.")
-                and not issubclass(kind, BasicOperation)
-            ):
-                raise UnsupportedConfig(
-                    f"Rules look at configs, and a {kind.__name__}'s is that of its parent {matcher.__name__}, so that "
-                    f"{self.name!r} would fire on both. Name the parent."
-                )
+        matcher = next(parent for parent in kind.__mro__ if "op_matches" in parent.__dict__)
+        if not (matcher is kind or kind.__module__.startswith("octavo.") or issubclass(kind, BasicOperation)):
+            raise UnsupportedConfig(
+                f"Rules look at configs, and a {kind.__name__}'s is that of its parent {matcher.__name__}, so that "
+                f"{self.name!r} would fire on both. Name the parent."
+            )
 
     @property
-    def is_own(self) -> bool:
-        """Whether it is one of this package's, which run as steps of a chain."""
-        return isinstance(self.op, str)
-
-    @property
-    def is_legacy(self) -> bool:
-        return not self.is_own and bool(self.op.op_is_legacy)
+    def is_octavos(self) -> bool:
+        """Whether it is one of this package's."""
+        return bool(self.op.__module__.startswith("octavo."))
 
     def on(self, side: str) -> "Rule":
-        if self.is_own and self.op not in chain.FUSED:  # not when it is made: a folder states its rules before that
-            known = ", ".join(chain.FUSED)
-            raise UnsupportedConfig(
-                f"{self.op!r}, of the rule {self.name!r}, is none of Octavo's fused operations: {known}. Give the rule "
-                "a class derived from FusedOperation."
-            )
-        if not self.is_own:
-            has = {name: getattr(self.op, name, None) is not None for name in (_NAMES[0], _NAMES[2])}
-            legacy = self.is_legacy
-            needs = {"forward": _NAMES[:1], "backward": _NAMES[2:], "both": (_NAMES[0], _NAMES[2])}[side]
-            for name in needs:
-                if not has[name] and not legacy:
-                    raise TypeError(f"Rule {self.name!r} is for {side}, and {self.op.__name__} defines no {name}.")
-            other = {"forward": (_NAMES[2], "backward"), "backward": (_NAMES[0], "forward")}.get(side)
-            if other is not None and has[other[0]] and not legacy:
-                raise TypeError(
-                    f"Rule {self.name!r} is for {side}, and {self.op.__name__} defines a {other[1]} too, which would "
-                    "never run. Register it for both."
-                )
+        for one in (
+            ("backward", "forward") if side == "backward" else ("forward", "backward")
+        ):  # first what it must have
+            is_asked, has = side in (one, "both"), self.op.op_has(one)
+            if is_asked != has and not self.op.op_is_legacy:
+                also = f"defines a {one} too, which would never run. Register it for both."
+                why = also if has else f"defines no {self.op.op_function(one)}."
+                raise TypeError(f"Rule {self.name!r} is for {side}, and {self.op.__name__} {why}")
         return replace(self, side=side)
 
     def matches(self, configs: Sequence[Value]) -> bool:
-        if self.is_legacy:
+        if self.op.op_is_legacy:
             return False  # it is part of no run: `octavo.fuser.legacy` finds its operations
         kinds: Sequence[Any] = self.pattern
         return len(configs) == len(kinds) and all(
@@ -187,56 +193,54 @@ def global_rules() -> tuple[Rule, ...]:
 
 
 def edition() -> str:
-    """Another one after every change of everybody's rules."""
+    """Another one after every change of the global rules."""
     return _edition
 
 
-def _replace_global_rules(rules: tuple[Rule, ...]) -> None:
+def replace_global_rules(rules: tuple[Rule, ...]) -> None:
     global _global_rules, _edition
     _global_rules, _edition = rules, str(int(_edition) + 1)
 
 
 def offer(rules: Iterable[Rule]) -> None:
-    """Add rules to everybody's."""
-    _replace_global_rules((*_global_rules, *rules))
+    """Add rules to the global ones."""
+    replace_global_rules((*_global_rules, *rules))
 
 
-Groups = tuple[tuple[Rule, ...], ...]  # rules of a Sequential's own, then everybody's
-_sets: dict[int, Groups] = {0: ()}  # by number, which a compiler can hold
-_numbers: dict[Groups, int] = {(): 0}
+Groups = tuple[tuple[Rule, ...], ...]  # rules of a Sequential's own, then the global ones
+_numbers: dict[Groups, int] = {(): 0}  # of rules in force: a compiler can hold a number
 _lock = threading.Lock()
 
 
 def rule_set(rules: Groups) -> int:
     with _lock:
-        number = _numbers.setdefault(rules, len(_numbers))
-        _sets[number] = rules
-    return number
+        return _numbers.setdefault(rules, len(_numbers))
 
 
 def rules_of(number: int) -> Groups:
-    return _sets[number]
+    with _lock:
+        return list(_numbers)[number]
 
 
 def check_name(rule: Rule) -> None:
     """`explain` and `require` tell rules apart by name."""
-    if not rule.is_own and any(known.is_own and known.name == rule.name for known in global_rules()):
+    if not rule.is_octavos and any(known.is_octavos and known.name == rule.name for known in global_rules()):
         raise UnsupportedConfig(f"{rule.name!r} is the name of one of Octavo's own rules. Give yours another.")
 
 
 def _registered(rule: Rule, side: str, prepend: bool) -> Callable[[], None]:
     check_name(rule)
     made = rule.on(side)
-    _replace_global_rules((made, *_global_rules) if prepend else (*_global_rules, made))
+    replace_global_rules((made, *_global_rules) if prepend else (*_global_rules, made))
 
     def unregister() -> None:
-        _replace_global_rules(tuple(known for known in _global_rules if known is not made))
+        replace_global_rules(tuple(known for known in _global_rules if known is not made))
 
     return unregister
 
 
 def register_forward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], None]:
-    """Offer a rule to every Sequential. What comes back takes it away again."""
+    """Offer a rule to every Sequential. Returns a function that takes it away again."""
     return _registered(rule, "forward", prepend)
 
 
@@ -251,7 +255,7 @@ def register_forward_backward_fusion(rule: Rule, prepend: bool = False) -> Calla
 # -- matching ----------------------------------------------------------------------------------------------------------
 
 
-class Refused(NamedTuple):
+class NotFired(NamedTuple):
     """A pattern that is there, and why its rule did not fire."""
 
     rule: str
@@ -265,24 +269,24 @@ class Match(NamedTuple):
     rule: Rule
     first: int
     last: int
-    config: Any = None  # of what takes the place of these stages, if that is somebody else's
+    config: Any = None  # of the layer in place of these stages, where the operation is no step
 
 
 def match(
     configs: list[Any], rules: Groups, tried: Callable[[Rule, int, int], Any]
-) -> tuple[list[Match], list[Refused]]:
-    """Which rules fire where. Changes `configs` as rules for both sides ask for. `tried` makes the config of somebody
-    else's fused operation, or says why it cannot be, as a string."""
+) -> tuple[list[Match], list[NotFired]]:
+    """Which rules fire where. Changes `configs` as rules for both sides ask for. `tried` makes the config of a fused
+    operation that is no step, or says why it cannot be, as a string."""
     taken: dict[str, list[str]] = {"forward": [""] * len(configs), "backward": [""] * len(configs)}  # by which rule
     found: list[Match] = []
-    refused: list[Refused] = []
+    refused: list[NotFired] = []
     for rule in _in_order(rules):
         for first in range(len(configs) - len(rule.pattern) + 1):
             last = first + len(rule.pattern)
             if not rule.matches(configs[first:last]):
                 continue
             spans = _spans(rule, first, last)
-            settings = [c.settings if isinstance(c, user_op.Config) else c for c in configs[first:last]]
+            settings = [c.settings if isinstance(c, OpConfig) else c for c in configs[first:last]]
             failing = next((c for c in rule.conditions if not _holds(c, settings, rule)), None)
             names = [name for side, (a, b) in spans.items() for name in taken[side][a:b]]
             others = [name for name in names if name]
@@ -290,13 +294,13 @@ def match(
                 continue  # it has fired here already
             if failing is None and others:
                 failing = _taken_by(others[0])
-            config = None if rule.is_own or failing is not None else tried(rule, first, last)
+            config = None if rule.op.op_is_step or failing is not None else tried(rule, first, last)
             if isinstance(config, str):
                 failing = Condition("it can be run", rule.matches, config)
             if failing is not None:
                 titles = tuple(kind.__name__ for kind in rule.pattern)
                 by = names[0] if failing.name == FREE and len(set(names)) == 1 else ""
-                refused.append(Refused(rule.name, titles, failing.name, failing.sentence, by))
+                refused.append(NotFired(rule.name, titles, failing.name, failing.sentence, by))
                 continue
             for side, (a, b) in spans.items():
                 taken[side][a:b] = [rule.name] * (b - a)
@@ -315,7 +319,7 @@ def _holds(condition: Condition, settings: Sequence[Any], rule: Rule) -> bool:
 
 
 def _in_order(rules: Groups) -> Iterator[Rule]:
-    """A Sequential's own before everybody's; those for both sides first; longer patterns before shorter ones."""
+    """A Sequential's own before global ones; those for both sides first; longer patterns before shorter ones."""
     for group in rules:
         for side in ("both", "forward", "backward"):
             # sorted() keeps the order of rules of one length
@@ -331,19 +335,16 @@ def _taken_by(name: str) -> Condition:
 
 
 def _spans(rule: Rule, first: int, last: int) -> dict[str, tuple[int, int]]:
-    """Which stages a match takes, on each side. A class of somebody else's takes them on both: it is one stage then."""
-    if not rule.is_own or rule.side == "both":
+    """Which stages a match takes, on each side. A fused operation that is no step takes them on both."""
+    if not rule.op.op_is_step or rule.side == "both":
         return {"forward": (first + rule.forward_from, last), "backward": (first, last)}
     return {rule.side: (first, last)}
 
 
-def own_steps(matches: Sequence[Match], side: str) -> tuple[tuple[str, int, int], ...]:
-    """This package's fused steps of one side, in order."""
-    steps = []
-    for rule, first, last, _ in matches:
-        if rule.is_own and rule.side in (side, "both"):
-            start = first + (rule.forward_from if side == "forward" else 0)
-            fused = chain.FUSED[rule.op]
-            if (fused.forward if side == "forward" else fused.backward) is not None:
-                steps.append((rule.op, start, last))
+def steps_on(side: str, matches: Sequence[Match]) -> tuple[tuple[str, int, int], ...]:
+    """The fused steps of one side, in order."""
+    steps = [
+        (match.rule.op.op_name, *_spans(match.rule, match.first, match.last)[side])
+        for match in matches if match.rule.op.op_is_step and match.rule.side in (side, "both")
+    ]  # fmt: skip
     return tuple(sorted(steps, key=lambda step: step[1]))

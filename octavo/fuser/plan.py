@@ -13,9 +13,10 @@ from torch import nn
 from octavo._torch.tracing import while_tracing
 from octavo.fuser import pattern
 from octavo.fuser.custom_plan import as_it_is, sketch
-from octavo.fuser.pattern import Refused
-from octavo.layers import chain, linear, user_fusion, user_op
-from octavo.layers.dry_run import without_data
+from octavo.fuser.pattern import NotFired
+from octavo.layers import chain, linear
+from octavo.layers.contract import LAYERS
+from octavo.layers.dry_run import abstract, without_data
 from octavo.quant.proto import TensorProto
 from octavo.values import parse
 
@@ -28,7 +29,7 @@ class Planned(NamedTuple):
     key: str  # of the chain's config
     extras: tuple[tuple[int, int], ...]  # where each stage's extras are, among all that a call returns
     fired: tuple[str, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[NotFired, ...]
 
 
 class Run(NamedTuple):
@@ -47,11 +48,11 @@ _plans: dict[tuple[Any, ...], Planned] = {}
 def planned(
     keys: tuple[str, ...], routes: Routes, hidden: Hidden, rules: int, first: int, fields: Sequence[Any]
 ) -> Planned:
-    """The plan of stages with these configs. `fields` are the inputs of the first call, which the plan does not depend
-    on but in that somebody else's fused operations are tried on tensors like them, without data."""
+    """The plan of stages with these configs. Users' fused operations are tried on tensors like `fields`, the inputs of
+    the first call, without data; nothing else of the plan depends on them."""
     at = (keys, routes, hidden, rules, first)
     if at not in _plans:
-        _plans[at] = _plan(keys, routes, hidden, pattern.rules_of(rules), first, user_fusion.abstract_fields(fields))
+        _plans[at] = _plan(keys, routes, hidden, pattern.rules_of(rules), first, abstract(tuple(fields)))
     return _plans[at]
 
 
@@ -64,18 +65,18 @@ def _plan(
         inside = tuple((c - first, f, p - first, k) for c, f, p, k in routes if first <= min(c, p) and max(c, p) < last)
         own = {(p, k) for c, f, p, k in routes if not (first <= c < last)}
         away = tuple((i - first, k) for i, k in hidden if first <= i < last and (i, k) not in own)
-        config = user_fusion.Config(rule.op.op_name, rule.side, tuple(configs[first:last]), routes=inside, hidden=away)
+        layer = LAYERS[rule.op.op_name]
+        config = layer.Config(side=rule.side, stages=tuple(configs[first:last]), routes=inside, hidden=away)
         if any(isinstance(c, linear.Config) and _writes(c) for c in config.stages):
             return (
                 "its Linear holds its weight as codes, writes main_grad or remembers amaxes, which only Octavo's own do"
             )
-        return user_fusion.probe(config, _inputs_at(configs, routes, fields, first, last))
+        return layer.probe(config, _inputs_at(configs, routes, fields, first, last)).config
 
     matches, refused = pattern.match(configs, rules, tried)
-    forward, backward = (pattern.own_steps(matches, side) for side in ("forward", "backward"))
-    config = _with_composites(configs, matches, forward, backward, routes, hidden, begin)
+    config, place = _placed(configs, matches, routes, hidden, begin)
     fired = tuple(match.rule.name for match in matches)
-    return Planned(config.key, _extras(config, len(keys), matches), fired, tuple(refused))
+    return Planned(config.key, _extras(config, place), fired, tuple(refused))
 
 
 def tell(names: Sequence[str], plan: Planned) -> None:
@@ -90,7 +91,7 @@ def _writes(config: linear.Config) -> bool:
 
 
 def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first: int, last: int) -> tuple[Any, ...]:
-    """Inputs of the stages first … last - 1 as one composite, without data."""
+    """Inputs of the stages first … last - 1 as one layer's, without data."""
     whole = chain.Config(tuple(configs[:last]), routes=tuple(r for r in routes if r[0] < last))
     count = sum(whole.fields)
     if first == 0:
@@ -107,59 +108,45 @@ def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first:
     return tuple(own)
 
 
-def _extras(config: chain.Config, count: int, matches: Sequence[pattern.Match]) -> tuple[tuple[int, int], ...]:
-    """Where the extras of each operation are. What somebody else's fused operations stand for has none."""
-    covered = {m.first: m.last for m in matches if not m.rule.is_own}
-    at, found, sizes, i = 1 + sum(config.shown_counts), list[tuple[int, int]](), iter(config.extras_sizes), 0
-    while i < count:
-        extras, end = next(sizes), covered.get(i, i + 1)
-        found.append((at, at + extras))
-        found += [(at, at)] * (end - i - 1)
-        at += extras
-        i = end
-    return tuple(found)
+def _extras(config: chain.Config, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Where the extras of each operation are. Of operations that one layer takes the place of, the first has them."""
+    at, spans = 1 + sum(config.shown_counts), [config.extras_spans[stage] for stage in place]
+    leads = [i == 0 or place[i - 1] != stage for i, stage in enumerate(place)]
+    return tuple((at + s.start, at + (s.stop if first else s.start)) for s, first in zip(spans, leads, strict=True))
 
 
-_MOST_OUTPUTS = 1024  # that an operation gives away
-
-
-def _with_composites(
-    configs: list[Any],
-    matches: Sequence[pattern.Match],
-    forward: Any,
-    backward: Any,
-    routes: Routes,
-    hidden: Hidden,
-    begin: int,
-) -> chain.Config:
-    """The chain, somebody else's fused operations in place of what they stand for."""
-    theirs = {m.first: m for m in matches if not m.rule.is_own}
+def _placed(
+    configs: list[Any], matches: Sequence[pattern.Match], routes: Routes, hidden: Hidden, begin: int
+) -> tuple[chain.Config, list[int]]:
+    """The chain, with its fused steps, and layers in the places that matches give them; and of each operation, its
+    place among the stages."""
+    theirs = {m.first: m for m in matches if m.config is not None}
     stages: list[Any] = []
-    place: list[int] = []  # of each operation among the stages
+    place: list[int] = []
     start: list[int] = []  # of each operation, the first of the stage's inputs that is its own, less one
     shift: list[dict[int, int]] = []  # of each operation, what it gives away -> what the stage gives away
-    i = 0
-    while i < len(configs):
-        match = theirs.get(i)
-        end = i + 1 if match is None else match.last
-        place += [len(stages)] * (end - i)
-        stages.append(configs[i] if match is None else match.config)
+    while len(place) < len(configs):
+        match = theirs.get(len(place))
+        unfused = chain.Config((configs[len(place)],)) if match is None else match.config.unfused
         given = 0
-        for j in range(end - i):
-            unfused = match.config.unfused if match is not None else None
-            start.append(0 if unfused is None else sum(unfused.fields[:j]))
-            shown = range(_MOST_OUTPUTS) if unfused is None else unfused.shown[j]
+        for j, shown in enumerate(unfused.shown):
+            place.append(len(stages))
+            start.append(sum(unfused.fields[:j]))
             shift.append({k: given + n for n, k in enumerate(shown)})
             given += len(shown)
-        i = end
+        stages.append(unfused.stages[0] if match is None else match.config)
     place.append(len(stages))
-    moved = [tuple((name, place[a], place[b]) for name, a, b in steps) for steps in (forward, backward)]
+    moved = [
+        tuple((name, place[a], place[b]) for name, a, b in pattern.steps_on(side, matches))
+        for side in ("forward", "backward")
+    ]
     outer = [route for route in routes if place[route[0]] != place[route[2]]]
-    return chain.Config(
+    config = chain.Config(
         tuple(stages), moved[0], moved[1],
         tuple((place[c], start[c] + f, place[p], shift[p][k]) for c, f, p, k in outer),
         tuple((place[i], shift[i][k]) for i, k in hidden if k in shift[i]), begin,
     )  # fmt: skip
+    return config, place[:-1]
 
 
 @while_tracing
@@ -176,8 +163,8 @@ def known_plan(keys: tuple[str, ...], routes: Routes, hidden: Hidden, rules: int
 
 @while_tracing
 def takes_foreign(rules: int) -> bool:
-    """Whether any of these rules is somebody else's, and has to be tried."""
-    return any(not rule.is_own for group in pattern.rules_of(rules) for rule in group)
+    """Whether any of these rules has to be tried: its operation is no step."""
+    return any(not rule.op.op_is_step for group in pattern.rules_of(rules) for rule in group)
 
 
 def sketched(field: Any, width: int) -> Any:
@@ -195,18 +182,14 @@ def _of_sketch(said: Any) -> Any:
 def steps_of(config: chain.Config) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Names of the stages, of forward's steps and of backward's."""
 
-    def title(stage: Any) -> str:
-        return (
-            stage.functions.title if isinstance(stage, user_op.Config | user_fusion.Config) else stage.registered_name
-        )
-
-    def name(step: chain.Step) -> str:
-        return step.name or title(config.stages[step.first])
-
-    steps = [tuple(name(step) for step in own) for own in (config.steps, config.back_steps)]
-    return tuple(title(stage) for stage in config.stages), steps[0], steps[1]
+    titles = tuple(layer.title for layer in config.layers)
+    steps = [
+        tuple(LAYERS[step.name].title if step.name else titles[step.first] for step in own)
+        for own in (config.steps, config.back_steps)
+    ]
+    return titles, steps[0], steps[1]
 
 
-def refusals_of(key: str) -> tuple[Refused, ...]:
+def refusals_of(key: str) -> tuple[NotFired, ...]:
     """Of a run that was planned here."""
     return next((plan.refused for plan in _plans.values() if plan.key == key), ())

@@ -81,7 +81,7 @@ class OperationFuser:
         shared = pattern.global_rules()
         if self._known[0] is not shared:
             groups = ((), ()) if self.rules is None else (self.rules, shared)
-            legacy = any(not rule.is_own and rule.op.op_is_legacy for group in groups for rule in group)
+            legacy = any(rule.op.op_is_legacy for group in groups for rule in group)
             self._known = shared, (pattern.rule_set(groups), legacy)
         found: tuple[int, bool] = self._known[1]
         return found
@@ -265,7 +265,7 @@ def _run(
     )
     keys = tuple([stage.key for stage in stages])
     # for messages of functions that somebody else wrote; of others, equal runs share a plan wherever they are
-    first = steps[0].number if any([key.startswith("custom(") for key in keys]) else 0
+    first = steps[0].number if any([key.startswith("custom.") for key in keys]) else 0
     fields = (x, *[t for stage in stages for t in stage.inputs])
     if tracing:
         sketches = [sketched(t, x.shape[-1]) for t in fields] if x.dim() and takes_foreign(rules) else []

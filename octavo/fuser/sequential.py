@@ -24,7 +24,7 @@ from octavo.fuser.inputs import refuse_symbol
 from octavo.fuser.layout import Layout, Part, check_there, routed, taken_apart
 from octavo.fuser.legacy import outside, run_legacy
 from octavo.fuser.operation import FusibleOperation, NoTorchScript, has_hooks
-from octavo.fuser.pattern import FREE, KNOWN_SCALE, SIDES, Refused, Rule, check_name, global_rules
+from octavo.fuser.pattern import FREE, KNOWN_SCALE, SIDES, NotFired, Rule, check_name, global_rules
 from octavo.fuser.plan import Planned, Run
 from octavo.fuser.runs import Step, Wire, told_run
 
@@ -35,7 +35,7 @@ GRAD_INPUT_BUFFER_KEY = "dgrad_out"
 class Explanation(NamedTuple):
     runs: tuple[Run, ...]
     fired: tuple[str, ...]
-    refused: tuple[Refused, ...]
+    refused: tuple[NotFired, ...]
     alone: tuple[str, ...] = ()  # operations that join no others, and why
 
     def __str__(self) -> str:

@@ -5,7 +5,7 @@ and is served by the driver as any layer is. A chain's inputs are x, then each s
 are the stages' buffers; its outputs are the last y, then the side outputs of its stages, which a layer returns besides
 y as a fork does (`octavo.layers.fork`). A later stage may take a side output as an input: a residual.
 
-A *step* is one stage, or several at once: a fused operation (`Fused`). Forward and backward are cut into steps
+A *step* is one stage, or several at once: a fused operation (`FusedStep`). Forward and backward are cut into steps
 independently. A fused forward returns what each of its stages would have returned, but for values between them that no
 stage keeps; a fused backward takes what each stage has saved and returns what each would have returned. Where both
 sides are fused together, the stages' own configs say what is saved instead.
@@ -13,7 +13,7 @@ sides are fused together, the stages' own configs say what is saved instead.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -24,18 +24,7 @@ from octavo.values import Value, register
 from octavo.wgrad.targets import Writes
 
 
-class Fused(Protocol):
-    """An operation that runs several stages at once; one of the two functions may be missing (None)."""
-
-    # configs, inputs (x is None but for the first)
-    forward: Callable[[Sequence[Any], Sequence[Any]], list[ForwardResult]] | None
-    backward: Callable[..., list[Tensors]] | None  # configs, saved, buffers, grads of each stage; writes
-
-
-FUSED: dict[str, Fused] = {}  # by name, filled by who defines them
-
-
-class Step(NamedTuple):
+class ChainStep(NamedTuple):
     """Stages first … last - 1."""
 
     name: str  # of a fused operation; empty for a single stage
@@ -62,11 +51,11 @@ class Config(Value):
         return tuple(zip(self.layers, self.stages, strict=True))
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[ChainStep, ...]:
         return _steps(self.forward, len(self.stages))
 
     @cached_property
-    def back_steps(self) -> tuple[Step, ...]:
+    def back_steps(self) -> tuple[ChainStep, ...]:
         """In the order in which backward takes them, as far as anything wants a gradient."""
         return tuple(
             step for step in reversed(_steps(self.backward, len(self.stages)))
@@ -179,12 +168,12 @@ class Config(Value):
 
 
 @lru_cache(maxsize=4096)
-def _steps(fused: tuple[tuple[str, int, int], ...], count: int) -> tuple[Step, ...]:
-    steps: list[Step] = []
+def _steps(fused: tuple[tuple[str, int, int], ...], count: int) -> tuple[ChainStep, ...]:
+    steps: list[ChainStep] = []
     for name, first, last in fused:
-        steps += [Step("", i, i + 1) for i in range(steps[-1].last if steps else 0, first)]
-        steps.append(Step(name, first, last))
-    return (*steps, *[Step("", i, i + 1) for i in range(steps[-1].last if steps else 0, count)])
+        steps += [ChainStep("", i, i + 1) for i in range(steps[-1].last if steps else 0, first)]
+        steps.append(ChainStep(name, first, last))
+    return (*steps, *[ChainStep("", i, i + 1) for i in range(steps[-1].last if steps else 0, count)])
 
 
 class Fields(tuple[Any, ...]):
@@ -382,15 +371,14 @@ layer = ChainLayer(Config, Fields, buffers=Fields)
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
-def _run_step(config: Config, step: Step, stages: list[Any], made: list[Any]) -> list[ForwardResult]:
+def _run_step(config: Config, step: ChainStep, stages: list[Any], made: list[Any]) -> list[ForwardResult]:
     """The results of the stages of one step, from their inputs and the results of the stages before."""
     name, first, last = step
     if config.routes:
         _connect(config, stages, made, first, last)
     if name:
-        fused = FUSED[name].forward
-        assert fused is not None
-        return fused(config.stages[first:last], stages[first:last])
+        results: list[ForwardResult] = LAYERS[name].step_forward(config.stages[first:last], stages[first:last])
+        return results
     try:
         return [config.layers[first].forward(config.stages[first], stages[first])]
     except Miscounted as error:
@@ -500,14 +488,13 @@ def _stage_values(config: Config, x: Any, made: ForwardResult) -> list[Any]:
 
 
 def _step_back(
-    config: Config, step: Step, saved: list[Any], buffers: list[Any], dys: list[Any], writes: Writes
+    config: Config, step: ChainStep, saved: list[Any], buffers: list[Any], dys: list[Any], writes: Writes
 ) -> list[Tensors]:
     """The gradients of the stages of one step."""
     name, first, last = step
     if name:
-        fused = FUSED[name].backward
-        assert fused is not None
-        return fused(config.stages[first:last], saved, buffers, dys, writes)
+        grads: list[Tensors] = LAYERS[name].step_backward(config.stages[first:last], saved, buffers, dys, writes)
+        return grads
     try:
         return [config.layers[first].backward(config.stages[first], saved[0], buffers[0], dys[0], writes)]
     except Miscounted as error:

@@ -8,7 +8,7 @@ as the string that `octavo.values.parse` reads back.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ class Layer:
         self.Saved = saved  # tensors that backward needs
         self.Buffers = buffers  # tensors that backward writes to besides its results
         self.config: Callable[[str], Any] = _reader(config)  # parses a config's string, and remembers
+        self.title: str = config.registered_name  # for messages and reports
         LAYERS[config.registered_name] = self
 
     # -- the four that every layer defines -----------------------------------------------------------------------------
@@ -199,7 +200,33 @@ class WeightLayer(Layer):
         raise NotImplementedError
 
 
-LAYERS: dict[str, Any] = {}  # by the registered name of their configs
+class FusedStep(Protocol):
+    """Several stages of a chain at once: forward, backward or both (None: the stages' own), as of a layer, with a list
+    in place of each argument. A `octavo.fuser.pattern.FusedOperation` that defines these functions is one."""
+
+    title: str
+    # configs and inputs of each stage: x is the first one's, None in the others
+    step_forward: Callable[[Sequence[Any], Sequence[Any]], list[ForwardResult]] | None
+    # configs, saved, buffers and grads of each stage; writes
+    step_backward: Callable[..., list[Tensors]] | None
+
+
+LAYERS: dict[str, Any] = {}
+"""The one registry, of everything that a graph calls by name: layers by the names of their configs, and fused steps.
+
+Octavo's own and users' enter it alike. An operation is a Layer (a user's: `octavo.layers.user_op.UserOp`). A fused
+operation is a FusedStep over stages, as Octavo's own are, or a Layer in place of them (`octavo.layers.user_fusion`).
+
+Additions that it is meant to carry:
+
+    fuser_forward in one piece, with extras   `octavo.fuser.legacy` has one call for single and fused operations, with
+                                              an entry for each operation: extra inputs become fields beside its
+                                              parameters, extra outputs an entry of what forward returns
+    keywords that are not tensors             a field of OpConfig beside `settings`: a value is part of the key, and
+                                              `all_settings` hands it to the functions
+    operations that emit codes                kinds of outputs in UserConfig, as `fresh` has kinds of fresh values:
+                                              `saved_values` packs and counts them, extras carry them out
+"""
 
 
 def _reader(kind: type[C]) -> Callable[[str], C]:

@@ -1,4 +1,4 @@
-"""Functions of somebody else's, run on tensors without data, to learn what they make."""
+"""Users' functions, run on tensors without data to learn what they make."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -22,23 +22,30 @@ class Miscounted(RuntimeError):
 
 def without_data() -> Any:
     """Tensors made within have none."""
-    return nullcontext() if active_fake_mode() is not None else FakeTensorMode()
+    return FakeTensorMode() if active_fake_mode() is None else nullcontext()
 
 
-def fake(t: Any) -> Tensor:
-    if isinstance(t, TensorProto):
-        return t.empty()
-    return torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device)
+def stand_in(field: Any) -> Any:
+    """A tensor without data for a proto or for a tensor, which may be one already; None for None; a tuple for one."""
+    if isinstance(field, tuple):
+        return tuple(stand_in(t) for t in field)
+    if field is None or (isinstance(field, Tensor) and is_fake(field)):
+        return field
+    if isinstance(field, TensorProto):
+        return field.empty()
+    return torch.empty_strided(tuple(field.shape), field.stride(), dtype=field.dtype, device=field.device)
 
 
-def stand_in(t: Any) -> Any:
-    """A tensor without data for a proto or for a tensor, which may be one already; None for None."""
-    return t if t is None or (isinstance(t, Tensor) and is_fake(t)) else fake(t)
+def abstract(field: Any) -> Any:
+    """The proto of a tensor, or of each in a tuple; itself of a proto or None."""
+    if isinstance(field, tuple):
+        return tuple(abstract(t) for t in field)
+    return TensorProto.of(field) if isinstance(field, Tensor) else field
 
 
 class tried:
-    """Functions of somebody else's, called within on tensors without data: what they raise says so. `otherwise` is what
-    else their author can do."""
+    """A user's function, called within on tensors without data: an error of its says so. `otherwise` is what else its
+    author can do."""
 
     def __init__(self, where: str, otherwise: str = "") -> None:
         self.where, self.otherwise = where, otherwise
@@ -63,5 +70,5 @@ def _is_about_values(error: Any) -> bool:
 
 
 def _values_asked_for() -> int:
-    """A compiler has symbols for values, as for sizes, and counts those that nobody has returned yet."""
+    """How many symbols for values, as for sizes, a compiler has that no tensor has yet."""
     return len(getattr(getattr(active_fake_mode(), "shape_env", None), "pending_fresh_unbacked_symbols", ()))

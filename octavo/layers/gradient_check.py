@@ -1,5 +1,5 @@
-"""Whether a gradient that a function of somebody else's returned is like its input: in dtype, and in shape as far as it
-was known when the run was planned.
+"""Checks that a gradient from a user's function is like its input: in dtype, and in shape as far as it was known when
+the run was planned.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def like(t: TensorProto | None, known: str, y: TensorProto) -> tuple[str, tuple[
 
 
 def check_gradient(where: str, name: str, g: Any, like: Any, given: Any, dy: Any) -> None:
-    """Refuse a gradient that is not like its input: it would be broadcast, summed or cast, and nobody would know.
+    """Refuse a gradient that is not like its input: it would be broadcast, summed or cast in silence.
     `given` is the input itself, where it was saved."""
     if not isinstance(g, Tensor):
         raise Miscounted(f"{where} returned {told(g)} as the gradient of {name}. Return a tensor.")
@@ -53,8 +53,3 @@ def check_gradient(where: str, name: str, g: Any, like: Any, given: Any, dy: Any
 def _differs(a: Any, b: Any) -> bool:
     """As numbers; a compiler's symbols are left alone."""
     return isinstance(a, int) and isinstance(b, int) and a != b
-
-
-def given_among(kept: Sequence[Any], sources: Sequence[str]) -> dict[str, Any]:
-    """Inputs that were saved, by their places."""
-    return {s.removeprefix("input:"): t for t, s in zip(kept, sources, strict=True) if s.startswith("input:")}

@@ -1,18 +1,18 @@
-"""What passes from a function of somebody else's to its backward: a Tensor, QTensor, GroupedTensor or None, packed as
-plain tensors, and its kind in words, which a config can hold.
+"""Values that pass from a user's forward to its backward: a Tensor, QTensor, GroupedTensor or None, packed as plain
+tensors, and the kind of each in words, which a config can hold.
 
     "none", "empty", "tensor", "codes:dtype:quantizer", "groups:side:dtype:quantizer"
 
 A QTensor or GroupedTensor is its tensors and an empty one that has its shape.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.layers.contract import DTYPES, NAMES
+from octavo.layers.contract import DTYPES
 from octavo.quant.grouped import GroupedTensor, restore
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QTensor
@@ -31,9 +31,9 @@ def kind_of(value: Any, where: str) -> str:
     if isinstance(value, Tensor):
         return "tensor"
     if isinstance(value, QTensor):
-        return f"codes:{NAMES[value.dtype]}:{value.spec.key}"
+        return f"codes:{dtype_name(value.dtype)}:{value.spec.key}"
     if isinstance(value, GroupedTensor):
-        return f"groups:{value.orientation}:{NAMES[value.q.dtype]}:{value.q.spec.key}"
+        return f"groups:{value.orientation}:{dtype_name(value.q.dtype)}:{value.q.spec.key}"
     raise TypeError(
         f"{where} returned {told(value)} for backward. What backward needs is a Tensor, QTensor, GroupedTensor or "
         "None; any other choice is a field of op_config, known when the run is planned."
@@ -68,12 +68,9 @@ def _unpacked(kind: str, slots: Sequence[Any]) -> Any:
     return restore([codes, *parts[1:], *slots[3:8]], settings)
 
 
-def unpacked_all(kinds: Sequence[str], slots: Sequence[Any]) -> tuple[Any, ...]:
-    found, start = [], 0
-    for kind in kinds:
-        found.append(_unpacked(kind, slots[start : start + slots_of(kind)]))
-        start += slots_of(kind)
-    return tuple(found)
+def unpacked_all(kinds: Sequence[str], slots: Iterator[Any]) -> tuple[Any, ...]:
+    """Values of these kinds, from the tensors that come next."""
+    return tuple([_unpacked(kind, [next(slots) for _ in range(slots_of(kind))]) for kind in kinds])
 
 
 def told(value: Any) -> str:

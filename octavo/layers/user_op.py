@@ -1,68 +1,118 @@
-"""A layer that somebody else wrote (`octavo.fuser.basic`), as a stage of a chain.
+"""Users' functions as a layer: `UserOp`, an operation (`octavo.fuser.basic`), and `UserLayer`, all that it shares with
+a fused operation (`octavo.layers.user_fusion`).
 
-    compute (settings, inputs)                   -> y, extra outputs, fresh
-    select  (settings, inputs, outputs, fresh)   -> which of these backward needs
-    backward(settings, saved, grads, wants)      -> one gradient for each input
+    compute (settings, inputs)                   -> y, extra outputs, fresh values
+    select  (settings, inputs, outputs, fresh)   -> the values among these that backward needs
+    backward(settings, saved, grads, wants)      -> gradients
 
-Functions are found by name, since a graph holds strings. What `select` chose, and what each fresh value is, was found
-out when the run was planned, on tensors without data (`probe`), and is part of the config: it is not asked again.
+Everything but y has an entry for each operation that the functions stand for; a `UserOp` stands for one. The choice of
+`select`, and the kind of each fresh value, are found when a run is planned, on tensors without data (`probe`). They are
+part of the config, and no step asks again.
 """
 
 from collections import namedtuple
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo._torch.fakes import is_fake
 from octavo.errors import UnsupportedConfig
-from octavo.layers.contract import ForwardResult, Layer, Tensors
-from octavo.layers.dry_run import Miscounted, fake, stand_in, tried, without_data
-from octavo.layers.gradient_check import check_gradient, given_among
-from octavo.layers.saved_values import kind_of, packed, slots_of, unpacked_all
-from octavo.quant.proto import TensorProto
+from octavo.layers.contract import LAYERS, ForwardResult, Layer, Tensors
+from octavo.layers.dry_run import Miscounted, abstract, stand_in, tried, without_data
+from octavo.layers.gradient_check import check_gradient
+from octavo.layers.saved_values import kind_of, packed, slots_of, told, unpacked_all
 from octavo.values import Value, register
 
 
 class Functions(NamedTuple):
-    title: str  # for messages
-    fields: tuple[str, ...]  # x, then what else it takes
-    compute: Callable[[Any, Any], Any]
-    select: Callable[[Any, Any, Any, Any], Any]
-    backward: Callable[[Any, Any, Any, Any], Any]
-    outputs: int  # y and the extra ones
-    abstract: Callable[[Any, Any], Any] | None = None
+    """A user's functions, or their names for messages."""
+
+    compute: Any
+    select: Any
+    backward: Any
+    abstract: Any = None  # asked for shapes in place of compute
 
 
-FUNCTIONS: dict[str, Functions] = {}
+@dataclass(frozen=True, repr=False, eq=False)
+class UserConfig(Value):
+    """The part of a config that planning finds."""
+
+    is_listed: ClassVar[bool] = False
+    fresh: tuple[str, ...] = ()  # the kind of each fresh value (`octavo.layers.saved_values`)
+    saved: tuple[tuple[str, ...], ...] = ()  # for each operation: "none", "empty", "input:0", "output:0", "fresh:0"
+
+    @cached_property
+    def operations(self) -> tuple[tuple[Any, Any], ...]:
+        """The layer and the config of each operation that the functions stand for."""
+        return ((LAYERS[self.registered_name], self),)
+
+    @cached_property
+    def all_settings(self) -> tuple[Any, ...]:
+        """The settings of each operation, as its own functions know them."""
+        return tuple(stage.settings if isinstance(stage, OpConfig) else stage for _, stage in self.operations)
+
+    @cached_property
+    def forks(self) -> bool:
+        """Whether the first operation may give x away as it is."""
+        return bool(self.operations[0][0].forks)
+
+    @cached_property
+    def shown(self) -> tuple[tuple[int, ...], ...]:
+        """For each operation, which of its extra outputs others have."""
+        return tuple(tuple(range(layer.outputs(stage) - 1)) for layer, stage in self.operations)
+
+    @cached_property
+    def wants(self) -> tuple[Any, ...]:
+        """For each operation, which of its inputs want a gradient, by name."""
+        return tuple(layer.Inputs._make(layer.wants(stage)) for layer, stage in self.operations)
+
+    @cached_property
+    def gradients(self) -> tuple[tuple[str, Any], ...]:
+        """The name of each gradient, and what it is like where its operation is a user's."""
+        as_y = len(self.operations) == 1 or all(
+            isinstance(stage, OpConfig) and stage.likes[0][2] for _, stage in self.operations
+        )
+        found: list[tuple[str, Any]] = []
+        for i, ((_, stage), wants) in enumerate(zip(self.operations, self.wants, strict=True)):
+            for j, name in enumerate(wants._fields):
+                like = stage.likes[j] if isinstance(stage, OpConfig) else None
+                if i == 0 or j > 0:
+                    named = name if stage is self else f"{i}.{name}"
+                    found.append((named, like and (*like[:2], like[2] and as_y)))
+        return tuple(found)
+
+    @cached_property
+    def sources(self) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """Where each saved value comes from, and its place there."""
+        split = [[source.partition(":") for source in part] for part in self.saved]
+        return tuple(tuple((name, int(at or 0)) for name, _, at in part) for part in split)
+
+    @cached_property
+    def saved_kinds(self) -> tuple[tuple[str, ...], ...]:
+        def kind(name: str, at: int) -> str:
+            return self.fresh[at] if name == "fresh" else name if name in ("none", "empty") else "tensor"
+
+        return tuple(tuple(kind(*source) for source in part) for part in self.sources)
+
+    @cached_property
+    def fresh_spans(self) -> tuple[slice, ...]:
+        ends = [0, *accumulate(slots_of(kind) for kind in self.fresh)]
+        return tuple(slice(a, b) for a, b in pairwise(ends))
 
 
-@register("custom")
-class Config(Value):
-    name: str = ""  # of its functions, with a digest of their text: a graph on disk must not outlive them
+@dataclass(frozen=True, repr=False, eq=False)
+class OpConfig(UserConfig):
+    """Of one operation. Each class of operations has a config of its own, whose name holds a digest of the functions'
+    text: a graph on disk must not outlive them."""
+
     settings: Value | None = None
     wanted: tuple[bool, ...] = ()  # which inputs want a gradient
-    fresh: tuple[str, ...] = ()  # the kind of each (`octavo.layers.saved_values`)
-    saved: tuple[str, ...] = ()  # where each comes from: "none", "input:0", "output:0", "fresh:0"
     likes: tuple[tuple[str, tuple[int, ...], bool], ...] = ()  # of each gradient (`octavo.layers.gradient_check`)
-
-    @cached_property
-    def functions(self) -> Functions:
-        return FUNCTIONS[self.name]
-
-    @cached_property
-    def fresh_slots(self) -> tuple[int, ...]:
-        return tuple(slots_of(kind) for kind in self.fresh)
-
-    @cached_property
-    def saved_kinds(self) -> tuple[str, ...]:
-        """What each saved value is."""
-        return tuple(
-            self.fresh[int(s[6:])] if s.startswith("fresh:") else "none" if s == "none" else "tensor"
-            for s in self.saved
-        )
 
 
 @lru_cache(maxsize=4096)
@@ -70,215 +120,241 @@ def fields_of(names: tuple[str, ...]) -> Any:
     return namedtuple("Inputs", names)
 
 
-class CustomLayer(Layer):
-    """A user's operation."""
+class UserLayer(Layer):
+    """Users' functions, checked: how many values they return, of which kinds, and in whose memory."""
 
-    def fresh_size(self, config: Config) -> int:
-        return sum(config.fresh_slots)
+    def __init__(
+        self, name: str, base: type[UserConfig], inputs: Any, title: str, functions: Functions, where: Functions
+    ) -> None:
+        """`where` has the functions' names."""
+        super().__init__(register(name)(type("Config", (base,), {"__qualname__": name})), inputs)
+        self.title, self.where = title, where
+        self.functions = functions._replace(abstract=functions.abstract or functions.compute)
+        otherwise = ", or define op_abstract, which is asked for shapes in its place" if where.abstract else ""
+        self.asked = (where.compute, otherwise) if functions.abstract is None else (where.abstract,)
 
-    def saved_size(self, config: Config) -> int:
-        return sum(slots_of(kind) for kind in config.saved_kinds)
+    # -- forward -------------------------------------------------------------------------------------------------------
 
-    def has_backward(self, config: Config) -> bool:
-        return any(config.wanted)
-
-    def inputs_of(self, config: Config, values: Sequence[Any]) -> Any:
-        return fields_of(config.functions.fields)(*values)
-
-    def outputs(self, config: Config) -> int:
-        return config.functions.outputs
-
-    def forward(self, config: Config, inputs: Any) -> ForwardResult:
-        functions = config.functions
-        y, extra, fresh = checked(functions, functions.compute(config.settings, inputs))
-        check_kinds(f"{functions.title}'s compute", fresh, config.fresh)
-        given = [t for t in inputs if isinstance(t, Tensor)]
-        refuse_inputs(functions.title, (y, *extra), given)
+    def forward(self, config: Any, inputs: Any, function: Any = None) -> ForwardResult:
+        """`function` is asked in place of compute."""
+        where = self.where.compute
+        y, extra, parts = self._computed(config, inputs, function or self.functions.compute)
+        fresh = list(chain.from_iterable(parts))
+        kinds = tuple([kind_of(value, where) for value in fresh])
+        if kinds != config.fresh:
+            raise Miscounted(
+                f"{where} handed over {list(kinds)}, and {list(config.fresh)} when the run was planned. Which tensors "
+                "there are follows from op_config alone."
+            )
+        given = [t for field in inputs for t in (field if isinstance(field, tuple) else (field,)) if t is not None]
+        away = extra
+        if config.forks and extra and extra[0] is inputs[0]:  # x is what the first operation gives away
+            layer, stage = config.operations[0]
+            away, extra = extra[1:], [layer.forward(stage, layer.Inputs(inputs[0])).outputs[1], *extra[1:]]
+        _refuse_inputs(where, (y, *away), given)
         outputs = without_aliases((y, *extra), ())
-        slots = [t for value in fresh for t in packed(value)]
-        return ForwardResult(outputs, (), without_aliases(slots, (*given, *outputs)))
+        tensors = list(chain.from_iterable(map(packed, fresh)))
+        return ForwardResult(outputs, (), without_aliases(tensors, (*given, *outputs)))
 
-    def abstract(self, config: Config, inputs: Any) -> ForwardResult:
-        functions = config.functions
-        with without_data():
-            fakes = fields_of(functions.fields)(*[None if p is None else p.empty() for p in inputs])
-            y, extra, fresh = _said(functions, config.settings, fakes)
-            slots = [t for value in fresh for t in packed(value)]
-            return ForwardResult(
-                tuple(TensorProto.of(t) for t in (y, *extra)), (),
-                tuple(None if t is None else TensorProto.of(t) for t in slots),
-            )  # fmt: skip
+    def abstract(self, config: Any, inputs: Any) -> ForwardResult:
+        with without_data(), tried(*self.asked):
+            fields = self.inputs_of(config, stand_in(tuple(inputs)))
+            return ForwardResult(*(abstract(group) for group in self.forward(config, fields, self.functions.abstract)))
 
-    def replays(self, config: Config, side: str) -> bool:
-        return False
+    def _computed(self, config: Any, inputs: Any, function: Callable[..., Any]) -> tuple[Any, list[Any], list[Any]]:
+        """y, the extra outputs that others have, the fresh values of each operation, if they are as many as they should
+        be."""
+        where, count = self.where.compute, len(config.operations)
+        made = function(config.all_settings, self.split(config, inputs))
+        if not isinstance(made, tuple) or len(made) != 3:
+            raise Miscounted(f"{where} returns y, extra outputs and fresh tensors, got {told(made)}.")
+        if not isinstance(made[0], Tensor):
+            raise Miscounted(f"{where} returns a tensor first, got {told(made[0])}.")
+        extra = entries(where, "extra outputs", made[1], count)
+        shown: list[Any] = []
+        for i, ((layer, stage), values) in enumerate(zip(config.operations, extra, strict=True)):
+            if len(values) != (want := layer.outputs(stage) - 1):
+                raise Miscounted(f"{where} returns {want} extra outputs{_of(i, count)}, got {len(values)}.")
+            for k in config.shown[i]:
+                shown.append(values[k])
+                if values[k] is None:
+                    raise Miscounted(
+                        f"{where} leaves out an extra output{_of(i, count)} that is public, or taken by an operation "
+                        "outside its forward fusion. Return it."
+                    )
+                if not isinstance(values[k], Tensor):
+                    raise Miscounted(f"{where} returns tensors as extra outputs, got {told(values[k])}{_of(i, count)}.")
+        return made[0], shown, entries(where, "fresh tensors", made[2], count)
 
-    def wants(self, config: Config) -> tuple[bool, ...]:
-        return config.wanted
+    def split(self, config: Any, inputs: Any) -> Sequence[Any]:
+        """The inputs of each operation."""
+        return (inputs,)
 
-    def save(self, config: Config, inputs: Any, made: ForwardResult) -> tuple[Any, ...]:
+    def save(self, config: Any, inputs: Any, made: ForwardResult) -> tuple[Any, ...]:
         found: list[Any] = []
-        starts = [sum(config.fresh_slots[:i]) for i in range(len(config.fresh) + 1)]
-        for source in config.saved:
-            name, _, at = source.partition(":")
-            if name == "input":
-                found.append(inputs[int(at)])
-            elif name == "output":
-                found.append(made.outputs[int(at)])
-            elif name == "fresh":
-                found += made.fresh[starts[int(at)] : starts[int(at) + 1]]
+        for name, at in chain.from_iterable(config.sources):
+            if name == "fresh":
+                found += made.fresh[config.fresh_spans[at]]
+            elif name != "none":
+                found.append(None if name == "empty" else (inputs if name == "input" else made.outputs)[at])
         return tuple(found)
 
-    def abstract_gradients(self, config: Config, saved: tuple[Any, ...], *grads: Any) -> tuple[TensorProto | None, ...]:
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def abstract_gradients(self, config: Any, saved: tuple[Any, ...], *grads: Any) -> tuple[Any, ...]:
+        with without_data(), tried(self.where.backward):
+            found: tuple[Any, ...] = abstract(self.backward(config, stand_in(tuple(saved)), (), stand_in(grads)))
+            return found
+
+    def backward(self, config: Any, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
+        where, wants = self.where.backward, config.wants
+        kept = self.unpacked(config, saved)
+        found = self.functions.backward(config.all_settings, kept, self.widened(config, grads), wants)
+        found = entries(where, "gradients", found, len(wants))
+        for i, (part, wanted) in enumerate(zip(found, wants, strict=True)):
+            if len(part) != len(wanted):
+                names = f"{', '.join(wanted._fields)}{_of(i, len(wants))}"
+                raise Miscounted(f"{where} returns a gradient for each of {names}: {len(wanted)}, got {len(part)}.")
+        flat = (found[0][0], *[t for part in found for t in part[1:]])
+        given, chosen = self.given(config, kept), list[Any]()
+        for i, (g, want, (name, like)) in enumerate(zip(flat, self.wants(config), config.gradients, strict=True)):
+            if want and g is None:
+                raise Miscounted(f"{where} returned no gradient of {name}, which is wanted.")
+            if want:
+                check_gradient(where, name, g, like, given.get(i), grads[0])
+            chosen.append(g if want else None)
+        return without_aliases(chosen, (*grads, *saved))
+
+    def widened(self, config: Any, grads: Tensors) -> Tensors:
+        """The gradient of y, and of every extra output of every operation."""
+        return grads
+
+    def unpacked(self, config: Any, saved: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """The values that `select` chose, for each operation."""
+        rest = iter(saved)
+        return [unpacked_all(kinds, rest) for kinds in config.saved_kinds]
+
+    def given(self, config: Any, kept: Sequence[Any]) -> dict[int, Any]:
+        """Inputs that were saved, by their places."""
+        return {
+            at: t for part, values in zip(config.sources, kept, strict=True)
+            for (name, at), t in zip(part, values, strict=True) if name == "input"
+        }  # fmt: skip
+
+    # -- counts --------------------------------------------------------------------------------------------------------
+
+    def fresh_size(self, config: Any) -> int:
+        return sum(slots_of(kind) for kind in config.fresh)
+
+    def saved_size(self, config: Any) -> int:
+        return sum(slots_of(kind) for part in config.saved_kinds for kind in part)
+
+    def replays(self, config: Any, side: str) -> bool:
+        return False
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def probe(self, config: Any, inputs: Sequence[Any]) -> "Probed":
+        """The config with what planning finds, on inputs without data."""
         with without_data():
-            values, dys = (tuple(stand_in(t) for t in given) for given in (saved, grads))
-            with tried(f"{config.functions.title}'s backward"):
-                found = gradients(config, values, dys)
-            return tuple(None if t is None else TensorProto.of(t) for t in found)
+            fields = self.inputs_of(config, stand_in(tuple(inputs)))
+            with tried(*self.asked):
+                y, extra, parts = self._computed(config, fields, self.functions.abstract)
+            outputs, fresh = (y, *extra), list(chain.from_iterable(parts))
+            with tried(self.where.select):
+                chosen = self.functions.select(config.all_settings, self.split(config, fields), outputs, parts)
+            chosen = entries(self.where.select, "what is saved", chosen, len(parts), TypeError)
+            kinds = tuple(kind_of(value, self.where.compute) for value in fresh)
+            places = {"input": fields, "output": outputs, "fresh": fresh}
+            saved = tuple(
+                tuple(self._source(value, places, isinstance(stage, OpConfig)) for value in part)
+                for (_, stage), part in zip(config.operations, chosen, strict=True)
+            )
+            return Probed(replace(config, fresh=kinds, saved=saved), outputs, chosen)
 
-    def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
-        if all(g is None for g in grads):
-            return (None,) * len(config.wanted)
-        found = gradients(config, saved, grads)
-        return without_aliases(found, (*grads, *saved))
-
-
-layer = CustomLayer(Config, None)
-
-
-# -- planning ----------------------------------------------------------------------------------------------------------
+    def _source(self, value: Any, places: dict[str, Sequence[Any]], is_users: bool) -> str:
+        """Where `select` found a value. Octavo's own layers have a place for one that is missing."""
+        if value is None:
+            return "none" if is_users else "empty"
+        kind_of(value, self.where.select)
+        for name, there in places.items():
+            for i, place in enumerate(there):
+                if place is value:
+                    return f"{name}:{i}"
+        raise TypeError(
+            f"{self.where.select} made {told(value)}. It only selects, among inputs, outputs and what compute hands "
+            "it, since it does not run at every step. Make the tensor in compute and hand it over."
+        )
 
 
 class Probed(NamedTuple):
-    """What functions do, found on tensors without data."""
-
-    fresh: tuple[str, ...]  # kinds
-    saved: tuple[str, ...]  # sources
-    outputs: tuple[TensorProto, ...]
+    config: Any
+    outputs: tuple[Tensor, ...]  # without data
+    chosen: list[tuple[Any, ...]]  # the saved values of each operation, without data
 
 
-def probe(functions: Functions, settings: Value | None, inputs: Sequence[Any]) -> Probed:
-    with without_data():
-        fakes = [None if t is None else fake(t) for t in inputs]
-        named = fields_of(functions.fields)(*fakes)
-        y, extra, fresh = _said(functions, settings, named)
-        outputs = (y, *extra)
-        with tried(f"{functions.title}'s save_ctx"):
-            chosen = functions.select(settings, named, outputs, fresh)
-    if not isinstance(chosen, tuple | list):
-        raise TypeError(f"{functions.title}'s save_ctx returns a tuple, got {type(chosen).__name__}.")
-    kinds = tuple(kind_of(value, f"{functions.title}'s compute") for value in fresh)
-    sources = tuple(_source(functions, value, fakes, outputs, fresh) for value in chosen)
-    return Probed(kinds, sources, tuple(TensorProto.of(t) for t in outputs))
+class UserOp(UserLayer):
+    """A user's operation."""
+
+    def __init__(self, name: str, inputs: Any, outputs: int, title: str, functions: Functions) -> None:
+        where = Functions(*(f"{title}'s {name}" for name in ("compute", "save_ctx", "backward", "op_abstract")))
+        super().__init__(name, OpConfig, inputs, title, functions, where)
+        self.number = outputs  # y and the extra ones
+
+    def outputs(self, config: OpConfig) -> int:
+        return self.number
+
+    def wants(self, config: OpConfig) -> tuple[bool, ...]:
+        return config.wanted
+
+    def has_backward(self, config: OpConfig) -> bool:
+        return any(config.wanted)
 
 
-def _said(functions: Functions, settings: Value | None, inputs: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """What compute returns for tensors without data, or would."""
-    if functions.abstract is None:
-        otherwise = ", or define op_abstract, which is asked for shapes in its place"
-        with tried(f"{functions.title}'s compute", otherwise):
-            made = functions.compute(settings, inputs)
-    else:
-        with tried(f"{functions.title}'s op_abstract"):
-            made = functions.abstract(settings, inputs)
-    return checked(functions, made)
+# -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _source(functions: Functions, value: Any, inputs: Sequence[Any], outputs: Sequence[Any], fresh: Any) -> str:
-    if value is None:
-        return "none"
-    kind_of(value, f"{functions.title}'s save_ctx")
-    for name, places in (("input", inputs), ("output", outputs), ("fresh", fresh)):
-        for i, place in enumerate(places):
-            if place is value:
-                return f"{name}:{i}"
-    raise TypeError(
-        f"{functions.title}'s save_ctx made a tensor. It only selects, among inputs, outputs and what compute hands "
-        "it, since it does not run at every step. Make the tensor in compute and hand it over."
-    )
+def entries(
+    where: str, what: str, found: Any, number: int, error: type[Exception] = Miscounted
+) -> list[tuple[Any, ...]]:
+    """The entries that a function returned, one for each operation."""
+    if not isinstance(found, tuple | list) or len(found) != number:
+        raise error(f"{where} returns {what} with an entry for each of {number} operations, got {told(found)}.")
+    for i, part in enumerate(found):
+        if not isinstance(part, tuple | list):
+            raise error(f"{where} returns a tuple of {what}{_of(i, number)}, got {told(part)}.")
+    return list(map(tuple, found))
 
 
-def checked(functions: Functions, made: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
-    """What compute returned, if it is as many as it should be."""
-    if not isinstance(made, tuple) or len(made) != 3:
-        raise Miscounted(f"{functions.title}'s compute returns outputs and a tuple of fresh tensors, got {made!r}.")
-    y, extra, fresh = made
-    if not isinstance(y, Tensor | TensorProto):
-        raise Miscounted(f"{functions.title}'s compute returns a tensor first, got {type(y).__name__}.")
-    if not isinstance(extra, tuple | list) or len(extra) != functions.outputs - 1:
-        raise Miscounted(
-            f"{functions.title} has {functions.outputs - 1} extra outputs, and compute returned {extra!r}."
-        )
-    if not isinstance(fresh, tuple | list):
-        raise Miscounted(f"{functions.title}'s compute returns fresh tensors as a tuple, got {type(fresh).__name__}.")
-    return y, tuple(extra), tuple(fresh)
+def _of(i: int, number: int) -> str:
+    return f" for operation {i}" if number > 1 else ""
 
 
-# -- the contract ------------------------------------------------------------------------------------------------------
+def _memory(t: Tensor) -> int:
+    """The address of a tensor's memory; 0 for one without data."""
+    return 0 if t.is_meta or is_fake(t) else t.untyped_storage().data_ptr()
 
 
-def check_kinds(where: str, fresh: Sequence[Any], planned: tuple[str, ...]) -> None:
-    kinds = tuple(kind_of(value, where) for value in fresh)
-    if kinds != planned:
-        raise Miscounted(
-            f"{where} handed over {list(kinds)}, and {list(planned)} when the run was planned. Which tensors there are "
-            "follows from op_config alone."
-        )
-
-
-def refuse_inputs(where: str, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+def _refuse_inputs(where: str, outputs: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     for value in outputs:
-        if any(_memory(t) == _memory(value) != 0 for t in given if t.numel()):
+        place = _memory(value)
+        if place != 0 and any([_memory(t) == place for t in given if t.numel()]):
             raise UnsupportedConfig(
                 f"{where} returns one of its inputs, or a view of it. Return a fresh tensor: a node of a graph has no "
                 "aliases."
             )
 
 
-def _memory(t: Tensor) -> int:
-    """Where it is; 0 for one without data."""
-    return 0 if t.is_meta or is_fake(t) else t.untyped_storage().data_ptr()
-
-
-def kept_values(config: Config, saved: Sequence[Any]) -> tuple[Any, ...]:
-    """What its select chose."""
-    return unpacked_all(config.saved_kinds, saved)
-
-
-def wanted_fields(layer: Any, stage: Any) -> Any:
-    """Which inputs of a stage want a gradient, by name."""
-    if isinstance(stage, Config):
-        return fields_of(stage.functions.fields)(*stage.wanted)
-    return layer.Inputs._make(layer.wants(stage))
-
-
-def gradients(config: Config, saved: Sequence[Any], grads: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What its backward returns, if it is as many as it should be; nothing that is not wanted."""
-    functions = config.functions
-    wanted = fields_of(functions.fields)(*config.wanted)
-    kept = kept_values(config, saved)
-    found = functions.backward(config.settings, kept, grads, wanted)
-    if not isinstance(found, tuple | list) or len(found) != len(config.wanted):
-        raise Miscounted(
-            f"{functions.title}'s backward returns a gradient for each of {', '.join(functions.fields)}: "
-            f"{len(config.wanted)}, got {len(found) if isinstance(found, tuple | list) else type(found).__name__}."
-        )
-    given = given_among(kept, config.saved)
-    for i, (name, g, want) in enumerate(zip(functions.fields, found, config.wanted, strict=True)):
-        if want and g is None:
-            raise Miscounted(f"{functions.title}'s backward returned no gradient of {name}, which is wanted.")
-        if want:
-            check_gradient(f"{functions.title}'s backward", name, g, config.likes[i], given.get(str(i)), grads[0])
-    return tuple(g if want else None for g, want in zip(found, config.wanted, strict=True))
-
-
 def without_aliases(found: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
-    """A node of a graph returns no memory that it was given, and none twice."""
+    """Copies of tensors in given memory, or twice in the same: a node of a graph returns no such."""
     taken = {_memory(t) for t in given if isinstance(t, Tensor)}
     fresh: list[Any] = []
     for t in found:
-        if t is not None and _memory(t) in taken and _memory(t) != 0:
-            t = t.clone(memory_format=torch.contiguous_format)
         if t is not None:
-            taken.add(_memory(t))
+            place = _memory(t)
+            if place != 0 and place in taken:
+                t = t.clone(memory_format=torch.contiguous_format)
+                place = _memory(t)
+            taken.add(place)
         fresh.append(t)
     return tuple(fresh)

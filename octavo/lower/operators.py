@@ -36,7 +36,7 @@ from torch.utils.flop_counter import register_flop_formula
 from octavo._torch.autograd import current_graph_task, preserve_version_counter, saved_tensors_hooks
 from octavo._torch.tracing import saved_elsewhere, while_tracing
 from octavo.errors import UnsupportedConfig
-from octavo.layers import activation, add, chain, fork, grouped_linear, linear, norm, rounding, user_fusion, user_op
+from octavo.layers import activation, add, chain, fork, grouped_linear, linear, norm, rounding
 from octavo.layers.contract import LAYERS, ForwardResult, WeightCast
 from octavo.lower.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
 from octavo.lower.modified import explain_modified, title_of
@@ -46,7 +46,7 @@ from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 
 # imported so that plans find them by name
-_KNOWN = (activation, add, chain, fork, grouped_linear, linear, norm, rounding, user_fusion, user_op)
+_KNOWN = (activation, add, chain, fork, grouped_linear, linear, norm, rounding)
 
 
 @cache

@@ -299,7 +299,7 @@ def shown_models():
         "fusion with an own operation": (
             n["biased"](rules=(both(rule("a", (ops.Bias, n["SoftCap"]), n["BiasAndCap"])),)), (x,),
         ),
-        "own fusion": (n["scaled"](rules=n["rules"]), (x, extra)),
+        "own fusion": (n["scaled"](rules=n["RULES"]), (x, extra)),
     }  # fmt: skip
 
 

@@ -89,6 +89,18 @@ class Halves(ops.FusedOperation):
         return (dy * ctxs[1].factor,), (None, dy.sum(0))
 
 
+def test_gradients_of_a_fused_forward_in_one_piece_are_like_their_inputs():
+    class Summed(Halves):
+        @staticmethod
+        def fuser_backward(ctxs, dy):
+            return (dy * ctxs[1].factor,), (None, dy.sum(0, keepdim=True))
+
+    rule = ops.Joint(ops.Rule("halves", (ops.ConstantScale, ops.Bias), Summed))
+    model = octavo.Sequential(ops.ConstantScale(0.5), ops.Bias(H), rules=(rule,))
+    with pytest.raises(RuntimeError, match=r"Summed.fuser_backward returned a float32 .* as the gradient of 1.bias"):
+        step(model, rows(), rows())
+
+
 def test_a_fused_forward_in_one_piece():
     rule = ops.Joint(ops.Rule("halves", (ops.ConstantScale, ops.Bias), Halves))
     parts = (ops.GELU(), ops.ConstantScale(0.5), ops.Bias(H), ops.SiLU())

@@ -441,7 +441,9 @@ def test_a_subclass_of_an_operation_is_not_fused_by_its_parents_rules():
 # -- what a rule is made of --------------------------------------------------------------------------------------------
 
 
-NOT_FUSED = {"an operation": Doubled, "a function": step, "the base": ops.FusedOperation, "nothing": None}
+NOT_FUSED = {
+    "an operation": Doubled, "a function": step, "the base": ops.FusedOperation, "nothing": None, "a name": "mlp",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("op", NOT_FUSED.values(), ids=NOT_FUSED)
@@ -450,11 +452,26 @@ def test_a_rule_takes_a_fused_operation(op):
         ops.Rule("mine", (Doubled, Powered), op)
 
 
-def test_a_rule_that_names_no_fused_operation_of_octavos_is_refused_before_it_is_used():
-    rule = ops.Rule("mine", (Doubled, Powered), "nonsense")
-    for bring in (ops.Forward, ops.Backward, ops.Joint, ops.register_forward_fusion):
-        with pytest.raises(UnsupportedConfig, match=r"'nonsense', of the rule 'mine', is none of .*norm-linear"):
-            bring(rule)
+def step_forward(configs, inputs):
+    raise AssertionError("not run")
+
+
+def test_a_step_and_functions_of_a_layer_are_two_kinds_of_fused_operations():
+    body = {"step_forward": staticmethod(step_forward), "fuser_backward": staticmethod(step_forward)}
+    with pytest.raises(TypeError, match=r"Mixed defines step_\* and fuser_\* functions"):
+        type("Mixed", (ops.FusedOperation,), body)
+
+
+@pytest.mark.parametrize("name", ["linear", "norm-linear"])
+def test_a_step_takes_no_name_that_another_has(name):
+    with pytest.raises(TypeError, match=f"Thief.op_name is '{name}', which belongs to another"):
+        type("Thief", (ops.FusedOperation,), {"op_name": name, "step_forward": staticmethod(step_forward)})
+
+
+def test_a_step_for_one_side_is_not_for_the_other():
+    op = type("Step", (ops.FusedOperation,), {"step_forward": staticmethod(step_forward)})
+    with pytest.raises(TypeError, match="Rule 'mine' is for backward, and Step defines no step_backward"):
+        ops.Backward(ops.Rule("mine", (Doubled, Powered), op))
 
 
 @pytest.mark.parametrize("name", [None, "", 3])

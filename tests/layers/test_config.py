@@ -42,7 +42,15 @@ def test_every_layer_answers_the_whole_contract():
     members = [value for kind in (Layer, WeightLayer) for value in vars(kind).values() if callable(value)]
     assert len(members) > 20
     assert all(member.__doc__ for member in members if member.__name__ != "__init__")
-    assert set(LAYERS) == {
-        "activation", "add", "chain", "composite", "custom", "fork", "grouped-linear", "linear", "norm", "rounding",
+    layers = {name: layer for name, layer in LAYERS.items() if isinstance(layer, Layer)}
+    assert {name for name in layers if not name.startswith(("custom.", "fused."))} == {
+        "activation", "add", "chain", "fork", "grouped-linear", "linear", "norm", "rounding",
     }  # fmt: skip
-    assert all(isinstance(layer, Layer) for layer in LAYERS.values())
+    assert all(layer.title and layer.config(layer.Config().key) == layer.Config() for layer in layers.values())
+
+
+def test_a_fused_operation_is_registered_beside_the_layers_it_runs():
+    from octavo.fused import PACKAGES
+
+    named = {rule.op for package in PACKAGES for rule in package.RULES}
+    assert all(LAYERS[op.op_name] is op and op.op_is_step for op in named)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from octavo.fused import conditions
-from octavo.fuser.pattern import Rule
+from octavo.fuser.pattern import Backward, FusedOperation, Rule
 from octavo.kernels import activation_quantize
 from octavo.layers import activation, linear
 from octavo.layers.contract import DTYPES
@@ -19,8 +19,6 @@ from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import CastArgs
 
 Grads = tuple[Tensor | None, ...]
-
-forward = None
 
 
 class Cast:
@@ -53,21 +51,25 @@ def own_bias(config: Any) -> torch.dtype | None:
     return DTYPES[config.bias_dtype] if "b" in config.grads else None
 
 
-def backward(
-    configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
-) -> list[Grads]:
-    """(Linear, activation) or (Linear, Bias, activation)."""
-    dy = grads[-1][0]
-    assert dy is not None
-    first, act = configs[0], configs[-1]
-    between = configs[1] if len(configs) == 3 else None
-    wanted = own_bias(first) if between is None else own_bias(between)
-    call = linear.Backward(first, linear.Saved._make(saved[0]), buffers[0], writes)
-    cast = Cast(call, act, saved[-1], dy, wanted)
-    empty = (None,) * len(activation.Inputs._fields)
-    if between is None:
-        return [cast.gradients(cast.bias), empty]
-    return [cast.gradients(None), (None, None, cast.bias, None), empty]
+class ActivationBias(FusedOperation):
+    op_name = "activation-bias"
+
+    @staticmethod
+    def step_backward(
+        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
+    ) -> list[Grads]:
+        """(Linear, activation) or (Linear, Bias, activation)."""
+        dy = grads[-1][0]
+        assert dy is not None
+        first, act = configs[0], configs[-1]
+        between = configs[1] if len(configs) == 3 else None
+        wanted = own_bias(first) if between is None else own_bias(between)
+        call = linear.Backward(first, linear.Saved._make(saved[0]), buffers[0], writes)
+        cast = Cast(call, act, saved[-1], dy, wanted)
+        empty = (None,) * len(activation.Inputs._fields)
+        if between is None:
+            return [cast.gradients(cast.bias), empty]
+        return [cast.gradients(None), (None, None, cast.bias, None), empty]
 
 
 def _conditions(last: int) -> tuple[Any, ...]:
@@ -81,10 +83,8 @@ def _no_own_bias() -> Any:
     return conditions.of(0, "one bias", lambda c: "b" not in c.grads, "the Linear has a bias of its own besides")
 
 
-NAME = "activation-bias"
 RULES = (
-    Rule(NAME, (Linear, Bias, Activation), NAME, (_no_own_bias(), *_conditions(2))),
-    Rule(NAME, (Linear, Activation), NAME, _conditions(1)),
-    Rule("linear-scale", (Linear, ConstantScale), NAME, _conditions(1)),
+    Backward(Rule("activation-bias", (Linear, Bias, Activation), ActivationBias, (_no_own_bias(), *_conditions(2)))),
+    Backward(Rule("activation-bias", (Linear, Activation), ActivationBias, _conditions(1))),
+    Backward(Rule("linear-scale", (Linear, ConstantScale), ActivationBias, _conditions(1))),
 )
-SIDE = "backward"

@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.delayed_scaling.casts import observed_amaxes
 from octavo.fused import conditions
-from octavo.fuser.pattern import Condition, Rule
+from octavo.fuser.pattern import Condition, Forward, FusedOperation, Rule
 from octavo.kernels import activation_quantize
 from octavo.layers import activation, linear
 from octavo.layers.contract import ForwardResult
@@ -14,24 +14,23 @@ from octavo.modules.activation import Activation
 from octavo.modules.linear import Linear
 from octavo.quant.proto import TensorProto
 
-NAME = "activation-linear"
 
+class ActivationLinear(FusedOperation):
+    op_name = "activation-linear"
 
-def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-    first, second = configs
-    own, x = inputs[0], inputs[0].x
-    amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
-    like = TensorProto(activation.shape_of_y(first, tuple(x.shape)), x.dtype, x.device)
-    pair, given = linear.x_buffers(second, inputs[1].scaling, like, amaxes.x)
-    activation_quantize.forward(
-        first.function, activation.matrix(x), activation.vector(own.scales), activation.vector(own.bias),
-        activation.vector(own.seed), pair, given,
-    )  # fmt: skip
-    made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
-    return [ForwardResult((None,), (), ()), made]
-
-
-backward = None
+    @staticmethod
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+        first, second = configs
+        own, x = inputs[0], inputs[0].x
+        amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
+        like = TensorProto(activation.shape_of_y(first, tuple(x.shape)), x.dtype, x.device)
+        pair, given = linear.x_buffers(second, inputs[1].scaling, like, amaxes.x)
+        activation_quantize.forward(
+            first.function, activation.matrix(x), activation.vector(own.scales), activation.vector(own.bias),
+            activation.vector(own.seed), pair, given,
+        )  # fmt: skip
+        made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
+        return [ForwardResult((None,), (), ()), made]
 
 
 def conditions_at(place: int) -> tuple[Condition, ...]:
@@ -39,5 +38,4 @@ def conditions_at(place: int) -> tuple[Condition, ...]:
     return conditions.quantizes_x(place), conditions.keeps_codes_of_x(place), conditions.knows_scale_of_x(place)
 
 
-RULES = (Rule(NAME, (Activation, Linear), NAME, conditions_at(1)),)
-SIDE = "forward"
+RULES = (Forward(Rule("activation-linear", (Activation, Linear), ActivationLinear, conditions_at(1))),)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.fuser.pattern import Rule
+from octavo.fuser.pattern import Backward, FusedOperation, Rule
 from octavo.layers import linear, norm
 from octavo.modules.linear import Linear
 from octavo.modules.norm import RMSNorm
@@ -20,22 +20,22 @@ from octavo.modules.views import MakeExtraOutput
 Grads = tuple[Tensor | None, ...]
 
 
-class LinearAdd:
-    forward = None
+class LinearAdd(FusedOperation):
+    op_name = "linear-add"
 
     @staticmethod
-    def backward(
+    def step_backward(
         configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
     ) -> list[Grads]:
         found = linear.layer.backward(configs[1], saved[1], buffers[1], grads[1], writes)
         return [_summed(found[0], grads[0][1]), (None, *found[1:])]
 
 
-class AddRMSNorm:
-    forward = None
+class AddRMSNorm(FusedOperation):
+    op_name = "add-rmsnorm"
 
     @staticmethod
-    def backward(
+    def step_backward(
         configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
     ) -> list[Grads]:
         extra = grads[0][1]
@@ -54,9 +54,7 @@ def _summed(dx: Tensor | None, extra: Tensor | None) -> Grads:
     return (dx.add_(extra),)
 
 
-FUSED = {"linear-add": LinearAdd, "add-rmsnorm": AddRMSNorm}
 RULES = (
-    Rule("linear-add", (MakeExtraOutput, Linear), "linear-add"),
-    Rule("add-rmsnorm", (MakeExtraOutput, RMSNorm), "add-rmsnorm"),
+    Backward(Rule("linear-add", (MakeExtraOutput, Linear), LinearAdd)),
+    Backward(Rule("add-rmsnorm", (MakeExtraOutput, RMSNorm), AddRMSNorm)),
 )
-SIDE = "backward"

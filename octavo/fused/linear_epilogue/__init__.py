@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from octavo.fused import conditions
-from octavo.fuser.pattern import Rule
+from octavo.fuser.pattern import Forward, FusedOperation, Rule
 from octavo.layers import activation, linear
 from octavo.layers.contract import ForwardResult
 from octavo.modules.activation import Activation, Bias, ConstantScale
@@ -28,32 +28,32 @@ def _with_bias(configs: Sequence[Any], inputs: Sequence[Any]) -> tuple[ForwardRe
     return made._replace(outputs=(None,)), made.outputs[0]
 
 
-class Bias_:
-    backward = None
+class LinearBias(FusedOperation):
+    op_name = "linear-bias"
 
     @staticmethod
-    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
         own, y = _with_bias(configs, inputs)
         return [own, ForwardResult((y,), (), ())]
 
 
-class BiasActivation:
-    backward = None
+class BiasActivation(FusedOperation):
+    op_name = "linear-bias-activation"
 
     @staticmethod
-    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
         own, h = _with_bias(configs, inputs)
         last = activation.layer.forward(configs[2], inputs[2]._replace(x=h))
         return [own, ForwardResult((h,), (), ()), last]
 
 
-class BiasAdd:
+class BiasAdd(FusedOperation):
     """(Linear, AddExtraInput) or (Linear, Bias, AddExtraInput)."""
 
-    backward = None
+    op_name = "linear-bias-add"
 
     @staticmethod
-    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
         if len(configs) == 3:
             own, y = _with_bias(configs, inputs)
         else:
@@ -63,11 +63,11 @@ class BiasAdd:
         return [own, *[EMPTY] * (len(configs) - 2), ForwardResult((y,), (), ())]
 
 
-class ScaleAdd:
-    backward = None
+class ScaleAdd(FusedOperation):
+    op_name = "linear-scale-add"
 
     @staticmethod
-    def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
         made = linear.layer.forward(configs[0], inputs[0])
         y = made.outputs[0]
         torch.add(inputs[2].extra, y, alpha=configs[1].function.alpha, out=y)
@@ -77,15 +77,10 @@ class ScaleAdd:
 _ONE_BIAS = conditions.of(0, "one bias", lambda c: c.bias_dtype == "", "the Linear has a bias of its own already")
 _PLAIN_Y = conditions.of(0, "y is not quantized", lambda c: not c.quantize_output, "the Linear gives codes away")
 
-FUSED = {
-    "linear-bias": Bias_, "linear-bias-activation": BiasActivation, "linear-bias-add": BiasAdd,
-    "linear-scale-add": ScaleAdd,
-}  # fmt: skip
 RULES = (
-    Rule("linear-bias-activation", (Linear, Bias, Activation), "linear-bias-activation", (_ONE_BIAS,)),
-    Rule("linear-bias-add", (Linear, Bias, AddExtraInput), "linear-bias-add", (_ONE_BIAS,)),
-    Rule("linear-scale-add", (Linear, ConstantScale, AddExtraInput), "linear-scale-add", (_PLAIN_Y,)),
-    Rule("linear-bias", (Linear, Bias), "linear-bias", (_ONE_BIAS,)),
-    Rule("linear-bias-add", (Linear, AddExtraInput), "linear-bias-add", (_PLAIN_Y,)),
+    Forward(Rule("linear-bias-activation", (Linear, Bias, Activation), BiasActivation, (_ONE_BIAS,))),
+    Forward(Rule("linear-bias-add", (Linear, Bias, AddExtraInput), BiasAdd, (_ONE_BIAS,))),
+    Forward(Rule("linear-scale-add", (Linear, ConstantScale, AddExtraInput), ScaleAdd, (_PLAIN_Y,))),
+    Forward(Rule("linear-bias", (Linear, Bias), LinearBias, (_ONE_BIAS,))),
+    Forward(Rule("linear-bias-add", (Linear, AddExtraInput), BiasAdd, (_PLAIN_Y,))),
 )
-SIDE = "forward"

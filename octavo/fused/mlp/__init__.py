@@ -10,34 +10,39 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from octavo.fused import activation_linear, conditions
+from octavo.fused import conditions
 from octavo.fused.activation_bias import Cast, Grads, own_bias
-from octavo.fuser.pattern import Rule
+from octavo.fused.activation_linear import ActivationLinear, conditions_at
+from octavo.fuser.pattern import Joint, Rule
 from octavo.kernels.column_sums import column_sums
 from octavo.layers import activation, linear
 from octavo.modules.activation import Activation
 from octavo.modules.linear import Linear
 from octavo.quant.proto import TensorProto
 
-forward = activation_linear.forward
 
+class MLP(ActivationLinear):
+    """The forward of ActivationLinear, with a backward of its own."""
 
-def backward(
-    configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
-) -> list[Grads]:
-    first, act, second = configs
-    dy = grads[-1][0]
-    assert dy is not None
-    last = linear.Backward(second, linear.Saved._make(saved[2]), buffers[2], writes)
-    row, column = linear.quantized_dy(last, dy)
-    da = linear.input_gradient(last, dy, row)
-    again, given = linear.x_column_buffer(last, TensorProto(tuple(da.shape), da.dtype, da.device))
-    call = linear.Backward(first, linear.Saved._make(saved[0]), buffers[0], writes)
-    cast = Cast(call, act, saved[1], da, own_bias(first), again, given)
-    db = None if (dtype := own_bias(second)) is None else column_sums(linear.flat(dy), dtype)
-    dw = linear.finish(last, dy, column, again)
-    empty = (None,) * len(activation.Inputs._fields)
-    return [cast.gradients(cast.bias), empty, linear.gradients(None, dw, db)]
+    op_name = "mlp"
+
+    @staticmethod
+    def step_backward(
+        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
+    ) -> list[Grads]:
+        first, act, second = configs
+        dy = grads[-1][0]
+        assert dy is not None
+        last = linear.Backward(second, linear.Saved._make(saved[2]), buffers[2], writes)
+        row, column = linear.quantized_dy(last, dy)
+        da = linear.input_gradient(last, dy, row)
+        again, given = linear.x_column_buffer(last, TensorProto(tuple(da.shape), da.dtype, da.device))
+        call = linear.Backward(first, linear.Saved._make(saved[0]), buffers[0], writes)
+        cast = Cast(call, act, saved[1], da, own_bias(first), again, given)
+        db = None if (dtype := own_bias(second)) is None else column_sums(linear.flat(dy), dtype)
+        dw = linear.finish(last, dy, column, again)
+        empty = (None,) * len(activation.Inputs._fields)
+        return [cast.gradients(cast.bias), empty, linear.gradients(None, dw, db)]
 
 
 def changed(configs: Sequence[Any]) -> list[Any]:
@@ -46,7 +51,7 @@ def changed(configs: Sequence[Any]) -> list[Any]:
 
 
 CONDITIONS = (
-    *activation_linear.conditions_at(2),
+    *conditions_at(2),
     conditions.wants_gradients(0),
     conditions.quantizes_dy(0),
     conditions.knows_scale_of_dy(0),
@@ -60,6 +65,4 @@ CONDITIONS = (
     conditions.of(1, "h is kept", lambda c: c.keeps_x, "the activation keeps nothing that its value could be made of"),
     conditions.no_scale_gradient(1),
 )  # fmt: skip
-NAME = "mlp"
-RULES = (Rule(NAME, (Linear, Activation, Linear), NAME, CONDITIONS, forward_from=1, changes=changed),)
-SIDE = "both"
+RULES = (Joint(Rule("mlp", (Linear, Activation, Linear), MLP, CONDITIONS, forward_from=1, changes=changed)),)

@@ -5,7 +5,7 @@ from typing import Any
 
 from octavo.delayed_scaling.casts import observed_amaxes
 from octavo.fused import conditions
-from octavo.fuser.pattern import Rule
+from octavo.fuser.pattern import Forward, FusedOperation, Rule
 from octavo.kernels import norm_quantize
 from octavo.layers import linear, norm
 from octavo.layers.contract import ForwardResult
@@ -13,24 +13,24 @@ from octavo.modules.linear import Linear
 from octavo.modules.norm import LayerNorm, RMSNorm
 from octavo.quant.proto import TensorProto
 
-NAME = "norm-linear"
 
+class NormLinear(FusedOperation):
+    op_name = "norm-linear"
 
-def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
-    first, second = configs
-    x = inputs[0].x
-    amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
-    like = TensorProto(tuple(x.shape), x.dtype, x.device)
-    pair, given = linear.x_buffers(second, inputs[1].scaling, like, amaxes.x)
-    mean, rstd = norm_quantize.forward(
-        first.norm, norm.matrix(first, x), norm.vector(inputs[0].weight), norm.vector(inputs[0].bias), pair, given
-    )
-    fresh = norm.Fresh(mean, rstd) if first.keeps else norm.Fresh()
-    made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
-    return [ForwardResult((None,), (), fresh), made]
+    @staticmethod
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+        first, second = configs
+        x = inputs[0].x
+        amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
+        like = TensorProto(tuple(x.shape), x.dtype, x.device)
+        pair, given = linear.x_buffers(second, inputs[1].scaling, like, amaxes.x)
+        mean, rstd = norm_quantize.forward(
+            first.norm, norm.matrix(first, x), norm.vector(inputs[0].weight), norm.vector(inputs[0].bias), pair, given
+        )
+        fresh = norm.Fresh(mean, rstd) if first.keeps else norm.Fresh()
+        made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
+        return [ForwardResult((None,), (), fresh), made]
 
-
-backward = None
 
 CONDITIONS = (
     conditions.one_dim(0),
@@ -38,5 +38,4 @@ CONDITIONS = (
     conditions.keeps_codes_of_x(1),
     conditions.knows_scale_of_x(1),
 )
-RULES = tuple(Rule(NAME, (kind, Linear), NAME, CONDITIONS) for kind in (LayerNorm, RMSNorm))
-SIDE = "forward"
+RULES = tuple(Forward(Rule("norm-linear", (kind, Linear), NormLinear, CONDITIONS)) for kind in (LayerNorm, RMSNorm))
