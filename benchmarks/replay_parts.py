@@ -30,15 +30,10 @@ STEPS = 20  # of a turn
 WHOLE = "whole replay"
 
 
-def _without_kind(about: Any, found: Any, kind: int | None, called: Any = calls.Called) -> Any:
-    return called(about, found, None)
-
-
 # what is replaced while a variant runs: (where, name, by what)
 VARIANTS: dict[str, list[tuple[Any, str, Any]]] = {
     WHOLE: [],
     "no replay": [(calls, "DEVICES", set())],
-    "no known": [(calls, "Called", _without_kind)],
     "no _zeroed_at_once": [(recorder.Recorder, "_zeroed_at_once", lambda self, lines, returned: lines)],
     "no in_form": [(recorder, "in_form", lambda lines, forms, returned: lines)],
     "no _SHORT": [(recorder, "_SHORT", {})],

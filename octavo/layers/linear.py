@@ -129,7 +129,7 @@ class LinearLayer(WeightLayer):
         """Buffers from the tensors that a graph passes along. `mark` only tells one posted call from another."""
         return Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed)
 
-    def replays(self, config: Config, side: str) -> bool:
+    def decided_by_layout(self, config: Config, side: str) -> bool:
         return config.shipped
 
     def forward(self, config: Config, inputs: Inputs) -> Made:

@@ -72,7 +72,7 @@ class Matmuls(Value):
 
     @cached_property
     def shipped(self) -> bool:
-        """Whether all quantizers are Octavo's: what somebody else's does besides operators would be on no tape."""
+        """Whether all quantizers are Octavo's: a user's may launch kernels that Octavo does not know of."""
         gemms = self.quant.fprop, self.quant.dgrad, self.quant.wgrad
         return all(spec is None or spec.shipped for gemm in gemms for spec in (gemm.left, gemm.right))
 

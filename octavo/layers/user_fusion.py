@@ -118,7 +118,7 @@ class CompositeLayer(Layer):
     def outputs(self, config: Config) -> int:
         return 1 + sum(config.unfused.given)
 
-    def replays(self, config: Config, side: str) -> bool:
+    def decided_by_layout(self, config: Config, side: str) -> bool:
         return False
 
     def wants(self, config: Config) -> tuple[bool, ...]:

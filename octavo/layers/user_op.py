@@ -109,7 +109,7 @@ class CustomLayer(Layer):
                 tuple(None if t is None else TensorProto.of(t) for t in slots),
             )  # fmt: skip
 
-    def replays(self, config: Config, side: str) -> bool:
+    def decided_by_layout(self, config: Config, side: str) -> bool:
         return False
 
     def wants(self, config: Config) -> tuple[bool, ...]:
