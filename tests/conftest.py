@@ -48,11 +48,11 @@ def _fixed_seed() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_tapes() -> None:
+def _nothing_recorded() -> None:
     """A test that counts calls, or replaces functions, sees its own first ones."""
-    from octavo.lower.replay import calls as tape
+    from octavo.lower.replay import calls
 
-    tape.forget()
+    calls.forget()
 
 
 @pytest.fixture

@@ -155,9 +155,9 @@ class Config(Value):
         return tuple(sorted(self.routes, reverse=True))
 
     @cached_property
-    def replays(self) -> bool:
+    def decided_by_layout(self) -> bool:
         return all(
-            layer.replays(stage, side) for layer, stage in self.pairs
+            layer.decided_by_layout(stage, side) for layer, stage in self.pairs
             for side in ("forward", "backward")
         )  # fmt: skip
 
@@ -221,8 +221,8 @@ class ChainLayer(Layer):
             buffers += layer.graph_buffers(stage, *fields[span])
         return tuple(buffers)
 
-    def replays(self, config: Config, side: str) -> bool:
-        return config.replays
+    def decided_by_layout(self, config: Config, side: str) -> bool:
+        return config.decided_by_layout
 
     def fills(self, config: Config) -> bool:
         return any(layer.fills(stage) for layer, stage in config.pairs)

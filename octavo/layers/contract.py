@@ -128,7 +128,7 @@ class Layer:
         """The layer's Inputs, of these fields."""
         return self.Inputs._make(fields)
 
-    # -- graphs and replays --------------------------------------------------------------------------------------------
+    # -- graphs --------------------------------------------------------------------------------------------------------
 
     def graph_buffers(self, config: Any, *fields: Any) -> Any:
         """The buffers, from the tensors that a graph passes along: one for each field of Buffers."""
@@ -143,9 +143,10 @@ class Layer:
         is specialised for small batches."""
         return tuple(self.Fresh._fields.index(name) for name in self.scales)
 
-    def replays(self, config: Any, side: str) -> bool:
-        """Whether "forward" or "backward" may be recorded and replayed as a list of launches (`octavo.lower.replay`):
-        not where a user's code takes part, or where it asks how the caller's memory lies."""
+    def decided_by_layout(self, config: Any, side: str) -> bool:
+        """Whether the config and the layout of the tensors (shapes, strides, dtypes, alignment) decide all that
+        "forward" or "backward" launches: not where a user's code takes part, or where it depends on which tensors of
+        the caller overlap, or follow each other in memory."""
         return True
 
     def flops(self, config: Any, inputs: Any) -> int:

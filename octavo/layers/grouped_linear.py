@@ -191,8 +191,8 @@ class GroupedLinearLayer(MatmulLayer):
     def returned_elsewhere(self, config: Config) -> dict[int, int]:
         return {0: Buffers._fields.index("dgrad_out")} if config.dgrad_out else {}
 
-    def replays(self, config: Config, side: str) -> bool:
-        """A tape does not see whether buffers of the caller's overlap others, or follow each other in memory."""
+    def decided_by_layout(self, config: Config, side: str) -> bool:
+        """What backward launches depends on whether buffers of the caller overlap others, or follow each other."""
         return config.shipped and (side == "forward" or not (config.dgrad_out or config.main_grad))
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:

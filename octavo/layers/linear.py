@@ -120,7 +120,7 @@ class Saved(SavedTensors, SavedOperands):
 class LinearLayer(MatmulLayer):
     """x · wᵀ + bias."""
 
-    def replays(self, config: Config, side: str) -> bool:
+    def decided_by_layout(self, config: Config, side: str) -> bool:
         return config.shipped
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:

@@ -39,7 +39,7 @@ class RoundingLayer(Layer):
     def extras(self, config: Config) -> int:
         return config.parts
 
-    def replays(self, config: Config, side: str) -> bool:
+    def decided_by_layout(self, config: Config, side: str) -> bool:
         return all(spec is None or spec.shipped for spec in (config.spec, config.back))
 
     def gradient_aliases(self, config: Config) -> dict[int, int]:

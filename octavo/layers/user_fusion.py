@@ -74,8 +74,8 @@ class UserFusion(UserLayer):
         _by_chain(name, "backward")
         for name in ("forward", "abstract", "save", "fresh_size", "saved_size", "extras", "flat_places")
     )
-    backward, abstract_gradients, passed = (
-        _by_chain(name, "forward") for name in ("backward", "abstract_gradients", "passed")
+    backward, abstract_gradients, gradient_aliases = (
+        _by_chain(name, "forward") for name in ("backward", "abstract_gradients", "gradient_aliases")
     )
     wants, has_backward, buffers_size, graph_buffers = (
         _by_chain(name, "forward", "backward", "both")

@@ -249,7 +249,7 @@ class UserLayer(Layer):
     def saved_size(self, config: Any) -> int:
         return sum(slots_of(kind) for part in config.saved_kinds for kind in part)
 
-    def replays(self, config: Any, side: str) -> bool:
+    def decided_by_layout(self, config: Any, side: str) -> bool:
         return False
 
     # -- planning ------------------------------------------------------------------------------------------------------

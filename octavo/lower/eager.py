@@ -16,11 +16,10 @@ from octavo._torch.dispatch import is_batched
 from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import Layer
 from octavo.lower.caller_memory import begin_write, keep, refuse_grad, refuse_overlap
+from octavo.lower.driven import driven
 from octavo.lower.modified import explain_modified, refuse_modified, title_of
-from octavo.lower.replay import calls as tape
 from octavo.lower.transforms import check_transforms, refuse_active, refuse_batched, refuse_tangents
 from octavo.memory import overlap
-from octavo.wgrad.targets import LazyTarget, Target
 
 _ANCHOR = torch.empty(0, requires_grad=True)
 
@@ -30,9 +29,9 @@ class _Run(torch.autograd.Function):
     def forward(
         ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, watched: Any, owner: Any, *inputs: Any
     ) -> tuple[Tensor, ...]:
-        outputs, extras, saved, made = _forward(layer, config, layer.Inputs._make(inputs[::-1]), True)
+        (outputs, extras, _), saved = layer.forward_and_save(config, layer.Inputs._make(inputs[::-1]), True)
         ctx.save_for_backward(*saved)
-        ctx.call = layer, config, buffers, len(outputs), made, watched, owner
+        ctx.call = layer, config, buffers, len(outputs), watched, owner
         ctx.set_materialize_grads(False)
         if extras:
             ctx.mark_non_differentiable(*extras)
@@ -45,9 +44,6 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         refuse_tangents()
-
-
-Tensors = Sequence[Tensor | None]
 
 
 class Watched(NamedTuple):
@@ -66,65 +62,8 @@ class Watched(NamedTuple):
                 refuse_modified(title, f"a weight of its own, {t.dtype} {tuple(t.shape)}", version, t._version)
 
 
-class _Made(NamedTuple):
-    """How what forward saved lies: tensors that it made follow from the kind of call. Those that it was given are their
-    owners', who may give them other memory until backward."""
-
-    kind: int | None
-    known: int  # how many of the saved tensors forward made
-    order: tuple[int, ...]  # all of them, those first
-    places: tuple[Any, ...]  # where those are
-
-    def still(self, saved: Tensors) -> bool:
-        """Whether they are where they were: hooks on what is saved may bring others back."""
-        return _places(saved, self.order[: self.known]) == self.places
-
-
-def _places(saved: Tensors, order: tuple[int, ...]) -> tuple[Any, ...]:
-    found = [saved[i] for i in order]
-    return tuple([None if t is None else (t.data_ptr(), t.stride()) for t in found])
-
-
-def _unknown(saved: Tensors) -> _Made:
-    return _Made(None, 0, tuple(range(len(saved))), ())
-
-
-def _forward(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[Any, Any, Any, _Made]:
-    """Outputs, extras, and what backward needs if it is `saving`: from a tape, if there is one."""
-    if not layer.replays(config, "forward") or (layer.takes_memory and inputs.out is not None):
-        now = _forward_now(layer, config, inputs, saving)
-        return *now, _unknown(now[2])
-    tensors, sizes = list[Tensor | None](), list[int]()
-    for field in inputs:
-        if isinstance(field, tuple):
-            sizes.append(len(field))
-            tensors += field
-        else:
-            sizes.append(-1)
-            tensors.append(field)
-
-    def work(tensors: Tensors) -> tuple[Any, Tensors]:
-        rest = iter(tensors)
-        fields = [next(rest) if n < 0 else tuple([next(rest) for _ in range(n)]) for n in sizes]
-        outputs, extras, saved = _forward_now(layer, config, layer.Inputs._make(fields), saving)
-        given = {id(t) for t in tensors}
-        own = [i for i, t in enumerate(saved) if t is not None and id(t) not in given]
-        order = (*own, *[i for i in range(len(saved)) if i not in own])
-        return (len(outputs), len(outputs) + len(extras), len(own), order), (*outputs, *extras, *saved)
-
-    (first, second, known, order), found, kind = tape.call((config.key, saving, *sizes), tensors, work)
-    saved = found[second:]
-    known = 0 if kind is None else known
-    return found[:first], found[first:second], saved, _Made(kind, known, order, _places(saved, order[:known]))
-
-
-def _forward_now(layer: Layer, config: Any, inputs: Any, saving: bool) -> tuple[Any, Any, Any]:
-    made, saved = layer.forward_and_save(config, inputs, saving)
-    return made.outputs, made.extras, saved if saving else ()
-
-
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    layer, config, buffers, outputs, made, watched, owner = ctx.call
+    layer, config, buffers, outputs, watched, owner = ctx.call
     if watched is not None:
         watched.check(title_of(owner, layer))
     if any([g is not None and is_batched(g) for g in grads[:outputs]]):
@@ -141,11 +80,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     # a graph of the same layer may be in flight, and have the same buffers among what it saved
     written = tuple([t for t in buffers if isinstance(t, Tensor)])
     with preserve_version_counter(written) if written else nullcontext():
-        if layer.replays(config, "backward") and _are_tensors(buffers) and not any([g is None for g in grads]):
-            made = made if made.still(saved) else _unknown(saved)
-            found = _replayed(layer, config, saved, buffers, grads, made)
-        else:
-            found = layer.backward(config, saved, buffers, grads)
+        found = layer.backward(config, saved, buffers, grads)
     if elsewhere:
         whole = [buffers[place] for place in elsewhere.values() if not buffers[place]._is_view()]
         torch.autograd.graph.increment_version(whole)  # a slice's version is the whole allocation's
@@ -170,39 +105,6 @@ def _in_memory(t: Tensor) -> Tensor:
     if t._is_zerotensor():
         return torch.zeros(t.shape, dtype=t.dtype, device=t.device)
     return t.resolve_neg() if t.is_neg() else t
-
-
-def _are_tensors(buffers: Any) -> bool:
-    """Or can be, before there is anything to write to them."""
-    return all([t is None or isinstance(t, Tensor) or (isinstance(t, LazyTarget) and t.is_there()) for t in buffers])
-
-
-def _replayed(layer: Layer, config: Any, saved: Tensors, buffers: Any, grads: Tensors, made: _Made) -> Tensors:
-    """What the layer's backward returns, with a gradient for each output: from a tape, if there is one."""
-    modes = [t.mode if isinstance(t, LazyTarget) else "" for t in buffers]
-    # of one weight: where there are several, nothing replays
-    written = [t.find().buffers[0] if isinstance(t, LazyTarget) else t for t in buffers]
-    end = len(saved) + len(written)
-
-    def work(tensors: Tensors) -> tuple[None, Tensors]:
-        own: list[Tensor | None] = [None] * len(saved)
-        for i, t in zip(made.order, tensors, strict=False):
-            own[i] = t
-        named = map(_target, tensors[len(saved) : end], modes)
-        return None, layer.backward(config, tuple(own), layer.Buffers._make(named), tuple(tensors[end:]))
-
-    tensors = [*[saved[i] for i in made.order], *written, *grads]
-    into = [t for t, mode in zip(written, modes, strict=True) if mode]
-    with preserve_version_counter(tuple(into)) if into else nullcontext():
-        found = tape.call((config.key, "backward", made.kind, *modes), tensors, work, made.known).found
-    for t in buffers:
-        if isinstance(t, LazyTarget):
-            t.done()
-    return found
-
-
-def _target(t: Tensor | None, mode: str) -> Any:
-    return Target([t], mode) if mode and t is not None else t
 
 
 def _once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -240,6 +142,7 @@ def run(
     """Outputs, then extras, of one call. `differentiable` says whether any gradient can be asked for; `anchored` makes
     backward run for what it writes to `buffers`, even where no input takes a gradient; tensors that are `watched` must
     not be written to before it; messages name the `owner`, by its `title()`."""
+    layer = driven(layer)
     inputs = layer.Inputs._make([_in_memory(t) if isinstance(t, Tensor) else t for t in inputs])
     out = inputs.out if layer.takes_memory else None
     if out is not None:
@@ -250,11 +153,11 @@ def run(
         check_transforms(inputs)
         try:
             with torch.no_grad():
-                made, extras, _, _ = _forward(layer, config, inputs, False)
+                (outputs, extras, _), _ = layer.forward_and_save(config, inputs, False)
         except RuntimeError as error:
             refuse_active(error)
             raise
-        tensors = (*made, *extras)
+        tensors = (*outputs, *extras)
     else:
         if layer.takes_memory and buffers.dgrad_out is not None:
             refuse_overlap(buffers.dgrad_out, inputs)

@@ -24,7 +24,7 @@ under a preserved version counter, by a node that is marked to have effects.
 
 import hashlib
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,12 @@ from octavo._torch.autograd import current_graph_task, preserve_version_counter,
 from octavo._torch.tracing import saved_elsewhere, while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.layers import activation, add, chain, fork, grouped_linear, linear, norm, rounding
-from octavo.layers.contract import LAYERS, ForwardResult, WeightCast
+from octavo.layers.contract import LAYERS, ForwardResult, Layer, WeightCast
+from octavo.lower.adapter import Adapter
 from octavo.lower.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
+from octavo.lower.driven import driven
 from octavo.lower.modified import explain_modified, title_of
-from octavo.lower.replay import calls as tape
+from octavo.lower.packing import pack, packing
 from octavo.lower.transforms import why_active
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
@@ -62,6 +64,28 @@ def digest() -> str:
 
 
 DIGEST = digest()
+_CODES = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class _Crossing(Adapter):
+    """A layer as a node has it: codes leave forward as bytes, and scales flat."""
+
+    def forward(self, config: Any, inputs: Any) -> ForwardResult:
+        return _crossing(self.flat_places(config), self.layer.forward(config, inputs))
+
+
+def _crossing(flat: tuple[int, ...], made: ForwardResult) -> ForwardResult:
+    """What forward made, as it leaves a node. `flat` are the places of scales among the fresh tensors."""
+    fresh = [t.as_strided((t.numel(),), (1,)) if t is not None and i in flat else t for i, t in enumerate(made.fresh)]
+    return ForwardResult(*(
+        tuple([t.view(torch.uint8) if t is not None and t.dtype in _CODES else t for t in group])
+        for group in (made.outputs, made.extras, fresh)
+    ))  # fmt: skip
+
+
+@cache
+def _node(name: str) -> Layer:
+    return driven(_Crossing(LAYERS[name]))
 
 
 class _Plan:
@@ -69,20 +93,20 @@ class _Plan:
 
     def __init__(self, text: str) -> None:
         _, name, presence, buffers, key = text.split("|", 4)
-        self.layer = LAYERS[name]
+        self.layer = _node(name)
         self.config = self.layer.config(key)
-        self.presence = _marks(presence)  # for each input "0" or "1", or for a tuple of tensors "t" and how many
-        self.buffers = _marks(buffers)  # the same for each buffer
-        self.count, self.written = _total(self.presence), _total(self.buffers)
+        self.presence, self.buffers = packing(presence), packing(buffers)  # of the layer's inputs, and of its buffers
+        self.count, self.written = self.presence.count, self.buffers.count
         self.writes = self.written > 0 or self.layer.fills(self.config)  # backward, to what is saved for it
         # inputs whose gradient is a buffer of the caller's, and where among the buffers it is
-        self.elsewhere = {i: _total(self.buffers[:at]) for i, at in self.layer.returned_elsewhere(self.config).items()}
+        self.elsewhere = {i: self.buffers.starts[at] for i, at in self.layer.returned_elsewhere(self.config).items()}
         self.passed = self.layer.gradient_aliases(self.config)  # inputs whose gradient another has already
-        self.replays, self.replays_back = (self.layer.replays(self.config, side) for side in ("forward", "backward"))
+        # whether the gradient of an input is one of these, which backward's node does not return
+        self.theirs = [i in self.elsewhere or i in self.passed for i in range(len(self.presence.starts))]
 
     def inputs(self, tensors: Sequence[Any]) -> Any:
         """The layer's inputs, from the head of the list."""
-        return self.layer.Inputs._make(_fields(self.presence, tensors))
+        return self.layer.Inputs._make(self.presence.unpack(tensors))
 
     def refuse_overlaps(self, tensors: Sequence[Tensor]) -> None:
         """Refuse gradient buffers that overlap inputs; `tensors` lists both."""
@@ -91,30 +115,15 @@ class _Plan:
 
     def returned(self, grads: Sequence[Any]) -> list[Any]:
         """The gradients that backward's node returns: none that is another's, or in a buffer."""
-        return [g for i, g in enumerate(grads) if g is not None and i not in self.elsewhere and i not in self.passed]
+        return [g for g, theirs in zip(grads, self.theirs, strict=False) if g is not None and not theirs]
 
     def buffers_of(self, tensors: Sequence[Tensor]) -> Any:
         """The layer's buffers, from the head of the list."""
-        return self.layer.graph_buffers(self.config, *_fields(self.buffers, tensors))
+        return self.layer.graph_buffers(self.config, *self.buffers.unpack(tensors)) if self.written else self.no_buffers
 
-
-def _marks(text: str) -> list[str]:
-    return text.split(",") if text else []
-
-
-def _total(marks: list[str]) -> int:
-    return sum(int(mark.removeprefix("t")) for mark in marks)
-
-
-def _fields(marks: list[str], tensors: Sequence[Any]) -> list[Any]:
-    """What marks stand for, from the head of the list."""
-    rest, fields = iter(tensors), list[Any]()
-    for mark in marks:
-        if mark.startswith("t"):
-            fields.append(tuple(next(rest) for _ in range(int(mark[1:]))))
-        else:
-            fields.append(next(rest) if mark == "1" else None)
-    return fields
+    @cached_property
+    def no_buffers(self) -> Any:
+        return self.layer.graph_buffers(self.config, *self.buffers.unpack(()))
 
 
 @lru_cache(maxsize=4096)
@@ -122,19 +131,9 @@ def _plan(text: str) -> _Plan:
     return _Plan(text)
 
 
-def _crossing(parsed: _Plan, made: ForwardResult) -> list[Tensor]:
-    """What forward made, as it leaves a node."""
-    flat = parsed.layer.flat_places(parsed.config)
-    fresh = [_flat(t) if i in flat and t is not None else t for i, t in enumerate(made.fresh)]
-    return [_bytes(t) for t in (*made.outputs, *made.extras, *fresh) if t is not None]
-
-
-def _flat(t: Tensor) -> Tensor:
-    return t.as_strided((t.numel(),), (1,))
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.view(torch.uint8) if t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else t
+def _listed(made: ForwardResult) -> list[Tensor]:
+    """Outputs, extras and fresh tensors in a row."""
+    return [t for group in made for t in group if t is not None]
 
 
 @torch.library.custom_op("octavo::run", mutates_args=())
@@ -143,14 +142,7 @@ def _run(tensors: list[Tensor], plan: str) -> list[Tensor]:
     if parsed.writes:
         _refuse_hooks(parsed)
         parsed.refuse_overlaps(tensors)
-
-    def work(tensors: Sequence[Any]) -> tuple[None, list[Tensor]]:
-        return None, _crossing(parsed, parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
-
-    if not parsed.replays:
-        return work(tensors)[1]
-    found: Any = tape.call((plan,), tensors[: parsed.count], work).found
-    return list(found)
+    return _listed(parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
 
 
 def _refuse_hooks(parsed: _Plan) -> None:
@@ -170,29 +162,25 @@ def _refuse_hooks(parsed: _Plan) -> None:
 
 @_run.register_fake
 def _(tensors: list[Tensor], plan: str) -> list[Tensor]:
-    return _crossing(_plan(plan), _fakes(_plan(plan), tensors[::-1]))
+    return _listed(_fakes(_plan(plan), tensors[::-1]))
 
 
 def _fakes(parsed: _Plan, tensors: list[Tensor]) -> ForwardResult:
     said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
-    return ForwardResult(*(tuple(None if p is None else p.empty() for p in group) for group in said))
+    made = ForwardResult(*(tuple(None if p is None else p.empty() for p in group) for group in said))
+    return _crossing(parsed.layer.flat_places(parsed.config), made)
 
 
 @torch.library.custom_op("octavo::run_bwd", mutates_args=())
 def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
     parsed = _plan(plan)
-
-    def work(tensors: Sequence[Any]) -> tuple[None, list[Tensor]]:
-        saved, dys = _saved(parsed, tensors, mask)
-        return None, parsed.returned(parsed.layer.backward(parsed.config, saved, parsed.buffers_of(tensors), dys))
-
+    saved, dys = _saved(parsed, tensors, mask)
     for at in parsed.elsewhere.values():
         task = current_graph_task()
         begin_write(tensors[at], task)
         keep(tensors[at], None, task)
     with preserve_version_counter(tuple(tensors)):
-        found: Any = tape.call((plan, mask), list(tensors), work).found if parsed.replays_back else work(tensors)[1]
-    return list(found)
+        return parsed.returned(parsed.layer.backward(parsed.config, saved, parsed.buffers_of(tensors), dys))
 
 
 @_run_bwd.register_fake
@@ -204,8 +192,8 @@ def _(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
 
 def _saved(parsed: _Plan, tensors: Sequence[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
     """What `save` chose, and a gradient for each output, out of buffers, saved tensors and gradients."""
-    rest = iter(tensors[parsed.written :])
-    return tuple(next(rest) if here == "1" else None for here in mask), tuple(rest)
+    rest, kept = tensors[parsed.written :], packing(mask)
+    return tuple(kept.unpack(rest)), tuple(rest[kept.count :])
 
 
 has_side_effect(torch.ops.octavo.run_bwd.default)
@@ -225,9 +213,9 @@ def _save(ctx: Any, tensors: list[Tensor], plan: str, made: list[Tensor]) -> int
     rest = iter(made)
     found = ForwardResult(*(tuple(None if p is None else next(rest) for p in group) for group in said))
     saved = parsed.layer.save(parsed.config, parsed.inputs(tensors), found)
-    ctx.mask = "".join("0" if t is None else "1" for t in saved)
-    buffers = tensors[parsed.count : parsed.count + parsed.written]
-    ctx.save_for_backward(*buffers, *[t for t in saved if t is not None])
+    kept = tensors[parsed.count : parsed.count + parsed.written]
+    ctx.mask = pack(saved, kept)
+    ctx.save_for_backward(*kept)
     ctx.plan, ctx.total, ctx.outputs = plan, len(tensors), said.outputs
     ctx.set_materialize_grads(False)
     return len(said.outputs)
@@ -245,7 +233,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
         raise
     dys = [_zeros(p) if g is None else g for p, g in zip(ctx.outputs, grads, strict=False)]
     results = iter(torch.ops.octavo.run_bwd([*kept, *dys], ctx.plan, ctx.mask))
-    places = [_total(parsed.presence[:i]) for i in range(len(parsed.presence))]  # of each input among the tensors
+    places = parsed.presence.starts  # of each input among the tensors
     for i, wanted in enumerate(parsed.layer.wants(parsed.config)):
         if i in parsed.elsewhere:
             found[places[i]] = kept[parsed.elsewhere[i]]
@@ -299,17 +287,17 @@ def _run_into(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ..
     begin_write(out)
     made = parsed.layer.forward(parsed.config, parsed.inputs(tensors)._replace(out=out))
     keep(out, out)  # y will be a view of it
-    return _places(parsed, made, out)
+    return _places(made, out)
 
 
 @_run_into.register_fake
 def _(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ...]:
-    return _places(_plan(plan), _fakes(_plan(plan), tensors), out)
+    return _places(_fakes(_plan(plan), tensors), out)
 
 
-def _places(parsed: _Plan, made: ForwardResult, out: Tensor) -> tuple[Tensor, ...]:
+def _places(made: ForwardResult, out: Tensor) -> tuple[Tensor, ...]:
     """Extras and fresh tensors, and nothing in the places that are left."""
-    found = _crossing(parsed, made._replace(outputs=()))
+    found = _listed(made._replace(outputs=()))
     assert len(found) <= MADE, f"{len(found)} tensors do not fit: raise MADE"
     return (*found, *[out.new_empty(0) for _ in range(MADE - len(found))])
 
@@ -446,25 +434,11 @@ def layer_named(name: str) -> Any:
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 
-def _packed(fields: Any, tensors: list[Tensor]) -> str:
-    """Append the tensors of some fields to a list, and say which there are."""
-    marks: list[str] = []
-    for entry in fields:
-        if isinstance(entry, tuple):
-            marks.append("t" + str(len(entry)))
-            tensors.extend(entry)
-        else:
-            marks.append("0" if entry is None else "1")
-            if entry is not None:
-                tensors.append(entry)
-    return ",".join(marks)
-
-
 def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
     """Outputs, extras and fresh tensors of one call, as one node of the graph being traced."""
     tensors: list[Tensor] = []
-    presence = _packed(inputs, tensors)
-    plan = DIGEST + "|" + name + "|" + presence + "|" + _packed(buffers, tensors) + "|" + key
+    presence = pack(inputs, tensors)
+    plan = DIGEST + "|" + name + "|" + presence + "|" + pack(buffers, tensors) + "|" + key
     if why := _refusal():
         raise UnsupportedConfig(why)
     found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], plan)
@@ -474,8 +448,8 @@ def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
 def run_into(name: str, key: str, inputs: Any, buffers: Any, out: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
     """The same, with y in `out`; what comes first is `out` itself in this shape, as part of the graph."""
     tensors: list[Tensor] = []
-    presence = _packed(inputs, tensors)
-    plan = DIGEST + "|" + name + "|" + presence + "|" + _packed(buffers, tensors) + "|" + key
+    presence = pack(inputs, tensors)
+    plan = DIGEST + "|" + name + "|" + presence + "|" + pack(buffers, tensors) + "|" + key
     if why := _refusal():
         raise UnsupportedConfig(why)
     with torch.no_grad():

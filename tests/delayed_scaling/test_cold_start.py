@@ -106,7 +106,7 @@ def test_the_old_behaviour_is_a_setting():
 
 
 def test_a_step_ends_it_and_later_calls_are_as_they_always_were():
-    """The config too: fused kernels, tapes and graphs are found by it."""
+    """The config too: fused kernels, recorded calls and graphs are found by it."""
     one, layer, (x, dy) = make("fp8-delayed(cold_start='one')"), make("fp8-delayed"), batch()
     keys = []
     for subject in (one, layer):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.lower.replay import calls as tape
+from octavo.lower.replay import calls as replay_calls
 
 PACKAGE = str(Path(octavo.__file__).parent) + "/"
 K, ROWS = 64, 32
@@ -21,7 +21,7 @@ MOST_MORE = 28  # for each further layer of a Sequential
 
 @pytest.fixture(params=["cpu", on_gpu])
 def device(request, monkeypatch):
-    monkeypatch.setattr(tape, "DEVICES", {request.param})
+    monkeypatch.setattr(replay_calls, "DEVICES", {request.param})
     return request.param
 
 
@@ -79,7 +79,7 @@ def test_a_step_like_the_one_before_is_few_calls(kind, recipe, device):
     found = calls(module, device, *extras)
     assert found.total() <= MOST[kind], found
     busy = [name for name in found if name.split("/")[0] in ("quant", "kernels", "recipes", "formats.py")]
-    assert not busy, "what a tape holds was found out again"
+    assert not busy, "what a replay holds was found out again"
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-block"])

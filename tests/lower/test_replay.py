@@ -1,5 +1,5 @@
-"""Calls put on a tape: the same bits as calls that are not, for as long as they are of one kind, and nothing on a tape
-that could be otherwise the next time."""
+"""Recorded calls: a replay has the bits of a call that runs as it is written, for as long as calls are of one kind, and
+nothing is recorded that could be otherwise the next time."""
 
 import copy
 import ctypes
@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import launch
-from octavo.lower.replay import calls as tape
-from octavo.lower.replay import recorder
+from octavo.lower.replay import calls, recorder
 from octavo.recipes import SHIPPED
 
 K, N, ROWS, GROUPS = 64, 96, 32, 3
@@ -28,7 +27,7 @@ on_gpu = pytest.param("cuda", marks=pytest.mark.gpu)
 
 @pytest.fixture(params=["cpu", on_gpu])
 def device(request, monkeypatch):
-    monkeypatch.setattr(tape, "DEVICES", {request.param})
+    monkeypatch.setattr(calls, "DEVICES", {request.param})
     return request.param
 
 
@@ -63,9 +62,9 @@ def step(module, x, dy, more=(), call=None):
     return [y, leaf.grad, *[p.grad for p in module.parameters()], *module.buffers()]
 
 
-def untaped(monkeypatch, call):
+def as_written(monkeypatch, call):
     with monkeypatch.context() as patch:
-        patch.setattr(tape, "DEVICES", set())
+        patch.setattr(calls, "DEVICES", set())
         return [None if t is None else t.clone() for t in call()]
 
 
@@ -75,24 +74,22 @@ def assert_equal(found, want):
         assert a is None or torch.equal(a, b)
 
 
-def taped():
-    return sum(kind.run is not None for kind in tape._kinds.values())
+def recordings():
+    return sum(kind.replay is not None for kind in calls._kinds.values())
 
 
 @pytest.mark.parametrize(
     ("kind", "recipe"), [(k, r) for k in KINDS[:3] for r in SHIPPED] + [(k, "") for k in KINDS[3:]]
 )
-def test_a_tape_plays_what_is_written(kind, recipe, device, monkeypatch):
+def test_a_replay_does_what_is_written(kind, recipe, device, monkeypatch):
     module = build(kind, recipe, device)
     twin = copy.deepcopy(module)
     for i in range(4):
         args = example(kind, device)
-        assert_equal(step(module, *args), untaped(monkeypatch, partial(step, twin, *args)))
-        if (
-            i > 1
-        ):  # the references of groups read sizes, and that of nvfp4 makes a matrix on the host; the first step of
-            # delayed scaling measures, and is another call
-            assert taped() == (0 if device == "cpu" and (kind == "grouped" or recipe == "nvfp4") else 2)
+        assert_equal(step(module, *args), as_written(monkeypatch, partial(step, twin, *args)))
+        if i > 1:  # the first step of delayed scaling measures, and is another call
+            # the references of groups read sizes, and that of nvfp4 makes a matrix on the host
+            assert recordings() == (0 if device == "cpu" and (kind == "grouped" or recipe == "nvfp4") else 2)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-block"])
@@ -101,8 +98,8 @@ def test_shapes_that_come_and_go(recipe, device, monkeypatch):
     twin = copy.deepcopy(module)
     for rows in (16, 32, 16, 32, 7, 16, 32, 7, 7):
         args = example("mlp", device, rows)
-        assert_equal(step(module, *args), untaped(monkeypatch, partial(step, twin, *args)))
-    assert taped() == 6
+        assert_equal(step(module, *args), as_written(monkeypatch, partial(step, twin, *args)))
+    assert recordings() == 6
 
 
 def test_memory_that_lies_otherwise(device, monkeypatch):
@@ -114,16 +111,16 @@ def test_memory_that_lies_otherwise(device, monkeypatch):
     expanded = dy[:1].expand(dy.shape)
     for _ in range(3):
         for given, back in ((x, dy), (turned, dy), (shifted, dy), (x, expanded)):
-            want = untaped(monkeypatch, partial(step, module, given, back))
+            want = as_written(monkeypatch, partial(step, module, given, back))
             assert_equal(step(module, given, back), want)
-    assert taped() == 7  # forward of three, backward of each
+    assert recordings() == 5  # forward of three, and backward of two: what forward saves lies alike in all
 
 
-def test_a_call_on_a_tape_runs_nothing_else(device, monkeypatch):
+def test_a_replay_runs_nothing_else(device, monkeypatch):
     module, args = build("linear", "fp8-current", device), example("linear", device)
     for _ in range(2):
         step(module, *args)
-    want = untaped(monkeypatch, partial(step, module, *args))
+    want = as_written(monkeypatch, partial(step, module, *args))
     monkeypatch.setattr("octavo.layers.linear.layer.forward", None)
     monkeypatch.setattr("octavo.layers.linear.layer.backward", None)
     assert_equal(step(module, *args), want)
@@ -137,8 +134,8 @@ def test_compiled(recipe, device, monkeypatch):
     call = torch.compile(module, backend="aot_eager", fullgraph=True)
     for i in range(4):
         args = example("mlp", device)
-        assert_equal(step(module, *args, call=call), untaped(monkeypatch, partial(step, twin, *args)))
-        assert i < 2 or recipe == "nvfp4" or taped() == 2
+        assert_equal(step(module, *args, call=call), as_written(monkeypatch, partial(step, twin, *args)))
+        assert i < 2 or recipe == "nvfp4" or recordings() == 2
 
 
 def test_without_gradients(device):
@@ -147,7 +144,7 @@ def test_without_gradients(device):
         want = module(x)
         for _ in range(3):
             assert torch.equal(module(x), want)
-    assert taped() == 1
+    assert recordings() == 1
     with torch.inference_mode():
         assert torch.equal(module(x), want)
     assert torch.equal(module(x), want)
@@ -166,7 +163,7 @@ def test_autocast_is_a_kind_of_its_own(device):
 def test_saved_tensors_that_come_back_otherwise(device, monkeypatch):
     """A hook may hand back what was saved in other strides than it had."""
     module, args = build("linear", "bf16", device), example("linear", device)
-    want = untaped(monkeypatch, partial(step, module, *args))
+    want = as_written(monkeypatch, partial(step, module, *args))
 
     def turned(t):
         return t.T.contiguous().T if t.dim() == 2 else t.clone()
@@ -178,7 +175,7 @@ def test_saved_tensors_that_come_back_otherwise(device, monkeypatch):
 
 
 def test_saved_inputs_that_are_given_other_memory(device, monkeypatch):
-    """By their owner, between forward and backward: autograd does not see it, and a tape must."""
+    """By their owner, between forward and backward: autograd does not see it, and a replay must."""
     layer = octavo.Linear(K, N, recipe="bf16", device=device, dtype=torch.bfloat16)
     dy = torch.randn(2, 8, N, device=device, dtype=torch.bfloat16)
 
@@ -189,7 +186,7 @@ def test_saved_inputs_that_are_given_other_memory(device, monkeypatch):
             x.data = x.data.transpose(0, 1).contiguous().transpose(0, 1)
         return torch.autograd.grad(y, [x, layer.weight], dy)
 
-    want = untaped(monkeypatch, partial(gradients, False))
+    want = as_written(monkeypatch, partial(gradients, False))
     for turn in (False, False, False, True, False, True, True):
         assert_equal(gradients(turn), want)
 
@@ -202,7 +199,7 @@ def test_a_backward_from_a_value_that_was_saved(device, monkeypatch):
     for dy in (x, x, x, other, other, other, x):
         found = layer(x.requires_grad_())
         grads = torch.autograd.grad(found, [x, layer.weight], dy)
-        want = untaped(monkeypatch, lambda dy=dy: torch.autograd.grad(layer(x), [x, layer.weight], dy))
+        want = as_written(monkeypatch, lambda dy=dy: torch.autograd.grad(layer(x), [x, layer.weight], dy))
         assert_equal(grads, want)
 
 
@@ -212,7 +209,7 @@ def test_the_reference_runs_as_it_is_written(device):
         want = layer(x)
         with octavo.backend.use("reference"):
             assert torch.equal(layer(x), want) or device == "cuda"  # whose GEMM sums otherwise
-    assert taped() == 1
+    assert recordings() == 1
 
 
 @pytest.mark.parametrize("settings", [{}, {"tail": "untouched"}, {"bias": False}], ids=str)
@@ -232,7 +229,7 @@ def test_sizes_of_groups_that_change(recipe, needs_dx, settings, device, monkeyp
             wanted = [*m.parameters(), *([leaf] if needs_dx else [])]
             return [y, *torch.autograd.grad(y, wanted, dy)]
 
-        assert_equal(gradients(layer), untaped(monkeypatch, partial(gradients, twin)))
+        assert_equal(gradients(layer), as_written(monkeypatch, partial(gradients, twin)))
 
 
 class Watch(TorchDispatchMode):
@@ -255,13 +252,13 @@ def test_who_watches_sees_the_same_every_time(device):
         assert any("octavo" in name for name in watch.seen)
 
 
-def test_a_custom_operation_is_never_on_a_tape(device):
-    calls = []
+def test_a_custom_operation_is_never_recorded(device):
+    ran = []
 
     class Counted(octavo.ops.BasicOperation):
         @staticmethod
         def op_forward_compute(config, inputs):
-            calls.append(1)
+            ran.append(1)
             return inputs.x * 2, ()
 
         @staticmethod
@@ -276,10 +273,10 @@ def test_a_custom_operation_is_never_on_a_tape(device):
     x = torch.randn(ROWS, K, device=device)
     for _ in range(2):
         model(x)
-    before = len(calls)
+    before = len(ran)
     for _ in range(3):
         model(x)
-    assert len(calls) == before + 3
+    assert len(ran) == before + 3
 
 
 def test_modules_that_change_under_way(device, monkeypatch):
@@ -300,7 +297,7 @@ def test_modules_that_change_under_way(device, monkeypatch):
         x, dy, _ = example("mlp", device)
         dtype = module[1].weight.dtype
         args = (x.to(dtype), dy.to(dtype))
-        assert_equal(step(module, *args), untaped(monkeypatch, partial(step, twin, *args)))
+        assert_equal(step(module, *args), as_written(monkeypatch, partial(step, twin, *args)))
 
 
 @pytest.mark.parametrize("mode", ["add", "overwrite"])
@@ -311,7 +308,7 @@ def test_gradients_that_go_to_main_grad(kind, mode, device, monkeypatch):
     twin = copy.deepcopy(module)
     for i in range(4):
         args, found = example(kind, device), []
-        for m, run in ((module, step), (twin, lambda *a: untaped(monkeypatch, partial(step, *a)))):
+        for m, run in ((module, step), (twin, lambda *a: as_written(monkeypatch, partial(step, *a)))):
             for layer in [layer for layer in m.modules() if hasattr(layer, "weight_parts")]:
                 layer.fuse_wgrad_accumulation = True
                 for p in layer.weight_parts():
@@ -323,12 +320,12 @@ def test_gradients_that_go_to_main_grad(kind, mode, device, monkeypatch):
             assert flags and all(flags)
             found.append([*made, *[p.main_grad for p in m.parameters() if hasattr(p, "main_grad")]])
         assert_equal(*found)
-    assert taped() == (2 if kind != "grouped" else device == "cuda")
+    assert recordings() == (2 if kind != "grouped" else device == "cuda")
 
 
 def test_two_backwards_of_one_forward(device, monkeypatch):
     layer, (x, dy, _) = build("linear", "fp8-current", device), example("linear", device)
-    want = untaped(monkeypatch, lambda: torch.autograd.grad(layer(x), layer.weight, dy))
+    want = as_written(monkeypatch, lambda: torch.autograd.grad(layer(x), layer.weight, dy))
     for _ in range(3):
         y = layer(x)
         assert_equal(torch.autograd.grad(y, layer.weight, dy, retain_graph=True), want)
@@ -347,7 +344,7 @@ def test_vmap_goes_on(device):
 def test_threads(device, monkeypatch):
     layers = [build("linear", "fp8-current", device) for _ in range(4)]
     examples = [example("linear", device) for _ in layers]
-    want = [untaped(monkeypatch, partial(step, m, *a)) for m, a in zip(layers, examples, strict=True)]
+    want = [as_written(monkeypatch, partial(step, m, *a)) for m, a in zip(layers, examples, strict=True)]
     wrong = []
 
     def work(i):
@@ -367,6 +364,12 @@ def test_threads(device, monkeypatch):
 # -- by itself ---------------------------------------------------------------------------------------------------------
 
 
+def call(tensors, work):
+    """work(tensors) as a layer calls it: by a key, if it may be recorded."""
+    key = calls.key_of(("work",), tensors)
+    return work(tensors) if key is None else calls.call(key, tensors, work)
+
+
 def numbers(device, n=4):
     return torch.arange(float(n), device=device)
 
@@ -380,8 +383,8 @@ def test_the_second_call_is_written_down_and_the_third_is_read(device):
 
     for i in range(5):
         x = numbers(device) * i
-        about, (y, nothing, same, view), kind = tape.call(("work",), [x], work)
-        assert (about, nothing) == ("about", None) and same is x and kind is not None
+        about, (y, nothing, same, view) = call([x], work)
+        assert (about, nothing) == ("about", None) and same is x
         assert torch.equal(y, x + 1) and view.data_ptr() == x.data_ptr() and view.shape == (2, 2)
     assert len(ran) == 2
 
@@ -395,22 +398,22 @@ def test_what_is_not_needed_is_let_go_and_what_is_not_used_is_not_made(device):
         return None, [y * 3]
 
     for _ in range(2):
-        tape.call(("work",), [numbers(device)], work)
-    (source,) = tape.sources()
+        call([numbers(device)], work)
+    (source,) = calls.sources()
     lines = [line.strip() for line in source.splitlines()]
     assert not any("(3,)" in line for line in lines)
     assert [line.split()[0] for line in lines if line.startswith("del")] == ["del", "del"]
-    assert torch.equal(tape.call(("work",), [numbers(device)], work).found[0], (numbers(device) * 2 + 1) * 3)
+    assert torch.equal(call([numbers(device)], work)[1][0], (numbers(device) * 2 + 1) * 3)
 
 
 def refused(work, tensors):
     for _ in range(4):
-        found = tape.call(("work",), tensors(), work)
-    assert taped() == 0
-    return found.found[0]
+        found = call(tensors(), work)
+    assert recordings() == 0
+    return found[1][0]
 
 
-def test_a_value_that_is_read_keeps_a_call_off_tapes(device):
+def test_a_value_that_is_read_keeps_a_call_from_being_recorded(device):
     values = iter(range(1, 9))
 
     def work(tensors):
@@ -422,13 +425,13 @@ def test_a_value_that_is_read_keeps_a_call_off_tapes(device):
 @pytest.mark.parametrize(
     "read", [lambda t: t.tolist()[1], lambda t: t.cpu().numpy()[1], lambda t: memoryview(t.cpu().numpy())[1]]
 )
-def test_a_value_that_is_read_without_an_operator_keeps_a_call_off_tapes(read, device):
+def test_a_value_that_is_read_without_an_operator_keeps_a_call_from_being_recorded(read, device):
     values = iter(range(1, 9))
     found = refused(lambda tensors: (None, [tensors[0] * read(tensors[0])]), lambda: [numbers(device) * next(values)])
     assert found.tolist() == [0, 16, 32, 48]
 
 
-def test_memory_that_is_exchanged_keeps_a_call_off_tapes(device):
+def test_memory_that_is_exchanged_keeps_a_call_from_being_recorded(device):
     def work(tensors):
         y = tensors[0] + 1
         y.data = tensors[0] * 2
@@ -437,11 +440,11 @@ def test_memory_that_is_exchanged_keeps_a_call_off_tapes(device):
     assert refused(work, lambda: [numbers(device)]).tolist() == [0, 2, 4, 6]
 
 
-def test_a_shape_that_depends_on_values_keeps_a_call_off_tapes(device):
+def test_a_shape_that_depends_on_values_keeps_a_call_from_being_recorded(device):
     assert refused(lambda tensors: (None, [tensors[0].nonzero()]), lambda: [numbers(device)]).numel() == 3
 
 
-def test_a_tensor_from_elsewhere_keeps_a_call_off_tapes(device):
+def test_a_tensor_from_elsewhere_keeps_a_call_from_being_recorded(device):
     elsewhere = numbers(device)
 
     def work(tensors):
@@ -457,12 +460,12 @@ def test_one_tensor_given_twice_is_not_written_down(device):
 
     x = numbers(device)
     for _ in range(3):
-        tape.call(("work",), [x, x], work)
-    assert taped() == 0
+        call([x, x], work)
+    assert recordings() == 0
     for _ in range(3):
-        found = tape.call(("work",), [x, x * 10], work).found[0]
-    assert torch.equal(found, x * 12) and taped() == 1
-    assert torch.equal(tape.call(("work",), [x, x], work).found[0], x * 3)
+        found = call([x, x * 10], work)[1][0]
+    assert torch.equal(found, x * 12) and recordings() == 1
+    assert torch.equal(call([x, x], work)[1][0], x * 3)
 
 
 class Stub:
@@ -483,7 +486,7 @@ class Stub:
 @pytest.mark.parametrize("inference", [False, True])
 def test_addresses_of_views(inference, monkeypatch):
     """They are reckoned from what the view is of, however it came about, itself included."""
-    monkeypatch.setattr(tape, "DEVICES", {"cpu"})
+    monkeypatch.setattr(calls, "DEVICES", {"cpu"})
     monkeypatch.setattr(recorder.Recorder, "_opening", lambda self: ["stream = 0"])
     stub = Stub()
 
@@ -503,14 +506,14 @@ def test_addresses_of_views(inference, monkeypatch):
     for _ in range(4):
         x = numbers("cpu")
         with torch.inference_mode(inference):  # where torch shows aten.to and aten.reshape themselves
-            found = tape.call(("work",), [x], work).found
+            found = call([x], work)[1]
         if stub.launched:
             at, (fresh, copy, turned) = x.data_ptr(), [t.data_ptr() for t in found]
             assert stub.launched.pop() == (
                 at, at + 4, at + 8, at + 12, at + 8, at + 4, at, at + 8, fresh + 8, x[4:].data_ptr(), 0,
                 copy + 8, turned + 4, at + 8,
             )  # fmt: skip
-    assert taped() == 1 and "data_ptr() + 8" in tape.sources()[0]
+    assert recordings() == 1 and "data_ptr() + 8" in calls.sources()[0]
 
 
 class Writing(Stub):
@@ -548,7 +551,7 @@ def inserted(room):
 @pytest.mark.parametrize("used", ["as a view", "both ways", "returned", "both returned"])
 def test_room_that_is_used_in_another_form(view, used, monkeypatch):
     """It is allocated in that form, unless somebody uses it as it was, or a view is not all of it."""
-    monkeypatch.setattr(tape, "DEVICES", {"cpu"})
+    monkeypatch.setattr(calls, "DEVICES", {"cpu"})
     monkeypatch.setattr(recorder.Recorder, "_opening", lambda self: ["stream = 0"])
     stub, launched = Writing(), []
 
@@ -566,13 +569,13 @@ def test_room_that_is_used_in_another_form(view, used, monkeypatch):
         return None, [seen] if used == "returned" else [seen, room]
 
     monkeypatch.setattr(launch._threads, "told", None, raising=False)
-    found = [tape.call(("work",), [torch.ones(1)], work).found for _ in range(4)]
-    assert len(launched) == 2 and taped() == 1
+    found = [call([torch.ones(1)], work)[1] for _ in range(4)]
+    assert len(launched) == 2 and recordings() == 1
     for again in found[1:]:
         for one, other in zip(found[0], again, strict=True):
             assert torch.equal(one, other) and one.stride() == other.stride() and one.dtype == other.dtype
     folds = view not in (left_out, of_other_bits) and used in ("as a view", "returned")
-    assert tape.sources()[0].count("(2, 3), (3, 1)") == (0 if folds and view is not as_it_is else 1)
+    assert calls.sources()[0].count("(2, 3), (3, 1)") == (0 if folds and view is not as_it_is else 1)
     if used.endswith("returned") and len(found[3]) == 2:
         assert found[3][0].untyped_storage().data_ptr() == found[3][1].untyped_storage().data_ptr()
 
@@ -584,9 +587,9 @@ def test_room_with_something_in_it_is_not_allocated_anew(device):
         return None, [room.T + tensors[0], filled.T + tensors[0]]
 
     for _ in range(4):
-        zeros, twos = tape.call(("work",), [torch.ones(1, device=device)], work).found
+        zeros, twos = call([torch.ones(1, device=device)], work)[1]
         assert (zeros == 1).all() and (twos == 3).all()
-    assert taped() == 1
+    assert recordings() == 1
 
 
 def test_what_is_written_in_place(device):
@@ -597,7 +600,7 @@ def test_what_is_written_in_place(device):
 
     buffer = torch.zeros(1, device=device)
     for i in range(5):
-        tape.call(("work",), [numbers(device) * i, buffer], work)
+        call([numbers(device) * i, buffer], work)
         assert buffer.item() == 6 * i
 
 
@@ -610,17 +613,17 @@ def test_an_error_while_it_is_written_down(device):
             raise ValueError("halfway")
         return None, [y]
 
-    tape.call(("work",), [numbers(device)], work)
+    call([numbers(device)], work)
     with pytest.raises(ValueError, match="halfway"):
-        tape.call(("work",), [numbers(device)], work)
+        call([numbers(device)], work)
     assert getattr(launch._threads, "told", None) is None and torch._C._len_torch_dispatch_stack() == 0
     for _ in range(3):
-        assert tape.call(("work",), [numbers(device)], work).found[0][0] == 1
-    assert taped() == 1
+        assert call([numbers(device)], work)[1][0][0] == 1
+    assert recordings() == 1
 
 
 def test_many_kinds_in_many_threads(device, monkeypatch):
-    monkeypatch.setattr(tape, "MOST", 2)
+    monkeypatch.setattr(calls, "MOST", 2)
     failed = []
 
     def work(tensors):
@@ -630,7 +633,7 @@ def test_many_kinds_in_many_threads(device, monkeypatch):
         try:
             for i in range(300):
                 n = 1 + (i * seed) % 5
-                assert torch.equal(tape.call(("work",), [numbers(device, n)], work).found[0], numbers(device, n) + 1)
+                assert torch.equal(call([numbers(device, n)], work)[1][0], numbers(device, n) + 1)
         except BaseException as error:
             failed.append(error)
 
@@ -653,7 +656,7 @@ def test_nothing_is_kept_alive(device):
 
     x = numbers(device)
     for _ in range(3):
-        y = tape.call(("work",), [x], work).found[0]
+        y = call([x], work)[1][0]
     gone = weakref.ref(x), weakref.ref(y)
     del x, y
     gc.collect()
@@ -661,26 +664,26 @@ def test_nothing_is_kept_alive(device):
 
 
 def test_the_kinds_used_last_are_remembered(device, monkeypatch):
-    monkeypatch.setattr(tape, "MOST", 3)
+    monkeypatch.setattr(calls, "MOST", 3)
 
     def work(tensors):
         return None, [tensors[0] + 1]
 
     for n in (1, 2, 3, 1, 4, 1, 5, 1, 6, 1):
-        tape.call(("work",), [numbers(device, n)], work)
-    assert len(tape._kinds) == 3 and taped() == 1
+        call([numbers(device, n)], work)
+    assert len(calls._kinds) == 3 and recordings() == 1
 
 
-def test_on_a_cpu_nothing_is_put_on_tapes():
+def test_on_a_cpu_nothing_is_recorded():
     layer, args = build("linear", "fp8-current", "cpu"), example("linear", "cpu")
     for _ in range(3):
         step(layer, *args)
-    assert not tape._kinds
+    assert not calls._kinds
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", SHIPPED)
-def test_a_tape_in_a_cuda_graph(recipe):
+def test_a_replay_in_a_cuda_graph(recipe):
     module = build("mlp", recipe, "cuda")
     x, dy, _ = example("mlp", "cuda")
     x.requires_grad_()
@@ -697,7 +700,7 @@ def test_a_tape_in_a_cuda_graph(recipe):
         octavo.step(module)
         for _ in range(3):
             call()
-        assert taped() == 2
+        assert recordings() == 2
         seeds = [b.clone() for b in module.buffers()]
         want = call()
         for buffer, before in zip(module.buffers(), seeds, strict=True):

@@ -1,5 +1,5 @@
-"""Tensors without memory of the usual kind, modes, hooks and quantizers of somebody else's: a call that is put on a
-tape does not change for the next one, and one that would not be the same is not put on any."""
+"""Replay beside tensors without memory of the usual kind, and modes, hooks and quantizers of users: they do not change
+what is replayed for the next call, and a call that would not be the same is not recorded."""
 
 import ctypes
 from contextlib import suppress
@@ -12,14 +12,14 @@ from torch.overrides import TorchFunctionMode
 
 import octavo
 from octavo import recipes, values
-from octavo.lower.replay import calls as tape
+from octavo.lower.replay import calls
 from octavo.quant.tensorwise import Tensorwise
-from tests.lower.test_replay import K, Stub, assert_equal, build, example, on_gpu, step, taped, untaped
+from tests.lower.test_replay import K, Stub, as_written, assert_equal, build, call, example, on_gpu, recordings, step
 
 
 @pytest.fixture(params=["cpu", on_gpu])
 def device(request, monkeypatch):
-    monkeypatch.setattr(tape, "DEVICES", {request.param})
+    monkeypatch.setattr(calls, "DEVICES", {request.param})
     return request.param
 
 
@@ -42,7 +42,7 @@ def test_a_gradient_that_is_zeros_without_memory(kind, recipe, first, device, mo
         return (y * dy).sum()
 
     for loss in (zeros, times) if first == "zeros" else (times, zeros):
-        want = untaped(monkeypatch, partial(gradients, module, x, loss, more))
+        want = as_written(monkeypatch, partial(gradients, module, x, loss, more))
         for _ in range(3):
             assert_equal(gradients(module, x, loss, more), want)
         assert all((t == 0).all() for t in want) == (loss is zeros)
@@ -88,24 +88,24 @@ def test_a_mode_that_watches_functions(first, device):
         want = module(x)
         with Doubling():
             other = module(x)
-        tape.forget()
+        calls.forget()
         for _ in range(3):
             if first == "inside":
                 with Doubling():
                     assert torch.equal(module(x), other)
         for _ in range(4):
             assert torch.equal(module(x), want)
-        assert taped() == 1
+        assert recordings() == 1
         with Doubling():
             assert torch.equal(module(x), other)
 
 
-def test_a_default_device_keeps_nothing_off_tapes(device):
+def test_a_default_device_keeps_nothing_from_being_recorded(device):
     module, args = build("linear", "fp8-current", device), example("linear", device)
     with torch.device("meta"):
         for _ in range(3):
             step(module, *args)
-    assert taped() == 2
+    assert recordings() == 2
 
 
 def test_where_uninitialized_memory_must_be_nan(device):
@@ -114,11 +114,11 @@ def test_where_uninitialized_memory_must_be_nan(device):
     try:
         for _ in range(3):
             step(module, *example("linear", device))
-        assert taped() == 0
+        assert recordings() == 0
         torch.utils.deterministic.fill_uninitialized_memory = False
         for _ in range(3):
             step(module, *example("linear", device))
-        assert taped() == 2
+        assert recordings() == 2
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
@@ -147,7 +147,7 @@ def test_hooks_of_one_saved_tensor(kind, recipe, device, monkeypatch):
                 saved.register_hooks(away, back)
         return torch.autograd.grad(y, [leaf, *module.parameters()], dy)
 
-    want = untaped(monkeypatch, partial(gradients, module, x, times, more))
+    want = as_written(monkeypatch, partial(gradients, module, x, times, more))
     for _ in range(4):
         assert_equal(gradients(module, x, times, more), want)
     for _ in range(3):
@@ -174,10 +174,10 @@ class StrangerRecipe(recipes.Recipe):
 @pytest.mark.parametrize("kind", ["linear", "mlp"])
 def test_a_quantizer_of_somebody_elses(kind, device, monkeypatch):
     module, args = build(kind, StrangerRecipe(), device), example(kind, device)
-    want = untaped(monkeypatch, lambda: step(module, *args))
+    want = as_written(monkeypatch, lambda: step(module, *args))
     for _ in range(4):
         assert_equal(step(module, *args), want)
-    assert taped() == 0
+    assert recordings() == 0
 
 
 def test_rounding_by_somebody_elses(device):
@@ -185,7 +185,7 @@ def test_rounding_by_somebody_elses(device):
     with torch.no_grad():
         codes = [module(x).codes.float() for _ in range(4)]
     assert all(torch.equal(codes[0], other) for other in codes)
-    assert taped() == 0
+    assert recordings() == 0
 
 
 class Maximum(Stub):
@@ -207,7 +207,7 @@ def test_zeros_that_only_kernels_see_are_made_at_once(size, returned, monkeypatc
     from octavo import launch
     from octavo.lower.replay import recorder
 
-    monkeypatch.setattr(tape, "DEVICES", {"cpu"})
+    monkeypatch.setattr(calls, "DEVICES", {"cpu"})
     monkeypatch.setattr(recorder.Recorder, "_opening", lambda self: ["stream = 0"])
     monkeypatch.setattr(launch._threads, "told", None, raising=False)
     kernels, seen = [Maximum(3.0), Maximum(7.0)], torch.zeros(1)
@@ -223,8 +223,8 @@ def test_zeros_that_only_kernels_see_are_made_at_once(size, returned, monkeypatc
         return None, [tensors[0] + 1, *(made if returned else ())]
 
     for _ in range(4):
-        found = tape.call(("work",), [seen], work).found
+        found = call([seen], work)[1]
         assert not returned or [t[0].item() for t in found[1:]] == [3, 7]
-    assert taped() == 1
-    merged = tape.sources()[0].count("zeros = ")
+    assert recordings() == 1
+    merged = calls.sources()[0].count("zeros = ")
     assert merged == (not returned and size != 4096)

@@ -1,7 +1,7 @@
-"""What a layer's call launches, written down as the source of a function.
+"""Records a layer's call as the source of a function.
 
-Every operator and every launch that goes by becomes a line; tensors become names, which are let go of after their last
-line; what reads a value, or a tensor that the call was not given, is refused.
+Every operator and every launch becomes a line; tensors become names, which are deleted after their last use. A call
+that reads a value, or a tensor that it was not given, is refused.
 """
 
 import math
@@ -19,11 +19,11 @@ from octavo._torch import gemm
 from octavo._torch.cuda import current_stream
 from octavo._torch.dispatch import TorchDispatchMode
 from octavo._torch.tensors import EMPTY_STRIDED, is_alias
-from octavo.lower.replay.source import Line, address, in_form, let_go, needed, readdressed
+from octavo.lower.replay.source import Line, address, in_form, needed, readdressed, with_deletions
 
 
-class Refused(Exception):
-    """This call cannot be written down."""
+class NotRecordable(Exception):
+    """This call cannot be recorded."""
 
 
 _FRESH = {
@@ -51,7 +51,7 @@ _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class _Reads(TorchFunctionMode):
-    """Notices what reads or moves memory without an operator."""
+    """Refuses functions that read or move memory without an operator."""
 
     def __init__(self, recorder: "Recorder") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -70,9 +70,9 @@ _UNSEEN = frozenset((
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what goes by. Tensors are told apart by identity, and not kept."""
+    """Records operators and launches. It tells tensors apart by identity, and does not keep them."""
 
-    def __init__(self, inputs: Sequence[Tensor | None]) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._lines: list[Line] = []
         self._names: dict[int, tuple[Any, str]] = {}
@@ -83,10 +83,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._why = ""
         self._tiled = False
         self._inputs = tuple(f"i{n}" for n in range(len(inputs)))
-        self._index = next((t.get_device() for t in inputs if t is not None), -1)
+        self._index = inputs[0].get_device()
         for t, name in zip(inputs, self._inputs, strict=True):
-            if t is not None:
-                self._names[id(t)] = weakref.ref(t), name
+            self._names[id(t)] = weakref.ref(t), name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -95,7 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*args, **kwargs)
         try:
             self._note(func, said, uses, args, made)
-        except Refused as why:
+        except NotRecordable as why:
             self.refuse(str(why))
         return made
 
@@ -109,10 +108,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, func: Any, said: list[str], uses: list[str], args: Any, made: Any) -> None:
         if any(tag in func.tags for tag in _READS):
-            raise Refused(f"{func} depends on values")
+            raise NotRecordable(f"{func} depends on values")
         results = list(made) if isinstance(made, (list, tuple)) else [made]
         if not all(isinstance(t, Tensor) for t in results):
-            raise Refused(f"{func} returns something else than tensors")
+            raise NotRecordable(f"{func} returns something else than tensors")
         if func in _FRESH:
             self._add(room := self._room(made), [], [made], idle=True)
             self._forms[self._known(made)] = room
@@ -132,24 +131,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _room(self, t: Tensor) -> str:
         if t.device.type not in EMPTY_STRIDED or t.get_device() != self._index:
-            raise Refused(f"something is made on {t.device}")
+            raise NotRecordable(f"something is made on {t.device}")
         make = self._constant(EMPTY_STRIDED[t.device.type])
         return f"{make}({tuple(t.shape)}, {t.stride()}, {self._constant(t.dtype)})"
 
     def launched(self, one: launch.Launch, pointers: Sequence[Any]) -> None:
-        """A kernel was launched."""
+        """Record a kernel launch."""
         try:
             uses, addresses = list[str](), list[str]()
             direct = one.direct(*pointers)
             if direct is None:
-                raise Refused("this version of triton is called in its own way")
+                raise NotRecordable("this version of triton is called in its own way")
             if launch.device_index(pointers[0]) != self._index:
-                raise Refused("it launches on several devices")
+                raise NotRecordable("it launches on several devices")
             given = [self._pointer(t, uses, addresses) for t in pointers]
             head, tail = self._constant(direct.head), self._constant(one.tail)
             start = f"{self._constant(direct.launch)}({one.grid}, 1, 1, stream, *{head}"
             self._lines.append(Line(f"{start}, {', '.join(given)}, *{tail})", tuple(uses), (), tuple(addresses)))
-        except Refused as why:
+        except NotRecordable as why:
             self.refuse(str(why))
 
     def _pointer(self, t: Any, uses: list[str], addresses: list[str]) -> str:
@@ -231,29 +230,29 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lines.insert(first, Line(f"zeros = {make}({end // 4}, dtype={dtype}, device={device})", (), ("zeros",)))
         return lines
 
-    def function(self, about: Any, found: Iterable[Tensor | None]) -> Callable[..., Any]:
-        """What was written down, as a function of the inputs that returns these."""
+    def function(self, about: Any, results: Iterable[Tensor | None]) -> Callable[..., Any]:
+        """The recorded call, as a function of the inputs that returns `about` and these tensors."""
         uses: list[str] = []
-        returned = [self._said(t, uses) for t in found]
+        returned = [self._said(t, uses) for t in results]
         if self._why:
-            raise Refused(self._why)
+            raise NotRecordable(self._why)
         lines = in_form(needed(self._lines, set(uses)), self._forms, set(uses))
         lines = self._zeroed_at_once(lines, set(uses))
         source = "\n    ".join([
-            f"def tape({', '.join(self._inputs)}):",
+            f"def replay({', '.join(self._inputs)}):",
             *self._opening(),
-            *let_go(lines, set(uses)),
-            f"return {self._constant(about)}, [{', '.join(returned)}]",
+            *with_deletions(lines, set(uses)),
+            f"return {self._constant(about)}, ({''.join(name + ', ' for name in returned)})",
         ])  # fmt: skip
         space = dict(self._constants)
-        exec(compile(source, "<octavo tape>", "exec"), space)  # every word of it was written above
-        made: Callable[..., Any] = space["tape"]
-        made.source = source  # type: ignore[attr-defined]
-        return made
+        exec(compile(source, "<octavo replay>", "exec"), space)  # every word of it was written above
+        replay: Callable[..., Any] = space["replay"]
+        replay.source = source  # type: ignore[attr-defined]
+        return replay
 
 
 def _place(first: int, nbytes: int) -> int:
-    """Where the next one begins, after one of so many bytes: as aligned as what the allocator gives to kernels."""
+    """Where the next one begins, after one of so many bytes: aligned to 16, since kernels are compiled for that."""
     return first + -(-nbytes // 16) * 16
 
 

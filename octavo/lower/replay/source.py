@@ -1,5 +1,5 @@
-"""The lines of a tape: what each uses and makes, and what becomes of them before they are a function. What nobody uses
-is left out, what is only used in another form is made in it, and everything is let go of after its last line.
+"""The lines of a recorded call, and the passes over them before they become a function: unused lines are left out, a
+tensor that is only used in another form is allocated in that form, and every tensor is deleted after its last use.
 """
 
 import re
@@ -12,7 +12,7 @@ class Line(NamedTuple):
     uses: tuple[str, ...]
     makes: tuple[str, ...]
     addresses: tuple[str, ...] = ()  # used too, for where they lie alone
-    idle: bool = False  # allocates, or makes a view: for nothing, if nobody uses what it makes
+    idle: bool = False  # allocates, or makes a view: not needed where its result is not used
 
 
 def address(name: str) -> str:
@@ -20,6 +20,7 @@ def address(name: str) -> str:
 
 
 def needed(lines: list[Line], returned: set[str]) -> list[Line]:
+    """The lines, without idle ones whose results are not used."""
     used, kept = set(returned), list[Line]()
     for line in reversed(lines):
         if not line.idle or used.intersection(line.makes):
@@ -36,7 +37,7 @@ def in_form(lines: list[Line], forms: dict[str, str], returned: set[str]) -> lis
             continue
         at = next((n for n, other in enumerate(lines) if first[0] in other.makes), -1)
         if at < 0 or lines[at].uses or any(first[0] in other.uses for other in lines if other is not line):
-            continue  # not allocated here, or somebody else uses it as it is
+            continue  # not allocated here, or another line uses it as it is
         lines = [*lines[:i], *lines[i + 1 :]]
         lines[at] = Line(f"{one[0]} = {forms[one[0]]}", (), one, idle=True)
         return in_form([readdressed(other, first[0], one[0]) for other in lines], forms, returned)
@@ -44,6 +45,7 @@ def in_form(lines: list[Line], forms: dict[str, str], returned: set[str]) -> lis
 
 
 def readdressed(line: Line, old: str, new: str, further: int = 0) -> Line:
+    """The line, with the address of one tensor replaced by that of another, so many bytes further."""
     if old not in line.addresses:
         return line
     addresses = tuple(new if name == old else name for name in line.addresses)
@@ -51,8 +53,8 @@ def readdressed(line: Line, old: str, new: str, further: int = 0) -> Line:
     return line._replace(text=re.sub(rf"\b{re.escape(address(old))}", there, line.text), addresses=addresses)
 
 
-def let_go(lines: list[Line], returned: set[str]) -> Iterable[str]:
-    """The lines, each followed by letting go of what no later one uses."""
+def with_deletions(lines: list[Line], returned: set[str]) -> Iterable[str]:
+    """The lines, each followed by a deletion of the tensors that no later one uses."""
     last: dict[str, int] = {}
     own = {name for line in lines for name in line.makes}
     for n, line in enumerate(lines):

@@ -1,0 +1,46 @@
+"""Named fields as a flat list of tensors, and back: the way a node of a graph and a recorded call take them."""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+
+def pack(fields: Iterable[Any], tensors: list[Any]) -> str:
+    """Append the tensors of these fields to a list. Returns which there are: a mark for each field, "0" for None, "1"
+    for a tensor, "t2" for a tuple of two."""
+    marks: list[str] = []
+    for field in fields:
+        if field is None:
+            marks.append("0")
+        elif isinstance(field, tuple):
+            marks.append("t" + str(len(field)))
+            tensors.extend(field)
+        else:
+            marks.append("1")
+            tensors.append(field)
+    return ",".join(marks)
+
+
+class Packing:
+    """Where the tensors of each field are in the list."""
+
+    def __init__(self, marks: str) -> None:
+        self.starts: list[int] = []
+        self.count = 0  # tensors of all fields
+        self._places: list[int | slice | None] = []
+        for mark in marks.split(",") if marks else ():
+            self.starts.append(self.count)
+            size = int(mark.removeprefix("t"))
+            end = self.count + size
+            self._places.append(slice(self.count, end) if mark[0] == "t" else self.count if size else None)
+            self.count = end
+
+    def unpack(self, tensors: Sequence[Any]) -> list[Any]:
+        """The fields, from the head of the list."""
+        row = tuple(tensors)
+        return [None if place is None else row[place] for place in self._places]
+
+
+@lru_cache(maxsize=4096)
+def packing(marks: str) -> Packing:
+    return Packing(marks)
