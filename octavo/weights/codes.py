@@ -27,16 +27,17 @@ class Kind(NamedTuple):
 
 
 def quantize_into(
-    layer: str, key: str, weight: Tensor, row: Parts, column: Parts, amaxes: Sequence[Tensor] = (),
+    kind: Kind, weight: Tensor, row: Parts, column: Parts, amaxes: Sequence[Tensor] = (),
     scaling: Sequence[Tensor] = (), skip: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Overwrite codes by those of a weight. A backward that still waits for the old ones notices."""
     with torch.no_grad():
         if isinstance(weight, FakeTensor):  # a reference may read what a fake does not have
-            refresh_in_graph(layer, key, weight.detach(), list(row), list(column), list(amaxes), list(scaling), skip)
+            tensors = list(row), list(column), list(amaxes), list(scaling)
+            refresh_in_graph(kind.layer, kind.key, weight.detach(), *tensors, skip)
         else:
-            which = layer_named(layer)
-            which.refresh(which.config(key), weight, row, column, amaxes, scaling, skip)
+            layer = layer_named(kind.layer)
+            layer.refresh(layer.config(kind.key), weight, row, column, amaxes, scaling, skip)
         torch.autograd.graph.increment_version([*row, *column])
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from octavo.fused import conditions
 from octavo.fuser.pattern import Rule
 from octavo.kernels import activation_quantize
+from octavo.kernels.activation import Inputs as ActInputs
+from octavo.kernels.tile_cast import NOTHING, Target
 from octavo.layers import activation, linear
 from octavo.layers.contract import DTYPES
 from octavo.modules.activation import Activation, Bias, ConstantScale
 from octavo.modules.linear import Linear
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import CastArgs
 
 Grads = tuple[Tensor | None, ...]
 
@@ -28,7 +28,7 @@ class Cast:
 
     def __init__(
         self, config: Any, act: Any, saved: Grads, saved_act: Grads, buffers: Any, writes: Any, dy: Tensor,
-        bias_grad: torch.dtype | None = None, again: QTensor | None = None, again_given: CastArgs | None = None,
+        bias_grad: torch.dtype | None = None, again: Target = NOTHING,
     ) -> None:  # fmt: skip
         x, scales, bias, seed = activation.Saved._make(saved_act)
         self.config, self.buffers, self.writes = config, buffers, writes
@@ -36,9 +36,10 @@ class Cast:
         shape = activation.shape_of_dx(act, tuple(dy.shape))
         self.like = TensorProto(shape, dy.dtype, dy.device)
         self.pair, given = linear.fill_dy(config, self.kept, self.like, buffers, writes)
+        vectors = activation.vector(scales), activation.vector(bias), activation.vector(seed)
         self.bias: Tensor | None = activation_quantize.backward(
-            act.function, activation.matrix(dy), None if x is None else activation.matrix(x), activation.vector(scales),
-            activation.vector(bias), activation.vector(seed), self.pair, given, again, again_given, bias_grad,
+            act.function, activation.matrix(dy), ActInputs(None if x is None else activation.matrix(x), *vectors),
+            Target(self.pair, given), again, bias_grad,
         )  # fmt: skip
 
     def gradients(self, db: Tensor | None) -> Grads:

@@ -7,6 +7,8 @@ from typing import Any
 from octavo.fused import conditions
 from octavo.fuser.pattern import Condition, Rule
 from octavo.kernels import activation_quantize
+from octavo.kernels.activation import Inputs as ActInputs
+from octavo.kernels.tile_cast import Target
 from octavo.layers import activation, linear
 from octavo.layers.contract import Made
 from octavo.modules.activation import Activation
@@ -22,10 +24,8 @@ def forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[Made]:
     amaxes = linear.observed(second, inputs[1])
     like = TensorProto(activation.shape_of_y(first, tuple(x.shape)), x.dtype, x.device)
     pair, given = linear.fill_x(second, inputs[1].scaling, like, True, amaxes.x)
-    activation_quantize.forward(
-        first.function, activation.matrix(x), activation.vector(own.scales), activation.vector(own.bias),
-        activation.vector(own.seed), pair, given,
-    )  # fmt: skip
+    vectors = activation.vector(own.scales), activation.vector(own.bias), activation.vector(own.seed)
+    activation_quantize.forward(first.function, ActInputs(activation.matrix(x), *vectors), Target(pair, given))
     made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
     return [Made((None,), (), ()), made]
 

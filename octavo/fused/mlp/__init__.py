@@ -14,6 +14,7 @@ from octavo.fused import activation_linear, conditions
 from octavo.fused.activation_bias import Cast, Grads, own_bias
 from octavo.fuser.pattern import Rule
 from octavo.kernels.column_sums import column_sums
+from octavo.kernels.tile_cast import Target
 from octavo.layers import activation, linear
 from octavo.modules.activation import Activation
 from octavo.modules.linear import Linear
@@ -32,7 +33,7 @@ def backward(
     row, column = linear.quantized_dy(second, dy, kept, buffers[2], writes)
     da = linear.input_gradient(second, dy, row, kept)
     again, given = linear.fill_x_again(second, kept, TensorProto(tuple(da.shape), da.dtype, da.device))
-    cast = Cast(first, act, saved[0], saved[1], buffers[0], writes, da, own_bias(first), again, given)
+    cast = Cast(first, act, saved[0], saved[1], buffers[0], writes, da, own_bias(first), Target((None, again), given))
     db = None if (dtype := own_bias(second)) is None else column_sums(linear.flat(dy), dtype)
     dw = linear.finish(second, dy, column, kept, buffers[2], writes, again)
     empty = (None,) * len(activation.Inputs._fields)

@@ -23,11 +23,11 @@ from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import tile_cast
-from octavo.kernels.activation import ACTIVATIONS, DRAWN_BITS, STREAM, Function
+from octavo.kernels.activation import ACTIVATIONS, DRAWN_BITS, STREAM, Function, Inputs
 from octavo.kernels.activation.triton import clamped_a, constants, gate_of, gated_slopes, places
 from octavo.kernels.activation_quantize import plain_backward, plain_forward
 from octavo.kernels.column_sums import column_sums
-from octavo.kernels.tile_cast import QTensorPair
+from octavo.kernels.tile_cast import NOTHING, Target
 from octavo.kernels.tile_cast import triton as tile_casts
 from octavo.launch import Launch
 from octavo.quant import dual, tile
@@ -270,51 +270,41 @@ _ZERO_AT_ZERO = ("gelu", "swish", "relu", "srelu", "linear", "softcap", "situ") 
 _NO_SINK: dict[str, Any] = {"PUT": None, "RULE": ()}
 
 
-def forward(
-    fn: Function,
-    x: Tensor,
-    scales: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    pair: QTensorPair,
-    given: CastArgs,
-    config: Config | None = None,
-) -> None:
-    if x.numel() == 0 or tile_cast.refusal(pair, given, x.dtype, _WHAT):
-        return plain_forward(fn, x, scales, bias, seed, pair, given)
+def forward(fn: Function, inputs: Inputs, y: Target, config: Config | None = None) -> None:
+    x, pair = inputs.x, y.pair
+    assert x is not None
+    if x.numel() == 0 or tile_cast.refusal(pair, y.given, x.dtype, _WHAT):
+        return plain_forward(fn, inputs, y)
     spec = tile_casts.spec_of(pair)
     sizes = (x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1], *x.stride(), *tile_casts.strides(pair))
     if config is None:
         configs = CONFIGS if pair[1] is not None else (ROWS_ALONE, *CONFIGS)
         config = tile_casts.fitting(configs, spec)
-    _forward_launch(fn, spec, x.dtype, sizes, config)(x, scales, bias, seed, *tile_casts.pointers(pair, given))
+    _forward_launch(fn, spec, x.dtype, sizes, config)(*inputs, *tile_casts.pointers(pair, y.given))
 
 
 def backward(
     fn: Function,
     dy: Tensor,
-    x: Tensor | None,
-    scales: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    pair: QTensorPair,
-    given: CastArgs,
-    again: QTensor | None,
-    again_given: CastArgs,
+    inputs: Inputs,
+    dx: Target,
+    y: Target,
     bias_grad: torch.dtype | None,
     config: Config | None = None,
 ) -> Tensor | None:
-    wanted = pair != (None, None)
-    spec = tile_casts.spec_of(pair) if wanted else None
+    wanted = dx.pair != (None, None)
+    spec = tile_casts.spec_of(dx.pair) if wanted else None
     woven = fn.gated and not _by_halves(fn, spec)
     # of blocks the composition is faster, 0.53 ms for 0.59: each program computes da and db, and keeps one
-    apart = woven and (dy.dtype == torch.float32 or seed is not None or spec is None or tile_casts.is_block(spec))
-    if dy.numel() == 0 or apart or (wanted and tile_cast.refusal(pair, given, dy.dtype, _WHAT)):
-        return plain_backward(fn, dy, x, scales, bias, seed, pair, given, again, again_given, bias_grad)
-    if again is not None and (woven or not _beside(fn, x, again, again_given)):
-        assert x is not None
-        forward(fn, x, scales, bias, seed, (None, again), again_given)
-        again = None
+    apart = woven and (
+        dy.dtype == torch.float32 or inputs.seed is not None or spec is None or tile_casts.is_block(spec)
+    )
+    if dy.numel() == 0 or apart or (wanted and tile_cast.refusal(dx.pair, dx.given, dy.dtype, _WHAT)):
+        return plain_backward(fn, dy, inputs, dx, y, bias_grad)
+    if y.pair[1] is not None and (woven or not _beside(fn, inputs.x, y.pair[1], y.given)):
+        forward(fn, inputs, y)
+        y = NOTHING
+    again = y.pair[1]
     if not wanted and again is None and bias_grad is None:
         return None
     if config is None:
@@ -324,13 +314,13 @@ def backward(
     if bias_grad is not None:
         shape = -(-dy.shape[0] // config.rows), dy.shape[1] * (2 if fn.gated else 1)
         parts = torch.empty(shape, dtype=torch.float32, device=dy.device)
-    sizes = (*dy.shape, *dy.stride(), *((0, 0) if x is None else x.stride()))
-    sizes += tile_casts.strides(pair) if wanted else (0, 0, 0, 0)
-    pointers = (dy, x, scales, bias, seed, parts, *(tile_casts.pointers(pair, given) if wanted else (None,) * 6))
+    sizes = (*dy.shape, *dy.stride(), *((0, 0) if inputs.x is None else inputs.x.stride()))
+    sizes += tile_casts.strides(dx.pair) if wanted else (0, 0, 0, 0)
+    pointers = (dy, *inputs, parts, *(tile_casts.pointers(dx.pair, dx.given) if wanted else (None,) * 6))
     if woven:
         _woven_launch(fn, spec, dy.dtype, sizes, config)(*pointers)
     else:
-        _launch_backward(fn, spec, pointers, sizes, again, again_given, config)
+        _launch_backward(fn, spec, pointers, sizes, y, config)
     return None if parts is None or bias_grad is None else column_sums(parts, bias_grad)
 
 
@@ -344,18 +334,17 @@ def _launch_backward(
     spec: Quantizer | None,
     pointers: tuple[Tensor | None, ...],
     sizes: tuple[int, ...],
-    again: QTensor | None,
-    again_given: CastArgs,
+    y: Target,
     config: Config,
 ) -> None:
     """The kernel that also makes y, if it is to."""
-    dy, x = pointers[:2]
+    dy, x, again = *pointers[:2], y.pair[1]
     assert dy is not None
     if again is None or x is None:
         _backward_launch(fn, spec, dy.dtype, None, dy.dtype, (*sizes, 0, 0), config)(*pointers, *(None,) * 4)
         return
-    _, codes, _, scale, encode, observed = tile_casts.pointers((None, again), again_given)
-    sizes += tile_casts.strides((None, again))[2:]
+    _, codes, _, scale, encode, observed = tile_casts.pointers(y.pair, y.given)
+    sizes += tile_casts.strides(y.pair)[2:]
     launch = _backward_launch(fn, spec, dy.dtype, again.spec, x.dtype, sizes, config)
     launch(*pointers, codes, scale, encode, observed)
 

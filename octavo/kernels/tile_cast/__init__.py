@@ -7,6 +7,8 @@ observed are those of the value written and cast by `octavo.quant.quantizer.fill
 a tile has all that its scales follow from. Which schemes do is said here, once.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from octavo.formats import FLOATS
@@ -16,6 +18,16 @@ from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.quant.tensorwise import Tensorwise
 
 QTensorPair = tuple[QTensor | None, QTensor | None]
+
+
+class Target(NamedTuple):
+    """Codes (row, column) that a kernel fills, and the tensors that its caller brings to the cast."""
+
+    pair: QTensorPair = (None, None)
+    given: CastArgs = CastArgs()
+
+
+NOTHING = Target()
 
 
 def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, dtype: torch.dtype, what: str) -> str:
