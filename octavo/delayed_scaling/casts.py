@@ -47,7 +47,7 @@ def warm(recipe: Recipe, slot: Sequence[Tensor], observed: Tensor | None) -> Cas
     return CastArgs(encode=slot[0], observed=observed) if recipe.stateful else CastArgs()
 
 
-def given(
+def cast_args(
     recipe: Recipe,
     pair: QuantizerPair,
     slot: Sequence[Tensor],

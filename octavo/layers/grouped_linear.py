@@ -393,7 +393,7 @@ class GroupedLinearLayer(WeightLayer):
         dtype, device = DTYPES[config.weight_dtype], groups.start.device
         if target is None:
             if isinstance(dy, Tensor) and isinstance(x, Tensor):
-                return grouped_gemm.fresh_depth(dy, x, groups, dtype)
+                return grouped_gemm.fresh_wgrad(dy, x, groups, dtype)
             return _fill_weight_gradient(
                 dy, x, groups, torch.empty(shape, dtype=dtype, device=device), accumulate=False
             )
@@ -445,7 +445,7 @@ def _given(
 ) -> CastArgs:  # fmt: skip
     """What the layer brings to a cast of x, whose groups have a multiplier each."""
     flat = [t.view(groups.number) for t in slot]
-    return delayed.given(config.recipe, pair, flat, _amaxes_of(x, groups), observed, seed)
+    return delayed.cast_args(config.recipe, pair, flat, _amaxes_of(x, groups), observed, seed)
 
 
 def _amaxes_of(x: Tensor, groups: Groups) -> Amax:
@@ -631,4 +631,4 @@ def _fill_weight_gradient(dy: Operand, x: Operand, groups: Groups, out: Tensor, 
     if isinstance(dy, GroupedTensor) and isinstance(x, GroupedTensor):
         return grouped_gemm.grouped_wgrad(dy, x, out, accumulate=accumulate)
     assert isinstance(dy, Tensor) and isinstance(x, Tensor)
-    return grouped_gemm.plain_depth(dy, x, out, groups, accumulate=accumulate)
+    return grouped_gemm.plain_wgrad(dy, x, out, groups, accumulate=accumulate)

@@ -383,7 +383,7 @@ def _given(
     seed: Tensor | None = None,
 ) -> CastArgs:
     """What the layer brings to a cast of x."""
-    return delayed.given(config.recipe, pair, slot, _amax_of(x), observed, seed)
+    return delayed.cast_args(config.recipe, pair, slot, _amax_of(x), observed, seed)
 
 
 def _amax_of(x: Tensor) -> Amax:

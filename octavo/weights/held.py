@@ -35,7 +35,7 @@ COLUMN = ("column_codes", "column_scale", "column_level2")
 INNER = (*ROW, *COLUMN, "element")
 
 
-class Step(NamedTuple):
+class ViewStep(NamedTuple):
     """One operator of a view."""
 
     operator: str  # its name: an operator itself is not pickled
@@ -66,11 +66,11 @@ class HeldWeight(Tensor):
     group: int | None
     token: Tensor | None  # a plain tensor that looks like the whole weight: a layer asks it for shape, dtype and device
     _flat: tuple[list[str], Any]
-    steps: tuple[Step, ...]  # from the weight, or the group, to what this tensor shows
+    steps: tuple[ViewStep, ...]  # from the weight, or the group, to what this tensor shows
 
     @staticmethod
     def __new__(
-        cls, inner: dict[str, Tensor], kind: Kind, group: int | None = None, steps: tuple[Step, ...] = (),
+        cls, inner: dict[str, Tensor], kind: Kind, group: int | None = None, steps: tuple[ViewStep, ...] = (),
         size: Sequence[int] | None = None, stride: Sequence[int] | None = None,
     ) -> "HeldWeight":  # fmt: skip
         element = inner["element"]
@@ -82,7 +82,7 @@ class HeldWeight(Tensor):
         return found
 
     def __init__(
-        self, inner: dict[str, Tensor], kind: Kind, group: int | None = None, steps: tuple[Step, ...] = (),
+        self, inner: dict[str, Tensor], kind: Kind, group: int | None = None, steps: tuple[ViewStep, ...] = (),
         size: Sequence[int] | None = None, stride: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         for name in INNER:
@@ -244,12 +244,12 @@ class HeldWeight(Tensor):
         like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         shown = func(like, *arguments, **keywords)
         plain = tuple(tuple(a) if isinstance(a, list) else a for a in arguments)  # lists have no hash
-        step = Step(func.name(), plain, tuple(keywords.items()), None)
+        step = ViewStep(func.name(), plain, tuple(keywords.items()), None)
         if isinstance(shown, Tensor):
             return self._seen(step, shown)
         return [self._seen(step._replace(which=i), part) for i, part in enumerate(shown)]
 
-    def _seen(self, step: Step, like: Tensor) -> Any:
+    def _seen(self, step: ViewStep, like: Tensor) -> Any:
         if like.dtype != self.dtype:
             self._refuse(f"{step.operator} would show its bits as {like.dtype}, which it does not have")
         return self._made(self.tensors(), self.kind, self.group, (*self.steps, step), like.shape, like.stride())

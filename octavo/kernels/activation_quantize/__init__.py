@@ -4,7 +4,7 @@
     backward    dx, in dy's dtype, into codes; the column codes of y once more; and sums of dx down its columns
 
 The value itself is never written: forward reads x and writes codes, backward reads x and dy and writes codes. What is
-filled has the bits that `fill_pair` of the activation's own kernels would leave, `given.observed` among them; only the
+filled has the bits that `fill_pair` of the activation's own kernels would leave, observed amaxes among them; only the
 sums are in another order. `fuses` says where one pass does it. Everywhere else the value is written and cast, to the
 same bits; so it is for rows in groups, and in backward, of a gated function, for blocks, and for columns that take
 turns in float32 or with dropout.
@@ -58,7 +58,7 @@ def plain_forward(fn: Function, inputs: Inputs, y: Target) -> None:
     """By way of y."""
     x, scales, bias, seed = inputs
     assert x is not None
-    fill_pair(activation.forward(fn, x, scales, bias, seed), y.pair, y.given)
+    fill_pair(activation.forward(fn, x, scales, bias, seed), y.pair, y.cast_args)
 
 
 def plain_backward(
@@ -67,7 +67,7 @@ def plain_backward(
     """By way of dx, and of y."""
     gradients = activation.backward(fn, dy, *inputs, Wanted(dx.pair != (None, None), bias=bias_grad))
     if gradients.x is not None:
-        fill_pair(gradients.x, dx.pair, dx.given)
+        fill_pair(gradients.x, dx.pair, dx.cast_args)
     if y.pair[1] is not None:
         plain_forward(fn, inputs, y)
     return gradients.bias
@@ -75,7 +75,7 @@ def plain_backward(
 
 def _check_sizes(target: Target, m: int, k: int, what: str) -> None:
     """Rows in groups have the shapes of `octavo.quant.grouped`, which are the caller's."""
-    if target.given.groups is not None:
+    if target.cast_args.groups is not None:
         return
     for q, shape in zip(target.pair, ((m, k), (k, m)), strict=True):
         if q is not None and (q.rows, q.columns) != shape:

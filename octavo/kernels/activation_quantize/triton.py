@@ -267,20 +267,20 @@ def _woven_kernel(
 
 _WHAT = "the activation"
 _ZERO_AT_ZERO = ("gelu", "swish", "relu", "srelu", "linear", "softcap", "situ")  # curves that are zero where x is
-_NO_SINK: dict[str, Any] = {"PUT": None, "RULE": ()}
+_NO_CAST: dict[str, Any] = {"PUT": None, "RULE": ()}
 
 
 def forward(fn: Function, inputs: Inputs, y: Target, config: Config | None = None) -> None:
     x, pair = inputs.x, y.pair
     assert x is not None
-    if x.numel() == 0 or tile_cast.refusal(pair, y.given, x.dtype, _WHAT):
+    if x.numel() == 0 or tile_cast.refusal(pair, y.cast_args, x.dtype, _WHAT):
         return plain_forward(fn, inputs, y)
     spec = tile_casts.spec_of(pair)
     sizes = (x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1], *x.stride(), *tile_casts.strides(pair))
     if config is None:
         configs = CONFIGS if pair[1] is not None else (ROWS_ALONE, *CONFIGS)
         config = tile_casts.fitting(configs, spec)
-    _forward_launch(fn, spec, x.dtype, sizes, config)(*inputs, *tile_casts.pointers(pair, y.given))
+    _forward_launch(fn, spec, x.dtype, sizes, config)(*inputs, *tile_casts.pointers(pair, y.cast_args))
 
 
 def backward(
@@ -299,9 +299,9 @@ def backward(
     apart = woven and (
         dy.dtype == torch.float32 or inputs.seed is not None or spec is None or tile_casts.is_block(spec)
     )
-    if dy.numel() == 0 or apart or (wanted and tile_cast.refusal(dx.pair, dx.given, dy.dtype, _WHAT)):
+    if dy.numel() == 0 or apart or (wanted and tile_cast.refusal(dx.pair, dx.cast_args, dy.dtype, _WHAT)):
         return plain_backward(fn, dy, inputs, dx, y, bias_grad)
-    if y.pair[1] is not None and (woven or not _beside(fn, inputs.x, y.pair[1], y.given)):
+    if y.pair[1] is not None and (woven or not _beside(fn, inputs.x, y.pair[1], y.cast_args)):
         forward(fn, inputs, y)
         y = NOTHING
     again = y.pair[1]
@@ -316,7 +316,7 @@ def backward(
         parts = torch.empty(shape, dtype=torch.float32, device=dy.device)
     sizes = (*dy.shape, *dy.stride(), *((0, 0) if inputs.x is None else inputs.x.stride()))
     sizes += tile_casts.strides(dx.pair) if wanted else (0, 0, 0, 0)
-    pointers = (dy, *inputs, parts, *(tile_casts.pointers(dx.pair, dx.given) if wanted else (None,) * 6))
+    pointers = (dy, *inputs, parts, *(tile_casts.pointers(dx.pair, dx.cast_args) if wanted else (None,) * 6))
     if woven:
         _woven_launch(fn, spec, dy.dtype, sizes, config)(*pointers)
     else:
@@ -343,7 +343,7 @@ def _launch_backward(
     if again is None or x is None:
         _backward_launch(fn, spec, dy.dtype, None, dy.dtype, (*sizes, 0, 0), config)(*pointers, *(None,) * 4)
         return
-    _, codes, _, scale, encode, observed = tile_casts.pointers(y.pair, y.given)
+    _, codes, _, scale, encode, observed = tile_casts.pointers(y.pair, y.cast_args)
     sizes += tile_casts.strides(y.pair)[2:]
     launch = _backward_launch(fn, spec, dy.dtype, again.spec, x.dtype, sizes, config)
     launch(*pointers, codes, scale, encode, observed)
@@ -354,11 +354,11 @@ def _by_halves(fn: Function, spec: Quantizer | None) -> bool:
     return not fn.interleave and (spec is None or not tile_casts.is_block(spec))
 
 
-def _beside(fn: Function, x: Tensor | None, again: QTensor, given: CastArgs) -> bool:
+def _beside(fn: Function, x: Tensor | None, again: QTensor, cast_args: CastArgs) -> bool:
     """Whether the kernel that makes dx may make y too; else y takes a pass of its own."""
     assert x is not None
     spills = tile_casts.is_block(again.spec) and (fn.gated or x.dtype == torch.float32)
-    return not spills and not tile_cast.refusal((None, again), given, x.dtype, _WHAT)
+    return not spills and not tile_cast.refusal((None, again), cast_args, x.dtype, _WHAT)
 
 
 def _constants(fn: Function) -> dict[str, Any]:
@@ -393,7 +393,7 @@ def _backward_launch(
 ) -> Launch:
     return Launch(
         _backward_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps,
-        **_constants(fn), **_sink(spec, dtype), **_again(again, again_dtype), **_tile(config),
+        **_constants(fn), **_cast_constants(spec, dtype), **_again(again, again_dtype), **_tile(config),
     )  # fmt: skip
 
 
@@ -403,22 +403,24 @@ def _woven_launch(
 ) -> Launch:
     own = {name: value for name, value in _constants(fn).items() if name != "GATED"}
     grid = tile.tiles((sizes[0], 2 * sizes[1]), config)
-    return Launch(_woven_kernel, grid, sizes, num_warps=config.warps, **own, **_sink(spec, dtype), **_tile(config))
+    return Launch(
+        _woven_kernel, grid, sizes, num_warps=config.warps, **own, **_cast_constants(spec, dtype), **_tile(config)
+    )
 
 
-def _sink(spec: Quantizer | None, dtype: torch.dtype) -> dict[str, Any]:
-    return _NO_SINK if spec is None else tile_casts.constants(spec, dtype)
+def _cast_constants(spec: Quantizer | None, dtype: torch.dtype) -> dict[str, Any]:
+    return _NO_CAST if spec is None else tile_casts.constants(spec, dtype)
 
 
 def _again(spec: Quantizer | None, dtype: torch.dtype) -> dict[str, Any]:
-    return {f"AGAIN_{name}": value for name, value in _sink(spec, dtype).items()}
+    return {f"AGAIN_{name}": value for name, value in _cast_constants(spec, dtype).items()}
 
 
 # -- the record of compilations ----------------------------------------------------------------------------------------
 
 
 def variants() -> list[Variant]:
-    """Every tile, every kind of sink, every activation, and what goes along with one."""
+    """Every tile, every kind of cast, every activation, and what goes along with one."""
     swiglu, clamped, gelu = (ACTIVATIONS[name] for name in ("swiglu", "clamped-swiglu", "gelu"))
     given, gradient, rows, square = Tensorwise(), Tensorwise(E5M2), Block1D(), Block2D(E4M3, "fp32")
     half = torch.bfloat16
