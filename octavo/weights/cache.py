@@ -91,10 +91,10 @@ class Codes:
         if skip is not None:  # who can tell whether they changed: what was known of them still is
             self._weights = known
             return
-        own = module.weight_parts()
-        if known is None or any([ref() is not w for ref, w in zip(known, own, strict=True)]):
+        parts = module.weight_parts()
+        if known is None or any([ref() is not w for ref, w in zip(known, parts, strict=True)]):
             self._owners = []  # they are of other weights
-        self.recipe, self._weights, self._states = recipe, [weakref.ref(w) for w in own], [state_of(w) for w in own]
+        self.recipe, self._weights, self._states = recipe, [weakref.ref(w) for w in parts], [state_of(w) for w in parts]
         self._steps, self._ended = heard.steps, False
 
     def _reserve(self, module: Any, config: Any, weight: Tensor, column: bool) -> None:

@@ -50,8 +50,8 @@ def values_of(kind: Kind, row: Parts, shape: tuple[int, ...], dtype: torch.dtype
     """The values [*shape] that row codes stand for."""
     if is_plain(row[0]) and not is_watched():
         layer = layer_named(kind.layer)
-        found: Tensor = layer.weight_values(layer.config(kind.key), row, shape, dtype)
-        return found.contiguous()
+        values: Tensor = layer.weight_values(layer.config(kind.key), row, shape, dtype)
+        return values.contiguous()
     return weight_values(kind.layer, kind.key, row, shape, dtype)
 
 
