@@ -11,10 +11,11 @@ import torch
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import activation, norm
-from octavo.kernels.activation import ACTIVATIONS
+from octavo.kernels.activation import ACTIVATIONS, Inputs, Wanted
 from octavo.kernels.activation_quantize import triton as actq
 from octavo.kernels.norm import Norm
 from octavo.kernels.norm_quantize import triton as normq
+from octavo.kernels.tile_cast import Target
 from octavo.quant import Block1D, Block2D, TensorProto, Tensorwise
 from octavo.quant.quantizer import CastArgs, fill_pair
 from octavo.quant.tile import Config
@@ -129,7 +130,7 @@ def forward():
             fill_pair(activation.forward(FN, x), pair, given)
 
         def fused(config):
-            actq.forward(FN, x, None, None, None, pair, given, config)
+            actq.forward(FN, Inputs(x), Target(pair, given), config)
 
         compare(f"swiglu {M}x{2 * H} {spec} {sides}", plain, fused, configs, [(pair, given)], nbytes(x, pair))
 
@@ -151,12 +152,12 @@ def backward():
         other = given_to(again) if again is not None else CastArgs()
 
         def plain():
-            fill_pair(activation.backward(FN, dy, x, bias_grad=sums).x, pair, given)
+            fill_pair(activation.backward(FN, dy, x, wanted=Wanted(bias=sums)).x, pair, given)
             if second is not None:
                 fill_pair(activation.forward(FN, x), (None, second), other)
 
         def fused(config):
-            actq.backward(FN, dy, x, None, None, None, pair, given, second, other, sums, config)
+            actq.backward(FN, dy, Inputs(x), Target(pair, given), Target((None, second), other), sums, config)
 
         what = f"dswiglu {spec}{', again' if again else ''}{', sums' if sums else ''}"
         size = nbytes(x, dy, pair, second)

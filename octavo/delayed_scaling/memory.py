@@ -53,13 +53,15 @@ def listen(module: nn.Module) -> None:
 def _hear_optimizers() -> None:
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         moved = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-        found = []
+        updated = []
         for module in list(_LISTENERS):
-            own = [p for p in module.trained_by() if id(p) in moved] if module._scaling.recipe is not None else []
-            if own:
-                module._scaling.updated(sum([p._version for p in own]))
-                found.append(module._scaling)
-        late = [scaling for scaling in found if scaling.is_late()]
+            parameters = (
+                [p for p in module.trained_by() if id(p) in moved] if module._scaling.recipe is not None else []
+            )
+            if parameters:
+                module._scaling.updated(sum([p._version for p in parameters]))
+                updated.append(module._scaling)
+        late = [scaling for scaling in updated if scaling.is_late()]
         for scaling in late:  # once a model, not once a layer
             scaling.said = True
         if late:
@@ -135,12 +137,12 @@ class DelayedScaling:
     def inputs(self, module: nn.Module, measured: str = "") -> tuple[Tensor, ...]:
         """Multipliers of x, w, dy, and if one is measured how many amaxes each has seen: views of the buffers."""
         assert self.recipe is not None
-        found: list[Tensor] = []
+        views: list[Tensor] = []
         for field in ("encode", "head") if measured else ("encode",):
             single = module._buffers[BUFFER_NAMES["backward"][field]]
             assert single is not None
-            found += [*self._pair(module, field), single]
-        return tuple(found)
+            views += [*self._pair(module, field), single]
+        return tuple(views)
 
     def seen(self, module: nn.Module) -> tuple[Tensor, ...]:
         """Running amaxes of x and w: views of a buffer."""
@@ -156,10 +158,10 @@ class DelayedScaling:
         if kept is not None and kept[0]._base is buffer and kept[0].data_ptr() == buffer.data_ptr():
             return kept
         slots = buffer.shape[0] // 2
-        made = (buffer if slots == 1 and tracing else buffer.view(2, slots)).unbind()
+        views = (buffer if slots == 1 and tracing else buffer.view(2, slots)).unbind()
         if not tracing:
-            self._views[field] = made
-        return made
+            self._views[field] = views
+        return views
 
     # -- one call of the layer -----------------------------------------------------------------------------------------
 
@@ -329,13 +331,13 @@ def _cast(recipe: Delayed) -> str:
 
 def look(modules: Sequence[Any]) -> None:
     """Ask the device, once for all modules on it, which operands have been seen by now, all slots of them."""
-    found: dict[torch.device, list[tuple[Any, Tensor]]] = {}
+    by_device: dict[torch.device, list[tuple[Any, Tensor]]] = {}
     for module in modules:
         heads = [
             module._scaling.state(module, direction).head.view(OPERANDS[direction], -1) for direction in DIRECTIONS
         ]
         if not heads[0].is_meta and not isinstance(heads[0], FakeTensor):
-            found.setdefault(heads[0].device, []).append((module, torch.cat([(head > 0).all(1) for head in heads])))
-    for asked in found.values():
+            by_device.setdefault(heads[0].device, []).append((module, torch.cat([(head > 0).all(1) for head in heads])))
+    for asked in by_device.values():
         for (module, _), seen in zip(asked, torch.stack([seen for _, seen in asked]).tolist(), strict=True):
             module._scaling.learn(seen)

@@ -43,12 +43,12 @@ class Capture:
         self.graphs += 1
         self.runs += _runs(graph)
         places = _recipes(graph)
-        made = self._traced(graph, inputs) if self.options is None else self._generated(graph, inputs, self.options)
+        compiled = self._traced(graph, inputs) if self.options is None else self._generated(graph, inputs, self.options)
 
         def run(*tensors: Any) -> Any:
             # noted when it runs: two layers alike may share a graph that was made for one of them
             self.recipes.update({id(tensors[place]): recipe for place, recipe in places.items()})
-            return made(*tensors)
+            return compiled(*tensors)
 
         return run
 
@@ -80,22 +80,22 @@ class Capture:
     def breaks(self) -> tuple[Break, ...]:
         """Each place once, those that cost a whole function first."""
         functions = self._functions()
-        found = [
+        breaks = [
             Break(_sentence(c.fail_reason), _place_of_failure(c, functions), functions[_frame(c)][0])
             for c in self._records.compilations
             if c.fail_type and not c.fail_type.startswith("Skip")  # a function without tensors loses nothing
         ]
-        found += [Break(_sentence(b.reason), _place(b.user_stack)) for b in self._records.breaks]
-        if not self.graphs and not found:
-            found = [Break("no graph was made: torch.compile is turned off, or nothing computes on tensors", "here")]
-        return tuple(dict.fromkeys(found))
+        breaks += [Break(_sentence(b.reason), _place(b.user_stack)) for b in self._records.breaks]
+        if not self.graphs and not breaks:
+            breaks = [Break("no graph was made: torch.compile is turned off, or nothing computes on tensors", "here")]
+        return tuple(dict.fromkeys(breaks))
 
     def refusals(self) -> tuple[str, ...]:
         """What our own layers said where a graph ended."""
         ended = [(c.fail_reason, c.fail_user_frame_filename) for c in self._records.compilations if c.fail_reason]
         ended += [(b.reason, b.user_stack[-1].filename) for b in self._records.breaks if b.user_stack]
-        found = [_quoted(reason) for reason, file in ended if file and HERE in Path(file).parents]
-        return tuple(dict.fromkeys(filter(None, found)))
+        sentences = [_quoted(reason) for reason, file in ended if file and HERE in Path(file).parents]
+        return tuple(dict.fromkeys(filter(None, sentences)))
 
     def recompiles(self) -> tuple[Recompile, ...]:
         functions = self._functions()
@@ -107,14 +107,14 @@ class Capture:
 
     def skips(self) -> tuple[str, ...]:
         """As many as were counted, with the reasons that were given."""
-        given = [text or "no reason was given" for text in self._skipped[: self._records.skips]]
-        return tuple(given + ["no reason was given"] * (self._records.skips - len(given)))
+        reasons = [text or "no reason was given" for text in self._skipped[: self._records.skips]]
+        return tuple(reasons + ["no reason was given"] * (self._records.skips - len(reasons)))
 
     def _functions(self) -> dict[str, tuple[str, str]]:
         """(name, file:line) of every function that was compiled: one that is given up on is recorded by number."""
         compiled = self._records.compilations
-        found = {_frame(c): (c.co_name, _file(c.co_filename, c.co_firstlineno)) for c in compiled if c.co_name}
-        return {_frame(c): found.get(_frame(c), ("a function", "unknown")) for c in compiled}
+        names = {_frame(c): (c.co_name, _file(c.co_filename, c.co_firstlineno)) for c in compiled if c.co_name}
+        return {_frame(c): names.get(_frame(c), ("a function", "unknown")) for c in compiled}
 
 
 class _Listener(logging.Handler):
@@ -145,17 +145,17 @@ def _name(node: Node) -> str:
 def _recipes(graph: GraphModule) -> dict[int, Recipe]:
     """For each input of the graph that one of our nodes takes, by its place, the recipe of that node."""
     places = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
-    found: dict[int, Recipe] = {}
+    recipes: dict[int, Recipe] = {}
     for node in graph.graph.nodes:
         if _name(node) in (f"{OURS}run", f"{OURS}attach"):
             _, _, presence, _, key = str(node.args[1]).split("|", 4)
             config: Any = values.parse(key)
-            for recipe, given in _recipes_of(config, node, presence.split(",")):
+            for recipe, inputs in _recipes_of(config, node, presence.split(",")):
                 # a weight in parts reaches the node through a stack of them
-                found |= {places[n]: recipe for g in given for n in (g, *g.all_input_nodes) if n in places}
-    for body, given in _bodies(graph):
-        found |= {places[given[i]]: recipe for i, recipe in _recipes(body).items() if given[i] in places}
-    return found
+                recipes |= {places[n]: recipe for g in inputs for n in (g, *g.all_input_nodes) if n in places}
+    for body, inputs in _bodies(graph):
+        recipes |= {places[inputs[i]]: recipe for i, recipe in _recipes(body).items() if inputs[i] in places}
+    return recipes
 
 
 def _bodies(graph: GraphModule) -> Iterator[tuple[GraphModule, list[Any]]]:
@@ -226,8 +226,8 @@ def _place(stack: Sequence[Any]) -> str:
     """The innermost line of the user's own, or else the innermost."""
     if not stack:
         return "unknown"
-    own = [entry for entry in stack if not _is_library(entry.filename)]
-    entry = (own or stack)[-1]
+    users = [entry for entry in stack if not _is_library(entry.filename)]
+    entry = (users or stack)[-1]
     return f"{_file(entry.filename, entry.lineno)} in {entry.name}"
 
 

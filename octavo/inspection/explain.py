@@ -84,20 +84,20 @@ def _copied(model: Any) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise UnsupportedConfig(f"explain takes a torch.nn.Module, got {type(model).__name__}. Wrap it in one.")
     try:
-        found: nn.Module = copy.deepcopy(model)
+        copied: nn.Module = copy.deepcopy(model)
     except Exception as error:
         raise UnsupportedConfig(
             f"explain runs a deep copy, and this {type(model).__name__} has none ({type(error).__name__}: {error}). "
             "Explain the module before it is wrapped, or one block of it."
         ) from error
-    for path, layer in layers(found):
+    for path, layer in layers(copied):
         layer.strict = False  # what it refuses is reported, by this name, and the rest goes on
         layer._path = path
-    for theirs, ours in zip(model.parameters(), found.parameters(), strict=True):
+    for theirs, ours in zip(model.parameters(), copied.parameters(), strict=True):
         ours.__dict__.update({name: _attribute(name, value, ours) for name, value in theirs.__dict__.items()})
         if theirs.requires_grad and (theirs._backward_hooks or theirs._post_accumulate_grad_hooks):
             ours.register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]  # hooks are not copied, but a graph may refuse them
-    return found
+    return copied
 
 
 def _attribute(name: str, value: Any, weight: Tensor) -> Any:

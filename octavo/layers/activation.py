@@ -127,9 +127,11 @@ class ActivationLayer(Layer):
             vector(scales),
             vector(bias),
             vector(seed),
-            x_grad=wanted[0],
-            scales_grad=DTYPES[config.scales_dtype] if wanted[1] else None,
-            bias_grad=DTYPES[config.bias_dtype] if wanted[2] else None,
+            activation.Wanted(
+                wanted[0],
+                DTYPES[config.scales_dtype] if wanted[1] else None,
+                DTYPES[config.bias_dtype] if wanted[2] else None,
+            ),
         )
         shape = shape_of_dx(config, tuple(dy.shape))
         return (

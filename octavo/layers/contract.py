@@ -18,7 +18,7 @@ from octavo.wgrad.targets import Writes
 
 C = TypeVar("C")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}  # as configs name them
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Tensors = tuple[Tensor | None, ...]
 
 

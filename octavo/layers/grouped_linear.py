@@ -324,7 +324,7 @@ class GroupedLinearLayer(MatmulLayer):
         dtype, device = DTYPES[config.weight_dtype], groups.start.device
         if target is None:
             if isinstance(dy, Tensor) and isinstance(x, Tensor):
-                return grouped_gemm.fresh_depth(dy, x, groups, dtype)
+                return grouped_gemm.fresh_wgrad(dy, x, groups, dtype)
             return _fill_weight_gradient(
                 dy, x, groups, torch.empty(shape, dtype=dtype, device=device), accumulate=False
             )
@@ -555,4 +555,4 @@ def _fill_weight_gradient(dy: Operand, x: Operand, groups: Groups, out: Tensor, 
     if isinstance(dy, GroupedTensor) and isinstance(x, GroupedTensor):
         return grouped_gemm.grouped_wgrad(dy, x, out, accumulate=accumulate)
     assert isinstance(dy, Tensor) and isinstance(x, Tensor)
-    return grouped_gemm.plain_depth(dy, x, out, groups, accumulate=accumulate)
+    return grouped_gemm.plain_wgrad(dy, x, out, groups, accumulate=accumulate)

@@ -128,12 +128,13 @@ def gradients(config: Config, saved: Tensors, dy: Tensor | None, added: Tensor |
         config.norm,
         matrix(config, dy),
         None if x is None else matrix(config, x),
-        mean,
-        rstd,
+        kernel.Statistics(mean, rstd),
         vector(weight),
-        x_grad=wanted[0],
-        weight_grad=DTYPES[config.weight_dtype] if wanted[1] else None,
-        bias_grad=DTYPES[config.bias_dtype] if wanted[2] else None,
+        kernel.Wanted(
+            wanted[0],
+            DTYPES[config.weight_dtype] if wanted[1] else None,
+            DTYPES[config.bias_dtype] if wanted[2] else None,
+        ),
         added=None if added is None else matrix(config, added).contiguous(),
     )
     row = dy.shape[dy.dim() - config.dims :]

@@ -64,7 +64,7 @@ class ConversionReport:
         """A share for each reason, "converted" first. A layer with several paths, or a tied weight, counts once."""
         order = sorted(dict.fromkeys(row.reason for row in self.rows), key=lambda reason: reason != CONVERT)
         counted: set[int] = set()
-        found: dict[str, tuple[int, int]] = {}
+        counts: dict[str, tuple[int, int]] = {}
         for reason in order:
             layers = {row.module: row for row in self.rows if row.reason == reason}
             weights = 0
@@ -72,9 +72,9 @@ class ConversionReport:
                 if not row.identities or not counted.issuperset(row.identities):
                     weights += row.weights
                 counted.update(row.identities)
-            found[reason] = (len(layers), weights)
-        total = sum(weights for _, weights in found.values()) or 1
-        return {reason: Share(layers, weights, weights / total) for reason, (layers, weights) in found.items()}
+            counts[reason] = (len(layers), weights)
+        total = sum(weights for _, weights in counts.values()) or 1
+        return {reason: Share(layers, weights, weights / total) for reason, (layers, weights) in counts.items()}
 
     def summary(self) -> str:
         """One line: what was converted, and what was left, by reason."""

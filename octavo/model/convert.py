@@ -93,8 +93,8 @@ def convert(
     if not isinstance(model, nn.Module):
         found = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
         raise UnsupportedConfig(f"convert takes (model, recipe), and its first argument is {found}. Pass the module.")
-    given = dict(zip(SETTINGS, (keep_weight_codes, fuse_wgrad_accumulation, delay_wgrad_compute), strict=True))
-    settings = {name: value for name, value in given.items() if value is not None}
+    by_name = dict(zip(SETTINGS, (keep_weight_codes, fuse_wgrad_accumulation, delay_wgrad_compute), strict=True))
+    settings = {name: value for name, value in by_name.items() if value is not None}
     for name, value in (*settings.items(), ("overwrite", overwrite), ("strict", strict)):
         check_choice(value, (True, False), what=name)
     chosen = select(model, recipe, policy, exclude=exclude, high_precision=high_precision, overwrite=overwrite)

@@ -52,13 +52,13 @@ class Selection:
             return Choice(wish, forced=True)
         if not wish:
             return Choice(None, "policy", "left alone by the policy")
-        own = module.recipe if isinstance(module, Quantized) else None
+        recipe = module.recipe if isinstance(module, Quantized) else None
         if id(module) in self.spared:
             reason, why = self.spared[id(module)]
             # one that was given a recipe before is not in high precision
-            return Choice(None, reason, why) if own is None else Choice(own, KEEP, f"this {reason} {_OWN}")
-        if own is not None and not self.overwrite:
-            return Choice(own, KEEP, "" if own == self.default else f"it {_OWN}: overwrite=True changes it")
+            return Choice(None, reason, why) if recipe is None else Choice(recipe, KEEP, f"this {reason} {_OWN}")
+        if recipe is not None and not self.overwrite:
+            return Choice(recipe, KEEP, "" if recipe == self.default else f"it {_OWN}: overwrite=True changes it")
         return Choice(self.default)
 
 
@@ -90,16 +90,18 @@ def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]
                 f"high_precision takes kinds out of {HIGH_PRECISION}, got {kind!r}. An empty tuple converts them too; "
                 "exclude= leaves other layers out."
             )
-    found: dict[int, tuple[str, str]] = {}
+    spared: dict[int, tuple[str, str]] = {}
     if "adapters" in kinds:
         for path, module in _linears(model):
             if factor := next((part for part in path.split(".") if part.lower().startswith("lora_")), ""):
-                found[id(module)] = ("adapter", f"a factor ({factor}) of a low-rank adapter stays in high precision")
+                spared[id(module)] = ("adapter", f"a factor ({factor}) of a low-rank adapter stays in high precision")
     if "routers" in kinds:
-        found |= {id(module): ("router", "a router stays in high precision") for module in _routers(model)}
+        spared |= {id(module): ("router", "a router stays in high precision") for module in _routers(model)}
     if "head" in kinds:
-        found |= {key: ("output head", f"the output head stays in high precision: {why}") for key, why in _heads(model)}
-    return found
+        spared |= {
+            key: ("output head", f"the output head stays in high precision: {why}") for key, why in _heads(model)
+        }
+    return spared
 
 
 def _routers(model: nn.Module) -> Iterator[nn.Linear]:
@@ -118,7 +120,7 @@ def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:
     known: set[int] = set()
     yield from _named_heads(model, known)
     yield from _tied_heads(model)
-    yield from (found for found in _vocabulary_heads(model) if found[0] not in known)
+    yield from (head for head in _vocabulary_heads(model) if head[0] not in known)
 
 
 def _named_heads(model: nn.Module, known: set[int]) -> Iterator[tuple[int, str]]:
@@ -150,14 +152,14 @@ def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
     tables = [(path, m) for path, m in tables if not _counts_positions(path.rpartition(".")[2].lower())]
     if not tables:
         return
-    table, largest = max(tables, key=lambda found: found[1].num_embeddings)
+    table, largest = max(tables, key=lambda entry: entry[1].num_embeddings)
     rows = largest.num_embeddings
     tied = any(m._parameters.get("weight") is largest.weight for _, m in _linears(model))
-    found = [] if tied else [(path, m) for path, m in _linears(model) if m.out_features == rows]
+    heads = [] if tied else [(path, m) for path, m in _linears(model) if m.out_features == rows]
     if rows in {m.in_features for _, m in _linears(model)}:
-        found = [(path, m) for path, m in found if not any(part.isdigit() for part in path.split("."))]
-        found = found if len(found) == 1 else []
-    yield from ((id(m), f"out_features {rows} is the vocabulary of {table}") for _, m in found)
+        heads = [(path, m) for path, m in heads if not any(part.isdigit() for part in path.split("."))]
+        heads = heads if len(heads) == 1 else []
+    yield from ((id(m), f"out_features {rows} is the vocabulary of {table}") for _, m in heads)
 
 
 def _counts_positions(name: str) -> bool:
@@ -178,7 +180,7 @@ def excluded(model: nn.Module, exclude: Any) -> dict[str, str]:
     one = isinstance(exclude, (str, type)) or not isinstance(exclude, Iterable)
     entries: Sequence[Any] = () if exclude is None else (exclude,) if one else tuple(exclude)
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, str] = {}
+    entry_of: dict[str, str] = {}
     for entry in entries:
         if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
             raise UnsupportedConfig(f"exclude takes paths, globs or classes of modules, got {entry!r}.")
@@ -189,8 +191,8 @@ def excluded(model: nn.Module, exclude: Any) -> dict[str, str]:
         name = repr(entry) if isinstance(entry, str) else entry.__qualname__
         for root in roots:
             inside = (path for path in modules if path == root or not root or path.startswith(f"{root}."))
-            found.update((path, name) for path in inside if path not in found)
-    return found
+            entry_of.update((path, name) for path in inside if path not in entry_of)
+    return entry_of
 
 
 def _is_meant(entry: Any, path: str, module: nn.Module) -> bool:

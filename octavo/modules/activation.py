@@ -16,7 +16,7 @@ from octavo.fuser.inputs import arrived, check_input
 from octavo.fuser.operation import Edge, FusibleOperation, has_shape, last_dim
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.layers.activation import Config
-from octavo.layers.contract import NAMES
+from octavo.layers.contract import DTYPE_NAMES
 from octavo.lower.call import Stage
 from octavo.quant import QTensor
 from octavo.values import Value
@@ -46,8 +46,8 @@ def _grads(x: bool, scales: Tensor | None, bias: Tensor | None) -> str:
 
 def _key(settings: str, scales: Tensor | None, bias: Tensor | None, grads: str) -> str:
     return (
-        f"activation({settings}scales_dtype='{'' if scales is None else NAMES[scales.dtype]}',"
-        f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',grads='{grads}')"
+        f"activation({settings}scales_dtype='{'' if scales is None else DTYPE_NAMES[scales.dtype]}',"
+        f"bias_dtype='{'' if bias is None else DTYPE_NAMES[bias.dtype]}',grads='{grads}')"
     )
 
 

@@ -15,7 +15,7 @@ from octavo.formats import FLOATS
 from octavo.fuser.inputs import arrived, check_input, check_weight
 from octavo.fuser.operation import FusibleOperation
 from octavo.kernels import grouped_gemm
-from octavo.layers.contract import NAMES
+from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.grouped_linear import layer
 from octavo.layers.grouped_linear import refusal as grouped_refusal
 from octavo.layers.linear_config import call_key
@@ -224,9 +224,9 @@ class GroupedLinear(FusibleOperation, Quantized):
         self._check_buffers(x, grads, *buffers)
         side = self._weight_side(recipe, weights, grads, is_first_microbatch, as_nodes)
         key = call_key(
-            self.NAME, recipe, dtype=NAMES[x.dtype], weight_dtype=NAMES[weight.dtype],
-            bias_dtype="" if bias is None else NAMES[bias.dtype],
-            scales_dtype="" if scales is None else NAMES[scales.dtype], grads=grads,
+            self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
+            bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype],
+            scales_dtype="" if scales is None else DTYPE_NAMES[scales.dtype], grads=grads,
             dgrad_out=buffers.dgrad_out is not None, tail=self.tail, **side.settings,
         )  # fmt: skip
         kind = side.settings["weight"]

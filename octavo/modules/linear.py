@@ -17,7 +17,7 @@ from octavo.formats import FLOATS
 from octavo.fuser.inputs import arrived, check_input, check_weight
 from octavo.fuser.operation import FusibleOperation
 from octavo.kernels.gemm import spec_route
-from octavo.layers.contract import NAMES
+from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.linear import Config, layer
 from octavo.layers.linear_config import call_key
 from octavo.lower.call import Stage, call, takes_nodes
@@ -136,8 +136,8 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
         grads = wanted(x.requires_grad, [weight], bias)
         side = self._weight_side(recipe, (weight,), grads, is_first_microbatch, as_nodes, len(codes) > 0)
         key = call_key(
-            self.NAME, recipe, dtype=NAMES[x.dtype], weight_dtype=NAMES[weight.dtype],
-            bias_dtype="" if bias is None else NAMES[bias.dtype], grads=grads, x="codes" if codes else "plain",
+            self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
+            bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype], grads=grads, x="codes" if codes else "plain",
             quantize_output=fp8_output, recompute_w_columns=not self.keep_weight_codes, **side.settings,
         )  # fmt: skip
         width = weight.shape[0]

@@ -13,7 +13,7 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.formats import FLOATS
 from octavo.fuser.inputs import check_input, check_weight
 from octavo.fuser.operation import Edge, FusibleOperation, has_shape
-from octavo.layers.contract import NAMES
+from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.norm import Config
 from octavo.lower.call import Stage
 from octavo.modules.activation import numbers, values_of
@@ -51,8 +51,8 @@ class _Norm(FusibleOperation, nn.Module):
                 + ("b" if bias is not None and bias.requires_grad else "")
             )
         return grads, (
-            f"{self._settings}weight_dtype='{'' if weight is None else NAMES[weight.dtype]}',"
-            f"bias_dtype='{'' if bias is None else NAMES[bias.dtype]}',grads='{grads}')"
+            f"{self._settings}weight_dtype='{'' if weight is None else DTYPE_NAMES[weight.dtype]}',"
+            f"bias_dtype='{'' if bias is None else DTYPE_NAMES[bias.dtype]}',grads='{grads}')"
         )
 
     @classmethod

@@ -10,7 +10,7 @@ from octavo.fuser.inputs import check_input
 from octavo.fuser.operation import Edge, FusibleOperation
 from octavo.layers import fork
 from octavo.layers.add import Config
-from octavo.layers.contract import NAMES
+from octavo.layers.contract import DTYPE_NAMES
 from octavo.lower.call import Stage
 from octavo.modules.activation import numbers, values_of
 from octavo.quant import QTensor
@@ -116,7 +116,7 @@ def _grads(x: bool, extra: Tensor | Edge) -> str:
 
 
 def _key(dtype: torch.dtype, extra: Tensor | Edge, grads: str) -> str:
-    return f"add(dtype='{NAMES[dtype]}',extra_dtype='{NAMES[extra.dtype]}',grads='{grads}')"
+    return f"add(dtype='{DTYPE_NAMES[dtype]}',extra_dtype='{DTYPE_NAMES[extra.dtype]}',grads='{grads}')"
 
 
 class MakeExtraOutput(FusibleOperation, nn.Module):

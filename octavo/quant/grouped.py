@@ -194,19 +194,19 @@ def member(q: QTensor, orientation: str, g: int, start: int, size: int) -> QTens
 
 
 def quantize_groups(
-    x: Tensor, row: Quantizer | None, column: Quantizer | None, groups: Groups, given: CastArgs | None = None
+    x: Tensor, row: Quantizer | None, column: Quantizer | None, groups: Groups, cast_args: CastArgs | None = None
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
     """The orientations that have a quantizer, each group by itself, from one read of x [rows, K]. The tail is never
-    read: no amax sees it. `given` brings what is brought to a cast, multipliers and observed amaxes one for each
+    read: no amax sees it. `cast_args` brings what is brought to a cast, multipliers and observed amaxes one for each
     group."""
     matrix = _matrix(x, groups)
-    given = _checked(matrix, (row, column), groups, given)
+    cast_args = _checked(matrix, (row, column), groups, cast_args)
     first, second = (
         None if spec is None else _empty(spec, groups, matrix, orientation)
         for spec, orientation in zip((row, column), ORIENTATIONS, strict=True)
     )
     if not is_fake(matrix):  # which has no values, and whose groups have no sizes
-        fill_pair(matrix, (None if first is None else first.q, None if second is None else second.q), given)
+        fill_pair(matrix, (None if first is None else first.q, None if second is None else second.q), cast_args)
     return first, second
 
 
@@ -216,7 +216,7 @@ def _empty(spec: Quantizer, groups: Groups, x: Tensor, orientation: str) -> Grou
 
 
 def fill_groups(
-    x: Tensor, pair: tuple[GroupedTensor | None, GroupedTensor | None], given: CastArgs | None = None
+    x: Tensor, pair: tuple[GroupedTensor | None, GroupedTensor | None], cast_args: CastArgs | None = None
 ) -> None:
     """The same into what is there, in place; not at all where the skip flag that is given says so."""
     lead = pair[1] if pair[0] is None else pair[0]
@@ -225,11 +225,11 @@ def fill_groups(
     groups = lead.groups
     row, column = (None if t is None else t.q for t in pair)
     matrix = _matrix(x, groups)
-    given = _checked(matrix, [None if q is None else q.spec for q in (row, column)], groups, given)
+    cast_args = _checked(matrix, [None if q is None else q.spec for q in (row, column)], groups, cast_args)
     for q, orientation in zip((row, column), ORIENTATIONS, strict=True):
         if q is not None:
             _check_fits(q, groups, matrix, orientation)
-    fill_pair(matrix, (row, column), given)
+    fill_pair(matrix, (row, column), cast_args)
 
 
 def groups_amax(
@@ -266,20 +266,20 @@ def _matrix(x: Tensor, groups: Groups) -> Tensor:
     return matrix
 
 
-def _checked(x: Tensor, specs: Sequence[Quantizer | None], groups: Groups, given: CastArgs | None) -> CastArgs:
-    """`given` for these groups, once nothing stands against casting x with it."""
-    if given is None:
-        given = CastArgs()
+def _checked(x: Tensor, specs: Sequence[Quantizer | None], groups: Groups, cast_args: CastArgs | None) -> CastArgs:
+    """`cast_args` for these groups, once nothing stands against casting x with it."""
+    if cast_args is None:
+        cast_args = CastArgs()
     for spec in specs:
-        if spec is not None and spec.draws and given.seed is None:
+        if spec is not None and spec.draws and cast_args.seed is None:
             raise UnsupportedConfig(f"{spec} rounds stochastically and needs a seed, an int64 tensor [seed, step].")
-        if spec is not None and given.encode is not None and not spec.takes_encode:
+        if spec is not None and cast_args.encode is not None and not spec.takes_encode:
             raise UnsupportedConfig(f"{spec} derives its scales from the data; a given multiplier is for Tensorwise.")
-    for name, t in (("encode", given.encode), ("observed", given.observed)):
+    for name, t in (("encode", cast_args.encode), ("observed", cast_args.observed)):
         if t is not None:
             _check_vector(t, name, groups.number, x.device)
-    check_flag(given.skip, x)
-    return given._replace(groups=groups)
+    check_flag(cast_args.skip, x)
+    return cast_args._replace(groups=groups)
 
 
 def _check_vector(t: Tensor, name: str, number: int, device: torch.device) -> None:

@@ -50,16 +50,16 @@ def cast_each(cast: Cast) -> Cast:
     """A cast that also follows groups."""
 
     @wraps(cast)
-    def by_group(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs) -> None:
-        if given.groups is None:
-            return cast(x, row, column, given)
+    def by_group(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs) -> None:
+        if cast_args.groups is None:
+            return cast(x, row, column, cast_args)
         for q in (row, column):
             if q is not None:
-                put(q.codes.view(torch.uint8), torch.zeros_like(q.codes, dtype=torch.uint8), given.skip)
-                put(q.scale, torch.zeros_like(q.scale), given.skip)
-        for place in _places(given.groups):
+                put(q.codes.view(torch.uint8), torch.zeros_like(q.codes, dtype=torch.uint8), cast_args.skip)
+                put(q.scale, torch.zeros_like(q.scale), cast_args.skip)
+        for place in _places(cast_args.groups):
             own = _member(row, "row", place), _member(column, "column", place)
-            cast(x[place.rows], own[0], own[1], _given_to(place, given, row, column))
+            cast(x[place.rows], own[0], own[1], _given_to(place, cast_args, row, column))
 
     return by_group
 
@@ -69,13 +69,13 @@ def _member(q: QTensor | None, side: str, place: _Place) -> QTensor | None:
     return None if q is None else member(q, side, place.group, first, end - first)
 
 
-def _given_to(place: _Place, given: CastArgs, row: QTensor | None, column: QTensor | None) -> CastArgs:
+def _given_to(place: _Place, cast_args: CastArgs, row: QTensor | None, column: QTensor | None) -> CastArgs:
     """What is one group's of what was brought."""
-    g, (row_amax, column_amax) = slice(place.group, place.group + 1), given.amax
-    return given._replace(
+    g, (row_amax, column_amax) = slice(place.group, place.group + 1), cast_args.amax
+    return cast_args._replace(
         amax=(_amax_of(row_amax, row, "row", place), _amax_of(column_amax, column, "column", place)),
-        encode=None if given.encode is None else given.encode[g],
-        observed=None if given.observed is None else given.observed[g],
+        encode=None if cast_args.encode is None else cast_args.encode[g],
+        observed=None if cast_args.observed is None else cast_args.observed[g],
         groups=None,
     )
 

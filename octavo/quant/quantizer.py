@@ -8,7 +8,7 @@ A scheme's twins define two functions over a matrix x [M, K], with the same sign
 
     amax(x, row, column, skip, groups=None) -> (Tensor | None, Tensor | None)
         what a collective may reduce before the cast, for each orientation whose quantizer is given
-    cast(x, row, column, given) -> None
+    cast(x, row, column, cast_args) -> None
         fills the codes and scales of the QTensors that are given
 
 Both follow groups of rows (`octavo.quant.groups`), each of which is quantized as if it were alone. The shapes of what
@@ -116,9 +116,9 @@ class Quantizer(Value):
     ) -> QTensor:
         """Codes and scales for a contraction over the last dim (axis=-1), or over all the others (axis=0): x.T's."""
         column = is_column(check_tensor(x).dim(), axis)
-        given = CastArgs((None, amax) if column else (amax, None), encode, seed)
+        cast_args = CastArgs((None, amax) if column else (amax, None), encode, seed)
         row, other = (None, self) if column else (self, None)
-        found = quantize_pair(x, row, other, self.checked(given, x, row, other))[column]
+        found = quantize_pair(x, row, other, self.checked(cast_args, x, row, other))[column]
         assert found is not None
         return found
 
@@ -167,10 +167,10 @@ class Quantizer(Value):
         from octavo.quant import grouped  # which is built on this file
 
         column = is_column(check_tensor(x).dim(), axis)
-        given = CastArgs(seed=seed)
-        self._check_seed(given, x, self.draws)
+        cast_args = CastArgs(seed=seed)
+        self._check_seed(cast_args, x, self.draws)
         row, other = (None, self) if column else (self, None)
-        made = grouped.quantize_groups(x, row, other, split(sizes, math.prod(x.shape[:-1])), given)[column]
+        made = grouped.quantize_groups(x, row, other, split(sizes, math.prod(x.shape[:-1])), cast_args)[column]
         assert made is not None
         return made
 
@@ -231,34 +231,34 @@ class Quantizer(Value):
         """Whether one kernel serves this orientation and `column` of the same x."""
         return column == self
 
-    def checked(self, given: CastArgs, x: Tensor, row: "Quantizer | None", column: "Quantizer | None") -> CastArgs:
-        """`given`, once nothing stands against casting x with it: no tensor that the cast would ignore, none missing
-        that it needs, each of the right size."""
-        self._check_multiplier(given, x)
-        self._check_seed(given, x, any(spec is not None and spec.draws for spec in (row, column)))
-        encode = None if given.encode is None else given.encode.detach()
-        return given._replace(amax=self._checked_amax(given.amax, x, row, column), encode=encode)
+    def checked(self, cast_args: CastArgs, x: Tensor, row: "Quantizer | None", column: "Quantizer | None") -> CastArgs:
+        """`cast_args`, once x can be cast with them: no tensor that the cast would ignore, none missing that it needs,
+        each of the right size."""
+        self._check_multiplier(cast_args, x)
+        self._check_seed(cast_args, x, any(spec is not None and spec.draws for spec in (row, column)))
+        encode = None if cast_args.encode is None else cast_args.encode.detach()
+        return cast_args._replace(amax=self._checked_amax(cast_args.amax, x, row, column), encode=encode)
 
-    def _check_multiplier(self, given: CastArgs, x: Tensor) -> None:
-        if given.encode is not None and not self.takes_encode:
+    def _check_multiplier(self, cast_args: CastArgs, x: Tensor) -> None:
+        if cast_args.encode is not None and not self.takes_encode:
             raise UnsupportedConfig(f"{self} derives its scales from the data; encode= is for Tensorwise.")
-        if given.encode is not None and any(a is not None for a in given.amax):
+        if cast_args.encode is not None and any(a is not None for a in cast_args.amax):
             raise UnsupportedConfig("encode= is the multiplier itself and amax= what it would follow from. Give one.")
-        encode = given.encode
+        encode = cast_args.encode
         if encode is not None and (encode.numel() != 1 or encode.dtype != torch.float32 or encode.device != x.device):
             raise UnsupportedShape(
                 f"encode= is the multiplier into codes, one float32 on {x.device}; "
                 f"got {encode.dtype} {tuple(encode.shape)} on {encode.device}."
             )
 
-    def _check_seed(self, given: CastArgs, x: Tensor, draws: bool) -> None:
-        if given.seed is None and draws:
+    def _check_seed(self, cast_args: CastArgs, x: Tensor, draws: bool) -> None:
+        if cast_args.seed is None and draws:
             raise UnsupportedConfig(
                 f"{self} rounds stochastically and needs seed=, an int64 tensor [seed, step] that advances every step."
             )
-        if given.seed is not None and not draws:
+        if cast_args.seed is not None and not draws:
             raise UnsupportedConfig(f"{self} rounds to nearest; seed= is for NVFP4(stochastic=True).")
-        seed = given.seed
+        seed = cast_args.seed
         if seed is not None and (tuple(seed.shape) != (2,) or seed.dtype != torch.int64 or seed.device != x.device):
             raise UnsupportedShape(
                 f"seed= is an int64 tensor [seed, step] on {x.device}; "
@@ -285,14 +285,14 @@ class Quantizer(Value):
         # one amax for both stays one: a tensorwise cast then reads x once
         return checked[0], checked[0] if amax[0] is amax[1] else checked[1]
 
-    def fill(self, x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: CastArgs) -> None:
+    def fill(self, x: Tensor, pair: tuple[QTensor | None, QTensor | None], cast_args: CastArgs) -> None:
         """Cast the matrix x into the orientations that are there, which must fit it. Checks nothing."""
         twin = backend.twin(self.package, x)
-        if self.two_pass and given.encode is None and given.amax[0] is None and given.amax[1] is None:
+        if self.two_pass and cast_args.encode is None and cast_args.amax[0] is None and cast_args.amax[1] is None:
             row, column = pair
             specs = None if row is None else row.spec, None if column is None else column.spec
-            given = given._replace(amax=twin.amax(x, *specs, given.skip, given.groups))
-        twin.cast(x, *pair, given)
+            cast_args = cast_args._replace(amax=twin.amax(x, *specs, cast_args.skip, cast_args.groups))
+        twin.cast(x, *pair, cast_args)
 
     # -- and back ------------------------------------------------------------------------------------------------
 
@@ -354,16 +354,16 @@ class Quantizer(Value):
 
 
 def quantize_pair(
-    x: Tensor, row: Quantizer | None, column: Quantizer | None, given: CastArgs, *, one_scale: bool = False
+    x: Tensor, row: Quantizer | None, column: Quantizer | None, cast_args: CastArgs, *, one_scale: bool = False
 ) -> tuple[QTensor | None, QTensor | None]:
-    """The orientations that have a quantizer, from one read of x where one kernel serves both. `given` is taken as it
-    is: tensors from outside go through `Quantizer.checked` first. `one_scale`: as of `empty_pair`."""
+    """The orientations that have a quantizer, from one read of x where one kernel serves both. `cast_args` are taken as
+    they are: tensors from outside go through `Quantizer.checked` first. `one_scale`: as of `empty_pair`."""
     matrix = x if x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()) else as_matrix(x)
     pair = empty_pair(x, row, column, one_scale=one_scale)
     if pair[0] is not None and (pair[1] is None or row is column):
-        pair[0].spec.fill(matrix, pair, given)
+        pair[0].spec.fill(matrix, pair, cast_args)
     else:
-        fill_pair(matrix, pair, given)
+        fill_pair(matrix, pair, cast_args)
     return pair
 
 
@@ -383,16 +383,16 @@ def empty_pair(
     return first, second
 
 
-def fill_pair(x: Tensor, pair: tuple[QTensor | None, QTensor | None], given: CastArgs) -> None:
+def fill_pair(x: Tensor, pair: tuple[QTensor | None, QTensor | None], cast_args: CastArgs) -> None:
     """Cast the matrix x into the orientations that are there, each by its own quantizer."""
     row, column = pair
     if row is not None and column is not None and not row.spec.fuses_with(column.spec):
-        row.spec.fill(x, (row, None), given._replace(amax=(given.amax[0], None)))
-        column.spec.fill(x, (None, column), given._replace(amax=(None, given.amax[1])))
+        row.spec.fill(x, (row, None), cast_args._replace(amax=(cast_args.amax[0], None)))
+        column.spec.fill(x, (None, column), cast_args._replace(amax=(None, cast_args.amax[1])))
     elif row is not None:
-        row.spec.fill(x, pair, given)
+        row.spec.fill(x, pair, cast_args)
     elif column is not None:
-        column.spec.fill(x, pair, given)
+        column.spec.fill(x, pair, cast_args)
 
 
 quantizer_of = lru_cache(maxsize=1024)(parse)  # one for each key

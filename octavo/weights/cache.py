@@ -23,7 +23,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import ORIENTATIONS, Parts
 from octavo.recipes import Recipe
-from octavo.weights.codes import quantize_into
+from octavo.weights.codes import Kind, quantize_into
 from octavo.weights.held import HeldWeight
 from octavo.weights.optimizer_hooks import heard, owner_of
 
@@ -82,19 +82,19 @@ class WeightCache:
         with as_real_as(weight), torch.no_grad():
             if self.recipe != recipe:
                 self.drop(module)
-            key = f"{module.NAME}(recipe={recipe.key})"
-            self._reserve(module, module.LAYER.config(key), weight, column)
+            kind = Kind(module.NAME, recipe.key, tuple(weight.shape))
+            self._reserve(module, module.LAYER.config(kind.key), weight, column)
             row, columns = self.parts(module, "row"), self.parts(module, "column")
             known = self._weights
             self._weights = None  # unknown until the cast is done
-            quantize_into(module.NAME, key, weight, row, columns, amaxes, scaling, skip)
+            quantize_into(kind, weight, row, columns, amaxes, scaling, skip)
         if skip is not None:  # who can tell whether they changed: what was known of them still is
             self._weights = known
             return
-        own = module.weight_parts()
-        if known is None or any([ref() is not w for ref, w in zip(known, own, strict=True)]):
+        parts = module.weight_parts()
+        if known is None or any([ref() is not w for ref, w in zip(known, parts, strict=True)]):
             self._owners = []  # they are of other weights
-        self.recipe, self._weights, self._states = recipe, [weakref.ref(w) for w in own], [state_of(w) for w in own]
+        self.recipe, self._weights, self._states = recipe, [weakref.ref(w) for w in parts], [state_of(w) for w in parts]
         self._steps, self._ended = heard.steps, False
 
     def _reserve(self, module: Any, config: Any, weight: Tensor, column: bool) -> None:

@@ -28,16 +28,17 @@ class Kind(NamedTuple):
 
 
 def quantize_into(
-    layer: str, key: str, weight: Tensor, row: Parts, column: Parts, amaxes: Sequence[Tensor] = (),
+    kind: Kind, weight: Tensor, row: Parts, column: Parts, amaxes: Sequence[Tensor] = (),
     scaling: Sequence[Tensor] = (), skip: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Overwrite codes by those of a weight. A backward that still waits for the old ones notices."""
     with torch.no_grad():
         if isinstance(weight, FakeTensor):  # a reference may read what a fake does not have
-            refresh_in_graph(layer, key, weight.detach(), list(row), list(column), list(amaxes), list(scaling), skip)
+            tensors = list(row), list(column), list(amaxes), list(scaling)
+            refresh_in_graph(kind.layer, kind.key, weight.detach(), *tensors, skip)
         else:
-            which = layer_named(layer)
-            which.refresh(which.config(key), WeightCast(weight, row, column, amaxes, scaling, skip))
+            layer = layer_named(kind.layer)
+            layer.refresh(layer.config(kind.key), WeightCast(weight, row, column, amaxes, scaling, skip))
         torch.autograd.graph.increment_version([*row, *column])
 
 
@@ -50,8 +51,8 @@ def values_of(kind: Kind, row: Parts, shape: tuple[int, ...], dtype: torch.dtype
     """The values [*shape] that row codes stand for."""
     if is_plain(row[0]) and not is_watched():
         layer = layer_named(kind.layer)
-        found: Tensor = layer.weight_values(layer.config(kind.key), row, shape, dtype)
-        return found.contiguous()
+        values: Tensor = layer.weight_values(layer.config(kind.key), row, shape, dtype)
+        return values.contiguous()
     return weight_values(kind.layer, kind.key, row, shape, dtype)
 
 

@@ -35,7 +35,7 @@ COLUMN = ("column_codes", "column_scale", "column_level2")
 INNER = (*ROW, *COLUMN, "element")
 
 
-class Step(NamedTuple):
+class ViewStep(NamedTuple):
     """One operator of a view."""
 
     operator: str  # its name: an operator itself is not pickled
@@ -44,8 +44,8 @@ class Step(NamedTuple):
     which: int | None  # of the tensors, where there are several
 
     def of(self, values: Tensor) -> Tensor:
-        found: Any = _operator(self.operator)(values, *self.arguments, **dict(self.keywords))
-        view: Tensor = found if self.which is None else found[self.which]
+        result: Any = _operator(self.operator)(values, *self.arguments, **dict(self.keywords))
+        view: Tensor = result if self.which is None else result[self.which]
         return view
 
 
@@ -66,23 +66,23 @@ class HeldWeight(Tensor):
     group: int | None
     token: Tensor | None  # a plain tensor that looks like the whole weight: a layer asks it for shape, dtype and device
     _flat: tuple[list[str], Any]
-    steps: tuple[Step, ...]  # from the weight, or the group, to what this tensor shows
+    steps: tuple[ViewStep, ...]  # from the weight, or the group, to what this tensor shows
 
     @staticmethod
     def __new__(
-        cls, inner: dict[str, Tensor], kind: Kind, group: int | None = None, steps: tuple[Step, ...] = (),
+        cls, inner: dict[str, Tensor], kind: Kind, group: int | None = None, steps: tuple[ViewStep, ...] = (),
         size: Sequence[int] | None = None, stride: Sequence[int] | None = None,
     ) -> "HeldWeight":  # fmt: skip
         element = inner["element"]
         size = (kind.shape if group is None else kind.shape[1:]) if size is None else size
-        found: HeldWeight = wrapper_subclass(
+        weight: HeldWeight = wrapper_subclass(
             cls, tuple(size), None if stride is None else tuple(stride), dtype=element.dtype, device=element.device,
             storage_size=element.element_size(),
         )  # fmt: skip
-        return found
+        return weight
 
     def __init__(
-        self, inner: dict[str, Tensor], kind: Kind, group: int | None = None, steps: tuple[Step, ...] = (),
+        self, inner: dict[str, Tensor], kind: Kind, group: int | None = None, steps: tuple[ViewStep, ...] = (),
         size: Sequence[int] | None = None, stride: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         for name in INNER:
@@ -143,10 +143,10 @@ class HeldWeight(Tensor):
 
     def _write_base(self, values: Tensor) -> None:
         if self.group is None:
-            quantize_into(self.kind.layer, self.kind.key, values, codes_of(self, "row"), codes_of(self, "column"))
+            quantize_into(self.kind, values, codes_of(self, "row"), codes_of(self, "column"))
             return
         room = room_for(self.kind, self.dtype, self.device, groups=1)
-        quantize_into(self.kind.layer, self.kind.key, values[None], *room)
+        quantize_into(self.kind, values[None], *room)
         for part, new in zip(self.own_codes(), (*room[0], *room[1]), strict=True):
             part.copy_(new)
         self._told()
@@ -188,14 +188,16 @@ class HeldWeight(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """As a parameter's: its values, not its gradient and attributes."""
-        found = self.with_inner({name: copy.deepcopy(t, memo) for name, t in self.tensors().items()})
-        made = memo[id(self)] = _as_parameter(found, self.requires_grad) if isinstance(self, nn.Parameter) else found
-        return made
+        copied = self.with_inner({name: copy.deepcopy(t, memo) for name, t in self.tensors().items()})
+        result = memo[id(self)] = (
+            _as_parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        )
+        return result
 
     @property
     def data(self) -> Tensor:
-        found: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        return found
+        alias: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return alias
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -220,12 +222,12 @@ class HeldWeight(Tensor):
         kwargs = kwargs or {}
         special = _SPECIAL.get(func)
         if special is not None:
-            found = special(func, args, kwargs)
-            if found is not NotImplemented:
-                return found
-        found = func.decompose(*args, **kwargs)  # in inference mode these come as they are
-        if found is not NotImplemented:
-            return found
+            result = special(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        result = func.decompose(*args, **kwargs)  # in inference mode these come as they are
+        if result is not NotImplemented:
+            return result
         view, written = _effects(func)
         if torch.Tag.inplace_view in func.tags:
             _first_held(args)._refuse(f"{func.name()} would give it another shape or memory")
@@ -244,12 +246,12 @@ class HeldWeight(Tensor):
         like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         shown = func(like, *arguments, **keywords)
         plain = tuple(tuple(a) if isinstance(a, list) else a for a in arguments)  # lists have no hash
-        step = Step(func.name(), plain, tuple(keywords.items()), None)
+        step = ViewStep(func.name(), plain, tuple(keywords.items()), None)
         if isinstance(shown, Tensor):
             return self._seen(step, shown)
         return [self._seen(step._replace(which=i), part) for i, part in enumerate(shown)]
 
-    def _seen(self, step: Step, like: Tensor) -> Any:
+    def _seen(self, step: ViewStep, like: Tensor) -> Any:
         if like.dtype != self.dtype:
             self._refuse(f"{step.operator} would show its bits as {like.dtype}, which it does not have")
         return self._made(self.tensors(), self.kind, self.group, (*self.steps, step), like.shape, like.stride())
@@ -295,15 +297,15 @@ def hold(layer: str, recipe: Recipe, weight: Tensor) -> HeldWeight:
         for names, parts in zip((ROW, COLUMN), room_for(kind, weight.dtype, weight.device), strict=True):
             inner |= dict(zip(names, parts, strict=False))
         found = HeldWeight(inner, kind)
-    quantize_into(layer, kind.key, weight, codes_of(found, "row"), codes_of(found, "column"))
+    quantize_into(kind, weight, codes_of(found, "row"), codes_of(found, "column"))
     return found
 
 
 def parameter(weight: HeldWeight, like: Tensor) -> nn.Parameter:
     """A parameter with the attributes of the one whose place it takes."""
-    found = _as_parameter(weight, like.requires_grad)
-    found.__dict__.update(like.__dict__)
-    return found
+    new = _as_parameter(weight, like.requires_grad)
+    new.__dict__.update(like.__dict__)
+    return new
 
 
 def moved(weight: Any, fn: Any, done: dict[int, Tensor]) -> nn.Parameter:
@@ -385,25 +387,25 @@ def _cloned(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _moved_copy(func: Any, args: Any, kwargs: Any) -> Any:
     """To another device as codes; in another dtype it is values."""
-    own = args[0]
-    dtype, device = kwargs.get("dtype") or own.dtype, kwargs.get("device") or own.device
-    if own.steps or own.group is not None or dtype != own.dtype:
+    weight = args[0]
+    dtype, device = kwargs.get("dtype") or weight.dtype, kwargs.get("device") or weight.device
+    if weight.steps or weight.group is not None or dtype != weight.dtype:
         return NotImplemented
-    return own.with_inner({name: t.to(device, copy=True) for name, t in own.tensors().items()})
+    return weight.with_inner({name: t.to(device, copy=True) for name, t in weight.tensors().items()})
 
 
 def _copied(func: Any, args: Any, kwargs: Any) -> Any:
     """From codes of the same kind: no rounding."""
-    own, other = args[0], args[1]
-    if not all(isinstance(t, HeldWeight) and not t.steps for t in (own, other)):
+    target, source = args[0], args[1]
+    if not all(isinstance(t, HeldWeight) and not t.steps for t in (target, source)):
         return NotImplemented
-    if own.kind != other.kind or own.dtype != other.dtype or own.shape != other.shape:
+    if target.kind != source.kind or target.dtype != source.dtype or target.shape != source.shape:
         return NotImplemented
-    own._refuse_in_graphs()
-    for mine, theirs in zip(own.own_codes(), other.own_codes(), strict=True):
+    target._refuse_in_graphs()
+    for mine, theirs in zip(target.own_codes(), source.own_codes(), strict=True):
         mine.copy_(theirs)
-    own._told()
-    return own
+    target._told()
+    return target
 
 
 def _linked(func: Any, args: Any, kwargs: Any) -> Any:
@@ -442,22 +444,22 @@ def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> An
     targets = [t for t in _written(func, args, kwargs, written) if isinstance(t, HeldWeight)]
     for t in targets:
         t._refuse_in_graphs()
-    found = func(*tree_map(values, args), **tree_map(values, kwargs))
+    result = func(*tree_map(values, args), **tree_map(values, kwargs))
     for t in targets:
         if shown[id(t)].shape != t.shape:
             t._refuse(f"{func.name()} would give it the shape {tuple(shown[id(t)].shape)}")
     for where in dict.fromkeys(map(_place, targets)):
-        own, base = bases[where]
-        own._write_base(base)
-    return tree_map(lambda t: owners.get(id(t), t), found) if targets else found
+        weight, base = bases[where]
+        weight._write_base(base)
+    return tree_map(lambda t: owners.get(id(t), t), result) if targets else result
 
 
 def _written(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> Iterable[Any]:
     if not written:
         return
-    given = dict(zip((a.name for a in schema(func).arguments), args, strict=False)) | kwargs
+    arguments = dict(zip((a.name for a in schema(func).arguments), args, strict=False)) | kwargs
     for name in written:
-        value = given.get(name)
+        value = arguments.get(name)
         yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
@@ -482,9 +484,9 @@ def _operator(name: str) -> Any:
 
 
 def _first_held(tree: Any) -> HeldWeight:
-    found: list[HeldWeight] = []
-    tree_map(lambda t: found.append(t) if isinstance(t, HeldWeight) else None, tree)
-    return found[0]
+    weights: list[HeldWeight] = []
+    tree_map(lambda t: weights.append(t) if isinstance(t, HeldWeight) else None, tree)
+    return weights[0]
 
 
 def _as_parameter(weight: HeldWeight, requires_grad: bool) -> nn.Parameter:
@@ -492,7 +494,7 @@ def _as_parameter(weight: HeldWeight, requires_grad: bool) -> nn.Parameter:
 
 
 def _rebuilt(where: Any, is_parameter: bool, requires_grad: bool, attributes: dict[str, Any]) -> Tensor:
-    found = HeldWeight(*where)
-    made = _as_parameter(found, requires_grad) if is_parameter else found.requires_grad_(requires_grad)
-    made.__dict__.update(attributes)
-    return made
+    weight = HeldWeight(*where)
+    new = _as_parameter(weight, requires_grad) if is_parameter else weight.requires_grad_(requires_grad)
+    new.__dict__.update(attributes)
+    return new

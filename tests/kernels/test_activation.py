@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from octavo import backend
 from octavo.errors import UnsupportedConfig
 from octavo.kernels import activation
-from octavo.kernels.activation import ACTIVATIONS, reference
+from octavo.kernels.activation import ACTIVATIONS, Wanted, reference
 from octavo.layers.activation import layer
 
 FORMULAS = {  # of x, or gated of a and b
@@ -96,11 +96,11 @@ def test_values_and_gradients_are_rounded_once(name, dtype, scaled):
     y = applied(FORMULAS[name], fn.gated, leaf) * factors
     dx, ds = torch.autograd.grad(y, (leaf, factors), dy.double())
     assert_rounded_once(activation.forward(fn, x, scales), y.detach(), "y")
-    found = activation.backward(fn, dy, x, scales, scales_grad=torch.float32 if scaled else None)
+    found = activation.backward(fn, dy, x, scales, wanted=Wanted(scales=torch.float32 if scaled else None))
     assert_rounded_once(found.x, dx, "dx")
     if scaled:
         assert_rounded_once(found.scales, ds[:, 0], "dscales")
-        alone = activation.backward(fn, dy, x, scales, x_grad=False, scales_grad=torch.float32)
+        alone = activation.backward(fn, dy, x, scales, wanted=Wanted(False, torch.float32))
         assert alone.x is None
         assert torch.equal(alone.scales, found.scales)
 
@@ -177,7 +177,7 @@ def test_nothing_gives_nothing(name, shape):
     m, h = shape
     x, scales = torch.randn(m, h * sizes(fn)), torch.randn(m)
     assert activation.forward(fn, x, scales).shape == (m, h)
-    found = activation.backward(fn, torch.randn(m, h), x, scales, scales_grad=torch.float32)
+    found = activation.backward(fn, torch.randn(m, h), x, scales, wanted=Wanted(scales=torch.float32))
     assert found.x.shape == x.shape
     assert torch.equal(found.scales, torch.zeros(m))
 
@@ -189,7 +189,7 @@ def test_bias_is_added_first_and_summed_by_columns():
     y = F.gelu(leaf + added, approximate="tanh")
     want = torch.autograd.grad(y, (leaf, added), dy.double())
     assert_rounded_once(activation.forward(fn, x, bias=bias), y.detach())
-    found = activation.backward(fn, dy, x, bias=bias, bias_grad=torch.float32)
+    found = activation.backward(fn, dy, x, bias=bias, wanted=Wanted(bias=torch.float32))
     assert_rounded_once(found.x, want[0])
     torch.testing.assert_close(found.bias.double(), want[1], rtol=1e-6, atol=1e-6)
 
@@ -268,9 +268,9 @@ def both_ways(case, dtype, m, h, *, strided=False):
         "seed": seed_of(77, 2, "cuda"),
     }
     extra = {name: t for name, t in extra.items() if name in given}
-    wanted = {f"{name}_grad": torch.float32 for name in ("scales", "bias") if name in given}
+    wanted = Wanted(**{name: torch.float32 for name in ("scales", "bias") if name in given})
     y = activation.forward(fn, x, **extra)
-    found = activation.backward(fn, dy, x if fn.remembers else None, **extra, **wanted)
+    found = activation.backward(fn, dy, x if fn.remembers else None, **extra, wanted=wanted)
     terms = (x.double().abs() + extra.get("bias", x[:1] * 0).double().abs() + 1) * 2
     a, b = taken_apart(terms, fn.interleave) if fn.gated else (terms, torch.ones_like(dy).double())
     size = a * a * b  # of a squared value, the largest that any entry makes

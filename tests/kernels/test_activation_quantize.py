@@ -10,7 +10,8 @@ from octavo.errors import UnsupportedShape
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import activation
 from octavo.kernels import activation_quantize as kernel
-from octavo.kernels.activation import ACTIVATIONS, Function
+from octavo.kernels.activation import ACTIVATIONS, Function, Inputs, Wanted
+from octavo.kernels.tile_cast import NOTHING, Target
 from octavo.quant import MX, Block1D, Block2D, Rowwise, TensorProto, Tensorwise
 from octavo.quant.groups import split
 from octavo.quant.quantizer import CastArgs, fill_pair
@@ -80,10 +81,10 @@ def check_forward(fn, x, extra, spec, sides="rc", column=None, **settings):
             fill_pair(activation.forward(fn, x, **extra), pair, given)
         elif settings:
             backend.twin("octavo.kernels.activation_quantize", x).forward(
-                fn, x, *extra.values(), pair, given, **settings
+                fn, Inputs(x, **extra), Target(pair, given), **settings
             )
         else:
-            kernel.forward(fn, x, *extra.values(), pair, given)
+            kernel.forward(fn, Inputs(x, **extra), Target(pair, given))
         results.append(contents(pair, given))
     assert_same(*results, what=f"y {spec} {sides}")
 
@@ -98,13 +99,15 @@ def check_backward(fn, x, dy, extra, spec, again=None, sides="rc", bias_grad=Non
         else:
             second, other = None, CastArgs()
         if fused and not settings:
-            db = kernel.backward(fn, dy, x, *extra.values(), pair, given, second, other, bias_grad)
+            db = kernel.backward(
+                fn, dy, Inputs(x, **extra), Target(pair, given), Target((None, second), other), bias_grad
+            )
         elif fused:
             db = backend.twin("octavo.kernels.activation_quantize", dy).backward(
-                fn, dy, x, *extra.values(), pair, given, second, other, bias_grad, **settings
+                fn, dy, Inputs(x, **extra), Target(pair, given), Target((None, second), other), bias_grad, **settings
             )
         else:
-            dx, _, db = activation.backward(fn, dy, x, **extra, bias_grad=bias_grad)
+            dx, _, db = activation.backward(fn, dy, x, **extra, wanted=Wanted(bias=bias_grad))
             fill_pair(dx, pair, given)
             if second is not None:
                 fill_pair(activation.forward(fn, x, **extra), (None, second), other)
@@ -146,11 +149,11 @@ def test_schemes_without_a_kernel_go_by_way_of_the_value(spec):
     x, dy, extra = operands(fn, 5, 64, torch.bfloat16)
     for given in (CastArgs(), CastArgs(observed=torch.zeros(1))):
         row, column = empty_pair(spec, 5, 64, x.dtype, "cpu")
-        kernel.forward(fn, x, *extra.values(), (row, column), given)
+        kernel.forward(fn, Inputs(x, **extra), Target((row, column), given))
         want = spec.quantize_both(activation.forward(fn, x))
         assert_same(contents((row, column), CastArgs()), contents(want, CastArgs()))
     first, second = empty_pair(spec, 5, 128, x.dtype, "cpu")
-    assert kernel.backward(fn, dy, x, None, None, None, (first, second), CastArgs()) is None
+    assert kernel.backward(fn, dy, Inputs(x), Target((first, second))) is None
     want = spec.quantize_both(activation.backward(fn, dy, x).x)
     assert_same(contents((first, second), CastArgs()), contents(want, CastArgs()))
 
@@ -172,7 +175,7 @@ def test_rows_in_groups_go_by_way_of_the_value():
         pair = empty_pair(Block1D(), groups.padded, 32, x.dtype, "cpu", "r")
         given = CastArgs(groups=groups)
         if fused:
-            kernel.forward(fn, x, *extra.values(), pair, given)
+            kernel.forward(fn, Inputs(x, **extra), Target(pair, given))
         else:
             fill_pair(activation.forward(fn, x), pair, given)
         results.append(contents(pair, given))
@@ -182,10 +185,10 @@ def test_rows_in_groups_go_by_way_of_the_value():
 def test_only_what_is_wanted():
     fn = ACTIVATIONS["swiglu"]
     x, dy, extra = operands(fn, 5, 16, torch.bfloat16)
-    kernel.forward(fn, x, *extra.values(), (None, None), CastArgs())
-    assert kernel.backward(fn, dy, x, *extra.values(), (None, None), CastArgs()) is None
-    sums = kernel.backward(fn, dy, x, *extra.values(), (None, None), CastArgs(), bias_grad=torch.float32)
-    assert torch.equal(sums, activation.backward(fn, dy, x, bias_grad=torch.float32).bias)
+    kernel.forward(fn, Inputs(x, **extra), NOTHING)
+    assert kernel.backward(fn, dy, Inputs(x, **extra), NOTHING) is None
+    sums = kernel.backward(fn, dy, Inputs(x, **extra), NOTHING, bias_grad=torch.float32)
+    assert torch.equal(sums, activation.backward(fn, dy, x, wanted=Wanted(bias=torch.float32)).bias)
 
 
 def test_codes_of_another_shape_are_refused():
@@ -196,9 +199,9 @@ def test_codes_of_another_shape_are_refused():
         empty_pair(Block1D(), 4, 16, x.dtype, "cpu", "c"),
     ):
         with pytest.raises(UnsupportedShape, match="y is 5 x 16"):
-            kernel.forward(fn, x, *extra.values(), pair, CastArgs())
+            kernel.forward(fn, Inputs(x, **extra), Target(pair))
     with pytest.raises(UnsupportedShape, match="dx is 5 x 32"):
-        kernel.backward(fn, dy, x, *extra.values(), empty_pair(Block1D(), 5, 16, x.dtype, "cpu"), CastArgs())
+        kernel.backward(fn, dy, Inputs(x, **extra), Target(empty_pair(Block1D(), 5, 16, x.dtype, "cpu")))
 
 
 def test_what_is_one_pass():
@@ -328,7 +331,7 @@ def test_triton_gives_the_same_bits_again(spec):
     results = []
     for _ in range(2):
         pair, given = empty_pair(spec, 513, 4096, x.dtype, "cuda"), given_to(spec, "cuda")
-        db = kernel.backward(fn, dy, x, *extra.values(), pair, given, bias_grad=torch.float32)
+        db = kernel.backward(fn, dy, Inputs(x, **extra), Target(pair, given), bias_grad=torch.float32)
         results.append([*contents(pair, given), db.cpu().view(torch.uint8)])
     assert_same(*results)
 

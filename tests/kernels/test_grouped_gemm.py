@@ -285,8 +285,8 @@ def test_plain_groups_are_gemm_of_each(sizes, dtype):
     y, dx = torch.full((rows, 21), SENTINEL, dtype=dtype), torch.full((rows, 35), SENTINEL, dtype=dtype)
     assert grouped_gemm.plain_rows(x, w, y, groups, bias, scales) is y
     assert grouped_gemm.plain_rows(dy, w.transpose(1, 2), dx, groups) is dx
-    dw = grouped_gemm.plain_depth(dy, x, torch.full((count, 21, 35), float("nan"), dtype=dtype), groups)
-    main_grad = grouped_gemm.plain_depth(dy, x, torch.ones(count, 21, 35), groups, accumulate=True)
+    dw = grouped_gemm.plain_wgrad(dy, x, torch.full((count, 21, 35), float("nan"), dtype=dtype), groups)
+    main_grad = grouped_gemm.plain_wgrad(dy, x, torch.ones(count, 21, 35), groups, accumulate=True)
     for g, (xg, dyg, sg) in enumerate(
         zip(pieces(x, sizes), pieces(dy, sizes), pieces(scales[:, None], sizes), strict=True)
     ):
@@ -303,10 +303,10 @@ def test_plain_groups_of_nothing():
         groups, rows = split(torch.tensor(sizes), sum(sizes)), sum(sizes)
         y = grouped_gemm.plain_rows(torch.ones(rows, k), torch.ones(2, n, k), torch.ones(rows, n), groups)
         assert_exact(y, torch.full((rows, n), float(k)))
-        dw = grouped_gemm.plain_depth(torch.ones(rows, n), torch.ones(rows, k), torch.full((2, n, k), SENTINEL), groups)
+        dw = grouped_gemm.plain_wgrad(torch.ones(rows, n), torch.ones(rows, k), torch.full((2, n, k), SENTINEL), groups)
         assert_exact(dw, torch.tensor(sizes)[:, None, None].float().expand(2, n, k).contiguous())
         held = torch.full((2, n, k), SENTINEL)
-        grouped_gemm.plain_depth(torch.ones(rows, n), torch.ones(rows, k), held, groups, accumulate=True)
+        grouped_gemm.plain_wgrad(torch.ones(rows, n), torch.ones(rows, k), held, groups, accumulate=True)
         assert_exact(held, dw + SENTINEL)
 
 
@@ -433,7 +433,7 @@ def test_plain_operands_of_two_dtypes_are_refused():
     with pytest.raises(UnsupportedDtype, match="both operands alike"):
         grouped_gemm.plain_rows(randn(8, 4), torch.zeros(2, 4, 4), torch.zeros(8, 4), groups)
     with pytest.raises(UnsupportedShape, match="contiguous"):
-        grouped_gemm.plain_depth(randn(8, 4), randn(8, 4), torch.zeros(2, 4, 4).transpose(1, 2), groups)
+        grouped_gemm.plain_wgrad(randn(8, 4), randn(8, 4), torch.zeros(2, 4, 4).transpose(1, 2), groups)
 
 
 def test_routes():
@@ -624,7 +624,7 @@ class Plain(NamedTuple):
     def run(self, y, dx, dw, bias=None, scales=None) -> list[torch.Tensor]:
         grouped_gemm.plain_rows(self.x, self.w, y, self.groups, bias, scales)
         grouped_gemm.plain_rows(self.dy, self.w.transpose(1, 2), dx, self.groups)
-        grouped_gemm.plain_depth(self.dy, self.x, dw, self.groups)
+        grouped_gemm.plain_wgrad(self.dy, self.x, dw, self.groups)
         return [y, dx, dw]
 
 
@@ -639,7 +639,7 @@ def plain(sizes: list[int], n: int, k: int, dtype: torch.dtype, spare: int = 40)
 def assert_plain_within(found: Plain, out_dtype: torch.dtype, bias=None, scales=None) -> None:
     y, dx, dw = found.run(*found.outputs(out_dtype), bias, scales)
     held = randn(*found.w.shape, device="cuda", dtype=out_dtype)
-    added = grouped_gemm.plain_depth(found.dy, found.x, held.clone(), found.groups, accumulate=True)
+    added = grouped_gemm.plain_wgrad(found.dy, found.x, held.clone(), found.groups, accumulate=True)
     end = sum(found.sizes)
     each = torch.ones(end, device="cuda") if scales is None else scales[:end]
     parts = zip(pieces(found.x, found.sizes), pieces(found.dy, found.sizes), found.w, strict=True)
@@ -978,8 +978,8 @@ class Step:
     def plain(self, groups: Groups, y, dx, dw) -> list[torch.Tensor]:
         grouped_gemm.plain_rows(self.x, self.w, y, groups, self.bias, self.scales)
         grouped_gemm.plain_rows(self.dy, self.w.transpose(1, 2), dx, groups)
-        grouped_gemm.plain_depth(self.dy, self.x, dw, groups)
-        grouped_gemm.plain_depth(self.dy, self.x, self.main_grad, groups, accumulate=True)
+        grouped_gemm.plain_wgrad(self.dy, self.x, dw, groups)
+        grouped_gemm.plain_wgrad(self.dy, self.x, self.main_grad, groups, accumulate=True)
         return [y, dx, dw]
 
     def results(self, made: list[torch.Tensor]) -> list[torch.Tensor]:

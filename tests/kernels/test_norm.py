@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from octavo import backend
 from octavo.kernels import norm as kernel
-from octavo.kernels.norm import Norm
+from octavo.kernels.norm import Norm, Statistics, Wanted
 from tests.kernels.test_activation import assert_rounded_once, data, dtypes
 
 NORMS = {
@@ -41,8 +41,8 @@ def both_ways(norm, x, dy, weight, bias, dtype=torch.float32):
     """y, dx, dγ, dβ"""
     y, mean, rstd = kernel.forward(norm, x, weight, bias)
     found = kernel.backward(
-        norm, dy, x, mean, rstd, weight,
-        weight_grad=None if weight is None else dtype, bias_grad=None if bias is None else dtype,
+        norm, dy, x, Statistics(mean, rstd), weight,
+        Wanted(True, None if weight is None else dtype, None if bias is None else dtype),
     )  # fmt: skip
     return y, *found
 
@@ -93,11 +93,11 @@ def test_what_is_not_wanted_is_not_made(name):
     norm = NORMS[name]
     x, dy, weight, _ = operands(norm, 7, 12)
     _, mean, rstd = kernel.forward(norm, x, weight, None)
-    only_dx = kernel.backward(norm, dy, x, mean, rstd, weight)
+    only_dx = kernel.backward(norm, dy, x, Statistics(mean, rstd), weight)
     assert only_dx.x is not None and only_dx.weight is None and only_dx.bias is None
-    only_dw = kernel.backward(norm, dy, x, mean, rstd, None, x_grad=False, weight_grad=torch.float32)
+    only_dw = kernel.backward(norm, dy, x, Statistics(mean, rstd), None, Wanted(False, torch.float32))
     assert only_dw.x is None and only_dw.weight is not None
-    only_db = kernel.backward(norm, dy, None, None, None, None, x_grad=False, bias_grad=torch.bfloat16)
+    only_db = kernel.backward(norm, dy, None, Statistics(None, None), None, Wanted(False, bias=torch.bfloat16))
     assert only_db.bias.dtype == torch.bfloat16
     torch.testing.assert_close(only_db.bias.float(), dy.sum(0), rtol=4e-3, atol=1e-5)
 
@@ -172,9 +172,9 @@ def test_triton_makes_only_what_is_wanted(name, n):
     y, mean, rstd = kernel.forward(norm, x, weight, bias)
     all_of_it = both_ways(norm, x, dy, weight, bias)
     assert torch.equal(y, all_of_it[0])
-    assert torch.equal(kernel.backward(norm, dy, x, mean, rstd, weight).x, all_of_it[1])
+    assert torch.equal(kernel.backward(norm, dy, x, Statistics(mean, rstd), weight).x, all_of_it[1])
     if weight is not None:
-        only_dw = kernel.backward(norm, dy, x, mean, rstd, None, x_grad=False, weight_grad=torch.float32)
+        only_dw = kernel.backward(norm, dy, x, Statistics(mean, rstd), None, Wanted(False, torch.float32))
         assert only_dw.x is None
         assert torch.equal(only_dw.weight, all_of_it[2])
 
@@ -184,7 +184,7 @@ def test_triton_makes_only_what_is_wanted(name, n):
 
 def dx_with(norm, x, dy, weight, added):
     _, mean, rstd = kernel.forward(norm, x, weight, None)
-    return kernel.backward(norm, dy, x, mean, rstd, weight, weight_grad=torch.float32, added=added)
+    return kernel.backward(norm, dy, x, Statistics(mean, rstd), weight, Wanted(weight=torch.float32), added)
 
 
 @pytest.mark.parametrize("name", ["rms", "rms, zero centered"])
@@ -196,7 +196,7 @@ def test_an_added_gradient_and_dx_are_rounded_once(name, dtype, m, n):
     added = data(m, n, dtype=dtype, seed=9)
     found = dx_with(norm, x, dy, weight, added)
     _, mean, rstd = kernel.forward(norm, x, weight, None)
-    exact = kernel.backward(norm, dy.double(), x.double(), mean, rstd, weight.double()).x
+    exact = kernel.backward(norm, dy.double(), x.double(), Statistics(mean, rstd), weight.double()).x
     assert found.x.dtype == dtype
     assert_rounded_once(found.x, exact + added.double(), "dx")
     assert torch.equal(found.weight, dx_with(norm, x, dy, weight, None).weight)

@@ -196,7 +196,7 @@ def _plain_parts(shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> dict[st
         "split": lambda: split(splits, tokens),
         "fprop": lambda: grouped_gemm.plain_rows(x, w, y, groups),
         "dgrad": lambda: grouped_gemm.plain_rows(dy, w.transpose(1, 2), dx, groups),
-        "wgrad": lambda: grouped_gemm.fresh_depth(dy, x, groups, dy.dtype),
+        "wgrad": lambda: grouped_gemm.fresh_wgrad(dy, x, groups, dy.dtype),
     }
 
 

@@ -10,13 +10,13 @@ from torch import Tensor
 from octavo.fused import conditions
 from octavo.fuser.pattern import Backward, FusedOperation, Rule
 from octavo.kernels import activation_quantize
+from octavo.kernels.activation import Inputs as ActInputs
+from octavo.kernels.tile_cast import NOTHING, Target
 from octavo.layers import activation, linear
 from octavo.layers.contract import DTYPES
 from octavo.modules.activation import Activation, Bias, ConstantScale
 from octavo.modules.linear import Linear
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import CastArgs
 
 Grads = tuple[Tensor | None, ...]
 
@@ -26,7 +26,7 @@ class Cast:
 
     def __init__(
         self, call: linear.Backward, act: Any, saved: Grads, dy: Tensor, bias_grad: torch.dtype | None,
-        again: QTensor | None = None, again_given: CastArgs | None = None,
+        again: Target = NOTHING,
     ) -> None:  # fmt: skip
         """`call` is the Linear's; `saved` and dy are the activation's."""
         x, scales, bias, seed = activation.Saved._make(saved)
@@ -34,9 +34,10 @@ class Cast:
         shape = activation.shape_of_dx(act, tuple(dy.shape))
         self.like = TensorProto(shape, dy.dtype, dy.device)
         self.pair, given = linear.dy_buffers(call, self.like)
+        vectors = activation.vector(scales), activation.vector(bias), activation.vector(seed)
         self.bias: Tensor | None = activation_quantize.backward(
-            act.function, activation.matrix(dy), None if x is None else activation.matrix(x), activation.vector(scales),
-            activation.vector(bias), activation.vector(seed), self.pair, given, again, again_given, bias_grad,
+            act.function, activation.matrix(dy), ActInputs(None if x is None else activation.matrix(x), *vectors),
+            Target(self.pair, given), again, bias_grad,
         )  # fmt: skip
 
     def gradients(self, db: Tensor | None) -> Grads:

@@ -8,6 +8,8 @@ from octavo.delayed_scaling.casts import observed_amaxes
 from octavo.fused import conditions
 from octavo.fuser.pattern import Condition, Forward, FusedOperation, Rule
 from octavo.kernels import activation_quantize
+from octavo.kernels.activation import Inputs as ActInputs
+from octavo.kernels.tile_cast import Target
 from octavo.layers import activation, linear
 from octavo.layers.contract import ForwardResult
 from octavo.modules.activation import Activation
@@ -25,10 +27,8 @@ class ActivationLinear(FusedOperation):
         amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
         like = TensorProto(activation.shape_of_y(first, tuple(x.shape)), x.dtype, x.device)
         pair, given = linear.x_buffers(second, inputs[1].scaling, like, amaxes.x)
-        activation_quantize.forward(
-            first.function, activation.matrix(x), activation.vector(own.scales), activation.vector(own.bias),
-            activation.vector(own.seed), pair, given,
-        )  # fmt: skip
+        vectors = activation.vector(own.scales), activation.vector(own.bias), activation.vector(own.seed)
+        activation_quantize.forward(first.function, ActInputs(activation.matrix(x), *vectors), Target(pair, given))
         made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
         return [ForwardResult((None,), (), ()), made]
 

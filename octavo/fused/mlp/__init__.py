@@ -15,6 +15,7 @@ from octavo.fused.activation_bias import Cast, Grads, own_bias
 from octavo.fused.activation_linear import ActivationLinear, conditions_at
 from octavo.fuser.pattern import Joint, Rule
 from octavo.kernels.column_sums import column_sums
+from octavo.kernels.tile_cast import Target
 from octavo.layers import activation, linear
 from octavo.modules.activation import Activation
 from octavo.modules.linear import Linear
@@ -38,7 +39,7 @@ class MLP(ActivationLinear):
         da = linear.input_gradient(last, dy, row)
         again, given = linear.x_column_buffer(last, TensorProto(tuple(da.shape), da.dtype, da.device))
         call = linear.Backward(first, linear.Saved._make(saved[0]), buffers[0], writes)
-        cast = Cast(call, act, saved[1], da, own_bias(first), again, given)
+        cast = Cast(call, act, saved[1], da, own_bias(first), Target((None, again), given))
         db = None if (dtype := own_bias(second)) is None else column_sums(linear.flat(dy), dtype)
         dw = linear.finish(last, dy, column, again)
         empty = (None,) * len(activation.Inputs._fields)

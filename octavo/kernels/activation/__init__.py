@@ -78,6 +78,26 @@ def kept_scale(drop: float) -> float:
     return DRAWS / left if left else 0.0
 
 
+class Inputs(NamedTuple):
+    """The tensors of a forward. Its backward takes x too, unless the function remembers nothing."""
+
+    x: Tensor | None
+    scales: Tensor | None = None
+    bias: Tensor | None = None
+    seed: Tensor | None = None
+
+
+class Wanted(NamedTuple):
+    """The gradients that a backward makes: dx, and in these dtypes those of scales and bias."""
+
+    x: bool = True
+    scales: torch.dtype | None = None
+    bias: torch.dtype | None = None
+
+
+ONLY_X = Wanted()
+
+
 class Gradients(NamedTuple):
     x: Tensor | None
     scales: Tensor | None
@@ -102,21 +122,17 @@ def backward(
     scales: Tensor | None = None,
     bias: Tensor | None = None,
     seed: Tensor | None = None,
-    *,
-    x_grad: bool = True,
-    scales_grad: torch.dtype | None = None,
-    bias_grad: torch.dtype | None = None,
+    wanted: Wanted = ONLY_X,
 ) -> Gradients:
-    """What is wanted, the gradients of scales and bias in these dtypes. `x` may be missing where `fn.remembers`
-    nothing."""
+    """The gradients that are wanted. `x` may be missing where `fn.remembers` nothing."""
     m, width = dy.shape
     sums_dy = not fn.changes and scales is None  # then dx is not needed for the gradient of the bias
-    needs_dx = x_grad or (bias_grad is not None and not sums_dy)
+    needs_dx = wanted.x or (wanted.bias is not None and not sums_dy)
     shape = (m, 2 * width if fn.gated else width)
     dx = torch.empty(shape, dtype=dy.dtype, device=dy.device) if needs_dx else None
-    ds = torch.zeros(m, dtype=scales_grad, device=dy.device) if scales_grad is not None else None
+    ds = torch.zeros(m, dtype=wanted.scales, device=dy.device) if wanted.scales is not None else None
     if m and width and (dx is not None or ds is not None):
-        backend.twin(__name__, dy).backward(fn, dy, x, dx, scales, ds, bias, seed)
+        backend.twin(__name__, dy).backward(fn, dy, Inputs(x, scales, bias, seed), dx, ds)
     source = dy if sums_dy else dx
-    db = None if bias_grad is None or source is None else column_sums(source, bias_grad)
-    return Gradients(dx if x_grad else None, ds, db)
+    db = None if wanted.bias is None or source is None else column_sums(source, wanted.bias)
+    return Gradients(dx if wanted.x else None, ds, db)

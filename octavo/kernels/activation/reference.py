@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from octavo.kernels.activation import DRAWN_BITS, STREAM, Function, kept_scale, threshold
+from octavo.kernels.activation import DRAWN_BITS, STREAM, Function, Inputs, kept_scale, threshold
 from octavo.quant.nvfp4.philox import philox
 
 Curve = tuple[Tensor, Tensor]  # value, slope
@@ -121,16 +121,8 @@ def forward(fn: Function, x: Tensor, scales: Tensor | None, bias: Tensor | None,
     return y.to(x.dtype)
 
 
-def backward(
-    fn: Function,
-    dy: Tensor,
-    x: Tensor | None,
-    dx: Tensor | None,
-    scales: Tensor | None,
-    ds: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-) -> None:
+def backward(fn: Function, dy: Tensor, inputs: Inputs, dx: Tensor | None, ds: Tensor | None) -> None:
+    x, scales, bias, seed = inputs
     g = dy.double()
     if seed is not None:
         g = torch.where(kept(tuple(g.shape), fn.drop, seed), g * kept_scale(fn.drop), 0.0)

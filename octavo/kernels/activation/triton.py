@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.activation import ACTIVATIONS, DRAWN_BITS, STREAM, Function, kept_scale, threshold
+from octavo.kernels.activation import ACTIVATIONS, DRAWN_BITS, STREAM, Function, Inputs, kept_scale, threshold
 from octavo.launch import Launch
 from octavo.quant import tile
 from octavo.quant.tile import Variant
@@ -240,16 +240,8 @@ def forward(fn: Function, x: Tensor, scales: Tensor | None, bias: Tensor | None,
     return y
 
 
-def backward(
-    fn: Function,
-    dy: Tensor,
-    x: Tensor | None,
-    dx: Tensor | None,
-    scales: Tensor | None,
-    ds: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-) -> None:
+def backward(fn: Function, dy: Tensor, inputs: Inputs, dx: Tensor | None, ds: Tensor | None) -> None:
+    x, scales, bias, seed = inputs
     strides = (0, 0) if x is None else x.stride()
     _backward_launch(fn, (*dy.shape, *dy.stride(), *strides), ds is not None)(dy, x, dx, scales, ds, bias, seed)
 

@@ -23,11 +23,11 @@ from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import tile_cast
-from octavo.kernels.activation import ACTIVATIONS, DRAWN_BITS, STREAM, Function
+from octavo.kernels.activation import ACTIVATIONS, DRAWN_BITS, STREAM, Function, Inputs
 from octavo.kernels.activation.triton import clamped_a, constants, gate_of, gated_slopes, places
 from octavo.kernels.activation_quantize import plain_backward, plain_forward
 from octavo.kernels.column_sums import column_sums
-from octavo.kernels.tile_cast import QTensorPair
+from octavo.kernels.tile_cast import NOTHING, Target
 from octavo.kernels.tile_cast import triton as tile_casts
 from octavo.launch import Launch
 from octavo.quant import dual, tile
@@ -267,54 +267,44 @@ def _woven_kernel(
 
 _WHAT = "the activation"
 _ZERO_AT_ZERO = ("gelu", "swish", "relu", "srelu", "linear", "softcap", "situ")  # curves that are zero where x is
-_NO_SINK: dict[str, Any] = {"PUT": None, "RULE": ()}
+_NO_CAST: dict[str, Any] = {"PUT": None, "RULE": ()}
 
 
-def forward(
-    fn: Function,
-    x: Tensor,
-    scales: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    pair: QTensorPair,
-    given: CastArgs,
-    config: Config | None = None,
-) -> None:
-    if x.numel() == 0 or tile_cast.refusal(pair, given, x.dtype, _WHAT):
-        return plain_forward(fn, x, scales, bias, seed, pair, given)
+def forward(fn: Function, inputs: Inputs, y: Target, config: Config | None = None) -> None:
+    x, pair = inputs.x, y.pair
+    assert x is not None
+    if x.numel() == 0 or tile_cast.refusal(pair, y.cast_args, x.dtype, _WHAT):
+        return plain_forward(fn, inputs, y)
     spec = tile_casts.spec_of(pair)
     sizes = (x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1], *x.stride(), *tile_casts.strides(pair))
     if config is None:
         configs = CONFIGS if pair[1] is not None else (ROWS_ALONE, *CONFIGS)
         config = tile_casts.fitting(configs, spec)
-    _forward_launch(fn, spec, x.dtype, sizes, config)(x, scales, bias, seed, *tile_casts.pointers(pair, given))
+    _forward_launch(fn, spec, x.dtype, sizes, config)(*inputs, *tile_casts.pointers(pair, y.cast_args))
 
 
 def backward(
     fn: Function,
     dy: Tensor,
-    x: Tensor | None,
-    scales: Tensor | None,
-    bias: Tensor | None,
-    seed: Tensor | None,
-    pair: QTensorPair,
-    given: CastArgs,
-    again: QTensor | None,
-    again_given: CastArgs,
+    inputs: Inputs,
+    dx: Target,
+    y: Target,
     bias_grad: torch.dtype | None,
     config: Config | None = None,
 ) -> Tensor | None:
-    wanted = pair != (None, None)
-    spec = tile_casts.spec_of(pair) if wanted else None
+    wanted = dx.pair != (None, None)
+    spec = tile_casts.spec_of(dx.pair) if wanted else None
     woven = fn.gated and not _by_halves(fn, spec)
     # of blocks the composition is faster, 0.53 ms for 0.59: each program computes da and db, and keeps one
-    apart = woven and (dy.dtype == torch.float32 or seed is not None or spec is None or tile_casts.is_block(spec))
-    if dy.numel() == 0 or apart or (wanted and tile_cast.refusal(pair, given, dy.dtype, _WHAT)):
-        return plain_backward(fn, dy, x, scales, bias, seed, pair, given, again, again_given, bias_grad)
-    if again is not None and (woven or not _beside(fn, x, again, again_given)):
-        assert x is not None
-        forward(fn, x, scales, bias, seed, (None, again), again_given)
-        again = None
+    apart = woven and (
+        dy.dtype == torch.float32 or inputs.seed is not None or spec is None or tile_casts.is_block(spec)
+    )
+    if dy.numel() == 0 or apart or (wanted and tile_cast.refusal(dx.pair, dx.cast_args, dy.dtype, _WHAT)):
+        return plain_backward(fn, dy, inputs, dx, y, bias_grad)
+    if y.pair[1] is not None and (woven or not _beside(fn, inputs.x, y.pair[1], y.cast_args)):
+        forward(fn, inputs, y)
+        y = NOTHING
+    again = y.pair[1]
     if not wanted and again is None and bias_grad is None:
         return None
     if config is None:
@@ -324,13 +314,13 @@ def backward(
     if bias_grad is not None:
         shape = -(-dy.shape[0] // config.rows), dy.shape[1] * (2 if fn.gated else 1)
         parts = torch.empty(shape, dtype=torch.float32, device=dy.device)
-    sizes = (*dy.shape, *dy.stride(), *((0, 0) if x is None else x.stride()))
-    sizes += tile_casts.strides(pair) if wanted else (0, 0, 0, 0)
-    pointers = (dy, x, scales, bias, seed, parts, *(tile_casts.pointers(pair, given) if wanted else (None,) * 6))
+    sizes = (*dy.shape, *dy.stride(), *((0, 0) if inputs.x is None else inputs.x.stride()))
+    sizes += tile_casts.strides(dx.pair) if wanted else (0, 0, 0, 0)
+    pointers = (dy, *inputs, parts, *(tile_casts.pointers(dx.pair, dx.cast_args) if wanted else (None,) * 6))
     if woven:
         _woven_launch(fn, spec, dy.dtype, sizes, config)(*pointers)
     else:
-        _launch_backward(fn, spec, pointers, sizes, again, again_given, config)
+        _launch_backward(fn, spec, pointers, sizes, y, config)
     return None if parts is None or bias_grad is None else column_sums(parts, bias_grad)
 
 
@@ -344,18 +334,17 @@ def _launch_backward(
     spec: Quantizer | None,
     pointers: tuple[Tensor | None, ...],
     sizes: tuple[int, ...],
-    again: QTensor | None,
-    again_given: CastArgs,
+    y: Target,
     config: Config,
 ) -> None:
     """The kernel that also makes y, if it is to."""
-    dy, x = pointers[:2]
+    dy, x, again = *pointers[:2], y.pair[1]
     assert dy is not None
     if again is None or x is None:
         _backward_launch(fn, spec, dy.dtype, None, dy.dtype, (*sizes, 0, 0), config)(*pointers, *(None,) * 4)
         return
-    _, codes, _, scale, encode, observed = tile_casts.pointers((None, again), again_given)
-    sizes += tile_casts.strides((None, again))[2:]
+    _, codes, _, scale, encode, observed = tile_casts.pointers(y.pair, y.cast_args)
+    sizes += tile_casts.strides(y.pair)[2:]
     launch = _backward_launch(fn, spec, dy.dtype, again.spec, x.dtype, sizes, config)
     launch(*pointers, codes, scale, encode, observed)
 
@@ -365,11 +354,11 @@ def _by_halves(fn: Function, spec: Quantizer | None) -> bool:
     return not fn.interleave and (spec is None or not tile_casts.is_block(spec))
 
 
-def _beside(fn: Function, x: Tensor | None, again: QTensor, given: CastArgs) -> bool:
+def _beside(fn: Function, x: Tensor | None, again: QTensor, cast_args: CastArgs) -> bool:
     """Whether the kernel that makes dx may make y too; else y takes a pass of its own."""
     assert x is not None
     spills = tile_casts.is_block(again.spec) and (fn.gated or x.dtype == torch.float32)
-    return not spills and not tile_cast.refusal((None, again), given, x.dtype, _WHAT)
+    return not spills and not tile_cast.refusal((None, again), cast_args, x.dtype, _WHAT)
 
 
 def _constants(fn: Function) -> dict[str, Any]:
@@ -404,7 +393,7 @@ def _backward_launch(
 ) -> Launch:
     return Launch(
         _backward_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps,
-        **_constants(fn), **_sink(spec, dtype), **_again(again, again_dtype), **_tile(config),
+        **_constants(fn), **_cast_constants(spec, dtype), **_again(again, again_dtype), **_tile(config),
     )  # fmt: skip
 
 
@@ -414,22 +403,24 @@ def _woven_launch(
 ) -> Launch:
     own = {name: value for name, value in _constants(fn).items() if name != "GATED"}
     grid = tile.tiles((sizes[0], 2 * sizes[1]), config)
-    return Launch(_woven_kernel, grid, sizes, num_warps=config.warps, **own, **_sink(spec, dtype), **_tile(config))
+    return Launch(
+        _woven_kernel, grid, sizes, num_warps=config.warps, **own, **_cast_constants(spec, dtype), **_tile(config)
+    )
 
 
-def _sink(spec: Quantizer | None, dtype: torch.dtype) -> dict[str, Any]:
-    return _NO_SINK if spec is None else tile_casts.constants(spec, dtype)
+def _cast_constants(spec: Quantizer | None, dtype: torch.dtype) -> dict[str, Any]:
+    return _NO_CAST if spec is None else tile_casts.constants(spec, dtype)
 
 
 def _again(spec: Quantizer | None, dtype: torch.dtype) -> dict[str, Any]:
-    return {f"AGAIN_{name}": value for name, value in _sink(spec, dtype).items()}
+    return {f"AGAIN_{name}": value for name, value in _cast_constants(spec, dtype).items()}
 
 
 # -- the record of compilations ----------------------------------------------------------------------------------------
 
 
 def variants() -> list[Variant]:
-    """Every tile, every kind of sink, every activation, and what goes along with one."""
+    """Every tile, every kind of cast, every activation, and what goes along with one."""
     swiglu, clamped, gelu = (ACTIVATIONS[name] for name in ("swiglu", "clamped-swiglu", "gelu"))
     given, gradient, rows, square = Tensorwise(), Tensorwise(E5M2), Block1D(), Block2D(E4M3, "fp32")
     half = torch.bfloat16

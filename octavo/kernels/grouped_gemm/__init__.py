@@ -71,21 +71,21 @@ def plain_rows(
     return out
 
 
-def plain_depth(a: Tensor, b: Tensor, out: Tensor, groups: Groups, *, accumulate: bool = False) -> Tensor:
+def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, *, accumulate: bool = False) -> Tensor:
     """`grouped_wgrad` of unquantized a [rows, N] and b [rows, K]."""
     _check_plain(a, b, out)
     if groups.rows == 0:
         return out if accumulate else out.zero_()
     if out.numel():
-        backend.twin(__name__, out).plain_depth(a, b, out, groups, accumulate)
+        backend.twin(__name__, out).plain_wgrad(a, b, out, groups, accumulate)
     return out
 
 
-def fresh_depth(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+def fresh_wgrad(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
     """The same in a tensor of its own, which spares a copy where torch's GEMM makes one."""
     if groups.rows == 0 or a.shape[1] * b.shape[1] == 0:
         return torch.zeros(groups.number, a.shape[1], b.shape[1], dtype=dtype, device=a.device)
-    found: Tensor = backend.twin(__name__, a).fresh_depth(a, b, groups, dtype)
+    found: Tensor = backend.twin(__name__, a).fresh_wgrad(a, b, groups, dtype)
     return found
 
 
@@ -145,6 +145,6 @@ def _check_plain(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 __all__ = [
-    "bias_products", "column_sums_of", "depth", "fresh_depth", "plain_depth", "plain_rows", "route", "rows",
+    "bias_products", "column_sums_of", "fresh_wgrad", "grouped_wgrad", "plain_rows", "plain_wgrad", "route", "rows",
     "zero_tail",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.gemm.triton import SCALES, product
-from octavo.kernels.grouped_gemm.scales import own, stacked
+from octavo.kernels.grouped_gemm.scales import grouped_strides, stacked_strides
 from octavo.launch import Launch
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK, Groups
@@ -132,7 +132,7 @@ def rows(
     apart = height * b.codes.stride(0) if along == "rows" else height // b.spec.fmt.packed
     sizes = (
         out.shape[1], a.q.columns, a.q.codes.stride(0), b.codes.stride(0), apart,
-        *own(a), *stacked(b, height, along),
+        *grouped_strides(a), *stacked_strides(b, height, along),
     )  # fmt: skip
     groups = a.groups
     _rows_launch(a.q.spec, b.spec, groups.owner.shape[0], sizes)(
@@ -149,7 +149,7 @@ def _rows_launch(a: Quantizer, b: Quantizer, blocks: int, sizes: tuple[int, ...]
 
 
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
-    sizes = *out.shape[1:], a.q.codes.stride(0), b.q.codes.stride(0), *own(a), *own(b)
+    sizes = *out.shape[1:], a.q.codes.stride(0), b.q.codes.stride(0), *grouped_strides(a), *grouped_strides(b)
     _depth_launch(a.q.spec, b.q.spec, a.groups.number, sizes, accumulate)(
         a.q.codes, b.q.codes, out, a.q.scale, b.q.scale, a.q.global_scale, b.q.global_scale,
         a.groups.start, a.groups.block,
@@ -235,7 +235,7 @@ def _plain_rows_launch(dtype: torch.dtype, blocks: int, sizes: tuple[int, ...]) 
     )  # fmt: skip
 
 
-def plain_depth(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: bool) -> None:
+def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: bool) -> None:
     sizes = *out.shape[1:], *a.stride(), *b.stride()
     _plain_depth_launch(a.dtype, groups.number, sizes, accumulate)(a, b, out, groups.start)
 

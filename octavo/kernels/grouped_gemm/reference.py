@@ -40,7 +40,7 @@ def plain_rows(a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor |
         out[first:end] = gemm(a[first:end], b[g], out.dtype, _bias(bias, scales, g, first, end))
 
 
-def plain_depth(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: bool) -> None:
+def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: bool) -> None:
     for g, (first, end) in enumerate(_ranges(groups)):
         dw = gemm(a[first:end].T, b[first:end].T, out.dtype, None)
         out[g] = out[g] + dw if accumulate else dw
@@ -73,7 +73,7 @@ def _bias(bias: Tensor | None, scales: Tensor | None, g: int, first: int, end: i
     return scales[first:end, None].float() * bias[g].float()
 
 
-def fresh_depth(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+def fresh_wgrad(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
     out = torch.empty(groups.number, a.shape[1], b.shape[1], dtype=dtype, device=a.device)
-    plain_depth(a, b, out, groups, False)
+    plain_wgrad(a, b, out, groups, False)
     return out

@@ -24,7 +24,7 @@ def whole(spec: Quantizer) -> bool:
     return spec.block[1] is None
 
 
-def own(a: GroupedTensor) -> Strides:
+def grouped_strides(a: GroupedTensor) -> Strides:
     """Of an operand in ragged groups: [padded, K], or [K, padded] contracted over the rows of a group."""
     down, across = a.q.scale.stride()
     if a.q.spec.block == (None, None):
@@ -34,7 +34,7 @@ def own(a: GroupedTensor) -> Strides:
     return Strides(0, down, across)
 
 
-def stacked(b: QTensor, height: int, along: str) -> Strides:
+def stacked_strides(b: QTensor, height: int, along: str) -> Strides:
     """Of matrices that begin `height` rows or columns after each other."""
     down, across = b.scale.stride()
     if b.spec.block == (None, None):

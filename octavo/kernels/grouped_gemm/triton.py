@@ -25,7 +25,7 @@ def rows(
 
 
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
-    fits = native.grouped_wgrad(a.q.spec, b.q.spec, out.device) and hopper.takes_depth(a, b)
+    fits = native.grouped_wgrad(a.q.spec, b.q.spec, out.device) and hopper.takes_wgrad(a, b)
     _way(fits).grouped_wgrad(a, b, out, accumulate)
 
 
@@ -38,20 +38,20 @@ def _way(fits: bool) -> ModuleType:
     return hopper if fits else emulated
 
 
-def plain_depth(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: bool) -> None:
+def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: bool) -> None:
     if out.dtype == torch.bfloat16 and _is_torch_s(a) and _is_torch_s(b):
         dw = grouped_mm(a.T, b, groups.start[1:])
         _ = out.add_(dw) if accumulate else out.copy_(dw)
     else:
-        emulated.plain_depth(a, b, out, groups, accumulate)
+        emulated.plain_wgrad(a, b, out, groups, accumulate)
 
 
-def fresh_depth(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+def fresh_wgrad(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
     """torch's own grouped GEMM takes bfloat16 and reads no size on the host, but it makes a tensor of its own."""
     if dtype == torch.bfloat16 and _is_torch_s(a) and _is_torch_s(b):
         return grouped_mm(a.T, b, groups.start[1:])
     out = torch.empty(groups.number, a.shape[1], b.shape[1], dtype=dtype, device=a.device)
-    emulated.plain_depth(a, b, out, groups, False)
+    emulated.plain_wgrad(a, b, out, groups, False)
     return out
 
 

@@ -40,6 +40,24 @@ class Normed(NamedTuple):
     rstd: Tensor  # float32 [M]
 
 
+class Statistics(NamedTuple):
+    """Of rows, as forward found them."""
+
+    mean: Tensor | None  # float32 [M]
+    rstd: Tensor | None  # float32 [M]; for dβ alone there is none
+
+
+class Wanted(NamedTuple):
+    """The gradients that a backward makes: dx, and in these dtypes dγ and dβ."""
+
+    x: bool = True
+    weight: torch.dtype | None = None
+    bias: torch.dtype | None = None
+
+
+ONLY_X = Wanted()
+
+
 class Gradients(NamedTuple):
     x: Tensor | None
     weight: Tensor | None
@@ -59,27 +77,19 @@ def backward(
     norm: Norm,
     dy: Tensor,
     x: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor | None,
+    statistics: Statistics,
     weight: Tensor | None,
-    *,
-    x_grad: bool = True,
-    weight_grad: torch.dtype | None = None,
-    bias_grad: torch.dtype | None = None,
+    wanted: Wanted = ONLY_X,
     added: Tensor | None = None,
 ) -> Gradients:
-    """What is wanted, dγ and dβ in these dtypes. For dβ alone dy is enough; `weight` is only looked at for dx, as is
-    `added`, a contiguous tensor like dx."""
-    if not x_grad and weight_grad is None:
-        return Gradients(None, None, None if bias_grad is None else column_sums(dy, bias_grad))
-    assert x is not None and rstd is not None
+    """The gradients that are wanted. For dβ alone dy is enough; `weight` is only looked at for dx, as is `added`, a
+    contiguous tensor like dx."""
+    if not wanted.x and wanted.weight is None:
+        return Gradients(None, None, None if wanted.bias is None else column_sums(dy, wanted.bias))
+    assert x is not None and statistics.rstd is not None
     if dy.numel() == 0:
-        dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if x_grad else None
-        sums = (
-            None if d is None else torch.zeros(dy.shape[1], dtype=d, device=dy.device) for d in (weight_grad, bias_grad)
-        )
+        dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if wanted.x else None
+        sums = (None if d is None else torch.zeros(dy.shape[1], dtype=d, device=dy.device) for d in wanted[1:])
         return Gradients(dx, *sums)
-    found: Gradients = backend.twin(__name__, dy).backward(
-        norm, dy, x, mean, rstd, weight, x_grad, weight_grad, bias_grad, added
-    )
-    return found
+    gradients: Gradients = backend.twin(__name__, dy).backward(norm, dy, x, statistics, weight, wanted, added)
+    return gradients

@@ -1,9 +1,8 @@
 """Norms in plain torch: float64, rounded once, so that no result depends on the order of a sum."""
 
-import torch
 from torch import Tensor
 
-from octavo.kernels.norm import Gradients, Norm, Normed
+from octavo.kernels.norm import Gradients, Norm, Normed, Statistics, Wanted
 
 
 def forward(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Normed:
@@ -23,23 +22,22 @@ def backward(
     norm: Norm,
     dy: Tensor,
     x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
+    statistics: Statistics,
     weight: Tensor | None,
-    x_grad: bool,
-    weight_grad: torch.dtype | None,
-    bias_grad: torch.dtype | None,
+    wanted: Wanted,
     added: Tensor | None,
 ) -> Gradients:
+    mean, rstd = statistics
+    assert rstd is not None
     g, r = dy.double(), rstd.double()[:, None]
-    found = (x.double() if mean is None else x.double() - mean.double()[:, None]) * r
-    dw = None if weight_grad is None else (g * found).sum(0).to(weight_grad)
-    db = None if bias_grad is None else g.sum(0).to(bias_grad)
-    if not x_grad:
+    normed = (x.double() if mean is None else x.double() - mean.double()[:, None]) * r
+    dw = None if wanted.weight is None else (g * normed).sum(0).to(wanted.weight)
+    db = None if wanted.bias is None else g.sum(0).to(wanted.bias)
+    if not wanted.x:
         return Gradients(None, dw, db)
     if weight is not None:
         g = g * _gamma(norm, weight)
-    dx = g - found * _average(norm, g * found)[:, None]
+    dx = g - normed * _average(norm, g * normed)[:, None]
     if norm.centers:
         dx = dx - g.mean(1, keepdim=True)
     dx = dx * r if added is None else dx * r + added.double()

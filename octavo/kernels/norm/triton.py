@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.column_sums import column_sums
-from octavo.kernels.norm import Gradients, Norm, Normed
+from octavo.kernels.norm import Gradients, Norm, Normed, Statistics, Wanted
 from octavo.launch import Launch
 from octavo.quant import tile
 from octavo.quant.tile import Variant
@@ -269,22 +269,18 @@ def backward(
     norm: Norm,
     dy: Tensor,
     x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
+    statistics: Statistics,
     weight: Tensor | None,
-    x_grad: bool,
-    weight_grad: torch.dtype | None,
-    bias_grad: torch.dtype | None,
+    wanted: Wanted,
     added: Tensor | None,
 ) -> Gradients:
+    mean, rstd = statistics
+    assert rstd is not None
     m, n = x.shape
-    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if x_grad else None
+    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device) if wanted.x else None
     sizes = (m, n, *dy.stride(), *x.stride())
     parts = _parts(m, n, dy.device)
-    dw, db = (
-        None if d is None else torch.empty(parts, n, dtype=torch.float32, device=dy.device)
-        for d in (weight_grad, bias_grad)
-    )
+    dw, db = (None if d is None else torch.empty(parts, n, dtype=torch.float32, device=dy.device) for d in wanted[1:])
     if n <= MOST:
         _backward_launch(norm, sizes, parts)(dy, x, rstd, mean, weight, dx, dw, db, added)
     else:
@@ -294,8 +290,8 @@ def backward(
             _long_parts_launch(norm, sizes)(dy, x, rstd, mean, dw, db)
     return Gradients(
         dx,
-        None if dw is None or weight_grad is None else column_sums(dw, weight_grad),
-        None if db is None or bias_grad is None else column_sums(db, bias_grad),
+        None if dw is None or wanted.weight is None else column_sums(dw, wanted.weight),
+        None if db is None or wanted.bias is None else column_sums(db, wanted.bias),
     )
 
 

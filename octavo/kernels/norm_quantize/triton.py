@@ -61,16 +61,16 @@ def forward(
     weight: Tensor | None,
     bias: Tensor | None,
     pair: QTensorPair,
-    given: CastArgs,
+    cast_args: CastArgs,
     config: Config | None = None,
 ) -> Statistics:
-    if x.numel() == 0 or tile_cast.refusal(pair, given, x.dtype, "the normalised rows"):
-        return plain_forward(norm, x, weight, bias, pair, given)
+    if x.numel() == 0 or tile_cast.refusal(pair, cast_args, x.dtype, "the normalised rows"):
+        return plain_forward(norm, x, weight, bias, pair, cast_args)
     mean, rstd = statistics(norm, x, weight, bias)
     spec = tile_casts.spec_of(pair)
     sizes = (*x.shape, *x.stride(), *tile_casts.strides(pair))
     _cast_launch(norm.centers, norm.zero_centered, spec, x.dtype, sizes, config or _config(spec))(
-        x, rstd, mean, weight, bias, *tile_casts.pointers(pair, given)
+        x, rstd, mean, weight, bias, *tile_casts.pointers(pair, cast_args)
     )
     return mean, rstd
 

@@ -1,11 +1,13 @@
 """Where the values of a kernel go if they are wanted as codes alone: cast where they are made, never written and read
 again in between.
 
-A sink is the cast of one tile that is in registers already, `put` in a scheme's `triton.py`. A kernel that makes values
+A tile cast casts one tile that is in registers already: `put` in a scheme's `triton.py`. A kernel that makes values
 by tiles is compiled with one and rounds to the dtype that it would have written, so that codes, scales and the amax
 observed are those of the value written and cast by `octavo.quant.quantizer.fill_pair`, bit for bit. This works where
 a tile has all that its scales follow from. Which schemes do is said here, once.
 """
+
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +18,16 @@ from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.quant.tensorwise import Tensorwise
 
 QTensorPair = tuple[QTensor | None, QTensor | None]
+
+
+class Target(NamedTuple):
+    """Codes (row, column) that a kernel fills, and the tensors that its caller brings to the cast."""
+
+    pair: QTensorPair = (None, None)
+    cast_args: CastArgs = CastArgs()
+
+
+NOTHING = Target()
 
 
 def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, dtype: torch.dtype, what: str) -> str:
@@ -36,14 +48,14 @@ def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, d
     return f"{lead} has no kernel that casts {what} as it is made: there is one for Tensorwise, Block1D and Block2D."
 
 
-def refusal(pair: QTensorPair, given: CastArgs, dtype: torch.dtype, what: str) -> str:
+def refusal(pair: QTensorPair, cast_args: CastArgs, dtype: torch.dtype, what: str) -> str:
     """`fuses` of a call, which may bring more than the kernels take."""
     row, column = (None if q is None else q.spec for q in pair)
-    why = fuses(row, column, given.encode is not None, dtype, what)
+    why = fuses(row, column, cast_args.encode is not None, dtype, what)
     if why:
         return why
-    if given.groups is not None:
+    if cast_args.groups is not None:
         return f"Rows in groups are cast from {what} once it is written."
-    if given.skip is not None or given.amax != (None, None):
+    if cast_args.skip is not None or cast_args.amax != (None, None):
         return f"A skip flag and a given amax are for a cast of {what} on its own."
     return ""

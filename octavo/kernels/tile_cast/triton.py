@@ -1,4 +1,4 @@
-"""What a kernel with a sink is launched with. Its parameters of these names are
+"""What a kernel with a tile cast is launched with. Its parameters of these names are
 
 pointers    row, column, row_scale, column_scale, encode, observed
 sizes       row_stride, row_block_stride, column_stride, column_block_stride, of the scales
@@ -47,12 +47,11 @@ def constants(spec: Quantizer, dtype: torch.dtype) -> dict[str, Any]:
     return {"PUT": put_tensorwise, "RULE": ()}
 
 
-def pointers(pair: QTensorPair, given: CastArgs) -> tuple[Tensor | None, ...]:
+def pointers(pair: QTensorPair, cast_args: CastArgs) -> tuple[Tensor | None, ...]:
     row, column = pair
-    observed = given.observed if isinstance(spec_of(pair), Tensorwise) else None  # as a cast by blocks ignores it
-    return (
-        tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column), given.encode, observed
-    )  # fmt: skip
+    observed = cast_args.observed if isinstance(spec_of(pair), Tensorwise) else None  # as a cast by blocks ignores it
+    scales = tile.scales_of(row), tile.scales_of(column)
+    return tile.codes_of(row), tile.codes_of(column), *scales, cast_args.encode, observed
 
 
 def strides(pair: QTensorPair) -> tuple[int, ...]:

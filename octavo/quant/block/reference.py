@@ -13,8 +13,8 @@ from octavo.quant.writing import write
 
 
 @cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs) -> None:
-    for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs) -> None:
+    for matrix, q, found in ((x, row, cast_args.amax[0]), (x.T, column, cast_args.amax[1])):
         if q is not None:
             spec = q.spec
             assert isinstance(spec, _Blocks)
@@ -25,4 +25,4 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs
             )
             spread = blocks.spread(encode, spec.block, *matrix.shape)
             codes = scale.saturated_codes(matrix, spread, spec.fmt)
-            write(q, given.skip, codes=codes, scale=scale.decode_scale(encode, found))
+            write(q, cast_args.skip, codes=codes, scale=scale.decode_scale(encode, found))

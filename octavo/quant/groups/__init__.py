@@ -70,10 +70,10 @@ def abstract(rows: int, groups: int, device: torch.device) -> tuple[TensorProto,
 def split(splits: Tensor, rows: int) -> Groups:
     """Groups of these sizes, one element each, in a tensor of `rows` rows. Nothing is read on the host."""
     _check(splits, rows)
-    made = tuple(p.empty() for p in abstract(rows, splits.shape[0], splits.device))
+    groups = Groups._make((*(p.empty() for p in abstract(rows, splits.shape[0], splits.device)), rows))
     if not is_fake(splits):
-        backend.twin(__name__, splits).split(splits, 0, rows, *made)
-    return Groups._make((*made, rows))
+        backend.twin(__name__, splits).split(splits, 0, groups)
+    return groups
 
 
 def equal(number: int, size: int, device: torch.device) -> Groups:
@@ -82,9 +82,10 @@ def equal(number: int, size: int, device: torch.device) -> Groups:
     _check_number(number, number * size)
     blocks = number * (-(-size // BLOCK))
     sizes = (number + 1, number + 1, blocks, blocks, blocks)
-    made = torch.empty(sum(sizes), dtype=torch.int32, device=device).split_with_sizes(sizes)
-    backend.twin(__name__, made[0]).split(None, size, number * size, *made)
-    return Groups._make((*made, number * size))
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+    groups = Groups._make((*memory.split_with_sizes(sizes), number * size))
+    backend.twin(__name__, memory).split(None, size, groups)
+    return groups
 
 
 def _check(splits: Tensor, rows: int) -> None:

@@ -6,10 +6,9 @@ from torch import Tensor
 from octavo.quant.groups import BLOCK, Groups
 
 
-def split(
-    splits: Tensor | None, each: int, rows: int, start: Tensor, block: Tensor, owner: Tensor, source: Tensor,
-    live: Tensor,
-) -> None:  # fmt: skip
+def split(splits: Tensor | None, each: int, groups: Groups) -> None:
+    """Fill the tensors of `groups`, which have these sizes, or `each` the same one."""
+    start, block, owner, source, live, rows = groups
     if splits is None:  # all of one size
         splits = torch.full((start.shape[0] - 1,), each, device=start.device)
     ends = splits.long().clamp(0, rows).cumsum(0).clamp_max(rows)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo.launch import Launch
 from octavo.quant import tile
-from octavo.quant.groups import BLOCK
+from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.tile import Variant
 
 _WORK = 4096  # comparisons of blocks with groups at a time: more would not fit in registers
@@ -52,12 +52,10 @@ def _split_kernel(
         tl.store(live + b, tl.where(used, tl.minimum(left, SIZE), 0).to(tl.int32), mask=b < B)
 
 
-def split(
-    splits: Tensor | None, each: int, rows: int, start: Tensor, block: Tensor, owner: Tensor, source: Tensor,
-    live: Tensor,
-) -> None:  # fmt: skip
-    launch = _split_launch(rows, start.shape[0] - 1, owner.shape[0], each)
-    launch(start, block, owner, source, live, None if splits is None else splits.contiguous())
+def split(splits: Tensor | None, each: int, groups: Groups) -> None:
+    """Fill the tensors of `groups`, which have these sizes, or `each` the same one."""
+    launch = _split_launch(groups.rows, groups.number, groups.owner.shape[0], each)
+    launch(*groups.tensors(), None if splits is None else splits.contiguous())
 
 
 @lru_cache(maxsize=4096)

@@ -39,12 +39,12 @@ def encode_multiplier(byte: Tensor) -> Tensor:
 
 
 @cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs) -> None:
-    for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs) -> None:
+    for matrix, q, found in ((x, row, cast_args.amax[0]), (x.T, column, cast_args.amax[1])):
         if q is not None:
             spec = q.spec
             assert isinstance(spec, MX)
             found = blocks.amax(matrix, spec.block) if found is None else found
             byte = scale_byte(found, spec.fmt, spec.rounding)
             spread = blocks.spread(encode_multiplier(byte), spec.block, *matrix.shape)
-            write(q, given.skip, codes=saturated_codes(matrix, spread, spec.fmt), scale=byte)
+            write(q, cast_args.skip, codes=saturated_codes(matrix, spread, spec.fmt), scale=byte)

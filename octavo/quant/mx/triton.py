@@ -105,13 +105,15 @@ def _cast_kernel(
         )  # fmt: skip
 
 
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs, config: Config = CONFIGS[0]) -> None:
+def cast(
+    x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs, config: Config = CONFIGS[0]
+) -> None:
     spec = tile.spec_of(MX, row, column)
     strides = (*x.stride(), *tile.scale_strides(row), *tile.scale_strides(column))
-    _, *where = tile.pointers_of(given.groups)
-    _cast_launch(spec, tile.shape_inside(x, given.groups), strides, config)(
+    _, *where = tile.pointers_of(cast_args.groups)
+    _cast_launch(spec, tile.shape_inside(x, cast_args.groups), strides, config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *given.amax, given.skip, *where,
+        *cast_args.amax, cast_args.skip, *where,
     )  # fmt: skip
 
 

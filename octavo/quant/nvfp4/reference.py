@@ -68,25 +68,25 @@ def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tenso
 
 
 @cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs) -> None:
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs) -> None:
     for stream, (matrix, q) in enumerate(((x, row), (x.T, column))):
-        g = given.amax[stream]
+        g = cast_args.amax[stream]
         if q is not None and g is not None:
-            _cast(_operand(matrix, q.spec), q, g, given, stream)
+            _cast(_operand(matrix, q.spec), q, g, cast_args, stream)
 
 
-def _cast(v: Tensor, q: QTensor, g: Tensor, given: CastArgs, stream: int) -> None:
+def _cast(v: Tensor, q: QTensor, g: Tensor, cast_args: CastArgs, stream: int) -> None:
     spec = q.spec
     assert isinstance(spec, NVFP4)
     s_enc, global_scale = tensor_scales(g)
     s_b, e = block_scales(blocks.amax(v, spec.block), s_enc)
     scaled = blocks.no_larger(v * blocks.spread(e, spec.block, *v.shape), E2M1.max)
     if spec.stochastic:
-        assert given.seed is not None
-        r = random_bytes(v.shape[0], v.shape[1] // BLOCK, given.seed, stream)
+        assert cast_args.seed is not None
+        r = random_bytes(v.shape[0], v.shape[1] // BLOCK, cast_args.seed, stream)
         codes = round_stochastically(scaled, r)
     else:
         codes = E2M1.encode(scaled)
     if not spec.rht:  # turned padding holds values; otherwise it is zero, in a block of NaN too
         codes[:, q.columns :] = 0
-    write(q, given.skip, codes=pack_nibbles(codes), scale=s_b.view(torch.uint8), global_scale=global_scale)
+    write(q, cast_args.skip, codes=pack_nibbles(codes), scale=s_b.view(torch.uint8), global_scale=global_scale)

@@ -298,13 +298,15 @@ def amax(
     return (values[0] if row else None), (values[1] if column else None)
 
 
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs, config: Config = CONFIGS[0]) -> None:
+def cast(
+    x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs, config: Config = CONFIGS[0]
+) -> None:
     first, second = _options(*(None if q is None else q.spec for q in (row, column)))
-    groups = given.groups
+    groups = cast_args.groups
     _cast_launch(first, second, tile.shape_inside(x, groups), x.stride(), tile.number_of(groups), config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
         None if row is None else row.global_scale, None if column is None else column.global_scale,
-        *given.amax, given.seed, given.skip, *((None,) * 5 if groups is None else groups.tensors()),
+        *cast_args.amax, cast_args.seed, cast_args.skip, *((None,) * 5 if groups is None else groups.tensors()),
     )  # fmt: skip
 
 

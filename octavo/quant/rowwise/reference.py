@@ -13,11 +13,11 @@ amax = amax_each(maxima.amax)
 
 
 @cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs) -> None:
-    for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs) -> None:
+    for matrix, q, found in ((x, row, cast_args.amax[0]), (x.T, column, cast_args.amax[1])):
         if q is not None:
             spec = q.spec
             assert isinstance(spec, Rowwise) and found is not None
             encode = scale.encode_scale(found, spec.fmt.max, eps=spec.eps, ceiling=scale.FLOAT32_MAX, pow2=spec.pow2)
             codes = scale.saturated_codes(matrix, encode, spec.fmt)
-            write(q, given.skip, codes=codes, scale=scale.decode_scale(encode, found))
+            write(q, cast_args.skip, codes=codes, scale=scale.decode_scale(encode, found))

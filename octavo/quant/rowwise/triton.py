@@ -145,12 +145,14 @@ def amax(
     return None if row_amax is None else row_amax[:, None], None if column_amax is None else column_amax[:, None]
 
 
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs, config: Config = CONFIGS[0]) -> None:
+def cast(
+    x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs, config: Config = CONFIGS[0]
+) -> None:
     spec = tile.spec_of(Rowwise, row, column)
-    groups = given.groups
+    groups = cast_args.groups
     _cast_launch(spec, tile.shape_inside(x, groups), x.stride(), tile.number_of(groups), config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *given.amax, given.skip, *tile.pointers_of(groups),
+        *cast_args.amax, cast_args.skip, *tile.pointers_of(groups),
     )  # fmt: skip
 
 

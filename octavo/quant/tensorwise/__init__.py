@@ -41,5 +41,5 @@ class Tensorwise(Quantizer):
         Returns row, column and amax [1, 1]."""
         observed = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
         pair = self if row else None, self if column else None
-        given = self.checked(CastArgs(encode=encode, observed=observed), check_tensor(x), *pair)
-        return *quantize_pair(x, *pair, given), observed
+        cast_args = self.checked(CastArgs(encode=encode, observed=observed), check_tensor(x), *pair)
+        return *quantize_pair(x, *pair, cast_args), observed

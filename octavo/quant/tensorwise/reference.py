@@ -18,19 +18,19 @@ def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tenso
 
 
 @cast_each
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs) -> None:
-    if given.observed is not None:
-        largest = blocks.amax(x, (None, None)).view_as(given.observed)
-        put(given.observed, torch.maximum(given.observed, largest), given.skip)
-    if row is not None and column is not None and row.spec is column.spec and given.amax[0] is given.amax[1]:
-        codes, undo = _cast(x, row.spec, given.amax[0], given.encode)
-        write(row, given.skip, codes=codes, scale=undo)
-        write(column, given.skip, codes=codes.T, scale=undo)  # one scale: the other orientation has the same codes
+def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs) -> None:
+    if cast_args.observed is not None:
+        largest = blocks.amax(x, (None, None)).view_as(cast_args.observed)
+        put(cast_args.observed, torch.maximum(cast_args.observed, largest), cast_args.skip)
+    if row is not None and column is not None and row.spec is column.spec and cast_args.amax[0] is cast_args.amax[1]:
+        codes, undo = _cast(x, row.spec, cast_args.amax[0], cast_args.encode)
+        write(row, cast_args.skip, codes=codes, scale=undo)
+        write(column, cast_args.skip, codes=codes.T, scale=undo)  # one scale: the other orientation has the same codes
         return
-    for matrix, q, found in ((x, row, given.amax[0]), (x.T, column, given.amax[1])):
+    for matrix, q, found in ((x, row, cast_args.amax[0]), (x.T, column, cast_args.amax[1])):
         if q is not None:
-            codes, undo = _cast(matrix, q.spec, found, given.encode)
-            write(q, given.skip, codes=codes, scale=undo)
+            codes, undo = _cast(matrix, q.spec, found, cast_args.encode)
+            write(q, cast_args.skip, codes=codes, scale=undo)
 
 
 def _cast(x: Tensor, spec: Quantizer, amax: Tensor | None, given: Tensor | None) -> tuple[Tensor, Tensor]:

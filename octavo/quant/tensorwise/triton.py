@@ -128,20 +128,22 @@ def amax(
     return (None if row is None else found), (None if column is None else found)
 
 
-def cast(x: Tensor, row: QTensor | None, column: QTensor | None, given: CastArgs, config: Config = CONFIGS[0]) -> None:
+def cast(
+    x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs, config: Config = CONFIGS[0]
+) -> None:
     lead = column if row is None else row
     assert lead is not None
-    found = None if given.encode is not None else given.amax[0] if row is not None else given.amax[1]
-    if row is not None and column is not None and found is not None and found is not given.amax[1]:
+    found = None if cast_args.encode is not None else cast_args.amax[0] if row is not None else cast_args.amax[1]
+    if row is not None and column is not None and found is not None and found is not cast_args.amax[1]:
         # the caller reduced the two on its own: each orientation keeps its scale
-        cast(x, row, None, given, config)
-        cast(x, None, column, given, config)
+        cast(x, row, None, cast_args, config)
+        cast(x, None, column, cast_args, config)
         return
-    groups = given.groups
+    groups = cast_args.groups
     _cast_launch(lead.spec, tile.shape_inside(x, groups), x.stride(), tile.number_of(groups), config)(
         x, None if row is None else row.codes, None if column is None else column.codes,
         None if row is None else row.scale, None if column is None else column.scale,
-        found, given.encode, given.observed, given.skip, *tile.pointers_of(groups),
+        found, cast_args.encode, cast_args.observed, cast_args.skip, *tile.pointers_of(groups),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ device which group a number belongs to: how many tiles there are depends on the 
 """
 
 from octavo.kernels.grouped_gemm.hopper.contraction import grouped_wgrad as grouped_wgrad
-from octavo.kernels.grouped_gemm.hopper.contraction import takes_depth as takes_depth
+from octavo.kernels.grouped_gemm.hopper.contraction import takes_wgrad as takes_wgrad
 from octavo.kernels.grouped_gemm.hopper.plain import plain_rows as plain_rows
 from octavo.kernels.grouped_gemm.hopper.plain import takes_plain_rows as takes_plain_rows
 from octavo.kernels.grouped_gemm.hopper.row_groups import rows as rows

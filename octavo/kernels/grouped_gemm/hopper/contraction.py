@@ -26,7 +26,7 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     sum_layout,
     tiles_of,
 )
-from octavo.kernels.grouped_gemm.scales import own, whole
+from octavo.kernels.grouped_gemm.scales import grouped_strides, whole
 from octavo.launch import TiledLaunch, Tiles
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK
@@ -237,14 +237,14 @@ def _halves(out: Tensor) -> Tiles | None:
     return Tiles(out.view(-1, out.shape[2]), [BLOCK // 2, BLOCK], HALF_TILE)
 
 
-def takes_depth(a: GroupedTensor, b: GroupedTensor) -> bool:
+def takes_wgrad(a: GroupedTensor, b: GroupedTensor) -> bool:
     return can_be_copied(a.q.codes) and can_be_copied(b.q.codes) and (whole(a.q.spec) or can_be_copied(b.q.scale.T))
 
 
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
     codes, halves = (tiles_of(a.q.codes), tiles_of(b.q.codes)), None if accumulate else _halves(out)
     block, sizes, programs = a.groups.block, (a.groups.number, *out.shape[1:]), processors(out.device)
-    left, right = own(a), own(b)
+    left, right = grouped_strides(a), grouped_strides(b)
     if whole(a.q.spec):
         launch = _whole_depth_launch(
             programs, (*sizes, left.group, right.group), left.row == 1, right.row == 1, accumulate

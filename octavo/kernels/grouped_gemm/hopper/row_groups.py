@@ -26,7 +26,7 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     tile_of_rows,
     tiles_of,
 )
-from octavo.kernels.grouped_gemm.scales import own, stacked, whole
+from octavo.kernels.grouped_gemm.scales import grouped_strides, stacked_strides, whole
 from octavo.launch import TiledLaunch, Tiles
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK
@@ -277,7 +277,7 @@ def takes_rows(a: GroupedTensor, b: QTensor) -> bool:
 def rows(
     a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, scales: Tensor | None, height: int, along: str
 ) -> None:
-    groups, left, right = a.groups, own(a), stacked(b, height, along)
+    groups, left, right = a.groups, grouped_strides(a), stacked_strides(b, height, along)
     tensors = (
         tiles_of(a.q.codes), tiles_of(b.codes), out, _rows_of(out), bias, scales, a.q.scale, b.scale,
         groups.owner, groups.block, groups.source, groups.live,
