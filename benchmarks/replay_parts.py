@@ -34,7 +34,6 @@ WHOLE = "whole replay"
 VARIANTS: dict[str, list[tuple[Any, str, Any]]] = {
     WHOLE: [],
     "no replay": [(calls, "DEVICES", set())],
-    "no _zeroed_at_once": [(recorder.Recorder, "_zeroed_at_once", lambda self, lines, returned: lines)],
     "no in_form": [(recorder, "in_form", lambda lines, forms, returned: lines)],
     "no _SHORT": [(recorder, "_SHORT", {})],
 }

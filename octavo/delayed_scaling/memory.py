@@ -239,7 +239,7 @@ class DelayedScaling:
         if version != self._version:
             self._updates += self._version is not None
             self._version = version
-        if not self.said and self.is_late():
+        if (self._updates >= 2 or self._forwards >= PATIENCE) and not self.said:
             self.said = True
             say_late(stacklevel=8)  # past this, the layer, and the two frames in which torch calls it
         if self.origin == "weights":

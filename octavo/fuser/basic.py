@@ -83,7 +83,7 @@ class BasicOperation(FusibleOperation, nn.Module):
         given = tuple([kwargs.get(name) for name in self.kwargs])
         self._check_given(extras, given)
         inputs = (*own, *extras, *given)
-        wanted = (x.needs, *[wants_gradient(t) for t in inputs])
+        wanted = (x.requires_grad, *[wants_gradient(t) for t in inputs])
         key, width = self._settings_key(), last_dim(x)
         sketches = [sketch(x, width), *[as_it_is(t) for t in own], *[sketch(t, width) for t in (*extras, *given)]]
         # of which inputs the sizes are known: what a custom operation made has those that were made up for its own

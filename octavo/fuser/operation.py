@@ -17,17 +17,14 @@ class Edge(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    needs: bool  # a gradient
+    requires_grad: bool
     like: Any = None  # (shape, dtype, device) of something like it, where the shape is not known: it is ()
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.needs
+    leads: bool = False  # it is the x of the whole run
 
     def after(self, stage: Stage) -> "Edge":
         """y of a stage whose x is this."""
         if not stage.width:
-            return self._replace(needs=stage.needs)
+            return self._replace(requires_grad=stage.needs, leads=False)
         width = stage.width
         shape = (*self.shape[:-1], width) if self.shape else ()
         like = None if self.like is None else ((*self.like[0][:-1], width), *self.like[1:])
@@ -37,7 +34,7 @@ class Edge(NamedTuple):
     def of(cls, x: Tensor) -> "Edge":
         if type(x) is HeldWeight:  # isinstance asks the metaclass of tensors, ten times as long
             refuse_codes("A Sequential")
-        return cls(tuple(x.shape), x.dtype, x.device, x.requires_grad and torch.is_grad_enabled())
+        return cls(tuple(x.shape), x.dtype, x.device, x.requires_grad and torch.is_grad_enabled(), leads=True)
 
 
 def last_dim(x: Any) -> int:
@@ -119,7 +116,7 @@ class FusibleOperation(NoTorchScript):
 
     def op_run(self, x: Any, *extras: Any, **kwargs: Any) -> Any:
         """y of a run of this operation alone."""
-        as_nodes = takes_nodes(self.op_holds_objects())
+        as_nodes = takes_nodes([self])
         return call(self.op_stage(x, extras, kwargs, as_nodes), x, as_nodes, self)[0]
 
     def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:

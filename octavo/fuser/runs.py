@@ -163,7 +163,7 @@ class OperationFuser:
                 given.append(own)
                 end = at + 1
             else:
-                part = [_connected(step, channels) for step in steps[at:end]]
+                part = [_connected(step, channels) if step.extras else step for step in steps[at:end]]
                 later = {t.channel for step in steps[end:] for t in step.extras if isinstance(t, Wire)}
                 x, made_by_each = _run(part, x, number, told, later, self)
                 given += made_by_each
@@ -189,12 +189,12 @@ def _run_end(steps: list[Step], at: int, x: Any) -> int:
         return at
     end = at
     while end < len(steps) and not _why_not(steps[end].op, x):
-        if end > at and is_fork(steps[end].op) and is_fork(steps[end - 1].op):
+        if end > at and steps[end].op.op_forks and steps[end - 1].op.op_forks:
             break  # a node would return one value twice
         end += 1
-    while end > at and is_fork(steps[end - 1].op):  # at the end it is a name for y
+    while end > at and steps[end - 1].op.op_forks:  # at the end it is a name for y
         end -= 1
-    if end > at and is_fork(steps[at].op) and not (x.requires_grad and torch.is_grad_enabled()):
+    if end > at and steps[at].op.op_forks and not (x.requires_grad and torch.is_grad_enabled()):
         return at
     return end
 
@@ -227,10 +227,6 @@ def _recast(x: Tensor) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype
 
 
-def is_fork(op: Any) -> bool:
-    return bool(op.op_forks)
-
-
 def _alone(step: Step, x: Any) -> tuple[Any, tuple[Tensor, ...]]:
     op = step.op
     if op.op_is_legacy:
@@ -252,7 +248,7 @@ def _run(
     """One chain. `later` are the channels that are needed after it."""
     check_layout(type(steps[0].op).__name__, x)
     tracing = torch.compiler.is_compiling()
-    as_nodes = takes_nodes(any([step.op.op_holds_objects() for step in steps]))
+    as_nodes = takes_nodes([step.op for step in steps])
     stages, routes = _stages(steps, Edge.of(x), as_nodes)
     inside = [(producer, k) for _, _, producer, k in routes]
     hidden = tuple(
@@ -300,7 +296,7 @@ def _stages(steps: list[Step], x: Edge, as_nodes: bool) -> tuple[list[Stage], Ro
         wires = [t for t in step.extras if isinstance(t, Wire)]
         if wires:
             known = tuple([filled[t.channel][2] if isinstance(t, Wire) else t for t in step.extras])
-            stage = _stage(step._replace(extras=known), x, leads=i == 0, as_nodes=as_nodes)
+            stage = _stage(step._replace(extras=known), x, as_nodes)
             for t, edge in zip(step.extras, known, strict=True):
                 if isinstance(t, Wire):
                     at = [
@@ -311,25 +307,21 @@ def _stages(steps: list[Step], x: Edge, as_nodes: bool) -> tuple[list[Stage], Ro
                     routes.append((i, at[0], *filled[t.channel][:2]))
             stage = stage._replace(inputs=tuple([None if isinstance(t, Edge) else t for t in stage.inputs]))
         else:
-            stage = _stage(step, x, leads=i == 0, as_nodes=as_nodes)
+            stage = _stage(step, x, as_nodes)
         for k, (name, _) in enumerate(step.drains):
             if name:
-                filled[name] = (i, k, x if is_fork(step.op) else stage.outputs[1 + k])
+                filled[name] = (i, k, stage.outputs[1 + k])
         stages.append(stage)
         x = stage.outputs[0] if stage.outputs else x.after(stage)
     return stages, tuple(routes)
 
 
-def _stage(step: Step, x: Edge, *, leads: bool, as_nodes: bool) -> Stage:
-    op = step.op
-    if is_fork(op):
-        grads = "x" if x.needs else ""
-        return Stage("fork", f"fork(leads={leads},grads='{grads}')", (), (), x.needs)
+def _stage(step: Step, x: Edge, as_nodes: bool) -> Stage:
     try:
-        found: Stage = op.op_stage(x, step.extras, step.kwargs, as_nodes)
+        stage: Stage = step.op.op_stage(x, step.extras, step.kwargs, as_nodes)
     except Miscounted as error:
         raise RuntimeError(f"Operation {step.number}: {error}") from error
-    return found
+    return stage
 
 
 def _given(steps: list[Step], x: Tensor, made: Sequence[Tensor], hidden: Hidden) -> list[tuple[Any, ...]]:
@@ -343,7 +335,7 @@ def _given(steps: list[Step], x: Tensor, made: Sequence[Tensor], hidden: Hidden)
                 own.append(None)
             else:
                 t = made[at]
-                own.append(Join.apply(x, t) if i == 0 and is_fork(step.op) else t)  # type: ignore[no-untyped-call]
+                own.append(Join.apply(x, t) if i == 0 and step.op.op_forks else t)  # type: ignore[no-untyped-call]
                 at += 1
         found.append(tuple(own))
     return found

@@ -13,7 +13,7 @@ sides are fused together, the stages' own configs say what is saved instead.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -179,9 +179,7 @@ def _steps(fused: tuple[tuple[str, int, int], ...], count: int) -> tuple[ChainSt
 class Fields(tuple[Any, ...]):
     """Inputs or buffers of a chain, as many as its stages have."""
 
-    @classmethod
-    def _make(cls, fields: Any) -> Self:
-        return cls(fields)
+    _make: Any = classmethod(tuple.__new__)
 
 
 def _spans(sizes: Sequence[int], start: int = 0) -> list[slice]:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo._torch.tracing import is_watched, saved_elsewhere
+from octavo._torch.dispatch import dispatch_depth
+from octavo._torch.tracing import saved_elsewhere
 from octavo.layers.contract import LAYERS
 from octavo.lower import eager, operators
 
@@ -28,10 +29,13 @@ class Stage(NamedTuple):
     after: Any = None  # called with its extras, once forward has run
 
 
-def takes_nodes(holds_objects: bool = False) -> bool:
-    """Whether a call is nodes of a graph: while a compiler traces, and where a mode watches operators. A backward that
-    holds Python objects is no node, and what hooks keep elsewhere a node cannot write to: these modes see no node."""
-    return torch.compiler.is_compiling() or (is_watched() and not holds_objects and not saved_elsewhere())
+def takes_nodes(operations: Sequence[Any] = ()) -> bool:
+    """Whether a call of these operations is nodes of a graph: while a compiler traces, and where a mode watches
+    operators. A backward that holds Python objects is no node, and a node cannot write to what hooks keep elsewhere:
+    a mode does not see such calls."""
+    if torch.compiler.is_compiling():
+        return True
+    return dispatch_depth() > 0 and not saved_elsewhere() and not any([op.op_holds_objects() for op in operations])
 
 
 def call(stage: Stage, x: Any, as_nodes: bool, owner: Any = None) -> Sequence[Tensor]:

@@ -4,7 +4,7 @@ What backward writes besides its results does not pass through `save_for_backwar
 away would otherwise hand backward a copy to write to, and two forwards in flight would trip its version check.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     except RuntimeError as error:
         explain_modified(error, title_of(owner, layer))
         raise
-    grads = tuple([None if g is None else _in_memory(g) for g in grads[:outputs]])
+    grads = tuple(_in_memory(grads[:outputs]))
     elsewhere = layer.returned_elsewhere(config)
     for place in elsewhere.values():
         begin_write(buffers[place], current_graph_task())
@@ -100,11 +100,14 @@ def _in_callers_memory(ctx: Any, found: Sequence[Any], elsewhere: dict[int, int]
     return given
 
 
-def _in_memory(t: Tensor) -> Tensor:
-    """A kernel reads memory: torch has zeros that have none, and tensors that are the negative of what is in theirs."""
-    if t._is_zerotensor():
-        return torch.zeros(t.shape, dtype=t.dtype, device=t.device)
-    return t.resolve_neg() if t.is_neg() else t
+def _in_memory(tensors: Iterable[Any]) -> list[Any]:
+    """These tensors as a kernel reads them, in memory: torch has zeros that have none, and tensors that are the
+    negative of what is in theirs."""
+    return [_resolved(t) if isinstance(t, Tensor) and (t._is_zerotensor() or t.is_neg()) else t for t in tensors]
+
+
+def _resolved(t: Tensor) -> Tensor:
+    return torch.zeros(t.shape, dtype=t.dtype, device=t.device) if t._is_zerotensor() else t.resolve_neg()
 
 
 def _once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -143,7 +146,7 @@ def run(
     backward run for what it writes to `buffers`, even where no input takes a gradient; tensors that are `watched` must
     not be written to before it; messages name the `owner`, by its `title()`."""
     layer = driven(layer)
-    inputs = layer.Inputs._make([_in_memory(t) if isinstance(t, Tensor) else t for t in inputs])
+    inputs = layer.Inputs._make(_in_memory(inputs))
     out = inputs.out if layer.takes_memory else None
     if out is not None:
         begin_write(out)

@@ -201,7 +201,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         scales = self._bias_scales(scales, rows)
         # without values, only shapes go through
-        as_nodes = takes_nodes(self.op_holds_objects()) or isinstance(rows, FakeTensor) or rows.is_meta
+        as_nodes = takes_nodes([self]) or isinstance(rows, FakeTensor) or rows.is_meta
         buffers = CallersMemory(out, dgrad_out)
         stage = self._stage(rows, weights, splits, scales, buffers, is_first_microbatch, as_nodes)
         if out is None:

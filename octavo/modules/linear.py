@@ -104,7 +104,7 @@ class Linear(FusibleOperation, Quantized, nn.Linear):
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return outside(self, why, input, is_first_microbatch, fp8_output)
         x = input if type(input) is QTensor else _cast(input)
-        as_nodes = takes_nodes(self.op_holds_objects())
+        as_nodes = takes_nodes([self])
         stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes)
         tensors = call(stage, x.token if type(x) is QTensor else x, as_nodes, self)
         if stage.after is not None:

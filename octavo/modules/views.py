@@ -146,6 +146,11 @@ class MakeExtraOutput(FusibleOperation, nn.Module):
     def op_makes_node(self) -> bool:
         return False
 
+    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        key = f"fork(leads={x.leads},grads='{'x' if x.requires_grad else ''}')"
+        y = x._replace(leads=False)
+        return Stage("fork", key, (), (), x.requires_grad, outputs=(y, y))
+
     @classmethod
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, fork.Config)

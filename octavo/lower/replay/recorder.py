@@ -19,7 +19,7 @@ from octavo._torch import gemm
 from octavo._torch.cuda import current_stream
 from octavo._torch.dispatch import TorchDispatchMode
 from octavo._torch.tensors import EMPTY_STRIDED, is_alias
-from octavo.lower.replay.source import Line, address, in_form, needed, readdressed, with_deletions
+from octavo.lower.replay.source import Line, address, in_form, needed, with_deletions
 
 
 class NotRecordable(Exception):
@@ -46,7 +46,6 @@ _SHORT: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.zero_.default: Tensor.zero_,
     torch.ops.aten.zeros.default: torch.zeros,
 }
-_SMALL = 1024  # bytes of zeros that may wait for the last of them to be used
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -79,7 +78,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._constants: dict[str, Any] = {}
         self._within: dict[str, tuple[str, int]] = {}  # a view -> what it is a view of, and how many bytes further
         self._forms: dict[str, str] = {}  # a fresh tensor, or all of one in another form -> what allocates it like this
-        self._zeros: dict[str, int] = {}  # a small fresh tensor of zeros -> its bytes
         self._why = ""
         self._tiled = False
         self._inputs = tuple(f"i{n}" for n in range(len(inputs)))
@@ -119,8 +117,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         short = self._constant(_SHORT.get(func, func))
         many = isinstance(made, (list, tuple))
         self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view)
-        if func is torch.ops.aten.zeros.default and made.get_device() == self._index and 0 < made.nbytes <= _SMALL:
-            self._zeros[self._known(made)] = made.nbytes
         if func.is_view:
             for t in results:
                 name = self._known(t)  # some return what they are given, or a copy of it: aten.to, aten.reshape
@@ -213,23 +209,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._tiled:
             yield f"{self._constant(launch.enter_context)}({self._index})"
 
-    def _zeroed_at_once(self, lines: list[Line], returned: set[str]) -> list[Line]:
-        """The lines, with small zeros that only kernels see in one piece: one allocation, and one launch."""
-        others = returned.union(*(line.uses for line in lines))
-        names = [name for line in lines for name in line.makes if name in self._zeros and name not in others]
-        if len(names) < 2:
-            return lines
-        first = next(n for n, line in enumerate(lines) if names[0] in line.makes)
-        lines = [line for line in lines if not set(names).intersection(line.makes)]
-        end = 0
-        for name in names:
-            lines = [readdressed(line, name, "zeros", end) for line in lines]
-            end = _place(end, self._zeros[name])
-        make, dtype = self._constant(torch.zeros), self._constant(torch.float32)
-        device = self._constant(torch.device("cuda", self._index) if self._index >= 0 else torch.device("cpu"))
-        lines.insert(first, Line(f"zeros = {make}({end // 4}, dtype={dtype}, device={device})", (), ("zeros",)))
-        return lines
-
     def function(self, about: Any, results: Iterable[Tensor | None]) -> Callable[..., Any]:
         """The recorded call, as a function of the inputs that returns `about` and these tensors."""
         uses: list[str] = []
@@ -237,7 +216,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._why:
             raise NotRecordable(self._why)
         lines = in_form(needed(self._lines, set(uses)), self._forms, set(uses))
-        lines = self._zeroed_at_once(lines, set(uses))
         source = "\n    ".join([
             f"def replay({', '.join(self._inputs)}):",
             *self._opening(),
@@ -249,11 +227,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         replay: Callable[..., Any] = space["replay"]
         replay.source = source  # type: ignore[attr-defined]
         return replay
-
-
-def _place(first: int, nbytes: int) -> int:
-    """Where the next one begins, after one of so many bytes: aligned to 16, since kernels are compiled for that."""
-    return first + -(-nbytes // 16) * 16
 
 
 def _covers(view: Tensor, t: Tensor) -> bool:

@@ -44,13 +44,12 @@ def in_form(lines: list[Line], forms: dict[str, str], returned: set[str]) -> lis
     return lines
 
 
-def readdressed(line: Line, old: str, new: str, further: int = 0) -> Line:
-    """The line, with the address of one tensor replaced by that of another, so many bytes further."""
+def readdressed(line: Line, old: str, new: str) -> Line:
+    """The line, with the address of one tensor replaced by that of another."""
     if old not in line.addresses:
         return line
     addresses = tuple(new if name == old else name for name in line.addresses)
-    there = address(new) + (f" + {further}" if further else "")
-    return line._replace(text=re.sub(rf"\b{re.escape(address(old))}", there, line.text), addresses=addresses)
+    return line._replace(text=re.sub(rf"\b{re.escape(address(old))}", address(new), line.text), addresses=addresses)
 
 
 def with_deletions(lines: list[Line], returned: set[str]) -> Iterable[str]:
