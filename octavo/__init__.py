@@ -8,7 +8,7 @@ from octavo.ambient import autocast, microbatch
 from octavo.fused.blocks import LayerNormLinear, LayerNormMLP
 from octavo.fuser.sequential import Sequential
 from octavo.inspection.explain import explain
-from octavo.lower import sac_save_ops
+from octavo.lower.operators import sac_save_ops
 from octavo.model.attach import attach
 from octavo.model.convert import convert, revert
 from octavo.model.state_dicts import load_state_dict, state_dict

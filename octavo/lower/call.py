@@ -3,7 +3,7 @@ by the eager driver, which replays it where it can.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,21 +12,7 @@ from octavo._torch.dispatch import dispatch_depth
 from octavo._torch.tracing import saved_elsewhere
 from octavo.layers.contract import LAYERS
 from octavo.lower import eager, operators
-
-
-class Stage(NamedTuple):
-    """One operation's part in one call: all of a layer's call but x."""
-
-    name: str  # of the layer
-    key: str  # of its config
-    inputs: tuple[Any, ...]  # but for x
-    buffers: tuple[Any, ...]  # that backward writes to besides its results
-    needs: bool  # whether it wants any gradient
-    width: int = 0  # y's last dim; 0: x's
-    outputs: tuple[Any, ...] = ()  # y and what it gives away, as Edges, of an operation that tells them itself
-    anchored: bool = False  # backward has to run for what it writes, though no input of it takes a gradient
-    watched: Sequence[Tensor] = ()  # tensors that must not be written to before backward
-    after: Any = None  # called with its extras, once forward has run
+from octavo.lower.stage import Stage as Stage
 
 
 def takes_nodes(operations: Sequence[Any] = ()) -> bool:
@@ -42,11 +28,7 @@ def call(stage: Stage, x: Any, as_nodes: bool, owner: Any = None) -> Sequence[Te
     """Outputs, then extras, of a stage with this x; in a graph, fresh tensors after them. Messages name the `owner`."""
     if as_nodes:
         return operators.run(stage.name, stage.key, (x, *stage.inputs), stage.buffers)
-    layer = LAYERS[stage.name]
-    return eager.run(
-        layer, layer.config(stage.key), layer.Inputs._make((x, *stage.inputs)), layer.Buffers._make(stage.buffers),
-        differentiable=stage.needs, anchored=stage.anchored, watched=stage.watched, owner=owner,
-    )  # fmt: skip
+    return eager.run(stage, x, owner)
 
 
 def call_into(

@@ -14,10 +14,11 @@ from torch import Tensor
 from octavo._torch.autograd import current_graph_task, preserve_version_counter
 from octavo._torch.dispatch import is_batched
 from octavo.errors import UnsupportedConfig
-from octavo.layers.contract import Layer
+from octavo.layers.contract import LAYERS, Layer
 from octavo.lower.caller_memory import begin_write, keep, refuse_grad, refuse_overlap
 from octavo.lower.driven import driven
 from octavo.lower.modified import explain_modified, refuse_modified, title_of
+from octavo.lower.stage import Stage
 from octavo.lower.transforms import check_transforms, refuse_active, refuse_batched, refuse_tangents
 from octavo.memory import overlap
 
@@ -138,21 +139,18 @@ class _Twice(torch.autograd.Function):
         )
 
 
-def run(
-    layer: Layer, config: Any, inputs: Any, buffers: Any, *, differentiable: bool, anchored: bool = False,
-    watched: Sequence[Tensor] = (), owner: Any = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Outputs, then extras, of one call. `differentiable` says whether any gradient can be asked for; `anchored` makes
-    backward run for what it writes to `buffers`, even where no input takes a gradient; tensors that are `watched` must
-    not be written to before it; messages name the `owner`, by its `title()`."""
-    layer = driven(layer)
-    inputs = layer.Inputs._make(_in_memory(inputs))
+def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
+    """Outputs, then extras, of one call. Messages name the `owner`, as its `describe()` does."""
+    layer = driven(LAYERS[stage.name])
+    config = layer.config(stage.key)
+    inputs = layer.Inputs._make(_in_memory((x, *stage.inputs)))
+    buffers = layer.Buffers._make(stage.buffers)
     out = inputs.out if layer.takes_memory else None
     if out is not None:
         begin_write(out)
         written = [out, inputs.x] if overlap(out, inputs.x) else [out]
         torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])  # kernels do not
-    if not differentiable:
+    if not stage.needs:
         check_transforms(inputs)
         try:
             with torch.no_grad():
@@ -169,8 +167,8 @@ def run(
         # of layers called one by one
         try:
             tensors = _Run.apply(  # type: ignore[no-untyped-call]
-                layer, config, buffers, _ANCHOR if anchored else None, Watched.now(watched) if watched else None, owner,
-                *inputs[::-1],
+                layer, config, buffers, _ANCHOR if stage.anchored else None,
+                Watched.now(stage.watched) if stage.watched else None, owner, *inputs[::-1],
             )  # fmt: skip
         except RuntimeError as error:
             refuse_active(error)

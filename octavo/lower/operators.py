@@ -1,19 +1,19 @@
 """The layer contract as nodes of a compiled graph: one differentiable forward node, one backward node, for any layer.
 
-    octavo::run     (Tensor[] tensors, str plan) -> Tensor[]              outputs, extras, fresh
-    octavo::run_bwd (Tensor[] tensors, str plan, str mask) -> Tensor[]    the gradients that were asked for
+    octavo::run     (Tensor[] tensors, str call) -> Tensor[]              outputs, extras, fresh
+    octavo::run_bwd (Tensor[] tensors, str call, str mask) -> Tensor[]    the gradients that were asked for
 
 The tensors of `run` are inputs, then buffers, all of it backwards: of a tensor that is there twice autograd adds the
 gradients in this order, which is that of layers called one by one.
 
-The plan is `layer|presence|buffers|config`: which of the layer's inputs are in the list, which buffers follow them,
+The call is `layer|presence|buffers|config`: which of the layer's inputs are in the list, which buffers follow them,
 and the config's string, led by a digest of this package's sources. A compiler's disk cache keys on the graph, and a
 graph that calls the same op with the same string looks the same after `backward` was edited: hence the digest.
 
 A forward that writes y to memory of the caller's is two nodes, since an operator that mutates has no gradient:
 
-    octavo::run_into (Tensor[] tensors, Tensor(a!) out, str plan) -> (Tensor, ...)    extras and fresh, in MADE places
-    octavo::attach   (Tensor[] tensors, str plan) -> Tensor                           one element that looks like y, and
+    octavo::run_into (Tensor[] tensors, Tensor(a!) out, str call) -> (Tensor, ...)    extras and fresh, in MADE places
+    octavo::attach   (Tensor[] tensors, str call) -> Tensor                           one element that looks like y, and
                                                                                       carries its gradient to run_bwd
 
 Codes leave a node as bytes and scales flat (`layer.flat_places`): bytes have no gradient by dtype, and a flat scale's
@@ -88,8 +88,8 @@ def _node(name: str) -> Layer:
     return driven(_Crossing(LAYERS[name]))
 
 
-class _Plan:
-    """A plan string taken apart."""
+class _NodeCall:
+    """The string of a node taken apart."""
 
     def __init__(self, text: str) -> None:
         _, name, presence, buffers, key = text.split("|", 4)
@@ -127,8 +127,8 @@ class _Plan:
 
 
 @lru_cache(maxsize=4096)
-def _plan(text: str) -> _Plan:
-    return _Plan(text)
+def _node_call(text: str) -> _NodeCall:
+    return _NodeCall(text)
 
 
 def _listed(made: ForwardResult) -> list[Tensor]:
@@ -137,15 +137,15 @@ def _listed(made: ForwardResult) -> list[Tensor]:
 
 
 @torch.library.custom_op("octavo::run", mutates_args=())
-def _run(tensors: list[Tensor], plan: str) -> list[Tensor]:
-    parsed, tensors = _plan(plan), tensors[::-1]
+def _run(tensors: list[Tensor], call: str) -> list[Tensor]:
+    parsed, tensors = _node_call(call), tensors[::-1]
     if parsed.writes:
         _refuse_hooks(parsed)
         parsed.refuse_overlaps(tensors)
     return _listed(parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
 
 
-def _refuse_hooks(parsed: _Plan) -> None:
+def _refuse_hooks(parsed: _NodeCall) -> None:
     """What is written to a copy is lost; and so is what backward was to fill in, if forward is run again."""
     if saved_elsewhere():
         raise UnsupportedConfig(
@@ -161,19 +161,19 @@ def _refuse_hooks(parsed: _Plan) -> None:
 
 
 @_run.register_fake
-def _(tensors: list[Tensor], plan: str) -> list[Tensor]:
-    return _listed(_fakes(_plan(plan), tensors[::-1]))
+def _(tensors: list[Tensor], call: str) -> list[Tensor]:
+    return _listed(_fakes(_node_call(call), tensors[::-1]))
 
 
-def _fakes(parsed: _Plan, tensors: list[Tensor]) -> ForwardResult:
+def _fakes(parsed: _NodeCall, tensors: list[Tensor]) -> ForwardResult:
     said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
     made = ForwardResult(*(tuple(None if p is None else p.empty() for p in group) for group in said))
     return _crossing(parsed.layer.flat_places(parsed.config), made)
 
 
 @torch.library.custom_op("octavo::run_bwd", mutates_args=())
-def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
-    parsed = _plan(plan)
+def _run_bwd(tensors: list[Tensor], call: str, mask: str) -> list[Tensor]:
+    parsed = _node_call(call)
     saved, dys = _saved(parsed, tensors, mask)
     for at in parsed.elsewhere.values():
         task = current_graph_task()
@@ -184,13 +184,15 @@ def _run_bwd(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
 
 
 @_run_bwd.register_fake
-def _(tensors: list[Tensor], plan: str, mask: str) -> list[Tensor]:
-    parsed = _plan(plan)
+def _(tensors: list[Tensor], call: str, mask: str) -> list[Tensor]:
+    parsed = _node_call(call)
     saved, dys = _saved(parsed, tensors, mask)
     return [p.empty() for p in parsed.returned(parsed.layer.abstract_gradients(parsed.config, saved, *dys))]
 
 
-def _saved(parsed: _Plan, tensors: Sequence[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+def _saved(
+    parsed: _NodeCall, tensors: Sequence[Tensor], mask: str
+) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
     """What `save` chose, and a gradient for each output, out of buffers, saved tensors and gradients."""
     rest, kept = tensors[parsed.written :], packing(mask)
     return tuple(kept.unpack(rest)), tuple(rest[kept.count :])
@@ -201,14 +203,14 @@ UNDECLARED_WRITES = (torch.ops.octavo.run_bwd.default,)  # all operators whose s
 
 
 def _set_up(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
-    tensors, plan = inputs
-    outputs = _save(ctx, tensors[::-1], plan, output)
+    tensors, call = inputs
+    outputs = _save(ctx, tensors[::-1], call, output)
     ctx.mark_non_differentiable(*output[outputs:])
 
 
-def _save(ctx: Any, tensors: list[Tensor], plan: str, made: list[Tensor]) -> int:
+def _save(ctx: Any, tensors: list[Tensor], call: str, made: list[Tensor]) -> int:
     """Keep what the layer's `save` chooses out of inputs, and of what forward made. How many outputs that has."""
-    parsed = _plan(plan)
+    parsed = _node_call(call)
     said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
     rest = iter(made)
     found = ForwardResult(*(tuple(None if p is None else next(rest) for p in group) for group in said))
@@ -216,7 +218,7 @@ def _save(ctx: Any, tensors: list[Tensor], plan: str, made: list[Tensor]) -> int
     kept = tensors[parsed.count : parsed.count + parsed.written]
     ctx.mask = pack(saved, kept)
     ctx.save_for_backward(*kept)
-    ctx.plan, ctx.total, ctx.outputs = plan, len(tensors), said.outputs
+    ctx.call, ctx.total, ctx.outputs = call, len(tensors), said.outputs
     ctx.set_materialize_grads(False)
     return len(said.outputs)
 
@@ -225,14 +227,14 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
     found: list[Tensor | None] = [None] * ctx.total
     if all(g is None for g in grads[: len(ctx.outputs)]):
         return found, None
-    parsed = _plan(ctx.plan)
+    parsed = _node_call(ctx.call)
     try:
         kept = ctx.saved_tensors
     except RuntimeError as error:
         explain_modified(error, title_of(None, parsed.layer))
         raise
     dys = [_zeros(p) if g is None else g for p, g in zip(ctx.outputs, grads, strict=False)]
-    results = iter(torch.ops.octavo.run_bwd([*kept, *dys], ctx.plan, ctx.mask))
+    results = iter(torch.ops.octavo.run_bwd([*kept, *dys], ctx.call, ctx.mask))
     places = parsed.presence.starts  # of each input among the tensors
     for i, wanted in enumerate(parsed.layer.wants(parsed.config)):
         if i in parsed.elsewhere:
@@ -256,14 +258,14 @@ _run.register_autograd(_run_backward, setup_context=_set_up)
 
 
 @register_flop_formula(torch.ops.octavo.run, get_raw=True)  # type: ignore[untyped-decorator]
-def _(tensors: list[Tensor], plan: str, **_: Any) -> int:
-    parsed = _plan(plan)
+def _(tensors: list[Tensor], call: str, **_: Any) -> int:
+    parsed = _node_call(call)
     return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors[::-1])))
 
 
 @register_flop_formula(torch.ops.octavo.run_bwd, get_raw=True)  # type: ignore[untyped-decorator]
-def _(tensors: list[Tensor], plan: str, mask: str, **_: Any) -> int:
-    parsed = _plan(plan)
+def _(tensors: list[Tensor], call: str, mask: str, **_: Any) -> int:
+    parsed = _node_call(call)
     saved, dys = _saved(parsed, tensors, mask)
     return int(parsed.layer.gradient_flops(parsed.config, saved, *dys))
 
@@ -276,10 +278,10 @@ MADE = 18  # places: an operator that mutates returns a fixed number of tensors
 @torch.library.custom_op(
     "octavo::run_into",
     mutates_args=("out",),
-    schema=f"(Tensor[] tensors, Tensor(a!) out, str plan) -> ({', '.join(['Tensor'] * MADE)})",
+    schema=f"(Tensor[] tensors, Tensor(a!) out, str call) -> ({', '.join(['Tensor'] * MADE)})",
 )
-def _run_into(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ...]:
-    parsed = _plan(plan)
+def _run_into(tensors: list[Tensor], out: Tensor, call: str) -> tuple[Tensor, ...]:
+    parsed = _node_call(call)
     if parsed.writes:
         _refuse_hooks(parsed)
         parsed.refuse_overlaps(tensors)
@@ -291,8 +293,8 @@ def _run_into(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ..
 
 
 @_run_into.register_fake
-def _(tensors: list[Tensor], out: Tensor, plan: str) -> tuple[Tensor, ...]:
-    return _places(_fakes(_plan(plan), tensors), out)
+def _(tensors: list[Tensor], out: Tensor, call: str) -> tuple[Tensor, ...]:
+    return _places(_fakes(_node_call(call), tensors), out)
 
 
 def _places(made: ForwardResult, out: Tensor) -> tuple[Tensor, ...]:
@@ -303,32 +305,32 @@ def _places(made: ForwardResult, out: Tensor) -> tuple[Tensor, ...]:
 
 
 @torch.library.custom_op("octavo::attach", mutates_args=())
-def _attach(tensors: list[Tensor], plan: str) -> Tensor:
-    return _token(_plan(plan), tensors)
+def _attach(tensors: list[Tensor], call: str) -> Tensor:
+    return _token(_node_call(call), tensors)
 
 
 @_attach.register_fake
-def _(tensors: list[Tensor], plan: str) -> Tensor:
-    return _token(_plan(plan), tensors)
+def _(tensors: list[Tensor], call: str) -> Tensor:
+    return _token(_node_call(call), tensors)
 
 
-def _token(parsed: _Plan, tensors: list[Tensor]) -> Tensor:
+def _token(parsed: _NodeCall, tensors: list[Tensor]) -> Tensor:
     y = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors])).outputs[0]
     return torch.zeros(1, dtype=y.dtype, device=y.device).expand(y.shape)
 
 
 def _set_up_token(ctx: Any, inputs: tuple[list[Tensor], str], output: Tensor) -> None:
-    tensors, plan = inputs
-    parsed = _plan(plan)
-    _save(ctx, tensors, plan, [output, *tensors[parsed.count + parsed.written :]])
+    tensors, call = inputs
+    parsed = _node_call(call)
+    _save(ctx, tensors, call, [output, *tensors[parsed.count + parsed.written :]])
 
 
 _attach.register_autograd(lambda ctx, dy: _backward(ctx, [dy]), setup_context=_set_up_token)
 
 
 @register_flop_formula(torch.ops.octavo.run_into, get_raw=True)  # type: ignore[untyped-decorator]
-def _(tensors: list[Tensor], out: Tensor, plan: str, **_: Any) -> int:
-    parsed = _plan(plan)
+def _(tensors: list[Tensor], out: Tensor, call: str, **_: Any) -> int:
+    parsed = _node_call(call)
     return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors)))
 
 
@@ -338,9 +340,9 @@ def _(tensors: list[Tensor], out: Tensor, plan: str, **_: Any) -> int:
 @torch.library.custom_op("octavo::refresh", mutates_args=("row", "column", "amaxes"))
 def _refresh(
     weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
-    skip: Tensor | None, plan: str,
+    skip: Tensor | None, call: str,
 ) -> None:  # fmt: skip
-    _, name, key = plan.split("|", 2)
+    _, name, key = call.split("|", 2)
     layer = LAYERS[name]
     layer.refresh(layer.config(key), WeightCast(weight, row, column, amaxes, scaling, skip))
 
@@ -348,18 +350,15 @@ def _refresh(
 @_refresh.register_fake
 def _(
     weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
-    skip: Tensor | None, plan: str,
+    skip: Tensor | None, call: str,
 ) -> None:  # fmt: skip
     return None
 
 
-def refresh(
-    name: str, key: str, weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor],
-    scaling: list[Tensor], skip: Tensor | None,
-) -> None:  # fmt: skip
-    """Quantize a weight into cached codes, in place: the node before the layer's own. `amaxes` and `scaling` are
-    delayed scaling's, or empty."""
-    torch.ops.octavo.refresh(weight, row, column, amaxes, scaling, skip, DIGEST + "|" + name + "|" + key)
+def refresh(name: str, key: str, cast: WeightCast) -> None:
+    """Quantize a weight into cached codes, in place: the node before the layer's own."""
+    parts = [list(group) for group in (cast.row, cast.column, cast.amaxes, cast.scaling)]
+    torch.ops.octavo.refresh(cast.weight, *parts, cast.skip, DIGEST + "|" + name + "|" + key)
 
 
 advanced = [0]  # steps of optimizers that graphs have taken: a graph must not guard on a number that changes
@@ -381,15 +380,15 @@ has_side_effect(torch.ops.octavo.advance.default)
 
 
 @torch.library.custom_op("octavo::weight_values", mutates_args=())
-def _weight_values(row: list[Tensor], shape: list[int], dtype: torch.dtype, plan: str) -> Tensor:
-    _, name, key = plan.split("|", 2)
+def _weight_values(row: list[Tensor], shape: list[int], dtype: torch.dtype, call: str) -> Tensor:
+    _, name, key = call.split("|", 2)
     layer = LAYERS[name]
     found: Tensor = layer.weight_values(layer.config(key), row, tuple(shape), dtype)
     return found.contiguous()
 
 
 @_weight_values.register_fake
-def _(row: list[Tensor], shape: list[int], dtype: torch.dtype, plan: str) -> Tensor:
+def _(row: list[Tensor], shape: list[int], dtype: torch.dtype, call: str) -> Tensor:
     return row[0].new_empty(shape, dtype=dtype)
 
 
@@ -427,7 +426,7 @@ def token(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def layer_named(name: str) -> Any:
-    """The layer of this name in a plan."""
+    """The layer of this name in a call."""
     return LAYERS[name]
 
 
@@ -438,10 +437,10 @@ def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
     """Outputs, extras and fresh tensors of one call, as one node of the graph being traced."""
     tensors: list[Tensor] = []
     presence = pack(inputs, tensors)
-    plan = DIGEST + "|" + name + "|" + presence + "|" + pack(buffers, tensors) + "|" + key
+    call = DIGEST + "|" + name + "|" + presence + "|" + pack(buffers, tensors) + "|" + key
     if why := _refusal():
         raise UnsupportedConfig(why)
-    found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], plan)
+    found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], call)
     return found
 
 
@@ -449,14 +448,14 @@ def run_into(name: str, key: str, inputs: Any, buffers: Any, out: Tensor, shape:
     """The same, with y in `out`; what comes first is `out` itself in this shape, as part of the graph."""
     tensors: list[Tensor] = []
     presence = pack(inputs, tensors)
-    plan = DIGEST + "|" + name + "|" + presence + "|" + pack(buffers, tensors) + "|" + key
+    call = DIGEST + "|" + name + "|" + presence + "|" + pack(buffers, tensors) + "|" + key
     if why := _refusal():
         raise UnsupportedConfig(why)
     with torch.no_grad():
         # none of its elements, but where it is: a compiler may hand over a copy of what is written to
         place = out.detach()[:0]
-        made = list(torch.ops.octavo.run_into([*[t.detach() for t in tensors], place], out, plan))
-    token = torch.ops.octavo.attach([*tensors, *made], plan)
+        made = list(torch.ops.octavo.run_into([*[t.detach() for t in tensors], place], out, call))
+    token = torch.ops.octavo.attach([*tensors, *made], call)
     # viewed before it is joined: of a view that comes after, the compiler makes a leaf, and its gradient is lost
     return [Join.apply(out.view(shape), token.view(shape)), *made]  # type: ignore[no-untyped-call]
 

@@ -42,7 +42,7 @@ def load_state_dict(model: nn.Module, state: dict[str, Tensor], strict: bool = T
     if strict:
         _check_names(loads, unknown)
     for load in loads:
-        check_state(load.state, load.layer.slots, load.path)
+        check_state(load.state, load.layer.scales_per_operand, load.path)
     for _, layer, part in loads:
         left = layer.load_recipe_state(part)
         waits = layer.recipe is None or layer._unborn

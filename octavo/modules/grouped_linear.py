@@ -31,7 +31,7 @@ from octavo.weights.held import HeldWeight, linked_token, parameter
 from octavo.wgrad.refusals import graph_refusal
 
 
-class GroupedLinear(FusibleOperation, Quantized):
+class GroupedLinear(Quantized, FusibleOperation):
     """y[g] = x[g] · W[g]ᵀ + b[g] for ragged groups of rows, whose sizes stay on the device.
 
     recipe                     a name, a canonical string or a Recipe; None follows `octavo.autocast`, else bf16
@@ -70,7 +70,7 @@ class GroupedLinear(FusibleOperation, Quantized):
         if not 1 <= num_groups <= MAX_GROUPS:
             raise UnsupportedShape(f"A GroupedLinear has 1 to {MAX_GROUPS} groups, got {num_groups}.")
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self.slots = num_groups
+        self.scales_per_operand = num_groups
         self.tail, self.scale_bias = tail, scale_bias
         self._weight_names = _register(
             self, "weight", torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype),

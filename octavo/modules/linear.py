@@ -31,7 +31,7 @@ from octavo.weights.held import HeldWeight, linked_token, parameter
 from octavo.wgrad.refusals import graph_refusal
 
 
-class Linear(FusibleOperation, Quantized, nn.Linear):
+class Linear(Quantized, FusibleOperation, nn.Linear):
     """y = x · Wᵀ + b in low precision.
 
     recipe                     a name, a canonical string or a Recipe; None follows `octavo.autocast`, else bf16

@@ -60,7 +60,7 @@ class Quantized(nn.Module):
 
     LAYER: ClassVar[Any]  # of octavo.layers
     NAME: ClassVar[str]  # its name in a graph's plan
-    slots = 1  # amaxes that delayed scaling remembers of each of x, w, dy
+    scales_per_operand = 1  # multipliers that delayed scaling has for each of x, w, dy
     fuse_wgrad_accumulation: bool
     delay_wgrad_compute: bool
     strict: bool
@@ -187,7 +187,7 @@ class Quantized(nn.Module):
             weight = self.weight_parts()[0]
             with as_real_as(weight), torch.inference_mode(False):  # made there, it must still train
                 if remembers:
-                    self._scaling.install(self, recipe, weight.device, self.slots)
+                    self._scaling.install(self, recipe, weight.device, self.scales_per_operand)
                 if draws:
                     seed = torch.tensor([self._seed, 0], device=weight.device)
                     self.register_buffer(SEED, seed, persistent=False)

@@ -20,6 +20,7 @@ from octavo._torch.fakes import FakeTensor, as_real_as
 from octavo._torch.modules import drop_buffers
 from octavo._torch.tensors import StorageWeakRef
 from octavo.errors import UnsupportedConfig
+from octavo.layers.contract import WeightCast
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import ORIENTATIONS, Parts
 from octavo.recipes import Recipe
@@ -87,7 +88,7 @@ class WeightCache:
             row, columns = self.parts(module, "row"), self.parts(module, "column")
             known = self._weights
             self._weights = None  # unknown until the cast is done
-            quantize_into(kind, weight, row, columns, amaxes, scaling, skip)
+            quantize_into(kind, WeightCast(weight, row, columns, amaxes, scaling, skip))
         if skip is not None:  # who can tell whether they changed: what was known of them still is
             self._weights = known
             return

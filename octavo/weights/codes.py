@@ -1,6 +1,5 @@
 """Codes of a weight as memory: room for them, quantizing into them, and the values that they stand for."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,19 +26,15 @@ class Kind(NamedTuple):
         return f"{self.layer}(recipe={self.recipe})"
 
 
-def quantize_into(
-    kind: Kind, weight: Tensor, row: Parts, column: Parts, amaxes: Sequence[Tensor] = (),
-    scaling: Sequence[Tensor] = (), skip: Tensor | None = None,
-) -> None:  # fmt: skip
+def quantize_into(kind: Kind, cast: WeightCast) -> None:
     """Overwrite codes by those of a weight. A backward that still waits for the old ones notices."""
     with torch.no_grad():
-        if isinstance(weight, FakeTensor):  # a reference may read what a fake does not have
-            tensors = list(row), list(column), list(amaxes), list(scaling)
-            refresh_in_graph(kind.layer, kind.key, weight.detach(), *tensors, skip)
+        if isinstance(cast.weight, FakeTensor):  # a reference may read what a fake does not have
+            refresh_in_graph(kind.layer, kind.key, cast._replace(weight=cast.weight.detach()))
         else:
             layer = layer_named(kind.layer)
-            layer.refresh(layer.config(kind.key), WeightCast(weight, row, column, amaxes, scaling, skip))
-        torch.autograd.graph.increment_version([*row, *column])
+            layer.refresh(layer.config(kind.key), cast)
+        torch.autograd.graph.increment_version([*cast.row, *cast.column])
 
 
 def is_plain(t: Tensor) -> bool:

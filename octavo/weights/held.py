@@ -23,6 +23,7 @@ from octavo._torch.operators import schema, to_copy
 from octavo._torch.pytree import tree_map
 from octavo._torch.tensors import PARAMETER_MARK, wrapper_subclass
 from octavo.errors import UnsupportedConfig
+from octavo.layers.contract import WeightCast
 from octavo.lower.operators import token as token_in_graph
 from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.quant.qtensor import Join, Parts
@@ -143,10 +144,10 @@ class HeldWeight(Tensor):
 
     def _write_base(self, values: Tensor) -> None:
         if self.group is None:
-            quantize_into(self.kind, values, codes_of(self, "row"), codes_of(self, "column"))
+            quantize_into(self.kind, WeightCast(values, codes_of(self, "row"), codes_of(self, "column")))
             return
         room = room_for(self.kind, self.dtype, self.device, groups=1)
-        quantize_into(self.kind, values[None], *room)
+        quantize_into(self.kind, WeightCast(values[None], *room))
         for part, new in zip(self.own_codes(), (*room[0], *room[1]), strict=True):
             part.copy_(new)
         self._told()
@@ -297,7 +298,7 @@ def hold(layer: str, recipe: Recipe, weight: Tensor) -> HeldWeight:
         for names, parts in zip((ROW, COLUMN), room_for(kind, weight.dtype, weight.device), strict=True):
             inner |= dict(zip(names, parts, strict=False))
         found = HeldWeight(inner, kind)
-    quantize_into(kind, weight, codes_of(found, "row"), codes_of(found, "column"))
+    quantize_into(kind, WeightCast(weight, codes_of(found, "row"), codes_of(found, "column")))
     return found
 
 

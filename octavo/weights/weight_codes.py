@@ -16,7 +16,8 @@ from octavo._torch.fakes import as_real_as
 from octavo._torch.tracing import is_first_in_graph, while_tracing
 from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedShape
-from octavo.lower import refresh_in_graph
+from octavo.layers.contract import WeightCast
+from octavo.lower.operators import refresh as refresh_in_graph
 from octavo.quant.qtensor import Parts
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
@@ -123,7 +124,7 @@ class WeightCodes(WeightCache):
             key = layer.NAME + "(recipe=" + recipe.key + ")"
             with torch.no_grad():
                 weight = layer.whole_weight().detach()
-                refresh_in_graph(layer.NAME, key, weight, list(row), list(columns), amaxes, scaling, skip)
+                refresh_in_graph(layer.NAME, key, WeightCast(weight, row, columns, amaxes, scaling, skip))
 
     def make_cache(self, layer: Any, recipe_key: str, column: bool, observe: bool, trains: bool) -> bool:
         """Make the cache that a graph is about to use."""

@@ -10,7 +10,7 @@ from octavo.lower.packing import Packing, pack
 OWN = {"forward", "forward_and_save", "backward"}  # of a replayed layer
 
 
-@pytest.mark.parametrize("name", sorted(LAYERS))
+@pytest.mark.parametrize("name", sorted(name for name, entry in LAYERS.items() if isinstance(entry, Layer)))
 def test_a_driven_layer_answers_as_the_layer_itself(name):
     layer = LAYERS[name]
     replayed = driven(layer)

@@ -1,0 +1,21 @@
+"""One call of a layer, but for x, as a value."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Stage(NamedTuple):
+    """One operation's part in one call: all of a layer's call but x."""
+
+    name: str  # of the layer
+    key: str  # of its config
+    inputs: tuple[Any, ...]  # but for x
+    buffers: tuple[Any, ...]  # that backward writes to besides its results
+    needs: bool  # whether it wants any gradient
+    width: int = 0  # y's last dim; 0: x's
+    outputs: tuple[Any, ...] = ()  # y and what it gives away, as Edges, of an operation that tells them itself
+    anchored: bool = False  # backward has to run for what it writes, though no input of it takes a gradient
+    watched: Sequence[Tensor] = ()  # tensors that must not be written to before backward
+    after: Any = None  # called with its extras, once forward has run
