@@ -66,6 +66,9 @@ class BasicOperation(FusibleOperation, nn.Module):
         """Settings of a call, as a registered value."""
         return None
 
+    def op_settings(self) -> Any:
+        return self.op_config()
+
     def forward(self, x: Any, *extras: Tensor, **kwargs: Any) -> Any:
         from octavo.fuser.runs import run_alone
 

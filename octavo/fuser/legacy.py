@@ -126,7 +126,7 @@ def find_fused(ops: Sequence[Any], rules: Sequence[Rule]) -> tuple[int, int, Rul
             own = ops[first : first + len(rule.pattern)]
             if any(op.num_extra_inputs or op.num_extra_outputs for op in own):
                 continue  # it has no place for them
-            settings = [op.op_config() if hasattr(op, "op_config") else op for op in own]
+            settings = [op.op_settings() for op in own]
             fits = all(isinstance(op, kind) for op, kind in zip(own, rule.pattern, strict=True))
             if fits and all(condition.holds(settings) for condition in rule.conditions):
                 return first, first + len(own), rule

@@ -110,6 +110,10 @@ class FusibleOperation(NoTorchScript):
         """This operation's part in a call with x, a tensor, or an Edge inside a run."""
         raise NotImplementedError
 
+    def op_settings(self) -> Any:
+        """What the conditions of a rule see of this operation, if the rule's forward is in one piece."""
+        return self
+
     def op_holds_objects(self) -> bool:
         """Whether backward needs Python objects, which an operator cannot take."""
         return False

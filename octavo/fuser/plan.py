@@ -14,7 +14,7 @@ from octavo._torch.tracing import while_tracing
 from octavo.fuser import pattern
 from octavo.fuser.custom_plan import as_it_is, sketch
 from octavo.fuser.pattern import NotFired
-from octavo.layers import chain, linear
+from octavo.layers import chain
 from octavo.layers.contract import LAYERS
 from octavo.layers.dry_run import abstract, without_data
 from octavo.quant.proto import TensorProto
@@ -67,7 +67,7 @@ def _plan(
         away = tuple((i - first, k) for i, k in hidden if first <= i < last and (i, k) not in own)
         layer = LAYERS[rule.op.op_name]
         config = layer.Config(side=rule.side, stages=tuple(configs[first:last]), routes=inside, hidden=away)
-        if any(isinstance(c, linear.Config) and _writes(c) for c in config.stages):
+        if any(LAYERS[stage.registered_name].keeps_state(stage) for stage in config.stages):
             return (
                 "its Linear holds its weight as codes, writes main_grad or remembers amaxes, which only Octavo's own do"
             )
@@ -83,11 +83,6 @@ def tell(names: Sequence[str], plan: Planned) -> None:
     log.info("run of %s: %s", ", ".join(names), ", ".join(plan.fired) or "no fusion")
     for r in plan.refused:
         log.info("%s on %s was refused: %s (%s)", r.rule, ", ".join(r.ops), r.sentence, r.condition)
-
-
-def _writes(config: linear.Config) -> bool:
-    """Whether a layer has more than its inputs and outputs."""
-    return bool(config.main_grad or config.observe or config.deferred_wgrad or config.draws or config.weight == "held")
 
 
 def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first: int, last: int) -> tuple[Any, ...]:

@@ -134,6 +134,11 @@ class Layer:
         """The buffers, from the tensors that a graph passes along: one for each field of Buffers."""
         return self.Buffers._make(fields)
 
+    def keeps_state(self, config: Any) -> bool:
+        """Whether a call reads or writes more than its inputs and outputs, such as main_grad or running amaxes. A
+        user's fused operation cannot take its place then."""
+        return False
+
     def fills(self, config: Any) -> bool:
         """Whether backward writes to tensors that forward made."""
         return False

@@ -86,6 +86,10 @@ class MatmulLayer(WeightLayer):
         another."""
         return self.Buffers(Target(main_grad, config.main_grad) if main_grad else None, amax, seed, None, *rest)
 
+    def keeps_state(self, config: Any) -> bool:
+        states = config.main_grad, config.observe, config.deferred_wgrad, config.draws
+        return any(states) or config.weight == "held"
+
     def fills(self, config: Any) -> bool:
         return bool(config.dy_buffers)
 
