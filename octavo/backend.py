@@ -100,4 +100,10 @@ def twin(package: str, like: Tensor) -> ModuleType:
 
 @cache
 def _twin(package: str, device: torch.device, force: str) -> ModuleType:
-    return importlib.import_module(f"{package}.{choose(device)}")
+    name = choose(device)
+    if importlib.util.find_spec(f"{package}.{name}") is None:
+        raise UnsupportedHardware(
+            f"{package} has no {name}.py, so it does not run on {device}. Add one, or call "
+            "octavo.backend.use('reference') to run plain torch instead."
+        )
+    return importlib.import_module(f"{package}.{name}")

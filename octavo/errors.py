@@ -5,6 +5,8 @@ built-in exception a caller would expect, so `except ValueError` keeps working.
 """
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 
 
@@ -38,6 +40,14 @@ class UnknownSetting(UnsupportedConfig, TypeError):
 
 class ModifiedInPlace(Unsupported, RuntimeError):
     """A tensor that backward needs was written to after forward."""
+
+
+def warn_caller(message: str) -> None:
+    """Warn at the line that called Octavo: the first frame that is neither Octavo's nor torch's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in ("octavo", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def check_choice(value: object, allowed: tuple[object, ...], *, what: str) -> None:

@@ -8,7 +8,6 @@ and takes the multiplier of the slot then, whatever the call was told. `cold`, t
 read after a step, and allows calls that do not measure: fused ones.
 """
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import fields
@@ -23,7 +22,7 @@ from octavo._torch.fakes import FakeTensor
 from octavo._torch.modules import drop_buffers
 from octavo._torch.tracing import while_tracing
 from octavo.delayed_scaling.casts import LETTERS
-from octavo.errors import UnsupportedConfig
+from octavo.errors import UnsupportedConfig, warn_caller
 from octavo.quant import DelayedState
 from octavo.quant.state import KEPT
 from octavo.recipes import Delayed, Recipe
@@ -65,7 +64,7 @@ def _hear_optimizers() -> None:
         for scaling in late:  # once a model, not once a layer
             scaling.said = True
         if late:
-            say_late(stacklevel=4)  # past this, and the frame in which torch calls it
+            say_late()
 
     register_optimizer_step_post_hook(after)
 
@@ -241,7 +240,7 @@ class DelayedScaling:
             self._version = version
         if (self._updates >= 2 or self._forwards >= PATIENCE) and not self.said:
             self.said = True
-            say_late(stacklevel=8)  # past this, the layer, and the two frames in which torch calls it
+            say_late()
         if self.origin == "weights":
             self.say_unrestored()
 
@@ -274,10 +273,9 @@ class DelayedScaling:
             if module._scaling.origin == "weights":
                 module._scaling.origin = "own"
         self.origin = "own"
-        warnings.warn(
+        warn_caller(
             "fp8-delayed: weights were loaded and no scaling state, so scales start afresh. To resume a run as it was, "
-            "save octavo.state_dict(model) with the weights, and octavo.load_state_dict(model, state) before training.",
-            stacklevel=6,
+            "save octavo.state_dict(model) with the weights, and octavo.load_state_dict(model, state) before training."
         )
 
     # -- what no step has seen yet -------------------------------------------------------------------------------------
@@ -309,12 +307,11 @@ class DelayedScaling:
             look([module])
 
 
-def say_late(stacklevel: int) -> None:
-    warnings.warn(
+def say_late() -> None:
+    warn_caller(
         "fp8-delayed: parameters were updated, or a thousand forwards run, and octavo.step(model) was not called, so "
         "the scales still are what they were. Call it once after every optimizer.step(), or "
-        "octavo.attach(model, optimizer) once.",
-        stacklevel=stacklevel,
+        "octavo.attach(model, optimizer) once."
     )
 
 

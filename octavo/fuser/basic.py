@@ -127,7 +127,9 @@ def _names_of(cls: Any) -> tuple[str, ...]:
     """The names of the functions that a class runs: a forward in one piece or in two, and its backward."""
     forward = forward_of(cls, BasicOperation, (FUSER, OP), "op_forward")
     if not forward:
-        raise TypeError(f"{cls.__name__} defines no forward. Define {OP[0]} and {OP[1]}, or op_forward.")
+        extras = cls.num_extra_inputs or cls.num_extra_outputs
+        way_out = ", ".join(FUSER) if extras else f"{OP[0]} and {OP[1]}, or op_forward"
+        raise TypeError(f"{cls.__name__} defines no forward. Define {way_out}.")
     runs = {"op_forward": ("op_forward", OP[2]), FUSER[0]: FUSER, OP[0]: OP}[forward]
     if (cls.num_extra_inputs or cls.num_extra_outputs) and runs is not FUSER:
         raise TypeError(

@@ -64,7 +64,7 @@ def stage_plan(
     """The stage for inputs like these. Nothing, if the functions cannot be run on tensors of these sizes and this is
     not the last try."""
     at = (name, settings, tuple(wanted), tuple(sketches), tuple(known))
-    if at not in _stage_plans:
+    if not _stage_plans.get(at):  # what did not fit is tried again, to raise at the last try
         _stage_plans[at] = _planned(*at, last)
     return _stage_plans[at]
 

@@ -23,7 +23,7 @@ class Edge(NamedTuple):
 
     def after(self, stage: Stage) -> "Edge":
         """y of a stage whose x is this."""
-        if not stage.width:
+        if stage.width is None:
             return self._replace(requires_grad=stage.needs, leads=False)
         width = stage.width
         shape = (*self.shape[:-1], width) if self.shape else ()
@@ -121,7 +121,7 @@ class FusibleOperation(NoTorchScript):
     def op_run(self, x: Any, *extras: Any, **kwargs: Any) -> Any:
         """y of a run of this operation alone."""
         as_nodes = takes_nodes([self])
-        return call(self.op_stage(x, extras, kwargs, as_nodes), x, as_nodes, self)[0]
+        return call(self.op_stage(x, extras, kwargs, as_nodes), x, as_nodes)[0]
 
     def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
         """By itself."""

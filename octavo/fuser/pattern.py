@@ -46,7 +46,7 @@ class FusedOperation:
     A level below, as Octavo's own are written (`octavo.layers.contract.FusedStep`): a step of a chain, which sees the
     buffers of layers, and leaves what is saved to them.
 
-    step_forward (configs, inputs)                         -> a Made for each operation
+    step_forward (configs, inputs)                         -> a ForwardResult for each operation
     step_backward(configs, saved, buffers, grads, writes)  -> gradients, for each operation
     """
 

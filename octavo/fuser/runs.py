@@ -52,7 +52,7 @@ class Step(NamedTuple):
 
 
 class OperationFuser:
-    """Operations that follow each other. `rules` are tried before everybody's; None: none at all."""
+    """Operations that follow each other. `rules` are tried before the global ones; None: none at all."""
 
     def __init__(self, ops: Sequence[FusibleOperation], rules: tuple[pattern.Rule, ...] | None = ()) -> None:
         if not ops:
@@ -60,9 +60,9 @@ class OperationFuser:
         self.ops, self.rules = tuple(ops), rules
         self._logged: set[str] = set()
         self._quiet = False
-        self._known: tuple[Any, ...] = (None,)  # everybody's rules when they were last looked at, and what came of it
+        self._known: tuple[Any, ...] = (None,)  # the global rules when they were last looked at, and what came of it
 
-    def describe(self) -> str:
+    def op_describe(self) -> str:
         """For messages."""
         return f"A run of {', '.join([type(op).__name__ for op in self.ops])}"
 

@@ -54,7 +54,7 @@ NO_OPERATION = "it is no operation of Octavo's, and is called as it is"
 class Sequential(NoTorchScript, nn.Sequential):
     """Modules in a row; operations among them run together.
 
-    rules      of this Sequential's own, before everybody's: Forward(rule), Backward(rule), Joint(rule); None: no
+    rules      of this Sequential's own, before the global ones: Forward(rule), Backward(rule), Joint(rule); None: no
                fusion at all
     require    names of rules that must fire; a call in which one does not is an error that says why
     """

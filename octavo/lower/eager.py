@@ -140,7 +140,7 @@ class _Twice(torch.autograd.Function):
 
 
 def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
-    """Outputs, then extras, of one call. Messages name the `owner`, as its `describe()` does."""
+    """Outputs, then extras, of one call. Messages name the `owner`, as its `op_describe()` does."""
     layer = driven(LAYERS[stage.name])
     config = layer.config(stage.key)
     inputs = layer.Inputs._make(_in_memory((x, *stage.inputs)))

@@ -16,7 +16,7 @@ FOUND = re.compile(
 def title_of(owner: Any, layer: Any) -> str:
     """A name for the layer of a call: its module's, or else of the kind that it is."""
     kind = layer.Config.registered_name.replace("-", " ")
-    return f"A {kind} layer" if owner is None else str(owner.describe())
+    return f"A {kind} layer" if owner is None else str(owner.op_describe())
 
 
 def refuse_modified(title: str, what: str, then: int, now: int) -> NoReturn:

@@ -14,7 +14,7 @@ class Stage(NamedTuple):
     inputs: tuple[Any, ...]  # but for x
     buffers: tuple[Any, ...]  # that backward writes to besides its results
     needs: bool  # whether it wants any gradient
-    width: int = 0  # y's last dim; 0: x's
+    width: int | None = None  # y's last dim; None: x's
     outputs: tuple[Any, ...] = ()  # y and what it gives away, as Edges, of an operation that tells them itself
     anchored: bool = False  # backward has to run for what it writes, though no input of it takes a gradient
     watched: Sequence[Tensor] = ()  # tensors that must not be written to before backward

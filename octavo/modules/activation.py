@@ -52,7 +52,7 @@ def _key(settings: str, scales: Tensor | None, bias: Tensor | None, grads: str) 
 
 
 def _stage(
-    settings: str, x: Tensor | Edge, width: int = 0, *, scales: Any = None, bias: Any = None, seed: Any = None
+    settings: str, x: Tensor | Edge, width: int | None = None, *, scales: Any = None, bias: Any = None, seed: Any = None
 ) -> Stage:
     """A call of the layer. `settings` are fields of its config, each with a comma behind it."""
     grads = _grads(x.requires_grad, scales, bias)
@@ -100,7 +100,7 @@ class Activation(FusibleOperation, nn.Module):
         scales = extras[0] if extras else None
         if scales is not None:
             _check_scales(type(self).__name__, x, scales)
-        width = last_dim(x) // 2 if ACTIVATIONS[self.NAME].gated else 0
+        width = last_dim(x) // 2 if ACTIVATIONS[self.NAME].gated else None
         return _stage(self._settings, x, width, scales=scales)
 
     def _check(self, x: Tensor | Edge) -> None:

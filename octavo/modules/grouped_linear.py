@@ -143,7 +143,7 @@ class GroupedLinear(Quantized, FusibleOperation):
             check_weight("GroupedLinear, as its bias,", parts[0])
         return parts[0] if self._bias_names[0] == "bias" else torch.stack(parts)
 
-    def describe(self) -> str:
+    def op_describe(self) -> str:
         sizes = f"GroupedLinear({self.num_groups}, {self.in_features}, {self.out_features})"
         return f"{sizes} at {self._path!r}" if self._path else sizes
 
@@ -187,14 +187,14 @@ class GroupedLinear(Quantized, FusibleOperation):
         the buffer again, not what came back. `dgrad_out` is the whole gradient only if x is used nowhere else."""
         if torch.compiler.is_compiling() and (why := graph_refusal(self) or self._buffer_refusal(out, dgrad_out)):
             if is_inside_operator():
-                self.now("refuse", why)
+                self._now("_refuse", why)
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             y: Tensor = outside(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales)
             return y
         if torch.compiler.is_compiling():
-            self.now("settle")
+            self._now("_settle")
         elif self._unborn:
-            self.settle()
+            self._settle()
         weights = self.weight_parts()  # once: a parametrization computes them then
         x = self._input(input, weights[0])
         splits = self._splits(m_splits, weights[0].device)
@@ -300,9 +300,8 @@ class GroupedLinear(Quantized, FusibleOperation):
                 why = f"two calls in one graph write to one {name}, or {name} overlaps another buffer of that graph. "
                 why += "Give each call buffers of its own"
             if why:
-                return (
-                    f"{self.describe()} does not compile: {why}, or build the layer with strict=False, to run outside."
-                )
+                way_out = "or build the layer with strict=False, to run outside."
+                return f"{self.op_describe()} does not compile: {why}, {way_out}"
         return ""
 
     def _check_buffers(self, x: Tensor, grads: str, out: Tensor | None, dgrad_out: Tensor | None) -> None:

@@ -82,7 +82,7 @@ class Linear(Quantized, FusibleOperation, nn.Linear):
         old = self.weight
         self.weight = parameter(whole, old) if isinstance(whole, HeldWeight) else nn.Parameter(whole, old.requires_grad)
 
-    def describe(self) -> str:
+    def op_describe(self) -> str:
         sizes = f"Linear({self.in_features}, {self.out_features})"
         return f"{sizes} at {self._path!r}" if self._path else sizes
 
@@ -100,7 +100,7 @@ class Linear(Quantized, FusibleOperation, nn.Linear):
     ) -> Any:
         if torch.compiler.is_compiling() and (why := graph_refusal(self)):
             if is_inside_operator():
-                self.now("refuse", why)  # what follows would not be reached: all of the operator falls back to eager
+                self._now("_refuse", why)  # what follows would not be reached: all of the operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return outside(self, why, input, is_first_microbatch, fp8_output)
         x = input if type(input) is QTensor else _cast(input)
@@ -119,9 +119,9 @@ class Linear(Quantized, FusibleOperation, nn.Linear):
         """A call with x: a tensor, codes, or an Edge inside a run. The weight is read once: a parametrization computes
         it then."""
         if torch.compiler.is_compiling():
-            self.now("settle")
+            self._now("_settle")
         elif self._unborn:
-            self.settle()
+            self._settle()
         recipe = self._recipe or self._followed(ambient.recipe)
         weight, bias = self.weight, None if self.return_bias else self.bias
         codes = _codes_for(recipe, x) if type(x) is QTensor else ()

@@ -59,7 +59,7 @@ class Quantized(nn.Module):
     """Settings and state of a recipe, for the weight of a module."""
 
     LAYER: ClassVar[Any]  # of octavo.layers
-    NAME: ClassVar[str]  # its name in a graph's plan
+    NAME: ClassVar[str]  # its name in the registry
     scales_per_operand = 1  # multipliers that delayed scaling has for each of x, w, dy
     fuse_wgrad_accumulation: bool
     delay_wgrad_compute: bool
@@ -90,7 +90,7 @@ class Quantized(nn.Module):
         """Make parameters of a whole weight, which may be held as codes."""
         raise NotImplementedError
 
-    def describe(self) -> str:
+    def op_describe(self) -> str:
         raise NotImplementedError
 
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
@@ -172,11 +172,11 @@ class Quantized(nn.Module):
     def _prepare(self, recipe: Recipe) -> None:
         """The buffers that a recipe needs, made when they are missing."""
         if torch.compiler.is_compiling():
-            self.now("install_key", recipe.key)
+            self._now("_install_key", recipe.key)
         else:
             self._install(recipe)
 
-    def install_key(self, recipe_key: str) -> None:
+    def _install_key(self, recipe_key: str) -> None:
         """Make the buffers of a recipe that the layer meets for the first time in a graph."""
         self._install(resolve(recipe_key))
 
@@ -202,7 +202,7 @@ class Quantized(nn.Module):
             if buffer is not None:
                 yield name, buffer
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Make the state that waited for the weight to come from the meta device."""
         if self._unborn and self._place().type != "meta":
             self._reset_state()
@@ -289,13 +289,13 @@ class Quantized(nn.Module):
         return any([weight.requires_grad for weight in self.weight_parts()])
 
     @while_tracing
-    def now(self, method: str, *arguments: Any) -> Any:
+    def _now(self, method: str, *arguments: Any) -> Any:
         """Run a method of this layer, or "owner.method" of one of its owners, which is given the layer, as plain Python
         while a compiler traces. Arguments and results are constants to the compiler: it hands over no modules."""
         owner, _, name = method.rpartition(".")
         return getattr(getattr(self, owner), name)(self, *arguments) if owner else getattr(self, name)(*arguments)
 
-    def refuse(self, why: str) -> None:
+    def _refuse(self, why: str) -> None:
         """Raise what keeps this layer out of a graph; without `strict` it is said once."""
         if self.strict:
             raise UnsupportedConfig(why)
@@ -336,13 +336,13 @@ class Quantized(nn.Module):
 
     def refuse_parametrized(self, option: str) -> None:
         if why := self.why_parametrized(option):
-            raise UnsupportedConfig(f"{self.describe()}: {why}.")
+            raise UnsupportedConfig(f"{self.op_describe()}: {why}.")
 
     # -- what a checkpoint keeps besides the weights -------------------------------------------------------------------
 
     def recipe_state(self) -> dict[str, Tensor]:
         """Copies of the state that recipes made here: delayed scaling's memory, the counter of stochastic rounding."""
-        self.settle()
+        self._settle()
         state = self._scaling.export(self)
         if SEED in self._buffers:
             state[ROUNDING] = self.get_buffer(SEED).clone()
@@ -350,7 +350,7 @@ class Quantized(nn.Module):
 
     def load_recipe_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Take over what there is a place for, and return the rest."""
-        self.settle()
+        self._settle()
         rest = dict(state)
         if self._unborn:
             return rest
@@ -431,7 +431,7 @@ class Quantized(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """State goes where a loaded weight is: from the meta device, or to another one, if it is assigned."""
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
-        self.settle()
+        self._settle()
         device = self._place()
         for name, buffer in list(self._state()):
             if not buffer.is_meta and buffer.device != device and device.type != "meta":
@@ -457,7 +457,7 @@ def _is_fake(tensor: Tensor) -> bool:
 @torch.compiler.disable(reason="octavo: this layer cannot be part of a graph")  # type: ignore[untyped-decorator,no-untyped-call]
 def outside(module: Quantized, why: str, *arguments: Any) -> Any:
     """What a graph cannot hold: an error, or eager mode with a word about it."""
-    module.refuse(why)
+    module._refuse(why)
     return module.forward(*arguments)
 
 

@@ -24,6 +24,7 @@ from octavo.quant.groups.reference import pack
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import ORIENTATIONS, QProto, QTensor
 from octavo.quant.quantizer import (
+    KNOWN,
     AmaxPair,
     CastArgs,
     Quantizer,
@@ -31,7 +32,6 @@ from octavo.quant.quantizer import (
     check_flag,
     check_float,
     fill_pair,
-    quantizer_of,
 )
 
 
@@ -142,9 +142,9 @@ def grouped_proto(
 
 
 @lru_cache(maxsize=4096)
-def _cached_proto(spec_key: str, *where: Any) -> QProto:
-    """`grouped_proto` of the quantizer with this key: an eager layer asks for the same few at every step."""
-    return grouped_proto(quantizer_of(spec_key), *where)
+def _cached_proto(number: int, *where: Any) -> QProto:
+    """`grouped_proto` of the quantizer of this number: an eager layer asks for the same few at every step."""
+    return grouped_proto(KNOWN[number], *where)
 
 
 def _grid(spec: Quantizer, shape: tuple[int, int], number: int, orientation: str) -> tuple[int, int]:
@@ -211,7 +211,7 @@ def quantize_groups(
 
 
 def _empty(spec: Quantizer, groups: Groups, x: Tensor, orientation: str) -> GroupedTensor:
-    proto = _cached_proto(spec.key, groups.padded, groups.number, x.shape[1], orientation, x.dtype, x.device)
+    proto = _cached_proto(spec.number, groups.padded, groups.number, x.shape[1], orientation, x.dtype, x.device)
     return GroupedTensor(proto.empty(), groups, orientation)
 
 
@@ -292,7 +292,9 @@ def _check_vector(t: Tensor, name: str, number: int, device: torch.device) -> No
 
 
 def _check_fits(q: QTensor, groups: Groups, x: Tensor, orientation: str) -> None:
-    why = _cached_proto(q.spec.key, groups.padded, groups.number, x.shape[1], orientation, q.dtype, x.device).refusal(q)
+    why = _cached_proto(
+        q.spec.number, groups.padded, groups.number, x.shape[1], orientation, q.dtype, x.device
+    ).refusal(q)
     if why:
         raise UnsupportedShape(
             f"fill_groups cannot write x into {q!r}: it has {why}. Allocate it with grouped_proto(...).empty()."

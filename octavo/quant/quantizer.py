@@ -15,10 +15,11 @@ Both follow groups of rows (`octavo.quant.groups`), each of which is quantized a
 they then write are in `octavo.quant.grouped`.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from octavo.quant import blocks
 from octavo.quant.groups import Groups, split
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
-from octavo.values import Value, parse
+from octavo.values import Value
 
 if TYPE_CHECKING:
     from octavo.quant.grouped import GroupedTensor
@@ -51,10 +52,16 @@ class CastArgs(NamedTuple):
     groups: Groups | None = None  # rows of x belong to these, and are cast into blocks that each group has to itself
 
 
+KNOWN: dict[int, "Quantizer"] = {}  # by number
+_NUMBERS: dict[Any, int] = {}  # by class and key
+_COUNTER = itertools.count()
+
+
 class Quantizer(Value):
     """Settings of one operand's quantization. Subclasses add fields and say how their scales are laid out."""
 
     fmt: Format
+    number: int  # the same for equal quantizers of one class: caches that find them by it compare without Python
     block: ClassVar[blocks.Block]  # (rows, columns) that share a scale; a scheme may make it a property
     scale_format: Format | None = None  # None: float32
     two_level: ClassVar[bool] = False  # a [1] global_scale besides the block scales
@@ -63,6 +70,12 @@ class Quantizer(Value):
     draws: bool = False  # rounds stochastically, from a seed
     basis: str = ""  # how values are turned along the contraction before they are rounded; operands must agree
     package: ClassVar[str]  # where the twins live
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = _NUMBERS.setdefault((type(self), self.key), next(_COUNTER))
+        object.__setattr__(self, "number", number)
+        KNOWN.setdefault(number, self)
 
     @cached_property
     def shipped(self) -> bool:
@@ -273,7 +286,7 @@ class Quantizer(Value):
         checked = []
         for spec, a, axis in ((row, amax[0], -1), (column, amax[1], column_axis(x.dim()))):
             if spec is not None and a is not None:
-                scale = cached_proto(spec.key, x.shape, x.dtype, x.device, axis).scale
+                scale = cached_proto(spec.number, x.shape, x.dtype, x.device, axis).scale
                 want = (1,) if spec.two_level else scale.shape
                 if tuple(a.shape) != want or a.dtype != torch.float32 or a.device != x.device:
                     raise UnsupportedShape(
@@ -374,10 +387,10 @@ def empty_pair(
     same tensor for it: one allocation less for who keeps neither to write to."""
     first = second = None
     if row is not None:
-        first = cached_proto(row.key, like.shape, like.dtype, like.device, -1).empty()
+        first = cached_proto(row.number, like.shape, like.dtype, like.device, -1).empty()
     if column is not None:
         axis = 0 if len(like.shape) > 1 else column_axis(len(like.shape))
-        proto = cached_proto(column.key, like.shape, like.dtype, like.device, axis)
+        proto = cached_proto(column.number, like.shape, like.dtype, like.device, axis)
         shared = one_scale and first is not None and row is column and column.block == (None, None)
         second = proto.empty(first.scale if shared and first is not None else None)
     return first, second
@@ -395,16 +408,12 @@ def fill_pair(x: Tensor, pair: tuple[QTensor | None, QTensor | None], cast_args:
         column.spec.fill(x, pair, cast_args)
 
 
-quantizer_of = lru_cache(maxsize=1024)(parse)  # one for each key
-
-
 @lru_cache(maxsize=4096)
-def cached_proto(spec_key: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, axis: int) -> QProto:
-    """`proto` of the quantizer with this key, remembered, once the size was found good: an eager layer asks for the
-    same few at every step, and strings are compared without a call of Python's."""
+def cached_proto(number: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, axis: int) -> QProto:
+    """`proto` of the quantizer of this number, remembered, once the size was found good: an eager layer asks for
+    the same few at every step."""
     check_size(math.prod(shape[:-1]), shape[-1] if shape else 1, shape)
-    proto: QProto = quantizer_of(spec_key).proto(TensorProto(tuple(shape), dtype, device), axis)
-    return proto
+    return KNOWN[number].proto(TensorProto(tuple(shape), dtype, device), axis)
 
 
 def as_matrix(x: Tensor) -> Tensor:

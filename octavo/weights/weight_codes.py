@@ -61,7 +61,7 @@ class WeightCodes(WeightCache):
         column = "x" in grads and quant.dgrad.right is not None
         first, skip = _decided(first)
         if tracing:
-            if again and column and not layer.now("_codes.has_columns"):
+            if again and column and not layer._now("_codes.has_columns"):
                 return "plain"  # of the buffers, a graph sees those that were there at its first call of the layer
             self._refresh_in_graph(layer, recipe, first, column, observe, skip, "w" in grads)
             return "codes"
@@ -114,7 +114,7 @@ class WeightCodes(WeightCache):
     ) -> None:
         """Refresh while a graph is traced: buffers that are missing are made and filled now, once; the graph refreshes
         them where it is told to. Whether a weight has changed is not for a graph to see."""
-        layer.now("_codes.make_cache", recipe.key, column, observe and not first, trains)
+        layer._now("_codes.make_cache", recipe.key, column, observe and not first, trains)
         cached = self.recipe
         if cached is None or cached.key != recipe.key:  # never now; read here, it is a guard of the graph
             raise UnsupportedConfig(f"The weight cache holds codes of {cached}, and {recipe} is in force.")
@@ -204,10 +204,10 @@ def _check_held(layer: Any, recipe: Recipe, weights: Sequence[Any]) -> None:
     held = weights[0].kind
     if held.recipe != recipe.key or held.layer != layer.NAME:
         raise UnsupportedConfig(
-            f"{layer.describe()}: its weight is held as codes of {held.recipe} for a {held.layer} layer, and runs in "
-            f"{recipe}. Use that recipe, or octavo.revert(model) first."
+            f"{layer.op_describe()}: its weight is held as codes of {held.recipe} for a {held.layer} layer, and runs "
+            f"in {recipe}. Use that recipe, or octavo.revert(model) first."
         )
     if torch.compiler.is_compiling():
-        layer.now("_codes.check_whole")
+        layer._now("_codes.check_whole")
     elif not is_whole(weights):
         refuse_dense(weights[0])

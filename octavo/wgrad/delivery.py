@@ -50,7 +50,7 @@ class WeightGradient:
     def post(self, layer: Any, key: str, extras: Sequence[Tensor], codes: Parts) -> None:
         """Leave the operands of dw that a graph's node made. The mailbox is written without being read: a read is a
         guard."""
-        start, stop = layer.now("_wgrad.post_span", key)
+        start, stop = layer._now("_wgrad.post_span", key)
         box = self.mailbox
         box.posted = (Posted(key, tuple(extras[start:stop]), codes), box.posted)
 

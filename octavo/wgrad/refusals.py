@@ -21,7 +21,7 @@ def graph_refusal(layer: Any) -> str:
     if not any([weight.requires_grad for weight in own]):
         return ""
     if why := layer.why_parametrized("delay_wgrad_compute=True" if delays else "fuse_wgrad_accumulation=True"):
-        return f"{layer.describe()} does not compile: {why}."
+        return f"{layer.op_describe()} does not compile: {why}."
     if delays and (is_inside_operator() or recomputes()):
         why = (
             "delay_wgrad_compute=True inside torch.utils.checkpoint, or with a memory budget below 1, would leave the "
@@ -37,13 +37,14 @@ def graph_refusal(layer: Any) -> str:
             "fuse_wgrad_accumulation=True needs weight.main_grad, or weight.get_main_grad(), before forward. "
             "Set it first"
         )
-    elif (delays or not any([hasattr(w, "grad_added_to_main_grad") for w in own])) and layer.now("has_weight_hooks"):
+    elif (delays or not any([hasattr(w, "grad_added_to_main_grad") for w in own])) and layer._now("has_weight_hooks"):
         why = (
             "its weight has hooks, and gets its gradient elsewhere (delay_wgrad_compute, fuse_wgrad_accumulation), so "
             "that every backward of a graph would call them with None. Remove the hooks, or set "
             "weight.grad_added_to_main_grad, with which they get zeros"
         )
-    return why and f"{layer.describe()} does not compile: {why}, or build the layer with strict=False, to run outside."
+    way_out = "or build the layer with strict=False, to run outside."
+    return why and f"{layer.op_describe()} does not compile: {why}, {way_out}"
 
 
 def refuse_shards(weights: Sequence[Tensor], what: str) -> None:

@@ -173,3 +173,14 @@ def test_a_pickled_model_has_not_missed_a_step():
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert torch.equal(twin(torch.ones(4, 16)), twin(torch.ones(4, 16)))
+
+
+@pytest.mark.parametrize("around", [lambda layer: layer, octavo.Sequential], ids=["alone", "in a Sequential"])
+def test_warnings_name_the_line_that_called(around):
+    (said,) = train(around(make(RECIPE)), 6)
+    assert said.filename == __file__
+    loaded = make(RECIPE)
+    loaded.load_state_dict(make(RECIPE).state_dict())
+    with pytest.warns(UserWarning, match="no scaling state") as caught:
+        around(loaded)(batch(0)[0]).sum().backward()
+    assert [w.filename for w in caught] == [__file__]

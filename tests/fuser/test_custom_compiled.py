@@ -311,3 +311,25 @@ def test_every_example_of_the_page_with_each_subset_of_its_outputs(backend):
         except Exception as error:
             error.add_note(f"in the example {name!r}")
             raise
+
+
+class Fails(ops.BasicOperation):
+    @staticmethod
+    def op_forward_compute(config, inputs):
+        raise RuntimeError("of the user's own")
+
+    @staticmethod
+    def op_forward_save_ctx(config, inputs, y, fresh):
+        return ()
+
+    @staticmethod
+    def op_backward(config, saved, dy, wants):
+        return (dy,)
+
+
+@pytest.mark.parametrize("rows", [128, 5])
+@pytest.mark.parametrize("call", [lambda model: model, compiled], ids=["eager", "compiled"])
+def test_an_error_of_the_users_is_what_is_raised(call, rows):
+    """128 rows are as many as a plan makes up."""
+    with pytest.raises(Exception, match="of the user's own"):
+        call(octavo.Sequential(Fails()))(torch.randn(rows, 16))

@@ -112,3 +112,13 @@ def test_deterministic_mode_is_no_error_and_repeats(recipe):
             assert_equal(step(model, x, dy), want)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("last", [octavo.Linear(0, 8), ops.Bias(0)], ids=lambda op: type(op).__name__)
+def test_a_layer_of_no_features(last):
+    x = torch.randn(M, H, requires_grad=True)
+    model = octavo.Sequential(octavo.Linear(H, 0), last)
+    y = model(x)
+    assert y.shape == (M, 8 if isinstance(last, octavo.Linear) else 0)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.zeros(M, H))

@@ -1,6 +1,7 @@
 """A write to what backward needs, between forward and backward: a sentence, or gradients as if it had not been."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -127,3 +128,21 @@ def test_a_graph_refuses_or_has_the_right_gradients(kind, recipe):
         found = steps(module, (), x.clone().requires_grad_(), True)
         want = steps(twin, (), x.clone().requires_grad_(), False)
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("op", ["LayerNorm", "GELU", "SwiGLU"])
+def test_an_operation_alone_says_it_too(name):
+    op = octavo.ops.LayerNorm(K) if name == "LayerNorm" else getattr(octavo.ops, name)()
+    x = torch.randn(ROWS, K, requires_grad=True)
+    y = op(x)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(ModifiedInPlace, match=r"A (norm|activation) layer needs a parameter or an input"):
+        y.sum().backward()
+
+
+def test_an_operation_lives_no_longer_than_its_owner_wants():
+    op, x = octavo.ops.LayerNorm(K), torch.randn(ROWS, K, requires_grad=True)
+    alive, y = weakref.ref(op), op(x)
+    del op
+    assert alive() is None and y.grad_fn is not None

@@ -13,6 +13,7 @@ from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDevice, Uns
 from octavo.formats import E2M1, E4M3, E5M2, E8M0, unpack_nibbles
 from octavo.quant import TensorProto
 from octavo.quant.tensorwise import reference as tensorwise_reference
+from octavo.values import register
 from tests.quant.sameness import assert_same, bytes_of
 
 DETERMINISTIC = [
@@ -735,3 +736,23 @@ def test_assembled_from_plain_bytes_it_is_the_same(spec):
     codes, *rest = q.tensors()
     again = spec.assemble([codes.view(torch.uint8), *rest], q.shape, q.dtype)
     assert torch.equal(again.dequantize(), q.dequantize())
+
+
+def test_a_class_defined_again_runs_as_it_is_now():
+    """As in a notebook: the name is the same, and so is the key."""
+
+    def define(factor):
+        class Redefined(Q.Tensorwise):
+            __qualname__ = "Redefined"
+            package = "octavo.quant.tensorwise"
+
+            def fill(self, x, pair, cast_args):
+                super().fill(x * factor, pair, cast_args)
+
+        return register("tests-redefined")(Redefined)
+
+    x = torch.full((4, 16), 3.0)
+    for factor in (1.0, 2.0):
+        kind = define(factor)
+        q = kind().quantize(x)
+        assert type(q.spec) is kind and q.dequantize()[0, 0] == 3 * factor

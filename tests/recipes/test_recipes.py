@@ -314,7 +314,7 @@ TYPOS = {
     "NVFP4": "'nvfp4'",
     "bfloat16": "'bf16'",
     "fp8-blok(scale='fp32')": "'fp8-block'",
-    "fp8": "'fp8-block' or 'fp8-current' or 'fp8-delayed' or 'fp8-rowwise'",
+    "fp8": " or ".join(repr(name) for name in sorted(octavo.recipes.SHIPPED) if name.startswith("fp8")),
 }
 
 

@@ -8,8 +8,8 @@ with `interleave` = k every other k columns. `bias` has an element for each colu
 `keep` is dropout: which elements stay is a function of where they are and of `seed`, never of when they are computed,
 so that backward finds the same ones and nothing but the seed is kept.
 
-f and h are curves: functions of the same name in `reference.py` and in `triton.py` that return value and slope. An
-activation is an entry of ACTIVATIONS; kernels, layer and tests know no other list.
+f and h are curves: functions of the same name in `reference.py` and in `triton.py` that return value and slope, entered
+in CURVES of both. An activation is an entry of ACTIVATIONS; kernels and layer know no other list of them.
 """
 
 from typing import NamedTuple

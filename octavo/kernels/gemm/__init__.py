@@ -23,8 +23,7 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.formats import E5M2, FLOATS
 from octavo.kernels.gemm import native, reference
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import Quantizer
-from octavo.values import parse
+from octavo.quant.quantizer import KNOWN, Quantizer
 
 ACCUMULATIONS = ("fast", "precise")
 Operand = Tensor | QTensor
@@ -71,7 +70,7 @@ def spec_route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -
 def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, accumulation: str) -> Tensor:
     """`gemm` into a fresh tensor, of operands that are known to fit: what a layer calls."""
     if isinstance(a, QTensor) and isinstance(b, QTensor):
-        way = _way(a.spec.key, b.spec.key, a.codes.device, backend.forced())
+        way = _way(a.spec.number, b.spec.number, a.codes.device, backend.forced())
         if way == "native" and a.codes.numel() and b.codes.numel():
             return native.gemm(a, b, dtype, bias, accumulation == "fast")
         m, n = a.codes.shape[0], b.codes.shape[0]
@@ -89,10 +88,9 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, acc
 
 
 @lru_cache(maxsize=1024)
-def _way(a: str, b: str, device: torch.device, force: str) -> str:
-    """`spec_route` of quantizers with these keys, remembered for each backend that may be forced. Strings are compared
-    without a call of Python's."""
-    return spec_route(parse(a), parse(b), device)
+def _way(a: int, b: int, device: torch.device, force: str) -> str:
+    """`spec_route` of quantizers of these numbers, remembered for each backend that may be forced."""
+    return spec_route(KNOWN[a], KNOWN[b], device)
 
 
 def _rows(x: Operand) -> int:

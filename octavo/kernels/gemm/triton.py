@@ -9,6 +9,7 @@ Where the scale enters depends on how far it reaches along K:
                   for E8M0 bytes 3...246; below, values under 2^-133 are rounded away, above they saturate
 """
 
+from collections.abc import Collection
 from functools import lru_cache
 
 import torch
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.errors import UnsupportedConfig
 from octavo.formats import E4M3, E8M0
 from octavo.launch import Launch
 from octavo.quant import tile
@@ -175,7 +177,17 @@ def _gemm_launch(a: Quantizer, b: Quantizer, sizes: tuple[int, ...], config: Con
     )  # fmt: skip
 
 
+def check_reach(reach: int, known: Collection[int]) -> None:
+    """Refuse scales that no kernel serves."""
+    if reach not in known:
+        raise UnsupportedConfig(
+            f"The emulated GEMM takes scales over {', '.join(map(str, sorted(known)))} elements of the contraction "
+            f"(0: all), got {reach}. Call octavo.backend.use('reference') to run plain torch instead."
+        )
+
+
 def _choose(reach: int, m: int, n: int) -> Config:
+    check_reach(reach, CONFIGS)
     large, small = CONFIGS[reach]
     return large if min(m, n) > 64 else small
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.gemm.triton import SCALES, product
+from octavo.kernels.gemm.triton import SCALES, check_reach, product
 from octavo.kernels.grouped_gemm.scales import grouped_strides, stacked_strides
 from octavo.launch import Launch
 from octavo.quant.grouped import GroupedTensor
@@ -166,6 +166,7 @@ def _depth_launch(a: Quantizer, b: Quantizer, groups: int, sizes: tuple[int, ...
 
 
 def _constants(a: Quantizer, b: Quantizer) -> tuple[dict[str, Any], int, int]:
+    check_reach(a.block[1] or 0, CODES)
     bm, bn, bk, warps, stages = CODES[a.block[1] or 0]
     constants: dict[str, Any] = {
         "REACH": a.block[1] or 0, "A_ROWS": a.block[0] or 1, "B_ROWS": b.block[0] or 1,
