@@ -130,7 +130,7 @@ def test_a_graph_refuses_or_has_the_right_gradients(kind, recipe):
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
-@pytest.mark.parametrize("op", ["LayerNorm", "GELU", "SwiGLU"])
+@pytest.mark.parametrize("name", ["LayerNorm", "GELU", "SwiGLU"])
 def test_an_operation_alone_says_it_too(name):
     op = octavo.ops.LayerNorm(K) if name == "LayerNorm" else getattr(octavo.ops, name)()
     x = torch.randn(ROWS, K, requires_grad=True)
