@@ -5,7 +5,7 @@ built-in exception a caller would expect, so `except ValueError` keeps working.
 """
 
 import difflib
-import sys
+import inspect
 import warnings
 from collections.abc import Iterable, Sequence
 
@@ -44,8 +44,8 @@ class ModifiedInPlace(Unsupported, RuntimeError):
 
 def warn_caller(message: str) -> None:
     """Warn at the line that called Octavo: the first frame that is neither Octavo's nor torch's."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in ("octavo", "torch"):
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in ("octavo", "torch"):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

@@ -13,7 +13,6 @@ from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
 from octavo.fuser.inputs import arrived, check_input, check_weight
-from octavo.fuser.operation import FusibleOperation
 from octavo.kernels import grouped_gemm
 from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.grouped_linear import layer
@@ -31,7 +30,7 @@ from octavo.weights.held import HeldWeight, linked_token, parameter
 from octavo.wgrad.refusals import graph_refusal
 
 
-class GroupedLinear(Quantized, FusibleOperation):
+class GroupedLinear(Quantized):
     """y[g] = x[g] · W[g]ᵀ + b[g] for ragged groups of rows, whose sizes stay on the device.
 
     recipe                     a name, a canonical string or a Recipe; None follows `octavo.autocast`, else bf16

@@ -15,7 +15,6 @@ from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.fuser.inputs import arrived, check_input, check_weight
-from octavo.fuser.operation import FusibleOperation
 from octavo.kernels.gemm import spec_route
 from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.linear import Config, layer
@@ -31,7 +30,7 @@ from octavo.weights.held import HeldWeight, linked_token, parameter
 from octavo.wgrad.refusals import graph_refusal
 
 
-class Linear(Quantized, FusibleOperation, nn.Linear):
+class Linear(Quantized, nn.Linear):
     """y = x · Wᵀ + b in low precision.
 
     recipe                     a name, a canonical string or a Recipe; None follows `octavo.autocast`, else bf16

@@ -23,6 +23,7 @@ from octavo.delayed_scaling import memory as scaling
 from octavo.delayed_scaling.checkpoint import ROUNDING
 from octavo.errors import UnsupportedConfig
 from octavo.formats import FLOATS
+from octavo.fuser.operation import FusibleOperation
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import BF16, Recipe
@@ -55,7 +56,7 @@ class WeightSide(NamedTuple):
     has_extras: bool  # the call makes tensors for the layer besides y
 
 
-class Quantized(nn.Module):
+class Quantized(FusibleOperation, nn.Module):
     """Settings and state of a recipe, for the weight of a module."""
 
     LAYER: ClassVar[Any]  # of octavo.layers

@@ -203,7 +203,7 @@ class Maximum(Stub):
 
 @pytest.mark.parametrize("returned", [False, True])
 @pytest.mark.parametrize("size", [1, 5, 4096])
-def test_zeros_that_only_kernels_see_are_made_at_once(size, returned, monkeypatch):
+def test_kernels_find_zeros_in_every_replay(size, returned, monkeypatch):
     from octavo import launch
     from octavo.lower.replay import recorder
 
@@ -226,5 +226,3 @@ def test_zeros_that_only_kernels_see_are_made_at_once(size, returned, monkeypatc
         found = call([seen], work)[1]
         assert not returned or [t[0].item() for t in found[1:]] == [3, 7]
     assert recordings() == 1
-    merged = calls.sources()[0].count("zeros = ")
-    assert merged == (not returned and size != 4096)
