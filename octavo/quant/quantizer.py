@@ -73,9 +73,19 @@ class Quantizer(Value):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._take_number()
+
+    def _take_number(self) -> None:
         number = _NUMBERS.setdefault((type(self), self.key), next(_COUNTER))
         object.__setattr__(self, "number", number)
         KNOWN.setdefault(number, self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "number"}  # a process's own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_number()
 
     @cached_property
     def shipped(self) -> bool:

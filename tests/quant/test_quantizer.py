@@ -12,6 +12,7 @@ import octavo.quant as Q
 from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import E2M1, E4M3, E5M2, E8M0, unpack_nibbles
 from octavo.quant import TensorProto
+from octavo.quant.quantizer import KNOWN
 from octavo.quant.tensorwise import reference as tensorwise_reference
 from octavo.values import register
 from tests.quant.sameness import assert_same, bytes_of
@@ -756,3 +757,12 @@ def test_a_class_defined_again_runs_as_it_is_now():
         kind = define(factor)
         q = kind().quantize(x)
         assert type(q.spec) is kind and q.dequantize()[0, 0] == 3 * factor
+
+
+@pytest.mark.parametrize("spec", DETERMINISTIC, ids=str)
+def test_a_pickle_has_no_number_of_its_process(spec):
+    """Numbers follow the order in which a process makes quantizers, which another one makes in another order."""
+    pickled = pickle.dumps(spec)
+    assert b"number" not in pickled
+    for made in (pickle.loads(pickled), copy.deepcopy(spec)):
+        assert made == spec and made.number == spec.number and KNOWN[made.number] == spec
