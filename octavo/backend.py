@@ -1,6 +1,6 @@
-"""Which of two twins runs: `reference.py` (plain torch, anywhere) or `triton.py` (NVIDIA GPUs from SM89 on).
+"""Chooses the twin that runs: `reference.py` (plain torch, anywhere) or `triton.py` (NVIDIA GPUs from SM89 on).
 
-The choice follows the tensor's device and can be forced:
+The choice follows the tensor's device; the user can force it:
 
     octavo.backend.use("reference")            # from here on
     with octavo.backend.use("reference"): ...  # or for a while
@@ -25,13 +25,13 @@ from octavo.errors import UnsupportedDevice, UnsupportedHardware, check_choice
 CHOICES = ("auto", "reference", "triton")
 MIN_TRITON_CAPABILITY = (8, 9)  # the first chips that convert float32 to FP8 in hardware
 
-_forces: list["use"] = []  # in force, the newest last
+_forces: list["use"] = []  # active forces, the newest last
 _lock = threading.Lock()
 
 
 class use:
-    """Force a twin, or "auto" to follow the device again. As a context manager it takes back its own force, whatever
-    other threads forced meanwhile."""
+    """Forces a twin, or with "auto" follows the device again. As a context manager it removes its own force on exit,
+    whatever other threads forced meanwhile."""
 
     def __init__(self, name: str) -> None:
         check_choice(name, CHOICES, what="backend")
@@ -55,7 +55,7 @@ def forced() -> str:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why Triton kernels cannot run on a device, and whether that is the chip's nature or something to be mended."""
+    """The reason why Triton kernels cannot run on a device, and whether the user can fix it."""
 
     why: str
     mendable: bool = False
@@ -77,7 +77,7 @@ def triton_refusal(device: torch.device) -> Refusal | None:
 
 
 def choose(device: torch.device) -> str:
-    """ "reference" or "triton" for tensors on this device."""
+    """Returns "reference" or "triton" for tensors on this device."""
     if device.type not in ("cpu", "cuda", "meta"):
         raise UnsupportedDevice(f"Octavo runs on cpu and cuda tensors, got one on {device}. Move it to either.")
     force = forced()
@@ -94,7 +94,7 @@ def choose(device: torch.device) -> str:
 
 
 def twin(package: str, like: Tensor) -> ModuleType:
-    """The module of `package` that serves tensors like this one. Triton is imported only when it is used."""
+    """Returns the module of `package` that runs for tensors like this one. Imports Triton only if it is used."""
     return _twin(package, like.device, _forces[-1].name if _forces else "auto")
 
 

@@ -1,7 +1,7 @@
-"""What Octavo refuses, and how it says so.
+"""Octavo's exceptions, and the checks that raise them.
 
-Every refusal is a sentence with three parts: the rule, the value that broke it, the way out. Each class is also the
-built-in exception a caller would expect, so `except ValueError` keeps working.
+Every message is a sentence with three parts: the rule, the value that broke it, the way out. Each class also derives
+from the built-in exception that a caller would expect, so `except ValueError` keeps working.
 """
 
 import difflib
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 
 class Unsupported(Exception):
-    """Base of every refusal. Catch this to catch them all."""
+    """Base class of all these exceptions. Catch it to catch them all."""
 
 
 class UnsupportedShape(Unsupported, ValueError):
@@ -23,11 +23,11 @@ class UnsupportedDtype(Unsupported, TypeError):
 
 
 class UnsupportedDevice(Unsupported, ValueError):
-    """A tensor on a device that is not served, or two operands on two devices."""
+    """A tensor on a device that Octavo does not support, or two operands on two devices."""
 
 
 class UnsupportedHardware(Unsupported, RuntimeError):
-    """This chip, or this installation, lacks what was asked for."""
+    """This chip, or this installation, lacks a feature that the call needs."""
 
 
 class UnsupportedConfig(Unsupported, ValueError):
@@ -35,7 +35,7 @@ class UnsupportedConfig(Unsupported, ValueError):
 
 
 class UnknownSetting(UnsupportedConfig, TypeError):
-    """A setting by a name that there is none of."""
+    """A setting whose name does not exist."""
 
 
 class ModifiedInPlace(Unsupported, RuntimeError):
@@ -43,7 +43,7 @@ class ModifiedInPlace(Unsupported, RuntimeError):
 
 
 def warn_caller(message: str) -> None:
-    """Warn at the line that called Octavo: the first frame that is neither Octavo's nor torch's."""
+    """Warns at the line that called Octavo: the first frame that is neither Octavo's nor torch's."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in ("octavo", "torch"):
         frame, level = frame.f_back, level + 1
@@ -51,7 +51,7 @@ def warn_caller(message: str) -> None:
 
 
 def check_choice(value: object, allowed: tuple[object, ...], *, what: str) -> None:
-    """Refuse a setting outside its list; the message is the list."""
+    """Raises for a setting outside `allowed`, with that list in the message."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
         texts = [choice for choice in allowed if isinstance(choice, str)]
         hint = nearest(value, texts) if isinstance(value, str) else ""
@@ -61,7 +61,7 @@ def check_choice(value: object, allowed: tuple[object, ...], *, what: str) -> No
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
-    """ " Did you mean 'x'?", for a word that may be a misspelt name; empty if none is like it."""
+    """Returns " Did you mean 'x'?" for a word that may be a misspelt name; "" if no name is like it."""
     wanted, known = _letters(word), {name: _letters(name) for name in names}
     alike = [name for name, letters in known.items() if letters == wanted]
     alike = alike or [name for name, letters in known.items() if wanted and letters.startswith(wanted)]
@@ -77,11 +77,11 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 
 def _letters(text: str) -> str:
-    """Letters and digits alone, in small letters: how a name sounds."""
+    """Returns only the letters and digits, in lower case, so that spellings of a name compare equal."""
     return "".join([c for c in text.lower() if c.isalnum()])
 
 
 def check_not_negative(value: object, *, what: str) -> None:
-    """Refuse anything but a float from 0 up that float32 holds."""
+    """Raises for anything but a float of at least 0 that float32 holds."""
     if type(value) is not float or not 0.0 <= value < 3.4e38:
         raise UnsupportedConfig(f"{what} must be a number from 0 up to 3.4e38, got {value!r}.")

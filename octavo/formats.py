@@ -1,4 +1,4 @@
-"""Eight bits or fewer: the number formats, their ranges and their exact codecs. The only file that knows 448.
+"""Number formats of eight bits or fewer: their ranges and exact codecs. The only file that knows 448.
 
     E4M3  1-4-3  max 448     no Inf, one NaN   values of the forward pass
     E5M2  1-5-2  max 57344   Inf and NaN       gradients, where range matters more than a mantissa bit
@@ -6,9 +6,9 @@
     E8M0  0-8-0  max 2^127   NaN, no zero      a power of two: the scale of an MX block
 
 Encoding rounds to nearest, ties to even. A finite |x| > max saturates: it becomes max with its sign. A value that is
-not finite stays visible where the format can say it: NaN is the byte 0x7f in FP8 (what the hardware writes; torch would
+not finite stays visible if the format can hold it: NaN is the byte 0x7f in FP8 (what the hardware writes; torch would
 keep the sign) and 255 in E8M0; Inf stays Inf in E5M2 and becomes NaN in E4M3 and E8M0, which have no Inf. E2M1 has
-neither and writes 6: its scales say it instead. Zeros keep their sign, subnormals are exact.
+neither and writes 6: its scales mark it instead. Zeros keep their sign, subnormals are exact.
 
 The clamp before each cast is deliberate: torch 2.11 turns an E4M3 overflow into NaN where 2.13 saturates, and both turn
 an E5M2 overflow into Inf.
@@ -48,7 +48,7 @@ class Format:
         return self.name
 
     def encode(self, x: Tensor) -> Tensor:
-        """Nearest code of each element: FP8 in its own dtype, E2M1 and E8M0 as uint8, one code to a byte."""
+        """Returns each element's nearest code: FP8 in its own dtype, E2M1 and E8M0 as uint8, one code to a byte."""
         if not isinstance(x, Tensor) or x.dtype not in FLOATS:
             found = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise UnsupportedDtype(
@@ -57,7 +57,7 @@ class Format:
         return _ENCODERS[self.name](x.float())
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Exact float32 value of each code. E2M1 takes one code to a byte: `unpack_nibbles` first."""
+        """Returns the exact float32 value of each code. E2M1 takes one code to a byte: `unpack_nibbles` first."""
         if not isinstance(codes, Tensor) or codes.dtype not in (self.dtype, torch.uint8):
             found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
             raise UnsupportedDtype(f"{self.name}.decode takes its codes as {self.dtype} or uint8, got {found}.")
@@ -105,7 +105,7 @@ def _decode_e2m1(codes: Tensor) -> Tensor:
 
 
 def _encode_e8m0(x: Tensor) -> Tensor:
-    """The smallest power of two that is not below |x| (0 gives 2^-127, the smallest there is); NaN if |x| is Inf."""
+    """Encodes the smallest power of two that is not below |x| (2^-127 for 0); NaN if |x| is Inf."""
     bits = x.view(torch.int32) & 0x7FFFFFFF
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     # exponent 0 holds float32's subnormals, where 2^-127 is the mantissa 0x400000
@@ -135,12 +135,12 @@ _DECODERS = {
 
 
 def format_named(text: str, among: Iterable[Format] = FORMATS.values()) -> Format | None:
-    """The format that a string such as "e4m3", or the name of a dtype, has in mind."""
+    """Returns the format that a string such as "e4m3", or the name of a dtype, means; None if there is none."""
     return next((fmt for fmt in among if fmt.name.lower() in text.lower()), None)
 
 
 def check_format(fmt: object, allowed: tuple[Format, ...], *, what: str) -> None:
-    """Refuse a format outside the list, or something that only names one."""
+    """Raises for a format outside `allowed`, and for a value that only names a format."""
     if isinstance(fmt, Format) and fmt in allowed:
         return
     meant = format_named(str(fmt), allowed) if isinstance(fmt, str | torch.dtype) else None
@@ -153,7 +153,7 @@ def check_format(fmt: object, allowed: tuple[Format, ...], *, what: str) -> None
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """[..., K] codes of four bits -> [..., K/2] bytes, the even index in the low nibble."""
+    """Packs codes of four bits [..., K] into bytes [..., K/2], the even index in the low nibble."""
     if codes.dim() == 0 or codes.shape[-1] % 2:
         raise UnsupportedShape(
             f"Two four-bit codes share a byte, so the last dim must be even, got shape {tuple(codes.shape)}. "
@@ -164,5 +164,5 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """[..., K/2] bytes -> [..., K] codes, the low nibble first."""
+    """Unpacks bytes [..., K/2] into codes [..., K], the low nibble first."""
     return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)

@@ -1,13 +1,13 @@
-"""Launching a Triton kernel without Triton's own Python in the way.
+"""Launches Triton kernels without the overhead of Triton's own Python.
 
 `kernel[grid](...)` binds, specializes and formats a cache key in Python at every call: tens of microseconds, as long as
-a small kernel runs. A `Launch` is all of a call but its tensors, made once and kept by whoever calls it (`lru_cache`
-over settings and sizes). What is left to ask at each call is which tensors there are, their dtypes, and whether they
-are aligned to 16 bytes, since a kernel is compiled for those; from the second time on the compiled kernel is called
-directly, pointers as integers.
+a small kernel runs. A `Launch` holds everything of a call except its tensors; the caller creates it once and caches it
+(`lru_cache` over settings and sizes). Each call then checks only which tensors are None, their dtypes, and whether they
+are aligned to 16 bytes, since a kernel is compiled for those. From the second time on it calls the compiled kernel
+directly, with pointers as integers.
 
-The direct call is private to Triton, so it is used with the versions it was tried on; others take the public way. A
-`Launch` holds compiled kernels and never a tensor.
+The direct call is private to Triton, so `Launch` uses it only with the versions in TRIED; other versions take the
+public call. A `Launch` holds compiled kernels and never a tensor.
 """
 
 import sys
@@ -28,14 +28,14 @@ _threads = threading.local()
 
 
 def is_watched() -> bool:
-    """Whether a profiler wants to be told of every launch, which is then made in Triton's own way."""
-    knobs = sys.modules.get("triton.knobs")  # who has no kernels need not have Triton
+    """Whether a profiler has hooked Triton's launches, which then go through Triton's public call."""
+    knobs = sys.modules.get("triton.knobs")  # Triton may not be installed or imported
     return knobs is not None and bool(knobs.runtime.launch_enter_hook.calls)
 
 
 @contextmanager
 def listening(told: Callable[["Launch", tuple[Any, ...]], None]) -> Iterator[None]:
-    """Tell of every launch of this thread, once it was made."""
+    """Calls `told` after every launch of this thread."""
     _threads.told = told
     try:
         yield
@@ -44,11 +44,11 @@ def listening(told: Callable[["Launch", tuple[Any, ...]], None]) -> Iterator[Non
 
 
 class Direct:
-    """A compiled kernel's own launch function, and what it takes between the stream and the kernel's arguments."""
+    """A compiled kernel's launch function, and its arguments between the stream and the kernel's own arguments."""
 
     def __init__(self, compiled: Any) -> None:
         run = compiled.run
-        assert run.global_scratch_size == run.profile_scratch_size == 0  # none of our kernels asks for any
+        assert run.global_scratch_size == run.profile_scratch_size == 0  # no Octavo kernel uses scratch memory
         self.launch = run.launch
         hooks, scratch = (None, None, None), (None, None)
         self.head = (
@@ -57,8 +57,8 @@ class Direct:
 
 
 class Launch:
-    """`kernel` over `grid` programs with these sizes and constants. Its parameters are pointers, then sizes, then
-    constants, in that order."""
+    """A launch of `kernel` over `grid` programs with these sizes and constants. The kernel's parameters are pointers,
+    then sizes, then constants, in that order."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Launch:
         self._compiled: dict[tuple[Any, ...], Direct] = {}
 
     def __call__(self, *arguments: Any) -> None:
-        """Run it on the device of the first argument, which is never None."""
+        """Runs the kernel on the device of the first argument, which is never None."""
         index = device_index(arguments[0])
         if index != current_device():
             with torch.cuda.device(index):
@@ -92,11 +92,11 @@ class Launch:
             _threads.told(self, arguments)
 
     def direct(self, *arguments: Any) -> Direct | None:
-        """What was launched for such arguments, if there is a shorter way to it than a call."""
+        """Returns the direct launch that a call with such arguments has compiled, or None."""
         return self._compiled.get(self._bound(arguments)[0])
 
     def _bound(self, pointers: Pointers) -> tuple[tuple[Any, ...], list[Any]]:
-        """What a kernel is compiled for, and what it is given directly."""
+        """Returns the key that the kernel is compiled for, and the arguments of the direct call."""
         addresses = [0 if t is None else t.data_ptr() for t in pointers]
         key: tuple[Any, ...] = (device_index(pointers[0]), *[None if t is None else t.dtype for t in pointers])
         ends = 0
@@ -105,11 +105,11 @@ class Launch:
         return (*key, *[address & 15 == 0 for address in addresses]) if ends & 15 else key, addresses
 
     def _public(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments as Triton's own way takes them."""
+        """Returns the arguments as Triton's public call takes them."""
         return arguments
 
     def _compile(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
-        """Run it in Triton's way, which compiles it the first time."""
+        """Runs the kernel through Triton's public call, which compiles it the first time."""
         from triton import __version__ as version
 
         compiled = self.kernel[(self.grid,)](*arguments, *self.sizes, **self.options)
@@ -118,7 +118,7 @@ class Launch:
 
 
 class Tiles:
-    """A matrix that a kernel copies by tiles: what Triton's TensorDescriptor says, without its checks at every call.
+    """A matrix that a kernel copies by tiles: Triton's TensorDescriptor without its checks at every call.
     Rows begin at multiples of 16 bytes."""
 
     __slots__ = ("base", "block_shape", "layout", "padding", "shape", "strides")
@@ -134,7 +134,7 @@ class Tiles:
 
 
 class TiledLaunch(Launch):
-    """A launch some of whose leading arguments are `Tiles`."""
+    """A launch whose arguments may be `Tiles`."""
 
     def _bound(self, arguments: tuple[Tensor | Tiles | None, ...]) -> tuple[tuple[Any, ...], list[Any]]:
         enter_context(device_index(arguments[0]))
@@ -155,8 +155,8 @@ def _base(argument: Tensor | Tiles | None) -> Any:
 
 
 def enter_context(index: int) -> None:
-    """A tensor map is made by the driver, which unlike the runtime does not give a new thread, such as autograd's, its
-    context: whoever comes first must."""
+    """Sets the device once per thread. The driver creates tensor maps and, unlike the runtime, does not give a new
+    thread, such as autograd's, a context."""
     if getattr(_threads, "context", None) != index:
         set_device(index)
         _threads.context = index

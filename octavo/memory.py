@@ -1,4 +1,4 @@
-"""Where tensors lie in memory: the addresses of one, whether two overlap, whether several follow each other."""
+"""Addresses of tensors in memory: the span of one, whether two overlap, whether several follow each other."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 def span(t: Tensor) -> tuple[int, int]:
-    """The addresses between which its elements are."""
-    first = t.data_ptr()  # 0 where there are none
+    """Returns the first address of a tensor's elements and the address after the last."""
+    first = t.data_ptr()  # 0 for a tensor without elements
     if t.is_contiguous():
         return first, first + t.nbytes
     last: int = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
@@ -15,15 +15,15 @@ def span(t: Tensor) -> tuple[int, int]:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors may share memory, by what they say of themselves."""
+    """Whether the spans of two tensors overlap, so that they may share memory."""
     first, end = span(a)
     other, other_end = span(b)
     return first < other_end and other < end
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor | None:
-    """Contiguous tensors of one shape as one, a view of all of them, if they follow each other in one allocation; their
-    first dim is then the sum of theirs."""
+    """Returns one view of contiguous tensors of one shape that follow each other in one allocation, joined along the
+    first dim; None if they do not."""
     first = parts[0]
     step, storage = first.nbytes, first.untyped_storage()
     start, base = first.data_ptr(), storage.data_ptr()

@@ -1,9 +1,9 @@
-"""Pieces of text for people: counts, columns, and names of layers that differ in a number."""
+"""Text for readers: counts, columns, and names of layers that differ in a number."""
 
 import re
 from collections.abc import Iterable, Sequence
 
-SHOWN = 5  # names of which a text shows each
+SHOWN = 5  # the most names that a text lists
 
 
 def plural(count: int, noun: str) -> str:
@@ -11,12 +11,12 @@ def plural(count: int, noun: str) -> str:
 
 
 def path_pattern(path: str) -> str:
-    """A path with a star for each number."""
+    """Returns the path with a star for each number."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def path_names(paths: Iterable[str]) -> str:
-    """Paths that differ in their numbers only are one, with stars."""
+    """Lists paths; those that differ only in their numbers become one, with stars."""
     kinds: dict[str, list[str]] = {}
     for path in paths:
         kinds.setdefault(path_pattern(path), []).append(path or "(model)")
@@ -24,7 +24,7 @@ def path_names(paths: Iterable[str]) -> str:
 
 
 def some(names: Sequence[str], most: int) -> str:
-    """The first names, and how many more there are."""
+    """Lists the first `most` names, and counts the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

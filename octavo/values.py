@@ -4,9 +4,9 @@ A quantizer or a recipe is a `Value`. Its `key` is a short string such as
 
     fp8-block(scale='fp32',wgrad='bf16')
 
-with the registered name and the fields that differ from their defaults, in field order. The string is what crosses a
-custom-op boundary and lands in a graph, in a disk cache and in a log, so it must mean the same in every process: a
-class takes part only under a name of its own.
+with the registered name and the fields that differ from their defaults, in field order. Custom ops take this string,
+and graphs, disk caches and logs store it, so it must mean the same in every process: a class takes part only under a
+name of its own.
 
     @register("my-recipe")
     class MyRecipe(Recipe):
@@ -33,10 +33,10 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _LITERAL = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 _SPACE = re.compile(r"\s*")
 _FIELD = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*")
-_BRACKET = re.compile(r"[()]|'(?:[^'\\]|\\.)*'?|\"(?:[^\"\\]|\\.)*\"?")  # or a string, whose brackets are text
-DEEPEST, DIGITS = 32, 100  # brackets around one another; characters of a number
+_BRACKET = re.compile(r"[()]|'(?:[^'\\]|\\.)*'?|\"(?:[^\"\\]|\\.)*\"?")  # or a quoted string, whose brackets are text
+DEEPEST, DIGITS = 32, 100  # nested brackets; characters of a number
 _DEPTH_RULE = f"too many brackets: they go at most {DEEPEST} deep. Flatten it."
-_SHOWN = 200  # characters of a long string that a refusal quotes
+_SHOWN = 200  # characters of a long string that an error quotes
 _BARE = re.compile(r"([=(,]\s*)([A-Za-z][A-Za-z0-9_.-]*)(?=\s*[,)])")  # a value that is a word without quotes
 _WORDS = {"None": None, "True": True, "False": False}
 _BY_NAME: dict[str, "type[Value]"] = {}
@@ -45,10 +45,10 @@ T = TypeVar("T", bound="type[Value]")
 
 
 class Value:
-    """A named, frozen setting. Subclasses declare fields and may override `validate`. Equal means: the same key."""
+    """A named, frozen setting. Subclasses declare fields and may override `validate`. Equality is by type and key."""
 
     registered_name: str = ""
-    is_listed: ClassVar[bool] = True  # a refusal of an unknown name lists this one
+    is_listed: ClassVar[bool] = True  # the error for an unknown name lists this one
     key: str  # the canonical string, made once at construction so that traced code only reads it
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
@@ -75,7 +75,7 @@ class Value:
         object.__setattr__(self, "key", key)
 
     def validate(self) -> None:
-        """Refuse settings that have no meaning, naming what is allowed."""
+        """Raises for settings that have no meaning, with the allowed ones in the message."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.key == other.key  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ class Value:
 
 @dataclass_transform(frozen_default=True, kw_only_default=False)
 def register(name: str) -> Callable[[T], T]:
-    """Give a `Value` class its name in canonical strings, and make it a frozen dataclass."""
+    """Registers a `Value` class under a name for canonical strings, and makes it a frozen dataclass."""
     if not _NAME.fullmatch(name):
         raise UnsupportedConfig(f"A registered name is letters, digits and _ . - after a letter, got {name!r}.")
     if name in FORMATS or name in _WORDS:
@@ -113,7 +113,7 @@ def register(name: str) -> Callable[[T], T]:
 
 
 def parse(text: str) -> Any:
-    """The value whose `key` is `text`. Names alone stand for their defaults: `fp8-block`."""
+    """Returns the value that `text`, such as its `key`, describes. A name alone means its defaults: `fp8-block`."""
     try:
         return _parse(text)
     except UnsupportedConfig as error:
@@ -134,8 +134,8 @@ def _parse(text: str) -> Any:
 
 
 def _with_quotes(text: str) -> str | None:
-    """The string that is meant by one whose words lack their quotes, if that can be read."""
-    for known in (_BY_NAME, ()):  # first without those that have a meaning as they are
+    """Returns `text` with quotes around bare words, if that can be parsed; else None."""
+    for known in (_BY_NAME, ()):  # first leaves registered names unquoted, then quotes them too
 
         def quoted(found: re.Match[str], known: Any = known) -> str:
             word = found[2]
@@ -152,12 +152,12 @@ def _with_quotes(text: str) -> str | None:
 
 
 def shown(text: str) -> str:
-    """The text as a refusal quotes it: only the beginning of a long one."""
+    """Returns the text as an error quotes it: only the beginning of a long one."""
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def names(kind: type[Value]) -> tuple[str, ...]:
-    """Registered names of one kind of value, in order of registration."""
+    """Returns the registered names of one kind of value, in order of registration."""
     return tuple(name for name, cls in _BY_NAME.items() if issubclass(cls, kind))
 
 
@@ -191,7 +191,7 @@ def _format_item(item: object, where: str, depth: int = 2) -> str:
 
 
 def _check_digits(number: int, where: str) -> None:
-    """Refuse an int that is too long to print; Python itself refuses beyond some thousand digits."""
+    """Raises for an int that is too long to print; Python itself raises beyond some thousand digits."""
     if not -(10 ** (DIGITS - 1)) < number < 10**DIGITS:
         raise UnsupportedConfig(
             f"{where} is an int of at most {DIGITS} characters, got a longer one. Use a smaller one."
@@ -199,7 +199,7 @@ def _check_digits(number: int, where: str) -> None:
 
 
 def _check_depth(text: str) -> None:
-    """Refuse deep nesting before a recursive parser meets it."""
+    """Raises for deep nesting before a recursive parser reads it."""
     if text.count("(") <= DEEPEST:
         return
     depth = 0
@@ -210,7 +210,7 @@ def _check_depth(text: str) -> None:
 
 
 def _skip(text: str, at: int) -> int:
-    """The position of the next character that is no space."""
+    """Returns the position of the next character that is not a space."""
     space = _SPACE.match(text, at)
     assert space is not None
     return space.end()
@@ -221,7 +221,7 @@ def _rest(text: str, at: int) -> str:
 
 
 def _parse_value(text: str, at: int, whole: str) -> tuple[Any, int]:
-    """The value that begins at a position of `text`, and the position after it. Refusals quote `whole`."""
+    """Returns the value that begins at a position of `text`, and the position after it. Errors quote `whole`."""
     if text.startswith("(", at):
         return _parse_tuple(text, at + 1, whole)
     if literal := _LITERAL.match(text, at):
@@ -259,7 +259,7 @@ def _parse_tuple(text: str, at: int, whole: str) -> tuple[tuple[Any, ...], int]:
 
 
 def _after_item(text: str, at: int, whole: str) -> int:
-    """The position after an item of a list: past the comma, or at the bracket that closes it."""
+    """Returns the position after an item of a list: past the comma, or at the bracket that closes it."""
     at = _skip(text, at)
     if not text.startswith((",", ")"), at):
         raise UnsupportedConfig(f"Cannot read {whole!r}: expected , or ) at {_rest(text, at)}.")
@@ -291,7 +291,7 @@ def _parse_fields(word: str, text: str, at: int, whole: str) -> tuple[Value, int
         return cls(**settings), at
     except UnknownSetting:
         raise
-    except TypeError as error:  # one that it cannot do without, or of a kind that it cannot compare
+    except TypeError as error:  # a required field is missing, or one has a type that cannot be compared
         allowed = ", ".join(f.name for f in fields(cls)) or "none"  # type: ignore[arg-type]
         raise UnsupportedConfig(f"Cannot read {whole!r}: {shown(str(error))}. Fields of {word}: {allowed}.") from None
 

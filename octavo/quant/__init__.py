@@ -1,4 +1,4 @@
-"""Quantizers as values, one folder per scaling scheme, and the quantized matrix they make."""
+"""Quantizers as values, one folder per scaling scheme, and the quantized matrix that they produce."""
 
 from octavo.quant.block import Block1D, Block2D
 from octavo.quant.grouped import GroupedTensor

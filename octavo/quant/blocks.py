@@ -1,7 +1,7 @@
 """Blocks of a matrix: the grid they make, their largest magnitude, and a value per block spread back over elements.
 
-A block is (rows, columns); None stands for the whole dim. Blocks at the edge are cut off: what lies beyond counts as
-zero and is never read.
+A block is (rows, columns); None stands for the whole dim. Blocks at the edge are cut off: elements beyond the matrix
+count as zero and are never read.
 """
 
 import torch
@@ -16,13 +16,13 @@ def ceil_div(n: int, d: int) -> int:
 
 
 def grid(rows: int, columns: int, block: Block) -> tuple[int, int]:
-    """How many blocks a [rows, columns] matrix has each way. A whole dim is one block, even of no elements."""
+    """Returns the blocks per dim of a [rows, columns] matrix. A whole dim is one block, even of no elements."""
     r, c = block
     return (1 if r is None else ceil_div(rows, r)), (1 if c is None else ceil_div(columns, c))
 
 
 def amax(x: Tensor, block: Block) -> Tensor:
-    """Largest magnitude in each block, float32 [block rows, block columns]; 0 for no elements; NaN wins."""
+    """Returns the largest magnitude of each block, float32 [block rows, block columns]; 0 if empty; NaN wins."""
     m, k = x.shape
     gm, gk = grid(m, k, block)
     r, c = block[0] or max(m, 1), block[1] or max(k, 1)
@@ -31,7 +31,7 @@ def amax(x: Tensor, block: Block) -> Tensor:
 
 
 def spread(values: Tensor, block: Block, rows: int, columns: int) -> Tensor:
-    """[block rows, block columns] -> [rows, columns], or something that broadcasts to it."""
+    """Repeats a value per block over its elements: to a shape that broadcasts to [rows, columns]."""
     r, c = block
     if r not in (None, 1):
         values = values.repeat_interleave(r, 0)[:rows]
@@ -45,11 +45,11 @@ def is_square(block: Block) -> bool:
 
 
 def pad_columns(x: Tensor, multiple: int) -> Tensor:
-    """Zero columns appended until there is a multiple of them."""
+    """Appends zero columns up to a multiple."""
     missing = -x.shape[1] % multiple
     return F.pad(x, (0, missing)) if missing else x
 
 
 def no_larger(x: Tensor, limit: float) -> Tensor:
-    """Clamp to ±limit; NaN passes."""
+    """Clamps to ±limit; NaN passes through."""
     return torch.clamp(x, -limit, limit)

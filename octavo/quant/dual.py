@@ -1,10 +1,10 @@
-"""A tile in both orientations, in Gluon: where a scale is found along the contraction, each orientation wants whole
-blocks within a few threads, and plain Triton would reduce across warps and turn the tile around byte by byte.
+"""A tile in both orientations, in Gluon. If scales follow from blocks along the contraction, each orientation needs
+whole blocks within a few threads; plain Triton would reduce across warps and transpose the tile byte by byte.
 
-The tile is loaded with sixteen neighbours of a row to a thread, eight threads to 128 columns. Its transpose goes
-through shared memory once, still in two-byte elements, into that same layout. From there on the two orientations are
-the same code: a block's amax is sixteen values in a thread and at most three shuffles, and each thread writes sixteen
-codes. Elementwise helpers are plain Triton (`octavo.quant.tile`), which Gluon compiles as its own.
+The kernel loads a tile with sixteen neighbours of a row per thread, eight threads per 128 columns. The transpose goes
+through shared memory once, still in two-byte elements, into that same layout. From there on the two orientations share
+the same code: a block's amax takes sixteen values in a thread and at most three shuffles, and each thread writes
+sixteen codes. Elementwise helpers are plain Triton (`octavo.quant.tile`), which Gluon compiles as its own.
 
 Measured on an H200, both orientations of 16384x8192 bfloat16: 1x128 blocks 0.25 ms in plain Triton, 0.144 here.
 """
@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.constexpr_function
 def row_layout(columns, warps):
-    """Sixteen neighbours of a row to a thread, rows over the warps."""
+    """Returns a layout with sixteen neighbours of a row per thread, and the rows spread over the warps."""
     across = min(columns // 16, 32)
     return gl.BlockedLayout([1, 16], [32 // across, across], [warps, 1], [1, 0])
 

@@ -2,8 +2,8 @@
 
     value = code * scale of its block * global scale of its group        as in `octavo.quant.qtensor`
 
-A scheme that has one scale for a whole dim has one for each group where that dim is the grouped one. Blocks of rows
-begin anew with every group, since a group begins at a multiple of 128 rows inside (`octavo.quant.groups`).
+A scheme with one scale for a whole dim has one scale per group if that dim holds the groups. Blocks of rows restart
+with every group, since the padded layout starts each group at a multiple of 128 rows (`octavo.quant.groups`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,13 +41,13 @@ class GroupedTensor:
 
     `Quantizer.quantize_groups(x, sizes)` makes one; GroupedLinear takes one of rows as its input.
 
-    A group begins at a multiple of 128 rows inside (`octavo.quant.groups`). Elements that no row stands for are zero
-    within a group's last block, and undefined past the last group.
+    The padded layout starts each group at a multiple of 128 rows (`octavo.quant.groups`). Padding is zero within a
+    group's last block, and undefined past the last group.
 
     Args:
         q: codes [padded, K] that are contracted over K, or [K, padded] that are contracted over the rows of a group.
-            Its grid of scales has an entry for each group where the scheme has one scale for all rows.
-        groups: which rows belong to which group, and where they are inside.
+            Its grid of scales has an entry for each group if the scheme has one scale for all rows.
+        groups: the rows of each group, and their places in the padded layout.
         orientation: "row" for codes [padded, K], "column" for codes [K, padded].
     """
 
@@ -56,7 +56,7 @@ class GroupedTensor:
     orientation: str
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensors inside, in a fixed order: those of the codes, then those of the groups."""
+        """Yields the tensors inside, in a fixed order: those of the QTensor, then those of the groups."""
         yield from self.q.tensors()
         yield from self.groups.tensors()
 
@@ -64,7 +64,7 @@ class GroupedTensor:
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Values [rows, K], packed; zero in the tail. Nothing is read on the host."""
+        """Returns packed values [rows, K], zero in the tail. Reads nothing on the host."""
         q, spec, dim = self.q, self.q.spec, ORIENTATIONS.index(self.orientation)
         dtype = check_float(q.dtype if dtype is None else dtype, "dequantize")
         owner = self.groups.owner.clamp_min(0)[:, None].expand(-1, BLOCK).reshape(-1)
@@ -79,13 +79,13 @@ class GroupedTensor:
         return pack(values.T if dim else values, self.groups)
 
     def members(self) -> list[QTensor]:
-        """Each group's own QTensor, views of this one. Reads the sizes, which waits for the device."""
+        """Returns each group's QTensor, as views of this one. Reads the sizes on the host: waits for the device."""
         sizes, firsts = self.groups.sizes(), self.groups.block[:-1].tolist()
         places = enumerate(zip(firsts, sizes, strict=True))
         return [member(self.q, self.orientation, g, BLOCK * first, size) for g, (first, size) in places]
 
     def save(self) -> "tuple[tuple[Tensor, ...], Settings]":
-        """Plain tensors for autograd's save_for_backward, and what `restore` needs besides to make this of them."""
+        """Returns plain tensors for autograd's save_for_backward, and the settings that `restore` needs beside them."""
         return tuple(self.tensors()), (self.q.spec, self.q.shape, self.q.dtype, self.groups.rows, self.orientation)
 
     def __reduce__(self) -> Any:
@@ -105,7 +105,7 @@ Settings = tuple[Quantizer, tuple[int, ...], torch.dtype, int, str]
 
 
 def restore(tensors: Sequence[Tensor], settings: Settings) -> GroupedTensor:
-    """The GroupedTensor that gave these when it was saved."""
+    """Returns the GroupedTensor whose `save` returned these."""
     spec, shape, dtype, rows, orientation = settings
     codes, scale, *more = tensors
     level2 = more.pop(0) if spec.two_level else None
@@ -131,7 +131,7 @@ register_pytree_node(GroupedTensor, _flatten, _unflatten)  # a tree of tensors, 
 def grouped_proto(
     spec: Quantizer, padded: int, number: int, k: int, orientation: str, dtype: torch.dtype, device: torch.device
 ) -> QProto:
-    """What `number` groups of rows of k, `padded` rows inside, are quantized into, without data."""
+    """Returns, without data, the QTensor of `number` groups of rows of k elements, padded to `padded` rows."""
     shape = (padded, k) if orientation == "row" else (k, padded)
     codes = TensorProto((shape[0], spec.code_columns(shape[1])), spec.fmt.dtype, device)
     grid = _grid(spec, shape, number, orientation)
@@ -143,12 +143,12 @@ def grouped_proto(
 
 @lru_cache(maxsize=4096)
 def _cached_proto(number: int, *where: Any) -> QProto:
-    """`grouped_proto` of the quantizer of this number: an eager layer asks for the same few at every step."""
+    """Caches `grouped_proto` by the quantizer's number: an eager layer needs the same few at every step."""
     return grouped_proto(KNOWN[number], *where)
 
 
 def _grid(spec: Quantizer, shape: tuple[int, int], number: int, orientation: str) -> tuple[int, int]:
-    """Blocks each way; of the grouped dim, whole, there is one for each group."""
+    """Returns the blocks per dim. If a block spans the whole grouped dim, there is one per group."""
     down, across = blocks.grid(*shape, spec.block)
     r, c = spec.block
     return (number if orientation == "row" and r is None else down), (
@@ -157,26 +157,26 @@ def _grid(spec: Quantizer, shape: tuple[int, int], number: int, orientation: str
 
 
 def scale_strides(spec: Quantizer, grid: tuple[int, int]) -> tuple[int, int] | None:
-    """Of the scale; None for row-major. Rows are fastest where every row has scales of its own, rowwise too: a tile's
-    are then contiguous to write."""
+    """Returns the strides of the scale; None for row-major. If every row has its own scales (rowwise too), rows are
+    fastest: a tile then writes contiguous scales."""
     return (1, max(grid[0], 1)) if spec.block[0] == 1 else None
 
 
 def grouped_assemble(
     spec: Quantizer, parts: Sequence[Tensor], number: int, orientation: str, k: int, dtype: torch.dtype
 ) -> QTensor:
-    """The QTensor whose `tensors()` these are; codes may come as plain bytes, the scale flat."""
+    """Returns the QTensor with these `tensors()`; codes may be plain bytes, the scale flat."""
     codes = parts[0] if parts[0].dtype == spec.fmt.dtype else parts[0].view(spec.fmt.dtype)
     shape = (codes.shape[0], k) if orientation == "row" else (codes.shape[0], codes.shape[1] * spec.fmt.packed)
     scale = parts[1]
-    if scale.dim() == 1:  # it came flat
+    if scale.dim() == 1:  # flat
         grid = _grid(spec, shape, number, orientation)
         scale = scale.as_strided(grid, scale_strides(spec, grid) or (grid[1], 1))
     return QTensor(codes, scale, spec, shape, dtype, parts[2] if spec.two_level else None)
 
 
 def member(q: QTensor, orientation: str, g: int, start: int, size: int) -> QTensor:
-    """Group g's own QTensor, `size` rows from `start` inside, as views: what its rows alone are quantized into."""
+    """Returns the QTensor of group g, `size` padded-layout rows from `start`, as views: its rows quantized alone."""
     dim, spec = ORIENTATIONS.index(orientation), q.spec
     end = start + size
     if orientation == "row":
@@ -196,8 +196,8 @@ def member(q: QTensor, orientation: str, g: int, start: int, size: int) -> QTens
 def quantize_groups(
     x: Tensor, row: Quantizer | None, column: Quantizer | None, groups: Groups, cast_args: CastArgs | None = None
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    """The orientations that have a quantizer, each group by itself, from one read of x [rows, K]. The tail is never
-    read: no amax sees it. `cast_args` brings what is brought to a cast, multipliers and observed amaxes one for each
+    """Quantizes x [rows, K] in the orientations that have a quantizer, each group by itself, from one read of x. The
+    cast never reads the tail, so no amax includes it. `cast_args` holds one multiplier and one observed amax per
     group."""
     matrix = _matrix(x, groups)
     cast_args = _checked(matrix, (row, column), groups, cast_args)
@@ -205,7 +205,7 @@ def quantize_groups(
         None if spec is None else _empty(spec, groups, matrix, orientation)
         for spec, orientation in zip((row, column), ORIENTATIONS, strict=True)
     )
-    if not is_fake(matrix):  # which has no values, and whose groups have no sizes
+    if not is_fake(matrix):  # a fake tensor has no values, and its groups have no sizes
         fill_pair(matrix, (None if first is None else first.q, None if second is None else second.q), cast_args)
     return first, second
 
@@ -218,7 +218,7 @@ def _empty(spec: Quantizer, groups: Groups, x: Tensor, orientation: str) -> Grou
 def fill_groups(
     x: Tensor, pair: tuple[GroupedTensor | None, GroupedTensor | None], cast_args: CastArgs | None = None
 ) -> None:
-    """The same into what is there, in place; not at all where the skip flag that is given says so."""
+    """Quantizes x into existing GroupedTensors, in place. A `skip` flag that is not zero leaves them unchanged."""
     lead = pair[1] if pair[0] is None else pair[0]
     if lead is None:
         return
@@ -240,9 +240,9 @@ def groups_amax(
     *,
     skip: Tensor | None = None,
 ) -> AmaxPair:
-    """The largest magnitudes that a cast of these groups would find in a pass of its own; None where it needs none.
-    A float32 [number] for one scale, or one global scale, to a group; rowwise [padded], and [number, K] for columns. A
-    `skip` flag on the device, not zero, means that they are not needed: what comes back is unspecified."""
+    """Returns the largest magnitudes that a two-pass cast of these groups computes first; None if the cast needs none.
+    float32 [number] for one scale, or one global scale, per group; rowwise [padded], and [number, K] for columns. If
+    the `skip` flag on the device is not zero, they are not needed, and the result is unspecified."""
     matrix = _matrix(x, groups)
     row, column = (spec if spec is not None and spec.two_pass else None for spec in (row, column))
     if row is not None and column is not None and not row.fuses_with(column):
@@ -267,7 +267,7 @@ def _matrix(x: Tensor, groups: Groups) -> Tensor:
 
 
 def _checked(x: Tensor, specs: Sequence[Quantizer | None], groups: Groups, cast_args: CastArgs | None) -> CastArgs:
-    """`cast_args` for these groups, once nothing stands against casting x with it."""
+    """Checks `cast_args` and returns it with these groups."""
     if cast_args is None:
         cast_args = CastArgs()
     for spec in specs:
@@ -283,7 +283,7 @@ def _checked(x: Tensor, specs: Sequence[Quantizer | None], groups: Groups, cast_
 
 
 def _check_vector(t: Tensor, name: str, number: int, device: torch.device) -> None:
-    """Kernels read and write one element for each group, next to each other."""
+    """Raises unless t has one contiguous float32 element per group, as kernels read and write it."""
     if t.shape != (number,) or t.dtype != torch.float32 or t.device != device or not t.is_contiguous():
         raise UnsupportedShape(
             f"{name} of {number} groups is float32 [{number}] on {device}, contiguous; "

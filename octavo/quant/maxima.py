@@ -1,4 +1,4 @@
-"""The amax of a scheme whose every scale follows from its own block, in plain torch on any device."""
+"""The amax of schemes whose every scale follows from its own block, in plain torch on any device."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from octavo.quant.quantizer import AmaxPair, Quantizer
 def amax(
     x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None, groups: Groups | None = None
 ) -> AmaxPair:
-    """Largest magnitude of each block, in each orientation whose quantizer is given."""
+    """Returns the largest magnitude of each block, in each orientation that has a quantizer."""
     x = x if groups is None else in_blocks(x, groups)
     return (
         None if row is None else blocks.amax(x, row.block),

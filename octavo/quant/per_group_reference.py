@@ -1,6 +1,6 @@
-"""Rows in groups, for references, by the rule itself: each group goes alone through the scheme's own functions.
+"""Rows in groups, for the references: each group goes alone through the scheme's own functions, which defines the rule.
 
-The sizes are read on the host, which waits for the device. What is nobody's becomes zero, codes and scales.
+Reads the sizes on the host, which waits for the device. Codes and scales that belong to no group become zero.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def _places(groups: Groups) -> list[_Place]:
 
 
 def cast_each(cast: Cast) -> Cast:
-    """A cast that also follows groups."""
+    """Returns a cast that also handles rows in groups."""
 
     @wraps(cast)
     def by_group(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs) -> None:
@@ -70,7 +70,7 @@ def _member(q: QTensor | None, side: str, place: _Place) -> QTensor | None:
 
 
 def _given_to(place: _Place, cast_args: CastArgs, row: QTensor | None, column: QTensor | None) -> CastArgs:
-    """What is one group's of what was brought."""
+    """Returns the cast arguments of one group."""
     g, (row_amax, column_amax) = slice(place.group, place.group + 1), cast_args.amax
     return cast_args._replace(
         amax=(_amax_of(row_amax, row, "row", place), _amax_of(column_amax, column, "column", place)),
@@ -87,12 +87,12 @@ def _amax_of(amax: Tensor | None, q: QTensor | None, side: str, place: _Place) -
         return amax[place.inside, None] if side == "row" else amax[place.group, :, None]
     if q.spec.two_pass:
         return amax[place.group : place.group + 1]
-    own = _member(QTensor(q.codes, amax, q.spec, q.shape, q.dtype), side, place)  # laid out as the scales are
+    own = _member(QTensor(q.codes, amax, q.spec, q.shape, q.dtype), side, place)  # amax has the layout of the scales
     return None if own is None else own.scale
 
 
 def amax_each(amax: Amax) -> AmaxOfGroups:
-    """The amax of a scheme of two passes that also follows groups (`octavo.quant.grouped.groups_amax`)."""
+    """Returns the amax of a two-pass scheme that also handles groups (`octavo.quant.grouped.groups_amax`)."""
 
     @wraps(amax)
     def by_group(
@@ -121,5 +121,5 @@ def amax_each(amax: Amax) -> AmaxOfGroups:
 
 
 def _has_row_scales(spec: Quantizer) -> bool:
-    """Whether a row has one scale, and so each group one for every column."""
+    """Whether every row has one scale, and so each group one scale per column."""
     return spec.block == (1, None)

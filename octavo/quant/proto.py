@@ -1,4 +1,4 @@
-"""Tensors without data: what fakes and allocations are made from, so that each shape rule is stated once."""
+"""Tensors without data. Fakes and allocations are both created from them, so that each shape rule exists once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ class TensorProto:
 
     @cached_property
     def empty(self) -> Callable[[], Tensor]:
-        """Storage for the real thing, uncomputed: called at every step, so without Python of its own."""
+        """A function that allocates the tensor, uninitialized: a partial of torch's, since it runs at every step."""
         if self.strides is None:
             return partial(torch.empty, self.shape, dtype=self.dtype, device=self.device)
         return partial(torch.empty_strided, self.shape, self.strides, dtype=self.dtype, device=self.device)
 
     def refusal(self, x: Tensor) -> str:
-        """How `x` differs from this, in words; empty when it fits. Strides of a dim of one element do not count."""
+        """Returns how `x` differs from this, in words; "" if it fits. Ignores the stride of a dim of one element."""
         if tuple(x.shape) != self.shape:
             return f"shape {tuple(x.shape)} instead of {self.shape}"
         if x.dtype != self.dtype:

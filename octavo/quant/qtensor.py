@@ -1,7 +1,7 @@
 """A quantized matrix: codes, the scales that multiply them back, and the quantizer that made both.
 
 A `QTensor` has one orientation: its last dim is the one a GEMM contracts over, and its codes are contiguous along it.
-The operand that the other GEMM needs, contracted over the other dim, is another `QTensor`: the same thing of `x.T`.
+The operand that the other GEMM needs, contracted over the other dim, is another `QTensor`, that of `x.T`.
 
     value = code * scale                       scale [ceil(M/r), ceil(K/c)] for blocks of r rows by c columns
     value = code * scale * global_scale        NVFP4, whose block scales are eight bits themselves
@@ -23,12 +23,12 @@ from octavo.quant.proto import TensorProto
 if TYPE_CHECKING:
     from octavo.quant.quantizer import Quantizer
 
-Parts = tuple[Tensor, ...]  # the tensors of a QTensor, or none
+Parts = tuple[Tensor, ...]  # the tensors of a QTensor; may be empty
 ORIENTATIONS = ("row", "column")  # of an operand: contracted over its last dim, or over all the others
 
 
 class Join(torch.autograd.Function):
-    """Values, with their gradient sent to a token."""
+    """Returns the values and sends their gradient to a token."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, token: Tensor) -> Tensor:
@@ -48,9 +48,9 @@ class QTensor:
     scale: Tensor  # [ceil(M/r), ceil(K/c)], float32, or the scale format's uint8; rows fastest for blocks of one row
     spec: "Quantizer"
     shape: tuple[int, ...]
-    dtype: torch.dtype  # what `dequantize` returns unless told otherwise
+    dtype: torch.dtype  # the default dtype of `dequantize`
     global_scale: Tensor | None = None  # [1] float32, second level of NVFP4
-    token: Tensor | None = None  # of this shape and dtype, all one element: what the gradient of the values flows into
+    token: Tensor | None = None  # receives the gradient of the values; has this shape and dtype, in one stored element
 
     @property
     def device(self) -> torch.device:
@@ -62,7 +62,7 @@ class QTensor:
 
     @property
     def columns(self) -> int:
-        """Size of the contracted dim, padding not counted."""
+        """Size of the contracted dim, without padding."""
         return self.shape[-1] if self.shape else 1
 
     @property
@@ -70,7 +70,7 @@ class QTensor:
         return self.token is not None and self.token.requires_grad
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensors inside, in a fixed order."""
+        """Yields the tensors inside, in a fixed order."""
         yield self.codes
         yield self.scale
         if self.global_scale is not None:
@@ -87,7 +87,7 @@ class QTensor:
         return self.spec.transpose(self)
 
     def __getitem__(self, rows: slice) -> "QTensor":
-        """A range of rows as views, where it cuts no block: `q[128:256]`."""
+        """Returns a range of rows as views, if it cuts no block: `q[128:256]`."""
         if not isinstance(rows, slice) or rows.step not in (None, 1) or len(self.shape) != 2:
             raise UnsupportedShape(f"A QTensor matrix is sliced by a range of rows, q[a:b]; got {rows!r} of {self!r}.")
         start, stop, _ = rows.indices(self.rows)
@@ -127,13 +127,13 @@ class QProto:
     global_scale: TensorProto | None = None
 
     def empty(self, scale: Tensor | None = None) -> QTensor:
-        """Storage for the real thing, uncomputed; with this scale, if it is somebody's already."""
+        """Allocates the QTensor, uninitialized; uses `scale` if the caller gives one."""
         level2 = None if self.global_scale is None else self.global_scale.empty()
         scale = self.scale.empty() if scale is None else scale
         return QTensor(self.codes.empty(), scale, self.spec, self.shape, self.dtype, level2)
 
     def refusal(self, q: QTensor) -> str:
-        """How `q` differs from this, in words; empty when it fits."""
+        """Returns how `q` differs from this, in words; "" if it fits."""
         if q.spec != self.spec:
             return f"quantizer {q.spec} instead of {self.spec}"
         if (q.global_scale is None) != (self.global_scale is None):

@@ -1,18 +1,18 @@
 """The one protocol of every scaling scheme. A scheme is a folder: its `Quantizer` value, `reference.py`, `triton.py`.
 
-A quantizer is a setting, never a state: which orientation is wanted, a reduced amax, a delayed multiplier and the seed
-of stochastic rounding are arguments. Its `block` and `scale_format` say how codes and scales are laid out, and every
-shape follows from those two here, once.
+A quantizer holds settings, never state: the orientation, a reduced amax, a delayed multiplier and the seed of
+stochastic rounding are arguments. Its `block` and `scale_format` define the layout of codes and scales, and this file
+derives every shape from those two.
 
 A scheme's twins define two functions over a matrix x [M, K], with the same signature in both files:
 
     amax(x, row, column, skip, groups=None) -> (Tensor | None, Tensor | None)
-        what a collective may reduce before the cast, for each orientation whose quantizer is given
+        returns the tensors that a collective may reduce before the cast, for each orientation that has a quantizer
     cast(x, row, column, cast_args) -> None
         fills the codes and scales of the QTensors that are given
 
-Both follow groups of rows (`octavo.quant.groups`), each of which is quantized as if it were alone. The shapes of what
-they then write are in `octavo.quant.grouped`.
+Both handle groups of rows (`octavo.quant.groups`) and quantize each group as if it were alone. `octavo.quant.grouped`
+defines the shapes that they then write.
 """
 
 import itertools
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 
 MAX_DIM = 2**31 - 256  # kernels count rows and columns in 32 bits, rounded up to a tile, and address in 64
 AmaxPair = tuple[Tensor | None, Tensor | None]
-QuantizerPair = tuple["Quantizer | None", "Quantizer | None"]  # of the two orientations of an operand: row, column
+QuantizerPair = tuple["Quantizer | None", "Quantizer | None"]  # the two orientations of an operand: row, column
 
 
 class CastArgs(NamedTuple):
-    """Tensors that a caller brings to a cast."""
+    """Optional tensors that the caller passes to a cast."""
 
     amax: AmaxPair = (None, None)  # row's, column's
     encode: Tensor | None = None  # [1] float32, or one for each group: the multiplier itself (delayed scaling)
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding
     skip: Tensor | None = None  # [1] bool or number: where it is not zero, nothing is written
-    observed: Tensor | None = None  # as many float32, not negative: raised to the amax of x, or of each group
-    groups: Groups | None = None  # rows of x belong to these, and are cast into blocks that each group has to itself
+    observed: Tensor | None = None  # as many float32, not negative: the cast raises it to the amax of x, or each group
+    groups: Groups | None = None  # the groups of x's rows; no two groups share a block
 
 
 KNOWN: dict[int, "Quantizer"] = {}  # by number
@@ -58,18 +58,18 @@ _COUNTER = itertools.count()
 
 
 class Quantizer(Value):
-    """Settings of one operand's quantization. Subclasses add fields and say how their scales are laid out."""
+    """Settings of one operand's quantization. Subclasses add fields and define the layout of their scales."""
 
     fmt: Format
-    number: int  # the same for equal quantizers of one class: caches that find them by it compare without Python
+    number: int  # equal for equal quantizers of one class: caches keyed by it compare without Python
     block: ClassVar[blocks.Block]  # (rows, columns) that share a scale; a scheme may make it a property
     scale_format: Format | None = None  # None: float32
     two_level: ClassVar[bool] = False  # a [1] global_scale besides the block scales
-    two_pass: ClassVar[bool] = False  # the cast needs an amax that is known only after all of x was read
-    takes_encode: ClassVar[bool] = False  # the multiplier may be given instead of found
+    two_pass: ClassVar[bool] = False  # the cast needs an amax that is known only after a full read of x
+    takes_encode: ClassVar[bool] = False  # the caller may give the multiplier
     draws: bool = False  # rounds stochastically, from a seed
-    basis: str = ""  # how values are turned along the contraction before they are rounded; operands must agree
-    package: ClassVar[str]  # where the twins live
+    basis: str = ""  # rotation of the values along the contraction before rounding; operands must agree
+    package: ClassVar[str]  # the package of the twins
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,13 +89,13 @@ class Quantizer(Value):
 
     @cached_property
     def shipped(self) -> bool:
-        """Whether it is one of Octavo's, and not somebody else's, whose code may do anything."""
+        """Whether Octavo ships this quantizer. A user's own may run any code."""
         return type(self).__module__.partition(".")[0] == "octavo"
 
     # -- shapes, stated once -------------------------------------------------------------------------------------
 
     def proto(self, x: TensorProto, axis: int = -1) -> QProto:
-        """What `quantize(x, axis)` returns, without data."""
+        """Returns `quantize(x, axis)` without data."""
         shape = oriented_shape(x.shape, axis)
         m, k = math.prod(shape[:-1]), (shape[-1] if shape else 1)
         codes = TensorProto((m, self.code_columns(k)), self.fmt.dtype, x.device)
@@ -106,24 +106,24 @@ class Quantizer(Value):
         return QProto(codes, scale, self, shape, x.dtype, level2)
 
     def assemble(self, parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> QTensor:
-        """The QTensor of that shape whose `tensors()` these are; codes may come as plain bytes, the scale flat."""
+        """Returns the QTensor of this shape with these `tensors()`; codes may be plain bytes, the scale flat."""
         codes = parts[0] if parts[0].dtype == self.fmt.dtype else parts[0].view(self.fmt.dtype)
         scale = parts[1]
-        if scale.dim() == 1:  # it came flat
+        if scale.dim() == 1:  # flat
             grid = blocks.grid(codes.shape[0], shape[-1], self.block)
             scale = scale.as_strided(grid, self.scale_strides(*grid) or (grid[1], 1))
         return QTensor(codes, scale, self, shape, dtype, parts[2] if self.two_level else None)
 
     def code_columns(self, k: int) -> int:
-        """Stored elements of a row of k codes. Packed codes are padded with zeros to whole blocks."""
+        """Returns the stored elements of a row of k codes. Packed codes are padded with zeros to whole blocks."""
         if self.fmt.packed == 1:
             return k
         whole = self.block[1] or 1
         return blocks.ceil_div(k, whole) * whole // self.fmt.packed
 
     def scale_strides(self, rows: int, columns: int) -> tuple[int, int] | None:
-        """Strides of the scale; None for row-major. Where every row has scales of its own they are stored with rows
-        fastest: a tile's are then contiguous to write, and it is what the block GEMM reads."""
+        """Returns the strides of the scale; None for row-major. If every row has its own scales, rows are fastest: a
+        tile then writes contiguous scales, in the layout that the block GEMM reads."""
         return (1, max(rows, 1)) if self.block[0] == 1 and self.block[1] is not None else None
 
     # -- quantize ------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Quantizer(Value):
         encode: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> QTensor:
-        """Codes and scales for a contraction over the last dim (axis=-1), or over all the others (axis=0): x.T's."""
+        """Returns codes and scales for a contraction over the last dim (axis=-1), or over all others (axis=0: x.T)."""
         column = is_column(check_tensor(x).dim(), axis)
         cast_args = CastArgs((None, amax) if column else (amax, None), encode, seed)
         row, other = (None, self) if column else (self, None)
@@ -154,7 +154,7 @@ class Quantizer(Value):
         seed: Tensor | None = None,
         column: "Quantizer | None" = None,
     ) -> tuple[QTensor, QTensor]:
-        """Both orientations from one read of x. `column` quantizes the second one, if not by the same settings."""
+        """Returns both orientations from one read of x. `column` quantizes the second one if its settings differ."""
         column = self if column is None else column
         self._check_fuses(column)
         pair = quantize_pair(x, self, column, self.checked(CastArgs(amax, encode, seed), check_tensor(x), self, column))
@@ -164,7 +164,7 @@ class Quantizer(Value):
     def quantize_groups(
         self, x: Tensor, sizes: Tensor, axis: int = -1, *, seed: Tensor | None = None
     ) -> "GroupedTensor":
-        """Codes and scales of rows in ragged groups, each group quantized as if it were alone.
+        """Returns codes and scales of rows in ragged groups, each group quantized as if it were alone.
 
         Args:
             x: [..., K], leading dims are rows: one group's after another's, then a tail, which is not read.
@@ -187,7 +187,7 @@ class Quantizer(Value):
             >>> octavo.GroupedLinear(3, 256, 512, recipe="fp8-block")(q, torch.tensor([100, 0, 180])).shape
             torch.Size([300, 512])
         """
-        from octavo.quant import grouped  # which is built on this file
+        from octavo.quant import grouped  # grouped imports this file
 
         column = is_column(check_tensor(x).dim(), axis)
         cast_args = CastArgs(seed=seed)
@@ -208,9 +208,9 @@ class Quantizer(Value):
         encode: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> None:
-        """Overwrite `out`, one orientation or (row, column), in place. A `skip` flag on the device, not zero, leaves
-        `out` as it was: the weight cache of a captured graph. `amax` is one tensor, or a pair for a pair. The only
-        entry that mutates anything."""
+        """Overwrites `out`, one orientation or (row, column), in place. If the `skip` flag on the device is not zero,
+        `out` stays unchanged: the weight cache of a captured graph. `amax` is one tensor, or a pair for a pair. The
+        only entry that mutates anything."""
         matrix, like = as_matrix(x), TensorProto.of(x)
         if isinstance(out, tuple):
             row, column = out
@@ -227,8 +227,8 @@ class Quantizer(Value):
         self.fill(matrix, pair, self.checked(CastArgs(amax, encode, seed, check_flag(skip, x)), matrix, *specs))
 
     def amax(self, x: Tensor, axis: int = -1, *, skip: Tensor | None = None) -> Tensor:
-        """The largest magnitudes that `quantize(x, axis, amax=...)` would compute: reduce them across ranks first.
-        A `skip` flag on the device, not zero, means that they are not needed: what comes back is unspecified."""
+        """Returns the largest magnitudes for `quantize(x, axis, amax=...)`, which the caller may reduce across ranks.
+        If the `skip` flag on the device is not zero, they are not needed, and the result is unspecified."""
         matrix, column = as_matrix(x), is_column(x.dim(), axis)
         specs = (None, self) if column else (self, None)
         found: AmaxPair = backend.twin(self.package, x).amax(matrix, *specs, check_flag(skip, x))
@@ -237,7 +237,7 @@ class Quantizer(Value):
         return wanted
 
     def amax_both(self, x: Tensor, *, column: "Quantizer | None" = None) -> AmaxPair:
-        """`amax` of both orientations, for `quantize_both(x, amax=...)`."""
+        """Returns `amax` of both orientations, for `quantize_both(x, amax=...)`."""
         matrix, column = as_matrix(x), self if column is None else column
         self._check_fuses(column)
         found: AmaxPair = backend.twin(self.package, x).amax(matrix, self, column, None)
@@ -255,7 +255,7 @@ class Quantizer(Value):
         return column == self
 
     def checked(self, cast_args: CastArgs, x: Tensor, row: "Quantizer | None", column: "Quantizer | None") -> CastArgs:
-        """`cast_args`, once x can be cast with them: no tensor that the cast would ignore, none missing that it needs,
+        """Checks and returns `cast_args`: it has every tensor that the cast needs and none that the cast would ignore,
         each of the right size."""
         self._check_multiplier(cast_args, x)
         self._check_seed(cast_args, x, any(spec is not None and spec.draws for spec in (row, column)))
@@ -305,11 +305,11 @@ class Quantizer(Value):
                     )
                 a = a.detach().contiguous()
             checked.append(a)
-        # one amax for both stays one: a tensorwise cast then reads x once
+        # both orientations keep one shared amax: a tensorwise cast then reads x once
         return checked[0], checked[0] if amax[0] is amax[1] else checked[1]
 
     def fill(self, x: Tensor, pair: tuple[QTensor | None, QTensor | None], cast_args: CastArgs) -> None:
-        """Cast the matrix x into the orientations that are there, which must fit it. Checks nothing."""
+        """Casts the matrix x into the orientations of `pair` that are not None, which must fit it. Checks nothing."""
         twin = backend.twin(self.package, x)
         if self.two_pass and cast_args.encode is None and cast_args.amax[0] is None and cast_args.amax[1] is None:
             row, column = pair
@@ -320,24 +320,24 @@ class Quantizer(Value):
     # -- and back ------------------------------------------------------------------------------------------------
 
     def code_values(self, q: QTensor) -> Tensor:
-        """Codes as float32 [M, K], padding of packed codes included."""
+        """Returns codes as float32 [M, K], padding of packed codes included."""
         return self.fmt.decode(unpack_nibbles(q.codes) if self.fmt.packed == 2 else q.codes)
 
     def scale_values(self, q: QTensor) -> Tensor:
-        """Block scales as float32 [block rows, block columns]."""
+        """Returns block scales as float32 [block rows, block columns]."""
         return q.scale if self.scale_format is None else self.scale_format.decode(q.scale)
 
     def values(self, q: QTensor) -> Tensor:
-        """code * block scale in float32 [M, padded K]: what a GEMM multiplies, before any global scale."""
+        """Returns code * block scale, float32 [M, padded K], as a GEMM multiplies it, before any global scale."""
         return self.code_values(q) * self.spread_scale(q)
 
     def spread_scale(self, q: QTensor) -> Tensor:
-        """Block scales as float32, over all of [M, padded K] or broadcasting to it."""
+        """Returns block scales as float32 [M, padded K], or a shape that broadcasts to it."""
         return blocks.spread(self.scale_values(q), self.block, q.rows, q.codes.shape[1] * self.fmt.packed)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Values of the codes, saturated to what the dtype holds: a scale rounded up may decode past it. A code of Inf
-        stays Inf."""
+        """Returns the values of the codes, saturated to the dtype's range: a scale rounded up may decode past it. A
+        code of Inf stays Inf."""
         dtype = check_float(q.dtype if dtype is None else dtype, "dequantize")
         values = self.values(q)
         if q.global_scale is not None:
@@ -345,7 +345,7 @@ class Quantizer(Value):
         return self.finished(values, q.codes, q.columns, dtype).view(q.shape)
 
     def finished(self, values: Tensor, codes: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Decoded values in x's own basis and without padding, saturated unless their code is Inf."""
+        """Returns decoded values in x's own basis and without padding, saturated unless their code is Inf."""
         inside = self.turned_back(values)[:, :columns]
         finite = blocks.no_larger(inside, torch.finfo(dtype).max).to(dtype)
         if self.fmt.inf is None:
@@ -354,11 +354,11 @@ class Quantizer(Value):
         return torch.where(infinite, inside.to(dtype), finite)
 
     def turned_back(self, values: Tensor) -> Tensor:
-        """Values in x's own basis."""
+        """Returns values in x's own basis."""
         return values
 
     def transpose(self, q: QTensor) -> QTensor:
-        """The other orientation, from the codes alone. Only where that is lossless: square blocks."""
+        """Returns the other orientation, from the codes alone. Only for square blocks, where that is lossless."""
         if not blocks.is_square(self.block):
             r, c = ("all" if b is None else b for b in self.block)
             raise TypeError(
@@ -379,8 +379,8 @@ class Quantizer(Value):
 def quantize_pair(
     x: Tensor, row: Quantizer | None, column: Quantizer | None, cast_args: CastArgs, *, one_scale: bool = False
 ) -> tuple[QTensor | None, QTensor | None]:
-    """The orientations that have a quantizer, from one read of x where one kernel serves both. `cast_args` are taken as
-    they are: tensors from outside go through `Quantizer.checked` first. `one_scale`: as of `empty_pair`."""
+    """Quantizes x in the orientations that have a quantizer, from one read of x if one kernel serves both. Does not
+    check `cast_args`: the caller's tensors go through `Quantizer.checked` first. `one_scale`: see `empty_pair`."""
     matrix = x if x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()) else as_matrix(x)
     pair = empty_pair(x, row, column, one_scale=one_scale)
     if pair[0] is not None and (pair[1] is None or row is column):
@@ -393,8 +393,8 @@ def quantize_pair(
 def empty_pair(
     like: Tensor | TensorProto, row: Quantizer | None, column: Quantizer | None, *, one_scale: bool = False
 ) -> tuple[QTensor | None, QTensor | None]:
-    """Room for the orientations that have a quantizer. With `one_scale`, those that have the same scale also have the
-    same tensor for it: one allocation less for who keeps neither to write to."""
+    """Allocates the orientations that have a quantizer. With `one_scale`, orientations with an equal scale share one
+    tensor for it: one allocation less for a caller that will not write to either again."""
     first = second = None
     if row is not None:
         first = cached_proto(row.number, like.shape, like.dtype, like.device, -1).empty()
@@ -407,7 +407,7 @@ def empty_pair(
 
 
 def fill_pair(x: Tensor, pair: tuple[QTensor | None, QTensor | None], cast_args: CastArgs) -> None:
-    """Cast the matrix x into the orientations that are there, each by its own quantizer."""
+    """Casts the matrix x into the orientations of `pair` that are not None, each by its own quantizer."""
     row, column = pair
     if row is not None and column is not None and not row.spec.fuses_with(column.spec):
         row.spec.fill(x, (row, None), cast_args._replace(amax=(cast_args.amax[0], None)))
@@ -420,14 +420,14 @@ def fill_pair(x: Tensor, pair: tuple[QTensor | None, QTensor | None], cast_args:
 
 @lru_cache(maxsize=4096)
 def cached_proto(number: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, axis: int) -> QProto:
-    """`proto` of the quantizer of this number, remembered, once the size was found good: an eager layer asks for
-    the same few at every step."""
+    """Checks the size and caches `proto` by the quantizer's number: an eager layer needs the same few at every
+    step."""
     check_size(math.prod(shape[:-1]), shape[-1] if shape else 1, shape)
     return KNOWN[number].proto(TensorProto(tuple(shape), dtype, device), axis)
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """x as [M, K], a view where its strides allow one: leading dims are rows."""
+    """Returns x as [M, K], a view if its strides allow one: leading dims are rows."""
     check_tensor(x)
     matrix = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
     check_size(matrix.shape[0], matrix.shape[1], x.shape)
@@ -463,7 +463,7 @@ def is_column(dim: int, axis: int) -> bool:
 
 
 def column_axis(dim: int) -> int:
-    """The axis that names the column orientation; a vector's column is [K, 1], which no axis of its own names."""
+    """Returns the axis of the column orientation; a vector's column is [K, 1], which no axis of its own names."""
     return 0 if dim >= 2 else _VECTOR_COLUMN
 
 
@@ -471,8 +471,8 @@ _VECTOR_COLUMN = -2
 
 
 def in_order(q: QTensor, strides: tuple[int, int] | None) -> QTensor:
-    """q in the strides that kernels read, its scale in these, None for row-major: whoever had its tensors meanwhile,
-    such as a hook on what a graph saves, may have brought them back in others."""
+    """Returns q in the strides that kernels read, with its scale in `strides` (None for row-major). A hook on saved
+    tensors, for example, may have returned q's tensors in other strides."""
     grid, wanted = q.scale.shape, strides or (q.scale.shape[1], 1)
     moved = any(n > 1 and has != want for n, has, want in zip(grid, q.scale.stride(), wanted, strict=True))
     if not moved and q.codes.is_contiguous():
@@ -482,7 +482,7 @@ def in_order(q: QTensor, strides: tuple[int, int] | None) -> QTensor:
 
 
 def oriented_shape(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """The shape of x, or of its transpose [K, M] with the leading dims folded."""
+    """Returns the shape of x, or of its transpose [K, M] with the leading dims folded."""
     if len(shape) < 2 and axis == _VECTOR_COLUMN:
         return (shape[0] if shape else 1), 1
     if not is_column(len(shape), axis):

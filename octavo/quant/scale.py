@@ -1,4 +1,4 @@
-"""From a block's largest magnitude to the multiplier that fits it into a format: the rule FP8 schemes share.
+"""The rule that FP8 schemes share to derive a block's multiplier from its largest magnitude.
 
     a <- max(a, eps)
     s  = 1 if a is 0, Inf or NaN, else fp8_max / a          rounded to nearest, in float32
@@ -8,8 +8,8 @@
 `encode` = s multiplies values into codes; the scale that multiplies codes back is 1/s, or NaN if a is not finite: no
 multiplier fits such a block, so all of it decodes to NaN. The Triton twin is `octavo.quant.tile.encode_scale`.
 
-A finite value that is too large saturates, also one whose product with s overflows. Where s was known beforehand the
-scale says nothing about this tensor, so each code does: an Inf stays an Inf, or NaN where the format has no Inf.
+A finite value that is too large saturates, also one whose product with s overflows. If the caller gives s, the scale
+cannot mark a tensor that is not finite, so each code does: an Inf stays an Inf, or NaN if the format has no Inf.
 """
 
 import torch
@@ -22,7 +22,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def divide(numerator: float, x: Tensor) -> Tensor:
-    """numerator / x, correctly rounded. Python's `number / tensor` is a product with the reciprocal: two roundings."""
+    """Returns numerator / x, rounded once. Python's `number / tensor` multiplies by the reciprocal and rounds twice."""
     return torch.full_like(x, numerator) / x
 
 
@@ -35,18 +35,18 @@ def encode_scale(amax: Tensor, fmt_max: float, *, eps: float, ceiling: float, po
 
 
 def decode_scale(encode: Tensor, amax: Tensor | None = None) -> Tensor:
-    """1 / encode; NaN where the amax that it was measured from is not finite."""
+    """Returns 1 / encode; NaN where the amax behind it is not finite."""
     scale = divide(1.0, encode)
     return scale if amax is None else torch.where(amax.isfinite(), scale, float("nan"))
 
 
 def saturated_codes(x: Tensor, encode: Tensor, fmt: Format) -> Tensor:
-    """Codes of x * encode for a scale that was measured from x: Inf saturates, the scale beside it is NaN."""
+    """Returns codes of x * encode for a scale measured from x: Inf saturates, and its scale is NaN."""
     return fmt.encode(no_larger(x.float() * encode, fmt.max))
 
 
 def given_codes(x: Tensor, encode: Tensor, fmt: Format) -> Tensor:
-    """Codes of x * encode for a multiplier known beforehand: finite values saturate, Inf and NaN stay visible."""
+    """Returns codes of x * encode for a given multiplier: finite values saturate, Inf and NaN stay visible."""
     wide = x.float()
     return fmt.encode(torch.where(wide.isinf(), wide, no_larger(wide * encode, fmt.max)))
 

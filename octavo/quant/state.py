@@ -1,6 +1,6 @@
-"""Delayed scaling's memory: for each slot (x, w, dy) a window of amaxes and the multiplier they led to, as tensors.
+"""State of delayed scaling: for each slot (x, w, dy) a window of amaxes and the multiplier derived from it, as tensors.
 
-    observe   current[slot] = max(current[slot], amax of what was just cast)       any number of times a step
+    observe   current[slot] = max(current[slot], amax of the tensor just cast)     any number of times a step
     update    once a step, for every slot:
                 a non-finite current is counted and dropped, a zero one (an unused slot, a cached weight) is a no-op;
                 else it enters the window, over its oldest entry, and
@@ -27,7 +27,7 @@ from octavo.quant.tensorwise import Tensorwise
 
 ALGORITHMS = ("max", "most_recent")
 COLD_STARTS = ("one", "current")
-KEPT = ("history", "head", "encode", "current", "nonfinite")  # what a checkpoint needs of a state
+KEPT = ("history", "head", "encode", "current", "nonfinite")  # the tensors that a checkpoint stores
 
 
 def check_margin(margin: object, *, what: str) -> None:
@@ -36,7 +36,7 @@ def check_margin(margin: object, *, what: str) -> None:
 
 
 def with_margin(encode: Tensor, margin: int) -> Tensor:
-    """encode / 2^margin, kept in float32's range afterwards: the quotient may leave it though encode did not, and a
+    """Returns encode / 2^margin, clamped to float32's range: the quotient may leave it though encode did not, and a
     multiplier of zero would decode to NaN."""
     s = encode * 2.0**-margin
     return torch.where(s.isinf(), FLOAT32_MAX, s.clamp_min(torch.finfo(torch.float32).tiny))
@@ -58,7 +58,7 @@ class DelayedState:
     def create(
         cls, formats: tuple[Format, ...], length: int = 1024, device: torch.device | str | None = None
     ) -> "DelayedState":
-        """A fresh state with a slot for each format."""
+        """Returns a new state with one slot per format."""
         if not formats or length < 1:
             raise UnsupportedShape(
                 f"A delayed state has at least one slot and one entry, got {len(formats)} and {length}."
@@ -79,11 +79,11 @@ class DelayedState:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def observe(self, slot: int, amax: Tensor) -> None:
-        """Fold an amax of this step into its slot. NaN wins over everything, so that it is counted."""
+        """Folds an amax of this step into its slot. NaN wins over every number, so that `update` counts it."""
         self.current[slot].copy_(torch.maximum(self.current[slot], amax.view(())))
 
     def update(self, *, algorithm: str = "max", margin: int = 0) -> None:
-        """End the step."""
+        """Ends the step: moves each slot's amax into its window and derives the new multipliers."""
         check_choice(algorithm, ALGORITHMS, what="amax algorithm")
         check_margin(margin, what="margin")
         finite = self.current.isfinite()
@@ -102,7 +102,7 @@ class DelayedState:
         self.head.add_(entering)
 
     def encode_for(self, slot: int, spec: Tensorwise, x: Tensor, *, cold_start: str = "one", margin: int = 0) -> Tensor:
-        """The multiplier [1] to cast x with."""
+        """Returns the multiplier [1] to cast x with."""
         check_choice(cold_start, COLD_STARTS, what="cold_start")
         check_margin(margin, what="margin")
         kept = self.encode[slot : slot + 1].clone()
@@ -112,7 +112,7 @@ class DelayedState:
         return warm_encode(kept, warm, spec.amax(x, skip=warm).view(1), spec, margin)
 
     def export(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps, as copies, the window turned so that it reads oldest to newest."""
+        """Returns copies of the tensors that a checkpoint stores, with the window ordered from oldest to newest."""
         length = self.history.shape[1]
         first = torch.where(self.head >= length, self.head % length, 0)
         order = (first[:, None] + torch.arange(length, device=self.head.device)) % length
@@ -121,7 +121,7 @@ class DelayedState:
 
     @torch.no_grad()
     def restore(self, kept: dict[str, Tensor]) -> None:
-        """Take over what `export` gave. A window of another length keeps its newest entries."""
+        """Loads the tensors that `export` returned. A window of another length keeps its newest entries."""
         self.check(kept)
         length, device = self.history.shape[1], self.history.device
         history, head = kept["history"].to(device), kept["head"].to(device)
@@ -135,21 +135,21 @@ class DelayedState:
             getattr(self, name).copy_(kept[name])
 
     def check(self, kept: Mapping[str, object]) -> None:
-        """Refuse what `restore` cannot take."""
+        """Raises for tensors that `restore` cannot load."""
         check_kept({name: kept.get(name) for name in KEPT}, self.current.numel())
 
 
-_VALUES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {  # of a checkpoint: what they are, and which are not
+_VALUES: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {  # of a checkpoint: the rule, and which values break it
     "history": ("finite and not negative", lambda t: ~t.isfinite() | (t < 0)),
     "head": ("not negative", lambda t: t < 0),
     "encode": ("finite and positive", lambda t: ~t.isfinite() | (t <= 0)),
-    "current": ("not negative", lambda t: t < 0),  # Inf and NaN are what a step may have seen
+    "current": ("not negative", lambda t: t < 0),  # a step may have seen Inf and NaN
     "nonfinite": ("not negative", lambda t: t < 0),
 }
 
 
 def check_kept(kept: Mapping[str, object], slots: int, prefix: str = "") -> None:
-    """Refuse what no state of so many slots has exported, by names after a prefix."""
+    """Raises for tensors that no state of `slots` slots can have exported. Their names follow `prefix`."""
     for name, found in kept.items():
         dtype = torch.int64 if name in ("head", "nonfinite") else torch.float32
         fits = isinstance(found, Tensor) and found.dtype == dtype and found.dim() == (2 if name == "history" else 1)
@@ -170,8 +170,8 @@ def check_kept(kept: Mapping[str, object], slots: int, prefix: str = "") -> None
 
 
 def warm_encode(encode: Tensor, warm: Tensor, amax: Tensor, spec: Tensorwise, margin: int) -> Tensor:
-    """The multipliers of slots that are warm; of those that have seen nothing yet, what an amax of the tensor itself
-    leads to: a multiplier of 1 would flush gradients below 2^-17 to zero on the first step. NaN if that amax is not
+    """Returns the multipliers of warm slots; for slots that have seen no amax yet, those derived from the tensor's own
+    amax: a multiplier of 1 would flush gradients below 2^-17 to zero on the first step. NaN if that amax is not
     finite: no multiplier fits."""
     just_in_time = encode_scale(amax, spec.fmt.max, eps=spec.eps, ceiling=FLOAT32_MAX, pow2=spec.pow2)
     measured = torch.where(amax.isfinite(), with_margin(just_in_time, margin), float("nan"))
@@ -185,8 +185,8 @@ def update_all(
     margin: int = 0,
     reduce: Callable[[Tensor], None] | None = None,
 ) -> None:
-    """`update` of many states of one window length and device at once, in a fixed number of launches. `reduce` may take
-    the maximum of all their amaxes over processes, in place."""
+    """Updates many states of one window length and device at once, in a fixed number of launches. `reduce` may take the
+    maximum of all their amaxes over processes, in place."""
     if not states:
         return
     names = tuple(states[0].tensors())

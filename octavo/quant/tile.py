@@ -1,12 +1,12 @@
 """Triton building blocks of the quantize kernels. A kernel reads a tile of x once and writes it in both orientations.
 
-Every kernel runs a one-dimensional grid of tiles, row by row, addresses elements in 64 bits, masks the edges and leaves
-at once where the skip flag says so. Casts to FP8 are the hardware's: round to nearest even, saturate, NaN to 0x7f.
+Every kernel runs a one-dimensional grid of tiles, row by row, addresses elements in 64 bits, masks the edges and
+returns at once if the skip flag is set. Casts to FP8 are the hardware's: round to nearest even, saturate, NaN to 0x7f.
 `/` is Triton's fast divide, so every division here is `tl.div_rn`.
 
-Rows in groups (`octavo.quant.groups`) come with the pointers `owner`, `source` and `live`, and the grid is over the
-rows inside. A tile lies in one block, so all of it is one group's: its rows begin elsewhere in x, and may be fewer.
-Without groups these pointers are None, which a kernel is compiled for: nothing of this is left in it.
+Rows in groups (`octavo.quant.groups`) come with the pointers `owner`, `source` and `live`, and the grid covers the
+padded layout. A tile lies in one block, so it belongs to one group: its rows begin elsewhere in x, and may be fewer.
+Without groups these pointers are None; the kernel is compiled for that and contains none of this code.
 """
 
 import math
@@ -35,7 +35,7 @@ class Config(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """One compilation of a kernel, for compiling it where there is no GPU."""
+    """One compilation of a kernel, so that it can be compiled without a GPU."""
 
     name: str
     kernel: Any
@@ -58,13 +58,13 @@ POINTERS = {
 
 
 def tiles(shape: tuple[int, ...], config: Config) -> int:
-    """The grid: at least one tile each way, so that scales of empty tensors are written too."""
+    """Returns the grid: at least one tile per dim, so that the kernel writes scales of empty tensors too."""
     m, k = shape
     return max(1, -(-m // config.rows)) * max(1, -(-k // config.columns))
 
 
 def spec_of(kind: type[S], row: QTensor | None, column: QTensor | None) -> S:
-    """The quantizer that both orientations share."""
+    """Returns the quantizer that both orientations share."""
     lead = column if row is None else row
     assert lead is not None
     spec = lead.spec
@@ -73,7 +73,7 @@ def spec_of(kind: type[S], row: QTensor | None, column: QTensor | None) -> S:
 
 
 def shape_inside(x: Tensor, groups: Groups | None) -> tuple[int, ...]:
-    """Of what is written: rows in groups fill whole blocks."""
+    """Returns the shape that a kernel writes: rows in groups fill whole blocks."""
     return x.shape if groups is None else (groups.padded, x.shape[1])
 
 
@@ -82,7 +82,7 @@ def number_of(groups: Groups | None) -> int:
 
 
 def pointers_of(groups: Groups | None) -> tuple[Tensor | None, ...]:
-    """owner, source, live."""
+    """Returns the pointers owner, source and live, each None without groups."""
     return (None, None, None) if groups is None else (groups.owner, groups.source, groups.live)
 
 
@@ -178,7 +178,7 @@ def divide(NUMERATOR: tl.constexpr, x):
     return tl.div_rn(tl.where(x == x, NUMERATOR, NUMERATOR), x)
 
 
-# Four elements to a word. The cast saturates, Inf to 0x7b or 0xfb; the byte after that is the Inf of this sign.
+# Four elements per word. The cast saturates Inf to 0x7b or 0xfb; the next byte is the Inf of that sign.
 _E5M2_WITH_INF = tl.constexpr(
     """
 {
@@ -287,7 +287,7 @@ def _amax_launch(shape: tuple[int, ...], strides: tuple[int, ...], config: Confi
 def tensor_amax(
     x: Tensor, skip: Tensor | None, config: Config = AMAX_CONFIGS[0], groups: Groups | None = None
 ) -> Tensor:
-    """max|x| as float32 [1, 1], or that of each group [number]."""
+    """Returns max|x| as float32 [1, 1], or that of each group [number]."""
     shape = (1, 1) if groups is None else (groups.number,)
     out = torch.zeros(shape, dtype=torch.float32, device=x.device)
     _amax_launch(shape_inside(x, groups), x.stride(), config)(x, out, skip, *pointers_of(groups))

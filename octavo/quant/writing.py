@@ -1,4 +1,4 @@
-"""How a reference cast lands in a QTensor: in place, and not at all where the skip flag says so."""
+"""Writes the result of a reference cast into a QTensor, in place, unless the skip flag is set."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from octavo.quant.qtensor import QTensor
 
 
 def write(q: QTensor, skip: Tensor | None, *, codes: Tensor, scale: Tensor, global_scale: Tensor | None = None) -> None:
-    """Copy into q's own tensors. The flag is read by the device, never by the host."""
+    """Copies into q's own tensors. The device reads the flag, never the host."""
     pairs = [(q.codes.view(torch.uint8), codes.view(torch.uint8)), (q.scale, scale)]
     if q.global_scale is not None and global_scale is not None:
         pairs.append((q.global_scale, global_scale))

@@ -1,15 +1,15 @@
-"""Functions of single elements, and of pairs of them: activations, and what goes along with them in the same pass.
+"""Activations, elementwise or gated, with the bias, row scales and dropout that run in the same pass.
 
     y = keep(f(x + bias) · scales)                          x [M, K] -> y [M, K]
     y = keep(f(a) · (h(b) + offset) · scales)               gated: x [M, 2H] holds a and b, y [M, H]
 
-`a` is the first half of a row and is the half that is activated (`torch.nn.functional.glu` activates the second), or
-with `interleave` = k every other k columns. `bias` has an element for each column of x, `scales` one for each row;
-`keep` is dropout: which elements stay is a function of where they are and of `seed`, never of when they are computed,
-so that backward finds the same ones and nothing but the seed is kept.
+The kernel activates `a`, the first half of a row (`torch.nn.functional.glu` activates the second half); with
+`interleave` = k, `a` is every other k columns. `bias` has one element per column of x, `scales` one per row. `keep` is
+dropout: an element's position and `seed` alone decide whether it is kept, never the time of the computation, so that
+backward draws the same mask again and only the seed is saved.
 
-f and h are curves: functions of the same name in `reference.py` and in `triton.py` that return value and slope, entered
-in CURVES of both. An activation is an entry of ACTIVATIONS; kernels and layer know no other list of them.
+f and h are curves: functions that return value and slope, defined under one name in `reference.py` and in `triton.py`
+and listed in CURVES of both. An activation is an entry of ACTIVATIONS, the only list that kernels and layer use.
 """
 
 from typing import NamedTuple
@@ -22,17 +22,17 @@ from octavo.kernels.column_sums import column_sums
 
 
 class Function(NamedTuple):
-    """What is done to every element, or pair."""
+    """The function that a kernel applies to every element, or to every pair (a, b) if it is gated."""
 
     curve: str
     gated: bool = False
     alpha: float = 1.0  # the curve's own setting
     limit: float | None = None  # gated: a is at most this, b at most this in magnitude
-    gate: str = "linear"  # gated: the curve of b, after it was clamped
-    beta: float = 1.0  # that curve's own setting
-    offset: float = 0.0  # gated: added to that
-    interleave: int = 0  # gated: a and b take turns, so many columns each; 0: by halves
-    drop: float = 0.0  # how likely an element is left out; the others are divided by how likely they are kept
+    gate: str = "linear"  # gated: the curve applied to b after the clamp
+    beta: float = 1.0  # the gate curve's own setting
+    offset: float = 0.0  # gated: added to the value of the gate curve
+    interleave: int = 0  # gated: a and b alternate every so many columns; 0: they are the halves of a row
+    drop: float = 0.0  # probability that dropout zeroes an element; kept elements are divided by 1 - drop
 
     @property
     def remembers(self) -> bool:
@@ -41,7 +41,7 @@ class Function(NamedTuple):
 
     @property
     def changes(self) -> bool:
-        """Whether dx differs from dy, where there are no scales."""
+        """Whether dx can differ from dy when there are no scales."""
         return self.remembers or self.alpha != 1.0 or self.drop != 0.0
 
 
@@ -62,24 +62,24 @@ ACTIVATIONS = {
     "situglu": Function("situ", gated=True, alpha=4.0, gate="softcap", beta=25.0),
 }
 
-DRAWN_BITS = 30  # of randomness for each element
+DRAWN_BITS = 30  # random bits that dropout draws for each element
 DRAWS = 1 << DRAWN_BITS
-STREAM = 2  # of the generator: stochastic rounding draws from 0 and 1
+STREAM = 2  # Philox stream of dropout; stochastic rounding uses streams 0 and 1
 
 
 def threshold(drop: float) -> int:
-    """An element whose random bits are below this is left out."""
+    """Returns the bound below which an element's random bits drop it."""
     return round(drop * DRAWS)
 
 
 def kept_scale(drop: float) -> float:
-    """By what an element that is kept is multiplied: nothing is added to or taken from the sum on average."""
+    """Returns the multiplier of kept elements, which leaves the expected sum unchanged."""
     left = DRAWS - threshold(drop)
     return DRAWS / left if left else 0.0
 
 
 class Inputs(NamedTuple):
-    """The tensors of a forward. Its backward takes x too, unless the function remembers nothing."""
+    """The tensors of a forward. Backward needs x again only if `fn.remembers`."""
 
     x: Tensor | None
     scales: Tensor | None = None
@@ -88,7 +88,7 @@ class Inputs(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The gradients that a backward makes: dx, and in these dtypes those of scales and bias."""
+    """The gradients that a backward computes: dx, and those of scales and bias in the given dtypes."""
 
     x: bool = True
     scales: torch.dtype | None = None
@@ -107,7 +107,7 @@ class Gradients(NamedTuple):
 def forward(
     fn: Function, x: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, seed: Tensor | None = None
 ) -> Tensor:
-    """y, contiguous, in x's dtype."""
+    """Returns y, contiguous, in x's dtype."""
     width = x.shape[1] // 2 if fn.gated else x.shape[1]
     if x.shape[0] == 0 or width == 0:
         return torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
@@ -124,9 +124,9 @@ def backward(
     seed: Tensor | None = None,
     wanted: Wanted = ONLY_X,
 ) -> Gradients:
-    """The gradients that are wanted. `x` may be missing where `fn.remembers` nothing."""
+    """Computes the gradients named in `wanted`. `x` may be None unless `fn.remembers`."""
     m, width = dy.shape
-    sums_dy = not fn.changes and scales is None  # then dx is not needed for the gradient of the bias
+    sums_dy = not fn.changes and scales is None  # then dx equals dy, and the bias gradient needs no dx
     needs_dx = wanted.x or (wanted.bias is not None and not sums_dy)
     shape = (m, 2 * width if fn.gated else width)
     dx = torch.empty(shape, dtype=dy.dtype, device=dy.device) if needs_dx else None

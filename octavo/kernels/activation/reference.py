@@ -1,5 +1,5 @@
-"""Activations in plain torch. Everything is float64 and rounded once: the result does not depend on where in a row an
-element stands, as float32's vectorised exponential does."""
+"""Activations in plain torch, computed in float64 and rounded once. The result of an element does not depend on its
+position in a row; float32's vectorised exponential does."""
 
 import math
 
@@ -14,7 +14,7 @@ _LOW = 0xFFFFFFFF
 
 
 def gelu(x: Tensor, alpha: float) -> Curve:
-    """x · σ(2u), u = √(2/π) (x + 0.044715 x³): what x/2 (1 + tanh u) is, without the cancellation."""
+    """x · σ(2u), u = √(2/π) (x + 0.044715 x³): equal to x/2 (1 + tanh u), without the cancellation."""
     c = 2 * math.sqrt(2 / math.pi)
     s = torch.sigmoid(c * x * (1 + 0.044715 * x * x))
     return x * s, s + x.clamp(-30, 30) * s * (1 - s) * c * (1 + 3 * 0.044715 * x.clamp(-30, 30) ** 2)
@@ -64,7 +64,7 @@ CURVES = {
 
 
 def kept(shape: tuple[int, ...], drop: float, seed: Tensor) -> Tensor:
-    """Which elements of an [M, K] matrix stay. Four neighbours in a row share a counter, and take a word each."""
+    """Returns the dropout mask of an [M, K] matrix. Four neighbours in a row share a counter and take one word each."""
     m, k = shape
     index = torch.arange(m * -(-k // 4), device=seed.device)
     zero = torch.zeros_like(index)
@@ -75,7 +75,7 @@ def kept(shape: tuple[int, ...], drop: float, seed: Tensor) -> Tensor:
 
 
 def halves(fn: Function, x: Tensor) -> tuple[Tensor, Tensor]:
-    """a and b of a gated function, each [M, H]."""
+    """Splits the input of a gated function into a and b, each [M, H]."""
     if not fn.interleave:
         return x.chunk(2, 1)  # type: ignore[return-value]
     pairs = x.view(x.shape[0], -1, 2, fn.interleave)
@@ -83,7 +83,7 @@ def halves(fn: Function, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(fn: Function, a: Tensor, b: Tensor) -> Tensor:
-    """What `halves` took apart."""
+    """Joins a and b again: the inverse of `halves`."""
     if not fn.interleave:
         return torch.cat((a, b), 1)
     pairs = torch.stack((a.view(len(a), -1, fn.interleave), b.view(len(b), -1, fn.interleave)), 2)
@@ -95,7 +95,7 @@ def _clamped(fn: Function, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gate(fn: Function, b: Tensor) -> Curve:
-    """What the value at a is multiplied by, of b clamped."""
+    """Returns the factor that multiplies f(a), and its slope, for b already clamped."""
     value, slope = CURVES[fn.gate](b, fn.beta)
     return value + fn.offset, slope
 
@@ -105,7 +105,7 @@ def _wide(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _activated(fn: Function, x: Tensor) -> Tensor:
-    """f of all of x, float64."""
+    """Applies the function to x, in float64, before scales and dropout."""
     if not fn.gated:
         return CURVES[fn.curve](x, fn.alpha)[0]
     a, b = _clamped(fn, *halves(fn, x))

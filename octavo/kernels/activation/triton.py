@@ -1,6 +1,6 @@
 """Activations on the GPU: one kernel forward and one backward, in float32. The curve is a jitted function that the
-kernel is compiled with. A gradient of row scales makes a program go over whole rows, so that it is one sum in one
-order; without it a program has one tile."""
+kernel is compiled with. If the gradient of row scales is wanted, a program covers whole rows, so that one program sums
+a row in one order; otherwise a program covers one tile."""
 
 import math
 from functools import lru_cache
@@ -28,8 +28,8 @@ def _within(x, LIMIT: tl.constexpr):
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
-# Slopes are products in which one factor vanishes before the other overflows: there the latter is clamped, which
-# changes no bit of a finite product.
+# A slope is a product in which one factor vanishes before the other overflows. The curve clamps the other factor there,
+# which changes no bit of a finite product.
 
 
 @triton.jit
@@ -247,13 +247,13 @@ def backward(fn: Function, dy: Tensor, inputs: Inputs, dx: Tensor | None, ds: Te
 
 
 def _shape(width: int) -> tuple[int, int]:
-    """Rows and columns of a tile."""
+    """Returns the rows and columns of a tile."""
     columns = min(512, max(16, triton.next_power_of_2(width)))
     return TILE // columns, columns
 
 
 def constants(fn: Function) -> dict[str, object]:
-    """What a kernel is compiled with, but for its tile."""
+    """Returns the constants that a kernel is compiled with, except its tile."""
     return {
         "CURVE": CURVES[fn.curve], "GATED": fn.gated, "ALPHA": fn.alpha, "LIMIT": fn.limit, "GATE": CURVES[fn.gate],
         "BETA": fn.beta, "OFFSET": fn.offset, "INTERLEAVE": fn.interleave, "DROP": threshold(fn.drop),
@@ -281,7 +281,7 @@ def _backward_launch(fn: Function, sizes: tuple[int, ...], whole_rows: bool) -> 
 
 
 def variants() -> list[Variant]:
-    """Every activation, and what goes along with one."""
+    """Lists the compilations: every activation, and some with scales, seed or bias."""
     swiglu, clamped, situ, plain = (ACTIVATIONS[name] for name in ("swiglu", "clamped-swiglu", "situglu", "linear"))
     cases = [_variants(name, fn, torch.bfloat16) for name, fn in ACTIVATIONS.items()]
     cases += [
@@ -297,7 +297,7 @@ def variants() -> list[Variant]:
 
 
 def _variants(name: str, fn: Function, dtype: torch.dtype, given: str = "") -> list[Variant]:
-    """Forward and backward of rows of 4096, with one of scales, bias and seed."""
+    """Returns forward and backward for rows of 4096, with the one of scales, bias and seed that `given` names."""
     kind = tile.POINTERS[dtype]
     pointers = {
         "x": kind, "y": kind, "dy": kind, "dx": kind, "scales": "*fp32" if given == "scales" else None,

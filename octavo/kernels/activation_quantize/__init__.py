@@ -1,15 +1,15 @@
-"""Activations whose result is wanted as codes alone (`octavo.kernels.activation`, cast as it is computed).
+"""Activations that write their result as codes only (`octavo.kernels.activation`, cast while it is computed).
 
     forward     y, in x's dtype, into codes
-    backward    dx, in dy's dtype, into codes; the column codes of y once more; and sums of dx down its columns
+    backward    dx, in dy's dtype, into codes; the column codes of y again; and sums of dx down its columns
 
-The value itself is never written: forward reads x and writes codes, backward reads x and dy and writes codes. What is
-filled has the bits that `fill_pair` of the activation's own kernels would leave, observed amaxes among them; only the
-sums are in another order. `fuses` says where one pass does it. Everywhere else the value is written and cast, to the
-same bits; so it is for rows in groups, and in backward, of a gated function, for blocks, and for columns that take
-turns in float32 or with dropout.
+The kernels never write the value itself: forward reads x and writes codes, backward reads x and dy and writes codes.
+Codes, scales and observed amaxes have the bits that the activation's own kernels and `fill_pair` produce; only the
+column sums are added in another order. `fuses` tells which casts take one pass. All other cases write the value, then
+cast it, to the same bits. These include rows in groups, and in the backward of a gated function block scaling and
+interleaved columns in float32 or with dropout.
 
-The gradient of row scales is not here: it is a sum over rows, which `activation.backward` makes.
+The gradient of row scales is a sum along each row; `activation.backward` computes it.
 """
 
 import torch
@@ -24,13 +24,13 @@ from octavo.quant.quantizer import Quantizer, fill_pair
 
 
 def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, dtype: torch.dtype) -> str:
-    """Empty where one pass over x makes these orientations, else a sentence why not. `given_encode`: whether the
-    multiplier is given (delayed scaling)."""
+    """Returns "" if one pass over x writes these orientations, else a sentence with the reason. `given_encode` tells
+    whether the caller gives the multiplier (delayed scaling)."""
     return tile_cast.fuses(row, column, given_encode, dtype, "the activation")
 
 
 def forward(fn: Function, inputs: Inputs, y: Target) -> None:
-    """Fill the codes of y, as `fill_pair(activation.forward(fn, *inputs), *y)`."""
+    """Fills the codes of y, to the bits of `fill_pair(activation.forward(fn, *inputs), *y)`."""
     x = inputs.x
     assert x is not None
     _check_sizes(y, x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1], "y")
@@ -42,8 +42,8 @@ def forward(fn: Function, inputs: Inputs, y: Target) -> None:
 def backward(
     fn: Function, dy: Tensor, inputs: Inputs, dx: Target, y: Target = NOTHING, bias_grad: torch.dtype | None = None
 ) -> Tensor | None:
-    """Fill the codes of dx, and once more the column codes of y. The gradient of the bias in this dtype, if one is
-    named. x may be missing where `fn.remembers` nothing and y is not filled."""
+    """Fills the codes of dx, and the column codes of y again if `y` has them. Returns the gradient of the bias if
+    `bias_grad` names its dtype. x may be None unless `fn.remembers` or y is filled."""
     m, width = dy.shape
     _check_sizes(dx, m, 2 * width if fn.gated else width, "dx")
     _check_sizes(y, m, width, "y")
@@ -55,7 +55,7 @@ def backward(
 
 
 def plain_forward(fn: Function, inputs: Inputs, y: Target) -> None:
-    """By way of y."""
+    """Writes y, then casts it."""
     x, scales, bias, seed = inputs
     assert x is not None
     fill_pair(activation.forward(fn, x, scales, bias, seed), y.pair, y.cast_args)
@@ -64,7 +64,7 @@ def plain_forward(fn: Function, inputs: Inputs, y: Target) -> None:
 def plain_backward(
     fn: Function, dy: Tensor, inputs: Inputs, dx: Target, y: Target, bias_grad: torch.dtype | None
 ) -> Tensor | None:
-    """By way of dx, and of y."""
+    """Writes dx and casts it; then, if `y` has column codes, writes y and casts it."""
     gradients = activation.backward(fn, dy, *inputs, Wanted(dx.pair != (None, None), bias=bias_grad))
     if gradients.x is not None:
         fill_pair(gradients.x, dx.pair, dx.cast_args)
@@ -74,7 +74,7 @@ def plain_backward(
 
 
 def _check_sizes(target: Target, m: int, k: int, what: str) -> None:
-    """Rows in groups have the shapes of `octavo.quant.grouped`, which are the caller's."""
+    """Raises if the codes do not fit. The caller answers for rows in groups (`octavo.quant.grouped`)."""
     if target.cast_args.groups is not None:
         return
     for q, shape in zip(target.pair, ((m, k), (k, m)), strict=True):

@@ -1,15 +1,15 @@
-"""Activations into codes on the GPU, in Gluon: tiles as `octavo.quant.dual` lays them out, each element computed by the
-functions of `octavo.kernels.activation.triton`, in float32, and rounded before it is cast.
+"""Activations into codes on the GPU, in Gluon, on tiles in the layout of `octavo.quant.dual`. The functions of
+`octavo.kernels.activation.triton` compute each element in float32; the kernel rounds it, then casts it.
 
-Bits agree with the kernels that write the value because the expressions are the same functions: what the compiler
-contracts to a fused multiply-add is decided there, add by add. None of them adds two products, the one case in which
-it has a choice. Keep it so.
+Bits agree with the kernels that write the value because both call the same functions, so that the compiler contracts
+the same additions to a fused multiply-add. It has a choice only where two products are added, and none of these
+functions does that. Keep it so.
 
-Backward of a gated function has two kernels. Where there is one scale for all, and a and b are halves, a program reads
-dy, a and b of a tile once and writes da, db and y. Else a program has a tile of dx, whose columns may be a's and b's in
-turns: it computes both gradients of every pair and keeps one. What it reads a second time is in the cache by then, the
-programs that are at work together being those of a few hundred rows. (With blocks the first kernel would need 128 x 128
-of each, and spill.)
+Backward of a gated function has two kernels. With one scale for the whole tensor, and a and b as halves, a program
+reads dy, a and b of a tile once and writes da, db and y. Otherwise a program covers a tile of dx, whose columns may
+alternate between a and b: it computes both gradients of every pair and keeps one. Its second reads hit the cache,
+since the programs that run at the same time cover a few hundred rows. (With blocks the first kernel would need a
+128 x 128 tile of each, and spill.)
 """
 
 from functools import lru_cache
@@ -37,10 +37,10 @@ from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tile import Config, Variant, tile_index
 
-# the fastest first, on an H200 and [8192, 28672] to codes both ways; square blocks take the first of 128 x 128
+# fastest first, measured on an H200 with [8192, 28672] into both orientations; blocks take the first of 128 x 128
 CONFIGS = (Config(64, 64, 4), Config(128, 128, 16), Config(64, 128, 8))  # forward, and backward of one tile
 GATED_CONFIGS = (Config(64, 64, 4), Config(64, 64, 8), Config(64, 128, 8))  # backward of da and db
-ROWS_ALONE = Config(64, 128, 8)  # forward to row codes alone: 0.164 ms, and 0.172 in the first of 128 x 128
+ROWS_ALONE = Config(64, 128, 8)  # forward into row codes only: 0.164 ms, against 0.172 with the first of 128 x 128
 _STREAM = gl.constexpr(STREAM)
 _UNUSED_BITS = gl.constexpr(32 - DRAWN_BITS)
 
@@ -295,7 +295,7 @@ def backward(
     wanted = dx.pair != (None, None)
     spec = tile_casts.spec_of(dx.pair) if wanted else None
     woven = fn.gated and not _by_halves(fn, spec)
-    # of blocks the composition is faster, 0.53 ms for 0.59: each program computes da and db, and keeps one
+    # with blocks, write-then-cast is faster (0.53 ms against 0.59): a fused program computes da and db and keeps one
     apart = woven and (
         dy.dtype == torch.float32 or inputs.seed is not None or spec is None or tile_casts.is_block(spec)
     )
@@ -325,7 +325,7 @@ def backward(
 
 
 def _gated_configs(dtype: torch.dtype) -> tuple[Config, ...]:
-    """On four warps float32 would spill."""
+    """Returns the tiles for this dtype. float32 skips the one on four warps, which would spill."""
     return GATED_CONFIGS[1:] if dtype == torch.float32 else GATED_CONFIGS
 
 
@@ -337,7 +337,7 @@ def _launch_backward(
     y: Target,
     config: Config,
 ) -> None:
-    """The kernel that also makes y, if it is to."""
+    """Launches the backward kernel; it also writes the column codes of y if `y` has them."""
     dy, x, again = *pointers[:2], y.pair[1]
     assert dy is not None
     if again is None or x is None:
@@ -350,19 +350,19 @@ def _launch_backward(
 
 
 def _by_halves(fn: Function, spec: Quantizer | None) -> bool:
-    """Whether a program has da and db of a gated function."""
+    """Whether one program writes both da and db of a gated function."""
     return not fn.interleave and (spec is None or not tile_casts.is_block(spec))
 
 
 def _beside(fn: Function, x: Tensor | None, again: QTensor, cast_args: CastArgs) -> bool:
-    """Whether the kernel that makes dx may make y too; else y takes a pass of its own."""
+    """Whether the kernel that writes dx may write y too; otherwise y takes a pass of its own."""
     assert x is not None
     spills = tile_casts.is_block(again.spec) and (fn.gated or x.dtype == torch.float32)
     return not spills and not tile_cast.refusal((None, again), cast_args, x.dtype, _WHAT)
 
 
 def _constants(fn: Function) -> dict[str, Any]:
-    """AT_ZERO: whether y may be something else than zero where x is zero, as it is read outside."""
+    """Returns the function's constants and AT_ZERO: whether y may be nonzero at x = 0, which masked loads return."""
     gate = not fn.gated or fn.offset != 0.0 or fn.gate not in _ZERO_AT_ZERO
     return {**constants(fn), "AT_ZERO": gate and fn.curve not in _ZERO_AT_ZERO}
 
@@ -420,7 +420,7 @@ def _again(spec: Quantizer | None, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def variants() -> list[Variant]:
-    """Every tile, every kind of cast, every activation, and what goes along with one."""
+    """Lists the compilations: every tile, every kind of cast, every activation and its optional inputs."""
     swiglu, clamped, gelu = (ACTIVATIONS[name] for name in ("swiglu", "clamped-swiglu", "gelu"))
     given, gradient, rows, square = Tensorwise(), Tensorwise(E5M2), Block1D(), Block2D(E4M3, "fp32")
     half = torch.bfloat16
@@ -456,7 +456,7 @@ def variants() -> list[Variant]:
         _woven_variant("clamped-swiglu by 32", by_32, gradient, torch.float16, "bias"),
         _woven_variant("situglu by 32", situ._replace(interleave=32), gradient, half, "scales"),
     ]
-    # the curves that take the most registers, in what takes the most of them besides
+    # the curves that need the most registers, with the options that need the most
     found += [_backward_variant("situglu", situ, gradient, half, config, again=given) for config in GATED_CONFIGS]
     found += [_forward_variant("situglu", situ, spec, torch.float32) for spec in (given, rows, square)]
     found += [
@@ -474,7 +474,7 @@ def _variant(title: str, kernel: Any, kinds: dict[str, Any], fixed: dict[str, An
 
 
 def _kinds(fn: Function, spec: Quantizer, dtype: torch.dtype, extra: str, sides: str) -> tuple[Any, Any]:
-    """(signature, constants) of what all kernels take."""
+    """Returns (signature, constants) of the parameters that all kernels share."""
     kind = tile.POINTERS[dtype]
     there, fixed = tile_casts.signature(spec, sides != "column", sides != "row")
     numbers = dict.fromkeys(("M", "H", "stride_m", "dy_stride_m"), "i32")

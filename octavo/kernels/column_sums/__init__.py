@@ -1,4 +1,4 @@
-"""Sums down the columns of a matrix: the gradient of a bias, or what programs have summed each by itself."""
+"""Sums down the columns of a matrix: the gradient of a bias, or the total of the partial sums of programs."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,6 @@ from octavo import backend
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[M, N] -> [N], summed in float64 on the reference and in float32 elsewhere, rounded once."""
+    """Sums [M, N] to [N], in float64 on the reference and in float32 elsewhere, and rounds once."""
     found: Tensor = backend.twin(__name__, x).column_sums(x, dtype)
     return found

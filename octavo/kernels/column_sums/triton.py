@@ -1,4 +1,4 @@
-"""Sums down the columns, in float32. Few rows take one launch; many are torch's, which shares them among programs, and
+"""Sums down the columns, in float32. Few rows take one launch; torch sums many, sharing them among programs, and
 rounds in a second pass."""
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, no-check-untyped-defs

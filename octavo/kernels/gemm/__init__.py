@@ -6,9 +6,9 @@ One function serves the three GEMMs of a linear layer, because a QTensor's last 
     dgrad   dx = gemm(dy row,    w column)       [M, K] over N
     wgrad   dw = gemm(dy column, x column)       [N, K] over M
 
-Three routes, one meaning (`route` says which one a call takes, and `native.support` why not the first):
+Three routes compute the same function (`route` tells which one a call takes, `native.support` why it is not native):
 
-    native      torch.nn.functional.scaled_mm, where a probe on this very chip agreed with the reference
+    native      torch.nn.functional.scaled_mm, if a probe on this chip agreed with the reference
     emulated    true codes multiplied in bfloat16 with float32 accumulation, in Triton: exact products
     reference   float64, anywhere; also every GEMM on a CPU
 """
@@ -39,7 +39,7 @@ def gemm(
     accumulate: bool = False,
     accumulation: str = "precise",
 ) -> Tensor:
-    """a · bᵀ + bias, outside autograd. With `out`, the product is rounded to its dtype and written, or added, there.
+    """Computes a · bᵀ + bias, outside autograd. With `out`, rounds to its dtype and writes, or adds, the result there.
     `accumulation="fast"` lets FP8 tensor cores keep ~14 bits of the running sum; "precise" promotes it every 128."""
     check_choice(accumulation, ACCUMULATIONS, what="accumulation")
     dtype = _check(a, b, out_dtype, bias, out, accumulate)
@@ -52,7 +52,7 @@ def gemm(
 
 
 def route(a: Operand, b: Operand) -> str:
-    """ "native", "emulated" or "reference": how gemm(a, b) runs here."""
+    """Returns the route of gemm(a, b) here: "native", "emulated" or "reference"."""
     if backend.choose(a.device) == "reference":
         return "reference"
     if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -61,14 +61,14 @@ def route(a: Operand, b: Operand) -> str:
 
 
 def spec_route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str:
-    """`route` of operands that such quantizers would make there; None stands for an unquantized operand."""
+    """Returns `route` for operands that these quantizers produce on `device`; None means an unquantized operand."""
     if backend.choose(device) == "reference":
         return "reference"
     return "native" if a is None or b is None or native.support(a, b, device).ok else "emulated"
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, accumulation: str) -> Tensor:
-    """`gemm` into a fresh tensor, of operands that are known to fit: what a layer calls."""
+    """Runs `gemm` into a new tensor without checking the operands. Layers call this one."""
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         way = _way(a.spec.number, b.spec.number, a.codes.device, backend.forced())
         if way == "native" and a.codes.numel() and b.codes.numel():
@@ -78,7 +78,7 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, acc
         way, m, n = route(a, b), _rows(a), _rows(b)
     if m == 0 or n == 0:
         return torch.empty(m, n, dtype=dtype, device=a.device)
-    if way == "reference" or _columns(a) == 0:  # an empty sum; no GEMM library takes one
+    if way == "reference" or _columns(a) == 0:  # an empty sum, which no GEMM library accepts
         return reference.gemm(a, b, dtype, bias)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return native.high_precision(a, b, dtype, bias)
@@ -89,7 +89,7 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, acc
 
 @lru_cache(maxsize=1024)
 def _way(a: int, b: int, device: torch.device, force: str) -> str:
-    """`spec_route` of quantizers of these numbers, remembered for each backend that may be forced."""
+    """Caches `spec_route` by the quantizers' numbers, the device and the forced backend."""
     return spec_route(KNOWN[a], KNOWN[b], device)
 
 
@@ -104,7 +104,7 @@ def _columns(x: Operand) -> int:
 def _check(
     a: Operand, b: Operand, out_dtype: torch.dtype | None, bias: Tensor | None, out: Tensor | None, accumulate: bool
 ) -> torch.dtype:
-    """The dtype of the result, once nothing stands against it."""
+    """Checks the operands and returns the dtype of the result."""
     for name, x in (("a", a), ("b", b)):
         if not isinstance(x, (Tensor, QTensor)):
             raise UnsupportedDtype(f"gemm takes tensors and QTensors, got {type(x).__name__} for {name}.")

@@ -1,7 +1,7 @@
-"""The chip's own scaled GEMM, through torch.nn.functional.scaled_mm, and whether to believe it.
+"""The chip's own scaled GEMM, through torch.nn.functional.scaled_mm, and the probe that decides whether to trust it.
 
-A mode is used only after one tile of it, on this device, came within the rounding bound of the reference; the verdict
-is kept for the process. What the hardware cannot take is padded with zeros, which add nothing to any sum:
+Octavo uses a mode only after a probe on this device came within the rounding bound of the reference; the process caches
+the verdict. Sizes that the hardware does not accept are padded with zeros, which add nothing to any sum:
 
     K, N         multiples of 16; for blocks K of 128, and M of 16 too
     128x128      its scales, along K, in multiples of 4
@@ -45,7 +45,7 @@ class Support:
 
 
 def support(a: Quantizer, b: Quantizer, device: torch.device) -> Support:
-    """Cached per device and pair of schemes; the first question runs a tile."""
+    """Returns whether the chip multiplies these operands. Cached per device and pair; the first call runs a probe."""
     if a.scale_format is not None or a.block not in _KINDS or b.block not in _KINDS:
         return Support(False, f"torch's scaled_mm is not used for {a} by {b}: their codes are multiplied exactly")
     return _probed(device, a.block, b.block, a.fmt, b.fmt)
@@ -63,7 +63,7 @@ def _probed(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Form
         if not worst <= 1.0:
             reason = f"scaled_mm {_name(a)} by {_name(b)} is off its error bound by a factor {worst:.3g}"
     except torch.cuda.OutOfMemoryError:
-        raise  # says nothing about the chip
+        raise  # not a verdict on the chip
     except (RuntimeError, ValueError, TypeError) as error:
         reason = f"scaled_mm refused {_name(a)} {a_fmt} by {_name(b)} {b_fmt}: {str(error).splitlines()[0].rstrip('.')}"
     if reason:
@@ -72,7 +72,7 @@ def _probed(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Form
 
 
 def _uses(a: Block) -> tuple[tuple[torch.dtype, bool], ...]:
-    """Every (output dtype, fast accumulation) that `gemm` may ask for; blocks are always promoted."""
+    """Lists every (output dtype, fast accumulation) that `gemm` may request; blocks are always promoted."""
     precise = ((torch.bfloat16, False), (torch.float16, False), (torch.float32, False))
     return precise if a[1] is not None else (*precise, (torch.bfloat16, True))
 
@@ -80,7 +80,7 @@ def _uses(a: Block) -> tuple[tuple[torch.dtype, bool], ...]:
 def _probe(
     device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Format, dtype: torch.dtype, fast: bool
 ) -> float:
-    """Largest error of one tile, bias included, as a fraction of its bound (docs/numerics.md)."""
+    """Returns the largest error of one product, bias included, as a fraction of its bound (docs/numerics.md)."""
     m, n, k = _PROBE_SHAPE
     generator = torch.Generator().manual_seed(0)
     operands = []
@@ -119,7 +119,7 @@ def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: 
             a_codes, b_codes.T, a_scale, kinds[0], b_scale, kinds[1], bias=fused_bias, output_dtype=dtype
         )  # fmt: skip
     else:
-        # the kernels of F.scaled_mm, a third of its host time less
+        # runs the kernels of F.scaled_mm in a third less host time
         b_scale = b_scale.T if b_kind == "RowWise" else b_scale  # [1, N]
         y = scaled_mm(a_codes, b_codes.T, a_scale, b_scale, fused_bias, None, dtype, fast)
     if b_codes.shape[0] != n or a_codes.shape[0] != m:
@@ -128,7 +128,7 @@ def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, fast: 
 
 
 def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
-    """Zero codes appended; untouched when nothing is missing."""
+    """Appends zero codes up to this size; returns `codes` itself if none are missing."""
     down, across = -codes.shape[0] % rows, -codes.shape[1] % columns
     if not (down or across):
         return codes
@@ -136,7 +136,7 @@ def _pad(codes: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _scale(q: QTensor, other: QTensor, rows: int) -> tuple[Tensor, str]:
-    """q's scale for `rows` rows, padding included, laid out as scaled_mm reads it, and the name of its kind."""
+    """Returns q's scale for `rows` rows, padding included, in scaled_mm's layout, and the name of its kind."""
     block = q.spec.block
     if block == (None, None) and other.spec.block == (None, None):
         return q.scale, "TensorWise"
@@ -154,7 +154,7 @@ def _pad_rows(scale: Tensor, rows: int) -> Tensor:
 
 
 def _rows_fastest(scale: Tensor) -> Tensor:
-    """[rows, blocks] with strides (1, rows), which scaled_mm checks even where there is one block."""
+    """Returns [rows, blocks] with strides (1, rows), which scaled_mm checks even if there is only one block."""
     rows, blocks = scale.shape
     return scale if scale.stride() == (1, rows) else scale.T.contiguous().as_strided((rows, blocks), (1, rows))
 
@@ -164,7 +164,7 @@ def _name(block: Block) -> str:
 
 
 def high_precision(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    """The unquantized product, accumulated in float32 by the stock GEMM."""
+    """Computes the unquantized product with torch's GEMM, accumulated in float32."""
     if dtype == a.dtype and bias is not None and bias.dtype == dtype:
         return torch.addmm(bias, a, b.T)
     y = a @ b.T if dtype == a.dtype or a.dtype == torch.float32 else torch.mm(a, b.T, out_dtype=torch.float32)

@@ -16,7 +16,7 @@ def gemm(a: Tensor | QTensor, b: Tensor | QTensor, dtype: torch.dtype, bias: Ten
     y = (_values(a) @ _values(b).T) * _outer_scale(a) * _outer_scale(b).T
     alpha = [q.global_scale for q in (a, b) if isinstance(q, QTensor) and q.global_scale is not None]
     if alpha:
-        y = y * (alpha[0] * alpha[1]).double()  # the product in float32, as the kernels have it
+        y = y * (alpha[0] * alpha[1]).double()  # the kernels also multiply the two scales in float32
     y32 = y.float()
     if bias is not None:
         y32 = y32 + bias.float()
@@ -24,7 +24,7 @@ def gemm(a: Tensor | QTensor, b: Tensor | QTensor, dtype: torch.dtype, bias: Ten
 
 
 def _values(x: Tensor | QTensor) -> Tensor:
-    """float64 [M, K], scaled by block where a scale spans part of the contraction."""
+    """Returns values as float64 [M, K], scaled by block if a scale spans part of the contraction."""
     if isinstance(x, Tensor):
         return x.detach().double()
     if x.spec.block[1] is None:
@@ -33,7 +33,7 @@ def _values(x: Tensor | QTensor) -> Tensor:
 
 
 def _outer_scale(x: Tensor | QTensor) -> Tensor:
-    """float64 [M, 1] or [1, 1]: a scale that does not change along the contraction is applied to the sum."""
+    """Returns float64 [M, 1] or [1, 1]: the scale that is constant along the contraction and multiplies the sum."""
     if isinstance(x, QTensor) and x.spec.block[1] is None:
         return x.scale.double()
     return torch.ones(1, 1, dtype=torch.float64, device=x.device)

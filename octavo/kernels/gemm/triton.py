@@ -1,7 +1,7 @@
 """The emulated GEMM: true codes, decoded to bfloat16 (every code of every format fits), multiplied by the tensor cores
 with float32 accumulation. Products are exact, so only the order of additions differs from the reference.
 
-Where the scale enters depends on how far it reaches along K:
+The kernel applies a scale at a step that depends on how far the scale reaches along K:
 
     all of K      once, on the sum                                     tensorwise, rowwise
     128           on the partial sum of each block                     float32 block scales
@@ -178,7 +178,7 @@ def _gemm_launch(a: Quantizer, b: Quantizer, sizes: tuple[int, ...], config: Con
 
 
 def check_reach(reach: int, known: Collection[int]) -> None:
-    """Refuse scales that no kernel serves."""
+    """Raises for scales that no kernel supports."""
     if reach not in known:
         raise UnsupportedConfig(
             f"The emulated GEMM takes scales over {', '.join(map(str, sorted(known)))} elements of the contraction "

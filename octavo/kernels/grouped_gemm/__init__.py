@@ -3,15 +3,15 @@
     rows            y[g]  = a[g] · b[g]ᵀ + bias[g]    fprop and dgrad: as many rows as the group has
     grouped_wgrad   dw[g] = dy[g]ᵀ · x[g]             wgrad: over the rows of the group; zeros for an empty one
 
-They write where they are told to: rows of the tail are left as they were, whatever they hold. With `scales`, one number
-a packed row, the bias of a row is multiplied by its own; products and sums are in float32 until the one rounding to
-out's dtype. Stacked matrices b are one QTensor, in which group g's begins `height` rows (fprop: w's row codes) or
-columns (dgrad: w's column codes) after the one before, a multiple of 128.
+They write into `out` and leave the rows of its tail unchanged. `scales` has one number per packed row, which multiplies
+the bias of that row; products and sums stay in float32 until one rounding to out's dtype. Stacked matrices b are one
+QTensor, in which the matrix of a group begins `height` rows (fprop: w's row codes) or columns (dgrad: w's column codes)
+after the previous one; `height` is a multiple of 128.
 
-Three routes, one meaning, as `octavo.kernels.gemm` has them:
+Three routes compute the same function, as in `octavo.kernels.gemm`:
 
     native      kernels for Hopper: FP8 codes with float32 scales, and unquantized rows in sixteen bits
-    emulated    Triton, on any GPU that it serves: all the others
+    emulated    Triton, on any GPU that it supports: all other cases
     reference   group by group in float64, anywhere: reads the sizes of the groups on the host
 """
 
@@ -39,7 +39,7 @@ def rows(
     height: int,
     along: str = "rows",
 ) -> Tensor:
-    """Fill `out` [rows, N]: fprop with `along="rows"`, dgrad with `along="columns"`: where b's matrices are stacked."""
+    """Fills `out` [rows, N]. `along` says how b's matrices are stacked: "rows" for fprop, "columns" for dgrad."""
     check_choice(along, ("rows", "columns"), what="along")
     gemm._check_pair(a.q, b)
     _check_out(out)
@@ -51,10 +51,10 @@ def rows(
 
 
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, *, accumulate: bool = False) -> Tensor:
-    """Fill `out` [G, N, K], or add to it. Codes may have more rows than N and K."""
+    """Fills `out` [G, N, K], or adds to it. Codes may have more rows than N and K."""
     gemm._check_pair(a.q, b.q)
     _check_out(out)
-    if a.groups.padded == 0:  # not one row, so not one step of a contraction
+    if a.groups.padded == 0:  # no rows, so the contraction has no steps
         return out if accumulate else out.zero_()
     if out.numel():
         backend.twin(__name__, out).grouped_wgrad(a, b, out, accumulate)
@@ -64,7 +64,7 @@ def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, *, accumulate
 def plain_rows(
     a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor | None = None, scales: Tensor | None = None
 ) -> Tensor:
-    """`rows` of unquantized a [rows, K] and b [G, N, K], of any strides."""
+    """Computes `rows` for unquantized a [rows, K] and b [G, N, K], of any strides."""
     _check_plain(a, b, out)
     if out.numel():
         backend.twin(__name__, out).plain_rows(a, b, out, groups, *_dense(bias, scales))
@@ -72,7 +72,7 @@ def plain_rows(
 
 
 def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, *, accumulate: bool = False) -> Tensor:
-    """`grouped_wgrad` of unquantized a [rows, N] and b [rows, K]."""
+    """Computes `grouped_wgrad` for unquantized a [rows, N] and b [rows, K]."""
     _check_plain(a, b, out)
     if groups.rows == 0:
         return out if accumulate else out.zero_()
@@ -82,7 +82,7 @@ def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, *, accumulate
 
 
 def fresh_wgrad(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """The same in a tensor of its own, which spares a copy where torch's GEMM makes one."""
+    """Returns `plain_wgrad` in a new tensor, which saves a copy if torch's GEMM allocates the result itself."""
     if groups.rows == 0 or a.shape[1] * b.shape[1] == 0:
         return torch.zeros(groups.number, a.shape[1], b.shape[1], dtype=dtype, device=a.device)
     found: Tensor = backend.twin(__name__, a).fresh_wgrad(a, b, groups, dtype)
@@ -90,21 +90,21 @@ def fresh_wgrad(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Ten
 
 
 def zero_tail(out: Tensor, groups: Groups) -> None:
-    """Zero the rows after the last group."""
+    """Zeroes the rows after the last group."""
     _check_out(out)
     if out.numel():
         backend.twin(__name__, out).zero_tail(out, groups)
 
 
 def column_sums_of(dy: Tensor, groups: Groups, dtype: torch.dtype, scales: Tensor | None = None) -> Tensor:
-    """[rows, N] -> [G, N]: each group's sums of dy[t], or of dy[t] * scales[t], in one order whatever runs beside."""
+    """Sums dy[t], or dy[t] * scales[t], over each group: [rows, N] -> [G, N]. The order of additions is fixed."""
     scales = None if scales is None else scales.contiguous()
     found: Tensor = backend.twin(__name__, dy).column_sums(dy, groups, dtype, scales)
     return found
 
 
 def bias_products(dy: Tensor, bias: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """[rows]: each row of dy by its group's bias [G, N], the gradient of `scales`; zero in the tail."""
+    """Returns the gradient of `scales` [rows]: each row of dy times its group's bias [G, N]; zero in the tail."""
     if dy.numel() == 0:
         return torch.zeros(dy.shape[0], dtype=dtype, device=dy.device)
     found: Tensor = backend.twin(__name__, dy).bias_products(dy, bias.contiguous(), groups, dtype)
@@ -112,8 +112,8 @@ def bias_products(dy: Tensor, bias: Tensor, groups: Groups, dtype: torch.dtype) 
 
 
 def route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str:
-    """ "native", "emulated" or "reference": how operands of such quantizers are multiplied there; None stands for an
-    unquantized one. Pairs are taken for what recipes use them for: 1x128 blocks on both sides for `grouped_wgrad`."""
+    """Returns the route for operands of these quantizers on `device`: "native", "emulated" or "reference". None means
+    an unquantized operand. A pair gets the use that recipes have for it: two of 1x128 blocks mean `grouped_wgrad`."""
     if backend.choose(device) == "reference":
         return "reference"
     if a is None or b is None:
@@ -122,7 +122,7 @@ def route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str
 
 
 def _dense(bias: Tensor | None, scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Contiguous, as kernels read them; scales of no bias are nobody's."""
+    """Returns both contiguous, as kernels read them; without a bias it drops the scales."""
     if bias is None:
         return None, None
     return bias.contiguous(), None if scales is None else scales.contiguous()

@@ -1,8 +1,8 @@
 """Grouped GEMMs in plain Triton, for any GPU from SM89 on: schemes that no tensor core here multiplies, in true codes
 decoded to bfloat16 as `octavo.kernels.gemm.triton` does it, and unquantized operands of any dtype and strides.
 
-A program makes one tile. The grid has a place for every tile that any split of the rows can need, and who finds no rows
-at his leaves at once.
+A program computes one tile. The grid has a program for every tile that any split of the rows can need; a program whose
+tile has no rows returns at once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
@@ -27,7 +27,7 @@ Config = tuple[int, int, int, int, int]  # rows, columns, depth of a step, warps
 
 CODES: dict[int, Config] = {  # by how far a scale reaches along the contraction; 0: all of it
     0: (128, 128, 64, 8, 3),
-    128: (128, 64, 128, 8, 2),  # wider ones spill
+    128: (128, 64, 128, 8, 2),  # wider tiles spill
     32: (128, 128, 64, 8, 2),
     16: (128, 128, 64, 8, 2),
 }

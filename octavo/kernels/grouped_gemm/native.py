@@ -1,4 +1,4 @@
-"""Which pairs of operands Hopper's own kernels multiply. Imports no Triton: reports ask it too."""
+"""Tells which pairs of operands the Hopper kernels multiply. Imports no Triton, since reports use it too."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Grouped GEMMs group by group, each by the reference GEMM. The sizes of the groups are read on the host."""
+"""Grouped GEMMs, computed group by group with the reference GEMM. Reads the sizes of the groups on the host."""
 
 from itertools import pairwise
 
@@ -30,7 +30,7 @@ def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: b
 
 
 def _first(q: QTensor, rows: int) -> QTensor:
-    """The rows that there are: what follows is there for the copies of tiles alone, and may share a block with them."""
+    """Returns the first `rows` rows of q: the rest only pads tiles for the copies, and may share a block with them."""
     scale = q.scale if q.spec.block[0] is None else q.scale[: -(-rows // q.spec.block[0])]
     return QTensor(q.codes[:rows], scale, q.spec, (rows, q.columns), q.dtype, q.global_scale)
 
@@ -67,7 +67,7 @@ def _ranges(groups: Groups) -> list[tuple[int, int]]:
 
 
 def _bias(bias: Tensor | None, scales: Tensor | None, g: int, first: int, end: int) -> Tensor | None:
-    """Group g's: [N], or [rows, N] where every row has it scaled."""
+    """Returns the bias of group g: [N], or [rows, N] if each row scales it."""
     if bias is None or scales is None:
         return None if bias is None else bias[g]
     return scales[first:end, None].float() * bias[g].float()

@@ -1,9 +1,9 @@
-"""Where the scales of an operand lie, as kernels step through them: by group, by row and by block of the contraction.
+"""Strides of an operand's scales, as kernels step through them: by group, by row and by block of the contraction.
 
     scale[group * s.group + row // height * s.row + block * s.block]
 
-A ragged operand's padded rows, and blocks of them, are counted through all groups, so that only a scale which is the
-group's alone has a stride for groups. Stacked matrices' are counted within each.
+The padded rows of a ragged operand, and their blocks, are numbered through all groups, so that only one scale per group
+has a stride for groups. Those of stacked matrices are numbered within each matrix.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ def whole(spec: Quantizer) -> bool:
 
 
 def grouped_strides(a: GroupedTensor) -> Strides:
-    """Of an operand in ragged groups: [padded, K], or [K, padded] contracted over the rows of a group."""
+    """Returns the strides for ragged groups: [padded, K], or [K, padded] contracted over the rows of a group."""
     down, across = a.q.scale.stride()
     if a.q.spec.block == (None, None):
         return Strides(1, 0, 0)
@@ -35,7 +35,7 @@ def grouped_strides(a: GroupedTensor) -> Strides:
 
 
 def stacked_strides(b: QTensor, height: int, along: str) -> Strides:
-    """Of matrices that begin `height` rows or columns after each other."""
+    """Returns the strides for stacked matrices, each of which begins `height` rows or columns after the previous."""
     down, across = b.scale.stride()
     if b.spec.block == (None, None):
         return Strides(1, 0, 0)

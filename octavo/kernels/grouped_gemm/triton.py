@@ -1,5 +1,5 @@
-"""Grouped GEMMs on a GPU: by Hopper's own kernels where there is one, else by those that run anywhere; and the small
-kernels around them. All of them have a fixed grid and find out on the device how many rows there are."""
+"""Grouped GEMMs on a GPU: with the Hopper kernels where one applies, else with those that run on any GPU; and the small
+kernels around them. All of them have a fixed grid and read the number of rows on the device."""
 
 from functools import lru_cache
 from types import ModuleType
@@ -47,7 +47,7 @@ def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: b
 
 
 def fresh_wgrad(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """torch's own grouped GEMM takes bfloat16 and reads no size on the host, but it makes a tensor of its own."""
+    """Uses torch's grouped GEMM if it takes the operands (bfloat16): it reads no size on the host, but allocates dw."""
     if dtype == torch.bfloat16 and _is_torch_s(a) and _is_torch_s(b):
         return grouped_mm(a.T, b, groups.start[1:])
     out = torch.empty(groups.number, a.shape[1], b.shape[1], dtype=dtype, device=a.device)

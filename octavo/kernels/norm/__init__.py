@@ -1,4 +1,4 @@
-"""Normalisation of rows: x [M, N] by what all of a row has in common.
+"""Normalisation of x [M, N] by the statistics of each row.
 
     layer    x̂ = (x - mean) · rstd,  rstd = 1/√(variance + eps)       y = x̂ · γ + β
     rms      x̂ = x · rstd,           rstd = 1/√(mean of x² + eps)     y = x̂ · γ
@@ -7,8 +7,8 @@
     dx = rstd · (g - x̂ · mean(g · x̂) - mean(g)),  g = dy · γ          the last mean for layer alone; l2 takes sums
     dγ = Σ dy · x̂    dβ = Σ dy                                         over the rows
 
-Backward takes x again, with the mean and rstd that forward found, as float32 [M]. With `zero_centered` the weight is
-γ - 1. y and dx have x's dtype. A gradient that came to x another way can be `added` to dx before dx is rounded.
+Backward takes x again, with the mean and rstd that forward computed, as float32 [M]. With `zero_centered` the weight
+is γ - 1. y and dx have x's dtype. `added` is another gradient of x, which is added to dx before dx is rounded.
 """
 
 from typing import NamedTuple
@@ -41,14 +41,14 @@ class Normed(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """Of rows, as forward found them."""
+    """Mean and rstd of the rows, as forward computed them."""
 
     mean: Tensor | None  # float32 [M]
-    rstd: Tensor | None  # float32 [M]; for dβ alone there is none
+    rstd: Tensor | None  # float32 [M]; None if only dβ is wanted
 
 
 class Wanted(NamedTuple):
-    """The gradients that a backward makes: dx, and in these dtypes dγ and dβ."""
+    """The gradients that a backward computes: dx, and dγ and dβ in the given dtypes."""
 
     x: bool = True
     weight: torch.dtype | None = None
@@ -82,8 +82,8 @@ def backward(
     wanted: Wanted = ONLY_X,
     added: Tensor | None = None,
 ) -> Gradients:
-    """The gradients that are wanted. For dβ alone dy is enough; `weight` is only looked at for dx, as is `added`, a
-    contiguous tensor like dx."""
+    """Computes the gradients named in `wanted`. dβ alone needs only dy. Only dx uses `weight` and `added`, a contiguous
+    tensor like dx."""
     if not wanted.x and wanted.weight is None:
         return Gradients(None, None, None if wanted.bias is None else column_sums(dy, wanted.bias))
     assert x is not None and statistics.rstd is not None

@@ -1,8 +1,8 @@
-"""Norms on the GPU, in float32. A row of up to MOST elements is read once and stays in registers (narrow rows share a
-program); a longer one is read again for each sum.
+"""Norms on the GPU, in float32. A program reads a row of up to MOST elements once and keeps it in registers (narrow
+rows share a program); it reads a longer row again for each sum.
 
-dγ and dβ are two sums without atomics: a fixed number of programs each take every so-many-th tile of rows and leave
-their own sum in [programs, N], and those are summed after. The number depends on sizes and chip, never on timing.
+dγ and dβ are summed in two steps without atomics: a fixed number of programs write partial sums to [programs, N], each
+over tiles of rows that it alone takes; then those are summed. The number depends on sizes and chip, never on timing.
 """
 
 from functools import lru_cache
@@ -19,8 +19,8 @@ from octavo.quant import tile
 from octavo.quant.tile import Variant
 
 MOST = 8192  # more would spill in backward, which holds x, dy and two sums
-LONG = 4096  # columns at a time of a row that is longer
-PART_COLUMNS, PART_ROWS, PART_HEIGHT = 128, 16, 512  # of long rows' dγ and dβ: a program's columns, tile, rows
+LONG = 4096  # columns that a program reads at a time of a longer row
+PART_COLUMNS, PART_ROWS, PART_HEIGHT = 128, 16, 512  # dγ and dβ of long rows: a program's columns, tile, rows
 
 
 @triton.jit
@@ -235,7 +235,7 @@ def _long_parts_kernel(
 
 
 def _shape(width: int) -> tuple[int, int, int]:
-    """Rows, columns and warps of a tile."""
+    """Returns the rows, columns and warps of a tile."""
     columns = LONG if width > MOST else max(16, triton.next_power_of_2(width))
     return max(1, 1024 // columns), columns, 16 if columns > 4096 else 8 if columns > 2048 else 4
 
@@ -252,15 +252,15 @@ def forward(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -
 
 
 def statistics(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor]:
-    """mean and rstd alone, by the kernel that `forward` launches: the same bits."""
+    """Returns mean and rstd only, to the same bits as `forward`, whose kernel it launches."""
     mean, rstd = _statistics_of(norm, x)
-    y = rstd.view(x.dtype)  # not written, but as aligned as forward's
+    y = rstd.view(x.dtype)  # the kernel does not write it, but it has the alignment of forward's y
     _forward_launch(norm, (*x.shape, *x.stride(), 0))(x, y, mean, rstd, weight, bias)
     return mean, rstd
 
 
 def _statistics_of(norm: Norm, x: Tensor) -> tuple[Tensor | None, Tensor]:
-    """Where mean and rstd go."""
+    """Allocates mean (None unless the norm centers) and rstd."""
     mean = torch.empty(x.shape[0], dtype=torch.float32, device=x.device) if norm.centers else None
     return mean, torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
 
@@ -297,7 +297,7 @@ def backward(
 
 @lru_cache(maxsize=4096)
 def _parts(m: int, n: int, device: torch.device) -> int:
-    """How many programs share the sums over the rows."""
+    """Returns the number of programs that share the sums over the rows."""
     if n > MOST:
         return -(-m // PART_HEIGHT)
     rows, _, warps = _shape(n)
@@ -348,7 +348,7 @@ def variants() -> list[Variant]:
 
 
 def _variants(norm: Norm, n: int, dtype: torch.dtype) -> list[Variant]:
-    """What a norm of rows of n elements launches."""
+    """Lists the kernels that a norm of rows of n elements launches."""
     kind, (rows, columns, warps) = tile.POINTERS[dtype], _shape(n)
     title = f"{norm.kind} {dtype} {rows}x{columns}{'' if n <= MOST else ', long'}"
     weight, bias = norm.averages, norm.centers

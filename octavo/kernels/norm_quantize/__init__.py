@@ -1,10 +1,10 @@
-"""Norms whose result is wanted as codes alone (`octavo.kernels.norm`, cast as it is computed).
+"""Norms that write their result as codes only (`octavo.kernels.norm`, cast while it is computed).
 
     forward     y, in x's dtype, into the orientations of `pair`; mean and rstd are returned, for backward
 
-y itself is never written: one launch reads x for the statistics of its rows, another reads it again, tile by tile, and
-writes codes. What is filled has the bits that `fill_pair` of the norm's own kernel would leave, observed amaxes among
-them. `fuses` says where that is done. Everywhere else, and for rows in groups, y is written and cast, to the same bits.
+The kernels never write y itself: one launch reads x for the statistics of its rows, another reads it again, tile by
+tile, and writes codes. Codes, scales and observed amaxes have the bits that the norm's own kernel and `fill_pair`
+produce. `fuses` tells which casts do that. All others, and rows in groups, write y and cast it, to the same bits.
 """
 
 import torch
@@ -22,15 +22,15 @@ Statistics = tuple[Tensor | None, Tensor]  # mean, rstd
 
 
 def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, dtype: torch.dtype) -> str:
-    """Empty where y is cast as it is made, else a sentence why not. `given_encode`: whether the multiplier is given
-    (delayed scaling)."""
+    """Returns "" if y is cast while it is computed, else a sentence with the reason. `given_encode` tells whether the
+    caller gives the multiplier (delayed scaling)."""
     return tile_cast.fuses(row, column, given_encode, dtype, "the normalised rows")
 
 
 def forward(
     norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, pair: QTensorPair, cast_args: CastArgs
 ) -> Statistics:
-    """Fill `pair`, (row, column) of y, as `fill_pair(norm.forward(norm, x, weight, bias).y, pair, cast_args)`."""
+    """Fills (row, column) of y, to the bits of `fill_pair(norm.forward(norm, x, weight, bias).y, pair, cast_args)`."""
     m, n = x.shape
     for q, shape in zip(pair, ((m, n), (n, m)), strict=True):
         if q is not None and cast_args.groups is None and (q.rows, q.columns) != shape:
@@ -45,7 +45,7 @@ def forward(
 def plain_forward(
     norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, pair: QTensorPair, cast_args: CastArgs
 ) -> Statistics:
-    """By way of y."""
+    """Writes y, then casts it."""
     y, mean, rstd = norms.forward(norm, x, weight, bias)
     fill_pair(y, pair, cast_args)
     return mean, rstd

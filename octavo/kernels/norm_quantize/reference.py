@@ -1,4 +1,4 @@
-"""In plain torch there is nothing to gain: y is written, and cast."""
+"""The reference writes y, then casts it: fusing them gains nothing in plain torch."""
 
 from octavo.kernels.norm_quantize import plain_forward as forward
 

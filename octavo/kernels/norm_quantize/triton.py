@@ -1,6 +1,6 @@
-"""Norms into codes on the GPU: the norm's own kernel for the statistics, and a cast in Gluon that normalises its tile
-by `octavo.kernels.norm.triton.normed`, as the norm's kernel does before it writes y, and rounds before it casts. What
-the compiler contracts there (x̂ · γ + β) it contracts in both."""
+"""Norms into codes on the GPU. The norm's own kernel computes the statistics; a cast in Gluon normalises its tile with
+`octavo.kernels.norm.triton.normed`, as the norm's kernel does before it writes y, and rounds before it casts. The
+compiler contracts the same operations (x̂ · γ + β) in both kernels."""
 
 from functools import lru_cache
 from typing import Any
@@ -76,7 +76,7 @@ def forward(
 
 
 def _config(spec: Quantizer) -> Config:
-    """Square blocks on 16 warps would spill, of float16."""
+    """Returns the tile and its warps. Square blocks of float16 would spill on 16 warps."""
     return CONFIGS[2] if is_square(spec.block) and tile_casts.is_block(spec) else tile_casts.fitting(CONFIGS, spec)
 
 

@@ -1,10 +1,10 @@
-"""Where the values of a kernel go if they are wanted as codes alone: cast where they are made, never written and read
-again in between.
+"""Tile casts: a kernel that computes values casts them in registers and writes only their codes, never the values
+themselves.
 
-A tile cast casts one tile that is in registers already: `put` in a scheme's `triton.py`. A kernel that makes values
-by tiles is compiled with one and rounds to the dtype that it would have written, so that codes, scales and the amax
-observed are those of the value written and cast by `octavo.quant.quantizer.fill_pair`, bit for bit. This works where
-a tile has all that its scales follow from. Which schemes do is said here, once.
+A tile cast casts one tile that is already in registers: `put` in a scheme's `triton.py`. A kernel that computes values
+by tiles is compiled with one and rounds to the dtype that it would have written, so that codes, scales and the observed
+amax equal, bit for bit, those of the value written and then cast by `octavo.quant.quantizer.fill_pair`. This needs a
+scheme whose scales follow from one tile. `fuses` is the only list of those schemes.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ QTensorPair = tuple[QTensor | None, QTensor | None]
 
 
 class Target(NamedTuple):
-    """Codes (row, column) that a kernel fills, and the tensors that its caller brings to the cast."""
+    """Codes (row, column) that a kernel fills, and the tensors that the caller passes to the cast."""
 
     pair: QTensorPair = (None, None)
     cast_args: CastArgs = CastArgs()
@@ -31,7 +31,7 @@ NOTHING = Target()
 
 
 def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, dtype: torch.dtype, what: str) -> str:
-    """Empty where `what` is cast as it is made, else a sentence why it cannot be."""
+    """Returns "" if a kernel can cast `what` while it computes it, else a sentence with the reason."""
     lead = column if row is None else row
     if lead is None:
         return f"Nobody wants codes of {what}."
@@ -49,7 +49,7 @@ def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, d
 
 
 def refusal(pair: QTensorPair, cast_args: CastArgs, dtype: torch.dtype, what: str) -> str:
-    """`fuses` of a call, which may bring more than the kernels take."""
+    """Returns `fuses` for a call, and refuses cast arguments that the kernels do not take."""
     row, column = (None if q is None else q.spec for q in pair)
     why = fuses(row, column, cast_args.encode is not None, dtype, what)
     if why:

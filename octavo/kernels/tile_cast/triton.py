@@ -1,4 +1,4 @@
-"""What a kernel with a tile cast is launched with. Its parameters of these names are
+"""Launch arguments of a kernel with a tile cast. The kernel names its parameters
 
 pointers    row, column, row_scale, column_scale, encode, observed
 sizes       row_stride, row_block_stride, column_stride, column_block_stride, of the scales
@@ -28,18 +28,18 @@ def spec_of(pair: QTensorPair) -> Quantizer:
 
 
 def is_block(spec: Quantizer) -> bool:
-    """Whether a tile must be a block."""
+    """Whether a tile must be exactly one 128x128 block."""
     return isinstance(spec, _Blocks)
 
 
 def fitting(configs: tuple[Config, ...], *specs: Quantizer | None) -> Config:
-    """The first of these tiles that serves all of them."""
+    """Returns the first of these tiles that serves all of these quantizers."""
     whole = any(spec is not None and is_block(spec) for spec in specs)
     return next(c for c in configs if not whole or (c.rows == BLOCK and c.columns == BLOCK))
 
 
 def constants(spec: Quantizer, dtype: torch.dtype) -> dict[str, Any]:
-    """Of values that are rounded to this dtype before they are cast."""
+    """Returns the constants for values that the kernel rounds to this dtype before it casts them."""
     if isinstance(spec, _Blocks):
         rule = (spec.fmt.max, spec.eps, torch.finfo(dtype).max, spec.pow2, is_square(spec.block))
         return {"PUT": put_block, "RULE": rule}
@@ -49,13 +49,13 @@ def constants(spec: Quantizer, dtype: torch.dtype) -> dict[str, Any]:
 
 def pointers(pair: QTensorPair, cast_args: CastArgs) -> tuple[Tensor | None, ...]:
     row, column = pair
-    observed = cast_args.observed if isinstance(spec_of(pair), Tensorwise) else None  # as a cast by blocks ignores it
+    observed = cast_args.observed if isinstance(spec_of(pair), Tensorwise) else None  # block casts ignore it
     scales = tile.scales_of(row), tile.scales_of(column)
     return tile.codes_of(row), tile.codes_of(column), *scales, cast_args.encode, observed
 
 
 def strides(pair: QTensorPair) -> tuple[int, ...]:
-    """Of the scales; tensorwise has but one, whatever its strides."""
+    """Returns the strides of the scales; zeros for tensorwise, which has only one scale."""
     if not is_block(spec_of(pair)):
         return (0, 0, 0, 0)
     return (*tile.scale_strides(pair[0]), *tile.scale_strides(pair[1]))
@@ -65,7 +65,7 @@ STRIDES = ("row_stride", "row_block_stride", "column_stride", "column_block_stri
 
 
 def signature(spec: Quantizer, row: bool = True, column: bool = True) -> tuple[dict[str, str], dict[str, Any]]:
-    """(signature, constants) of pointers and sizes, for the record of compilations."""
+    """Returns (signature, constants) of pointers and sizes, for the record of compilations."""
     block, codes = is_block(spec), tile.POINTERS[spec.fmt.dtype]
     there = {
         "row": codes if row else None, "column": codes if column else None, "row_scale": "*fp32" if row else None,

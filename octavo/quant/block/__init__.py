@@ -3,7 +3,7 @@
     a_b = max|x| in the block        s_b = fp8_max / a_b, to the power of two at or below it        code = cast(x * s_b)
 
 Power-of-two scales make the two orientations of 1x128 agree on nearly every value; `scale="fp32"` uses all of the
-format's range instead. A 128x128 block is the same block in both orientations, so its codes turn around without loss.
+format's range instead. A 128x128 block is the same block in both orientations, so transposing its codes loses nothing.
 Never use it for gradients: training diverges.
 """
 

@@ -19,7 +19,7 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: Cast
             spec = q.spec
             assert isinstance(spec, _Blocks)
             found = blocks.amax(matrix, spec.block) if found is None else found
-            # the ceiling is the input dtype's, not float32's: numerics.md says where that matters
+            # the ceiling is the input dtype's maximum, not float32's: numerics.md tells where that matters
             encode = scale.encode_scale(
                 found, spec.fmt.max, eps=spec.eps, ceiling=torch.finfo(x.dtype).max, pow2=spec.pow2
             )

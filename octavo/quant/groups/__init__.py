@@ -1,18 +1,18 @@
-"""Ragged groups of rows: how many rows each group has is known on the device alone.
+"""Ragged groups of rows: only the device knows how many rows each group has.
 
-The caller's rows are packed, one group after the other, in a tensor of a fixed number of rows; what comes after the
-last group is the tail, which nobody reads. Inside, a group begins at a multiple of 128 rows and is filled up with
-zeros, so that a block of 128 belongs to one group: GEMMs then see whole tiles, and scale blocks along the rows start
-anew with every group. `Groups` says where everything is:
+The caller packs the rows, one group after the other, in a tensor of a fixed number of rows; the rows after the last
+group are the tail, which no kernel reads. Inside, in the padded layout, a group begins at a multiple of 128 rows and is
+filled up with zeros, so that a block of 128 belongs to one group: GEMMs then see whole tiles, and scale blocks along
+the rows restart with every group. `Groups` holds the places of both layouts:
 
     start   [G + 1]   packed row at which a group begins; the last entry is where the tail begins
     block   [G + 1]   block at which it begins inside
-    owner   [B]       the group that a block belongs to; -1 past the last
+    owner   [B]       the group that a block belongs to; -1 past the last group
     source  [B]       packed row at which a block begins
-    live    [B]       how many of its rows are the group's; 0 past the last
+    live    [B]       number of rows of the block that belong to the group; 0 past the last group
 
-B is fixed: as many blocks as any split of that many rows can need. Sizes that do not fit are cut off at the end, and
-negative ones are empty, so that no kernel leaves its tensors, whatever the device holds.
+B is fixed: the most blocks that any split of that many rows can need. Sizes that do not fit are cut off at the end, and
+negative ones count as empty, so that no kernel accesses memory outside its tensors, whatever the sizes are.
 """
 
 from typing import NamedTuple
@@ -43,32 +43,32 @@ class Groups(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """Rows inside."""
+        """Number of rows in the padded layout."""
         return self.owner.shape[0] * BLOCK
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self[:5]
 
     def sizes(self) -> list[int]:
-        """Rows of each group. Reads the device, which waits for it."""
+        """Returns the rows of each group. Reads them on the host, which waits for the device."""
         return self.start.diff().tolist()  # type: ignore[no-any-return]
 
 
 def blocks_for(rows: int, groups: int) -> int:
-    """The most blocks that `groups` groups of `rows` rows together can fill."""
+    """Returns the most blocks that `groups` groups of `rows` rows in total can fill."""
     most = (rows + (BLOCK - 1) * groups) // BLOCK
-    found: int = torch.sym_min(rows, most)  # type: ignore[no-untyped-call]  # min() would be a guard of a graph
+    found: int = torch.sym_min(rows, most)  # type: ignore[no-untyped-call]  # min() would add a guard to a graph
     return found
 
 
 def abstract(rows: int, groups: int, device: torch.device) -> tuple[TensorProto, ...]:
-    """`Groups.tensors()` without data."""
+    """Returns `Groups.tensors()` without data."""
     b = blocks_for(rows, groups)
     return tuple(TensorProto((n,), torch.int32, device) for n in (groups + 1, groups + 1, b, b, b))
 
 
 def split(splits: Tensor, rows: int) -> Groups:
-    """Groups of these sizes, one element each, in a tensor of `rows` rows. Nothing is read on the host."""
+    """Returns groups of these sizes, in a packed tensor of `rows` rows. Reads nothing on the host."""
     _check(splits, rows)
     groups = Groups._make((*(p.empty() for p in abstract(rows, splits.shape[0], splits.device)), rows))
     if not is_fake(splits):
@@ -77,7 +77,7 @@ def split(splits: Tensor, rows: int) -> Groups:
 
 
 def equal(number: int, size: int, device: torch.device) -> Groups:
-    """Groups of one size each, which is known here: a stack of matrices [number * size, K]. They fill their blocks and
+    """Returns groups of one size, known on the host: a stack of matrices [number * size, K]. They fill their blocks and
     have no tail, so that group g begins inside at g times the size rounded up to whole blocks."""
     _check_number(number, number * size)
     blocks = number * (-(-size // BLOCK))

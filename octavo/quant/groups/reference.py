@@ -1,4 +1,4 @@
-"""The layout of groups in plain torch. Reads nothing back either: the same operations run on any device."""
+"""The layout of groups in plain torch. Reads nothing on the host either: the same operations run on any device."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from octavo.quant.groups import BLOCK, Groups
 
 
 def split(splits: Tensor | None, each: int, groups: Groups) -> None:
-    """Fill the tensors of `groups`, which have these sizes, or `each` the same one."""
+    """Fills the tensors of `groups` from these sizes, or from the size `each` for all if `splits` is None."""
     start, block, owner, source, live, rows = groups
     if splits is None:  # all of one size
         splits = torch.full((start.shape[0] - 1,), each, device=start.device)
@@ -28,7 +28,7 @@ def split(splits: Tensor | None, each: int, groups: Groups) -> None:
 
 
 def in_blocks(x: Tensor, groups: Groups) -> Tensor:
-    """Packed rows [rows, K] -> the same in blocks [padded, K], zeros between. The tail is not read."""
+    """Copies packed rows [rows, K] to the padded layout [padded, K], with zeros between. Does not read the tail."""
     at, live = _places(groups)
     if groups.rows == 0:
         return x.new_zeros(groups.padded, x.shape[1])
@@ -36,14 +36,14 @@ def in_blocks(x: Tensor, groups: Groups) -> Tensor:
 
 
 def pack(x: Tensor, groups: Groups) -> Tensor:
-    """The way back; the tail is zero."""
+    """Copies the padded layout back to packed rows, with a zero tail: the inverse of `in_blocks`."""
     at, live = _places(groups)
-    packed = x.new_zeros(groups.rows + 1, x.shape[1])  # rows that are nobody's go to the last, which is cut off
+    packed = x.new_zeros(groups.rows + 1, x.shape[1])  # padding goes to the last row, which is cut off
     return packed.index_copy_(0, torch.where(live, at, groups.rows), x)[: groups.rows]
 
 
 def _places(groups: Groups) -> tuple[Tensor, Tensor]:
-    """For each row inside: its packed row, and whether it has one."""
+    """Returns, for each row of the padded layout, its packed row and whether it has one."""
     within = torch.arange(BLOCK, device=groups.owner.device)
     at = groups.source.long()[:, None] + within
     return at.view(-1), (within < groups.live[:, None]).view(-1)

@@ -1,4 +1,4 @@
-"""The layout of groups in one launch. Every program sums up all sizes, and places some of the blocks."""
+"""The layout of groups in one launch. Every program sums all sizes and places some of the blocks."""
 
 from functools import lru_cache
 
@@ -53,7 +53,7 @@ def _split_kernel(
 
 
 def split(splits: Tensor | None, each: int, groups: Groups) -> None:
-    """Fill the tensors of `groups`, which have these sizes, or `each` the same one."""
+    """Fills the tensors of `groups` from these sizes, or from the size `each` for all if `splits` is None."""
     launch = _split_launch(groups.rows, groups.number, groups.owner.shape[0], each)
     launch(*groups.tensors(), None if splits is None else splits.contiguous())
 

@@ -4,9 +4,9 @@
     code   = cast(x * 2^(127-b))          scale = 2^(b-127)
 
     rceil  the smallest power of two that is not below amax/fp8_max: nothing saturates. The default
-    floor  exponent(amax) - emax, as the OCP text has it: saturates a quarter of all block maxima
-    ceil   the same, exponent rounded up
-    even   the same, amax first rounded to the format's mantissa
+    floor  exponent(amax) - emax, as in the OCP specification: saturates a quarter of all block maxima
+    ceil   like floor, with the exponent rounded up
+    even   like floor, with amax first rounded to the format's mantissa
 
 amax 0 gives b = 0. An amax of Inf or NaN gives 255: the whole block decodes to NaN, and so stays visible.
 """

@@ -15,7 +15,7 @@ from octavo.quant.writing import write
 
 
 def scale_byte(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
-    """The E8M0 byte of a block whose largest magnitude is amax (float32), as uint8."""
+    """Returns the E8M0 byte, as uint8, of a block whose largest magnitude is amax (float32)."""
     if rounding == "rceil":
         # the product with the rounded reciprocal equals exact division for every bfloat16 amax
         return E8M0.encode(amax * (1 / fmt.max))
@@ -25,7 +25,7 @@ def scale_byte(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
 def _shifted_exponent(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
     bits = amax.view(torch.int32)
     if rounding == "even":
-        bits = bits + (1 << (22 - MANTISSA_BITS[fmt.name]))  # half of the last mantissa bit kept
+        bits = bits + (1 << (22 - MANTISSA_BITS[fmt.name]))  # half of the last kept mantissa bit
     exponent = bits >> 23
     if rounding == "ceil":
         exponent = exponent + ((bits & 0x7FFFFF) > 0)
@@ -34,7 +34,7 @@ def _shifted_exponent(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
 
 
 def encode_multiplier(byte: Tensor) -> Tensor:
-    """2^(127-b), exactly: the decoding of 254-b. For b = 254 it is a float32 subnormal, for 255 NaN."""
+    """Returns 2^(127-b), exactly: the decoding of 254-b. For b = 254 it is a float32 subnormal, for 255 NaN."""
     return E8M0.decode(torch.where(byte == E8M0_NAN, E8M0_NAN, 254 - byte.to(torch.int32)).to(torch.uint8))
 
 

@@ -4,7 +4,7 @@
     S_b    = E4M3(amax_b * S_enc * (1/6))               e_b   = 1 / (S_b / S_enc)
     code   = E2M1(x * e_b)                              value = code * S_b * global_scale,  global_scale = G / (448*6)
 
-(Where that S_enc overflows, it is float32's max and global_scale its reciprocal.)
+(If that S_enc overflows, it is float32's max and global_scale its reciprocal.)
 
 The 1/6 is a product with its float32 reciprocal, S_b rounds to nearest (a block maximum may clip by up to 1/16), and a
 block below 2.2e-6 of G gets S_b = 0: it decodes to zero whatever its codes are. With the tensor's one G, a single
@@ -13,9 +13,9 @@ outlier of 2^20 erases everything else.
 Two options serve gradients and the weight-gradient GEMM:
 
     stochastic   rounds up with probability equal to the remainder, in steps of 1/256, from a counter-based generator
-    rht          turns every 16 elements along the contraction by a random-sign Hadamard matrix before they are
-                 quantized. Both operands of a GEMM are turned alike, so the product is unchanged and outliers are
-                 spread. The turned values are rounded to bfloat16, and decoding turns them back
+    rht          rotates every 16 elements along the contraction by a random-sign Hadamard matrix before they are
+                 quantized. Both operands of a GEMM are rotated alike, so the product is unchanged and outliers are
+                 spread. The rotated values are rounded to bfloat16, and decoding rotates them back
 
 Codes are padded with zeros to whole blocks of 16, two to a byte, the low nibble first.
 """

@@ -1,6 +1,6 @@
-"""Philox4x32-10, the counter-based generator of stochastic rounding: random bits as a function of where, not of when.
+"""Philox4x32-10, the counter-based generator of stochastic rounding: random bits depend on position, not time.
 
-One call gives 16 bytes, one for each element of a 16-block: byte j, little-endian over the words, is r of element j.
+One call returns 16 bytes, one for each element of a 16-block: byte j, little-endian over the words, is r of element j.
 
     key     = seed (64 bits)
     counter = block index (64 bits), step (32 bits), stream (0 for the row orientation, 1 for the column's)
@@ -18,13 +18,13 @@ _LOW = 0xFFFFFFFF
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low words of a*b. The product may wrap past int64's sign; its bits are right."""
+    """Returns the high and low words of a*b. The product may wrap past int64's sign; its bits are right."""
     product = b * a
     return (product >> 32) & _LOW, product & _LOW
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four words for each counter; words are int64 tensors below 2^32."""
+    """Returns four words for each counter; words are int64 tensors below 2^32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
@@ -36,7 +36,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def random_bytes(rows: int, row_blocks: int, seed: Tensor, stream: int) -> Tensor:
-    """r of every element, int64 [rows, 16*row_blocks], from seed = [seed, step]."""
+    """Returns r of every element, int64 [rows, 16*row_blocks], from seed = [seed, step]."""
     index = torch.arange(rows * row_blocks, device=seed.device)
     zero = torch.zeros_like(index)
     step = zero + (seed[1] & _LOW)

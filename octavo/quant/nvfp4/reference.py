@@ -18,8 +18,8 @@ TOP = E2M1.max * E4M3.max  # 2688: the largest code times the largest block scal
 
 
 def tensor_scales(g: Tensor) -> tuple[Tensor, Tensor]:
-    """(S_enc, global_scale) from the tensor's amax [1]. Where TOP/G overflows, the global scale is the reciprocal of
-    S_enc, so that decoding undoes encoding. If G is not finite, the global scale is NaN, and so is the whole tensor."""
+    """Returns (S_enc, global_scale) from the tensor's amax [1]. If TOP/G overflows, the global scale is 1 / S_enc, so
+    that decoding undoes encoding. If G is not finite, the global scale is NaN, and so is the whole tensor."""
     quotient = divide(TOP, g)
     s_enc = torch.where(quotient > FLOAT32_MAX, FLOAT32_MAX, quotient)
     s_enc = torch.where((g == 0) | ~g.isfinite(), 1.0, s_enc)
@@ -29,7 +29,7 @@ def tensor_scales(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_scales(amax_b: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
-    """(S_b as E4M3 codes, the multiplier e_b into codes) from block maxima."""
+    """Returns (S_b as E4M3 codes, the multiplier e_b into codes) from block maxima."""
     scaled = blocks.no_larger(amax_b * (s_enc * (1 / E2M1.max)), E4M3.max)
     s_b = E4M3.encode(torch.where(amax_b.isinf(), float("nan"), scaled))
     e = divide(1.0, s_b.float() * divide(1.0, s_enc))
@@ -37,7 +37,7 @@ def block_scales(amax_b: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_stochastically(x: Tensor, r: Tensor) -> Tensor:
-    """E2M1 codes of x, |x| <= 6, rounded up where the random byte r carries it over: P(up) = floor(256 f) / 256,
+    """Returns E2M1 codes of x, |x| <= 6, rounded up where the random byte r carries x over: P(up) = floor(256 f) / 256,
     with the sum taken in float32."""
     a = x.abs()
     t = a + r.float() * (_step(a) * (1 / 256))
@@ -52,7 +52,7 @@ def _step(a: Tensor) -> Tensor:
 
 
 def _operand(x: Tensor, spec: Quantizer) -> Tensor:
-    """float32 [R, C padded to 16], turned if the quantizer says so."""
+    """Returns x as float32 [R, C padded to 16], rotated if the quantizer has `rht`."""
     assert isinstance(spec, NVFP4)
     padded = blocks.pad_columns(x, BLOCK).float()
     return turn(padded) if spec.rht else padded
@@ -87,6 +87,6 @@ def _cast(v: Tensor, q: QTensor, g: Tensor, cast_args: CastArgs, stream: int) ->
         codes = round_stochastically(scaled, r)
     else:
         codes = E2M1.encode(scaled)
-    if not spec.rht:  # turned padding holds values; otherwise it is zero, in a block of NaN too
+    if not spec.rht:  # rotated padding holds values; otherwise padding is zero, in a block of NaN too
         codes[:, q.columns :] = 0
     write(q, cast_args.skip, codes=pack_nibbles(codes), scale=s_b.view(torch.uint8), global_scale=global_scale)

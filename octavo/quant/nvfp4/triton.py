@@ -1,7 +1,7 @@
 """NVFP4 on the GPU: one pass for the tensor's amax in each orientation, one for the cast.
 
-No chip below SM100 converts to E2M1 in hardware, so codes are cut out of a float32's bits; the Hadamard turn is the
-reference's own sequence of additions. The bits do not depend on where it runs.
+No chip below SM100 converts to E2M1 in hardware, so the kernel extracts codes from a float32's bits. The Hadamard
+rotation adds in the order of the reference. The result has the same bits on every device.
 """
 
 from functools import lru_cache
@@ -275,7 +275,7 @@ def _cast_kernel(
 
 
 def _options(row: Quantizer | None, column: Quantizer | None) -> tuple[NVFP4, NVFP4]:
-    """Settings of both orientations; those of one that is not wanted do not matter."""
+    """Returns the settings of both orientations; those of an absent orientation do not matter."""
     first, second = row or column, column or row
     assert isinstance(first, NVFP4) and isinstance(second, NVFP4)
     return first, second

@@ -2,7 +2,7 @@
 
     a = max|x|        s = fp8_max / a (octavo.quant.scale)        code = cast(x * s)        scale = 1 / s
 
-Both orientations share the scale, so the column codes are the row codes turned around, byte for byte. One outlier
+Both orientations share the scale, so the column codes are the row codes transposed, byte for byte. One outlier
 costs the whole tensor its resolution: an element below 2^-17 of the largest is lost in E4M3.
 """
 
@@ -37,7 +37,7 @@ class Tensorwise(Quantizer):
     def observe(
         self, x: Tensor, encode: Tensor, *, row: bool = True, column: bool = True
     ) -> tuple[QTensor | None, QTensor | None, Tensor]:
-        """Delayed scaling: cast with the multiplier of earlier steps and measure this step's amax, in one read of x.
+        """Casts x with the multiplier of earlier steps and measures its amax, in one read of x (delayed scaling).
         Returns row, column and amax [1, 1]."""
         observed = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
         pair = self if row else None, self if column else None

@@ -34,7 +34,7 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: Cast
 
 
 def _cast(x: Tensor, spec: Quantizer, amax: Tensor | None, given: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(codes, scale)."""
+    """Returns (codes, scale)."""
     if given is not None:
         encode = given.view(1, 1)
         return scale.given_codes(x, encode, spec.fmt), scale.decode_scale(encode)

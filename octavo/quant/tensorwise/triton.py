@@ -135,7 +135,7 @@ def cast(
     assert lead is not None
     found = None if cast_args.encode is not None else cast_args.amax[0] if row is not None else cast_args.amax[1]
     if row is not None and column is not None and found is not None and found is not cast_args.amax[1]:
-        # the caller reduced the two on its own: each orientation keeps its scale
+        # the caller gave two amaxes: each orientation keeps its own scale
         cast(x, row, None, cast_args, config)
         cast(x, None, column, cast_args, config)
         return

@@ -1,13 +1,13 @@
 """Grouped GEMMs for Hopper's tensor cores, in Gluon: one producer warp, two warpgroups that multiply.
 
 The producer copies tiles of codes to shared memory (TMA) as buffers become free; each warpgroup owns 64 rows of a
-128x128 tile of the result. Both wait for the same buffers and otherwise run free of each other: while one scales and
-adds what it has multiplied, the other multiplies. A product of FP8 covers 128 of the contraction, which is as far as
-the tensor cores' own sum can be trusted; it is then added in float32, scaled before where a scale reaches 128 far, or
-at the end where it reaches over all of the contraction. Sums of unquantized products stay in the tensor cores.
+128x128 tile of the result. Both wait for the same buffers and otherwise run independently: while one scales and adds
+its product, the other multiplies. An FP8 product covers 128 elements of the contraction, the most for which the tensor
+cores' own sum is accurate enough; the warpgroup then adds it in float32. A scale per 128 elements multiplies it before
+the addition, a scale over the whole contraction the final sum. Sums of unquantized products stay in the tensor cores.
 
-Programs are as many as the chip has processors. They take tiles by number until there are none, and find out on the
-device which group a number belongs to: how many tiles there are depends on the groups, the grid does not.
+The grid has one program per multiprocessor. A program takes tiles by number until none are left, and finds the group of
+a tile on the device: the number of tiles depends on the groups, the grid does not.
 """
 
 from octavo.kernels.grouped_gemm.hopper.contraction import grouped_wgrad as grouped_wgrad

@@ -231,7 +231,7 @@ LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def _halves(out: Tensor) -> Tiles | None:
-    """A result [G, N, K] for the copy unit to write, half a tile at a time, where no half lies in two groups."""
+    """Returns `out` [G, N, K] for TMA to write by half tiles; None if float32, unaligned, or a half spans groups."""
     if out.dtype == torch.float32 or out.shape[1] % BLOCK or out.shape[2] % 8 or out.data_ptr() % 16:
         return None
     return Tiles(out.view(-1, out.shape[2]), [BLOCK // 2, BLOCK], HALF_TILE)

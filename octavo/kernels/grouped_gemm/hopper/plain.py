@@ -1,4 +1,4 @@
-"""Groups of unquantized rows, each by its own matrix."""
+"""Unquantized rows in groups: multiplies each group by its own matrix."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
 
@@ -110,12 +110,12 @@ def plain_rows_kernel(
 
 # -- launches ----------------------------------------------------------------------------------------------------------
 
-_DEEP = 64  # of a tile of sixteen bits: 128 bytes, as far as one copy reaches
+_DEEP = 64  # depth of a tile in sixteen bits: 128 bytes, the most that one copy covers
 
 
 def _stack(b: Tensor) -> tuple[Tensor, bool] | None:
-    """b [G, N, K] as one matrix [G * N, K], or turned [G * K, N], if it is one that can be copied by tiles. A tile of
-    a turned one must not reach into the next group: what it finds there may not be a number."""
+    """Returns b [G, N, K] as one matrix [G * N, K], or transposed [G * K, N], if TMA can copy its tiles; else None. A
+    tile of a transposed one must not reach into the next group, whose values may be NaN."""
     for matrices, turned in ((b, False), (b.transpose(1, 2), True)):
         if matrices.stride(0) == matrices.shape[1] * matrices.stride(1) and not (turned and b.shape[2] % _DEEP):
             flat = matrices.flatten(0, 1)
@@ -147,7 +147,7 @@ def _plain_rows_launch(programs: int, sizes: tuple[int, ...], turned: bool, stag
 
 
 def plain_tile(out: Tensor) -> tuple[int, int]:
-    """Columns of a tile of the result, and how many buffers fit beside it: it passes through shared memory too."""
+    """Returns the columns of a result tile, which also uses shared memory, and how many buffers fit beside it."""
     n = out.shape[1]
     return (256, 4) if out.dtype != torch.float32 and (n % 256 == 0 or n > 1024) else (128, 6)
 

@@ -1,4 +1,4 @@
-"""Groups of rows, each by its own matrix: y and dx."""
+"""Rows in groups, each group multiplied by its own matrix: y and dx."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
 
@@ -264,7 +264,7 @@ def whole_rows_kernel(
 
 
 def _rows_of(out: Tensor) -> Tiles | None:
-    """A result [rows, N] for the same."""
+    """Returns `out` [rows, N] for TMA to write by half tiles; None for float32 or unaligned rows."""
     if out.dtype == torch.float32 or out.shape[1] % 8 or out.data_ptr() % 16:
         return None
     return Tiles(out, [BLOCK // 2, BLOCK], HALF_TILE)

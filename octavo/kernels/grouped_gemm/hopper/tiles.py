@@ -1,5 +1,5 @@
-"""What the kernels share: tiles in shared memory, the barriers that hand them over, products of FP8 tiles, and what
-the copy unit is told of a matrix."""
+"""Shared parts of the Hopper kernels: tiles in shared memory, the barriers that hand them over, products of FP8 tiles,
+and the descriptors from which TMA copies a matrix."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
 
@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from octavo.launch import Tiles
 from octavo.quant.groups import BLOCK
 
-SIZE = gl.constexpr(BLOCK)  # of a tile, every way
+SIZE = gl.constexpr(BLOCK)  # rows, columns and depth of a tile
 STAGES = gl.constexpr(5)  # buffers of both operands, 32 KiB each, in the 227 KiB that a program may have
-SPAN = gl.constexpr(8)  # row blocks whose tiles are taken together, so that what they share stays in the cache
+SPAN = gl.constexpr(8)  # row blocks whose tiles are computed together, so that their shared operand stays in the cache
 
 
 @gluon.constexpr_function
@@ -32,7 +32,7 @@ def sum_layout(width=BLOCK, bits=8):
 
 @gluon.constexpr_function
 def flat_layout(width=BLOCK):
-    """Eight neighbours of a row to a thread: sixteen bytes of bfloat16."""
+    """Returns a layout with eight neighbours of a row per thread: sixteen bytes of bfloat16."""
     return gl.BlockedLayout([1, 8], [32 // (width // 8), width // 8], [4, 1], [1, 0])
 
 
@@ -139,7 +139,7 @@ def processors(device: torch.device) -> int:
 
 
 def can_be_copied(matrix: Tensor) -> bool:
-    """Whether tiles of it can be copied by descriptors."""
+    """Whether TMA can copy tiles of this matrix by descriptors."""
     aligned = matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
     return aligned and matrix.stride(1) == 1 and matrix.numel() > 0
 
