@@ -1,8 +1,8 @@
-"""Blocks that layers are called in: `with octavo.autocast(recipe):` gives a recipe to those that have none of their
-own, `with octavo.microbatch(first=...):` the use of the weight cache to calls that do not state it.
+"""Context managers for calls of layers. `with octavo.autocast(recipe):` sets the recipe of layers that have none of
+their own; `with octavo.microbatch(first=...):` sets `is_first_microbatch` for calls that do not pass it.
 
-Either belongs to the thread that entered it, and is read at forward. A backward that runs a forward again, for a
-checkpoint, does not read it.
+Each applies to the thread that entered it, and forward reads it. A backward that runs forward again, for a checkpoint,
+does not read it.
 """
 
 import threading
@@ -17,13 +17,13 @@ from octavo.recipes import SHIPPED, Recipe, recipe
 
 
 class _Ambient(threading.local):
-    """A subclass that sets its fields here, not on the class: the compiler then sees each thread's own value."""
+    """The values in force, per thread. __init__ sets the fields, so that the compiler sees each thread's own value."""
 
     def __init__(self) -> None:
         self.recipe: Recipe | None = None
         self.outer: tuple[Recipe | None, object] | None = None
         self.first: bool | Tensor | None = None
-        # what was in force around the block: another tuple for each time that one is entered
+        # the values in force around the block: a new tuple each time a block is entered
         self.outer_first: tuple[bool | Tensor | None, object] | None = None
 
 
@@ -31,7 +31,7 @@ ambient = _Ambient()
 
 
 class autocast:
-    """Run layers without a recipe of their own in this one. Nests, can be entered again, and ends with its block."""
+    """Run layers that have no recipe of their own with this one. Nests, can be reentered, and ends with its block."""
 
     def __init__(self, recipe: str | Recipe) -> None:
         if isinstance(recipe, str):
@@ -54,12 +54,12 @@ class autocast:
 
 
 class microbatch:
-    """Give every layer of Octavo's called in the block this `is_first_microbatch`, unless its call has one.
+    """Pass this `is_first_microbatch` to every Octavo layer called in the block, unless its call passes one.
 
-    first   True: weights are quantized into their caches, each once; False: the caches are used; None: neither, as
-            outside of a block; a tensor of one element on the device decides there, zero for False
+    first   True: layers quantize their weights into the caches, each once; False: layers use the caches; None: neither,
+            as outside of a block; a tensor of one element: the device decides from its value, zero for False
 
-    Nests, can be entered again, and ends with its block."""
+    Nests, can be reentered, and ends with its block."""
 
     def __init__(self, first: bool | Tensor | None) -> None:
         if isinstance(first, Tensor):
@@ -85,7 +85,7 @@ class microbatch:
         ambient.first, ambient.outer_first = ambient.outer_first  # type: ignore[misc,assignment]
 
 
-# by what was written: a compiler that traces a `with` statement reads them here, and does not trace the parser
+# recipes by their text: a compiler that traces a `with` statement reads them here and does not trace the parser
 _KNOWN: dict[str, Recipe] = {name: recipe(name) for name in SHIPPED}
 
 
@@ -95,7 +95,7 @@ def _refused(found: Any) -> Recipe:
             "octavo.autocast takes a recipe, got None. For layers without quantization enter octavo.autocast('bf16'); "
             "to leave them as they are, leave autocast out: contextlib.nullcontext()."
         )
-    return recipe(found)  # which says what it is instead
+    return recipe(found)  # raises an error that describes what was passed
 
 
 @while_tracing

@@ -1,4 +1,4 @@
-"""The fusible operations under one name. Each is the module of the same name, and works alone."""
+"""The fusible operations in one namespace. Each one is the module of that name, and works alone."""
 
 from octavo.fuser.basic import BasicOperation
 from octavo.fuser.legacy import OperationContext

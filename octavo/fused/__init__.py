@@ -1,7 +1,7 @@
-"""Fused operations, a folder each: what they match, when they refuse, what they run instead.
+"""Fused operations, one folder each: the patterns they match, the conditions they need, the code that runs instead.
 
-Importing this package offers their rules to every Sequential. A folder states `RULES`; the classes that these name have
-entered the registry when they were defined.
+Importing this package offers their rules to every Sequential. Each folder defines `RULES`; the classes that the rules
+name enter the registry when they are defined.
 """
 
 from typing import Any

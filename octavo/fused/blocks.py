@@ -1,4 +1,4 @@
-"""The two blocks of a transformer, as Sequentials whose fusions must succeed."""
+"""LayerNormLinear and LayerNormMLP, two blocks of a transformer: Sequentials that require their fusions."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -35,15 +35,15 @@ def _norm(kind: str, size: int, eps: float, zero_centered: bool, device: Any, dt
 
 
 class _Block(Sequential):
-    """A Sequential that requires its fusions, where there are codes to write."""
+    """A Sequential that requires its fusions if the recipe quantizes."""
 
     _allowed_refusals = (*Sequential._allowed_refusals, conditions.QUANTIZED, RECAST)
     _way_out = "A plain octavo.Sequential of the same modules runs without it."
 
 
 class LayerNormLinear(_Block):
-    """A norm and a Linear. In a recipe that quantizes, the norm writes the Linear's codes; a call in which it cannot is
-    an error that says why."""
+    """A norm and a Linear. If the recipe quantizes, the norm writes the Linear's codes; a call in which it cannot
+    raises an error that says why."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class LayerNormLinear(_Block):
 
 
 class LayerNormMLP(_Block):
-    """A norm, a Linear, an activation and a Linear. In a recipe that quantizes, the norm and the activation write the
-    Linears' codes; a call in which one cannot is an error that says why. `settings` are those of both Linears.
+    """A norm, a Linear, an activation and a Linear. If the recipe quantizes, the norm and the activation write the
+    Linears' codes; a call in which one cannot raises an error that says why. Both Linears take `settings`.
 
-    keep_weight_codes        as of Linear, but False unless told otherwise: of the weights nothing is kept besides them
-    activation_recompute     nothing but x is kept for backward, which runs forward again
+    keep_weight_codes        as in Linear, but the default is False: the weights' codes are not kept for backward
+    activation_recompute     only x is saved for backward, which runs forward again
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class LayerNormMLP(_Block):
             run, recipe = super().forward, ambient.recipe
 
             def again(x: Tensor) -> Any:
-                with nullcontext() if recipe is None else autocast(recipe):  # in backward, nobody's is in force
+                with nullcontext() if recipe is None else autocast(recipe):  # backward may run outside of autocast
                     return run(x, *extra_inputs, op_kwargs=op_kwargs)
 
             return checkpoint(again, input, use_reentrant=False)

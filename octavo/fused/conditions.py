@@ -1,4 +1,4 @@
-"""What rules ask of a Linear's config, stated once. Each is a condition with its sentence."""
+"""Conditions of rules, mostly on a Linear's config, each with the sentence for its refusal."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ QUANTIZED = "fprop is quantized"
 
 
 def of(place: int, name: str, holds: Any, sentence: str) -> Condition:
-    """A condition on one stage of a pattern."""
+    """Return a condition on one stage of a pattern."""
 
     def asked(configs: Sequence[Any]) -> bool:
         return bool(holds(configs[place]))

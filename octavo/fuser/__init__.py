@@ -1,1 +1,1 @@
-"""Operations that run together: what one is, which fusions there are, and the container that finds them."""
+"""Operations that run together: their interface, the fusion rules, and the container that applies the rules."""

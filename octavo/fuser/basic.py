@@ -1,4 +1,4 @@
-"""`BasicOperation`: an operation of one's own.
+"""`BasicOperation`: the base class of users' operations.
 
     class Double(octavo.ops.BasicOperation):
         @staticmethod
@@ -6,19 +6,19 @@
             return inputs.x * 2, ()
 
         @staticmethod
-        def op_forward_save_ctx(config, inputs, y, fresh):       # -> which of these backward needs
+        def op_forward_save_ctx(config, inputs, y, fresh):       # -> the tensors that backward needs
             return ()
 
         @staticmethod
         def op_backward(config, saved, dy, wants):               # -> a gradient for each input
             return (dy * 2,)
 
-These are the functions of a layer (`octavo.layers.contract`): they see their arguments and nothing else, which is why
-they are static. Settings come from `op_config`, as a registered value; parameters are named in `params` and read at
-every call. `inputs` has x, the parameters, extra inputs (`extra0`, …) and `kwargs`, by name.
+These are the functions of a layer (`octavo.layers.contract`). They are static because they see only their arguments.
+`op_config` returns the settings, as a registered value; `params` names the parameters, which are read at every call.
+`inputs` has x, the parameters, extra inputs (`extra0`, …) and `kwargs`, by name.
 
 An operation with extra inputs or outputs defines `fuser_forward_compute`, `fuser_forward_save_ctx` and
-`fuser_backward`, which take and return them. One whose forward cannot be taken apart defines
+`fuser_backward`, which take and return them. An operation whose forward cannot be split into compute and save defines
 `op_forward(self, ctx, x, ...)` instead: it works in eager mode, and a graph breaks there.
 """
 
@@ -39,12 +39,12 @@ from octavo.values import Value
 
 
 class BasicOperation(FusibleOperation, nn.Module):
-    """An operation of your own. See this file's head, and docs/custom-ops.md."""
+    """Base class of users' operations. See the top of this file, and docs/custom-ops.md."""
 
     params: ClassVar[tuple[str, ...]] = ()
     kwargs: ClassVar[tuple[str, ...]] = ()
     op_abstract: ClassVar[Any] = None
-    strict: bool = True  # a legacy operation in a graph: an error, or a break
+    strict: bool = True  # whether a legacy operation in a graph is an error; if not, the graph breaks
     op_name: ClassVar[str] = ""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -55,7 +55,7 @@ class BasicOperation(FusibleOperation, nn.Module):
         cls.op_is_legacy = names[0] == "op_forward"
         check_backward(cls, BasicOperation, names[-1], names[0], cls.op_is_legacy)
         if cls.op_is_legacy:
-            cls.op_name = ""  # and not a parent's, whose rules are not for it
+            cls.op_name = ""  # not inherited: a parent's rules do not apply
             return
         check_static(cls, BasicOperation, names[-1], "it sees what was saved, not the module")
         cls.op_name = name_of(cls, "custom")
@@ -63,7 +63,7 @@ class BasicOperation(FusibleOperation, nn.Module):
         UserOp(cls.op_name, fields_of(fields), 1 + cls.num_extra_outputs, cls.__name__, _functions(cls, names))
 
     def op_config(self) -> Value | None:
-        """Settings of a call, as a registered value."""
+        """Return the settings of a call, as a registered value."""
         return None
 
     def op_settings(self) -> Any:
@@ -89,13 +89,13 @@ class BasicOperation(FusibleOperation, nn.Module):
         wanted = (x.requires_grad, *[wants_gradient(t) for t in inputs])
         key, width = self._settings_key(), last_dim(x)
         sketches = [sketch(x, width), *[as_it_is(t) for t in own], *[sketch(t, width) for t in (*extras, *given)]]
-        # of which inputs the sizes are known: what a custom operation made has those that were made up for its own
+        # how much of each input's shape is known: outputs of a user's operation were planned with made-up sizes
         known = [known_sizes(x), *["all" for _ in own], *[known_sizes(t) for t in (*extras, *given)]]
         found = stage_plan(self.op_name, key, wanted, sketches, known)
-        if not found:  # then for these sizes alone
+        if not found:  # plan for these sizes alone
             found = stage_plan(self.op_name, key, wanted, [sketch(t) for t in (x, *inputs)], known, last=True)
         stage_key, outputs = cast(StagePlan, found)
-        # what y's leading dims are is not known here, only what they would be for an x like the one that was tried
+        # y's leading dims are not known here, only those of the dry run's y
         edges = [
             Edge((), dtype, device, any(wanted) and dtype.is_floating_point, (shape, dtype, device))
             for shape, dtype, device in outputs
@@ -108,7 +108,7 @@ class BasicOperation(FusibleOperation, nn.Module):
                 f"{type(self).__name__} takes {self.num_extra_inputs} extra inputs besides x, got {len(extras)}."
             )
         for i, extra in enumerate(extras):
-            if not isinstance(extra, Tensor | Edge):  # an Edge: what another operation of the run will make
+            if not isinstance(extra, Tensor | Edge):  # an Edge stands for the output of another operation of the run
                 raise TypeError(f"{type(self).__name__} takes a tensor as extra input {i}, got {told(extra)}.")
         for name, t in zip(self.kwargs, given, strict=True):
             if t is not None and not isinstance(t, Tensor):
@@ -124,7 +124,7 @@ class BasicOperation(FusibleOperation, nn.Module):
 
 
 def _names_of(cls: Any) -> tuple[str, ...]:
-    """The names of the functions that a class runs: a forward in one piece or in two, and its backward."""
+    """Return the names of the functions that a class runs: its forward, one function or two, and its backward."""
     forward = forward_of(cls, BasicOperation, (FUSER, OP), "op_forward")
     if not forward:
         extras = cls.num_extra_inputs or cls.num_extra_outputs
@@ -146,7 +146,7 @@ def _names_of(cls: Any) -> tuple[str, ...]:
 
 
 def _check_names(cls: Any) -> None:
-    """`params` and `kwargs` are fields beside x and the extra inputs, each once."""
+    """Check that `params` and `kwargs` are valid field names, different from each other, x and the extra inputs."""
     taken = {"x"}
     for what in ("params", "kwargs"):
         names = getattr(cls, what)
@@ -167,8 +167,8 @@ def _check_names(cls: Any) -> None:
 
 
 def _functions(cls: Any, names: tuple[str, ...]) -> Functions:
-    """A class's functions as those of several operations (`octavo.layers.user_op`), of which there is one. op_* know of
-    no extra outputs."""
+    """Wrap a class's functions, which serve one operation, as functions for a list of operations
+    (`octavo.layers.user_op`). The op_* functions have no extra outputs."""
     extras = names is FUSER
 
     def computed_by(name: str) -> Any:

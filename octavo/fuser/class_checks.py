@@ -1,4 +1,4 @@
-"""Checks of a user's class when it is defined, that its functions are all there; and the name that it has in graphs."""
+"""Checks, when a user's class is defined, that it has all its functions; and the name of the class in graphs."""
 
 import hashlib
 import inspect
@@ -12,14 +12,14 @@ FUSER = ("fuser_forward_compute", "fuser_forward_save_ctx", "fuser_backward")
 
 
 def defined(cls: type, name: str, base: type) -> Any:
-    """The attribute that a class, or a parent before `base`, has under a name; None if there is none."""
+    """Return the attribute of that name of a class, or of a parent before `base`; None if there is none."""
     parents = cls.__mro__[: cls.__mro__.index(base)]
     return next((parent.__dict__[name] for parent in parents if name in parent.__dict__), None)
 
 
 def forward_of(cls: type, base: type, splits: tuple[tuple[str, ...], ...], legacy: str) -> str:
-    """The forward that a class runs, the nearest to it, in two pieces (`splits`) or in one (`legacy`); empty if there
-    is none. Refuses half of a contract."""
+    """Return the name of the forward that a class runs, the first in its MRO: split in two (`splits`) or in one piece
+    (`legacy`); empty if there is none. Refuses a class that defines only one function of a split forward."""
     for names in splits:
         _check_split(cls, base, names[:2], legacy)
     parents = cls.__mro__[: cls.__mro__.index(base)]
@@ -45,7 +45,7 @@ def check_static(cls: type, base: type, name: str, why: str) -> None:
 
 
 def check_backward(cls: type, base: type, name: str, forward: str, legacy: bool) -> None:
-    """Refuse a forward without a backward, or with one that a parent wrote for the other kind of forward: it has other
+    """Refuse a forward without a backward, or with a parent's backward for the other kind of forward, which takes other
     arguments."""
     if defined(cls, name, base) is None:
         raise TypeError(f"{cls.__name__} defines {forward} and no {name}. Define it.")
@@ -58,7 +58,7 @@ def check_backward(cls: type, base: type, name: str, forward: str, legacy: bool)
 
 
 def name_of(cls: type, kind: str) -> str:
-    """The name of a class in graphs: the same in every process, and another for each class of this one."""
+    """Return the name of a class in graphs: equal in every process, and unique among the classes of this process."""
     name = f"{kind}.{cls.__module__}.{cls.__qualname__}".replace("<locals>.", "")
     found = name = re.sub(r"[^A-Za-z0-9_.-]", "_", f"{name}.{_digest_of(cls)}")
     count = 1
@@ -69,7 +69,7 @@ def name_of(cls: type, kind: str) -> str:
 
 
 def _digest_of(cls: type) -> str:
-    """Of the text of a class and its parents: the same name may stand for other code tomorrow."""
+    """Return a digest of the source of a class and its parents, because the code behind a name may change."""
     text = ""
     for parent in cls.__mro__:
         if parent.__module__.startswith(("octavo.", "torch.")) or parent is object:

@@ -1,5 +1,5 @@
-"""The plan of a user's operation as a stage, made on sketches of its inputs: the values that it saves are found once
-for each kind of call, on tensors without data, and do not depend on how many rows there are.
+"""Plans a user's operation as a stage, from sketches of its inputs: a dry run on tensors without data finds the values
+that it saves, once for each kind of call. They do not depend on the number of rows.
 """
 
 from collections.abc import Sequence
@@ -16,15 +16,16 @@ from octavo.layers.gradient_check import MADE_UP, like
 from octavo.quant.proto import TensorProto
 from octavo.values import parse
 
-StagePlan = tuple[str, tuple[Any, ...]]  # the key of a stage, (shape, dtype, device) of its outputs
+StagePlan = tuple[str, tuple[Any, ...]]  # the stage's key, and (shape, dtype, device) of each output
 
 _stage_plans: dict[tuple[Any, ...], StagePlan | tuple[()]] = {}
 
 
 def sketch(t: Any, width: int | None = None) -> Any:
-    """(shape, dtype, device) of a tensor as functions are tried on it: the plan depends on the last dim alone, so that
-    the others are made up, but for those of one element, and of as many as x has columns (`width`). Without a width, in
-    the sizes that it has, as numbers."""
+    """Return the (shape, dtype, device) with which a dry run stands for a tensor.
+
+    The plan depends on the last dim alone, so the other dims are made up, except those of size 1 and those of size
+    `width`, the number of x's columns. Without a width, all dims keep their sizes, as numbers."""
     if t is None or (isinstance(t, Edge) and t.like is not None):
         return None if t is None else t.like
     return tuple([len(range(n)) for n in t.shape]) if width is None else _made_up(t.shape, width), t.dtype, t.device
@@ -36,7 +37,7 @@ def _made_up(shape: Any, width: int) -> tuple[int, ...]:
         if n == 1:
             known.append(1)
         elif n == width:
-            known.append(len(range(width)))  # a number from here on, where a compiler had a symbol for it
+            known.append(len(range(width)))  # turns a compiler's symbol into a number
         elif i == len(shape) - 1 and len(shape) > 1:
             known.append(len(range(n)))
         else:
@@ -49,7 +50,7 @@ def as_it_is(t: Any) -> Any:
 
 
 def known_sizes(t: Any) -> str:
-    """As much of its shape as `octavo.layers.gradient_check.like` may rely on."""
+    """Return how much of the tensor's shape `octavo.layers.gradient_check.like` may rely on: "last" or "none"."""
     return "none" if isinstance(t, Edge) and t.like is not None else "last"
 
 
@@ -61,10 +62,10 @@ def wants_gradient(t: Any) -> bool:
 def stage_plan(
     name: str, settings: str, wanted: Sequence[bool], sketches: Sequence[Any], known: Sequence[str], last: bool = False
 ) -> StagePlan | tuple[()]:
-    """The stage for inputs like these. Nothing, if the functions cannot be run on tensors of these sizes and this is
-    not the last try."""
+    """Return the plan of the stage for inputs like these; an empty tuple if the functions cannot run on tensors of
+    these sizes and this is not the last try."""
     at = (name, settings, tuple(wanted), tuple(sketches), tuple(known))
-    if not _stage_plans.get(at):  # what did not fit is tried again, to raise at the last try
+    if not _stage_plans.get(at):  # an empty plan is tried again, so that the last try raises
         _stage_plans[at] = _planned(*at, last)
     return _stage_plans[at]
 
@@ -79,7 +80,7 @@ def _planned(
         found = layer.probe(config, protos)
     except Miscounted:
         raise
-    except (RuntimeError, ValueError):  # sizes that were made up do not fit each other
+    except (RuntimeError, ValueError):  # the made-up sizes do not fit each other
         if last:
             raise
         return ()

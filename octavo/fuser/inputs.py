@@ -1,4 +1,4 @@
-"""Checks of tensors that operations are given: an operation reads plain memory at strides, in a dtype that it knows."""
+"""Checks of the tensors passed to operations, which read plain strided memory in the dtypes that they support."""
 
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from octavo.formats import FLOATS
 from octavo.fuser.operation import Edge
 from octavo.weights.held import HeldWeight, refuse_codes
 
-OURS = (HeldWeight, FakeTensor, FunctionalTensor)  # subclasses that layers serve: their own, and those of tracers
+OURS = (HeldWeight, FakeTensor, FunctionalTensor)  # subclasses that layers accept: Octavo's own, and tracers'
 DISABLED = (no_torch_function, no_torch_dispatch)
 NESTED = (
     "a nested one, whose rows are of several lengths. Call it on the rows, x.values() of a jagged tensor, and nest "
@@ -30,12 +30,12 @@ PARALLEL = (
 
 
 def arrived(x: Any) -> Any:
-    """x itself; of a collective's result that is still on its way, what has come, as part of the graph."""
+    """Return x; if x is the pending result of an async collective, wait for it, as part of the graph."""
     return wait_tensor(x) if type(x) is AsyncCollectiveTensor else x
 
 
 def strange(tensor: Any, weight: bool = True) -> str:
-    """Why a layer cannot use a tensor as its weight, or as an input: what it is, and the way out. Empty if it can."""
+    """Return why a layer cannot use a tensor as its weight, or as an input, and the way out. Empty if it can."""
     kind = type(tensor)
     if tensor.is_nested:
         return NESTED
@@ -49,8 +49,9 @@ def strange(tensor: Any, weight: bool = True) -> str:
 
 @while_tracing
 def _strange_kind(kind: type, weight: bool) -> str:
-    """The same of a subclass of Tensor. One that overrides nothing is a mark on plain memory. So is, for an input, one
-    that overrides functions alone; of a weight these functions would not be called, where nn.Linear calls them."""
+    """Return why a layer cannot use a tensor of this class; empty if it can. A subclass that overrides nothing is plain
+    memory. So is an input that overrides __torch_function__ alone; such a weight is refused, because nn.Linear calls
+    the override and layers do not."""
     if kind in OURS:
         return ""
     if is_dtensor(kind):
@@ -65,21 +66,21 @@ def _strange_kind(kind: type, weight: bool) -> str:
 
 
 def _overrides(kind: type, name: str) -> bool:
-    """Whether a subclass has one of its own. A disabled one does nothing."""
+    """Whether a subclass overrides the method. A disabled one does not count."""
     owner = next(parent for parent in kind.__mro__ if name in parent.__dict__)
     return owner is not Tensor and owner.__dict__[name] not in DISABLED and owner is not TensorBase
 
 
 def refuse_strange(title: str, why: str) -> NoReturn:
-    """Raise what `strange` said of a tensor."""
+    """Raise an error with the reason that `strange` returned."""
     sparse = why.startswith("one of layout")
     error = UnsupportedShape if sparse or why is NESTED else UnsupportedDtype
     raise error(f"{title} takes {'dense' if sparse else 'plain'} tensors, got {why}.")
 
 
 def check_input(title: str, x: Any) -> None:
-    """`x` is a tensor, or something else with a shape and a dtype that stands for one."""
-    if type(x) is not Tensor and isinstance(x, Proxy):  # some tracers' have a dtype
+    """Check that x is a tensor, or an object with a shape and a dtype that stands for one, in a supported dtype."""
+    if type(x) is not Tensor and isinstance(x, Proxy):  # some tracers' proxies have a dtype
         refuse_symbol(title)
     dtype = getattr(x, "dtype", None)
     if not isinstance(dtype, torch.dtype):
@@ -88,19 +89,19 @@ def check_input(title: str, x: Any) -> None:
         refuse_codes(title)
     if dtype not in FLOATS:
         raise UnsupportedDtype(f"{title} takes float32, bfloat16 or float16, got {dtype}. Cast x first.")
-    # a run has asked before, and of most tensors there is nothing more to ask
+    # a run has checked its x before it made an Edge, and a plain strided Tensor needs no further check
     if type(x) is not Edge and (type(x) is not Tensor or x.is_nested or x.layout is not torch.strided):
         check_layout(title, x)
 
 
 def check_weight(title: str, weight: Tensor) -> None:
-    """Refuse a weight, or a bias, that is no plain tensor."""
+    """Refuse a weight, or a bias, that is not a plain tensor."""
     if why := strange(weight):
         refuse_strange(title, why)
 
 
 def check_layout(title: str, x: Any) -> None:
-    """Refuse a tensor whose elements do not lie in plain memory at strides: `strange` says which there are."""
+    """Refuse an input whose elements are not in plain strided memory; `strange` lists the cases."""
     if isinstance(x, Tensor) and (why := strange(x, weight=False)):
         refuse_strange(title, why)
 

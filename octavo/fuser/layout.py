@@ -1,8 +1,7 @@
-"""A Sequential taken apart: which operations follow each other, where extra inputs come from and extra outputs go to,
-and whom the keywords of a call are for.
+"""The layout of a flattened Sequential: its groups of consecutive operations, the sources of extra inputs, the
+destinations of extra outputs, and the operations that the keywords of a call go to.
 
-A container that can be taken apart is one that says so (`flattens`); everything else that is no operation is called as
-it is."""
+A container is flattened if its `flattens()` returns True; any other module that is no operation is simply called."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -16,49 +15,49 @@ from octavo.fuser.runs import OperationFuser
 
 
 class Source(NamedTuple):
-    """Where an extra input comes from: a place among the caller's, or a channel."""
+    """The source of an extra input: an index into the caller's extra inputs, or a channel."""
 
     place: int
     channel: str = ""
 
 
 class Part(NamedTuple):
-    """What is called at once: operations, an ordinary module, or an operation whose forward is in one piece."""
+    """A unit of a call: a group of operations, an ordinary module, or a legacy operation."""
 
-    first: int  # leaf
+    first: int  # index of its first leaf
     fuser: OperationFuser | None
     module: Any
     legacy: Any
 
 
 class Layout(NamedTuple):
-    """A Sequential taken apart."""
+    """The layout of a flattened Sequential."""
 
     leaves: tuple[nn.Module, ...]
     groups: tuple[Any, ...]  # OperationFuser or module
-    parts: tuple[Part, ...]  # the same, cut further
-    sources: tuple[tuple[Source, ...], ...]  # of each leaf's extra inputs
+    parts: tuple[Part, ...]  # the groups, cut at legacy operations
+    sources: tuple[tuple[Source, ...], ...]  # per leaf and extra input
     drains: tuple[
         tuple[tuple[str, bool], ...], ...
-    ]  # of each leaf's extra outputs: channel, whether it leaves its group
-    shown: tuple[tuple[bool, ...], ...]  # of the same: whether the caller gets it
-    inputs: int  # that the caller gives
-    places: tuple[tuple[int, int], ...]  # leaves that each entry of the Sequential stands for
-    require: tuple[str, ...]  # of this Sequential and those inside that it took apart
+    ]  # per leaf and extra output: its channel, whether it leaves its group
+    shown: tuple[tuple[bool, ...], ...]  # per leaf and extra output: whether the caller gets it
+    inputs: int  # number of the caller's extra inputs
+    places: tuple[tuple[int, int], ...]  # per entry of the Sequential: the span of its leaves
+    require: tuple[str, ...]  # rules required by this Sequential and by those flattened into it
     excused: tuple[str, ...]
 
 
 def is_container(module: Any) -> bool:
-    """Whether a module is one that might be taken apart."""
+    """Whether a module is a container that may be flattened."""
     return hasattr(type(module), "flattens")
 
 
 def opens(module: Any) -> bool:
-    """Whether a module is a container that is to be taken apart."""
+    """Whether a module is a container that is to be flattened now."""
     return is_container(module) and bool(module.flattens())
 
 
-# -- taking apart ------------------------------------------------------------------------------------------------------
+# -- flattening --------------------------------------------------------------------------------------------------------
 
 
 def leaves_of(sequential: Any) -> Iterator[nn.Module]:
@@ -107,7 +106,7 @@ def taken_apart(sequential: Any) -> Layout:
 
 
 def _demands(sequential: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What must fire, and what excuses it, here and in what was taken apart."""
+    """Return the required rules and the allowed refusals, of this Sequential and of those flattened into it."""
     require, excused = list(sequential.__dict__.get("require", ())), list(sequential._allowed_refusals)
     for module in sequential._modules.values():
         if opens(module):
@@ -118,7 +117,7 @@ def _demands(sequential: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _parts(groups: Sequence[Any], sizes: Sequence[int], rules: Any) -> tuple[Part, ...]:
-    """Groups, cut at operations whose forward is in one piece."""
+    """Return the groups, cut at legacy operations."""
     found: list[Part] = []
     at = 0
     for group, size in zip(groups, sizes, strict=True):
@@ -138,8 +137,8 @@ def _parts(groups: Sequence[Any], sizes: Sequence[int], rules: Any) -> tuple[Par
 
 
 def _drained(outputs: Any, sources: Any, sizes: list[int]) -> Any:
-    """Of each extra output its channel, and whether anybody has it who may run apart from whoever makes it: the caller,
-    another group, or an operation that takes it otherwise than by adding."""
+    """Return, for each extra output, its channel and whether it leaves its group: to the caller or to an operation of
+    another group."""
     group = [g for g, size in enumerate(sizes) for _ in range(size)]
     users: dict[str, list[int]] = {}
     for i, own in enumerate(sources):
@@ -152,7 +151,8 @@ def _drained(outputs: Any, sources: Any, sizes: list[int]) -> Any:
 
 
 def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
-    """Where extra inputs come from and extra outputs go to, once every channel has one producer, before its users."""
+    """Return the sources of extra inputs, the destinations of extra outputs and the number of the caller's extra
+    inputs. Refuse a channel that does not have exactly one producer, before its users."""
     filled: dict[str, int] = {}
     names = {
         channel.name
@@ -215,7 +215,7 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
 
 
 def routed(sequential: Any, layout: Layout, op_kwargs: dict[Any, dict[str, Any]] | None) -> list[dict[Any, Any]]:
-    """The keywords of each leaf; of a Sequential that is called as it is, the op_kwargs of that call."""
+    """Return the keywords of each leaf. For a Sequential that is not flattened, they are the op_kwargs of its call."""
     found: list[dict[Any, Any]] = [{} for _ in layout.leaves]
     if op_kwargs is not None and not isinstance(op_kwargs, dict):
         raise TypeError(f"op_kwargs maps operations to dicts of their keywords, got {type(op_kwargs).__name__}.")
@@ -233,7 +233,7 @@ def routed(sequential: Any, layout: Layout, op_kwargs: dict[Any, dict[str, Any]]
 
 
 def _container_of(layout: Layout, target: Any) -> int | None:
-    """The leaf that is a Sequential called as it is, and has what is meant."""
+    """Return the index of the leaf that is a Sequential and is or contains the target; None if there is none."""
     if isinstance(target, int) and not isinstance(target, bool) and -len(layout.places) <= target < len(layout.places):
         first, end = layout.places[target]
         return first if end == first + 1 and is_container(layout.leaves[first]) else None
@@ -277,7 +277,7 @@ def _targets(sequential: Any, layout: Layout, target: Any) -> range:
 
 
 def _taker(layout: Layout, leaves: range, name: str, target: Any) -> int:
-    """The one operation among these that takes a keyword."""
+    """Return the index of the one operation among these leaves that takes a keyword."""
     takers = [i for i in leaves if name in getattr(layout.leaves[i], "op_keywords", ())]
     if len(takers) == 1:
         return takers[0]

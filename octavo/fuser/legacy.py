@@ -1,6 +1,6 @@
-"""Operations, and fused ones, whose forward is in one piece: it saves values on a context, at every step. They work in
-eager mode. A graph cannot tell what they save, so it ends before them: an error under fullgraph, a break where the
-operation is not strict."""
+"""Legacy operations and fused operations: their forward is one function, which saves values on a context at every
+call. They work in eager mode. The compiler cannot tell what they save, so it ends the graph before them: an error under
+fullgraph, a graph break if the operation is not strict."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from octavo.quant import QTensor
 
 
 class OperationContext:
-    """The values that a legacy operation keeps between forward and backward."""
+    """Holds the values that a legacy operation saves in forward for its backward."""
 
     def __init__(self) -> None:
         self.to_save: tuple[Tensor | None, ...] = ()
@@ -29,13 +29,13 @@ class OperationContext:
 
 
 class _OnePiece(NamedTuple):
-    """The functions of a legacy operation, or of a fused one, for one call: with an entry for each operation."""
+    """The functions of one call of a legacy operation, or of a fused one. Tuples have an entry for each operation."""
 
-    where: str  # the name of its backward
+    where: str  # the name of its backward, for messages
     forward: Callable[[list[OperationContext], list[Any]], Tensor]
     backward: Callable[[list[OperationContext], Tensor], Sequence[Sequence[Any]]]
-    inputs: tuple[Callable[..., Any], ...]  # of each operation, from x and its parameters
-    names: tuple[tuple[str, ...], ...]  # of each operation's parameters
+    inputs: tuple[Callable[..., Any], ...]  # one per operation: makes its inputs from x and its parameters
+    names: tuple[tuple[str, ...], ...]  # of the parameters of each operation
 
 
 class _Legacy(torch.autograd.Function):
@@ -49,7 +49,7 @@ class _Legacy(torch.autograd.Function):
         ctx.counts = [len(own.to_save) for own in ctx.own]
         ctx.save_for_backward(*[t for own in ctx.own for t in own.to_save])
         for own in ctx.own:
-            own.to_save = ()  # kept there, and not here too
+            own.to_save = ()  # autograd's ctx holds the tensors now; do not hold them twice
         return y
 
     @staticmethod
@@ -102,7 +102,7 @@ _WHY = (
 
 @torch.compiler.disable(reason=_WHY)  # type: ignore[untyped-decorator,no-untyped-call]
 def outside(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """A legacy operation that a graph meets: an error, or eager mode."""
+    """Run a legacy operation outside of the graph that reached it, in eager mode; raise if it is strict."""
     if op.strict:
         raise UnsupportedConfig(f"{type(op).__name__} does not compile. {_WHY}")
     return run_legacy(op, x, kwargs)
@@ -118,14 +118,14 @@ _WHY_FUSED = (
 
 
 def find_fused(ops: Sequence[Any], rules: Sequence[Rule]) -> tuple[int, int, Rule] | None:
-    """The first operations that a rule with a forward in one piece takes. Its conditions see their settings."""
+    """Return (first, last, rule) of the first match of a legacy rule, or None. Its conditions get op_settings()."""
     for rule in rules:
         if not rule.op.op_is_legacy:
             continue
         for first in range(len(ops) - len(rule.pattern) + 1):
             own = ops[first : first + len(rule.pattern)]
             if any(op.num_extra_inputs or op.num_extra_outputs for op in own):
-                continue  # it has no place for them
+                continue  # fuser_forward takes no extra inputs and returns no extra outputs
             settings = [op.op_settings() for op in own]
             fits = all(isinstance(op, kind) for op, kind in zip(own, rule.pattern, strict=True))
             if fits and all(condition.holds(settings) for condition in rule.conditions):
@@ -143,13 +143,13 @@ def run_fused(rule: Rule, ops: Sequence[Any], x: Tensor) -> Tensor:
 
 
 def fused_refusal(rule: Rule) -> str:
-    """Why a graph ends before it."""
+    """Return the message that says why a graph ends before this rule's operation."""
     return f"{rule.op.__name__} does not compile. {_WHY_FUSED}"
 
 
 @torch.compiler.disable(reason=_WHY_FUSED)  # type: ignore[untyped-decorator,no-untyped-call]
 def outside_for_fused(rule: Rule, ops: Sequence[Any], call: Any, *arguments: Any) -> Any:
-    """`call`, which has such an operation in it, that a graph meets: an error, or eager mode."""
+    """Run `call`, which contains a legacy fused operation, outside of the graph; raise if all of `ops` are strict."""
     if all(getattr(op, "strict", True) for op in ops):
         raise UnsupportedConfig(fused_refusal(rule))
     return call(*arguments)

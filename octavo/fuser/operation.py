@@ -1,4 +1,4 @@
-"""What can take part in a run: an operation that says, for a call, which stage of a chain it is."""
+"""The interface of an operation that can take part in a run: for a call, it returns its stage of the chain."""
 
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -12,17 +12,17 @@ from octavo.weights.held import HeldWeight, refuse_codes
 
 
 class Edge(NamedTuple):
-    """A value between two operations, without its data."""
+    """A value between two operations, without data."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
-    like: Any = None  # (shape, dtype, device) of something like it, where the shape is not known: it is ()
-    leads: bool = False  # it is the x of the whole run
+    like: Any = None  # if the shape is unknown, and so (): (shape, dtype, device) of the dry run's tensor
+    leads: bool = False  # whether it is the x of the whole run
 
     def after(self, stage: Stage) -> "Edge":
-        """y of a stage whose x is this."""
+        """Return the y of a stage whose x is this Edge."""
         if stage.width is None:
             return self._replace(requires_grad=stage.needs, leads=False)
         width = stage.width
@@ -32,19 +32,19 @@ class Edge(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor) -> "Edge":
-        if type(x) is HeldWeight:  # isinstance asks the metaclass of tensors, ten times as long
+        if type(x) is HeldWeight:  # isinstance asks the metaclass of tensors and takes ten times as long
             refuse_codes("A Sequential")
         return cls(tuple(x.shape), x.dtype, x.device, x.requires_grad and torch.is_grad_enabled(), leads=True)
 
 
 def last_dim(x: Any) -> int:
-    """The size of x's last dim, as far as it is known."""
+    """Return the size of x's last dim; 0 if it is unknown or x has no dims."""
     shape = x.shape or (x.like[0] if type(x) is Edge and x.like is not None else ())
     return shape[-1] if shape else 0
 
 
 def has_shape(x: Any) -> bool:
-    """Whether x's shape is known: not that of a value which an operation of a user's makes inside a run."""
+    """Whether x's shape is known. The shape of a user's operation's output inside a run is not."""
     return bool(x.shape) or type(x) is not Edge or x.like is None
 
 
@@ -54,21 +54,21 @@ class Channel(NamedTuple):
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody wants to see what goes into a module or comes out: then it is called as a module is."""
+    """Whether a module has forward or backward hooks. An operation with hooks is called by itself, like any module."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
 class NoTorchScript:
-    """Refuses TorchScript. A mixin for modules; both methods are where torch asks a module, so that no call pays."""
+    """Mixin for modules that refuses TorchScript. Only TorchScript calls these methods, so other calls cost nothing."""
 
     def _slow_forward(self, *arguments: Any, **settings: Any) -> NoReturn:
-        """nn.Module's way to forward while torch.jit.trace watches."""
+        """Refuse torch.jit.trace: during a trace, nn.Module calls this instead of forward."""
         self._refuse_script("torch.jit.trace, which torch.onnx.export(dynamo=False) is too, would keep as constants")
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """torch.jit.script asks every module of a model for this."""
+        """Refuse torch.jit.script, which calls this on every module of a model."""
         self._refuse_script("torch.jit.script cannot compile")
 
     def _refuse_script(self, what: str) -> NoReturn:
@@ -80,17 +80,17 @@ class NoTorchScript:
 
 
 class FusibleOperation(NoTorchScript):
-    """What a Sequential may put into a run. A mixin for modules."""
+    """Mixin for modules that a Sequential may put into a run."""
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
-    op_keywords: ClassVar[tuple[str, ...]] = ()  # of a call, through op_kwargs
+    op_keywords: ClassVar[tuple[str, ...]] = ()  # keywords of a call, passed through op_kwargs
     op_is_legacy: ClassVar[bool] = False
-    # class attributes, and not looked for: a compiler that misses one on a module takes note of all that is there
+    # class attributes, not getattr with a default: a compiler guards on all attributes of a module that misses one
     op_forks: ClassVar[bool] = False
-    op_writes_extra: bool = False  # an extra input is written to
-    op_hooked: bool = False  # a copy, for an explanation, of one that has hooks
-    op_runs_its_forward: ClassVar[bool] = False  # somebody else wrote its `forward`
+    op_writes_extra: bool = False  # whether it writes to an extra input in place
+    op_hooked: bool = False  # a copy for `explain`, whose original has hooks
+    op_runs_its_forward: ClassVar[bool] = False  # whether its `forward` is from outside octavo and torch
     delay_wgrad_compute: bool = False
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -99,49 +99,49 @@ class FusibleOperation(NoTorchScript):
         cls.op_runs_its_forward = not owner.__module__.startswith(("octavo.", "torch."))
 
     def why_not_fusible(self, x: Any) -> str:
-        """Why this operation does not join others in a call with x; empty if it does."""
+        """Return why this operation does not join a run in a call with x; empty if it does."""
         return ""
 
     def op_makes_node(self) -> bool:
-        """Whether a call by itself is a node of a graph, and not plain torch."""
+        """Whether a call of this operation by itself is a graph node rather than plain torch."""
         return not self.op_is_legacy
 
     def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
-        """This operation's part in a call with x, a tensor, or an Edge inside a run."""
+        """Return this operation's stage for a call with x, which is a tensor, or an Edge inside a run."""
         raise NotImplementedError
 
     def op_settings(self) -> Any:
-        """What the conditions of a rule see of this operation, if the rule's forward is in one piece."""
+        """Return the object that the conditions of a legacy rule see of this operation."""
         return self
 
     def op_holds_objects(self) -> bool:
-        """Whether backward needs Python objects, which an operator cannot take."""
+        """Whether backward needs Python objects, which a custom operator cannot take."""
         return False
 
     def op_run(self, x: Any, *extras: Any, **kwargs: Any) -> Any:
-        """y of a run of this operation alone."""
+        """Run this operation alone and return y."""
         as_nodes = takes_nodes([self])
         return call(self.op_stage(x, extras, kwargs, as_nodes), x, as_nodes)[0]
 
     def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
-        """By itself."""
+        """Call this operation by itself, as a module."""
         return self(x, *extras, **kwargs)  # type: ignore[operator]
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
-        """Whether a stage with this config is one of this class's."""
+        """Whether a stage with this config belongs to this class."""
         return False
 
     # -- channels --------------------------------------------------------------------------------------------------
 
     def set_extra_input_channel(self, index: int, name: str) -> "FusibleOperation":
-        """Take extra input `index` from the channel of that name, within the same Sequential."""
+        """Read extra input `index` from the channel of that name, within one Sequential."""
         self._check_channel(index, name, self.num_extra_inputs, "inputs")
         self._channels("_input_channels")[index] = Channel(name)
         return self
 
     def set_extra_output_channel(self, index: int, name: str, output_to_caller: bool = True) -> "FusibleOperation":
-        """Give extra output `index` to the channel of that name, and to the caller too unless told otherwise."""
+        """Send extra output `index` to the channel of that name, and to the caller too if output_to_caller is True."""
         self._check_channel(index, name, self.num_extra_outputs, "outputs")
         if not isinstance(output_to_caller, bool):
             raise TypeError(f"output_to_caller is True or False, got {output_to_caller!r}.")

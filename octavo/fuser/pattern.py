@@ -2,10 +2,10 @@
 
     Rule("double-add", (Double, octavo.ops.AddExtraInput), DoubleAdd, conditions=(FITS,))
 
-Rules look at the configs of stages, which are values, so a plan is a function of values and is remembered as one. There
-is one matching loop for all of them: a longer pattern before a shorter one, then in order; a stage takes part in one
-fused step of forward and one of backward. For a pattern that is there and does not fire, the first condition that does
-not hold is kept, for `explain` and for `require`.
+Rules look at the configs of stages, which are values, so a plan is a function of values and is cached by them. One
+loop matches all rules: longer patterns before shorter ones, then in order; a stage takes part in at most one fused step
+of forward and one of backward. If a pattern is present and its rule does not fire, the loop records the first condition
+that does not hold, for `explain` and for `require`.
 """
 
 import threading
@@ -26,31 +26,32 @@ SIDES = ("forward", "backward", "both")
 
 class Condition(NamedTuple):
     name: str
-    holds: Callable[[Sequence[Any]], bool]  # the configs of the pattern's stages -> whether
-    sentence: str  # why not
+    holds: Callable[[Sequence[Any]], bool]  # takes the configs of the pattern's stages
+    sentence: str  # why the rule does not fire if the condition does not hold
 
 
 class FusedOperation:
-    """Functions for several operations at once: forward, backward or both. Never constructed.
+    """The functions that run several operations at once: forward, backward or both. Never constructed.
 
     fuser_forward_compute (configs, inputs)                  -> y, extra outputs of each operation, fresh of each
-    fuser_forward_save_ctx(configs, inputs, outputs, fresh)  -> what is saved, for each operation
+    fuser_forward_save_ctx(configs, inputs, outputs, fresh)  -> values to save, for each operation
     fuser_backward        (configs, saved, grads, wants)     -> gradients, for each operation
 
-    `configs` and `inputs` have an entry for each operation; x is the first one's, None in the others. `grads` has dy,
-    then that of every extra output. An operation's gradients are as many as its inputs, dx first (None but for the
-    first operation). A forward of its own whose backward is the operations' saves what they save.
+    `configs` and `inputs` have an entry for each operation; only the first one's inputs have x, the others have None.
+    `grads` has dy, then the gradient of every extra output. Each operation gets one gradient per input, dx first (None
+    except for the first operation). If a class defines forward alone, the operations' backward runs, so its forward
+    saves what they save.
 
-    Forward in one piece: fuser_forward(ctxs, inputs) -> y, and fuser_backward(ctxs, dy) -> gradients; eager mode only.
+    A legacy class defines fuser_forward(ctxs, inputs) -> y and fuser_backward(ctxs, dy) -> gradients; eager mode only.
 
-    A level below, as Octavo's own are written (`octavo.layers.contract.FusedStep`): a step of a chain, which sees the
-    buffers of layers, and leaves what is saved to them.
+    Octavo's own classes are written one level below (`octavo.layers.contract.FusedStep`): as a step of a chain, which
+    sees the buffers of the layers and lets the layers choose the values to save.
 
     step_forward (configs, inputs)                         -> a ForwardResult for each operation
     step_backward(configs, saved, buffers, grads, writes)  -> gradients, for each operation
     """
 
-    op_name: ClassVar[str] = ""  # in graphs; a step may give itself one, for reports too
+    op_name: ClassVar[str] = ""  # the name in graphs; a step may set one, which reports show too
     op_is_legacy: ClassVar[bool] = False
     op_is_step: ClassVar[bool] = False
     step_forward: ClassVar[Any] = None
@@ -78,7 +79,7 @@ class FusedOperation:
 
     @classmethod
     def _enter(cls) -> None:
-        """Into the registry (`octavo.layers.contract.LAYERS`)."""
+        """Enter the class into the registry (`octavo.layers.contract.LAYERS`)."""
         given = cls.__dict__.get("op_name", "") if cls.op_is_step else ""
         cls.op_name, cls.title = given or name_of(cls, "fused"), given or cls.__name__
         if not cls.op_is_step:
@@ -87,11 +88,11 @@ class FusedOperation:
         holder: Any = LAYERS.get(cls.op_name, cls)
         if (holder.__module__, getattr(holder, "__qualname__", "")) != (cls.__module__, cls.__qualname__):
             raise TypeError(f"{cls.__name__}.op_name is {cls.op_name!r}, which belongs to another. Choose another.")
-        LAYERS[cls.op_name] = cls  # also when its module is loaded again
+        LAYERS[cls.op_name] = cls  # a module that is loaded again replaces its own class
 
     @classmethod
     def op_function(cls, side: str) -> str:
-        """The name of the function for a side."""
+        """Return the name of the function that runs a side."""
         return f"step_{side}" if cls.op_is_step else {"forward": FUSER[0], "backward": FUSER[2]}[side]
 
     @classmethod
@@ -109,12 +110,12 @@ def _is_fused(op: Any) -> bool:
 @dataclass(frozen=True)
 class Rule:
     name: str
-    pattern: tuple[type, ...]  # of operations
+    pattern: tuple[type, ...]  # classes of operations
     op: Any  # a class derived from FusedOperation
     conditions: tuple[Condition, ...] = ()
-    side: str = ""  # set by who registers it
-    forward_from: int = 0  # of a rule for both sides: the first stage that its forward covers
-    changes: Callable[[Sequence[Any]], Sequence[Any]] | None = None  # configs as they are to be, if it fires
+    side: str = ""  # set by Forward, Backward, Joint or by registering the rule
+    forward_from: int = 0  # for rules of both sides: the first stage that forward covers
+    changes: Callable[[Sequence[Any]], Sequence[Any]] | None = None  # new configs if the rule fires
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -133,7 +134,7 @@ class Rule:
             self._check_kind(kind)
 
     def _check_kind(self, kind: Any) -> None:
-        """Refuse a class of operations that the rule could not tell from others, or could not serve."""
+        """Refuse a class that the rule cannot tell from its parent, or whose extra inputs or outputs it cannot pass."""
         if self.op.op_is_legacy and any(getattr(kind, f"num_extra_{what}", None) for what in ("inputs", "outputs")):
             raise UnsupportedConfig(
                 f"{self.op.__name__}, of the rule {self.name!r}, has its forward in one piece, which has no place for "
@@ -148,13 +149,13 @@ class Rule:
 
     @property
     def is_octavos(self) -> bool:
-        """Whether it is one of this package's."""
+        """Whether the rule belongs to this package."""
         return bool(self.op.__module__.startswith("octavo."))
 
     def on(self, side: str) -> "Rule":
         for one in (
             ("backward", "forward") if side == "backward" else ("forward", "backward")
-        ):  # first what it must have
+        ):  # check the required side first
             is_asked, has = side in (one, "both"), self.op.op_has(one)
             if is_asked != has and not self.op.op_is_legacy:
                 also = f"defines a {one} too, which would never run. Register it for both."
@@ -164,7 +165,7 @@ class Rule:
 
     def matches(self, configs: Sequence[Value]) -> bool:
         if self.op.op_is_legacy:
-            return False  # it is part of no run: `octavo.fuser.legacy` finds its operations
+            return False  # a run never contains it: `octavo.fuser.legacy` finds its operations
         kinds: Sequence[Any] = self.pattern
         return len(configs) == len(kinds) and all(
             kind.op_matches(config) for kind, config in zip(kinds, configs, strict=True)
@@ -184,16 +185,16 @@ def Joint(rule: Rule) -> Rule:
 
 
 _global_rules: tuple[Rule, ...] = ()
-_edition = "0"  # changes with them; a word, which a compiler watches, where it would make a number a symbol
+_edition = "0"  # changes with the rules; a string, because the compiler would make a number a symbol
 
 
 def global_rules() -> tuple[Rule, ...]:
-    """Rules that every Sequential tries after its own. The same tuple, as long as nothing was registered."""
+    """Return the rules that every Sequential tries after its own: one tuple object until the rules change."""
     return _global_rules
 
 
 def edition() -> str:
-    """Another one after every change of the global rules."""
+    """Return a string that changes with every change of the global rules."""
     return _edition
 
 
@@ -207,8 +208,8 @@ def offer(rules: Iterable[Rule]) -> None:
     replace_global_rules((*_global_rules, *rules))
 
 
-Groups = tuple[tuple[Rule, ...], ...]  # rules of a Sequential's own, then the global ones
-_numbers: dict[Groups, int] = {(): 0}  # of rules in force: a compiler can hold a number
+Groups = tuple[tuple[Rule, ...], ...]  # a Sequential's own rules, then the global ones
+_numbers: dict[Groups, int] = {(): 0}  # numbers the rules in force: a compiler can hold a number
 _lock = threading.Lock()
 
 
@@ -240,7 +241,7 @@ def _registered(rule: Rule, side: str, prepend: bool) -> Callable[[], None]:
 
 
 def register_forward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], None]:
-    """Offer a rule to every Sequential. Returns a function that takes it away again."""
+    """Register a rule for every Sequential and return a function that unregisters it."""
     return _registered(rule, "forward", prepend)
 
 
@@ -256,28 +257,29 @@ def register_forward_backward_fusion(rule: Rule, prepend: bool = False) -> Calla
 
 
 class NotFired(NamedTuple):
-    """A pattern that is there, and why its rule did not fire."""
+    """A pattern that is present, and why its rule did not fire."""
 
     rule: str
-    ops: tuple[str, ...]  # of the pattern
+    ops: tuple[str, ...]  # names of the pattern's classes
     condition: str
     sentence: str
-    by: str = ""  # the rule that does all that this one would, and more
+    by: str = ""  # the rule that has taken all of these operations
 
 
 class Match(NamedTuple):
     rule: Rule
     first: int
     last: int
-    config: Any = None  # of the layer in place of these stages, where the operation is no step
+    config: Any = None  # of the layer that replaces these stages, unless the operation is a step
 
 
 def match(
     configs: list[Any], rules: Groups, tried: Callable[[Rule, int, int], Any]
 ) -> tuple[list[Match], list[NotFired]]:
-    """Which rules fire where. Changes `configs` as rules for both sides ask for. `tried` makes the config of a fused
-    operation that is no step, or says why it cannot be, as a string."""
-    taken: dict[str, list[str]] = {"forward": [""] * len(configs), "backward": [""] * len(configs)}  # by which rule
+    """Return the rules that fire, with their stages, and those that do not. A rule that fires and has `changes`
+    replaces its entries of `configs`. `tried` returns the config of a fused operation that is no step, or a string that
+    says why the operation cannot run."""
+    taken: dict[str, list[str]] = {"forward": [""] * len(configs), "backward": [""] * len(configs)}  # each stage's rule
     found: list[Match] = []
     refused: list[NotFired] = []
     for rule in _in_order(rules):
@@ -291,7 +293,7 @@ def match(
             names = [name for side, (a, b) in spans.items() for name in taken[side][a:b]]
             others = [name for name in names if name]
             if failing is None and rule.name in others:
-                continue  # it has fired here already
+                continue  # the rule has fired here already
             if failing is None and others:
                 failing = _taken_by(others[0])
             config = None if rule.op.op_is_step or failing is not None else tried(rule, first, last)
@@ -319,7 +321,7 @@ def _holds(condition: Condition, settings: Sequence[Any], rule: Rule) -> bool:
 
 
 def _in_order(rules: Groups) -> Iterator[Rule]:
-    """A Sequential's own before global ones; those for both sides first; longer patterns before shorter ones."""
+    """Yield a Sequential's own rules, then global ones; rules for both sides first; longer patterns first."""
     for group in rules:
         for side in ("both", "forward", "backward"):
             # sorted() keeps the order of rules of one length
@@ -327,7 +329,7 @@ def _in_order(rules: Groups) -> Iterator[Rule]:
 
 
 FREE = "no other rule has them"
-KNOWN_SCALE = "scales do not wait for data"  # in delayed scaling's first step they do: no required rule can help that
+KNOWN_SCALE = "scales do not wait for data"  # false in delayed scaling's first step, which no required rule can avoid
 
 
 def _taken_by(name: str) -> Condition:
@@ -335,14 +337,14 @@ def _taken_by(name: str) -> Condition:
 
 
 def _spans(rule: Rule, first: int, last: int) -> dict[str, tuple[int, int]]:
-    """Which stages a match takes, on each side. A fused operation that is no step takes them on both."""
+    """Return the stages that a match takes on each side. A fused operation that is no step takes both sides."""
     if not rule.op.op_is_step or rule.side == "both":
         return {"forward": (first + rule.forward_from, last), "backward": (first, last)}
     return {rule.side: (first, last)}
 
 
 def steps_on(side: str, matches: Sequence[Match]) -> tuple[tuple[str, int, int], ...]:
-    """The fused steps of one side, in order."""
+    """Return (name, first, last) of the fused steps of one side, in order."""
     steps = [
         (match.rule.op.op_name, *_spans(match.rule, match.first, match.last)[side])
         for match in matches if match.rule.op.op_is_step and match.rule.side in (side, "both")

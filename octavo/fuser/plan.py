@@ -1,7 +1,7 @@
-"""Plans of runs: which fused steps the stages of a run are done in, as values.
+"""Plans of runs, as values: a plan says which fused steps compute the stages of a run.
 
-What a run does follows from its stages' configs, which hold the recipe, dtypes and which gradients are wanted, and from
-the rules in force: its plan is remembered by those, and made again when one of them changes.
+A plan follows from the configs of the stages, which hold the recipe, the dtypes and the wanted gradients, and from the
+rules in force. Plans are cached by these, and a change of one of them makes a new plan.
 """
 
 import logging
@@ -24,23 +24,23 @@ log = logging.getLogger("octavo.fuser")
 
 
 class Planned(NamedTuple):
-    """A run as it is done."""
+    """The plan of a run."""
 
     key: str  # of the chain's config
-    extras: tuple[tuple[int, int], ...]  # where each stage's extras are, among all that a call returns
+    extras: tuple[tuple[int, int], ...]  # the span of each stage's extras in the result of a call
     fired: tuple[str, ...]
     refused: tuple[NotFired, ...]
 
 
 class Run(NamedTuple):
-    """A run as it is told."""
+    """A run as `explain` reports it."""
 
     ops: tuple[str, ...]
-    forward: tuple[str, ...]  # steps
+    forward: tuple[str, ...]  # names of the steps
     backward: tuple[str, ...]
 
 
-Routes = tuple[tuple[int, int, int, int], ...]  # as of a chain, by operations of a run
+Routes = tuple[tuple[int, int, int, int], ...]  # like a chain's routes, but numbered by the operations of the run
 Hidden = tuple[tuple[int, int], ...]
 _plans: dict[tuple[Any, ...], Planned] = {}
 
@@ -48,8 +48,8 @@ _plans: dict[tuple[Any, ...], Planned] = {}
 def planned(
     keys: tuple[str, ...], routes: Routes, hidden: Hidden, rules: int, first: int, fields: Sequence[Any]
 ) -> Planned:
-    """The plan of stages with these configs. Users' fused operations are tried on tensors like `fields`, the inputs of
-    the first call, without data; nothing else of the plan depends on them."""
+    """Return the plan of stages with these configs. Users' fused operations are dry-run on tensors without data, like
+    `fields`, the inputs of the first call; nothing else in the plan depends on `fields`."""
     at = (keys, routes, hidden, rules, first)
     if at not in _plans:
         _plans[at] = _plan(keys, routes, hidden, pattern.rules_of(rules), first, abstract(tuple(fields)))
@@ -86,7 +86,7 @@ def tell(names: Sequence[str], plan: Planned) -> None:
 
 
 def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first: int, last: int) -> tuple[Any, ...]:
-    """Inputs of the stages first … last - 1 as one layer's, without data."""
+    """Return the inputs of stages first … last - 1, as inputs of one layer, without data."""
     whole = chain.Config(tuple(configs[:last]), routes=tuple(r for r in routes if r[0] < last))
     count = sum(whole.fields)
     if first == 0:
@@ -104,7 +104,7 @@ def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first:
 
 
 def _extras(config: chain.Config, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Where the extras of each operation are. Of operations that one layer takes the place of, the first has them."""
+    """Return the span of each operation's extras. If one layer replaces several, the first operation has them."""
     at, spans = 1 + sum(config.shown_counts), [config.extras_spans[stage] for stage in place]
     leads = [i == 0 or place[i - 1] != stage for i, stage in enumerate(place)]
     return tuple((at + s.start, at + (s.stop if first else s.start)) for s, first in zip(spans, leads, strict=True))
@@ -113,13 +113,13 @@ def _extras(config: chain.Config, place: Sequence[int]) -> tuple[tuple[int, int]
 def _placed(
     configs: list[Any], matches: Sequence[pattern.Match], routes: Routes, hidden: Hidden, begin: int
 ) -> tuple[chain.Config, list[int]]:
-    """The chain, with its fused steps, and layers in the places that matches give them; and of each operation, its
-    place among the stages."""
+    """Return the chain's config, with its fused steps and with the layers that replace matched operations; and the
+    index of each operation's stage."""
     theirs = {m.first: m for m in matches if m.config is not None}
     stages: list[Any] = []
     place: list[int] = []
-    start: list[int] = []  # of each operation, the first of the stage's inputs that is its own, less one
-    shift: list[dict[int, int]] = []  # of each operation, what it gives away -> what the stage gives away
+    start: list[int] = []  # per operation: the index of its first input among the stage's, less one
+    shift: list[dict[int, int]] = []  # per operation: its extra output -> the stage's extra output
     while len(place) < len(configs):
         match = theirs.get(len(place))
         unfused = chain.Config((configs[len(place)],)) if match is None else match.config.unfused
@@ -152,13 +152,13 @@ def planned_now(
 
 
 def known_plan(keys: tuple[str, ...], routes: Routes, hidden: Hidden, rules: int, first: int) -> Planned:
-    """One that was made."""
+    """Return a plan that `planned` has made."""
     return _plans[keys, routes, hidden, rules, first]
 
 
 @while_tracing
 def takes_foreign(rules: int) -> bool:
-    """Whether any of these rules has to be tried: its operation is no step."""
+    """Whether any of these rules needs a dry run, because its operation is no step."""
     return any(not rule.op.op_is_step for group in pattern.rules_of(rules) for rule in group)
 
 
@@ -175,7 +175,7 @@ def _of_sketch(said: Any) -> Any:
 
 
 def steps_of(config: chain.Config) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """Names of the stages, of forward's steps and of backward's."""
+    """Return the names of the stages, of the forward steps and of the backward steps."""
 
     titles = tuple(layer.title for layer in config.layers)
     steps = [
@@ -186,5 +186,5 @@ def steps_of(config: chain.Config) -> tuple[tuple[str, ...], tuple[str, ...], tu
 
 
 def refusals_of(key: str) -> tuple[NotFired, ...]:
-    """Of a run that was planned here."""
+    """Return the refusals of a cached plan by its key; empty if there is none."""
     return next((plan.refused for plan in _plans.values() if plan.key == key), ())

@@ -1,5 +1,5 @@
-"""`OperationFuser`: operations in a row, cut into runs, each of which is one chain (`octavo.layers.chain`), one node
-forward and one backward. Parameters are read at every call.
+"""`OperationFuser`: runs consecutive operations. It cuts them into runs; each run is one chain (`octavo.layers.chain`),
+with one forward node and one backward node. Parameters are read at every call.
 """
 
 from collections.abc import Collection, Sequence
@@ -47,12 +47,12 @@ class Step(NamedTuple):
     op: Any
     extras: tuple[Any, ...]  # tensors, or Wires
     kwargs: dict[str, Any]
-    number: int  # in its Sequential
-    drains: tuple[tuple[str, bool], ...]  # of each extra output: its channel, whether it leaves the group
+    number: int  # its index in the Sequential
+    drains: tuple[tuple[str, bool], ...]  # per extra output: its channel, whether it leaves the group
 
 
 class OperationFuser:
-    """Operations that follow each other. `rules` are tried before the global ones; None: none at all."""
+    """Runs consecutive operations. `rules` are tried before the global ones; None disables all rules."""
 
     def __init__(self, ops: Sequence[FusibleOperation], rules: tuple[pattern.Rule, ...] | None = ()) -> None:
         if not ops:
@@ -60,21 +60,21 @@ class OperationFuser:
         self.ops, self.rules = tuple(ops), rules
         self._logged: set[str] = set()
         self._quiet = False
-        self._known: tuple[Any, ...] = (None,)  # the global rules when they were last looked at, and what came of it
+        self._known: tuple[Any, ...] = (None,)  # the global rules at the last lookup, and its result
 
     def op_describe(self) -> str:
-        """For messages."""
+        """Return a description of the run for messages."""
         return f"A run of {', '.join([type(op).__name__ for op in self.ops])}"
 
     def _rules(self) -> tuple[int, bool]:
-        """The number of the rules in force, and whether one of them has a forward in one piece."""
+        """Return the number that identifies the rules in force, and whether one of them is a legacy rule."""
         if torch.compiler.is_compiling():
             return self._rules_now(pattern.edition())
         return self._looked_up()
 
     @while_tracing
     def _rules_now(self, edition: str) -> tuple[int, bool]:
-        """`edition` is for the tracer, which watches what it has read."""
+        """Look the rules up while tracing. The tracer guards on `edition`, which the caller reads."""
         return self._looked_up()
 
     def _looked_up(self) -> tuple[int, bool]:
@@ -87,7 +87,7 @@ class OperationFuser:
         return found
 
     def has_news(self, plan: Planned) -> bool:
-        """Whether the log has nothing of a plan yet."""
+        """Whether a plan has not been logged yet."""
         return plan.key not in self._logged and not self._quiet
 
     def tell(self, names: Sequence[str], plan: Planned) -> None:
@@ -95,12 +95,12 @@ class OperationFuser:
         tell(names, plan)
 
     def keep_quiet(self) -> None:
-        """Nothing more is news."""
+        """Stop logging plans."""
         self._quiet = True
 
     @while_tracing
     def tell_now(self, names: Sequence[str], *at: Any) -> None:
-        """The same of one that was planned while tracing."""
+        """Log a plan that was made while tracing, unless it was logged before."""
         plan = known_plan(*at)
         if self.has_news(plan):
             self.tell(names, plan)
@@ -109,7 +109,7 @@ class OperationFuser:
         self, found: tuple[int, int, pattern.Rule], x: Any, steps: list[Step], channels: dict[str, Any],
         told: list[Any] | None,
     ) -> tuple[Any, list[tuple[Any, ...]]]:  # fmt: skip
-        """What comes before those, they, and what comes after."""
+        """Run the operations before a legacy fused operation, the fused operation, and the operations after it."""
         first, last, rule = found
         before: list[tuple[Any, ...]] = []
         after: list[tuple[Any, ...]] = []
@@ -123,7 +123,7 @@ class OperationFuser:
         return x, [*before, *[()] * (last - first), *after]
 
     def __call__(self, x: Any, *extras: Tensor) -> Any:
-        """y, or y and extra outputs, of extra inputs in order."""
+        """Run all operations. Return y, or y and the extra outputs. Extra inputs and outputs are in operation order."""
         count = sum(op.num_extra_inputs for op in self.ops)
         if len(extras) != count:
             raise UnsupportedConfig(f"These operations take {count} extra inputs besides x, got {len(extras)}.")
@@ -138,8 +138,9 @@ class OperationFuser:
     def run(
         self, x: Any, steps: list[Step], channels: dict[str, Any], told: list[Any] | None
     ) -> tuple[Any, list[tuple[Any, ...]]]:
-        """y, and what each operation gives away: None for what nobody outside of its run has. `channels` are those
-        filled so far, and are filled further; `told` is a list to which runs are appended, while somebody asks."""
+        """Return y and the extra outputs of each operation, None for those used only inside their run. `channels` are
+        those filled so far; this call fills more. If `told` is a list, runs are appended to it, for explain and
+        require."""
         x = x if type(x) is Tensor else arrived(x)
         number, legacy = self._rules()
         if legacy and (found := find_fused(self.ops, (*(self.rules or ()), *pattern.global_rules()))) is not None:
@@ -176,7 +177,7 @@ class OperationFuser:
 
 
 def _connected(step: Step, channels: dict[str, Any]) -> Step:
-    """With what channels have; what comes from within the same run stays a Wire."""
+    """Return the step with filled channels in place of its Wires. A Wire from within the same run stays."""
     if not any([isinstance(t, Wire) for t in step.extras]):
         return step
     found = [channels.get(t.channel, t) if isinstance(t, Wire) else t for t in step.extras]
@@ -184,7 +185,7 @@ def _connected(step: Step, channels: dict[str, Any]) -> Step:
 
 
 def _run_end(steps: list[Step], at: int, x: Any) -> int:
-    """Where the run that begins here ends; here, if this operation joins none."""
+    """Return the end of the run that begins at `at`; `at` itself if this operation joins no run."""
     if isinstance(x, QTensor) or not isinstance(x, Tensor) or _recast(x):
         return at
     end = at
@@ -192,7 +193,7 @@ def _run_end(steps: list[Step], at: int, x: Any) -> int:
         if end > at and steps[end].op.op_forks and steps[end - 1].op.op_forks:
             break  # a node would return one value twice
         end += 1
-    while end > at and steps[end - 1].op.op_forks:  # at the end it is a name for y
+    while end > at and steps[end - 1].op.op_forks:  # a fork at the end only aliases y
         end -= 1
     if end > at and steps[at].op.op_forks and not (x.requires_grad and torch.is_grad_enabled()):
         return at
@@ -203,7 +204,7 @@ RECAST = "torch.autocast casts what layers take"
 
 
 def _why_alone(op: Any, x: Any) -> str:
-    """Why an operation joins no others in a call with x."""
+    """Return why an operation joins no run in a call with x."""
     if not isinstance(x, Tensor):
         return "x is codes"
     if _recast(x):
@@ -212,7 +213,7 @@ def _why_alone(op: Any, x: Any) -> str:
 
 
 def _why_not(op: Any, x: Any) -> str:
-    """Why an operation is called by itself, as a module is; empty if it may join others."""
+    """Return why an operation is called by itself, like any module; empty if it may join a run."""
     if op.op_hooked or has_hooks(op):
         return "it has hooks"
     if op.op_runs_its_forward or "forward" in op.__dict__:
@@ -222,7 +223,7 @@ def _why_not(op: Any, x: Any) -> str:
 
 
 def _recast(x: Tensor) -> bool:
-    """Whether torch.autocast would have layers cast x: each of them then is a run of its own."""
+    """Whether torch.autocast makes layers cast x. Each layer is then called by itself."""
     kind = x.device.type
     return kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != x.dtype
 
@@ -245,7 +246,7 @@ def _run(
     later: Collection[str] = (),
     fuser: OperationFuser | None = None,
 ) -> tuple[Tensor, list[tuple[Any, ...]]]:
-    """One chain. `later` are the channels that are needed after it."""
+    """Run the steps as one chain. `later` are the channels that steps after it read."""
     check_layout(type(steps[0].op).__name__, x)
     tracing = torch.compiler.is_compiling()
     as_nodes = takes_nodes([step.op for step in steps])
@@ -260,7 +261,7 @@ def _run(
         ]
     )
     keys = tuple([stage.key for stage in stages])
-    # for messages of functions that somebody else wrote; of others, equal runs share a plan wherever they are
+    # the index that messages of users' functions name; 0 in other runs, so that equal runs share a plan
     first = steps[0].number if any([key.startswith("custom.") for key in keys]) else 0
     fields = (x, *[t for stage in stages for t in stage.inputs])
     if tracing:
@@ -291,7 +292,7 @@ def _names(steps: Sequence[Step]) -> tuple[str, ...]:
 def _stages(steps: list[Step], x: Edge, as_nodes: bool) -> tuple[list[Stage], Routes]:
     stages: list[Stage] = []
     routes: list[tuple[int, int, int, int]] = []
-    filled: dict[str, tuple[int, int, Edge]] = {}  # channel -> the operation that fills it, its output, what it is
+    filled: dict[str, tuple[int, int, Edge]] = {}  # channel -> the operation that fills it, its extra output, its Edge
     for i, step in enumerate(steps):
         wires = [t for t in step.extras if isinstance(t, Wire)]
         if wires:
@@ -325,7 +326,7 @@ def _stage(step: Step, x: Edge, as_nodes: bool) -> Stage:
 
 
 def _given(steps: list[Step], x: Tensor, made: Sequence[Tensor], hidden: Hidden) -> list[tuple[Any, ...]]:
-    """What each operation gives away, out of the outputs after the first; None where nobody outside has it."""
+    """Return the extra outputs of each operation, from the outputs after y; None for those hidden in the run."""
     found: list[tuple[Any, ...]] = []
     at = 1
     for i, step in enumerate(steps):
@@ -342,7 +343,7 @@ def _given(steps: list[Step], x: Tensor, made: Sequence[Tensor], hidden: Hidden)
 
 
 def run_alone(op: BasicOperation, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
-    """One operation by itself."""
+    """Run one operation by itself."""
     if op.op_is_legacy:
         return run_legacy(op, x, kwargs)
     unknown = [name for name in kwargs if name not in op.op_keywords]
@@ -354,7 +355,7 @@ def run_alone(op: BasicOperation, x: Any, extras: tuple[Tensor, ...], kwargs: di
 
 
 def told_run(steps: Sequence[Step], plan: Planned | str) -> Run:
-    """A recorded run in words."""
+    """Return a recorded run as the names of its operations and steps."""
     names = _names(steps)
     if isinstance(plan, str):
         return Run(names, names, names)

@@ -1,10 +1,10 @@
-"""`octavo.Sequential`: modules in a row, in which operations that follow each other run together.
+"""`octavo.Sequential`: an `nn.Sequential` that runs consecutive operations together.
 
-Ordinary modules are called as `nn.Sequential` would call them. Between them, operations form groups, one
-`OperationFuser` each. Sequentials inside are taken apart: their operations fuse with their neighbours'.
+It calls ordinary modules as `nn.Sequential` does. The operations between them form groups, one `OperationFuser` each.
+Sequentials inside are flattened: their operations fuse with their neighbours'.
 
-Operations may take extra inputs and give extra outputs. Those of the caller are given, and come back, in order of
-operation and slot. Those that have a channel's name connect within the Sequential, past ordinary modules too.
+Operations may take extra inputs and return extra outputs. The caller passes and receives them in order of operation and
+slot. Those with a channel connect within the Sequential, also across ordinary modules.
 """
 
 import copy
@@ -36,7 +36,7 @@ class Explanation(NamedTuple):
     runs: tuple[Run, ...]
     fired: tuple[str, ...]
     refused: tuple[NotFired, ...]
-    alone: tuple[str, ...] = ()  # operations that join no others, and why
+    alone: tuple[str, ...] = ()  # operations that join no run, and why
 
     def __str__(self) -> str:
         lines = []
@@ -52,11 +52,11 @@ NO_OPERATION = "it is no operation of Octavo's, and is called as it is"
 
 
 class Sequential(NoTorchScript, nn.Sequential):
-    """Modules in a row; operations among them run together.
+    """A sequence of modules that runs consecutive operations together.
 
-    rules      of this Sequential's own, before the global ones: Forward(rule), Backward(rule), Joint(rule); None: no
-               fusion at all
-    require    names of rules that must fire; a call in which one does not is an error that says why
+    rules      rules of this Sequential, tried before the global ones: Forward(rule), Backward(rule), Joint(rule); None
+               disables fusion
+    require    names of rules that must fire; a call in which one does not raises an error that says why
     """
 
     _allowed_refusals: tuple[str, ...] = (KNOWN_SCALE,)  # conditions that may keep a required rule from firing
@@ -85,14 +85,14 @@ class Sequential(NoTorchScript, nn.Sequential):
         self._layout()
 
     def flattens(self) -> bool:
-        """Whether a Sequential around this one takes it apart: not if it has rules of its own, or is more than its
-        modules."""
-        hooked = has_hooks(self) or self.__dict__.get("op_hooked", False)  # those of an explained copy were taken away
+        """Whether a Sequential around this one flattens it: not if it has rules of its own, hooks, or a forward that
+        does more than call the modules."""
+        hooked = has_hooks(self) or self.__dict__.get("op_hooked", False)  # `explain` removes the hooks of its copy
         return self.rules == () and type(self).forward is self._plain_forward() and not hooked
 
     @classmethod
     def _plain_forward(cls) -> Any:
-        """The forward that does nothing but call the modules."""
+        """Return the forward that does nothing but call the modules."""
         return Sequential.forward
 
     # -- a list ----------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         numbered = all(name.isdigit() for name, _ in items)
         name = next(str(n) for n in itertools.count(len(items)) if str(n) not in self._modules)
         with self._editing():
-            self.add_module(name, module)  # checks it
+            self.add_module(name, module)  # raises if it is no module
             items.insert(index, (name, module))
             named = {str(i): m for i, (_, m) in enumerate(items)} if numbered else dict(items)
             self._modules.clear()
@@ -157,7 +157,7 @@ class Sequential(NoTorchScript, nn.Sequential):
 
     @contextmanager
     def _editing(self) -> Iterator[None]:
-        """What is no Sequential that works is taken back."""
+        """Undo an edit that raises, or that leaves a Sequential without a valid layout."""
         before = dict(self._modules)
         self._depth += 1
         try:
@@ -178,15 +178,15 @@ class Sequential(NoTorchScript, nn.Sequential):
         with self._editing():
             super().add_module(name, module)
 
-    # -- taken apart -----------------------------------------------------------------------------------------------
+    # -- layout ----------------------------------------------------------------------------------------------------
 
     def _stamp(self) -> tuple[Any, ...]:
-        """Changes with every edit, here or in a Sequential inside."""
+        """Return a tuple that changes with every edit, here or in a Sequential inside."""
         return (
             self._edits,
             self.__dict__.get("rules"),
             self.__dict__.get("require"),
-            *self._modules.values(),  # themselves: a module may be replaced in this dict, past every method here
+            *self._modules.values(),  # a module may be replaced in this dict without a method of this class
             *[isinstance(m, FusibleOperation) for m in self._modules.values()],  # `octavo.convert` changes classes
             *[(m.flattens(), *m._stamp()) for m in self._modules.values() if isinstance(m, Sequential)],
         )
@@ -195,7 +195,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         stamp = self._stamp()
         if torch.compiler.is_compiling():
             self._update_now()
-            if self._kept[0] != stamp:  # never: but comparing is what has a tracer watch what the stamp is made of
+            if self._kept[0] != stamp:  # never true: the comparison makes the tracer guard on the stamp
                 raise RuntimeError("A Sequential was taken apart, and is not what it was.")
         elif self._kept[0] != stamp:
             self._update()
@@ -210,12 +210,12 @@ class Sequential(NoTorchScript, nn.Sequential):
 
     @while_tracing
     def _update_now(self) -> None:
-        """Out of a tracer's sight: it cannot make objects that outlive the call."""
+        """Update outside of the tracer, which cannot make objects that outlive the call."""
         self._update()
 
     @property
     def groups(self) -> tuple[Any, ...]:
-        """An OperationFuser for operations that follow each other, and the modules between them."""
+        """An OperationFuser for each group of consecutive operations, and the modules between them."""
         return self._layout().groups
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         if type(input) is not Tensor and isinstance(input, Proxy):
             refuse_symbol(type(self).__name__)
         call, x = self._begun(extra_inputs, op_kwargs), input
-        # the loop is here, and not a function of its own: a graph that breaks in it breaks once
+        # the loop is inline, not in a function of its own, so that a graph break in it is a single break
         for part in call.layout.parts:
             if part.legacy is None:
                 x = _through(part, call, x)
@@ -273,11 +273,11 @@ class Sequential(NoTorchScript, nn.Sequential):
             _raise_outside(text)
         raise UnsupportedConfig(text)
 
-    # -- telling ---------------------------------------------------------------------------------------------------
+    # -- explain ---------------------------------------------------------------------------------------------------
 
     def explain(self, x: Any, *extra_inputs: Any, op_kwargs: dict[Any, dict[str, Any]] | None = None) -> Explanation:
-        """Which runs a call with these inputs consists of, which rules fire in them, and why others do not. A copy is
-        run: this Sequential stays as it is."""
+        """Return the runs of a call with these inputs, the rules that fire in them, and why other rules do not. A copy
+        runs the call: this Sequential does not change."""
         subject = copy.deepcopy(self)
         told: list[Any] = []
         args = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
@@ -302,7 +302,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         return Explanation(runs, tuple(fired), tuple(dict.fromkeys(r for plan in plans for r in plan.refused)), alone)
 
     def _tell(self, x: Any, extra_inputs: tuple[Any, ...], op_kwargs: Any, told: list[Any]) -> Any:
-        """forward, with everything that is called told of, in Sequentials inside too."""
+        """Run forward and record in `told` everything that is called, also in Sequentials inside."""
         call = self._begun(extra_inputs, op_kwargs, told)
         for part in call.layout.parts:
             if part.legacy is not None:
@@ -330,7 +330,7 @@ class Sequential(NoTorchScript, nn.Sequential):
 
 
 def _is_not_there(name: str, rules: list[Rule], layout: Layout) -> str:
-    """Why a rule neither fired nor was refused."""
+    """Return why a rule neither fired nor was refused."""
     known = [rule for rule in rules if rule.name == name]
     if not known:
         return f"no rule has that name, and these are known: {', '.join(dict.fromkeys([rule.name for rule in rules]))}"
@@ -348,7 +348,7 @@ def _raise_outside(text: str) -> None:
 
 
 def _is_reason(plan: Any) -> bool:
-    """Whether what was told of an operation is why it runs by itself."""
+    """Whether the record of an operation is the reason why it runs by itself, not a plan."""
     return isinstance(plan, str) and plan != ""
 
 
@@ -357,7 +357,7 @@ def _own_copy(value: Any) -> Any:
 
 
 def _take_hooks(module: nn.Module) -> None:
-    """Nobody's hooks are called for an explanation."""
+    """Remove a module's hooks, and mark it, so that `explain` calls none of them."""
     if has_hooks(module):
         module.__dict__["op_hooked"] = True
         for hooks in (
@@ -375,18 +375,18 @@ def _makes_node(steps: Any) -> bool:
 
 
 class _Call(NamedTuple):
-    """What a call brings along."""
+    """The arguments and the state of one call."""
 
     layout: Layout
     extra_inputs: tuple[Any, ...]
-    kwargs: list[dict[str, Any]]  # of each leaf
+    kwargs: list[dict[str, Any]]  # per leaf
     channels: dict[str, Any]
     public: list[Any]
     told: list[Any] | None
 
 
 def _called(part: Part, call: _Call, x: Any) -> Any:
-    """An ordinary module, or a Sequential that is called as it is, with what it takes of the caller's."""
+    """Call an ordinary module, or a Sequential that is not flattened, with its share of the caller's extra inputs."""
     extras, kwargs = _extras_of(part, call), call.kwargs[part.first]
     made = part.module(x, *extras, op_kwargs=kwargs) if kwargs else part.module(x, *extras)
     return _published(part, call, made)
@@ -397,7 +397,7 @@ def _extras_of(part: Part, call: _Call) -> tuple[Any, ...]:
 
 
 def _published(part: Part, call: _Call, made: Any) -> Any:
-    """x, of what such a module returned; the rest is the caller's."""
+    """Return x from the result of a module. Extra outputs, if it has any, go to the caller."""
     if not call.layout.shown[part.first]:
         return made
     call.public.extend(made[1:])
@@ -405,7 +405,7 @@ def _published(part: Part, call: _Call, made: Any) -> Any:
 
 
 def _through(part: Part, call: _Call, x: Any) -> Any:
-    """One part of a call."""
+    """Run one part of a call and return its y."""
     if part.fuser is None:
         return _called(part, call, x)
     layout, steps = call.layout, []

@@ -1,5 +1,6 @@
-"""dActivation -> quantize -> the backward of the Linear before it: the gradient between them reaches memory as codes
-alone, with the sums that the bias takes (`octavo.kernels.activation_quantize`). ConstantScale is an activation here."""
+"""dActivation -> quantize -> the backward of the Linear before it: the kernel writes the gradient between them as codes
+only, with the sums for the bias gradient (`octavo.kernels.activation_quantize`). ConstantScale is an activation
+here."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,13 +23,13 @@ Grads = tuple[Tensor | None, ...]
 
 
 class Cast:
-    """The gradient between an activation and the Linear before it, as that Linear's backward takes it."""
+    """The gradient between an activation and the Linear before it, as codes for that Linear's backward."""
 
     def __init__(
         self, call: linear.Backward, act: Any, saved: Grads, dy: Tensor, bias_grad: torch.dtype | None,
         again: Target = NOTHING,
     ) -> None:  # fmt: skip
-        """`call` is the Linear's; `saved` and dy are the activation's."""
+        """Compute the codes. `call` is the Linear's backward; `saved` and dy belong to the activation."""
         x, scales, bias, seed = activation.Saved._make(saved)
         self.call = call
         shape = activation.shape_of_dx(act, tuple(dy.shape))
@@ -41,7 +42,7 @@ class Cast:
         )  # fmt: skip
 
     def gradients(self, db: Tensor | None) -> Grads:
-        """Of the Linear."""
+        """Return the gradients of the Linear's inputs."""
         call = self.call
         dx = linear.input_gradient(call, self.like, self.pair[0]) if "x" in call.config.grads else None
         dw = linear.finish(call, self.like, self.pair[1])
@@ -59,7 +60,7 @@ class ActivationBias(FusedOperation):
     def step_backward(
         configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
     ) -> list[Grads]:
-        """(Linear, activation) or (Linear, Bias, activation)."""
+        """Return the gradients of (Linear, activation) or (Linear, Bias, activation)."""
         dy = grads[-1][0]
         assert dy is not None
         first, act = configs[0], configs[-1]

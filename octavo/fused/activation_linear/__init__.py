@@ -1,4 +1,4 @@
-"""activation -> quantize -> Linear: the activated values reach memory as codes alone
+"""activation -> quantize -> Linear: the kernel writes the activated values as codes only
 (`octavo.kernels.activation_quantize`)."""
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class ActivationLinear(FusedOperation):
 
 
 def conditions_at(place: int) -> tuple[Condition, ...]:
-    """For a Linear at that place of a pattern."""
+    """Return the conditions on a Linear at that place of a pattern."""
     return conditions.quantizes_x(place), conditions.keeps_codes_of_x(place), conditions.knows_scale_of_x(place)
 
 

@@ -1,8 +1,8 @@
-"""The backward of a fork (MakeExtraOutput) with that of the layer that follows it: the gradient that came the other way
-is added to dx.
+"""The backward of a fork (MakeExtraOutput) and of the layer that follows it, in one step: it adds the gradient of the
+fork's extra output to the layer's dx.
 
-    linear-add     dx = dy · w + dextra       in dx's own memory, once dx is rounded
-    add-rmsnorm    dx = the norm's + dextra   in 16 bits by the norm's kernel, rounded once
+    linear-add     dx = dy · w + dextra       in place, after dx is rounded
+    add-rmsnorm    dx = the norm's + dextra   for 16-bit dtypes by the norm's kernel, rounded once
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class AddRMSNorm(FusedOperation):
     ) -> list[Grads]:
         extra = grads[0][1]
         if extra is None or extra.dtype == torch.float32:
-            # the kernel's product and sum would be one instruction there, and dx other bits than of layers one by one
+            # in float32 the kernel would fuse product and sum into one instruction, and dx would differ from unfused dx
             found = norm.gradients(configs[1], saved[1], grads[1][0])
             return [_summed(found[0], extra), (None, *found[1:])]
         found = norm.gradients(configs[1], saved[1], grads[1][0], extra)
@@ -48,7 +48,7 @@ class AddRMSNorm(FusedOperation):
 
 
 def _summed(dx: Tensor | None, extra: Tensor | None) -> Grads:
-    """dx is fresh, so that the sum may take its place."""
+    """Return dx + extra, in dx's memory: dx is fresh. If one of them is None, return the other."""
     if dx is None or extra is None:
         return (extra if dx is None else dx,)
     return (dx.add_(extra),)

@@ -1,7 +1,7 @@
-"""Linear, and what is added to y before it leaves the step: a bias in the GEMM, a residual in place.
+"""Linear with its epilogue, in one step: the GEMM adds the bias, and a residual is added in place.
 
 linear-bias               y = x · wᵀ + b                in the GEMM: rounded once
-linear-bias-activation    the same, and activated
+linear-bias-activation    y = act(x · wᵀ + b)           the bias in the GEMM
 linear-bias-add           y += residual                 in y's own memory
 linear-scale-add          y = scale · y + residual      one pass: rounded once
 """
@@ -23,7 +23,7 @@ EMPTY = ForwardResult((None,), (), ())
 
 
 def _with_bias(configs: Sequence[Any], inputs: Sequence[Any]) -> tuple[ForwardResult, Any]:
-    """The Linear's own part, without y; and y, the bias of the next stage in it."""
+    """Return the Linear's result without y; and y, with the bias of the next stage added."""
     made = linear.layer.forward(configs[0], inputs[0]._replace(bias=inputs[1].bias))
     return made._replace(outputs=(None,)), made.outputs[0]
 
@@ -48,7 +48,7 @@ class BiasActivation(FusedOperation):
 
 
 class BiasAdd(FusedOperation):
-    """(Linear, AddExtraInput) or (Linear, Bias, AddExtraInput)."""
+    """The forward of (Linear, AddExtraInput) or (Linear, Bias, AddExtraInput)."""
 
     op_name = "linear-bias-add"
 

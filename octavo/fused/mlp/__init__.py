@@ -1,5 +1,5 @@
-"""Linear, activation, Linear: forward as in `octavo.fused.activation_linear`, but for the column codes of what was
-activated. Backward makes those, in the pass that reads the activation's x anyway: nothing of them is kept between.
+"""Linear, activation, Linear: forward runs as in `octavo.fused.activation_linear`, but without the column codes of the
+activated values. Backward computes those, in the pass that reads the activation's x anyway, so that none are saved.
 
     dy -> codes                 da = dy · w2
     da, h -> dh codes, sums of dh for the bias, column codes of a = act(h)
@@ -23,7 +23,7 @@ from octavo.quant.proto import TensorProto
 
 
 class MLP(ActivationLinear):
-    """The forward of ActivationLinear, with a backward of its own."""
+    """The forward of ActivationLinear, with a backward for all three operations."""
 
     op_name = "mlp"
 

@@ -1,4 +1,4 @@
-"""norm -> quantize -> Linear: the normalised rows reach memory as codes alone (`octavo.kernels.norm_quantize`)."""
+"""norm -> quantize -> Linear: the kernel writes the normalised rows as codes only (`octavo.kernels.norm_quantize`)."""
 
 from collections.abc import Sequence
 from typing import Any
