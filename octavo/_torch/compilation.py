@@ -21,7 +21,7 @@ COMPILATIONS = 1_000_000  # to be remembered; torch keeps the last 64
 
 
 class Records:
-    """What the compiler wrote down during a run."""
+    """The compiler's records of a run."""
 
     compilations: Sequence[Any] = ()
     breaks: Sequence[Any] = ()
@@ -34,7 +34,7 @@ def reset() -> None:
 
 
 def fresh_cache() -> AbstractContextManager[Any]:
-    """An empty disk cache within."""
+    """A context with an empty disk cache."""
     from torch._inductor.utils import fresh_cache
 
     return fresh_cache()
@@ -105,9 +105,9 @@ def generated(
 
 @contextmanager
 def recorded(skips: logging.Handler) -> Iterator[Records]:
-    """The compiler as in a fresh process, before and after, and its counters as they were. The records are complete
-    after the block; `skips` hears why graphs are not captured. The disk cache of whole graphs is off meanwhile: a
-    graph from there is never seen."""
+    """Record what the compiler does. It is reset before and after the block, and its counters are restored. The records
+    are complete after the block; `skips` hears why graphs are not captured. The disk cache of whole graphs is off
+    meanwhile: a graph from there is never seen."""
     from torch._dynamo import utils
     from torch._functorch import config
     from torch._inductor.cudagraph_utils import cudagraphs_log

@@ -18,7 +18,7 @@ DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
 
 
 def as_real_as(weight: Tensor) -> AbstractContextManager[Any]:
-    """State of a real layer is real, also where a fake mode watches, which would leave fakes behind in it."""
+    """A context in which new state is as real as the weight: a fake mode would leave fakes behind in a real layer."""
     return nullcontext() if isinstance(weight, FakeTensor) else fake_tensor.unset_fake_temporarily()
 
 

@@ -15,8 +15,8 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def while_tracing(call: Call) -> Call:
-    """Run when a compiler traces a call of it, as plain Python, and never by the graph; what it returns is a constant
-    there."""
+    """Make a function run as plain Python when a compiler traces a call of it, and never in the graph, where its result
+    is a constant."""
     found: Call = torch._dynamo.assume_constant_result(call)  # type: ignore[no-untyped-call]
     return found
 
@@ -28,8 +28,8 @@ def is_watched() -> bool:
 
 
 def saved_elsewhere() -> bool:
-    """Whether hooks keep what is saved for backward somewhere else, and hand out copies of it. A checkpoint's hook does
-    not: it runs forward again."""
+    """Whether hooks keep saved tensors somewhere else, and hand out copies of them. A checkpoint's hook does not: it
+    runs forward again."""
     hooks = saved_tensors_hooks(True)
     return bool(hooks) and hooks[0].__module__ != "torch.utils.checkpoint"
 
@@ -64,7 +64,7 @@ def is_captured() -> bool:
 
 @while_tracing
 def is_static(tensor: Tensor) -> bool:
-    """Whether a CUDA graph may write to a tensor's own memory: who made it promised that it stays."""
+    """Whether a CUDA graph may write to a tensor's own memory: its address was marked as static."""
     return hasattr(tensor, "_dynamo_static_input_type")
 
 
@@ -79,7 +79,7 @@ def buffer(*shape: int, dtype: torch.dtype | None = None, device: torch.device |
 @while_tracing
 def claim(tensor: Tensor) -> bool:
     """Take a caller's buffer for one write of the graph being traced; False where another write has some of it.
-    Inductor moves what reads the first result behind the second write."""
+    Inductor moves reads of the first result behind the second write."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:

@@ -1,1 +1,1 @@
-"""Delayed scaling: the memory of a layer, and casts by it."""
+"""Delayed scaling: the amaxes that a layer remembers, and the casts that use them."""

@@ -18,7 +18,7 @@ from octavo.recipes import Delayed, Recipe
 
 X, W, DY = range(3)  # places in `scaling`
 LETTERS = "xwd"  # of these in `measured`
-Measure = Callable[[Tensorwise, Tensor], Tensor]  # a tensor's amax by a quantizer; not where the flag is set
+Measure = Callable[[Tensorwise, Tensor], Tensor]  # a tensor's amax by a quantizer, unless the flag is set
 
 
 class Amaxes(NamedTuple):
@@ -30,12 +30,13 @@ class Amaxes(NamedTuple):
 
 
 def part_of(place: int, measured: str) -> slice:
-    """Where an operand's part of `scaling` is."""
+    """The slice of `scaling` that is an operand's part."""
     return slice(place, None, 3) if LETTERS[place] in measured else slice(place, place + 1)
 
 
 def observed_amaxes(observe: str, seen: Parts, number: int, device: torch.device) -> Amaxes:
-    """A graph's node returns `number` amaxes of x and as many of w. Elsewhere casts raise `seen` in place."""
+    """Choose where the amaxes of x and w go. A graph's node returns `number` amaxes of each; elsewhere casts raise
+    `seen` in place."""
     if observe == "returned":
         both = torch.zeros(2 * number, dtype=torch.float32, device=device)
         return Amaxes(both[:number], both[number:], both)
@@ -43,7 +44,7 @@ def observed_amaxes(observe: str, seen: Parts, number: int, device: torch.device
 
 
 def known_scale(part: Sequence[Tensor], observed: Tensor | None) -> CastArgs:
-    """The arguments of a cast by the multiplier that is there, whether or not an amax was seen. Empty if scaling is not
+    """The arguments of a cast by the current multiplier, whether or not an amax was seen. Empty if scaling is not
     delayed."""
     return CastArgs(encode=part[0], observed=observed) if part else CastArgs()
 

@@ -1,4 +1,4 @@
-"""Checks of what a checkpoint says a layer remembered, before anything of it is written."""
+"""Checks a layer's state from a checkpoint, before any of it is written."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ ROUNDING = "rounding.seed"
 
 
 def check_state(state: Mapping[str, object], slots: int, path: str = "") -> None:
-    """Refuse what no layer with so many slots for each operand has exported; the path is for the message."""
+    """Refuse a state that no layer with `slots` slots for each operand has exported; the message names the `path`."""
     where = f"{path}." if path else ""
     for direction in DIRECTIONS:
         prefix = f"scaling.{direction}."

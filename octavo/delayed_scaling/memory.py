@@ -1,11 +1,11 @@
-"""A module's delayed-scaling memory: two `DelayedState`s in its buffers, and a watch over whether anybody steps them.
+"""A module's delayed-scaling memory: two `DelayedState`s in its buffers, and a watch over whether they are stepped.
 
 forward     slots x and w        observed in forward
 backward    slot dy              observed in backward, in a buffer that forward never writes
 
 Until a step has seen an operand, calls measure it (`cold_start="current"`). The device knows which operands were seen,
-and takes the multiplier of the slot then, whatever the call was told. `cold`, the host's copy of that knowledge, is
-read after a step, and allows calls that do not measure: fused ones.
+and then uses the slot's multiplier, even in a call that was told to measure. `cold`, the host's copy of that knowledge,
+is updated after a step, and allows calls that do not measure: fused ones.
 """
 
 import weakref
@@ -34,16 +34,16 @@ BUFFER_NAMES = {
 }
 BUFFERS = tuple(name for names in BUFFER_NAMES.values() for name in names.values())
 OPERANDS = {"forward": 2, "backward": 1}  # whose slots are in a direction's buffers, one operand after the other
-PATIENCE = 1024  # training forwards without a step before it is said
-LOOKS = 8  # the device is asked what it has seen after each of so many steps,
-LATER = 64  # and then after every so many
+PATIENCE = 1024  # training forwards without a step before a warning
+LOOKS = 8  # the host asks the device what it has seen after each of this many steps,
+LATER = 64  # and then once in this many
 
 
-_LISTENERS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # modules whose memory somebody should step
+_LISTENERS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # modules whose memory must be stepped
 
 
 def listen(module: nn.Module) -> None:
-    """Count the steps of whatever optimizer has this module's parameters."""
+    """Count the steps of any optimizer that has this module's parameters."""
     _hear_optimizers()
     _LISTENERS.add(module)
 
@@ -70,8 +70,8 @@ def _hear_optimizers() -> None:
 
 
 class DelayedScaling:
-    """Which recipe a module's memory follows, and what happened since it was last stepped. Holds no tensor of its
-    own."""
+    """Tracks the recipe that a module's memory follows, and what happened since the memory was last stepped. Holds no
+    tensor of its own."""
 
     def __init__(self) -> None:
         self.recipe: Delayed | None = None
@@ -82,8 +82,8 @@ class DelayedScaling:
         self._version: int | None = None  # of the weight, when it was last seen
         self._updates = 0  # of the weight since the last step
         self._counted: int | None = None  # the version of the weights that the last of them made
-        self.said = False  # that a step is overdue
-        self.origin = ""  # of what it remembers: "state" that was loaded, its "own" steps, or "weights" loaded alone
+        self.said = False  # whether it has warned that a step is overdue
+        self.origin = ""  # of the memory: loaded "state", its "own" steps, or "weights" that were loaded alone
         self._views: dict[str, tuple[Tensor, ...]] = {}  # of buffers: making them takes longer than launching a kernel
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,13 +91,13 @@ class DelayedScaling:
         return {**self.__dict__, "_views": {}, "_version": None, "_counted": None, "_forwards": 0, "_updates": 0}
 
     def refusal(self, recipe: Recipe) -> str:
-        """Why this memory cannot follow a recipe; empty if it can."""
+        """The reason why this memory cannot follow a recipe; empty if it can."""
         if self.recipe is None or self.recipe == recipe:
             return ""
         return f"it remembers amaxes for {self.recipe}, and one window cannot follow {recipe} too"
 
     def install(self, module: nn.Module, recipe: Recipe, device: torch.device, slots: int) -> None:
-        """Make the buffers, once; with so many slots for each of x, w and dy."""
+        """Make the buffers, once, with `slots` slots for each of x, w and dy."""
         if self.recipe == recipe:
             return
         if why := self.refusal(recipe):
@@ -165,8 +165,8 @@ class DelayedScaling:
     # -- one call of the layer -----------------------------------------------------------------------------------------
 
     def observes(self, weight: Tensor, as_nodes: bool) -> str:
-        """How a training call observes the amaxes of x and w: "in_place", a node has them "returned", and without
-        gradients not at all."""
+        """Return how a call observes the amaxes of x and w: "in_place", or as a node "returned"; without gradients not
+        at all."""
         if not torch.is_grad_enabled():
             return ""
         if as_nodes:
@@ -175,8 +175,8 @@ class DelayedScaling:
         return "in_place"
 
     def measures(self, weight: str, grads: str, codes: bool) -> str:
-        """Letters of the operands that a call scales by themselves, unless the device knows that a step has seen them:
-        of those that no step is known to have seen, the ones it casts. None, as a rule: ask `cold` first."""
+        """Letters of the operands that a call measures: those in `cold` that it casts. It scales them by their own
+        amax, unless the device knows that a step has seen them. Usually there are none: ask `cold` first."""
         letters = "x" if "x" in self.cold and not codes else ""
         letters += "w" if "w" in self.cold and weight == "plain" else ""
         letters += "d" if "d" in self.cold and ("x" in grads or "w" in grads) else ""
@@ -192,7 +192,7 @@ class DelayedScaling:
         return True
 
     def of_weight(self, layer: nn.Module, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
-        """What delayed scaling brings to a weight's cast: amaxes to raise, and w's multipliers."""
+        """Delayed scaling's arguments of a weight's cast: amaxes to raise, and w's multipliers."""
         current = layer._buffers.get(BUFFER_NAMES["forward"]["current"])
         slots: Sequence[Tensor] = ()
         if recipe.stateful:
@@ -221,7 +221,7 @@ class DelayedScaling:
         }
 
     def restore(self, layer: nn.Module, state: dict[str, Tensor]) -> None:
-        """Take over what there is a place for out of `state`, and remove it there."""
+        """Restore the entries of `state` that this memory has a place for, and remove them there."""
         if self.recipe is None:
             return
         for direction in DIRECTIONS:
@@ -229,10 +229,11 @@ class DelayedScaling:
             if all(prefix + name in state for name in KEPT):
                 self.state(layer, direction).restore({name: state.pop(prefix + name) for name in KEPT})
 
-    # -- whether anybody steps it --------------------------------------------------------------------------------------
+    # -- whether it is stepped -----------------------------------------------------------------------------------------
 
     def watch(self, weight: Tensor) -> None:
-        """Say once that `octavo.step` is never called: multipliers that stay at 1 are wrong, and silent."""
+        """Count a training forward, and warn once if `octavo.step` is never called: multipliers that stay at 1 are
+        silently wrong."""
         self._forwards += 1
         version = None if weight.is_inference() else weight._version
         if version != self._version:
@@ -245,8 +246,8 @@ class DelayedScaling:
             self.say_unrestored()
 
     def updated(self, version: int) -> None:
-        """The same, told by an optimizer: a graph counts nothing. Of two that end a step at one version of the weights,
-        one has stepped the other."""
+        """Count an update that an optimizer reports: a graph counts nothing. Of two optimizers that end a step at one
+        version of the weights, one has stepped the other."""
         self._updates += version != self._counted
         self._counted = version
         self._version = None
@@ -254,21 +255,21 @@ class DelayedScaling:
             self.say_unrestored()
 
     def is_late(self) -> bool:
-        """Whether a step is overdue, and it was not said yet."""
+        """Whether a step is overdue, and no warning was given yet."""
         return not self.said and (self._updates >= 2 or self._forwards >= PATIENCE)
 
     def stepped(self) -> None:
-        """The memory was moved on. Reads nothing: a graph may do this, and would guard on it."""
+        """Note that the memory was stepped. It reads nothing: a graph may call this, and would guard on a read."""
         self._forwards = self._updates = 0
         self.origin = "own"
 
     def weights_loaded(self) -> None:
-        """Weights came from a checkpoint; what else it had may come later."""
+        """Note that weights were loaded from a checkpoint; its other state may be loaded later."""
         if not self.origin:
             self.origin = "weights"
 
     def say_unrestored(self) -> None:
-        """Say once a model that training goes on with weights alone."""
+        """Warn, once a model, that training goes on with weights alone."""
         for module in list(_LISTENERS):
             if module._scaling.origin == "weights":
                 module._scaling.origin = "own"
@@ -281,14 +282,15 @@ class DelayedScaling:
     # -- what no step has seen yet -------------------------------------------------------------------------------------
 
     def measure(self, letters: str) -> None:
-        """Calls measure these: steps look whether they were seen, anew if there is one more than before."""
+        """Note that calls measure these operands. Steps ask the device whether it has seen them, anew if a letter is
+        new."""
         more = [letter for letter in letters if letter not in self._asked]
         if more:
             self._asked, self._steps = self._asked + "".join(more), 0
 
     def looks(self) -> bool:
         """Whether to ask the device after this step. A layer may measure what never comes (a gradient of an output that
-        is not used), and each answer has the host wait."""
+        is not used), and the host waits for each answer."""
         if not self.cold:
             return False
         self._steps += 1
@@ -300,7 +302,7 @@ class DelayedScaling:
                              if letter in self.cold and not known])  # fmt: skip
 
     def recall(self, module: nn.Module) -> None:
-        """Buffers were loaded: ask the device which operands they have seen."""
+        """Ask the device which operands it has seen, after buffers were loaded."""
         self.origin = "state"
         if self.recipe is not None and self.recipe.cold_start != "one":
             self.cold, self._asked = _cast(self.recipe), ""

@@ -2,7 +2,8 @@
 
     y = keep(f(x + bias) · scales)          y = keep(f(a) · (h(b) + offset) · scales)      (octavo.kernels.activation)
 
-Backward keeps x, by reference, if the function's slope depends on it, and what else it takes; of dropout the seed.
+Backward keeps x, by reference, if the function's slope depends on it; the scales and the bias that it needs; and
+dropout's seed.
 """
 
 import math
@@ -23,7 +24,7 @@ from octavo.values import Value, register
 @register("activation")
 class Config(Value):
     name: str = "linear"  # an entry of ACTIVATIONS
-    alpha: float | None = None  # this, limit, beta and offset as the entry says, if they are None
+    alpha: float | None = None  # None for this, limit, beta or offset: the entry's value
     limit: float | None = None
     beta: float | None = None
     offset: float | None = None
@@ -67,7 +68,7 @@ class Saved(NamedTuple):
 
 
 def matrix(x: Tensor) -> Tensor:
-    """[..., K] as [M, K]; of a single number [1, 1]."""
+    """Reshape [..., K] to [M, K], and a single number to [1, 1]."""
     if x.dim() == 2:
         return x
     return x.reshape(1, 1) if x.dim() == 0 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -78,7 +79,7 @@ def vector(t: Tensor | None) -> Tensor | None:
 
 
 class ActivationLayer(Layer):
-    """An elementwise function, with bias, row scales and dropout."""
+    """Applies an elementwise function, with bias, row scales and dropout."""
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x = inputs.x

@@ -1,14 +1,14 @@
-"""Layers one after the other, as one layer: each stage takes the output y of the stage before as its x.
+"""A sequence of layers as one layer: each stage takes the output y of the stage before as its x.
 
-A run of operations that the fuser found is such a chain, so that it is one node forward and one backward, saves once,
-and is served by the driver as any layer is. A chain's inputs are x, then each stage's inputs but for its x; its buffers
-are the stages' buffers; its outputs are the last y, then the side outputs of its stages, which a layer returns besides
-y as a fork does (`octavo.layers.fork`). A later stage may take a side output as an input: a residual.
+The fuser makes such a chain of a run of operations: it is one node forward and one backward, saves once, and the driver
+runs it as it runs any layer. A chain's inputs are x, then each stage's inputs but for its x; its buffers are the
+stages' buffers; its outputs are the last y, then the side outputs of its stages: outputs besides y, such as a fork's
+(`octavo.layers.fork`). A later stage may take a side output as an input: a residual.
 
 A *step* is one stage, or several at once: a fused operation (`FusedStep`). Forward and backward are cut into steps
 independently. A fused forward returns what each of its stages would have returned, but for values between them that no
-stage keeps; a fused backward takes what each stage has saved and returns what each would have returned. Where both
-sides are fused together, the stages' own configs say what is saved instead.
+stage keeps; a fused backward takes what each stage has saved and returns what each would have returned. Where forward
+and backward are fused together, the stages' own configs say what is saved instead.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from octavo.wgrad.targets import Writes
 
 
 class ChainStep(NamedTuple):
-    """Stages first … last - 1."""
+    """A step of stages first … last - 1."""
 
     name: str  # of a fused operation; empty for a single stage
     first: int
@@ -39,7 +39,7 @@ class Config(Value):
     backward: tuple[tuple[str, int, int], ...] = ()
     routes: tuple[tuple[int, int, int, int], ...] = ()  # (stage, its input, producer, which of its side outputs)
     hidden: tuple[tuple[int, int], ...] = ()  # (stage, which of its side outputs): not among the chain's outputs
-    begin: int = 0  # which operation its first stage is, for messages
+    begin: int = 0  # the number of the first stage's operation, for messages
 
     @cached_property
     def layers(self) -> tuple[Any, ...]:
@@ -56,7 +56,7 @@ class Config(Value):
 
     @cached_property
     def back_steps(self) -> tuple[ChainStep, ...]:
-        """In the order in which backward takes them, as far as anything wants a gradient."""
+        """The steps that have a backward, in the order in which backward runs them."""
         return tuple(
             step for step in reversed(_steps(self.backward, len(self.stages)))
             if any(self.active[step.first : step.last])
@@ -64,7 +64,8 @@ class Config(Value):
 
     @cached_property
     def active(self) -> tuple[bool, ...]:
-        """Which stages have a backward: one whose only gradient goes to a buffer returns none, and has one."""
+        """Whether each stage has a backward. A stage whose only gradient goes to a buffer has one, though it returns
+        none."""
         return tuple(layer.has_backward(stage) for layer, stage in self.pairs)
 
     @cached_property
@@ -73,7 +74,7 @@ class Config(Value):
 
     @cached_property
     def extras_sizes(self) -> tuple[int, ...]:
-        """How many extras each stage makes, and so on."""
+        """The number of extras of each stage; the sizes below likewise."""
         return tuple(layer.extras(stage) for layer, stage in self.pairs)
 
     @cached_property
@@ -90,32 +91,32 @@ class Config(Value):
 
     @cached_property
     def fields(self) -> tuple[int, ...]:
-        """How many inputs each stage has besides x."""
+        """The number of inputs of each stage besides x."""
         return tuple(len(wants) - 1 for wants in self.wanted)
 
     @cached_property
     def forks(self) -> tuple[bool, ...]:
-        """Which stages return x itself."""
+        """Whether each stage is a fork, which returns x itself."""
         return tuple(layer.forks for layer in self.layers)
 
     @cached_property
     def side_counts(self) -> tuple[int, ...]:
-        """How many side outputs each stage has."""
+        """The number of side outputs of each stage."""
         return tuple(layer.outputs(stage) - 1 for layer, stage in self.pairs)
 
     @cached_property
     def shown(self) -> tuple[tuple[int, ...], ...]:
-        """Which of its side outputs are outputs of the chain, for each stage."""
+        """For each stage, which of its side outputs are outputs of the chain."""
         return tuple(tuple(k for k in range(n) if (i, k) not in self.hidden) for i, n in enumerate(self.side_counts))
 
     @cached_property
     def shown_counts(self) -> tuple[int, ...]:
-        """How many of its side outputs are, for each stage."""
+        """For each stage, how many of its side outputs are outputs of the chain."""
         return tuple(len(shown) for shown in self.shown)
 
     @cached_property
     def input_spans(self) -> list[slice]:
-        """Where each stage's inputs but for x are among the chain's, and so on for the rest."""
+        """The places of each stage's inputs, without x, among the chain's inputs; the spans below likewise."""
         return _spans(self.fields, 1)
 
     @cached_property
@@ -140,12 +141,12 @@ class Config(Value):
 
     @cached_property
     def named_inputs(self) -> tuple[Callable[..., Any], ...]:
-        """Functions that make each stage's Inputs of x and the rest."""
+        """For each stage, a function that makes its Inputs from x and the other fields."""
         return tuple(partial(layer.inputs_of, stage) for layer, stage in self.pairs)
 
     @cached_property
     def inside(self) -> frozenset[tuple[int, int]]:
-        """(stage, input): inputs that are side outputs of other stages."""
+        """(stage, input) of each input that is a side output of another stage."""
         return frozenset((consumer, field) for consumer, field, _, _ in self.routes)
 
     @cached_property
@@ -163,7 +164,7 @@ class Config(Value):
 
     @cached_property
     def loose(self) -> tuple[tuple[int, int], ...]:
-        """Hidden side outputs, but for those of forks, which are x."""
+        """Hidden side outputs, without those of forks, which are x."""
         return tuple((i, k) for i, k in self.hidden if not self.forks[i])
 
 
@@ -196,7 +197,7 @@ def stage_inputs(config: Config, inputs: Sequence[Any]) -> list[Any]:
 
 
 class ChainLayer(Layer):
-    """Layers one after the other, as one."""
+    """A sequence of layers, run as one layer."""
 
     def has_backward(self, config: Config) -> bool:
         return any(config.active)
@@ -236,7 +237,7 @@ class ChainLayer(Layer):
         return _joined(config, *_run(config, inputs))
 
     def forward_and_save(self, config: Config, inputs: Sequence[Any], saving: bool) -> tuple[ForwardResult, Tensors]:
-        """Forward and save at once. A value that no stage keeps is freed when the next stage has taken it."""
+        """Run forward and save. A value that no stage keeps is freed when the next stage has taken it."""
         stages, made = stage_inputs(config, inputs), list[Any]()
         x, producers = inputs[0], {producer for _, _, producer, _ in config.routes}
         sides: list[Any] = []
@@ -289,8 +290,8 @@ class ChainLayer(Layer):
         )
 
     def gradient_aliases(self, config: Config) -> dict[int, int]:
-        """Gradients that stages pass on, of inputs that are added to the chain's value, and of x if all stages pass it
-        on."""
+        """Gradients that stages pass on unchanged: those of inputs that are added to the chain's value, and x's if all
+        stages pass it on."""
         # the holder of the gradient that arrives at a stage: an output (-1), an input, or none yet
         holder: int | None = -1
         passed: dict[int, int] = {}
@@ -299,7 +300,7 @@ class ChainLayer(Layer):
             if not any(wanted):
                 return passed
             of_stage = layer.gradient_aliases(config.stages[i])
-            # who has the gradient that the stage calls -1, and those of its inputs that are returned
+            # the holders of the gradient that the stage calls -1, and of those of its inputs that are returned
             holders = {j: before + j for j in range(1, len(wanted)) if (i, j) not in config.inside} | {-1: holder}
             for j, other in sorted(of_stage.items()):
                 if j == 0 or (i, j) in config.inside:
@@ -326,8 +327,8 @@ class ChainLayer(Layer):
     def backward(
         self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Writes | None = None
     ) -> Tensors:
-        """Stages put off their writes to buffers until all of them are through, or until those of an outer chain are,
-        of which this is a stage, and which brings `writes`."""
+        """Run the stages' backwards. They put off their writes to buffers until all of them are done; if this chain is
+        a stage of an outer chain, which passes `writes`, until all stages of that chain are."""
         outer, writes = writes, Writes() if writes is None else writes
         found, stage_buffers, g = _no_gradients(config), _stage_buffers(config, buffers), grads[0]
         for step in config.back_steps:
@@ -340,7 +341,7 @@ class ChainLayer(Layer):
             found[first:last] = _step_back(config, step, parts, stage_buffers[first:last], dys, writes)
             g = found[first][0]
             if first:
-                found[first] = (None, *found[first][1:])  # the stages before have it, and let it go
+                found[first] = (None, *found[first][1:])  # dropped here, so that the stages before can free it
         returned = _returned(config, found)
         if outer is None:
             writes.do()
@@ -410,7 +411,7 @@ def abstract_stages(config: Config, inputs: Sequence[Any]) -> tuple[list[Any], l
 
 
 def _of_operation(config: Config, stage: int, error: Miscounted) -> RuntimeError:
-    """The error, with the operation that returned a wrong number of things."""
+    """The error, with the number of the operation that it is about."""
     return RuntimeError(f"Operation {config.begin + stage}: {error}")
 
 
@@ -423,7 +424,7 @@ def _connect(config: Config, stages: list[Any], made: list[ForwardResult], first
 
 
 def side_output(config: Config, outputs: Sequence[Any], stage: int, k: int) -> Any:
-    """A side output of a stage. A fork's is its x, of which the output itself may be a token."""
+    """A side output of a stage. For a fork it is x, since the output itself may be a token."""
     return outputs[0] if config.forks[stage] else outputs[1 + k]
 
 
@@ -432,8 +433,8 @@ def _with(inputs: Any, field: int, value: Any) -> Any:
 
 
 def _joined(config: Config, stages: list[Any], made: list[ForwardResult]) -> ForwardResult:
-    """The results of all stages as the chain's: y and side outputs; extras; values between stages that one of them
-    keeps, then fresh tensors."""
+    """Join the results of all stages into the chain's: y and side outputs; extras; values between stages that one of
+    them keeps, then fresh tensors."""
     for i in range(1, len(stages)):
         stages[i] = stages[i]._replace(x=made[i - 1].outputs[0])
     sides = [m.outputs[1 + k] for m, shown in zip(made, config.shown, strict=True) for k in shown]
@@ -500,8 +501,8 @@ def _step_back(
 
 
 def _dry_backward(config: Config, saved: Any, grads: Any, found: list[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Each stage that backward comes to, its saved tensors, and its outputs' gradients without data. The consumer puts
-    the stage's own gradients into `found` before it asks for the next."""
+    """Yield each stage that backward reaches, its saved tensors, and its outputs' gradients without data. The consumer
+    puts the stage's own gradients into `found` before it asks for the next."""
     g = grads[0]
     for i in reversed(range(len(config.stages))):
         if not config.active[i]:

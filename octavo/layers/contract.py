@@ -23,23 +23,23 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class ForwardResult(NamedTuple):
-    """The result of a forward. Of `abstract`, the same with a TensorProto for each tensor."""
+    """The results of `forward`. Those of `abstract` have a TensorProto in place of each tensor."""
 
-    outputs: tuple[Any, ...]  # the caller's, differentiable
-    extras: tuple[Any, ...]  # the caller's, without a gradient: amaxes to remember, codes of a quantized output
+    outputs: tuple[Any, ...]  # for the caller, differentiable
+    extras: tuple[Any, ...]  # for the caller, without a gradient: amaxes to remember, codes of a quantized output
     fresh: tuple[Any, ...]  # for backward alone
 
 
 class Nothing(NamedTuple):
-    """No fields."""
+    """A tuple without fields: the default of Fresh, Saved and Buffers."""
 
 
 class Layer:
-    """All that a layer may be asked. A subclass defines what has no default here, and has one instance, made of the
-    layer's values.
+    """The interface of a layer. A subclass defines the members without a default here, and has one instance,
+    constructed from the layer's config and tuple classes.
 
-    Each of `Inputs`, `Fresh`, `Saved` and `Buffers` is a NamedTuple of tensors, None where a call has none. How many
-    tensors cross a node follows from their fields.
+    Each of `Inputs`, `Fresh`, `Saved` and `Buffers` is a NamedTuple of tensors, None where a call has none. Their
+    fields determine how many tensors cross a node.
     """
 
     scales: ClassVar[tuple[str, ...]] = ()  # fields of Fresh that are scales: they leave a node flat
@@ -49,12 +49,12 @@ class Layer:
     def __init__(
         self, config: Any, inputs: Any, fresh: Any = Nothing, saved: Any = Nothing, buffers: Any = Nothing
     ) -> None:
-        self.Config = config  # a registered Value: all that decides what a call does, but for its tensors
+        self.Config = config  # a registered Value: with the tensors, it decides what a call does
         self.Inputs = inputs  # x is the first field; a field may be a tuple of tensors
         self.Fresh = fresh  # tensors that forward makes for backward alone
         self.Saved = saved  # tensors that backward needs
         self.Buffers = buffers  # tensors that backward writes to besides its results
-        self.config: Callable[[str], Any] = _reader(config)  # parses a config's string, and remembers
+        self.config: Callable[[str], Any] = _reader(config)  # parses a config's string; cached
         self.title: str = config.registered_name  # for messages and reports
         LAYERS[config.registered_name] = self
 
@@ -66,36 +66,37 @@ class Layer:
         raise NotImplementedError
 
     def abstract(self, config: Any, inputs: Any) -> ForwardResult:
-        """The shapes, dtypes and strides that forward would make, from inputs that are TensorProtos."""
+        """Return the shapes, dtypes and strides of forward's results, from inputs that are TensorProtos."""
         raise NotImplementedError
 
     def save(self, config: Any, inputs: Any, made: ForwardResult) -> Tensors:
-        """Select the tensors that backward needs, out of inputs and what forward made. It makes none: a compiler asks a
-        few times, on tensors without data, and never at a step."""
+        """Select the tensors that backward needs, out of the inputs and forward's results. It creates none: a compiler
+        calls it a few times, on tensors without data, and never at a step."""
         return ()
 
     def backward(self, config: Any, saved: Any, buffers: Any, grads: Tensors, writes: Writes | None = None) -> Tensors:
-        """One gradient for each input, None where there is none. `grads` has one entry for each output. `writes` takes
-        what is to be written to `buffers`, until a whole chain is through; None: it is written here."""
+        """Return one gradient for each input, None where there is none. `grads` has one entry for each output. `writes`
+        collects the writes to `buffers` until the backward of a whole chain is done; if it is None, backward writes at
+        once."""
         raise NotImplementedError
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def wants(self, config: Any) -> tuple[bool, ...]:
-        """Whether backward returns a gradient, for each input."""
+        """Return, for each input, whether backward returns its gradient."""
         raise NotImplementedError
 
     def abstract_gradients(self, config: Any, saved: Any, *grads: Any) -> tuple[Any, ...]:
-        """The shapes and dtypes that backward would return, from saved tensors and gradients without data."""
+        """Return the shapes and dtypes of backward's results, from saved tensors and gradients without data."""
         raise NotImplementedError
 
     def gradient_aliases(self, config: Any) -> dict[int, int]:
-        """Inputs whose gradient is another tensor: that of the output at -1 - value, or of the input at value. A
-        graph's node returns no tensor twice."""
+        """Map each input whose gradient is another's to that one: the gradient of the output at -1 - value, or of the
+        input at value. A graph's node returns no tensor twice."""
         return {}
 
     def returned_elsewhere(self, config: Any) -> dict[int, int]:
-        """Inputs whose gradient lies in one of the buffers, by the buffer's place."""
+        """Map each input whose gradient lies in a buffer to the place of that buffer."""
         return {}
 
     def has_backward(self, config: Any) -> bool:
@@ -105,7 +106,7 @@ class Layer:
     # -- how many tensors there are ------------------------------------------------------------------------------------
 
     def outputs(self, config: Any) -> int:
-        """The number of outputs: y, and those that the layer gives away besides."""
+        """The number of outputs: y and the side outputs."""
         return 1
 
     def extras(self, config: Any) -> int:
@@ -125,7 +126,7 @@ class Layer:
         return len(self.Buffers._fields)
 
     def inputs_of(self, config: Any, fields: Sequence[Any]) -> Any:
-        """The layer's Inputs, of these fields."""
+        """Make the layer's Inputs from these fields."""
         return self.Inputs._make(fields)
 
     # -- graphs --------------------------------------------------------------------------------------------------------
@@ -135,8 +136,8 @@ class Layer:
         return self.Buffers._make(fields)
 
     def keeps_state(self, config: Any) -> bool:
-        """Whether a call reads or writes more than its inputs and outputs, such as main_grad or running amaxes. A
-        user's fused operation cannot take its place then."""
+        """Whether a call reads or writes more than its inputs and outputs, such as main_grad or running amaxes. If so,
+        a user's fused operation cannot replace the layer."""
         return False
 
     def fills(self, config: Any) -> bool:
@@ -149,9 +150,9 @@ class Layer:
         return tuple(self.Fresh._fields.index(name) for name in self.scales)
 
     def decided_by_layout(self, config: Any, side: str) -> bool:
-        """Whether the config and the layout of the tensors (shapes, strides, dtypes, alignment) decide all that
-        "forward" or "backward" launches: not where a user's code takes part, or where it depends on which tensors of
-        the caller overlap, or follow each other in memory."""
+        """Whether the config and the layout of the tensors (shapes, strides, dtypes, alignment) determine all launches
+        of "forward" or "backward". They do not where a user's code takes part, or where launches depend on which
+        tensors of the caller overlap or are adjacent in memory."""
         return True
 
     def flops(self, config: Any, inputs: Any) -> int:
@@ -165,7 +166,7 @@ class Layer:
     # -- eager mode ----------------------------------------------------------------------------------------------------
 
     def forward_and_save(self, config: Any, inputs: Any, saving: bool) -> tuple[ForwardResult, Tensors]:
-        """Forward, and what backward needs if it is `saving`, at once. A chain lets go of values that nothing keeps."""
+        """Run forward and, if `saving`, select what backward needs. A chain frees values that no stage keeps."""
         made = self.forward(config, inputs)
         return made, self.save(config, inputs, made) if saving else ()
 
@@ -202,13 +203,15 @@ class WeightLayer(Layer):
         raise NotImplementedError
 
     def weight_gradient(self, config: Any, operands: Any, target: Any, writes: Writes | None = None) -> Tensor | None:
-        """dw from its operands. With a target, it is written there, and the result is None or zeros in its place."""
+        """Compute dw from its operands. With a target, the layer writes dw there, and returns None or zeros in its
+        place."""
         raise NotImplementedError
 
 
 class FusedStep(Protocol):
-    """Several stages of a chain at once: forward, backward or both (None: the stages' own), as of a layer, with a list
-    in place of each argument. A `octavo.fuser.pattern.FusedOperation` that defines these functions is one."""
+    """Runs several stages of a chain at once: forward, backward or both. Where a function is None, each stage runs its
+    own. The functions are those of a layer, with a list in place of each argument. A
+    `octavo.fuser.pattern.FusedOperation` that defines them is a FusedStep."""
 
     title: str
     # configs and inputs of each stage: x is the first one's, None in the others
@@ -218,12 +221,12 @@ class FusedStep(Protocol):
 
 
 LAYERS: dict[str, Any] = {}
-"""The one registry, of everything that a graph calls by name: layers by the names of their configs, and fused steps.
+"""The registry of everything that a graph calls by name: layers by the names of their configs, and fused steps.
 
-Octavo's own and users' enter it alike. An operation is a Layer (a user's: `octavo.layers.user_op.UserOp`). A fused
+Octavo and users register in the same way. An operation is a Layer (a user's: `octavo.layers.user_op.UserOp`). A fused
 operation is a FusedStep over stages, as Octavo's own are, or a Layer in place of them (`octavo.layers.user_fusion`).
 
-Additions that it is meant to carry:
+Additions that the registry is designed for:
 
     fuser_forward in one piece, with extras   `octavo.fuser.legacy` has one call for single and fused operations, with
                                               an entry for each operation: extra inputs become fields beside its
@@ -236,7 +239,7 @@ Additions that it is meant to carry:
 
 
 def _reader(kind: type[C]) -> Callable[[str], C]:
-    """A function that parses a config's string, and remembers."""
+    """Return a cached function that parses a config's string."""
 
     @lru_cache(maxsize=4096)
     def config(key: str) -> C:

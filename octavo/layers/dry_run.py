@@ -1,4 +1,4 @@
-"""Users' functions, run on tensors without data to learn what they make."""
+"""Runs users' functions on tensors without data, to learn what they return."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -17,16 +17,17 @@ from octavo.quant.proto import TensorProto
 
 
 class Miscounted(RuntimeError):
-    """Functions returned more or fewer things than they should."""
+    """A user's function returned values of the wrong number, kind or shape."""
 
 
 def without_data() -> Any:
-    """Tensors made within have none."""
+    """A context in which new tensors have no data."""
     return FakeTensorMode() if active_fake_mode() is None else nullcontext()
 
 
 def stand_in(field: Any) -> Any:
-    """A tensor without data for a proto or for a tensor, which may be one already; None for None; a tuple for one."""
+    """Return a tensor without data that is like a proto or a tensor, which may have none already; None for None, and a
+    tuple for a tuple."""
     if isinstance(field, tuple):
         return tuple(stand_in(t) for t in field)
     if field is None or (isinstance(field, Tensor) and is_fake(field)):
@@ -37,15 +38,15 @@ def stand_in(field: Any) -> Any:
 
 
 def abstract(field: Any) -> Any:
-    """The proto of a tensor, or of each in a tuple; itself of a proto or None."""
+    """Return the proto of a tensor, or of each in a tuple; a proto or None is returned as it is."""
     if isinstance(field, tuple):
         return tuple(abstract(t) for t in field)
     return TensorProto.of(field) if isinstance(field, Tensor) else field
 
 
 class tried:
-    """A user's function, called within on tensors without data: an error of its says so. `otherwise` is what else its
-    author can do."""
+    """A context in which a user's function is called on tensors without data: an error that it raises says so.
+    `otherwise` tells its author an alternative."""
 
     def __init__(self, where: str, otherwise: str = "") -> None:
         self.where, self.otherwise = where, otherwise
@@ -66,9 +67,9 @@ class tried:
 def _is_about_values(error: Any) -> bool:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
-    return type(error).__name__ == "GuardOnDataDependentSymNode"  # a compiler's, whose module is not imported for this
+    return type(error).__name__ == "GuardOnDataDependentSymNode"  # the compiler's, by name: its module is not imported
 
 
 def _values_asked_for() -> int:
-    """How many symbols for values, as for sizes, a compiler has that no tensor has yet."""
+    """The number of the compiler's symbols for unknown values, such as sizes, that no tensor has yet."""
     return len(getattr(getattr(active_fake_mode(), "shape_env", None), "pending_fresh_unbacked_symbols", ()))

@@ -1,4 +1,4 @@
-"""A fork inside a chain (`octavo.layers.chain`): x, and x once more as a side output. dx is the sum of both gradients.
+"""A fork inside a chain (`octavo.layers.chain`) returns x, and x as a side output. dx is the sum of both gradients.
 
 A node returns no alias of its inputs. The side output of a fork that is a chain's first stage is therefore a token, one
 element that looks like x and carries its gradient, which the caller joins to x (`octavo.quant.qtensor.Join`).
@@ -24,7 +24,7 @@ class Inputs(NamedTuple):
 
 
 class ForkLayer(Layer):
-    """x, twice."""
+    """Returns x twice."""
 
     forks = True
 

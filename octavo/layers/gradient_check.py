@@ -11,12 +11,12 @@ from octavo.layers.dry_run import Miscounted
 from octavo.layers.saved_values import dtype_name, told
 from octavo.quant.proto import TensorProto
 
-MADE_UP = 128  # what a dim is taken to be, when a run is planned, that the plan does not depend on
+MADE_UP = 128  # stands, when a run is planned, for a dim that the plan does not depend on
 
 
 def like(t: TensorProto | None, known: str, y: TensorProto) -> tuple[str, tuple[int, ...], bool]:
-    """What the gradient of an input is checked against: its dtype; its dims as far as they are `known` ("all", "last",
-    those that are not made up, or "none"), -1 for the others; whether y has its shape."""
+    """Return what the gradient of an input is checked against: its dtype; its dims as far as they are `known` ("all",
+    "last", those that are not made up, or "none"), -1 for the others; whether y has its shape."""
     if t is None:
         return "", (), False
     end = len(t.shape) - 1
@@ -26,11 +26,11 @@ def like(t: TensorProto | None, known: str, y: TensorProto) -> tuple[str, tuple[
 
 
 def check_gradient(where: str, name: str, g: Any, like: Any, given: Any, dy: Any) -> None:
-    """Refuse a gradient that is not like its input: it would be broadcast, summed or cast in silence.
+    """Refuse a gradient that is not like its input: it would be broadcast, summed or cast silently.
     `given` is the input itself, where it was saved."""
     if not isinstance(g, Tensor):
         raise Miscounted(f"{where} returned {told(g)} as the gradient of {name}. Return a tensor.")
-    if like is None:  # of a layer of Octavo's
+    if like is None:  # an input of one of Octavo's layers
         if given is None:
             return
         like = dtype_name(given.dtype), given.shape, False
@@ -39,7 +39,7 @@ def check_gradient(where: str, name: str, g: Any, like: Any, given: Any, dy: Any
     fits = dtype_name(g.dtype) == dtype and g.dim() == len(want)
     fits = fits and not any([_differs(n, m) and n >= 0 for n, m in zip(want, g.shape, strict=True)])
     if fits and as_y and given is None and dy is not None and dy.dim() == g.dim():
-        # which rows there are is not known, but that there is more than one where dy has more
+        # the number of rows is not known, but it is more than one where dy has more than one
         fits = not any([_differs(n, m) and m == 1 for n, m in zip(dy.shape, g.shape, strict=True)])
         want = want if fits else dy.shape
     if not fits:
@@ -51,5 +51,5 @@ def check_gradient(where: str, name: str, g: Any, like: Any, given: Any, dy: Any
 
 
 def _differs(a: Any, b: Any) -> bool:
-    """As numbers; a compiler's symbols are left alone."""
+    """Whether two dims differ as numbers. A compiler's symbols are not compared."""
     return isinstance(a, int) and isinstance(b, int) and a != b

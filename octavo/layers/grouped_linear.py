@@ -2,10 +2,10 @@
 
     y[g] = x[g] · w[g]ᵀ + bias[g]        dx[g] = dy[g] · w[g]        dw[g] = dy[g]ᵀ · x[g]
 
-How many rows a group has is on the device, in `splits`, and is never read back: shapes follow from x, whose rows after
-the last group are a tail that nothing reads. Each group is quantized as if it were alone, weights too, which are groups
-of equal size. Backward keeps the column codes of x and of w; an operand of a GEMM in high precision is kept as it is.
-A bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[t].
+The groups' sizes are on the device, in `splits`, and are never read back: shapes follow from x, whose rows after the
+last group are a tail that nothing reads. Each group is quantized as if it were alone; so are the weights, as groups of
+equal size. Backward keeps the column codes of x and of w; an operand of a GEMM in high precision is kept as it is. A
+bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[t].
 """
 
 import math
@@ -59,7 +59,7 @@ Operand = Tensor | GroupedTensor
 
 
 class Operands(NamedTuple):
-    """Operands of dw."""
+    """The operands of dw."""
 
     dy: Operand
     x: Operand
@@ -69,11 +69,11 @@ class Operands(NamedTuple):
 
 @register("grouped-linear")
 class Config(LinearSettings):
-    """Everything that decides what a call does, but for its tensors."""
+    """The settings of a call: with its tensors, they decide what it does."""
 
     scales_dtype: str = ""  # of the bias' scales; empty: the bias is added as it is
     dgrad_out: bool = False  # dx goes to a buffer of the caller's
-    tail: str = "zero"  # rows of y and dx after the last group; or "untouched": whatever is there
+    tail: str = "zero"  # rows of y and dx after the last group are zeros; or "untouched": whatever is there
 
     @cached_property
     def kept_x(self) -> str:
@@ -81,7 +81,7 @@ class Config(LinearSettings):
 
     @cached_property
     def kept_w(self) -> str:
-        """What backward needs of w; "row" where its values are known from row codes alone."""
+        """The form in which backward needs w; "row" where only row codes hold its values."""
         if "x" not in self.grads:
             return ""
         if self.quant.dgrad.left is not None:
@@ -101,7 +101,7 @@ class Config(LinearSettings):
 
 
 def refusal(recipe: Recipe) -> str:
-    """Why groups cannot run in a recipe; empty if they can."""
+    """The reason why the layer cannot run in a recipe; empty if it can."""
     quant = recipe.linear()
     if any(gemm.mode == "dequantized" for gemm in (quant.fprop, quant.dgrad, quant.wgrad)):
         return "a backward on dequantized codes has no grouped kernels in this version"
@@ -110,19 +110,19 @@ def refusal(recipe: Recipe) -> str:
 
 class Inputs(NamedTuple):
     x: Tensor  # [rows, K]
-    weight: Tensor  # [G, N, K]; where codes are all there is, the token that receives its gradient
+    weight: Tensor  # [G, N, K]; for a held weight, the token that receives its gradient
     bias: Tensor | None  # [G, N]
     splits: Tensor  # [G] int32 or int64
     scales: Tensor | None = None  # [rows], of the bias
     out: Tensor | None = None  # [rows, N], the caller's: y is written there, and its tail is left alone
     w_row: Parts = ()  # of a weight given as codes
     w_column: Parts = ()
-    scaling: Parts = ()  # delayed: multipliers [G] of x, w, dy; if one is measured also what all have seen
+    scaling: Parts = ()  # delayed: multipliers [G] of x, w, dy; if one is measured also their amax counts
     seen: Parts = ()  # delayed, observed in place: running amaxes [G] of x and w
 
 
 class Buffers(NamedTuple):
-    """What backward writes besides its results."""
+    """Tensors that backward writes to besides its results."""
 
     main_grad: Target | LazyTarget | None = None
     amax: Tensor | None = None  # [G]: the amaxes of dy, folded by maximum
@@ -150,7 +150,7 @@ class Fresh(NamedTuple):
 
 class SavedTensors(NamedTuple):
     """x as dw needs it, w as dx needs it (column codes, or one plain tensor in their place), where the groups are, and
-    what casts in backward take."""
+    the arguments of casts in backward."""
 
     x_codes: Tensor | None
     x_scale: Tensor | None
@@ -184,7 +184,7 @@ class Saved(SavedTensors, SavedOperands):
 
 
 class GroupedLinearLayer(MatmulLayer):
-    """x[g] · w[g]ᵀ + bias[g]."""
+    """Computes x[g] · w[g]ᵀ + bias[g]."""
 
     takes_memory = True
 
@@ -192,7 +192,8 @@ class GroupedLinearLayer(MatmulLayer):
         return {0: Buffers._fields.index("dgrad_out")} if config.dgrad_out else {}
 
     def decided_by_layout(self, config: Config, side: str) -> bool:
-        """What backward launches depends on whether buffers of the caller overlap others, or follow each other."""
+        """Whether the layout decides all launches. Those of backward also depend on whether the caller's buffers
+        overlap others, or are adjacent."""
         return config.shipped and (side == "forward" or not (config.dgrad_out or config.main_grad))
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
@@ -329,7 +330,7 @@ class GroupedLinearLayer(MatmulLayer):
                 dy, x, groups, torch.empty(shape, dtype=dtype, device=device), accumulate=False
             )
         out = target.open(number * n, k).view(number, n, k)
-        with preserve_version_counter(out):  # a graph in flight may have it among what it saved
+        with preserve_version_counter(out):  # a graph in flight may have saved it
             _fill_weight_gradient(dy, x, groups, out, accumulate=config.main_grad == "add")
         target.close()
         return torch.zeros(shape, dtype=dtype, device=device) if config.dummy_grad else None
@@ -348,7 +349,7 @@ class GroupedLinearLayer(MatmulLayer):
         )
 
     def flops(self, config: Config, inputs: Inputs) -> int:
-        """Counts every row, also of the tail: how long that is only the device knows."""
+        """Counts every row, the tail's too: only the device knows how long the tail is."""
         return 2 * inputs.x.shape[0] * math.prod(inputs.weight.shape[1:])
 
     def gradient_flops(self, config: Config, saved: Any, dy: Any) -> int:
@@ -363,7 +364,8 @@ layer = GroupedLinearLayer(Config, Inputs, Fresh, Saved, Buffers)
 
 
 def _output(config: Config, inputs: Inputs, x: GroupedTensor | None, w: QTensor | None, groups: Groups) -> Tensor:
-    """y, from codes of x and w where there are some: in the caller's memory, or with a tail as the config says."""
+    """Compute y, from the codes of x and w where there are some: in the caller's memory, or with a tail as the config
+    says."""
     weight, bias, scales, out = inputs.weight, inputs.bias, inputs.scales, inputs.out
     y = out
     if y is None:
@@ -374,15 +376,15 @@ def _output(config: Config, inputs: Inputs, x: GroupedTensor | None, w: QTensor 
         grouped_gemm.rows(x, w, y, bias, scales, height=_height(weight))
     if out is None:
         return _finished(config, y, groups)
-    return y.data if y._is_view() else y.detach()  # a slice's version is the whole allocation's: other slices may move
+    return y.data if y._is_view() else y.detach()  # slices share a version, and others may be written to
 
 
 def _quantize(
     config: Config, x: Tensor, pair: QuantizerPair, groups: Groups, scaling: Sequence[Tensor], observed: Tensor | None,
     seed: Tensor | None = None,
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:  # fmt: skip
-    """The orientations that a pair of quantizers makes, by x's part of `scaling`, a multiplier a group, if that is
-    delayed."""
+    """Quantize x in the orientations of a pair of quantizers, by x's part of `scaling`, one multiplier for each group,
+    if that is delayed."""
     if pair[0] is None and pair[1] is None:
         return None, None
     part = [t.view(groups.number) for t in scaling]
@@ -432,7 +434,7 @@ def _stacked(weight: Tensor) -> tuple[Tensor, Groups]:
 
 
 def _check_out(config: Config, inputs: Inputs, out: Tensor) -> None:
-    """Refuse a y that would be written to what is still to be read."""
+    """Refuse an `out` that overlaps tensors that are still to be read."""
     if overlap(out, inputs.x) and (config.kept_x == "plain" or config.quant.fprop.left is None):
         _refuse_overlap("out", "x, which is multiplied as it is, now or for the weight's gradient")
     for name in ("weight", "bias", "splits", "scales"):
@@ -485,7 +487,7 @@ def _weight_proto(spec: Quantizer, side: str, weight: Tensor | TensorProto) -> Q
 def _quantized_dy(
     config: Config, dy: Tensor, kept: Saved, groups: Groups, buffers: Buffers
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    """dy's row and column codes, the latter in the buffers of a deferred dw."""
+    """Quantize dy by row and by column, the latter into the buffers of a deferred dw if there are any."""
     pair, seed = config.dy_pair, buffers.seed if config.draws else None
     if config.dy_buffers < 2:
         return _quantize(config, dy, pair, groups, kept.dy_scaling, buffers.amax, seed)
@@ -522,7 +524,7 @@ def _input_gradient(
 def _weight_gradient(
     config: Config, dy: Tensor, column: GroupedTensor | None, kept: Saved, groups: Groups, buffers: Buffers
 ) -> Tensor | None:
-    """dw; None if it is deferred, and then its operands go to the mailbox or to the buffers."""
+    """Compute dw. If it is deferred, leave its operands in the mailbox or in the buffers, and return None."""
     if config.dy_buffers:
         if column is None and kept.dy_buffer is not None:  # codes are in their place already
             kept.dy_buffer.copy_(dy)

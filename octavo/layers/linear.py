@@ -1,6 +1,7 @@
 """The linear layer: y = x · wᵀ + bias, dx = dy · w, dw = dyᵀ · x, each GEMM as the recipe says.
 
-What is quantized when, for x [M, K], w [N, K], dy [M, N] ("column" is the other orientation, contracted over M or N):
+The casts in forward and backward, for x [M, K], w [N, K], dy [M, N] ("column" is the other orientation, contracted over
+M or N):
 
     forward    x row and column, w row and column, each from one read       y  = gemm(x row, w row)
     backward   dy row and column, from one read                              dx = gemm(dy row, w column)
@@ -59,18 +60,18 @@ Operands = tuple[Operand, Operand]  # of dw: dy, x
 
 
 class Inputs(NamedTuple):
-    x: Tensor | None  # [..., K]; of a quantized input the token that carries its gradient, if it has one
-    weight: Tensor  # [N, K]; where codes are all there is, the token that receives its gradient
+    x: Tensor | None  # [..., K]; for a quantized input, the token that carries its gradient, if it has one
+    weight: Tensor  # [N, K]; for a held weight, the token that receives its gradient
     bias: Tensor | None = None  # [N]
     x_codes: Parts = ()  # of a quantized input [M, K]
     w_row: Parts = ()  # of a weight given as codes: w's [N, K] ...
     w_column: Parts = ()  # ... and wᵀ's [K, N]
-    scaling: Parts = ()  # delayed: multipliers of x, w, dy, an element each; if one is measured also what all have seen
+    scaling: Parts = ()  # delayed: multipliers of x, w, dy, an element each; if one is measured also their amax counts
     seen: Parts = ()  # delayed, observed in place: running amaxes of x and w, one element each
 
 
 class Buffers(NamedTuple):
-    """What backward writes besides its results."""
+    """Tensors that backward writes to besides its results."""
 
     main_grad: Target | LazyTarget | None = None
     amax: Tensor | None = None  # [1]: the amax of dy, folded by maximum
@@ -91,8 +92,8 @@ class Fresh(NamedTuple):
 
 
 class SavedTensors(NamedTuple):
-    """x as dw needs it, w as dx needs it (a QTensor's tensors, or one plain tensor in the place of its codes), and what
-    casts in backward take."""
+    """x as dw needs it, w as dx needs it (a QTensor's tensors, or one plain tensor in the place of its codes), and the
+    arguments of casts in backward."""
 
     x_codes: Tensor | None = None
     x_scale: Tensor | None = None
@@ -118,7 +119,7 @@ class Saved(SavedTensors, SavedOperands):
 
 
 class LinearLayer(MatmulLayer):
-    """x · wᵀ + bias."""
+    """Computes x · wᵀ + bias."""
 
     def decided_by_layout(self, config: Config, side: str) -> bool:
         return config.shipped
@@ -216,7 +217,7 @@ class LinearLayer(MatmulLayer):
     def weight_gradient(
         self, config: Config, operands: Operands, target: Target | LazyTarget | None, writes: Writes | None = None
     ) -> Tensor | None:
-        """Both operands are contracted over the tokens."""
+        """Compute dw. Both operands are contracted over the tokens."""
         dy, x = operands
         accumulation = config.quant.wgrad.accumulation
         if target is None:
@@ -241,7 +242,7 @@ def forward_from(
     config: Config, inputs: Inputs, x: tuple[QTensor | None, QTensor | None], amaxes: Amaxes,
     lead: tuple[int, ...] | None = None,
 ) -> ForwardResult:  # fmt: skip
-    """The rest of forward after x's cast. A fused producer of x, which casts it, says x's leading dims."""
+    """Run the rest of forward after x's cast. A fused producer, which casts x itself, passes x's leading dims."""
     w = _quantized_w(config, inputs, amaxes.w)
     y = _output(config, inputs, x[0], w[0], lead)
     extras: Parts = () if amaxes.returned is None else (amaxes.returned,)
@@ -259,7 +260,7 @@ def forward_from(
 def _output(
     config: Config, inputs: Inputs, x: QTensor | None, w: QTensor | None, lead: tuple[int, ...] | None
 ) -> Tensor:
-    """y, from codes of x and w where there are some."""
+    """Compute y, from the codes of x and w where there are some."""
     y = product(
         _matrix(inputs.x, config.y_dtype) if x is None else x,
         inputs.weight.to(config.y_dtype) if w is None else w,
@@ -318,7 +319,7 @@ def _quantize(
     observed: Tensor | None,
     seed: Tensor | None = None,
 ) -> tuple[QTensor | None, QTensor | None]:
-    """The orientations that a pair of quantizers makes, by x's part of `scaling` if that is delayed."""
+    """Quantize x in the orientations of a pair of quantizers, by x's part of `scaling` if that is delayed."""
     if pair[0] is None and pair[1] is None:
         return None, None
     arguments = cast_args(config.recipe, pair, scaling, partial(_amax, x), observed, seed)
@@ -330,7 +331,7 @@ def _amax(x: Tensor, spec: Tensorwise, skip: Tensor) -> Tensor:
 
 
 def _quantized_output(config: Config, y: Tensor, extras: Parts) -> tuple[Tensor, Parts]:
-    """A token that carries the gradient, and the codes of y in front of the extras. The scale is y's own."""
+    """Return a token that carries the gradient, and the extras with y's codes in front. The scale is y's own."""
     spec = config.quant.fprop.left
     assert spec is not None
     return y.new_zeros(1).expand(y.shape), (*spec.quantize(y).tensors(), *extras)
@@ -350,7 +351,7 @@ def _abstract_codes(orientation: str, pair: QuantizerPair, x: TensorProto) -> Ke
 
 
 def _width(config: Config, kept: Saved) -> int:
-    """K, from whatever was kept."""
+    """Read K from the tensors that were kept."""
     x, w = kept.x_codes, kept.w_codes
     if kept.width is not None:
         return kept.width.shape[1]
@@ -384,7 +385,7 @@ def _dy_columns(config: Config, buffers: Sequence[Tensor], rows: int) -> QTensor
 
 
 class Backward(NamedTuple):
-    """A backward: its settings, the tensors that forward saved, and the buffers that it writes to."""
+    """One call of backward: its settings, the tensors that forward saved, and the buffers that it writes to."""
 
     config: Config
     kept: Saved
@@ -392,14 +393,14 @@ class Backward(NamedTuple):
     writes: Writes | None
 
     def write(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Write to a buffer, now or when the chain around this layer is through."""
+        """Write to a buffer, now or when the chain around this layer is done."""
         if self.writes is None:
             function(*arguments)
         else:
             self.writes.put_off(function, *arguments)
 
     def seed(self) -> Tensor | None:
-        """The random counter that a cast of dy draws by."""
+        """The random counter from which a cast of dy draws."""
         seed = self.buffers.seed
         return seed if seed is None or self.writes is None else self.writes.drawn(seed)
 
@@ -425,9 +426,9 @@ def x_column_buffer(call: Backward, like: TensorProto) -> tuple[QTensor | None, 
 
 
 def finish(call: Backward, dy: Any, column: QTensor | None, x_column: QTensor | None = None) -> Tensor | None:
-    """dw, and then the step of the random counter: a backward that fails before draws the same again. (dy's amax was
-    raised when it was cast, and is no higher if that happens again.) If column codes are given, only dy's shape is
-    used."""
+    """Compute dw, then advance the random counter: a backward that fails before draws the same numbers when it is
+    repeated. (The cast of dy raised its amax; a second cast raises it no further.) If column codes are given, only dy's
+    shape is used."""
     dw = _weight_gradient(call, dy, column, x_column) if "w" in call.config.grads else None
     if call.config.draws and call.buffers.seed is not None:
         call.write(advance, call.buffers.seed)
@@ -435,7 +436,7 @@ def finish(call: Backward, dy: Any, column: QTensor | None, x_column: QTensor | 
 
 
 def _weight_gradient(call: Backward, dy: Any, column: QTensor | None, x_column: QTensor | None) -> Tensor | None:
-    """dw; None if it is deferred, and then its operands go to the mailbox or to the buffers."""
+    """Compute dw. If it is deferred, leave its operands in the mailbox or in the buffers, and return None."""
     config, kept, buffers, writes = call
     if config.dy_buffers:
         if column is None and kept.dy_buffer is not None:  # codes are in their place already
@@ -451,7 +452,7 @@ def _weight_gradient(call: Backward, dy: Any, column: QTensor | None, x_column: 
 
 
 def quantized_dy(call: Backward, dy: Tensor) -> tuple[QTensor | None, QTensor | None]:
-    """dy's row and column codes, the latter in the buffers of a deferred dw."""
+    """Quantize dy by row and by column, the latter into the buffers of a deferred dw if there are any."""
     config, kept, buffers, _ = call
     pair, seed = config.dy_pair, call.seed() if config.draws else None
     if config.dy_buffers < 2:
@@ -464,7 +465,7 @@ def quantized_dy(call: Backward, dy: Tensor) -> tuple[QTensor | None, QTensor | 
 
 
 def input_gradient(call: Backward, dy: Any, row: QTensor | None) -> Tensor:
-    """dx. If row codes are given, only dy's shape is used."""
+    """Compute dx. If row codes are given, only dy's shape is used."""
     config, kept, n = call.config, call.kept, dy.shape[-1]
     codes = kept.w_codes
     assert codes is not None
@@ -486,7 +487,7 @@ def input_gradient(call: Backward, dy: Any, row: QTensor | None) -> Tensor:
 
 
 def _columns_again(config: Config, weight: Tensor, encode: Tensor | None) -> QTensor:
-    """The column codes that forward would have made."""
+    """Make the weight's column codes that forward would have made."""
     _, column = quantize_pair(weight, None, config.quant.dgrad.right, CastArgs(encode=encode))
     assert column is not None
     return column
@@ -517,7 +518,7 @@ def _assembled(spec: Quantizer, parts: Parts, shape: tuple[int, ...], dtype: tor
 
 
 def _store(config: Config, target: Target | LazyTarget, out: Tensor, dw: Tensor) -> None:
-    """Bring dw to the matrix that a target opened."""
-    with preserve_version_counter(out):  # a graph in flight may have it among what it saved
+    """Add or copy dw to the matrix that a target opened."""
+    with preserve_version_counter(out):  # a graph in flight may have saved it
         out.add_(dw) if config.main_grad == "add" else out.copy_(dw)
     target.close()

@@ -16,8 +16,9 @@ from octavo.wgrad.deferred import dy_buffer_count
 
 
 def call_key(name: str, recipe: Recipe, **settings: str | bool) -> str:
-    """The string of a call's config, written without making one: a compiler traces this, and the parser remembers."""
-    # quoted here: what repr() is, a compiler may not know
+    """Return the string of a call's config without making the config: a compiler traces this function, and the parser
+    caches."""
+    # quoted by hand: a compiler may not know repr()
     pairs = [f"{field}='{v}'" if isinstance(v, str) else f"{field}={v}" for field, v in settings.items()]
     return name + "(recipe=" + recipe.key + "," + ",".join(pairs) + ")"
 
@@ -40,16 +41,16 @@ _LETTERS = {"grads": "xwbs", "measured": casts.LETTERS}
 
 @dataclass(frozen=True, repr=False, eq=False)
 class LinearSettings(Value):
-    """The settings that layers of one weight and of many share, and what follows from them."""
+    """Settings that the linear and the grouped linear layer share, and properties that follow from them."""
 
     recipe: Recipe = BF16()  # noqa: RUF009  # a frozen value
     dtype: str = "float32"  # of y
     weight_dtype: str = "float32"
     bias_dtype: str = ""  # empty: no bias
     grads: str = ""  # which gradients are wanted: letters of "xwb", with scales of the bias also "s"
-    weight: str = "plain"  # or "codes", given besides the weight; or "held": given, and there is nothing else
+    weight: str = "plain"  # or "codes", passed besides the weight; or "held": there are only codes
     observe: str = ""  # delayed scaling's amaxes are measured, and "returned" or raised "in_place"
-    measured: str = ""  # delayed: letters of "xwd" (d is dy): no step may have seen them, and they scale themselves
+    measured: str = ""  # delayed: letters of "xwd" (d is dy): scaled by their own amax until a step has seen one
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
     # dw is left to `backward_dw()`: backward puts its operands into a "mailbox", or in a graph into "buffers" that
@@ -70,7 +71,7 @@ class LinearSettings(Value):
 
     @cached_property
     def shipped(self) -> bool:
-        """Whether all quantizers are Octavo's: a replay misses what another's Python does."""
+        """Whether all quantizers are Octavo's own. A replay would miss what a user's quantizer does in Python."""
         gemms = self.quant.fprop, self.quant.dgrad, self.quant.wgrad
         return all(spec is None or spec.shipped for gemm in gemms for spec in (gemm.left, gemm.right))
 
@@ -82,12 +83,12 @@ class LinearSettings(Value):
 
     @cached_property
     def kept_x(self) -> str:
-        """What backward needs of x: "" or "plain", "row", "column"."""
+        """The form in which backward needs x: "" (not at all), "plain", "row" or "column"."""
         raise NotImplementedError
 
     @cached_property
     def kept_w(self) -> str:
-        """What backward needs of w: "" or "plain", "row", "column"."""
+        """The form in which backward needs w: "" (not at all), "plain", "row" or "column"."""
         raise NotImplementedError
 
     @cached_property
@@ -104,19 +105,19 @@ class LinearSettings(Value):
 
     @cached_property
     def x_pair(self) -> QuantizerPair:
-        """Quantizers by which forward casts x."""
+        """The quantizers with which forward casts x."""
         return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
 
     @cached_property
     def w_pair(self) -> QuantizerPair:
-        """Quantizers by which forward casts w."""
+        """The quantizers with which forward casts w."""
         if self.weight != "plain":
             return None, None
         return self.quant.fprop.right, self.quant.dgrad.right if self.kept_w == "column" else None
 
     @cached_property
     def dy_pair(self) -> QuantizerPair:
-        """Quantizers by which backward casts dy."""
+        """The quantizers with which backward casts dy."""
         raise NotImplementedError
 
     @cached_property
@@ -136,7 +137,7 @@ class LinearSettings(Value):
 
     @cached_property
     def dy_scaling(self) -> slice:
-        """Empty if backward does not cast dy."""
+        """dy's part of `Inputs.scaling`; empty if backward does not cast dy."""
         return slice(0) if self.dy_pair == (None, None) else casts.part_of(casts.DY, self.measured)
 
     # -- the weight gradient -------------------------------------------------------------------------------------------
@@ -163,14 +164,14 @@ class LinearSettings(Value):
 
     @cached_property
     def dy_buffer_extras(self) -> slice:
-        """Where dy's buffers are among the extras."""
+        """The places of dy's buffers among the extras."""
         start = self.output_parts + (self.observe == "returned")
         return slice(start, start + self.dy_buffers)
 
     @cached_property
     def deferred_span(self) -> tuple[int, int]:
-        """Where the tensors of a deferred dw are in a flat list of all that forward makes: dy's buffers, x as a copy or
-        as codes, and where groups are."""
+        """The span of a deferred dw's tensors in a flat list of all that forward makes: dy's buffers, x as a copy or as
+        codes, and the places of groups."""
         places = self.dy_buffer_extras
         spec = of_orientation(self.made_x, self.x_pair)
         of_x = 1 if self.kept_x == "plain" else 0 if spec is None else 3 if spec.two_level else 2
@@ -178,13 +179,13 @@ class LinearSettings(Value):
 
 
 def of_orientation(orientation: str, pair: QuantizerPair) -> Quantizer | None:
-    """The quantizer of the "row" or of the "column"; None of anything else."""
+    """Return the quantizer of the "row" or of the "column"; None for any other word."""
     return pair[0] if orientation == "row" else pair[1] if orientation == "column" else None
 
 
 @register("linear")
 class Config(LinearSettings):
-    """Everything that decides what a call does, but for its tensors."""
+    """The settings of a call: with its tensors, they decide what it does."""
 
     x: str = "plain"  # or "codes"
     quantize_output: bool = False
@@ -193,7 +194,8 @@ class Config(LinearSettings):
 
     @cached_property
     def wgrad_mode(self) -> str:
-        """The recipe's, but x that came as codes in long blocks cannot be turned around: its values are used."""
+        """The recipe's wgrad mode, except that x given as codes in long blocks cannot be transposed: its values are
+        used."""
         spec = self.quant.fprop.left
         if self.x == "codes" and self.quant.wgrad.mode != "dequantized":
             turns = self.quant.wgrad.mode == "quantized" and spec is not None and is_square(spec.block)
@@ -212,7 +214,7 @@ class Config(LinearSettings):
 
     @cached_property
     def kept_w(self) -> str:
-        """What backward needs of w: also "again", the weight itself, to make its column codes once more."""
+        """The form in which backward needs w: also "again", the weight itself, to make its column codes once more."""
         if "x" not in self.grads:
             return ""
         if self.weight == "held" and self.quant.dgrad.mode != "quantized":
@@ -224,8 +226,8 @@ class Config(LinearSettings):
 
     @cached_property
     def keeps_width(self) -> bool:
-        """Whether K must be kept by itself: packed row codes do not tell how many columns they stand for, nor does
-        nothing at all."""
+        """Whether K must be kept separately: packed row codes do not tell their number of columns, and there may be no
+        saved operand at all."""
         packed = self.quant.fprop.left is not None and self.quant.fprop.left.fmt.packed > 1
         nothing = "w" in self.grads and not self.kept_x and not self.kept_w
         return nothing or (packed and "row" in (self.kept_x, self.kept_w))

@@ -1,8 +1,8 @@
-"""The parts that the linear layers of one weight and of many share: operands that backward keeps, and extras for a
-weight gradient that `backward_dw()` computes.
+"""Parts that the linear and the grouped linear layer share: operands that backward keeps, and extras for a weight
+gradient that `backward_dw()` computes.
 
-Of an operand, backward keeps a plain tensor or the tensors of its codes. Both take three fields, so that the number of
-tensors that cross a node is fixed.
+Backward keeps an operand as a plain tensor or as the tensors of its codes. Both take three fields, so that the number
+of tensors that cross a node is fixed.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ NOT_KEPT = Kept()
 
 
 class SavedOperands:
-    """What backward asks of the tensors that a linear layer saved."""
+    """The tensors that a linear layer saved, by operand."""
 
     __slots__ = ()
     x_codes: Any
@@ -99,7 +99,7 @@ class MatmulLayer(WeightLayer):
 
 
 def deferred_extras(config: LinearSettings, x: Any, dy_buffers: tuple[TensorProto, ...]) -> Parts:
-    """The extras that a deferred dw reads: buffers for dy, and a copy of a plain x, to which its owner may write."""
+    """The extras that a deferred dw reads: buffers for dy, and a copy of a plain x, since the caller may write to x."""
     buffers = unfilled_dy_buffers(dy_buffers)
     return (*buffers, x.clone(memory_format=torch.contiguous_format)) if config.kept_x == "plain" else buffers
 
@@ -135,6 +135,7 @@ def saved_scaling(config: LinearSettings, scaling: Parts) -> tuple[Tensor | None
 
 
 def weight_cast_args(config: LinearSettings, cast: WeightCast, pair: QuantizerPair, measure: Measure) -> CastArgs:
-    """The arguments of a cast of a weight into cached codes. Its amaxes follow those of x, and are as many."""
+    """The arguments of a cast of a weight into cached codes. The weight's amaxes follow x's in one tensor, in equal
+    number."""
     observed = cast.amaxes[0].chunk(2)[1] if cast.amaxes else None
     return cast_args(config.recipe, pair, cast.scaling, measure, observed)._replace(skip=cast.skip)

@@ -1,4 +1,4 @@
-"""The norm layer: rows, each over the trailing dims of x, normalised, then scaled and shifted (octavo.kernels.norm).
+"""The norm layer: normalises rows (the trailing dims of x), then scales and shifts them (octavo.kernels.norm).
 
 Backward keeps x and the weight, by reference, and for each row rstd and the mean if there is one; for the gradient of
 the bias alone it keeps nothing.
@@ -76,7 +76,7 @@ def vector(w: Tensor | None) -> Tensor | None:
 
 
 class NormLayer(Layer):
-    """Rows normalised, scaled and shifted."""
+    """Normalises rows, then scales and shifts them."""
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         y, mean, rstd = kernel.forward(

@@ -3,7 +3,7 @@ tensors, and the kind of each in words, which a config can hold.
 
     "none", "empty", "tensor", "codes:dtype:quantizer", "groups:side:dtype:quantizer"
 
-A QTensor or GroupedTensor is its tensors and an empty one that has its shape.
+A QTensor or GroupedTensor is packed as its tensors and an empty one that has its shape.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,12 +20,12 @@ from octavo.values import parse
 
 
 def slots_of(kind: str) -> int:
-    """How many tensors a value of this kind is."""
+    """The number of tensors that a value of this kind is packed as."""
     return {"none": 0, "empty": 1, "tensor": 1, "codes": 4, "groups": 9}[kind.split(":")[0]]
 
 
 def kind_of(value: Any, where: str) -> str:
-    """What a value is that backward may need; `where` is the function that returned it."""
+    """The kind of a value that backward may need; `where` is the function that returned it."""
     if value is None:
         return "none"
     if isinstance(value, Tensor):
@@ -74,7 +74,7 @@ def unpacked_all(kinds: Sequence[str], slots: Iterator[Any]) -> tuple[Any, ...]:
 
 
 def told(value: Any) -> str:
-    """What came back, for messages."""
+    """Describe a returned value, for messages."""
     if isinstance(value, Tensor | TensorProto):
         name = dtype_name(value.dtype)
         return f"{'an' if name.startswith('i') else 'a'} {name} tensor of shape {tuple(value.shape)}"

@@ -1,10 +1,10 @@
 """A user's fused operation (`octavo.fuser.pattern.FusedOperation`) as a layer that takes the place of several stages.
 
-    forward alone     its values, saved as the stages themselves would have saved them; each stage's own backward
-    backward alone    each stage's own forward; its gradients, from the values that the stages have saved
+    forward alone     it saves what the stages themselves would have saved, and each stage runs its own backward
+    backward alone    each stage runs its own forward, and it computes gradients from what the stages saved
     both              it saves what it likes
 
-All checks are those of a user's operation (`octavo.layers.user_op`).
+It is checked as a user's operation is (`octavo.layers.user_op`).
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from octavo.values import Value
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FusionConfig(UserConfig):
-    """Each fused operation has a config of its own, as an operation has."""
+    """The config of a user's fused operation. Each has a config class of its own, as operations have."""
 
     side: str = "both"  # or "forward", "backward"
     stages: tuple[Value, ...] = ()
-    routes: tuple[tuple[int, int, int, int], ...] = ()  # as of a chain: channels between these stages
+    routes: tuple[tuple[int, int, int, int], ...] = ()  # as in a chain's config: channels between these stages
     hidden: tuple[tuple[int, int], ...] = ()
 
     @cached_property
@@ -43,7 +43,7 @@ class FusionConfig(UserConfig):
 
     @cached_property
     def computes(self) -> bool:
-        """Whether forward is the user's functions'."""
+        """Whether the user's functions run forward."""
         return self.side != "backward"
 
 
@@ -57,7 +57,8 @@ class Inputs(chain.Fields):
 
 
 def _by_chain(name: str, *sides: str) -> Any:
-    """A member that the chain of the stages answers if the operation is for one of these sides; else its functions."""
+    """Make a member that the chain of the stages serves if the operation's side is one of these; otherwise UserLayer
+    does."""
 
     def answer(self: Any, config: FusionConfig, *arguments: Any) -> Any:
         if config.side in sides:
@@ -140,7 +141,7 @@ class UserFusion(UserLayer):
         return found
 
     def _check_outputs_alike(self, outputs: Sequence[Any], theirs: Sequence[Any]) -> None:
-        """The next stage, and the caller, count on outputs like those of the operations."""
+        """Refuse outputs that are unlike those of the operations: the next stage and the caller rely on them."""
         for i, (t, want) in enumerate(zip(outputs, theirs, strict=True)):
             if _unlike(t, want):
                 raise TypeError(
@@ -149,7 +150,8 @@ class UserFusion(UserLayer):
                 )
 
     def _check_saved_alike(self, config: FusionConfig, want: Sequence[Any], chosen: Sequence[Sequence[Any]]) -> None:
-        """The operations' own backward follows a forward fusion, and takes the values that they save."""
+        """Refuse saved values that are unlike the operations' own: after a forward fusion, their own backward takes
+        them."""
         for i, (stage, span, part) in enumerate(zip(config.stages, config.unfused.saved_spans, chosen, strict=True)):
             missing: list[Any] = [] if isinstance(stage, OpConfig) else [None]
             ours = [t for value in part for t in (missing if value is None else packed(value))]

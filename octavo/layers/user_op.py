@@ -1,13 +1,13 @@
-"""Users' functions as a layer: `UserOp`, an operation (`octavo.fuser.basic`), and `UserLayer`, all that it shares with
-a fused operation (`octavo.layers.user_fusion`).
+"""Users' functions as a layer: `UserOp` is an operation (`octavo.fuser.basic`), and `UserLayer` is the base that it
+shares with a fused operation (`octavo.layers.user_fusion`).
 
     compute (settings, inputs)                   -> y, extra outputs, fresh values
     select  (settings, inputs, outputs, fresh)   -> the values among these that backward needs
     backward(settings, saved, grads, wants)      -> gradients
 
-Everything but y has an entry for each operation that the functions stand for; a `UserOp` stands for one. The choice of
-`select`, and the kind of each fresh value, are found when a run is planned, on tensors without data (`probe`). They are
-part of the config, and no step asks again.
+Everything but y has an entry for each operation that the functions stand for; a `UserOp` stands for one. When a run is
+planned, `probe` runs the functions on tensors without data, and finds the choice of `select` and the kind of each fresh
+value. Both are part of the config, and no step asks again.
 """
 
 from collections import namedtuple
@@ -35,7 +35,7 @@ class Functions(NamedTuple):
     compute: Any
     select: Any
     backward: Any
-    abstract: Any = None  # asked for shapes in place of compute
+    abstract: Any = None  # called for shapes in place of compute
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -58,12 +58,12 @@ class UserConfig(Value):
 
     @cached_property
     def forks(self) -> bool:
-        """Whether the first operation may give x away as it is."""
+        """Whether the first operation may return x itself as an extra output."""
         return bool(self.operations[0][0].forks)
 
     @cached_property
     def shown(self) -> tuple[tuple[int, ...], ...]:
-        """For each operation, which of its extra outputs others have."""
+        """For each operation, which of its extra outputs leave this layer."""
         return tuple(tuple(range(layer.outputs(stage) - 1)) for layer, stage in self.operations)
 
     @cached_property
@@ -73,7 +73,7 @@ class UserConfig(Value):
 
     @cached_property
     def gradients(self) -> tuple[tuple[str, Any], ...]:
-        """The name of each gradient, and what it is like where its operation is a user's."""
+        """The name of each gradient, and what it is checked against if its operation is a user's."""
         as_y = len(self.operations) == 1 or all(
             isinstance(stage, OpConfig) and stage.likes[0][2] for _, stage in self.operations
         )
@@ -88,7 +88,7 @@ class UserConfig(Value):
 
     @cached_property
     def sources(self) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """Where each saved value comes from, and its place there."""
+        """For each saved value, the group that it comes from, such as the inputs, and its place there."""
         split = [[source.partition(":") for source in part] for part in self.saved]
         return tuple(tuple((name, int(at or 0)) for name, _, at in part) for part in split)
 
@@ -107,8 +107,8 @@ class UserConfig(Value):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class OpConfig(UserConfig):
-    """Of one operation. Each class of operations has a config of its own, whose name holds a digest of the functions'
-    text: a graph on disk must not outlive them."""
+    """The config of one operation. Each class of operations has a config class of its own, whose name holds a digest of
+    the functions' text: a graph cached on disk must not outlive them."""
 
     settings: Value | None = None
     wanted: tuple[bool, ...] = ()  # which inputs want a gradient
@@ -121,12 +121,12 @@ def fields_of(names: tuple[str, ...]) -> Any:
 
 
 class UserLayer(Layer):
-    """Users' functions, checked: how many values they return, of which kinds, and in whose memory."""
+    """Runs users' functions, and checks how many values they return, of which kinds, and in whose memory."""
 
     def __init__(
         self, name: str, base: type[UserConfig], inputs: Any, title: str, functions: Functions, where: Functions
     ) -> None:
-        """`where` has the functions' names."""
+        """`where` holds the functions' names, for messages."""
         super().__init__(register(name)(type("Config", (base,), {"__qualname__": name})), inputs)
         self.title, self.where = title, where
         self.functions = functions._replace(abstract=functions.abstract or functions.compute)
@@ -136,7 +136,7 @@ class UserLayer(Layer):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def forward(self, config: Any, inputs: Any, function: Any = None) -> ForwardResult:
-        """`function` is asked in place of compute."""
+        """Run compute, or `function` in its place, and check what it returns."""
         where = self.where.compute
         y, extra, parts = self._computed(config, inputs, function or self.functions.compute)
         fresh = list(chain.from_iterable(parts))
@@ -148,7 +148,7 @@ class UserLayer(Layer):
             )
         given = [t for field in inputs for t in (field if isinstance(field, tuple) else (field,)) if t is not None]
         away = extra
-        if config.forks and extra and extra[0] is inputs[0]:  # x is what the first operation gives away
+        if config.forks and extra and extra[0] is inputs[0]:  # the first operation returns x itself
             layer, stage = config.operations[0]
             away, extra = extra[1:], [layer.forward(stage, layer.Inputs(inputs[0])).outputs[1], *extra[1:]]
         _refuse_inputs(where, (y, *away), given)
@@ -162,8 +162,8 @@ class UserLayer(Layer):
             return ForwardResult(*(abstract(group) for group in self.forward(config, fields, self.functions.abstract)))
 
     def _computed(self, config: Any, inputs: Any, function: Callable[..., Any]) -> tuple[Any, list[Any], list[Any]]:
-        """y, the extra outputs that others have, the fresh values of each operation, if they are as many as they should
-        be."""
+        """Return y, the extra outputs that leave this layer, and the fresh values of each operation, after a check of
+        their numbers."""
         where, count = self.where.compute, len(config.operations)
         made = function(config.all_settings, self.split(config, inputs))
         if not isinstance(made, tuple) or len(made) != 3:
@@ -235,7 +235,7 @@ class UserLayer(Layer):
         return [unpacked_all(kinds, rest) for kinds in config.saved_kinds]
 
     def given(self, config: Any, kept: Sequence[Any]) -> dict[int, Any]:
-        """Inputs that were saved, by their places."""
+        """The inputs that were saved, by their places."""
         return {
             at: t for part, values in zip(config.sources, kept, strict=True)
             for (name, at), t in zip(part, values, strict=True) if name == "input"
@@ -255,7 +255,7 @@ class UserLayer(Layer):
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def probe(self, config: Any, inputs: Sequence[Any]) -> "Probed":
-        """The config with what planning finds, on inputs without data."""
+        """Run compute and select on inputs without data, and return the config with what planning finds."""
         with without_data():
             fields = self.inputs_of(config, stand_in(tuple(inputs)))
             with tried(*self.asked):
@@ -273,7 +273,7 @@ class UserLayer(Layer):
             return Probed(replace(config, fresh=kinds, saved=saved), outputs, chosen)
 
     def _source(self, value: Any, places: dict[str, Sequence[Any]], is_users: bool) -> str:
-        """Where `select` found a value. Octavo's own layers have a place for one that is missing."""
+        """Return where `select` found a value. Octavo's own layers keep a place for a value that is missing."""
         if value is None:
             return "none" if is_users else "empty"
         kind_of(value, self.where.select)
@@ -346,7 +346,8 @@ def _refuse_inputs(where: str, outputs: Sequence[Tensor], given: Sequence[Tensor
 
 
 def without_aliases(found: Sequence[Any], given: Sequence[Any]) -> tuple[Any, ...]:
-    """Copies of tensors in given memory, or twice in the same: a node of a graph returns no such."""
+    """Return the tensors, with copies of those that lie in given memory or share theirs with another: a node of a graph
+    returns no aliases."""
     taken = {_memory(t) for t in given if isinstance(t, Tensor)}
     fresh: list[Any] = []
     for t in found:

@@ -1,4 +1,4 @@
-"""A layer in the place of another: the same contract, with some of the answers its own."""
+"""A layer that wraps another: the same contract, with some members of its own."""
 
 from octavo.layers.contract import Layer
 

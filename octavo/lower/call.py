@@ -1,5 +1,5 @@
-"""The one entry to a call of a layer. Here, and nowhere else, it is decided how the call runs: as nodes of a graph, or
-by the eager driver, which replays it where it can.
+"""The one entry to a call of a layer. Only this module decides how the call runs: as nodes of a graph, or by the eager
+driver, which replays it where it can.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,17 @@ from octavo.lower.stage import Stage as Stage
 
 
 def takes_nodes(operations: Sequence[Any] = ()) -> bool:
-    """Whether a call of these operations is nodes of a graph: while a compiler traces, and where a mode watches
-    operators. A backward that holds Python objects is no node, and a node cannot write to what hooks keep elsewhere:
-    a mode does not see such calls."""
+    """Whether a call of these operations runs as nodes of a graph: while a compiler traces, and where a mode watches
+    operators. A backward that holds Python objects cannot be a node, and a node cannot write to tensors that hooks keep
+    elsewhere: a mode does not see such calls."""
     if torch.compiler.is_compiling():
         return True
     return dispatch_depth() > 0 and not saved_elsewhere() and not any([op.op_holds_objects() for op in operations])
 
 
 def call(stage: Stage, x: Any, as_nodes: bool, owner: Any = None) -> Sequence[Tensor]:
-    """Outputs, then extras, of a stage with this x; in a graph, fresh tensors after them. Messages name the `owner`."""
+    """Run a stage on x. Returns outputs, then extras; in a graph, fresh tensors after them. Messages name the
+    `owner`."""
     if as_nodes:
         return operators.run(stage.name, stage.key, (x, *stage.inputs), stage.buffers)
     return eager.run(stage, x, owner)
@@ -34,7 +35,7 @@ def call(stage: Stage, x: Any, as_nodes: bool, owner: Any = None) -> Sequence[Te
 def call_into(
     out: Tensor, stage: Stage, x: Any, as_nodes: bool, shape: tuple[int, ...], owner: Any
 ) -> Sequence[Tensor]:
-    """The same with y in `out`, memory of the caller's, which in a graph comes back in this shape."""
+    """Run a stage as `call` does, with y in `out`, the caller's memory; a graph returns `out` in this shape."""
     if as_nodes:
         return operators.run_into(stage.name, stage.key, (x, *stage.inputs), stage.buffers, out, shape)
     at = LAYERS[stage.name].Inputs._fields.index("out") - 1

@@ -1,7 +1,7 @@
-"""Values that lie in memory of the caller's (`out`, `dgrad_out`), and what is written there after them.
+"""Tracks values that lie in the caller's memory (`out`, `dgrad_out`), and later writes to that memory.
 
-Such a value has a version of its own, since slices of one allocation must not disturb each other: autograd does not see
-when its memory is written to again, and is told here.
+Such a value has a version of its own, since slices of one allocation must not disturb each other. Autograd therefore
+does not see when its memory is written to again; this module tells it.
 """
 
 import threading
@@ -25,19 +25,20 @@ class _Value(NamedTuple):
 
 _values: dict[int, list[_Value]] = {}  # by the address of the allocation
 _lock = threading.Lock()  # backward has threads of its own
-_MOST = 4096  # allocations, before those without values are looked for
+_MOST = 4096  # allocations, before those without values are dropped
 
 
 def begin_write(buffer: Tensor, task: int = -1) -> None:
-    """The buffer is about to be written to: a backward that still needs a value that lies there must notice. A gradient
-    that waits in its buffer to be added to another of the same `task` has no version that tells: it is refused."""
+    """Prepare a write to the buffer: a backward that still needs a value there must notice. A gradient that waits in
+    its buffer to be added to another of the same `task` has no version that tells, so the write is refused."""
     key = _allocation(buffer)
     if key in _values:
         _forget(key, *span(buffer), task)
 
 
 def begin_write_at(place: Tensor, nbytes: int) -> None:
-    """The same of so many bytes from where a tensor begins, which may have none itself."""
+    """Prepare a write, as `begin_write` does, to `nbytes` bytes from where a tensor begins, which may itself be
+    empty."""
     key = place.untyped_storage().data_ptr()
     if key in _values:
         first = key + int(place.storage_offset()) * place.element_size()
@@ -49,8 +50,8 @@ def _allocation(buffer: Tensor) -> int:
 
 
 def keep(buffer: Tensor, value: Tensor | None, task: int = -1) -> None:
-    """Remember the value that lies in a buffer. Of a gradient that a graph wrote, remember only the place: other graphs
-    in flight have saved the buffer itself, so its version must not move."""
+    """Remember the value that lies in a buffer. For a gradient that a graph wrote, remember only the place: other
+    graphs in flight have saved the buffer itself, so its version must not move."""
     if buffer.numel() == 0 or (value is not None and value.is_inference()):  # no backward will need it
         return
     found = _Value(*span(buffer), None if value is None else weakref.ref(value), task)
@@ -66,7 +67,7 @@ def _is_there(value: _Value, task: int) -> bool:
 
 
 def _forget(key: int, first: int, end: int, task: int) -> None:
-    """Let go of the values that lie between two addresses, and of those that are gone; tell autograd of the former."""
+    """Drop the values that lie between two addresses, and those that no longer exist; tell autograd of the former."""
     stale, rest = list[Tensor](), list[_Value]()
     with _lock:
         for value in _values.get(key, ()):
@@ -87,7 +88,7 @@ def _forget(key: int, first: int, end: int, task: int) -> None:
 
 
 def refuse_overlap(dgrad_out: Tensor, inputs: Iterable[Any]) -> None:
-    """Refuse a gradient of x in the memory of an input: what made the input may need it in its own backward."""
+    """Refuse a gradient of x in the memory of an input: the operation that made the input may need it in backward."""
     for tensor in inputs:
         if isinstance(tensor, Tensor) and overlap(dgrad_out, tensor):
             raise UnsupportedConfig(

@@ -1,7 +1,7 @@
 """The layer contract in eager mode: one thin autograd function, and none at all where nothing needs a gradient.
 
-What backward writes besides its results does not pass through `save_for_backward`: a hook that moves saved tensors
-away would otherwise hand backward a copy to write to, and two forwards in flight would trip its version check.
+Buffers that backward writes to do not pass through `save_for_backward`: a hook that moves saved tensors away would
+otherwise hand backward a copy to write to, and two forwards in flight would trip its version check.
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,7 +48,7 @@ class _Run(torch.autograd.Function):
 
 
 class Watched(NamedTuple):
-    """Tensors in whose memory a saved one lies that has a version of its own: a write to them is not seen by its."""
+    """Tensors that share memory with a saved tensor whose version is its own: a write to them does not advance it."""
 
     tensors: Sequence[Tensor]
     versions: list[int]
@@ -78,7 +78,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     elsewhere = layer.returned_elsewhere(config)
     for place in elsewhere.values():
         begin_write(buffers[place], current_graph_task())
-    # a graph of the same layer may be in flight, and have the same buffers among what it saved
+    # a graph of the same layer may be in flight, and have saved the same buffers
     written = tuple([t for t in buffers if isinstance(t, Tensor)])
     with preserve_version_counter(written) if written else nullcontext():
         found = layer.backward(config, saved, buffers, grads)
@@ -90,8 +90,9 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
 
 
 def _in_callers_memory(ctx: Any, found: Sequence[Any], elsewhere: dict[int, int]) -> list[Any]:
-    """Gradients, those in buffers of the caller's with versions of their own. The node keeps these, or autograd would
-    make the buffer a leaf's `.grad`, and add the next gradient to it where that one has just been written."""
+    """Return the gradients, with versions of their own for those in the caller's buffers. The node keeps these;
+    otherwise autograd would make the buffer a leaf's `.grad`, and add to it the next gradient, which has just been
+    written there."""
     given = list(found)
     for i in elsewhere:
         if found[i] is not None:
@@ -102,8 +103,8 @@ def _in_callers_memory(ctx: Any, found: Sequence[Any], elsewhere: dict[int, int]
 
 
 def _in_memory(tensors: Iterable[Any]) -> list[Any]:
-    """These tensors as a kernel reads them, in memory: torch has zeros that have none, and tensors that are the
-    negative of what is in theirs."""
+    """Materialise tensors for kernels: torch has zeros without memory, and tensors that are the negative of their
+    memory's contents."""
     return [_resolved(t) if isinstance(t, Tensor) and (t._is_zerotensor() or t.is_neg()) else t for t in tensors]
 
 
@@ -112,7 +113,7 @@ def _resolved(t: Tensor) -> Tensor:
 
 
 def _once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    """backward under create_graph=True: whoever differentiates what it returns again is told that it cannot be."""
+    """Run backward under create_graph=True: differentiating its results again raises an error that says why."""
     with torch.no_grad():
         found = _backward(ctx, *grads)
     made = [t for t in found if t is not None]
@@ -125,7 +126,8 @@ def _once(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
 
 
 class _Twice(torch.autograd.Function):
-    """Gradients, as they are. What they depend on is named, so that every way back leads here."""
+    """Returns gradients unchanged. It takes the tensors that they depend on, so that every second backward comes
+    here."""
 
     @staticmethod
     def forward(ctx: Any, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -140,7 +142,7 @@ class _Twice(torch.autograd.Function):
 
 
 def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
-    """Outputs, then extras, of one call. Messages name the `owner`, as its `op_describe()` does."""
+    """Run one call. Returns outputs, then extras. Messages name the `owner` by its `op_describe()`."""
     layer = driven(LAYERS[stage.name])
     config = layer.config(stage.key)
     inputs = layer.Inputs._make(_in_memory((x, *stage.inputs)))
@@ -163,8 +165,8 @@ def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
         if layer.takes_memory and buffers.dgrad_out is not None:
             refuse_overlap(buffers.dgrad_out, inputs)
             refuse_grad(buffers.dgrad_out, inputs.x)
-        # the last input first: of a tensor that is there twice autograd adds the gradients in this order, which is that
-        # of layers called one by one
+        # the last input first: autograd adds the gradients of a tensor that is passed twice in this order, as it does
+        # for layers called one by one
         try:
             tensors = _Run.apply(  # type: ignore[no-untyped-call]
                 layer, config, buffers, _ANCHOR if stage.anchored else None,

@@ -14,7 +14,7 @@ FOUND = re.compile(
 
 
 def title_of(owner: Any, layer: Any) -> str:
-    """A name for the layer of a call: its module's, or else of the kind that it is."""
+    """A name for the layer of a call: its module's, or else its kind."""
     kind = layer.Config.registered_name.replace("-", " ")
     return f"A {kind} layer" if owner is None else str(owner.op_describe())
 
@@ -28,7 +28,8 @@ def refuse_modified(title: str, what: str, then: int, now: int) -> NoReturn:
 
 
 def explain_modified(error: RuntimeError, title: str) -> None:
-    """The same from torch's own error about saved tensors; nothing, if it is about something else."""
+    """Raise ModifiedInPlace from torch's own error about a saved tensor; return if the error is about something
+    else."""
     found = FOUND.search(str(error))
     if found is None:
         return

@@ -3,23 +3,23 @@
     octavo::run     (Tensor[] tensors, str call) -> Tensor[]              outputs, extras, fresh
     octavo::run_bwd (Tensor[] tensors, str call, str mask) -> Tensor[]    the gradients that were asked for
 
-The tensors of `run` are inputs, then buffers, all of it backwards: of a tensor that is there twice autograd adds the
-gradients in this order, which is that of layers called one by one.
+The tensors of `run` are inputs, then buffers, in reverse: autograd adds the gradients of a tensor that is passed twice
+in this order, as it does for layers called one by one.
 
 The call is `layer|presence|buffers|config`: which of the layer's inputs are in the list, which buffers follow them,
 and the config's string, led by a digest of this package's sources. A compiler's disk cache keys on the graph, and a
 graph that calls the same op with the same string looks the same after `backward` was edited: hence the digest.
 
-A forward that writes y to memory of the caller's is two nodes, since an operator that mutates has no gradient:
+A forward that writes y to the caller's memory is two nodes, since an operator that mutates has no gradient:
 
     octavo::run_into (Tensor[] tensors, Tensor(a!) out, str call) -> (Tensor, ...)    extras and fresh, in MADE places
     octavo::attach   (Tensor[] tensors, str call) -> Tensor                           one element that looks like y, and
                                                                                       carries its gradient to run_bwd
 
 Codes leave a node as bytes and scales flat (`layer.flat_places`): bytes have no gradient by dtype, and a flat scale's
-size is not specialised for small batches. What backward writes besides its results is not declared to the compiler: a
-buffer that passed through forward cannot be mutated by a declared op once two microbatches are in flight. It is written
-under a preserved version counter, by a node that is marked to have effects.
+size is not specialised for small batches. Backward's writes to buffers are not declared to the compiler: a buffer that
+passed through forward cannot be mutated by a declared op once two microbatches are in flight. The backward node writes
+under a preserved version counter, and is marked to have effects.
 """
 
 import hashlib
@@ -68,14 +68,15 @@ _CODES = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class _Crossing(Adapter):
-    """A layer as a node has it: codes leave forward as bytes, and scales flat."""
+    """A layer as a node runs it: codes leave forward as bytes, and scales flat."""
 
     def forward(self, config: Any, inputs: Any) -> ForwardResult:
         return _crossing(self.flat_places(config), self.layer.forward(config, inputs))
 
 
 def _crossing(flat: tuple[int, ...], made: ForwardResult) -> ForwardResult:
-    """What forward made, as it leaves a node. `flat` are the places of scales among the fresh tensors."""
+    """Convert forward's results to the form in which they leave a node. `flat` are the places of scales among the fresh
+    tensors."""
     fresh = [t.as_strided((t.numel(),), (1,)) if t is not None and i in flat else t for i, t in enumerate(made.fresh)]
     return ForwardResult(*(
         tuple([t.view(torch.uint8) if t is not None and t.dtype in _CODES else t for t in group])
@@ -89,7 +90,7 @@ def _node(name: str) -> Layer:
 
 
 class _NodeCall:
-    """The string of a node taken apart."""
+    """A node's call string, parsed."""
 
     def __init__(self, text: str) -> None:
         _, name, presence, buffers, key = text.split("|", 4)
@@ -97,10 +98,10 @@ class _NodeCall:
         self.config = self.layer.config(key)
         self.presence, self.buffers = packing(presence), packing(buffers)  # of the layer's inputs, and of its buffers
         self.count, self.written = self.presence.count, self.buffers.count
-        self.writes = self.written > 0 or self.layer.fills(self.config)  # backward, to what is saved for it
+        self.writes = self.written > 0 or self.layer.fills(self.config)  # whether backward writes to saved tensors
         # inputs whose gradient is a buffer of the caller's, and where among the buffers it is
         self.elsewhere = {i: self.buffers.starts[at] for i, at in self.layer.returned_elsewhere(self.config).items()}
-        self.passed = self.layer.gradient_aliases(self.config)  # inputs whose gradient another has already
+        self.passed = self.layer.gradient_aliases(self.config)  # inputs whose gradient is another's
         # whether the gradient of an input is one of these, which backward's node does not return
         self.theirs = [i in self.elsewhere or i in self.passed for i in range(len(self.presence.starts))]
 
@@ -114,7 +115,7 @@ class _NodeCall:
             refuse_overlap(tensors[self.count + at], tensors[: self.count])
 
     def returned(self, grads: Sequence[Any]) -> list[Any]:
-        """The gradients that backward's node returns: none that is another's, or in a buffer."""
+        """The gradients that backward's node returns: none that is another's, or lies in a buffer."""
         return [g for g, theirs in zip(grads, self.theirs, strict=False) if g is not None and not theirs]
 
     def buffers_of(self, tensors: Sequence[Tensor]) -> Any:
@@ -146,7 +147,8 @@ def _run(tensors: list[Tensor], call: str) -> list[Tensor]:
 
 
 def _refuse_hooks(parsed: _NodeCall) -> None:
-    """What is written to a copy is lost; and so is what backward was to fill in, if forward is run again."""
+    """Refuse hooks on saved tensors: writes to a hook's copy are lost, and so are the tensors that backward fills, if
+    forward is run again."""
     if saved_elsewhere():
         raise UnsupportedConfig(
             "In a graph, saved_tensors_hooks (save_on_cpu) do not go with what backward writes besides its results: "
@@ -193,7 +195,7 @@ def _(tensors: list[Tensor], call: str, mask: str) -> list[Tensor]:
 def _saved(
     parsed: _NodeCall, tensors: Sequence[Tensor], mask: str
 ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
-    """What `save` chose, and a gradient for each output, out of buffers, saved tensors and gradients."""
+    """Split buffers, saved tensors and gradients: the tensors that `save` chose, and a gradient for each output."""
     rest, kept = tensors[parsed.written :], packing(mask)
     return tuple(kept.unpack(rest)), tuple(rest[kept.count :])
 
@@ -209,7 +211,7 @@ def _set_up(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) ->
 
 
 def _save(ctx: Any, tensors: list[Tensor], call: str, made: list[Tensor]) -> int:
-    """Keep what the layer's `save` chooses out of inputs, and of what forward made. How many outputs that has."""
+    """Save what the layer's `save` chooses out of the inputs and forward's results. Returns the number of outputs."""
     parsed = _node_call(call)
     said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
     rest = iter(made)
@@ -298,7 +300,7 @@ def _(tensors: list[Tensor], out: Tensor, call: str) -> tuple[Tensor, ...]:
 
 
 def _places(made: ForwardResult, out: Tensor) -> tuple[Tensor, ...]:
-    """Extras and fresh tensors, and nothing in the places that are left."""
+    """Extras and fresh tensors, with empty tensors in the places that are left."""
     found = _listed(made._replace(outputs=()))
     assert len(found) <= MADE, f"{len(found)} tensors do not fit: raise MADE"
     return (*found, *[out.new_empty(0) for _ in range(MADE - len(found))])
@@ -420,7 +422,7 @@ _held_token.register_autograd(_token_gradient, setup_context=_count_parts)
 
 
 def token(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """A tensor of one element that looks like the weight that consists of `parts`, and has their gradients."""
+    """A one-element tensor that looks like the weight that consists of `parts`, and passes its gradient to them."""
     found: Tensor = torch.ops.octavo.token(list(parts), list(shape))
     return found
 
@@ -434,7 +436,7 @@ def layer_named(name: str) -> Any:
 
 
 def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
-    """Outputs, extras and fresh tensors of one call, as one node of the graph being traced."""
+    """Run one call as one node of the graph being traced. Returns outputs, extras and fresh tensors."""
     tensors: list[Tensor] = []
     presence = pack(inputs, tensors)
     call = DIGEST + "|" + name + "|" + presence + "|" + pack(buffers, tensors) + "|" + key
@@ -445,18 +447,19 @@ def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
 
 
 def run_into(name: str, key: str, inputs: Any, buffers: Any, out: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
-    """The same, with y in `out`; what comes first is `out` itself in this shape, as part of the graph."""
+    """Run one call as `run` does, with y in `out`. The first result is `out` itself in this shape, as part of the
+    graph."""
     tensors: list[Tensor] = []
     presence = pack(inputs, tensors)
     call = DIGEST + "|" + name + "|" + presence + "|" + pack(buffers, tensors) + "|" + key
     if why := _refusal():
         raise UnsupportedConfig(why)
     with torch.no_grad():
-        # none of its elements, but where it is: a compiler may hand over a copy of what is written to
+        # an empty view that tells where `out` is: a compiler may pass a copy of a tensor that is written to
         place = out.detach()[:0]
         made = list(torch.ops.octavo.run_into([*[t.detach() for t in tensors], place], out, call))
     token = torch.ops.octavo.attach([*tensors, *made], call)
-    # viewed before it is joined: of a view that comes after, the compiler makes a leaf, and its gradient is lost
+    # viewed before it is joined: the compiler would make a later view a leaf, and lose its gradient
     return [Join.apply(out.view(shape), token.view(shape)), *made]  # type: ignore[no-untyped-call]
 
 
@@ -471,7 +474,7 @@ def sac_save_ops() -> tuple[Any, ...]:
 
 @while_tracing
 def _refusal() -> str:
-    """The reason why this tracer cannot record a layer; empty as a rule."""
+    """The reason why this tracer cannot record a layer; empty if it can."""
     if torch.onnx.is_in_onnx_export():
         return (
             "torch.onnx.export has no operators for Octavo's layers: ONNX knows neither their codes nor their scales. "

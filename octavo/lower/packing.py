@@ -22,7 +22,7 @@ def pack(fields: Iterable[Any], tensors: list[Any]) -> str:
 
 
 class Packing:
-    """Where the tensors of each field are in the list."""
+    """The places of each field's tensors in the list."""
 
     def __init__(self, marks: str) -> None:
         self.starts: list[int] = []

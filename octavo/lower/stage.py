@@ -1,4 +1,4 @@
-"""One call of a layer, but for x, as a value."""
+"""A call of a layer without its x, as a value."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ class Stage(NamedTuple):
     buffers: tuple[Any, ...]  # that backward writes to besides its results
     needs: bool  # whether it wants any gradient
     width: int | None = None  # y's last dim; None: x's
-    outputs: tuple[Any, ...] = ()  # y and what it gives away, as Edges, of an operation that tells them itself
-    anchored: bool = False  # backward has to run for what it writes, though no input of it takes a gradient
+    outputs: tuple[Any, ...] = ()  # y and side outputs, as Edges, of an operation that describes them itself
+    anchored: bool = False  # backward must run for its writes, though no input takes a gradient
     watched: Sequence[Tensor] = ()  # tensors that must not be written to before backward
     after: Any = None  # called with its extras, once forward has run

@@ -1,4 +1,4 @@
-"""Transformations of functions that layers refuse: torch.func's, forward-mode AD, batches of gradients."""
+"""Refuses the transforms that layers do not support: torch.func's, forward-mode AD, batches of gradients."""
 
 from typing import Any, NoReturn
 
@@ -13,7 +13,7 @@ BATCHED = "vmap over gradients (is_grads_batched=True, jacobian(vectorize=True))
 
 
 def refuse_tangents() -> NoReturn:
-    """The `jvp` of an autograd function."""
+    """Refuse forward-mode AD, as the `jvp` of an autograd function."""
     raise UnsupportedConfig(_sentence(FORWARD_MODE))
 
 
@@ -22,13 +22,13 @@ def refuse_batched() -> NoReturn:
 
 
 def refuse_active(error: RuntimeError) -> None:
-    """Refuse the torch.func transforms that a call failed in; nothing, if it was in none."""
+    """Refuse the torch.func transforms that a call failed in; return if none is active."""
     if why := why_active():
         raise UnsupportedConfig(why) from error
 
 
 def check_transforms(tensors: Any) -> None:
-    """Refuse what would lose derivatives without a word, where autograd has no part in a call. vmap alone goes on: its
+    """Refuse transforms that would silently lose derivatives, in a call without autograd. vmap alone is allowed: its
     rules for torch's operators hold, or raise."""
     if has_transforms() and set(_active()) != {"vmap"}:
         raise UnsupportedConfig(why_active())
@@ -39,7 +39,7 @@ def check_transforms(tensors: Any) -> None:
 
 
 def why_active() -> str:
-    """Why a layer does not run in the torch.func transforms that are active; empty if none is."""
+    """The reason why a layer does not run in the active torch.func transforms; empty if none is active."""
     found = _active()
     rows = " Leading dims of x are rows, and need no vmap." if "vmap" in found else ""
     return _sentence(f"torch.func ({', '.join(found)})") + rows if found else ""

@@ -1,8 +1,7 @@
 """A cache of a weight's codes, in buffers of its module at fixed addresses.
 
 It spares the microbatches of a step from quantizing the same weight again: it is refreshed in place, and remembers
-which version of the weight it was made from. A weight of which nothing but codes is left is another thing
-(`held.py`).
+which version of the weight it was made from. A weight that was replaced by its codes is another thing (`held.py`).
 
 The buffers are not persistent (a checkpoint keeps weights, not codes of them), and codes are bytes, so that
 `module.half()` leaves them alone.
@@ -35,24 +34,24 @@ BUFFER_NAMES = {
 
 
 class WeightCache:
-    """What is known of the codes in a layer's buffers. Holds no tensor: buffers may be moved or replaced."""
+    """Tracks the codes in a layer's buffers. It holds no tensor: buffers may be moved or replaced."""
 
     def __init__(self) -> None:
         self.held = False  # whether the layer's weight is codes (`held.py`), and then there is nothing to cache
-        self.recipe: Recipe | None = None  # that they were made by; None: there are none
-        self._weights: list[weakref.ref[Tensor]] | None = None  # that they were made from,
+        self.recipe: Recipe | None = None  # that made the codes; None: there are none
+        self._weights: list[weakref.ref[Tensor]] | None = None  # the weights that they were made from,
         self._states: list[State] = []  # as they were then
         # whether the last forward that may be recomputed was in an octavo.microbatch, and observed the weight's amax,
         self.ambient = ""  # "", "observed" or "unobserved"
         self.on_device = False  # and whether the device had the block's flag
-        self.entry: object = None  # of a microbatch that they were made in: see octavo.ambient
+        self.entry: object = None  # the microbatch block that they were made in: see octavo.ambient
         self.trained = False  # whether a forward has asked for the weight's gradient
-        self._steps = 0  # that optimizers had taken when they were made, or last vouched for
+        self._steps = 0  # of optimizers, when the codes were made or last checked
         self._ended = False  # whether a training step has ended since
         self._owners: list[weakref.ref[Any]] = []  # optimizers that were found to update the weights
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy's weight is another tensor: its cache is cold."""
+        """Return the state of a copy. Its weight is another tensor, so its cache is cold."""
         return {**self.__dict__, "_weights": None, "_states": [], "_owners": [], "entry": None}
 
     def parts(self, module: nn.Module, orientation: str) -> Parts:
@@ -79,7 +78,7 @@ class WeightCache:
     ) -> None:
         """Quantize `weight` into the module's buffers, making those that are missing. A column that is there stays in
         use. Without `scaling` a delayed recipe's scale is the weight's own. Where `skip`, on the device, is not zero,
-        codes stay what they are."""
+        the codes do not change."""
         with as_real_as(weight), torch.no_grad():
             if self.recipe != recipe:
                 self.drop(module)
@@ -89,33 +88,33 @@ class WeightCache:
             known = self._weights
             self._weights = None  # unknown until the cast is done
             quantize_into(kind, WeightCast(weight, row, columns, amaxes, scaling, skip))
-        if skip is not None:  # who can tell whether they changed: what was known of them still is
+        if skip is not None:  # the host cannot tell whether the codes changed: it keeps what it knew
             self._weights = known
             return
         parts = module.weight_parts()
         if known is None or any([ref() is not w for ref, w in zip(known, parts, strict=True)]):
-            self._owners = []  # they are of other weights
+            self._owners = []  # owners of other weights
         self.recipe, self._weights, self._states = recipe, [weakref.ref(w) for w in parts], [state_of(w) for w in parts]
         self._steps, self._ended = heard.steps, False
 
     def _reserve(self, module: Any, config: Any, weight: Tensor, column: bool) -> None:
-        """The buffers that are missing."""
+        """Make the buffers that are missing."""
         row_proto, column_proto = module.LAYER.abstract_weight(config, TensorProto.of(weight.detach()))
         for orientation, proto, wanted in (("row", row_proto, True), ("column", column_proto, column)):
             if proto is None or not wanted or self.has(module, orientation):
                 continue
-            with torch.inference_mode(False):  # made there, it must still serve training
+            with torch.inference_mode(False):  # made when inference mode is on, it must still serve training
                 for name, tensor in zip(BUFFER_NAMES[orientation], proto.empty().tensors(), strict=False):
                     stored = tensor.view(torch.uint8) if name == BUFFER_NAMES[orientation][0] else tensor
                     module.register_buffer(name, stored, persistent=False)
 
     @property
     def is_cold(self) -> bool:
-        """Whether it is not known what they were made from."""
+        """Whether it is unknown which weights the codes were made from."""
         return self._weights is None
 
     def is_fresh(self, weights: Sequence[Tensor]) -> bool:
-        """Whether nothing hints at a change of the weights since."""
+        """Whether nothing indicates that the weights have changed since the codes were made."""
         refs = self._weights
         return (
             refs is not None and not self._ended and self._steps == heard.steps
@@ -139,12 +138,13 @@ class WeightCache:
             self._check_owners(weights)
 
     def end_step(self) -> None:
-        """A training step has ended: weights that torch's optimizers do not update may have changed unseen."""
+        """Note that a training step has ended: weights that torch's optimizers do not update may have changed
+        unseen."""
         self._ended = True
 
     def _check_owners(self, weights: Sequence[Tensor]) -> None:
-        """Versions tell of updates by torch's optimizers. A weight that is trained and that none of them has is updated
-        by something else, such as an optimizer of copies or of shards, which may write behind torch's back."""
+        """Refuse a trained weight that no torch optimizer holds. Versions tell of updates by torch's optimizers;
+        anything else, such as an optimizer of copies or of shards, may write to the weight unseen."""
         unheard = [w for w in weights if w.requires_grad and (self.trained or w.grad is not None)]
         if len(self._owners) < len(unheard) or any([ref() is None for ref in self._owners]):
             owners = [owner_of(weight) for weight in unheard]

@@ -1,4 +1,4 @@
-"""Codes of a weight as memory: room for them, quantizing into them, and the values that they stand for."""
+"""Memory for a weight's codes: its allocation, quantizing into it, and the values that the codes stand for."""
 
 from typing import Any, NamedTuple
 
@@ -27,9 +27,9 @@ class Kind(NamedTuple):
 
 
 def quantize_into(kind: Kind, cast: WeightCast) -> None:
-    """Overwrite codes by those of a weight. A backward that still waits for the old ones notices."""
+    """Overwrite codes with those of a weight. A backward that still needs the old ones notices."""
     with torch.no_grad():
-        if isinstance(cast.weight, FakeTensor):  # a reference may read what a fake does not have
+        if isinstance(cast.weight, FakeTensor):  # a reference may read values, which a fake does not have
             refresh_in_graph(kind.layer, kind.key, cast._replace(weight=cast.weight.detach()))
         else:
             layer = layer_named(kind.layer)
@@ -38,7 +38,7 @@ def quantize_into(kind: Kind, cast: WeightCast) -> None:
 
 
 def is_plain(t: Tensor) -> bool:
-    """Whether it is memory, and nothing that a tracer watches."""
+    """Whether a tensor is plain memory, and nothing that a tracer watches."""
     return type(t) in (Tensor, nn.Parameter)
 
 
@@ -52,7 +52,7 @@ def values_of(kind: Kind, row: Parts, shape: tuple[int, ...], dtype: torch.dtype
 
 
 def room_for(kind: Kind, dtype: torch.dtype, device: torch.device, *, groups: int | None = None) -> tuple[Parts, Parts]:
-    """Memory for codes by row and by column, of the whole weight or of so many of its groups."""
+    """Allocate memory for codes by row and by column, of the whole weight or of `groups` of its groups."""
     layer = layer_named(kind.layer)
     shape = kind.shape if groups is None else (groups, *kind.shape[1:])
     row, column = layer.abstract_weight(layer.config(kind.key), TensorProto(shape, dtype, device))
@@ -63,13 +63,14 @@ def _room(proto: Any) -> Parts:
     """Memory for codes, which are bytes, and scales."""
     if proto is None:
         return ()
-    with torch.inference_mode(False):  # made there, it must still serve training
+    with torch.inference_mode(False):  # made when inference mode is on, it must still serve training
         codes, *scales = proto.empty().tensors()
     return codes.view(torch.uint8), *scales
 
 
 def group_slices(parts: Parts, alone: Parts, group: int) -> list[Tensor]:
-    """One group's part of each tensor, along the dim that grows with the number of groups. `alone` is of one."""
+    """One group's part of each tensor, along the dim that grows with the number of groups. `alone` has the tensors of
+    one group."""
     return [_slice(t, one, group) for t, one in zip(parts, alone, strict=True)]
 
 

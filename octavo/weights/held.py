@@ -5,7 +5,7 @@ it in place, through a view too, computes with the values and quantizes the resu
 each write, of all that shares a scale with it. `detach()`, `.data`, views, `clone()` and moves to another device are
 codes again; every other operation returns a plain tensor.
 
-What would leave other memory or another shape behind (`resize_`, `set_`), and operators that do not say what they write
+Operations that would change its memory or shape (`resize_`, `set_`), and operators that do not declare their writes
 (collectives), are refused. Layers do not read it: they pass its codes to their nodes, and its token for the gradient.
 """
 
@@ -42,7 +42,7 @@ class ViewStep(NamedTuple):
     operator: str  # its name: an operator itself is not pickled
     arguments: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
-    which: int | None  # of the tensors, where there are several
+    which: int | None  # which of the results, where there are several
 
     def of(self, values: Tensor) -> Tensor:
         result: Any = _operator(self.operator)(values, *self.arguments, **dict(self.keywords))
@@ -100,7 +100,7 @@ class HeldWeight(Tensor):
         return {name: getattr(self, name) for name in self._flat[0]}
 
     def with_inner(self, inner: dict[str, Tensor]) -> "HeldWeight":
-        """The same view of other codes."""
+        """Return this view, of other codes."""
         return self._made(inner, self.kind, self.group, self.steps, self.shape, self.stride())
 
     def whole(self) -> "HeldWeight":
@@ -133,7 +133,7 @@ class HeldWeight(Tensor):
         return base
 
     def _base_values(self) -> Tensor:
-        """Those of the weight, or of the group, that this is a view of."""
+        """The values of the weight, or of the group, that this is a view of."""
         kind = self.kind
         if self.group is None:
             return values_of(kind, codes_of(self, "row"), kind.shape, self.dtype)
@@ -157,7 +157,7 @@ class HeldWeight(Tensor):
         torch.autograd.graph.increment_version([*codes_of(self, "row"), *codes_of(self, "column")])
 
     def own_codes(self) -> list[Tensor]:
-        """The codes and scales by row, then by column: of one group, its part of them."""
+        """The codes and scales by row, then by column; for one group, its part of them."""
         row, column = codes_of(self, "row"), codes_of(self, "column")
         if self.group is None:
             return [*row, *column]
@@ -188,7 +188,7 @@ class HeldWeight(Tensor):
         return _rebuilt, (where, is_parameter, self.requires_grad, attributes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """As a parameter's: its values, not its gradient and attributes."""
+        """Copy the codes, and not the gradient and attributes, as for any parameter."""
         copied = self.with_inner({name: copy.deepcopy(t, memo) for name, t in self.tensors().items()})
         result = memo[id(self)] = (
             _as_parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
@@ -291,9 +291,9 @@ def is_whole(parts: Sequence[Any]) -> bool:
 
 
 def hold(layer: str, recipe: Recipe, weight: Tensor) -> HeldWeight:
-    """Codes of a whole weight, scaled by the weight itself."""
+    """Return a whole weight as codes, scaled by the weight itself."""
     kind = Kind(layer, recipe.key, tuple(weight.shape))
-    with torch.inference_mode(False):  # made there, it must still serve training
+    with torch.inference_mode(False):  # made when inference mode is on, it must still serve training
         inner = {"element": torch.zeros(1, dtype=weight.dtype, device=weight.device)}
         for names, parts in zip((ROW, COLUMN), room_for(kind, weight.dtype, weight.device), strict=True):
             inner |= dict(zip(names, parts, strict=False))
@@ -329,7 +329,7 @@ def moved(weight: Any, fn: Any, done: dict[int, Tensor]) -> nn.Parameter:
 
 
 def refuse_codes(title: str) -> NoReturn:
-    """Kernels read memory, and a held weight has none of its own."""
+    """Refuse a held weight as an activation: kernels read memory, and it has none of its own."""
     raise UnsupportedConfig(
         f"{title} takes an activation, got a weight that is held as codes. Pass its values: weight.dequantize()."
     )
@@ -359,7 +359,7 @@ def token_of(weight: HeldWeight) -> Tensor:
 
 
 def linked_token(parts: Sequence[Any]) -> Tensor:
-    """The same, with the gradients of the parameters that the weight consists of."""
+    """Return a token whose gradient goes to the parameters that the weight consists of."""
     if torch.compiler.is_compiling():
         return token_in_graph(parts, parts[0].kind.shape)
     if torch.is_grad_enabled() and any([p.requires_grad for p in parts]):
@@ -387,7 +387,7 @@ def _cloned(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _moved_copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """To another device as codes; in another dtype it is values."""
+    """Copy to another device as codes; a copy in another dtype is values."""
     weight = args[0]
     dtype, device = kwargs.get("dtype") or weight.dtype, kwargs.get("device") or weight.device
     if weight.steps or weight.group is not None or dtype != weight.dtype:
@@ -396,7 +396,7 @@ def _moved_copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _copied(func: Any, args: Any, kwargs: Any) -> Any:
-    """From codes of the same kind: no rounding."""
+    """Copy from codes of the same kind, without rounding."""
     target, source = args[0], args[1]
     if not all(isinstance(t, HeldWeight) and not t.steps for t in (target, source)):
         return NotImplemented
@@ -426,7 +426,7 @@ _SPECIAL: dict[Any, Any] = {
 
 
 def _computed(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> Any:
-    """Any other operator: on values, and what it wrote is quantized."""
+    """Run any other operator on values, and quantize the weights that it wrote to."""
     bases: dict[Any, tuple[HeldWeight, Tensor]] = {}
     shown: dict[int, Tensor] = {}
     owners: dict[int, HeldWeight] = {}
@@ -465,13 +465,14 @@ def _written(func: Any, args: Any, kwargs: Any, written: tuple[str, ...]) -> Ite
 
 
 def _place(t: HeldWeight) -> tuple[int, int | None]:
-    """Equal for views of one weight, or of one group of it."""
+    """A key that is equal for views of one weight, or of one group of it."""
     return id(t.row_codes), t.group
 
 
 @cache
 def _effects(func: Any) -> tuple[bool, tuple[str, ...]]:
-    """(whether it returns a view of its first argument, names of the arguments that it writes to)."""
+    """Return whether an operator returns a view of its first argument, and the names of the arguments that it writes
+    to."""
     of_func = schema(func)
     written = tuple(a.name for a in of_func.arguments if a.alias_info is not None and a.alias_info.is_write)
     return not written and any(r.alias_info is not None for r in of_func.returns), written

@@ -26,10 +26,10 @@ _ELSEWHERE = frozenset(("main_grad", "get_main_grad", "decoupled_grad"))  # attr
 
 
 class _Heard:
-    """All that was heard of steps in this process."""
+    """The optimizer steps that were observed in this process."""
 
     def __init__(self) -> None:
-        self.eager_steps = 0  # that torch's optimizers have taken outside of graphs
+        self.eager_steps = 0  # of torch's optimizers, outside of graphs
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.pending: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # in a step with a closure
         self.captures = False  # whether a step was captured in a CUDA graph, whose replays nothing tells of,
@@ -45,7 +45,7 @@ heard = _Heard()
 
 
 def owner_of(weight: Tensor) -> Optimizer | None:
-    """The torch optimizer that updates a weight: its steps are heard."""
+    """Return the torch optimizer that updates a weight, and whose steps are observed; None if there is none."""
     for optimizer in list(heard.optimizers):
         if _has(optimizer, weight):
             return optimizer
@@ -64,7 +64,7 @@ def _has(optimizer: Optimizer, weight: Tensor) -> bool:
 
 @cache
 def listen() -> None:
-    """Hear the steps of all optimizers, made before or after."""
+    """Observe the steps of all optimizers, made before or after this call."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: finish(optimizer))
 
@@ -96,7 +96,7 @@ def _refuse_held(parameters: list[Tensor]) -> None:
 
 
 def _written(optimizer: Optimizer) -> None:
-    """The optimizer writes to its parameters that have a gradient."""
+    """Advance the versions of the parameters that the optimizer writes to: those that have a gradient."""
     found = [
         p for group in optimizer.param_groups for p in group["params"]
         if p.grad is not None or not _ELSEWHERE.isdisjoint(p.__dict__)

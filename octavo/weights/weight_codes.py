@@ -1,8 +1,8 @@
-"""How a layer's call gets its weight: plain, as cached codes, or as held codes.
+"""Supplies a layer's call with its weight: plain, as cached codes, or as held codes.
 
-The cache is filled, refreshed and checked here as `is_first_microbatch`, or the block of an `octavo.microbatch`, says.
-Every method is given the layer: an owner that pointed back would keep a deleted model in memory until Python's garbage
-collector comes.
+This module fills, refreshes and checks the cache as `is_first_microbatch`, or the block of an `octavo.microbatch`,
+says. The caller passes the layer to every method: a reference to it would keep a deleted model in memory until Python's
+garbage collector runs.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,8 @@ class WeightCodes(WeightCache):
     def supply(
         self, layer: Any, recipe: Recipe, weights: Sequence[Tensor], first: Flag, grads: str, observe: bool
     ) -> str:
-        """How this call gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or "held"."""
+        """Decide how this call gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or
+        "held"."""
         if type(weights[0]) is HeldWeight:
             _check_held(layer, recipe, weights)
             return "held"
@@ -62,7 +63,7 @@ class WeightCodes(WeightCache):
         first, skip = _decided(first)
         if tracing:
             if again and column and not layer._now("_codes.has_columns"):
-                return "plain"  # of the buffers, a graph sees those that were there at its first call of the layer
+                return "plain"  # a graph sees only the buffers that were there at its first call of the layer
             self._refresh_in_graph(layer, recipe, first, column, observe, skip, "w" in grads)
             return "codes"
         there = self.recipe == recipe and not self.is_cold
@@ -86,10 +87,10 @@ class WeightCodes(WeightCache):
         self.fill(layer, layer.whole_weight(), recipe, column=column, amaxes=amaxes, scaling=scaling, skip=skip)
 
     def _noted(self, layer: Any, first: Flag, grads: str, observe: bool) -> tuple[Flag, bool]:
-        """The flag of the block, and whether the cache is used as it is. It is noted for a checkpoint, which recomputes
-        in backward, in whatever block and thread that runs, and must save what its forward saved: a layer whose last
-        training forward was in a block uses the cache there, and fills it again only to observe a weight that its
-        forward, without gradients, did not."""
+        """Return the flag of the block, and whether the cache is used as it is. The flag is noted for a checkpoint,
+        which recomputes in backward, in any block and thread, and must save what its forward saved. A layer whose last
+        training forward was in a block uses the cache there, and refills it only to observe a weight that its forward,
+        without gradients, did not observe."""
         if current_graph_task() != -1:
             if not self.ambient:
                 return None, False
@@ -112,8 +113,8 @@ class WeightCodes(WeightCache):
     def _refresh_in_graph(
         self, layer: Any, recipe: Recipe, first: bool, column: bool, observe: bool, skip: Tensor | None, trains: bool
     ) -> None:
-        """Refresh while a graph is traced: buffers that are missing are made and filled now, once; the graph refreshes
-        them where it is told to. Whether a weight has changed is not for a graph to see."""
+        """Refresh while a graph is traced: missing buffers are made and filled now, once; the graph refreshes them if
+        `first`. A graph does not check whether a weight has changed."""
         layer._now("_codes.make_cache", recipe.key, column, observe and not first, trains)
         cached = self.recipe
         if cached is None or cached.key != recipe.key:  # never now; read here, it is a guard of the graph
@@ -146,7 +147,7 @@ class WeightCodes(WeightCache):
     # -- codes in the weight's place -----------------------------------------------------------------------------------
 
     def hold(self, layer: Any) -> None:
-        """Keep the weight as codes of the layer's recipe, in both orientations, and let the rest of it go."""
+        """Keep the weight as codes of the layer's recipe, in both orientations, and drop the weight itself."""
         if self.held:
             return
         recipe = layer.recipe
@@ -181,7 +182,7 @@ class WeightCodes(WeightCache):
             refuse_dense(weights[0])
 
     def release(self, layer: Any) -> None:
-        """Bring back a weight, of the values that the codes stand for."""
+        """Replace a held weight by a dense one, with the values that the codes stand for."""
         if self.held:
             self.held = False
             if all(isinstance(weight, HeldWeight) for weight in layer.weight_parts()):
@@ -189,7 +190,8 @@ class WeightCodes(WeightCache):
 
 
 def _decided(first: Any) -> tuple[bool, Tensor | None]:
-    """(whether the host refreshes, the device's word against it): a captured graph refreshes as it is told then."""
+    """Return whether the host refreshes, and the device's flag to skip it: a captured graph reads the flag at each
+    replay."""
     if isinstance(first, Tensor):
         if first.numel() != 1:
             raise UnsupportedShape(f"is_first_microbatch on the device is one element, got {tuple(first.shape)}.")
@@ -200,7 +202,7 @@ def _decided(first: Any) -> tuple[bool, Tensor | None]:
 
 
 def _check_held(layer: Any, recipe: Recipe, weights: Sequence[Any]) -> None:
-    """Codes serve the recipe that made them, and the layer takes all of them at once."""
+    """Refuse held codes of another recipe or layer, or of only a part of the weight."""
     held = weights[0].kind
     if held.recipe != recipe.key or held.layer != layer.NAME:
         raise UnsupportedConfig(

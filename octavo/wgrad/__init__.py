@@ -1,1 +1,1 @@
-"""Where a weight's gradient goes: `main_grad`, or a mailbox until `backward_dw()`."""
+"""Destinations of a weight's gradient: `main_grad`, or a mailbox until `backward_dw()`."""

@@ -1,7 +1,7 @@
-"""Where a layer's weight gradient goes: to `weight.grad`, to `weight.main_grad`, or to a mailbox until `backward_dw()`.
+"""Delivers a layer's weight gradient: to `weight.grad`, to `weight.main_grad`, or to a mailbox until `backward_dw()`.
 
-The owner holds the mailbox and nothing of the layer, which every method is given: an owner that pointed back would keep
-a deleted model in memory until Python's garbage collector comes.
+`WeightGradient` holds the mailbox and no reference to the layer, which the caller passes to every method: a reference
+would keep a deleted model in memory until Python's garbage collector runs.
 """
 
 import warnings
@@ -19,13 +19,14 @@ from octavo.wgrad.refusals import refuse_shards
 
 
 class WeightGradient:
-    """The delivery of one layer's dw."""
+    """Delivers one layer's dw."""
 
     def __init__(self) -> None:
         self.mailbox = Mailbox()
 
     def main_grad(self, layer: Any) -> tuple[str, bool]:
-        """How dw goes to `main_grad` ("add" or "overwrite"), and whether zeros stand for it in `weight.grad`."""
+        """Return how dw goes to `main_grad` ("add" or "overwrite"), and whether `weight.grad` gets zeros in its
+        place."""
         layer.refuse_parametrized("fuse_wgrad_accumulation=True")
         trained = [weight for weight in layer.weight_parts() if weight.requires_grad]
         overwrites = bool(getattr(trained[0], "overwrite_main_grad", False))
@@ -39,17 +40,17 @@ class WeightGradient:
         return "overwrite" if overwrites else "add", has_flag
 
     def buffers(self, layer: Any, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, Any]:
-        """What backward writes dw to: the target in `main_grad`, and the mailbox."""
+        """The destinations to which backward writes dw: the target in `main_grad`, and the mailbox."""
         if as_nodes:
             buffers = tuple(graph_buffers(layer.weight_parts())) if main_grad and not delay else ()
-            # equal calls would be one node to a compiler, with room for one dy; what torch.empty makes is never merged
+            # a compiler would merge equal calls into a node with room for one dy; it never merges calls of torch.empty
             return buffers, torch.empty(0, device=layer.weight_parts()[0].device) if delay else None
         target = MainGrad(layer.weight_parts(), main_grad) if main_grad and not delay else None
         return target, self.mailbox if delay else None
 
     def post(self, layer: Any, key: str, extras: Sequence[Tensor], codes: Parts) -> None:
-        """Leave the operands of dw that a graph's node made. The mailbox is written without being read: a read is a
-        guard."""
+        """Put the operands of dw that a graph's node made into the mailbox, without reading it: the compiler guards on
+        a read."""
         start, stop = layer._now("_wgrad.post_span", key)
         box = self.mailbox
         box.posted = (Posted(key, tuple(extras[start:stop]), codes), box.posted)

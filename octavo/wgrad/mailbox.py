@@ -1,12 +1,13 @@
-"""Weight gradients put off: backward leaves the operands here, `backward_dw()` takes them, oldest first. Those whose
-gradient has not arrived come back: a call that fails on the way can be made again.
+"""A mailbox for deferred weight gradients: backward leaves the operands here, `backward_dw()` takes them, oldest first.
+A call that fails before the gradient arrives puts them back, and can be repeated.
 
 A graph cannot put anything into a queue, and Python does not run when a captured one is replayed. Its forward therefore
-links what it will have posted (`octavo.wgrad.deferred`) in front of what was there,
-without looking at it: a compiler that saw a queue grow would make a new graph for every length.
+links the operands that it will post (`octavo.wgrad.deferred`) in front of the earlier ones, without reading those: a
+compiler that saw a queue grow would make a new graph for every length.
 
-What a backward leaves while it is captured is where every replay leaves its own, for a captured `backward_dw()` alone;
-what one outside leaves is of that moment. Which is which is known of letters, not of what a compiler's graph posted.
+A captured backward leaves operands in memory to which every replay writes its own, for a captured `backward_dw()`
+alone; a backward outside of captures leaves the operands of that call. Letters record which is which; operands that a
+compiler's graph posted do not.
 """
 
 from collections import deque
@@ -28,7 +29,7 @@ class Letter(NamedTuple):
 
 
 class Posted(NamedTuple):
-    """The same, from a graph."""
+    """The operands of one microbatch's dw, from a graph."""
 
     key: str  # of its config
     mail: tuple[Tensor, ...]
@@ -83,11 +84,11 @@ class Mailbox:
         self._letters.extend(reversed(newest_first))
 
     def __deepcopy__(self, memo: Any) -> "Mailbox":
-        """A copy of a layer has run no backward."""
+        """Return an empty mailbox: a copy of a layer has run no backward."""
         return Mailbox()
 
     def take(self) -> Letter | Posted | Computed | None:
-        """The oldest microbatch; None if none waits."""
+        """Take the operands of the oldest microbatch; None if none wait."""
         self._collect()
         if not self._letters:
             return None
@@ -95,11 +96,11 @@ class Mailbox:
         return self._letters.popleft()
 
     def put_back(self, letter: Letter | Posted | Computed) -> None:
-        """Its gradient has not arrived: it is the oldest again."""
+        """Put a letter back as the oldest: its gradient has not arrived."""
         self._letters.appendleft(letter)
 
     def _check_capture(self, capturing: bool) -> None:
-        """What waits outside of captures must not be taken for what a replay has left, nor be read by replays."""
+        """Refuse to take operands that were left outside of captures in a capture, and captured ones outside."""
         outside, inside = (
             sum(not isinstance(letter, Posted) and letter.captured == captured for letter in self._letters)
             for captured in (False, True)
@@ -120,7 +121,7 @@ class Mailbox:
             )
 
     def discard(self, *, captured: bool) -> int:
-        """Drop what waits, but for letters that were left in a capture, unless these are meant too. How many."""
+        """Drop the operands that wait; those left in a capture only if `captured`. Returns how many were dropped."""
         self._collect()
         kept = [letter for letter in self._letters if letter.captured and not captured]
         count = len(self._letters) - len(kept)

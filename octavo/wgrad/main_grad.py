@@ -40,7 +40,7 @@ def _say_added(weights: Sequence[Any]) -> None:
 
 
 def has_buffer(weights: Sequence[Any]) -> bool:
-    """Whether a graph that is being traced will find one for each."""
+    """Whether the graph being traced will find a gradient buffer for each weight that is trained."""
     for weight in weights:
         has = hasattr(weight, "get_main_grad") or getattr(weight, "main_grad", None) is not None
         if weight.requires_grad and not has:
@@ -49,8 +49,8 @@ def has_buffer(weights: Sequence[Any]) -> bool:
 
 
 def graph_buffers(weights: Sequence[Any]) -> list[Tensor]:
-    """The buffers, for a graph that is being traced: their addresses are the graph's from here on. The flag is set as
-    early: a graph's backward cannot, and whoever reads it reads it after backward."""
+    """The buffers, for a graph that is being traced: their addresses are the graph's from here on. This also sets the
+    flag `grad_added_to_main_grad`: a graph's backward cannot, and its readers read it after backward."""
     found: list[Tensor] = []
     for weight in weights:
         if not weight.requires_grad:

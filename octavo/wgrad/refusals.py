@@ -13,7 +13,7 @@ from octavo.wgrad.main_grad import has_buffer
 
 
 def graph_refusal(layer: Any) -> str:
-    """Why the graph that is being traced cannot; empty if it can."""
+    """The reason why the graph being traced cannot write dw to `main_grad`, or defer it; empty if it can."""
     fused, delays = layer.fuse_wgrad_accumulation, layer.delay_wgrad_compute
     if not (fused or delays) or not torch.is_grad_enabled():
         return ""
@@ -48,7 +48,7 @@ def graph_refusal(layer: Any) -> str:
 
 
 def refuse_shards(weights: Sequence[Tensor], what: str) -> None:
-    """Outside of forward and backward FSDP leaves a part of the weight in each process."""
+    """Refuse sharded weights: outside of forward and backward, FSDP leaves a part of the weight in each process."""
     if any([is_sharded(weight) for weight in weights]):
         raise UnsupportedConfig(
             f"{what} needs the whole weight, and this process holds a shard of it (a DTensor). Leave it out where "

@@ -28,7 +28,7 @@ class Writes:
         self._due.append((write, arguments))
 
     def drawn(self, seed: Tensor) -> Tensor:
-        """A random counter with the steps added that are put off."""
+        """Return a random counter with the steps added that are put off."""
         due = sum([write is advance and arguments[0].data_ptr() == seed.data_ptr() for write, arguments in self._due])
         if not due:
             return seed
@@ -59,7 +59,7 @@ class Target:
         return matrix
 
     def close(self) -> None:
-        """Finish the write: bring dw to buffers that do not lie together."""
+        """Finish the write: add or copy dw to buffers that are not adjacent."""
         if self._loose is not None:
             spread(self._loose, self.buffers, self.mode)
 
@@ -74,7 +74,7 @@ class LazyTarget:
         raise NotImplementedError
 
     def is_there(self) -> bool:
-        """Whether it can be looked up before, without allocating it."""
+        """Whether the target can be looked up in advance, without allocating it."""
         raise NotImplementedError
 
     def done(self) -> None:
@@ -96,8 +96,8 @@ def open_buffers(
     buffers: Sequence[Tensor], rows: int, columns: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Gradient buffers, of one weight or of several below each other, as one matrix [rows, columns]: a view. Where they
-    do not lie one after the other in memory, or a weight is frozen, it is zeros instead, the second result too, for
-    `spread` to bring home."""
+    are not adjacent in memory, or a weight is frozen, both results are a matrix of zeros, which `spread` adds or copies
+    to the buffers."""
     each = rows // len(buffers)
     parts = [gradient_matrix(t, each, columns, device) for t in buffers if not is_nothing(t)]
     if len(buffers) == 1:

@@ -48,8 +48,8 @@ _kinds: "OrderedDict[tuple[Any, ...], _Kind]" = OrderedDict()
 
 
 def key_of(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
-    """All that decides what a call launches, or None if it is not to be recorded. `head` tells it from other calls on
-    tensors of this layout."""
+    """Return a key of all that decides what a call launches, or None if the call must not be recorded. `head` tells it
+    from other calls on tensors of this layout."""
     if not tensors or not _is_recordable(tensors[0]) or not _PLAIN.issuperset(map(type, tensors)):
         return None
     device = tensors[0].device.type
@@ -86,7 +86,7 @@ def _functions_are_watched() -> bool:
 
 
 def call(key: tuple[Any, ...], tensors: Sequence[Tensor], work: Work) -> Results:
-    """work(tensors), replayed if a call of this key was recorded."""
+    """Call work(tensors), or replay it if a call of this key was recorded."""
     kind = _kinds.get(key)
     if kind is None:
         _remember(key)

@@ -33,7 +33,7 @@ class Replayed(Adapter):
         return ForwardResult(outputs, extras, ()), saved
 
     def _forward(self, which: str, config: Any, inputs: Any, run: Callable[[Any], Groups]) -> Groups:
-        """run(inputs), replayed. `which` tells apart the functions that it may be."""
+        """Call run(inputs), or replay it. `which` tells the possible functions apart."""
         if not self.decided_by_layout(config, "forward") or (self.takes_memory and inputs.out is not None):
             return run(inputs)
         tensors: list[Any] = []
@@ -93,8 +93,8 @@ def _opened(buffers: Any) -> tuple[list[Any], list[str]] | None:
 
 
 def _written(buffers: Any, places: Sequence[Any], work: Callable[[], Tensors]) -> Tensors:
-    """work(), around which targets keep their versions, and are told that they were written to. The layer does that
-    itself where it runs, but a recording does not hold it."""
+    """Call work(), preserving the targets' versions, and note that the targets were written to. The layer does both
+    itself where it runs, but a recording does not contain them."""
     with preserve_version_counter(tuple([t for place in places if isinstance(place, tuple) for t in place])):
         results = work()
     for t in buffers:

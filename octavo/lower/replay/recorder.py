@@ -30,7 +30,7 @@ _FRESH = {
     torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default, torch.ops.aten.new_empty_strided.default,
 }  # fmt: skip
-# the same by a shorter way than the operator's own
+# functions that reach the same kernels by a shorter way than the operator
 _SHORT: dict[Any, Callable[..., Any]] = {
     **gemm.FUNCTIONS,
     torch.ops.aten.add_.Tensor: Tensor.add_,
@@ -182,7 +182,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return name if reference is not None and reference() is t else ""
 
     def _said(self, value: Any, uses: list[str]) -> str:
-        """A value as source."""
+        """Write a value as source."""
         if isinstance(value, Tensor):
             name = self._known(value)
             if not name:

@@ -11,7 +11,7 @@ class Line(NamedTuple):
     text: str
     uses: tuple[str, ...]
     makes: tuple[str, ...]
-    addresses: tuple[str, ...] = ()  # used too, for where they lie alone
+    addresses: tuple[str, ...] = ()  # used too, but only for their addresses
     idle: bool = False  # allocates, or makes a view: not needed where its result is not used
 
 
@@ -30,7 +30,7 @@ def needed(lines: list[Line], returned: set[str]) -> list[Line]:
 
 
 def in_form(lines: list[Line], forms: dict[str, str], returned: set[str]) -> list[Line]:
-    """The lines, with what is allocated only to be used in one other form allocated in that form: a view less."""
+    """The lines, where a tensor that is used only in one other form is allocated in that form: one view less."""
     for i, line in enumerate(lines):
         first, one = line.uses[:1], line.makes[:1]
         if not (line.idle and first and one and one[0] in forms and len(line.makes) == 1) or first[0] in returned:
