@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-# oneDNN on some virtual machines picks AMX instructions that die with SIGILL; it reads this at its first matmul
+# on some virtual machines oneDNN picks AMX instructions and dies with SIGILL; it reads this at its first matmul
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 from octavo.cli import bench, doctor, explain, output, train
@@ -14,7 +14,7 @@ from octavo.errors import Unsupported
 from octavo.version import __version__
 
 COMMANDS = {"doctor": doctor, "train": train, "bench": bench, "explain": explain}
-INTERRUPTED, BROKEN_PIPE = 130, 141  # exit codes: as a shell reports SIGINT and SIGPIPE
+INTERRUPTED, BROKEN_PIPE = 130, 141  # exit codes, as a shell reports SIGINT and SIGPIPE
 DESCRIPTION = "Low-precision training for PyTorch: check a machine, try a recipe, time it, look at what is compiled."
 EPILOG = """\
 Start with `octavo doctor`. `octavo COMMAND --help` shows the options of a command and an example.
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             if sys.stdout is not None:
                 sys.stdout.flush()
-    except BrokenPipeError:  # `octavo doctor | head -1`: the reader has what it wanted
+    except BrokenPipeError:  # `octavo doctor | head -1`: the reader closed the pipe
         output.drop_broken()
         return BROKEN_PIPE
 

@@ -16,7 +16,7 @@ HELD_OUT = 0.1
 
 
 def load() -> tuple[Tensor, Tensor]:
-    """The book's bytes, uint8: what is trained on, and the end that is not."""
+    """Returns the book's bytes, uint8: the part to train on, and the end that is held out."""
     raw = resources.files("octavo.cli").joinpath("text", "alice.txt").read_bytes()
     book = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     cut = int(len(book) * (1 - HELD_OUT))
@@ -24,7 +24,7 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def batches(text: Tensor, *, steps: int, batch: int, context: int, seed: int) -> Iterator[Tensor]:
-    """For each step int64 [batch, context + 1] from random places: inputs, and targets one byte on."""
+    """Yields for each step int64 [batch, context + 1] from random positions: inputs, and targets one byte later."""
     check_context(text, context)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -33,7 +33,7 @@ def batches(text: Tensor, *, steps: int, batch: int, context: int, seed: int) ->
 
 
 def windows(text: Tensor, *, context: int) -> Tensor:
-    """All of a text, int64 [windows, context + 1], each byte a target once; a last, shorter piece is left out."""
+    """Returns a whole text as int64 [windows, context + 1], each byte a target once, without a last, shorter piece."""
     check_context(text, context)
     return text.unfold(0, context + 1, context).long()
 

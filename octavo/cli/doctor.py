@@ -37,7 +37,7 @@ from octavo.quant import QTensor, Quantizer
 from octavo.recipes import SHIPPED, Recipe, recipe
 
 COLUMNS = ("quantize", "fprop", "dgrad", "wgrad", "grouped")
-TILE = (160, 192, 256)  # tokens, out, in: not multiples of 128, so that edges are crossed
+TILE = (160, 192, 256)  # tokens, out, in: not all multiples of 128, to test partial tiles
 CPU = torch.device("cpu")
 ROUTES = ("native", "emulated", "reference")
 Part = tuple[Tensor, int, Quantizer | None]
@@ -45,7 +45,7 @@ Part = tuple[Tensor, int, Quantizer | None]
 
 @dataclass(frozen=True)
 class Cell:
-    """One probe's outcome. `why` explains anything but success on the first route."""
+    """The outcome of one probe. `why` explains a failure or an emulated route."""
 
     status: str
     why: str = ""
@@ -63,14 +63,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def diagnose(device: torch.device) -> dict[str, Any]:
-    """The whole report, as plain data."""
+    """Returns the whole report, as plain data."""
     report: dict[str, Any] = {}
     examine(device, report)
     return report
 
 
 def examine(device: torch.device, report: dict[str, Any]) -> None:
-    """Fill the report, one recipe after another."""
+    """Fills the report, one recipe after another."""
     facts = machine.describe(device)
     report |= {"machine": facts, "recipes": {}, "known_bad": known_bad(facts, dict(os.environ)), "failed": []}
     for name in SHIPPED:
@@ -80,7 +80,7 @@ def examine(device: torch.device, report: dict[str, Any]) -> None:
 
 
 def probe(subject: Recipe, device: torch.device) -> dict[str, Cell]:
-    """A cell for each column, from one small linear layer's three tensors."""
+    """Returns a cell for each column, from the three tensors of one small linear layer."""
     quant = subject.linear()
     tokens, out, inner = TILE
     x, w, dy = _tile(tokens, inner, 0), _tile(out, inner, 1), _tile(tokens, out, 2)
@@ -99,7 +99,7 @@ def probe(subject: Recipe, device: torch.device) -> dict[str, Cell]:
 
 
 def _guarded(check: Callable[[], Cell]) -> Cell:
-    """A probe that raises is a failed probe, whatever it raised: the doctor reports, it does not crash."""
+    """Runs a probe. A probe that raises any exception is a failed probe, so that the doctor reports it."""
     try:
         return check()
     except Exception as error:
@@ -107,14 +107,14 @@ def _guarded(check: Callable[[], Cell]) -> Cell:
 
 
 def _tile(rows: int, columns: int, salt: int) -> Tensor:
-    """Signed data over a wide range, made on the CPU so that every device sees the same."""
+    """Returns signed data with a wide range, made on the CPU so that it is the same on every device."""
     generator = torch.Generator().manual_seed(salt)
     x = torch.randn(rows, columns, generator=generator)
     return (x * torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))).to(torch.bfloat16)
 
 
 def _operand(part: Part, device: torch.device, delayed: bool) -> QTensor | Tensor:
-    """One operand of a GEMM, quantized as a layer would: along its contraction, by a given multiplier if delayed."""
+    """Returns one operand of a GEMM, quantized as in a layer: along its contraction; if delayed, by a fixed factor."""
     x, axis, spec = part[0].to(device), part[1], part[2]
     if spec is None:
         return x if axis == -1 else x.T
@@ -125,7 +125,7 @@ def _operand(part: Part, device: torch.device, delayed: bool) -> QTensor | Tenso
 
 
 def _probe_quantizers(parts: list[Part], device: torch.device, delayed: bool) -> Cell:
-    """Codes and scales on the device are the CPU reference's, byte for byte, and decode to the values."""
+    """Checks that codes and scales equal the CPU reference's, byte for byte, and dequantize to about the values."""
     for part in parts:
         here, there = _operand(part, device, delayed), _operand(part, CPU, delayed)
         assert isinstance(here, QTensor) and isinstance(there, QTensor)
@@ -140,12 +140,12 @@ def _probe_quantizers(parts: list[Part], device: torch.device, delayed: bool) ->
 
 
 def _probe_gemm(pair: tuple[Part, Part], device: torch.device, delayed: bool, accumulation: str) -> Cell:
-    """The product of a layer's own operands, against float64 of the values that their codes stand for."""
+    """Compares the product of a layer's operands with the float64 product of their dequantized values."""
     a, b = (_operand(part, device, delayed) for part in pair)
     got = gemm(a, b, out_dtype=torch.bfloat16, accumulation=accumulation).double()
     left, right = ((q.dequantize(torch.float32) if isinstance(q, QTensor) else q).double() for q in (a, b))
     want, size = left @ right.T, left.abs() @ right.abs().T
-    # what FP8 tensor cores lose grows with the spread of the terms, wide here; a wrong scale is far beyond this bound
+    # the error of FP8 tensor cores grows with the spread of the terms, wide here; a wrong scale far exceeds this bound
     worst = float(((got - want).abs() / (1e-3 * size + 2**-8 * want.abs() + 1e-30)).max())
     status = route(a, b)
     if not worst <= 1.0:
@@ -156,7 +156,7 @@ def _probe_gemm(pair: tuple[Part, Part], device: torch.device, delayed: bool, ac
 
 
 def _probe_grouped(subject: Recipe, device: torch.device) -> Cell:
-    """Three experts, one of them without tokens: y near the exact product, and everything as a CPU makes it."""
+    """Checks three experts, one without tokens: y is near the exact product, and all results are near the CPU's."""
     tokens, out, inner = TILE
     there: Any = GroupedLinear(3, inner, out, bias=False, recipe=subject, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def _probe_grouped(subject: Recipe, device: torch.device) -> Cell:
 
 
 def _grouped_step(layer: Any, x: Tensor, dy: Tensor, sizes: Tensor) -> list[Tensor]:
-    """y, dx, dw."""
+    """Runs forward and backward, and returns y, dx and dw on the CPU."""
     device = layer.weight.device
     leaf = x.clone().to(device).requires_grad_()
     y = layer(leaf, sizes.to(device))

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     conditions = parse_conditions(arguments.fail_on)
-    with redirect_stdout(sys.stderr), _here():  # what the model prints is no part of the report
+    with redirect_stdout(sys.stderr), _here():  # output of the model is not part of the report
         model, batches = load(arguments.target)
         if arguments.mode is not None:
             check_compiler(_device(model))
@@ -76,7 +76,7 @@ def parse_conditions(text: str) -> list[str]:
 
 
 def failures(report: CompileReport, conditions: Sequence[str]) -> list[str]:
-    """A sentence for each condition that is met."""
+    """Returns a sentence for each condition that is met."""
     sentences = []
     for word in conditions:
         noun, find = CONDITIONS[word]
@@ -86,7 +86,7 @@ def failures(report: CompileReport, conditions: Sequence[str]) -> list[str]:
 
 
 def load(target: str) -> tuple[nn.Module, Batches]:
-    """The model, and the arguments of each call."""
+    """Returns the model, and the arguments of each call."""
     name, _, attribute = target.partition(":")
     if not name or not attribute:
         raise UnsupportedConfig(f"The target is module:function, got {target!r}. For example: mymodel:example.")
@@ -130,7 +130,7 @@ def _device(model: nn.Module) -> torch.device:
 
 @contextmanager
 def _here() -> Iterator[None]:
-    """The current folder first in Python's path, as for `python -m`."""
+    """Puts the current folder first in Python's path inside the block, as `python -m` does."""
     sys.path.insert(0, "")
     try:
         yield

@@ -1,6 +1,6 @@
 """A byte-level GPT, small enough to read in a minute: pre-norm blocks, causal attention with rotary positions, GELU.
 
-Every matrix product outside attention is a plain nn.Linear, so a conversion reaches all of them. Tensors are [B, T, C]:
+Every matrix product outside attention is a plain nn.Linear, so a conversion finds all of them. Tensors are [B, T, C]:
 sequences, positions, width.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from octavo.errors import UnsupportedShape
 
 BYTES = 256
-LONGEST_TURN = 100.0  # positions per radian of the slowest pair of channels: contexts are a hundred bytes or so
+LONGEST_TURN = 100.0  # positions per radian of the slowest pair of channels; contexts are about a hundred bytes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Shape:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Pairs of channels turned by an angle that grows with the position: products of two then know their distance."""
+    """Rotates pairs of channels by an angle proportional to the position, so that products depend on the distance."""
     t, d = x.shape[-2:]
     speed = LONGEST_TURN ** (-torch.arange(0, d, 2, device=x.device) / d)
     angle = torch.arange(t, device=x.device)[:, None] * speed  # [T, D/2]
@@ -43,7 +43,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Each position reads those before it."""
+    """Causal self-attention: each position reads itself and those before it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
         q, k, v = self.qkv(x).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)  # [B, heads, T, D]
-        q, k = (rotate(F.rms_norm(z, z.shape[-1:])) for z in (q, k))  # bounded products: rounding shifts them little
+        q, k = (rotate(F.rms_norm(z, z.shape[-1:])) for z in (q, k))  # bounded, so rounding changes them little
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         mixed: Tensor = self.out(y.transpose(1, 2).reshape(b, t, c))
         return mixed
 
 
 class MLP(nn.Module):
-    """Each position alone, through four times the width."""
+    """Maps each position on its own, through four times the width."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to what it read."""
+    """Attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes [B, T] to logits of each next byte, [B, T, 256]."""
+    """Maps bytes [B, T] to logits of each next byte, [B, T, 256]."""
 
     def __init__(self, shape: Shape, *, seed: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class GPT(nn.Module):
         self.reset(seed)
 
     def reset(self, seed: int) -> None:
-        """Weights drawn anew: the same for the same seed, on any device."""
+        """Draws the weights again: equal for equal seeds, on any device."""
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
@@ -111,8 +111,8 @@ class GPT(nn.Module):
         if name == "bytes.weight":
             return 0.5
         if name == "head.weight":
-            return 0.02  # small logits: the first loss is that of a guess
-        # what ends in the residual stream is drawn smaller: 2 x layers such terms add up there
+            return 0.02  # small logits: the first loss is that of a uniform guess
+        # projections into the residual stream start smaller, as it sums 2 x layers of their outputs
         terms = 2 * self.shape.layers if name.endswith(("out.weight", "down.weight")) else 1
         return float((inputs * terms) ** -0.5)
 

@@ -1,4 +1,4 @@
-"""Upstream defects that this machine's versions have, and what Octavo does about each."""
+"""Known defects of the installed torch and triton, and what Octavo does about each."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from octavo.version import parse
 
 
 def known_bad(facts: dict[str, Any], environment: dict[str, str]) -> list[dict[str, str]]:
-    """Entries that apply here. `facts` is `machine.describe`'s."""
+    """Returns the entries that apply here. `facts` comes from `machine.describe`."""
     found = []
     if parse(facts["torch"]) == (2, 11):
         found.append(

@@ -30,21 +30,21 @@ def add_no_peers(parser: ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """An int from 1 up."""
+    """Parses an int from 1 up."""
     if not re.fullmatch(r"\+?[0-9]{1,18}", text.strip()) or int(text) < 1:
         raise ArgumentTypeError(f"it is a whole number from 1 up, got {text!r}")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """An int that torch takes as a seed."""
+    """Parses an int that torch takes as a seed."""
     if not re.fullmatch(r"[+-]?[0-9]{1,20}", text.strip()) or not -(2**63) <= int(text) < 2**63:
         raise ArgumentTypeError(f"it is a whole number from -2^63 up to 2^63 - 1, got {text!r}")
     return int(text)
 
 
 def sizes(*names: str) -> Callable[[str], tuple[int, ...]]:
-    """A reader of that many sizes, comma-separated."""
+    """Returns a parser of that many sizes, comma-separated."""
 
     def read(text: str) -> tuple[int, ...]:
         try:
@@ -60,7 +60,7 @@ def sizes(*names: str) -> Callable[[str], tuple[int, ...]]:
 
 
 def recipes(text: str) -> list[str]:
-    """Names or strings of recipes, comma-separated, each known."""
+    """Parses comma-separated names or strings of recipes, and raises for an unknown one."""
     names = [name.strip() for name in _split(text)]
     for name in names:
         try:
@@ -71,7 +71,7 @@ def recipes(text: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """Parts between commas outside of brackets: a recipe's settings have commas of their own."""
+    """Splits at commas outside of brackets, since a recipe's settings may contain commas."""
     parts, depth = [""], 0
     for character in text:
         depth += {"(": 1, ")": -1}.get(character, 0)

@@ -1,4 +1,4 @@
-"""A command's report on its way out: printed, written as JSON, and kept as far as it came when Ctrl-C ends the work."""
+"""Output of a command's report: prints it, writes it as JSON, and delivers the results so far after Ctrl-C."""
 
 import errno
 import json
@@ -19,7 +19,7 @@ Report = dict[str, Any]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, once the results so far are delivered. The text says what was kept."""
+    """Raised after Ctrl-C, once the results so far are delivered. The text says where they went."""
 
 
 def add_json(parser: ArgumentParser, what: str) -> None:
@@ -34,10 +34,10 @@ def add_json(parser: ArgumentParser, what: str) -> None:
 def produce(
     fill: Callable[[Report], None], render: Callable[[Report], str], target: str | None, *, indent: int = 1
 ) -> Report:
-    """Fill a report, write it to `target` (a path, - or None) and print it.
+    """Fills a report, writes it to `target` (a path, - or None), prints it and returns it.
 
-    `fill` adds results to the report one by one. After Ctrl-C those it has are delivered in the same way, marked
-    "interrupted", and `Interrupted` is raised. `render` gives no text for a report without results."""
+    `fill` adds results to the report one by one. After Ctrl-C the results so far are delivered in the same way, marked
+    "interrupted", and `Interrupted` is raised. `render` returns "" for a report without results."""
     report: Report = {}
     try:
         fill(report)
@@ -51,7 +51,7 @@ def produce(
 
 
 def deliver(report: Report, text: str, target: str | None, *, indent: int = 1) -> None:
-    """Write the file, then print: a reader that has gone away takes no file with it, nor a full disk the text."""
+    """Writes the file, then prints: a closed pipe does not cost the file, and a full disk does not cost the text."""
     try:
         _save(report, target, indent)
     finally:
@@ -59,7 +59,7 @@ def deliver(report: Report, text: str, target: str | None, *, indent: int = 1) -
 
 
 def _keep(report: Report, text: str, target: str | None, indent: int) -> str:
-    """Deliver an unfinished report, and say where it went."""
+    """Delivers an unfinished report, and returns a sentence that says where it went."""
     if not text:
         return "There were no results yet." + (f" {target} was not written." if _is_file(target) else "")
     went, trouble = [], ""
@@ -71,7 +71,7 @@ def _keep(report: Report, text: str, target: str | None, indent: int) -> str:
     try:
         _show(report, text, target, indent)
         went.append("printed")
-    except BrokenPipeError:  # Ctrl-C ends a whole pipeline, its reader first
+    except BrokenPipeError:  # Ctrl-C ends the whole pipeline, and the reader may end first
         drop_broken()
     return (f"The results so far were {' and '.join(went)}." if went else "The results could not be printed.") + trouble
 
@@ -81,7 +81,7 @@ def _show(report: Report, text: str, target: str | None, indent: int) -> None:
 
 
 def _save(report: Report, target: str | None, indent: int) -> bool:
-    """Whether there was a file to write."""
+    """Writes the report to `target` if that is a file; returns whether it is."""
     if target is None or not _is_file(target):
         return False
     try:
@@ -98,7 +98,7 @@ def _is_file(target: str | None) -> bool:
 
 
 def check(target: str) -> None:
-    """Refuse a --json that cannot be written, before any work. Nothing is changed on the disk."""
+    """Raises, before any work, if --json cannot be written. Changes nothing on the disk."""
     if target == "-":
         return
     path = Path(target)
@@ -116,7 +116,7 @@ def check(target: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace the file in one step: readers see the old text or the new, and a failure leaves the old one."""
+    """Replaces the file atomically: readers see the old text or the new, and a failure leaves the old one."""
     if _is_device(path):
         path.write_text(text)
         return
@@ -134,12 +134,12 @@ def write(path: Path, text: str) -> None:
 
 
 def _is_device(path: Path) -> bool:
-    """Whether it is written to, and cannot be replaced: a pipe, /dev/null, /dev/stdout."""
+    """Whether the path can be written but not replaced: a pipe, /dev/null, /dev/stdout."""
     return path.exists() and (not path.is_file() or path.is_relative_to("/dev"))
 
 
 def _real(path: Path) -> Path:
-    """The file behind a link, which stays a link."""
+    """Returns the file that a link points to, so that the link stays a link."""
     return Path(os.path.realpath(path))
 
 
@@ -151,7 +151,7 @@ def _umask() -> int:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore Ctrl-C for the moment that delivering takes. Signals belong to the main thread."""
+    """Ignores Ctrl-C inside the block. Only the main thread can do that; other threads change nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -164,7 +164,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 def drop_broken() -> None:
-    """Send what is left for a reader that has gone away to nowhere, or the end of the process would complain of it."""
+    """Redirects streams with a closed reader to /dev/null, so that Python reports no error when it exits."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()

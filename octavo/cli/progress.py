@@ -4,12 +4,12 @@ import sys
 import time
 from typing import TextIO
 
-BAR, LINES = 24, 4  # characters of a bar; lines of a whole run where no line can be rewritten
-INTERVAL = 0.1  # seconds between two states of a bar
+BAR, LINES = 24, 4  # characters of a bar; lines of a whole run if the stream is not a terminal
+INTERVAL = 0.1  # seconds between two updates of a bar
 
 
 class Progress:
-    """`if due(done): show(done, text)` after each of `total` steps; what the text needs may be costly to know."""
+    """A progress bar. After each of `total` steps call `if due(done): show(done, text)`: the text may be costly."""
 
     def __init__(self, title: str, total: int, stream: TextIO | None = None) -> None:
         self.title, self.total = title, total
@@ -17,7 +17,7 @@ class Progress:
         self.live = self.stream.isatty()
         self.started = time.perf_counter()
         self.shown = self.started - INTERVAL
-        self.open = False  # a line of a terminal is begun
+        self.open = False  # a terminal line was begun and not ended
 
     def due(self, done: int) -> bool:
         if done == self.total:
@@ -33,14 +33,14 @@ class Progress:
         line = f"{self.title}  {self._bar(done)} {done}/{self.total}  {text}  {spent:.0f} s{left}"
         if self.live:
             end = "\n" if done == self.total else ""
-            self.stream.write(f"\r\x1b[K{line}{end}")  # erases the rest of a longer line before it
+            self.stream.write(f"\r\x1b[K{line}{end}")  # erases the previous line first
             self.open = not end
         else:
             self.stream.write(line + "\n")
         self.stream.flush()
 
     def close(self) -> None:
-        """End the line of a bar that did not reach its end, so that other text begins on its own."""
+        """Ends the line of an unfinished bar, so that other text starts on a new line."""
         if self.live and self.open:
             self.stream.write("\n")
             self.stream.flush()

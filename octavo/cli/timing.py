@@ -1,7 +1,7 @@
-"""How a bench times the device: one call captured in a CUDA graph, its replays between events, and their median.
+"""Timers of the benches: the median of the replays of one call, captured in a CUDA graph and timed by events.
 
-A graph leaves the host out: a Python call takes tens of microseconds to issue, which would be charged to kernels that
-take a hundred. What the host takes is measured on its own.
+A graph leaves the host out: the host needs tens of microseconds to issue a Python call, which would be added to kernels
+that take a hundred. Other timers measure the host on its own.
 """
 
 import os
@@ -17,8 +17,8 @@ WARMUP, REPEATS = 10, 60
 
 
 def device_ms(call: Callable[[], object], *, warmup: int = WARMUP, repeats: int = REPEATS) -> tuple[float, list[float]]:
-    """Median milliseconds of one call on the current CUDA device, and every reading."""
-    call()  # compiles and probes, which a capture cannot hold
+    """Returns the median milliseconds of one call on the current CUDA device, and every reading."""
+    call()  # compiles and probes, which a capture cannot contain
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -37,7 +37,7 @@ def device_ms(call: Callable[[], object], *, warmup: int = WARMUP, repeats: int 
 
 
 def host_us(call: Callable[[], object], *, repeats: int = REPEATS) -> float:
-    """Median microseconds the host takes to issue one call, the device left behind."""
+    """Returns the median microseconds that the host takes to issue one call, without waiting for the device."""
     readings = []
     for _ in range(repeats):
         torch.cuda.synchronize()
@@ -49,8 +49,8 @@ def host_us(call: Callable[[], object], *, repeats: int = REPEATS) -> float:
 
 
 def hosts_us(call: Callable[[], object], *, repeats: int = REPEATS) -> dict[str, float]:
-    """The same of a step: as it is, with backward on the thread that asks for it, and with autograd's thread and
-    that one on one core."""
+    """Returns `host_us` of a step three times: as it is, with backward on the calling thread, and with all threads on
+    one core."""
     for _ in range(WARMUP):
         call()
     found = {"as it is": host_us(call, repeats=repeats)}
@@ -63,22 +63,22 @@ def hosts_us(call: Callable[[], object], *, repeats: int = REPEATS) -> dict[str,
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """All threads of this process on one of the cores that it may use (Linux)."""
+    """Pins all threads of this process to one of its cores inside the block (Linux)."""
     everywhere = os.sched_getaffinity(0)
     before: dict[int, set[int]] = {}
     try:
         for thread in _threads():
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(ProcessLookupError):  # the thread has ended
                 before[thread] = os.sched_getaffinity(thread)
             _place(thread, {max(everywhere)})
         yield
     finally:
-        for thread in _threads():  # some may have begun
+        for thread in _threads():  # some may be new
             _place(thread, before.get(thread, everywhere))
 
 
 def _place(thread: int, cores: set[int]) -> None:
-    with suppress(ProcessLookupError):  # it has ended
+    with suppress(ProcessLookupError):  # the thread has ended
         os.sched_setaffinity(thread, cores)
 
 
@@ -87,8 +87,8 @@ def _threads() -> list[int]:
 
 
 def eager_ms(call: Callable[[], object], *, warmup: int = WARMUP, repeats: int = REPEATS) -> tuple[float, list[float]]:
-    """Median milliseconds from one call's start on the device to the next one's, calls issued without waiting: the
-    device's time, or the host's where that is longer; and every reading."""
+    """Returns the median milliseconds between the starts of successive calls on the device, and every reading. Calls
+    are issued without waiting, so this is the device's time, or the host's where that is longer."""
     for _ in range(warmup):
         call()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]

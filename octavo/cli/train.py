@@ -35,7 +35,7 @@ from octavo.recipes import SHIPPED, Recipe, recipe
 
 RATE, WARMUP, CLIP = 4e-3, 20, 1.0  # AdamW's peak learning rate, the steps up to it, the largest gradient norm
 COMPILERS = ("g++", "clang++", "c++")
-HEAD = "head"  # stays in high precision: logits cannot bear as much rounding as what leads to them
+HEAD = "head"  # stays in high precision: logits tolerate less rounding than the layers before them
 BASELINE = "bf16 (torch)"
 EVALUATED = 16  # windows in a batch of the evaluation
 SHAPE, CPU = Shape(), torch.device("cpu")
@@ -43,7 +43,7 @@ SHAPE, CPU = Shape(), torch.device("cpu")
 
 @dataclass(frozen=True)
 class Plan:
-    """What two runs have in common. Equal plans give equal batches and equal first weights."""
+    """The settings that two runs share. Equal plans give equal batches and equal first weights."""
 
     steps: int = 200
     batch: int = 8
@@ -57,7 +57,7 @@ class Plan:
             raise UnsupportedConfig(f"--steps and --batch must be 1 or more, got {self.steps} and {self.batch}.")
 
     def tokens(self) -> int:
-        """Bytes predicted in one step."""
+        """Returns the number of bytes predicted in one step."""
         return self.batch * self.shape.context
 
 
@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_compiler(device: torch.device) -> None:
-    """torch.compile writes C++ for a CPU: say so before it fails in the middle."""
+    """Raises if torch.compile would fail later: for a CPU it generates C++ and needs a compiler."""
     if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", ""), *COMPILERS))):
         raise UnsupportedHardware(
             f"torch.compile on a CPU needs a C++ compiler, and none of {', '.join(COMPILERS)} is here. "
@@ -113,7 +113,7 @@ def check_compiler(device: torch.device) -> None:
 
 
 def compare(plan: Plan, chosen: Recipe, report: dict[str, Any]) -> None:
-    """Fill the report with both runs, as plain data. One that is interrupted has the losses of its steps alone."""
+    """Fills the report with both runs, as plain data. An interrupted run has only the losses of its steps."""
     report |= {"machine": machine.describe(plan.device), "plan": asdict(plan) | {"device": str(plan.device)}}
     outcomes = []
     for key, subject in (("bf16", None), ("recipe", chosen)):
@@ -129,7 +129,7 @@ def compare(plan: Plan, chosen: Recipe, report: dict[str, Any]) -> None:
 
 
 def gap(outcome: Outcome, baseline: Outcome) -> float:
-    """How much higher the loss is than the baseline's, in percent."""
+    """Returns how much higher the loss is than the baseline's, in percent."""
     return 100 * (outcome.loss / baseline.loss - 1)
 
 
@@ -138,8 +138,9 @@ def name_of(chosen: Recipe | None) -> str:
 
 
 def train(plan: Plan, chosen: Recipe | None, *, show: bool = False, losses: list[Tensor] | None = None) -> Outcome:
-    """One run from fresh weights to its loss on the text held out. None is the baseline: the model as it is. `losses`
-    gets the loss of each step as it is made, for a caller who wants those of a run that does not end."""
+    """Trains from fresh weights, and returns the loss on the held-out text with the rest of the outcome. None is the
+    baseline: the model as it is. Each step appends its loss to `losses`, so that the caller has those of a run that is
+    interrupted."""
     name = name_of(chosen)
     losses = [] if losses is None else losses
     text, held_out = corpus.load()
@@ -174,11 +175,11 @@ def optimize(
     *,
     quantized: bool,
 ) -> None:
-    """AdamW on each batch in turn. `call` is the model, or its compiled form; `note(step, loss)` follows every step;
-    `quantized` says whether the model has layers of Octavo's."""
+    """Runs AdamW on each batch in turn. `call` is the model, or its compiled form; it calls `note(step, loss)` after
+    every step; `quantized` says whether the model has layers of Octavo's."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
-    # delayed scaling ends its step with the optimizer's
+    # ends delayed scaling's step at each step of the optimizer
     attached = attach(model, optimizer) if quantized else None
     for step, batch in enumerate(data, start=1):
         loss = loss_of(call, batch.to(plan.device))
@@ -193,12 +194,12 @@ def optimize(
 
 
 def rate(step: int, steps: int) -> float:
-    """The share of the peak learning rate: up in a line, then down in a line to a tenth."""
+    """Returns the fraction of the peak learning rate: linear warm-up, then linear decay to a tenth."""
     return min((step + 1) / WARMUP, 1 - 0.9 * step / steps)
 
 
 def loss_of(call: Callable[[Tensor], Tensor], batch: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Mean cross entropy of a batch's next bytes, activations in `dtype`."""
+    """Returns the mean cross entropy of a batch's next bytes, with activations in `dtype`."""
     inputs, targets = batch[:, :-1], batch[:, 1:]
     with nullcontext() if dtype == torch.float32 else torch.autocast(batch.device.type, dtype):
         return F.cross_entropy(call(inputs).flatten(0, 1), targets.flatten())
@@ -206,7 +207,7 @@ def loss_of(call: Callable[[Tensor], Tensor], batch: Tensor, dtype: torch.dtype 
 
 @torch.no_grad()
 def evaluate(call: Callable[[Tensor], Tensor], held_out: Tensor, plan: Plan) -> float:
-    """Mean loss over every window."""
+    """Returns the mean loss over all windows."""
     total = 0.0
     for batch in torch.split(held_out, EVALUATED):
         total += loss_of(call, batch.to(plan.device)).item() * len(batch)
@@ -214,7 +215,7 @@ def evaluate(call: Callable[[Tensor], Tensor], held_out: Tensor, plan: Plan) -> 
 
 
 class Clock:
-    """Tokens a second over the second half of the steps: what warms up or compiles is left out."""
+    """Measures tokens per second over the second half of the steps, which leaves out warm-up and compilation."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.half = plan, plan.steps // 2

@@ -1,1 +1,1 @@
-"""What torch.compile made of a model: `octavo.explain`."""
+"""`octavo.explain`: reports what torch.compile makes of a model."""

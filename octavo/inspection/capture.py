@@ -1,4 +1,4 @@
-"""One watched compilation: a backend that keeps the names of a graph's operators, and what the compiler wrote down."""
+"""`Capture`: a backend that records the operators of each graph, and what the compiler logs, in one compilation."""
 
 import logging
 import os
@@ -26,14 +26,14 @@ HERE, TORCH, PYTHON = Path(__file__).parents[1], Path(torch.__file__).parent, Pa
 
 
 class Capture:
-    """A backend for torch.compile. `options` are the Inductor's; None stops at the graphs and generates no code."""
+    """A backend for torch.compile. `options` are Inductor's; None stops at the graphs and generates no code."""
 
     def __init__(self, options: dict[str, Any] | None) -> None:
         self.options = options
         self.graphs = 0
         self.captured: list[Graph] = []
         self.runs: list[Fused] = []
-        self.recipes: dict[int, Recipe] = {}  # of each tensor that one of our nodes was given, by its id
+        self.recipes: dict[int, Recipe] = {}  # the recipe of each tensor that an Octavo node takes, by the tensor's id
         self._records = compilation.Records()
         self._skipped: list[str] = []
 
@@ -46,7 +46,7 @@ class Capture:
         compiled = self._traced(graph, inputs) if self.options is None else self._generated(graph, inputs, self.options)
 
         def run(*tensors: Any) -> Any:
-            # noted when it runs: two layers alike may share a graph that was made for one of them
+            # recorded at run time: two equal layers may share a graph that was compiled for one of them
             self.recipes.update({id(tensors[place]): recipe for place, recipe in places.items()})
             return compiled(*tensors)
 
@@ -63,7 +63,7 @@ class Capture:
             self.captured.append(_operators(part, direction))
             said, before = len(self._skipped), compilation.cudagraph_skips()
             code = compile_()
-            if compilation.cudagraph_skips() > before and len(self._skipped) == said:  # silent about what is on no GPU
+            if compilation.cudagraph_skips() > before and len(self._skipped) == said:  # no warning off the GPU
                 self._skipped.append(str(getattr(code, "disabled_cudagraphs_reason", None) or ""))
             return code
 
@@ -71,19 +71,19 @@ class Capture:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """The compiler as in a fresh process, before and after, and its counters as they were."""
+        """Resets the compiler before and after the block, records what it does, and restores its counters."""
         with compilation.recorded(_Listener(self._skipped)) as self._records:
             yield
 
     # -- afterwards ------------------------------------------------------------------------------------------------
 
     def breaks(self) -> tuple[Break, ...]:
-        """Each place once, those that cost a whole function first."""
+        """Returns each break once, those that leave a whole function uncompiled first."""
         functions = self._functions()
         breaks = [
             Break(_sentence(c.fail_reason), _place_of_failure(c, functions), functions[_frame(c)][0])
             for c in self._records.compilations
-            if c.fail_type and not c.fail_type.startswith("Skip")  # a function without tensors loses nothing
+            if c.fail_type and not c.fail_type.startswith("Skip")  # skipping a function without tensors costs nothing
         ]
         breaks += [Break(_sentence(b.reason), _place(b.user_stack)) for b in self._records.breaks]
         if not self.graphs and not breaks:
@@ -91,7 +91,7 @@ class Capture:
         return tuple(dict.fromkeys(breaks))
 
     def refusals(self) -> tuple[str, ...]:
-        """What our own layers said where a graph ended."""
+        """Returns the reasons that Octavo's layers gave where a graph ended."""
         ended = [(c.fail_reason, c.fail_user_frame_filename) for c in self._records.compilations if c.fail_reason]
         ended += [(b.reason, b.user_stack[-1].filename) for b in self._records.breaks if b.user_stack]
         sentences = [_quoted(reason) for reason, file in ended if file and HERE in Path(file).parents]
@@ -106,12 +106,12 @@ class Capture:
         )
 
     def skips(self) -> tuple[str, ...]:
-        """As many as were counted, with the reasons that were given."""
+        """Returns one reason for each counted skip, where the compiler gave one."""
         reasons = [text or "no reason was given" for text in self._skipped[: self._records.skips]]
         return tuple(reasons + ["no reason was given"] * (self._records.skips - len(reasons)))
 
     def _functions(self) -> dict[str, tuple[str, str]]:
-        """(name, file:line) of every function that was compiled: one that is given up on is recorded by number."""
+        """Returns (name, file:line) of every compiled function, by number: a failed one is recorded by number only."""
         compiled = self._records.compilations
         names = {_frame(c): (c.co_name, _file(c.co_filename, c.co_firstlineno)) for c in compiled if c.co_name}
         return {_frame(c): names.get(_frame(c), ("a function", "unknown")) for c in compiled}
@@ -136,14 +136,14 @@ def _operators(graph: GraphModule, direction: str) -> Graph:
 
 
 def _name(node: Node) -> str:
-    """An operator's name; empty for what is none."""
+    """Returns the name of a node's operator; empty if the node calls none."""
     if node.op != "call_function":
         return ""
     return operator_name(node.target, node.args[0] if node.args else None, OURS[:-2])
 
 
 def _recipes(graph: GraphModule) -> dict[int, Recipe]:
-    """For each input of the graph that one of our nodes takes, by its place, the recipe of that node."""
+    """Returns, for each input of the graph that an Octavo node takes, by its index, the recipe of that node."""
     places = {node: i for i, node in enumerate(n for n in graph.graph.nodes if n.op == "placeholder")}
     recipes: dict[int, Recipe] = {}
     for node in graph.graph.nodes:
@@ -151,7 +151,7 @@ def _recipes(graph: GraphModule) -> dict[int, Recipe]:
             _, _, presence, _, key = str(node.args[1]).split("|", 4)
             config: Any = values.parse(key)
             for recipe, inputs in _recipes_of(config, node, presence.split(",")):
-                # a weight in parts reaches the node through a stack of them
+                # a weight in parts reaches the node through torch.stack
                 recipes |= {places[n]: recipe for g in inputs for n in (g, *g.all_input_nodes) if n in places}
     for body, inputs in _bodies(graph):
         recipes |= {places[inputs[i]]: recipe for i, recipe in _recipes(body).items() if inputs[i] in places}
@@ -159,7 +159,7 @@ def _recipes(graph: GraphModule) -> dict[int, Recipe]:
 
 
 def _bodies(graph: GraphModule) -> Iterator[tuple[GraphModule, list[Any]]]:
-    """Graphs inside of nodes, such as a checkpoint's, each with what it is given."""
+    """Yields the graphs inside nodes, such as a checkpoint's, each with its arguments."""
     for node in graph.graph.nodes:
         first: Any = node.args[0] if node.op == "call_function" and node.args else None
         body = getattr(graph, first.target, None) if getattr(first, "op", "") == "get_attr" else None
@@ -168,7 +168,7 @@ def _bodies(graph: GraphModule) -> Iterator[tuple[GraphModule, list[Any]]]:
 
 
 def _recipes_of(config: Any, node: Any, presence: list[str]) -> Iterator[tuple[Recipe, list[Any]]]:
-    """Recipes of a node, each with the nodes that it was given for."""
+    """Yields the recipes of a node, each with the input nodes that it applies to."""
     if hasattr(config, "recipe"):
         yield config.recipe, list(node.all_input_nodes)
     elif isinstance(config, chain.Config):
@@ -177,11 +177,11 @@ def _recipes_of(config: Any, node: Any, presence: list[str]) -> Iterator[tuple[R
         for i, stage in enumerate(owner):
             if isinstance(stage, linear.Config):
                 start = sum(sizes[:i])
-                yield stage.recipe, list(node.args[0][::-1][start : start + sizes[i]])  # a run's tensors, backwards
+                yield stage.recipe, list(node.args[0][::-1][start : start + sizes[i]])  # a run's tensors, reversed
 
 
 def _runs(graph: GraphModule) -> Iterator[Fused]:
-    """The runs of operations in a graph."""
+    """Yields the runs of operations in a graph."""
     for node in graph.graph.nodes:
         if _name(node) == f"{OURS}run":
             key = str(node.args[1]).split("|", 4)[-1]
@@ -193,11 +193,11 @@ def _runs(graph: GraphModule) -> Iterator[Fused]:
         yield from _runs(body)
 
 
-# -- the compiler's own words ------------------------------------------------------------------------------------------
+# -- the compiler's messages -------------------------------------------------------------------------------------------
 
 
 def _sentence(reason: str) -> str:
-    """What was said on purpose, or else the head of a reason and its explanation."""
+    """Returns the message of a deliberate break, or else the first line of a reason and its explanation."""
     first = reason.split("*** While handling")[0]
     explained = re.search(r"^\s*Explanation: (.+)$", first, re.MULTILINE)
     head = first.strip().splitlines()[0] if first.strip() else "no reason was given"
@@ -205,25 +205,25 @@ def _sentence(reason: str) -> str:
 
 
 def _quoted(reason: str) -> str:
-    """The message of `torch._dynamo.graph_break(msg)`, or of an error of ours; empty where neither ended the graph."""
+    """Returns the message of `torch._dynamo.graph_break(msg)` or of an Octavo error; empty if neither ended it."""
     said = re.search(r"User-inserted graph break\. Message: (?!None$)(.+)$", reason, re.MULTILINE)
     raised = re.search(r"raised exception Unsupported\w*\(.*?(['\"])(.+)\1", reason)
     return said[1] if said else raised[2] if raised else ""
 
 
 def _guard(reason: str) -> str:
-    """The condition alone: the graph's number before it and the source behind it are left out."""
+    """Returns only the condition, without the graph's number before it and the source after it."""
     line = reason.strip().splitlines()[0]
     return re.sub(r"^\d+/\d+: ", "", line).split("  # ")[0]
 
 
 def _frame(compilation: Any) -> str:
-    """Which function a compilation was of: "3" of "3/1"."""
+    """Returns the number of the function that was compiled: "3" for "3/1"."""
     return str(compilation.compile_id).split("/")[0]
 
 
 def _place(stack: Sequence[Any]) -> str:
-    """The innermost line of the user's own, or else the innermost."""
+    """Returns the innermost line of the user's code, or else the innermost line."""
     if not stack:
         return "unknown"
     users = [entry for entry in stack if not _is_library(entry.filename)]
@@ -237,12 +237,12 @@ def _place_of_failure(compilation: Any, functions: dict[str, tuple[str, str]]) -
 
 
 def _is_library(file: str) -> bool:
-    """Whether a line is ours, torch's or Python's: not where a user would look."""
+    """Whether a file is Octavo's, torch's or Python's, not the user's."""
     above = Path(file).parents
     return HERE in above or TORCH in above or (PYTHON in above and "site-packages" not in Path(file).parts)
 
 
 def _file(file: str, line: int | None) -> str:
-    """Relative to the current folder where it lies in it."""
+    """Returns file:line, relative to the current folder if the file is inside it."""
     path, here = Path(file), Path(os.getcwd())
     return f"{path.relative_to(here) if here in path.parents else path}:{line}"

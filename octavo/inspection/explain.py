@@ -1,8 +1,8 @@
-"""`octavo.explain`: what torch.compile makes of a model, seen by compiling and running it.
+"""`octavo.explain`: compiles and runs a model, and reports what torch.compile made of it.
 
-It runs a deep copy. Forward writes delayed scaling's memory, backward adds to `.grad` and `main_grad` and draws from
-the rounding counter, hooks of a parameter may step an optimizer: a list of what to put back would never be complete,
-and the copy has its own. What copying leaves out is given to it: attributes of parameters (`main_grad` among them).
+It runs a deep copy. Forward writes delayed scaling's memory, backward adds to `.grad` and `main_grad` and advances the
+rounding counter, and hooks of a parameter may step an optimizer: restoring all of this would never be complete, and a
+copy has its own. A deep copy lacks the attributes of parameters, such as `main_grad`: explain copies them too.
 """
 
 import copy
@@ -27,7 +27,7 @@ from octavo.wgrad.main_grad import has_buffer
 
 FOLLOWS = "from octavo.autocast"
 CUDAGRAPHS = "triton.cudagraphs"
-REPLAYED = 3  # calls until a CUDA graph is one: warm-up, recording, replay
+REPLAYED = 3  # calls until a CUDA graph is replayed: warm-up, recording, replay
 
 
 def explain(
@@ -38,15 +38,15 @@ def explain(
     backward: bool = True,
     dynamic: bool | None = None,
 ) -> CompileReport:
-    """Compile a copy of the model, call it with `inputs` and with each tuple of `then`, and report.
+    """Compiles a copy of the model, calls it with `inputs` and with each tuple of `then`, and returns a report.
 
-    mode        of torch.compile, compiled by Inductor. None is "reduce-overhead" on a GPU; on a CPU the graphs are
-                taken and nothing is generated, so that no C++ compiler is needed
-    backward    also run it, from ones, where the output requires a gradient
+    mode        a mode of torch.compile, for Inductor. None is "reduce-overhead" on a GPU; on a CPU it captures the
+                graphs and generates no code, so that no C++ compiler is needed
+    backward    also run backward, from ones, where the output requires a gradient
     dynamic     as for torch.compile
 
-    The model, its state, the inputs and torch's generators stay as they are. `torch._dynamo.reset()` is called before
-    and after: what else was compiled in this process will be compiled again."""
+    The model, its state, the inputs and torch's generators stay as they are. It calls `torch._dynamo.reset()` before
+    and after: other compiled functions of this process will be compiled again."""
     subject = _copied(model)
     device = _device(subject, inputs)
     mode = "reduce-overhead" if mode is None and device.type == "cuda" else mode
@@ -91,7 +91,7 @@ def _copied(model: Any) -> nn.Module:
             "Explain the module before it is wrapped, or one block of it."
         ) from error
     for path, layer in layers(copied):
-        layer.strict = False  # what it refuses is reported, by this name, and the rest goes on
+        layer.strict = False  # explain reports its refusals by its path, and goes on
         layer._path = path
     for theirs, ours in zip(model.parameters(), copied.parameters(), strict=True):
         ours.__dict__.update({name: _attribute(name, value, ours) for name, value in theirs.__dict__.items()})
@@ -101,7 +101,7 @@ def _copied(model: Any) -> nn.Module:
 
 
 def _attribute(name: str, value: Any, weight: Tensor) -> Any:
-    """A parameter's attribute for the parameter's copy: nothing that backward writes to may be the original's."""
+    """Returns a parameter's attribute for the parameter's copy, with its own memory for what backward writes."""
     if name == "get_main_grad":
         buffer = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         return lambda: buffer
@@ -122,12 +122,12 @@ def _device(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
 
 
 def _generators(model: nn.Module, inputs: tuple[Any, ...]) -> list[torch.device]:
-    """GPUs whose generators a call may move."""
+    """Returns the GPUs whose random generators a call may advance."""
     return [device for device in {t.device for t in _tensors(model, inputs)} if device.type == "cuda"]
 
 
 def _step(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, ...], backward: bool) -> None:
-    """One forward, and one backward of what requires it."""
+    """Runs one forward, and one backward from the outputs that require a gradient."""
     torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
     made = [t for t in tree_leaves(call(*tree_map(_own, batch))) if isinstance(t, Tensor) and t.requires_grad]
     if made and backward:
@@ -139,8 +139,8 @@ def _step(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, ...], ba
 
 
 def _lend_buffers(model: nn.Module) -> list[Any]:
-    """Weights that miss their main_grad, with one: it was a graph's reason to refuse at forward, and is no reason for
-    the report to end here."""
+    """Gives a main_grad to the weights that lack one, and returns these weights. The missing buffer is already reported
+    as a refusal of forward, and must not end the report here."""
     fused = [m for _, m in layers(model) if m.fuse_wgrad_accumulation]
     found: list[Any] = [weight for m in fused for weight in m.weight_parts() if not has_buffer([weight])]
     for weight in found:
@@ -167,7 +167,7 @@ def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
 
 
 def _why_uncompiled(path: str, layer: Quantized, refusals: tuple[str, ...]) -> str:
-    """The refusal that names the layer."""
+    """Returns the refusal that names the layer, or else a general reason."""
     own = [text for text in refusals if f"at {path!r}" in text]
     if not own and layer.parametrized_weights():
         return "whether it is in a graph is found by its weight, and this one is made by a parametrization"

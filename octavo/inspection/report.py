@@ -1,4 +1,4 @@
-"""What `octavo.explain` found, as values: plain data for a program, text for a person."""
+"""The report of `octavo.explain`, as values: they convert to plain data and print as text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.text import SHOWN, columns, path_names, plural
 
-WIDTH = 200  # of a line that quotes the compiler
+WIDTH = 200  # characters of a line that quotes the compiler
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,8 @@ class Break:
     """A place where a graph ends before the call does."""
 
     reason: str
-    where: str  # file:line, and where it ends inside a function, its name
-    uncompiled: str = ""  # the function that runs without any graph because of it; empty: another graph goes on
+    where: str  # file:line, and the name of the function where that is known
+    uncompiled: str = ""  # the function that then runs without a graph; empty: another graph continues
 
     def __str__(self) -> str:
         lost = f", and all of {self.uncompiled} runs uncompiled" if self.uncompiled else ""
@@ -24,10 +24,10 @@ class Break:
 
 @dataclass(frozen=True)
 class Recompile:
-    """A call that no graph made before would serve."""
+    """A call that no earlier graph could serve."""
 
     guard: str  # the condition that failed
-    where: str  # file:line of the function that was compiled again, and its name
+    where: str  # the recompiled function: file:line, and its name
 
     def __str__(self) -> str:
         return f"{self.where}: {self.guard}"
@@ -37,8 +37,8 @@ class Recompile:
 class Graph:
     """The operators of one captured graph, and how often it calls each."""
 
-    direction: str  # forward, backward; inference where nothing asks for a gradient
-    nodes: tuple[tuple[str, int], ...]  # ours
+    direction: str  # forward, backward; inference if no tensor requires a gradient
+    nodes: tuple[tuple[str, int], ...]  # Octavo's operators
     others: tuple[tuple[str, int], ...]
 
     def count(self, name: str) -> int:
@@ -50,13 +50,13 @@ class Graph:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of ours."""
+    """One layer of Octavo's."""
 
     path: str
-    recipe: str  # the key of its own, or "from octavo.autocast" and the one that was in force
+    recipe: str  # its own recipe's key, or "from octavo.autocast" and the key of the ambient one
     routes: tuple[tuple[str, str], ...]  # for each GEMM: native, emulated, reference
-    why: str = ""  # where a GEMM is emulated
-    uncompiled: str = ""  # why it is in no graph; empty if it is in one
+    why: str = ""  # why a GEMM is emulated
+    uncompiled: str = ""  # why it is not in a graph; empty if it is
 
     def as_dict(self) -> dict[str, Any]:
         return {**vars(self), "routes": dict(self.routes)}
@@ -64,12 +64,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Fused:
-    """Operations of a Sequential that are one node each way."""
+    """Operations of a Sequential that run as one node in forward and one in backward."""
 
     stages: tuple[str, ...]
     forward: tuple[str, ...]  # steps
     backward: tuple[str, ...]
-    refused: tuple[str, ...]  # rules whose pattern is there, and why they did not fire
+    refused: tuple[str, ...]  # fusion rules whose pattern matched, and why they did not apply
 
     def __str__(self) -> str:
         return f"{', '.join(self.stages)}: forward {' | '.join(self.forward)}; backward {' | '.join(self.backward)}"
@@ -77,20 +77,20 @@ class Fused:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What `octavo.explain` found in one compilation of a model. Prints as tables."""
+    """The findings of `octavo.explain` in one compilation of a model. Prints as tables."""
 
-    compiler: str  # what took the graphs
-    cudagraphs: bool  # whether CUDA graphs were asked for: nothing is skipped that was not
+    compiler: str  # the compiler that took the graphs
+    cudagraphs: bool  # whether CUDA graphs were requested; if not, there are no skips
     breaks: tuple[Break, ...]
     recompiles: tuple[Recompile, ...]
-    skips: tuple[str, ...]  # why a graph does not run as a CUDA graph, once for each that does not
+    skips: tuple[str, ...]  # for each graph that does not run as a CUDA graph, why
     graphs: int
     captured: tuple[Graph, ...]  # forward and backward, in the order in which they were made
     layers: tuple[Layer, ...]
     runs: tuple[Fused, ...] = ()
 
     def count(self, name: str, direction: str = "") -> int:
-        """How many nodes of this name there are, in all graphs or in those of one direction."""
+        """Returns how many nodes have this name, in all graphs or in those of one direction."""
         return sum(graph.count(name) for graph in self.captured if direction in ("", graph.direction))
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class CompileReport:
 
 
 def _entries(name: str, found: Sequence[str]) -> list[str]:
-    """A line each, with how often where that is more than once."""
+    """Returns one line for each different entry, with its number if it occurs more than once."""
     once = list(dict.fromkeys(found))
     lines = [text + (f" ({found.count(text)} times)" if found.count(text) > 1 else "") for text in once[:SHOWN]]
     lines = [f"  {name}  {text if len(text) <= WIDTH else text[: WIDTH - 3] + '...'}" for text in lines]
@@ -127,7 +127,7 @@ def _entries(name: str, found: Sequence[str]) -> list[str]:
 
 
 def _graph_lines(captured: tuple[Graph, ...]) -> list[str]:
-    """A row for each different graph."""
+    """Returns a table with one row for each different graph."""
     equal: dict[Graph, int] = {}
     for graph in captured:
         equal[graph] = equal.get(graph, 0) + 1
@@ -142,7 +142,7 @@ def _counts(nodes: tuple[tuple[str, int], ...]) -> str:
 
 
 def _layer_lines(layers: tuple[Layer, ...]) -> list[str]:
-    """A row for layers that differ in nothing but their paths, and under it what is to be said of them."""
+    """Returns a table with one row for layers that differ only in their paths, then notes on these layers."""
     if not layers:
         return ["There is no layer of Octavo's in this model."]
     equal: dict[tuple[Any, ...], list[str]] = {}

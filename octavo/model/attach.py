@@ -1,7 +1,7 @@
-"""`octavo.attach`: end a training step of a model, and refresh its weight caches, whenever its optimizer steps.
+"""`octavo.attach`: ends a training step of a model, and refreshes its weight caches, whenever its optimizer steps.
 
-The hook sits on the torch optimizer whose own `step()` runs hooks: the one that was given, or the one inside a wrapper
-of it. Several optimizers of one model may each be attached: every layer is stepped by the one that has its weights.
+It puts a hook on the torch optimizer whose `step()` runs hooks: the one that the caller passes, or the one inside that
+wrapper. Several optimizers of one model can be attached: each steps the layers whose weights it holds.
 """
 
 import weakref
@@ -19,21 +19,21 @@ from octavo.modules.quantized import Quantized
 from octavo.weights import optimizer_hooks
 
 _BY_HAND = "call octavo.step(model) and octavo.refresh_weights(model) after each of its steps"
-_attached: "weakref.WeakSet[Attachment]" = weakref.WeakSet()  # those that were not removed
+_attached: "weakref.WeakSet[Attachment]" = weakref.WeakSet()  # attachments that were not removed
 
 
 class Attachment:
-    """A model and an optimizer that steps it, until `remove()`. Used as a context it ends with its block."""
+    """A model and an optimizer that steps it, until `remove()`. As a context manager it ends with its block."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, group: Any) -> None:
         self.model, self.group = model, group
-        self.optimizer = weakref.ref(optimizer)  # whose hook keeps this alive
-        self.layers = weakref.WeakSet(layer for _, layer in layers(model))  # as of its last step
+        self.optimizer = weakref.ref(optimizer)  # weak: its hook keeps this object alive
+        self.layers = weakref.WeakSet(layer for _, layer in layers(model))  # as of the last step
         self._handle = optimizer.register_step_post_hook(self._after_step)
         _attached.add(self)
 
     def remove(self) -> None:
-        """Leave the optimizer as it was. A second call does nothing."""
+        """Removes the hook from the optimizer. A second call does nothing."""
         self._handle.remove()
         _attached.discard(self)
 
@@ -48,7 +48,7 @@ class Attachment:
         return self.optimizer() is optimizer and any(layer is own for _, own in layers(self.model))
 
     def _after_step(self, stepped: Optimizer, *_: Any) -> None:
-        optimizer_hooks.finish(stepped)  # codes made here are of the versions that the weights keep
+        optimizer_hooks.finish(stepped)  # so that codes made below have the weights' final versions
         ours = [layer for _, layer in layers(self.model)]
         self.layers = weakref.WeakSet(ours)
         index = _index.now()
@@ -57,7 +57,7 @@ class Attachment:
         step_layers(served, self.group)
         refresh_layers(served)
         for layer, claim in zip(ours, claims, strict=True):
-            if not claim:  # an optimizer that is not attached may still write to its weight, past torch's counter
+            if not claim:  # an unattached optimizer may write its weight without raising torch's version counter
                 layer._codes.end_step()
 
 
@@ -69,7 +69,7 @@ class _Index:
         self.found: dict[int, list[Attachment]] = {}
 
     def now(self) -> dict[int, list[Attachment]]:
-        """Built anew when attachments, or the groups of their optimizers, have changed."""
+        """Returns the index, rebuilt if attachments or the parameter groups of their optimizers have changed."""
         pairs = [(one, optimizer) for one in list(_attached) if (optimizer := one.optimizer()) is not None]
         key = [(id(one), sum([len(group["params"]) for group in optimizer.param_groups])) for one, optimizer in pairs]
         if key != self.key:
@@ -84,19 +84,19 @@ _index = _Index()
 
 
 def _claims(layer: Quantized, index: dict[int, list[Attachment]]) -> list[Attachment]:
-    """The attachments, to models that have this layer, whose optimizers train it."""
+    """Returns the attachments to models with this layer whose optimizers train the layer."""
     return [one for p in layer.trained_by() for one in index.get(id(p), ()) if layer in one.layers]
 
 
 def attach(model: nn.Module, optimizer: Any, group: Any = None) -> Attachment:
-    """Call `octavo.step(model, group)` and `octavo.refresh_weights(model)` after every step of an optimizer.
+    """Calls `octavo.step(model, group)` and `octavo.refresh_weights(model)` after every step of an optimizer.
 
-    model       has layers of Octavo's
+    model       a module with layers of Octavo's
     optimizer   a torch optimizer of the model's own parameters, or a wrapper that has one at `.optimizer`
     group       the process group over which the amaxes of fp8-delayed are reduced; None reduces nothing
 
     Returns a handle with `.remove()`. With several optimizers attached to one model, each serves the layers whose
-    weights it holds; a layer whose weights none of them holds is served by every one."""
+    weights it holds; a layer whose weights no attached optimizer holds is served by all of them."""
     if not isinstance(model, nn.Module):
         swapped = isinstance(optimizer, nn.Module)
         rule = "octavo.attach(model, optimizer), in this order," if swapped else "octavo.attach"
@@ -128,12 +128,12 @@ def attach(model: nn.Module, optimizer: Any, group: Any = None) -> Attachment:
 
 
 def _held(optimizer: Optimizer) -> set[int]:
-    """The ids of an optimizer's parameters."""
+    """Returns the ids of an optimizer's parameters."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _hooked(optimizer: Any) -> Optimizer:
-    """The torch optimizer that runs hooks when this one steps: itself, or the next one inside that does."""
+    """Returns the torch optimizer that runs hooks when this one steps: itself, or the first wrapped one that does."""
     found = optimizer
     seen: list[Any] = []
     while all(found is not one for one in seen):
@@ -141,7 +141,7 @@ def _hooked(optimizer: Any) -> Optimizer:
         if runs_hooks(found):
             stepped: Optimizer = found
             return stepped
-        # a scheduler has an optimizer too, and no parameters
+        # a scheduler also has .optimizer, but no param_groups
         found = getattr(found, "optimizer", None) if hasattr(found, "param_groups") else None
     what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
     raise UnsupportedDtype(

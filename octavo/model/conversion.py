@@ -13,11 +13,11 @@ class Row:
     """One module at one path.
 
     path       its name in the model; "" is the model itself
-    kind       its class, as it was: "torch.nn.Linear"
-    recipe     the canonical string of the recipe that it has now; "" if it has none
+    kind       its class before the conversion: "torch.nn.Linear"
+    recipe     the canonical string of its recipe after the conversion; "" if it has none
     route      how its GEMMs run: "native", "emulated", "reference"; "skipped" without a recipe
-    why        the reason, where it was left alone or is emulated
-    reason     the same in a word or two: "converted", "kept", "output head", "embedding", ...
+    why        a sentence that says why it was left alone, or why it is emulated
+    reason     the reason in a word or two: "converted", "kept", "output head", "embedding", ...
     weights    the number of elements of its matrices
     """
 
@@ -28,8 +28,8 @@ class Row:
     why: str = ""
     reason: str = CONVERT
     weights: int = 0
-    module: int = 0  # its id: at several paths it counts once
-    identities: tuple[int, ...] = ()  # ids of its parameters: one that is tied counts once
+    module: int = 0  # the module's id, to count a module with several paths once
+    identities: tuple[int, ...] = ()  # ids of its parameters, to count a tied one once
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("module", "identities")}
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Share:
-    """How many layers have something in common, and how many of the model's weights they hold."""
+    """How many layers have one reason, and how many of the model's weights they hold."""
 
     layers: int
     weights: int
@@ -61,7 +61,7 @@ class ConversionReport:
         return len(self.rows)
 
     def shares(self) -> dict[str, Share]:
-        """A share for each reason, "converted" first. A layer with several paths, or a tied weight, counts once."""
+        """Returns a share for each reason, "converted" first. A shared layer and a tied weight count once."""
         order = sorted(dict.fromkeys(row.reason for row in self.rows), key=lambda reason: reason != CONVERT)
         counted: set[int] = set()
         counts: dict[str, tuple[int, int]] = {}
@@ -77,19 +77,19 @@ class ConversionReport:
         return {reason: Share(layers, weights, weights / total) for reason, (layers, weights) in counts.items()}
 
     def summary(self) -> str:
-        """One line: what was converted, and what was left, by reason."""
+        """Returns one line: the share that was converted, and the shares left alone, by reason."""
         shares = self.shares()
         done = shares.pop(CONVERT, Share(0, 0, 0.0))
         text = f"Converted {done}"
         return text + "".join(f"; {reason}: {share}" for reason, share in shares.items()) + "."
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: `shares`, `notes` and `rows`."""
+        """Returns plain data: `shares`, `notes` and `rows`."""
         shares = {reason: dict(vars(share)) for reason, share in self.shares().items()}
         return {"shares": shares, "notes": list(self.notes), "rows": [row.as_dict() for row in self.rows]}
 
     def __str__(self) -> str:
-        """Paths that differ in nothing but their numbers are one line; reasons stand below the table."""
+        """Returns the table, one line for paths that differ only in their numbers, then the reasons and the summary."""
         equal: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
             key = (path_pattern(row.path), row.kind, row.recipe or "-", row.route, row.why)

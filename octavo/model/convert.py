@@ -28,7 +28,7 @@ from octavo.recipes import Recipe
 from octavo.text import path_names
 
 SETTINGS = ("keep_weight_codes", "fuse_wgrad_accumulation", "delay_wgrad_compute")
-# attributes that are 0 where a module calls its layers
+# attributes that must be 0 so that the module calls its layers
 _SHORTCUTS: dict[Any, str] = {
     nn.TransformerEncoderLayer: "activation_relu_or_gelu", nn.TransformerEncoder: "use_nested_tensor",
 }  # fmt: skip
@@ -36,13 +36,13 @@ _SHORTCUTS: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class _Planned:
-    """One path to a layer, and what is to become of it."""
+    """One path to a layer, and the choice for it."""
 
     path: str
     module: nn.Module
-    kind: str  # its class before
+    kind: str  # the name of its class before the conversion
     choice: Choice
-    refused: bool = False  # left alone though it was to be converted
+    refused: bool = False  # it should be converted, but cannot be
 
 
 def convert(
@@ -58,23 +58,24 @@ def convert(
     fuse_wgrad_accumulation: bool | None = None,
     delay_wgrad_compute: bool | None = None,
 ) -> ConversionReport:
-    """Give every nn.Linear of the model, and every layer of ours without a recipe, this recipe.
+    """Gives this recipe to every nn.Linear of the model, and to every Octavo layer without a recipe.
 
     A subclass of nn.Linear that inherits its forward is converted and stays an instance of its class.
 
     Args:
         model: changed in place.
         recipe: a name, a canonical string or a Recipe.
-        policy: policy(path, module) returns False to leave a layer alone, or a recipe for it, which also decides for
-            an output head, an adapter, a layer with a recipe of its own and a subclass with a forward of its own. None
-            and True leave the decision to convert.
-        exclude: paths, globs of paths or classes of modules that are left alone, with all that is inside; one or
+        policy: policy(path, module) returns False to leave a layer alone, or a recipe for it, also for an output head,
+            an adapter, a layer with a recipe of its own and a subclass with a forward of its own. None and True leave
+            the decision to convert.
+        exclude: paths, globs of paths or classes of modules that are left alone, with all modules inside; one or
             several.
         high_precision: kinds of layers that are left alone: "head" (the layer that predicts tokens), "adapters"
             (factors of low-rank adapters), "routers" (layers that choose experts). An empty tuple converts them.
-        overwrite: also change layers of ours that have a recipe of their own.
-        strict: a linear layer that cannot be converted is an error, and so is, later, a setting of a converted one that
-            torch.compile cannot hold. Otherwise the former is reported as skipped, the latter run outside the graph.
+        overwrite: also change Octavo layers that have a recipe of their own.
+        strict: raise for a linear layer that cannot be converted, and later for a setting of a converted layer that
+            torch.compile cannot hold. Otherwise the former is reported as skipped, and the latter runs outside the
+            graph.
         keep_weight_codes, fuse_wgrad_accumulation, delay_wgrad_compute: settings of the converted layers; None keeps a
             layer's own. See octavo.Linear.
 
@@ -82,8 +83,8 @@ def convert(
         A report of every module that holds a matrix, converted or not, and why. Print it.
 
     Raises:
-        UnsupportedConfig: an argument has no meaning, or a layer cannot be converted and `strict` is set. The model is
-            then unchanged.
+        UnsupportedConfig: an argument is invalid, or a layer cannot be converted and `strict` is set. The model is then
+            unchanged.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -119,12 +120,12 @@ def convert(
 
 
 def revert(model: nn.Module) -> None:
-    """Make every octavo.Linear an nn.Linear again, or the subclass that it was. Other layers of ours, and those within
+    """Makes every octavo.Linear an nn.Linear again, or the subclass that it was. Other Octavo layers, and those within
     a LayerNormLinear or LayerNormMLP, keep their class and lose the recipe that `convert` gave them. Weights held as
-    codes become what the codes stand for."""
+    codes become their dequantized values."""
     if not isinstance(model, nn.Module):
         raise UnsupportedConfig(f"revert takes a model (an nn.Module), got {type(model).__name__}.")
-    # a class of its own with fusions that must happen, as of LayerNormMLP's
+    # subclasses of Sequential that require fusions, such as LayerNormMLP
     blocks = [m for m in model.modules() if isinstance(m, Sequential) and type(m) is not Sequential and m.require]
     bound = {id(module) for block in blocks for module in block.modules()}
     linears = [(path, m) for path, m in model.named_modules() if isinstance(m, Linear) and id(m) not in bound]
@@ -166,7 +167,7 @@ def revert(model: nn.Module) -> None:
 
 
 def _plan(model: nn.Module, chosen: Selection, settings: dict[str, bool]) -> list[_Planned]:
-    """A plan for every path to a linear layer, or a layer of ours: a shared one has several."""
+    """Returns a plan for every path to a linear layer or an Octavo layer; a shared layer has several paths."""
     layers = [
         (path, module)
         for path, module in model.named_modules(remove_duplicate=False)
@@ -201,7 +202,7 @@ def _unknown_setting(module: Quantized, settings: dict[str, bool]) -> str:
 
 
 def _refusal(module: nn.Linear, forced: bool) -> str:
-    """Why a module cannot become an octavo.Linear; empty if it can."""
+    """Returns why a module cannot become an octavo.Linear; empty if it can."""
     name = qualified(module)
     if is_parametrized(module):
         return "it is parametrized. Convert it first, then register the parametrization"
@@ -217,13 +218,13 @@ def _refusal(module: nn.Linear, forced: bool) -> str:
         return f"it is a {name}, and has {both} of its own, which octavo.Linear uses. Rename it, or leave the layer out"
     if is_lazy(module.weight):
         return f"it is a {name} without a size yet. Call the model once first"
-    if not is_sharded(module.weight) and (why := strange(module.weight)):  # a shard is whole by the time of a call
+    if not is_sharded(module.weight) and (why := strange(module.weight)):  # a shard is gathered before each call
         return f"its weight is {why}"
     if why := dtype_refusal(module.weight.dtype):
         return why
     try:
         class_for(type(module))
-    except Exception as error:  # a metaclass or __init_subclass__ of theirs may refuse
+    except Exception as error:  # its metaclass or __init_subclass__ may raise
         return f"its class {name} cannot be subclassed ({type(error).__name__}: {error})"
     return ""
 
@@ -233,7 +234,7 @@ def _name_of(function: Any) -> str:
 
 
 def _agreed(planned: list[_Planned]) -> list[_Planned]:
-    """The same, where each path of a shared layer that is to be something else than at its first is refused."""
+    """Returns the plans, with a path of a shared layer refused if its recipe differs from the first path's."""
     first: dict[int, _Planned] = {}
     found = []
     for plan in planned:
@@ -249,7 +250,7 @@ def _agreed(planned: list[_Planned]) -> list[_Planned]:
 
 
 def _applied(plan: _Planned, strict: bool, settings: dict[str, bool]) -> Row:
-    """The row of a layer, converted as planned."""
+    """Converts a layer as planned, and returns its row."""
     module: Any = plan.module
     kind, names = plan.kind, module.weight_names() if isinstance(module, Quantized) else ["weight"]
     weights = [p for name in names if (p := module._parameters.get(name)) is not None and not is_lazy(p)]
@@ -259,7 +260,7 @@ def _applied(plan: _Planned, strict: bool, settings: dict[str, bool]) -> Row:
         _set(module, settings)
     if choice.recipe is not None and choice.reason == CONVERT and not plan.refused:
         _change(module, plan.path, choice.recipe, strict, settings)
-    recipe = module.recipe if isinstance(module, Quantized) else None  # left alone, it may have one of its own
+    recipe = module.recipe if isinstance(module, Quantized) else None  # a layer left alone may have its own
     if recipe is None:
         return Row(plan.path, kind, "", "skipped", choice.why, choice.reason, **shape)
     how, why = route(weights[0].device if weights else torch.device("cpu"), recipe)
@@ -267,7 +268,7 @@ def _applied(plan: _Planned, strict: bool, settings: dict[str, bool]) -> Row:
 
 
 def _count(weights: Sequence[Any], module: Any) -> int:
-    """Elements of a layer's weight; of one that a parametrization makes, by its sizes."""
+    """Counts the elements of a layer's weight; a parametrized weight is counted by the layer's sizes."""
     return sum(p.numel() for p in weights) if weights else module.in_features * module.out_features
 
 
@@ -289,19 +290,20 @@ def _set(module: Any, settings: dict[str, bool]) -> None:
 
 
 def _others(model: nn.Module) -> Iterator[Row]:
-    """Rows of modules that hold matrices and are no layers."""
+    """Yields rows of modules that hold matrices but are not linear layers."""
     for path, module, found in holders(model):
         above = path.rpartition(".parametrizations.")[0]
         if isinstance(module, ParametrizationList) and isinstance(model.get_submodule(above), (nn.Linear, Quantized)):
-            continue  # its layer's row counts the weight
+            continue  # the row of its layer counts the weight
         reason, why = why_left(module, found)
         weights, ids = sum(p.numel() for p in found.values()), tuple(id(p) for p in found.values())
         yield Row(path, qualified(module), "", "skipped", why, reason, weights, id(module), ids)
 
 
 def _take_shortcuts_away(model: nn.Module) -> Iterator[str]:
-    """nn.TransformerEncoderLayer calls a fused kernel with its layers' weights, in eval mode and without gradients, and
-    nn.TransformerEncoder makes nested tensors for that kernel."""
+    """Turns off the fast path of torch's encoders, and yields a note. In eval mode without gradients an
+    nn.TransformerEncoderLayer passes its layers' weights to a fused kernel, and an nn.TransformerEncoder makes nested
+    tensors for that kernel."""
     paths = []
     for path, module in model.named_modules():
         name = _SHORTCUTS.get(next((kind for kind in _SHORTCUTS if isinstance(module, kind)), None), "")
@@ -317,7 +319,7 @@ def _take_shortcuts_away(model: nn.Module) -> Iterator[str]:
 
 
 def _warn_of_nothing(model: nn.Module, report: ConversionReport, recipe: str) -> None:
-    """Say so if nothing was converted, and no layer runs in the recipe already."""
+    """Warns if no layer was converted, and none has this recipe already."""
     done = [row for row in report if row.recipe]
     if any(row.reason == CONVERT or row.recipe == recipe for row in done):
         return
@@ -329,7 +331,7 @@ def _warn_of_nothing(model: nn.Module, report: ConversionReport, recipe: str) ->
 
 
 def route(device: torch.device, recipe: Recipe) -> tuple[str, str]:
-    """How a layer's GEMMs run on a device."""
+    """Returns (route, why): how a layer's GEMMs run on a device, and why they are emulated or on the reference."""
     quant = recipe.linear()
     if device.type == "meta":
         return "reference", "on the meta device: moved elsewhere, it runs as that device can"

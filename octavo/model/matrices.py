@@ -1,4 +1,4 @@
-"""Modules that hold a matrix and are no linear layer: the names and reasons by which a conversion reports them."""
+"""Modules that hold a matrix but are not linear layers, and the reasons that a conversion reports for them."""
 
 from collections.abc import Iterator
 
@@ -21,18 +21,18 @@ _KNOWN: tuple[tuple[tuple[type, ...], str, str], ...] = (
         "F.scaled_dot_product_attention",
     ),
 )
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # whose weights may have several dims and are no matrices
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # their weights may have several dims but are not matrices
 
 
 def qualified(module: nn.Module) -> str:
-    """The name of a module's class with its package, torch.nn.Linear under its public name."""
+    """Returns the qualified name of a module's class; classes of torch.nn by their public names."""
     kind = type(module)
     package = "torch.nn" if kind.__module__.startswith("torch.nn.modules.") else kind.__module__
     return f"{package}.{kind.__qualname__}"
 
 
 def matrices(module: nn.Module) -> dict[str, Tensor]:
-    """The module's own parameters, not its children's, with two dims or more that are longer than 1."""
+    """Returns the module's own parameters, not its children's, that have at least two dims longer than 1."""
     if isinstance(module, _NORMS):
         return {}
     own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
@@ -40,14 +40,14 @@ def matrices(module: nn.Module) -> dict[str, Tensor]:
 
 
 def holders(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
-    """(path, module, its matrices) of every module that has some and is no nn.Linear."""
+    """Yields (path, module, its matrices) of every module that has matrices and is not an nn.Linear."""
     for path, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, nn.Linear) and (found := matrices(module)):
             yield path, module, found
 
 
 def why_left(module: nn.Module, found: dict[str, Tensor]) -> tuple[str, str]:
-    """(reason in a word, sentence) for a module that convert does not change."""
+    """Returns (reason in a word, sentence) for a module that convert does not change."""
     for classes, reason, why in _KNOWN:
         if isinstance(module, classes):
             return reason, why

@@ -15,19 +15,19 @@ from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 
 Policy = Callable[[str, nn.Module], "bool | str | Recipe | None"]
-HIGH_PRECISION = ("head", "adapters", "routers")  # kinds of layers that stay so unless the caller says otherwise
-CONVERT, KEEP = "converted", "kept"  # reasons; the others are for layers that are left alone
+HIGH_PRECISION = ("head", "adapters", "routers")  # kinds of layers that a conversion leaves alone by default
+CONVERT, KEEP = "converted", "kept"  # reasons; all other reasons are for layers left alone
 _OWN = "has a recipe of its own"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A recipe for a layer, or None and the reason."""
+    """The recipe chosen for a layer, or None and the reason."""
 
     recipe: Recipe | None
     reason: str = CONVERT
     why: str = ""
-    forced: bool = False  # a policy named the recipe
+    forced: bool = False  # a policy returned the recipe
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Selection:
     bypassed: dict[int, str]  # id of a layer whose forward its parent does not call, to why
 
     def choose(self, path: str, module: nn.Module) -> Choice:
-        """The choice for the layer at a path."""
+        """Returns the choice for the layer at a path."""
         if path in self.excluded:
             return Choice(None, "excluded", f"excluded by {self.excluded[path]}")
         if id(module) in self.bypassed:
@@ -55,7 +55,7 @@ class Selection:
         recipe = module.recipe if isinstance(module, Quantized) else None
         if id(module) in self.spared:
             reason, why = self.spared[id(module)]
-            # one that was given a recipe before is not in high precision
+            # a layer that already has a recipe is not in high precision
             return Choice(None, reason, why) if recipe is None else Choice(recipe, KEEP, f"this {reason} {_OWN}")
         if recipe is not None and not self.overwrite:
             return Choice(recipe, KEEP, "" if recipe == self.default else f"it {_OWN}: overwrite=True changes it")
@@ -65,7 +65,7 @@ class Selection:
 def select(
     model: nn.Module, recipe: str | Recipe, policy: Any, *, exclude: Any, high_precision: Any, overwrite: bool
 ) -> Selection:
-    """Read the arguments of `octavo.convert`, and refuse those without a meaning."""
+    """Checks the arguments of `octavo.convert` and returns them as a Selection."""
     if policy is not None:
         check_policy(policy)
     bypassed = {
@@ -82,7 +82,7 @@ def select(
 
 
 def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]]:
-    """id of a layer to (reason, sentence), for the layers of these kinds."""
+    """Returns the layers of these kinds, as a dict from a layer's id to (reason, sentence)."""
     kinds = (kinds,) if isinstance(kinds, str) or not isinstance(kinds, Iterable) else tuple(kinds)
     for kind in kinds:
         if kind not in HIGH_PRECISION:
@@ -105,7 +105,7 @@ def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]
 
 
 def _routers(model: nn.Module) -> Iterator[nn.Linear]:
-    """Layers that choose experts: named a router, or a gate beside experts."""
+    """Yields layers that choose experts: a layer named router, or a gate beside experts."""
     modules = dict(model.named_modules())
     for path, module in _linears(model):
         above, _, name = path.rpartition(".")
@@ -115,8 +115,8 @@ def _routers(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """(id, how it was found) of layers that predict tokens. A vocabulary's size is a hint, for layers outside of the
-    modules that have named theirs."""
+    """Yields (id, how it was found) of layers that predict tokens. The size of the vocabulary decides only for layers
+    outside of modules whose `get_output_embeddings` names a head."""
     known: set[int] = set()
     yield from _named_heads(model, known)
     yield from _tied_heads(model)
@@ -124,14 +124,14 @@ def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _named_heads(model: nn.Module, known: set[int]) -> Iterator[tuple[int, str]]:
-    """Heads by `get_output_embeddings`; adds the ids of all layers in modules that have such a head to `known`."""
+    """Yields heads that `get_output_embeddings` returns; adds to `known` the ids of all layers in such modules."""
     for module in model.modules():
         ask = getattr(module, "get_output_embeddings", None)
         if not callable(ask):
             continue
         try:
             head = ask()
-        except Exception:  # a model without a head may say so by raising
+        except Exception:  # a model without a head may raise
             continue
         if isinstance(head, nn.Module):
             known.update(id(layer) for _, layer in _linears(module))
@@ -146,8 +146,8 @@ def _tied_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Layers with as many outputs as the largest embedding has rows, those of positions left out. Where other layers
-    take that many inputs it may be a width: then the one such layer that is in no numbered block."""
+    """Yields layers with as many outputs as the largest embedding has rows, embeddings of positions aside. If a layer
+    also has that many inputs, the number may be a width: then it yields the only such layer outside numbered blocks."""
     tables = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Embedding)]
     tables = [(path, m) for path, m in tables if not _counts_positions(path.rpartition(".")[2].lower())]
     if not tables:
@@ -175,8 +175,8 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def excluded(model: nn.Module, exclude: Any) -> dict[str, str]:
-    """Path to the entry of `exclude` that leaves it out. An entry is a path, a glob of paths or a class of modules, and
-    takes with it all that is inside."""
+    """Returns a dict from each excluded path to the entry of `exclude` that excludes it. An entry is a path, a glob of
+    paths or a class of modules, and also excludes all modules inside."""
     one = isinstance(exclude, (str, type)) or not isinstance(exclude, Iterable)
     entries: Sequence[Any] = () if exclude is None else (exclude,) if one else tuple(exclude)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -184,7 +184,7 @@ def excluded(model: nn.Module, exclude: Any) -> dict[str, str]:
     for entry in entries:
         if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
             raise UnsupportedConfig(f"exclude takes paths, globs or classes of modules, got {entry!r}.")
-        exact = isinstance(entry, str) and entry in modules  # a path may have characters that globs use
+        exact = isinstance(entry, str) and entry in modules  # a path may contain glob characters
         roots = [entry] if exact else [path for path, module in modules.items() if _is_meant(entry, path, module)]
         if not roots:
             raise UnsupportedConfig(_excludes_nothing(entry, list(modules)))
@@ -211,12 +211,12 @@ def _excludes_nothing(entry: Any, paths: list[str]) -> str:
 
 
 def check_policy(policy: Any) -> None:
-    """Refuse a policy that cannot be called, or whose parameters are named in the other order."""
+    """Raises if a policy cannot be called, or if its parameters are named (module, path)."""
     if not callable(policy):
         raise UnsupportedConfig(f"policy is a function of (path, module), got {policy!r}. exclude= takes names.")
     try:
         names = [name.lower() for name in inspect.signature(policy).parameters]
-    except (TypeError, ValueError):  # a builtin does not tell
+    except (TypeError, ValueError):  # a builtin may have no signature
         return
     if len(names) == 2 and names[0] in _MODULES and names[1] in _PATHS:
         raise UnsupportedConfig(
@@ -229,7 +229,7 @@ _PATHS = ("path", "name", "fqn", "p", "n", "key", "prefix")
 
 
 def answer(policy: Policy, path: str, module: nn.Module) -> Recipe | bool:
-    """A policy's answer for a layer: a recipe, False to leave it alone, True to let convert decide."""
+    """Returns a policy's answer for a layer: a recipe, False to leave it alone, True to let convert decide."""
     try:
         wish = policy(path, module)
     except Exception as error:
@@ -250,7 +250,7 @@ def answer(policy: Policy, path: str, module: nn.Module) -> Recipe | bool:
 
 
 def is_swapped(policy: Policy, layers: Sequence[tuple[str, nn.Module]]) -> bool:
-    """Whether a policy that takes nothing as (path, module) takes something as (module, path)."""
+    """Whether a policy accepts some layer when it is called as (module, path); a call that raises counts as no."""
     try:
         return any(policy(module, path) for path, module in layers)  # type: ignore[arg-type]
     except Exception:

@@ -13,12 +13,12 @@ from octavo.model.layers import joined, layers
 from octavo.modules.quantized import Quantized
 from octavo.text import some
 
-State = dict[str, Tensor]  # of one layer, by its names in it
-_KEY = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:scaling|rounding)\..+)")  # of a model's state
+State = dict[str, Tensor]  # of one layer: its tensors by their names in the layer
+_KEY = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:scaling|rounding)\..+)")  # a key of a model's state
 
 
 class _Load(NamedTuple):
-    """A layer, and its part of the state that is loaded."""
+    """A layer, and its part of the loaded state."""
 
     path: str
     layer: Quantized
@@ -26,16 +26,16 @@ class _Load(NamedTuple):
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """What a resumed run needs besides the weights, as plain tensors: delayed scaling's windows and multipliers, and
-    the counters of stochastic rounding. Empty for recipes that remember nothing."""
+    """Returns the state that a resumed run needs besides the weights, as plain tensors: delayed scaling's windows and
+    multipliers, and the counters of stochastic rounding. Empty for recipes without state."""
     states = ((path, layer.recipe_state() | layer.pending_state()) for path, layer in layers(model))
     return {joined(path, name): tensor for path, state in states for name, tensor in state.items()}
 
 
 def load_state_dict(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
-    """Take over what `state_dict` gave, of the model itself or compiled. A layer that follows `octavo.autocast` and has
-    not run yet, or is on the meta device, keeps its part until it has. Strict: the model must want exactly these
-    tensors. All of them are checked before any is written."""
+    """Loads what `octavo.state_dict` returned for the model, compiled or not. A layer that is on the meta device, or
+    follows `octavo.autocast` and has not run yet, keeps its part until it has buffers. Strict: the state must have
+    exactly the tensors that the model needs. All tensors are checked before any is written."""
     by_path, unknown = _by_layer(state)
     loads = [_Load(path, layer, by_path.pop(_without_wrappers(path), {})) for path, layer in layers(model)]
     unknown += [joined(path, name) for path, left in by_path.items() for name in left]
@@ -50,13 +50,13 @@ def load_state_dict(model: nn.Module, state: dict[str, Tensor], strict: bool = T
 
 
 def _check_names(loads: list[_Load], unknown: list[str]) -> None:
-    """Refuse a state that lacks a tensor which a layer wants, or has one that no layer wants; `unknown` are of no
-    layer."""
+    """Raises if the state lacks a tensor that a layer needs, or has one that no layer needs; `unknown` are keys without
+    a layer."""
     missing, unknown = [], list(unknown)
     for path, layer, state in loads:
         wanted = layer.recipe_state()
         missing += [joined(path, name) for name in wanted if name not in state]
-        if layer.recipe is not None:  # one without may want them later
+        if layer.recipe is not None:  # without a recipe the layer may need them later
             unknown += [joined(path, name) for name in state if name not in wanted]
     if missing or unknown:
         first, second = (some(names, 3) or "nothing" for names in (missing, unknown))
@@ -67,12 +67,12 @@ def _check_names(loads: list[_Load], unknown: list[str]) -> None:
 
 
 def _without_wrappers(path: str) -> str:
-    """A path without the names that wrappers put into it."""
+    """Returns a path without the names that wrappers add to it."""
     return ".".join(part for part in path.split(".") if part not in WRAPPERS)
 
 
 def _by_layer(state: Any) -> tuple[dict[str, State], list[str]]:
-    """A state's tensors, by the path of their layer and their names in it; and keys that no layer's state has."""
+    """Returns a state's tensors, by layer path and by name in the layer, and the keys that no layer's state has."""
     if not isinstance(state, Mapping):
         raise UnsupportedDtype(f"A state is the dict that octavo.state_dict gave, got {type(state).__name__}.")
     by_path: dict[str, State] = {}

@@ -1,4 +1,4 @@
-"""The end of a training step: delayed scales of a whole model follow the amaxes of the step."""
+"""`octavo.step`: ends a training step by updating the delayed scales of a whole model from the step's amaxes."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ from octavo.quant.state import update_all
 
 
 def step(model: nn.Module, group: Any = None) -> None:
-    """End a training step: delayed scales follow the amaxes that were observed since the last one.
+    """Ends a training step: updates delayed scales from the amaxes observed since the last call.
 
     With a process `group` the amaxes are first reduced by maximum over it, so that its ranks keep equal scales; every
     rank must then hold the same layers. None reduces nothing."""
@@ -24,10 +24,10 @@ def step(model: nn.Module, group: Any = None) -> None:
 
 
 def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
-    """`step` of some layers."""
+    """Does the same as `step`, for the given layers."""
     batches: dict[tuple[Any, ...], list[DelayedState]] = {}
     cold: list[Quantized] = []
-    in_graph = torch.compiler.is_compiling() or is_capturing()  # which cannot wait for an answer, nor count
+    in_graph = torch.compiler.is_compiling() or is_capturing()  # a graph can neither read the device back nor count
     for module in modules:
         module._codes.end_step()
         scaling = module._scaling

@@ -1,4 +1,4 @@
-"""The quantized weights of a whole model: refreshed, or held as codes alone."""
+"""`octavo.refresh_weights` and `octavo.quantize_weights`: refresh a model's cached codes, or keep only codes."""
 
 from collections.abc import Iterable
 
@@ -10,12 +10,12 @@ from octavo.modules.quantized import Quantized
 
 
 def refresh_weights(model: nn.Module) -> None:
-    """Quantize again every weight that is cached, in place: after the optimizer changed them."""
+    """Quantizes every cached weight again, in place. Call it after the optimizer has changed the weights."""
     refresh_layers([module for _, module in layers(model)])
 
 
 def refresh_layers(modules: Iterable[Quantized]) -> None:
-    """`refresh_weights` of some layers."""
+    """Does the same as `refresh_weights`, for the given layers."""
     for module in modules:
         stored = module._codes
         if stored.recipe is not None and not stored.held:
@@ -24,8 +24,8 @@ def refresh_layers(modules: Iterable[Quantized]) -> None:
 
 
 def quantize_weights(model: nn.Module) -> None:
-    """Hold the weights as codes only, in both orientations, for weights that no optimizer updates: a step on one
-    raises. The parameters read as the values of their codes, and quantize what is written to them."""
+    """Keeps the weights only as codes, in both orientations. No optimizer may update them: a step on one raises. The
+    parameters read as the dequantized values, and quantize the values that are written to them."""
     quantized = [
         (path, module)
         for path, module in layers(model)
@@ -45,7 +45,7 @@ def quantize_weights(model: nn.Module) -> None:
 
 
 def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """All names that a parameter has in the model, by its id."""
+    """Returns all names that each parameter has in the model, by its id."""
     names: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -54,7 +54,7 @@ def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _refuse_tied(path: str, names: list[str]) -> None:
-    """Refuse a weight of the layer at `path` that has several names."""
+    """Raises if a weight of the layer at `path` has several names."""
     if len(names) > 1:
         first, *others = sorted(names, key=lambda name: not name.startswith(path))
         raise UnsupportedConfig(

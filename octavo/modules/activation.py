@@ -1,8 +1,8 @@
-"""Elementwise operations as modules: activations, gated ones, probability-scaled ones, and the small ones beside them.
+"""Elementwise operations as modules: plain, gated and probability-scaled activations, ConstantScale, Bias, Dropout.
 
-Each is one call of `octavo.layers.activation`, but for those that are views. y has x's dtype, whatever `torch.autocast`
-says; all arithmetic is float32. Gated activations take [..., 2H] and give [..., H]: the first half is activated, and
-multiplied by the second (`nn.GLU` has it the other way around).
+Each calls `octavo.layers.activation` once. y has x's dtype, independent of `torch.autocast`; all arithmetic is float32.
+Gated activations take [..., 2H] and return [..., H]: they activate the first half and multiply it by the second
+(`nn.GLU` activates the second half).
 """
 
 import math
@@ -23,14 +23,14 @@ from octavo.values import Value
 
 
 def values_of(x: Any) -> Any:
-    """x itself; of codes the values, as part of the graph, and of a collective's result what has come."""
+    """Returns x as a plain tensor: dequantizes codes, within autograd's graph, and waits for a collective's result."""
     if type(x) is Tensor:
         return x
     return x.dequantize() if isinstance(x, QTensor) else arrived(x)
 
 
 def numbers(x: Tensor | Edge) -> tuple[int, ...]:
-    """x's shape for a message: numbers, also where a compiler thinks in symbols."""
+    """Returns x's shape for a message, as numbers even where the compiler uses symbols."""
     return tuple([len(range(n)) for n in x.shape])
 
 
@@ -54,13 +54,13 @@ def _key(settings: str, scales: Tensor | None, bias: Tensor | None, grads: str) 
 def _stage(
     settings: str, x: Tensor | Edge, width: int | None = None, *, scales: Any = None, bias: Any = None, seed: Any = None
 ) -> Stage:
-    """A call of the layer. `settings` are fields of its config, each with a comma behind it."""
+    """Returns the Stage of one call of the layer. `settings` are fields of its config, each followed by a comma."""
     grads = _grads(x.requires_grad, scales, bias)
     return Stage("activation", _key(settings, scales, bias, grads), (scales, bias, seed), (), grads != "", width)
 
 
 class Activation(FusibleOperation, nn.Module):
-    """An entry of `octavo.kernels.activation.ACTIVATIONS`."""
+    """Base class of the activations. NAME is its entry in `octavo.kernels.activation.ACTIVATIONS`."""
 
     NAME: ClassVar[str]
 
@@ -76,7 +76,7 @@ class Activation(FusibleOperation, nn.Module):
                 raise UnsupportedConfig(f"{type(self).__name__}({name}={value!r}) must be a finite number.")
         self.glu_interleave_size = glu_interleave_size
         self._given = ", ".join(f"{name}={value}" for name, value in settings.items())
-        # made here: a number of the module's would be a symbol to a compiler
+        # a string, built once: the compiler may turn a float attribute into a symbol
         self._settings = f"name='{self.NAME}',interleave={glu_interleave_size or 0}," + "".join(
             f"{name}={float(value)!r}," for name, value in settings.items()
         )
@@ -87,7 +87,7 @@ class Activation(FusibleOperation, nn.Module):
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
-        """Of Activation itself: whether it is any of them."""
+        """Whether the config is one of this class's; Activation itself matches every activation."""
         if not isinstance(config, Config) or config.drop or config.bias_dtype:
             return False
         scaled = issubclass(cls, _Scaled)
@@ -122,7 +122,7 @@ class Activation(FusibleOperation, nn.Module):
 
 
 class _Plain(Activation):
-    """Nothing to set."""
+    """Base class of the activations without settings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class SiTUGLU(Activation):
 
     def __init__(self, *, beta1: float = 4.0, beta2: float = 25.0, glu_interleave_size: int | None = None) -> None:
         for name, value in (("beta1", beta1), ("beta2", beta2)):
-            if not 1e-30 <= value <= 1e30:  # what float32 holds, and its inverse
+            if not 1e-30 <= value <= 1e30:  # float32 holds the value and its inverse
                 raise UnsupportedConfig(
                     f"{name} bounds a half of x in magnitude, so it must be a finite number above 0 (from 1e-30 to "
                     f"1e30), got {value!r}. SwiGLU bounds nothing."
@@ -236,7 +236,7 @@ class SiTUGLU(Activation):
 
 
 class _Scaled(Activation):
-    """Times a factor of its row, such as the probability with which a token was sent to an expert."""
+    """Multiplies each row of an activation's output by a scale, such as the probability that a router gave a token."""
 
     num_extra_inputs = 1
 
@@ -253,7 +253,7 @@ class _Scaled(Activation):
                 "nothing to leave out. To keep less of what is around it, use torch.utils.checkpoint."
             )
         interleave = {} if glu_interleave_size is None else {"glu_interleave_size": glu_interleave_size}
-        super().__init__(**interleave, **settings)  # the activation's own
+        super().__init__(**interleave, **settings)  # the constructor of the activation
 
     def forward(self, input: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
         y: Tensor = self.op_run(values_of(input), scales)
@@ -300,7 +300,7 @@ class ConstantScale(Activation):
 
 
 class Bias(FusibleOperation, nn.Module):
-    """x + bias, along the last dim."""
+    """Adds a bias along the last dim."""
 
     def __init__(
         self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -341,11 +341,11 @@ class Bias(FusibleOperation, nn.Module):
 
 
 class Dropout(FusibleOperation, nn.Module):
-    """In training x with each element zero with probability p, the others divided by 1 - p; otherwise x itself.
+    """In training, zeroes each element of x with probability p and divides the others by 1 - p; in eval, returns x.
 
-    Which elements stay is a function of their place and of `seed`, int64 [seed, step], and nothing else is kept for
-    backward. Without one it is drawn from torch's generator, so that a checkpoint, which sets the generator back before
-    it runs forward again, finds the same elements.
+    An element's index and `seed`, int64 [seed, step], determine whether it is kept; backward keeps only the seed.
+    Without a seed the module draws one from torch's generator. Activation checkpointing restores the generator before
+    it recomputes forward, so both forwards zero the same elements.
     """
 
     def __init__(self, p: float) -> None:

@@ -1,7 +1,7 @@
-"""Collectives as operations: functional ones, over a process group, and the identity where there is one process.
+"""Functional collectives over a process group, as operations; with a single process they return x.
 
-They call torch's operators by name, each followed by its wait: the Python functions around these were renamed between
-torch 2.11 and 2.13, and what they return has to be waited for by whoever reads its memory.
+They call torch's operators by name and wait for each result at once: torch renamed the Python functions around these
+operators between 2.11 and 2.13, and the results of those functions must be waited for before their memory is read.
 """
 
 import copy
@@ -39,11 +39,11 @@ class _Collective(FusibleOperation, nn.Module):
         return self._reduced(x.contiguous(), size, group.group_name)
 
     def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
-        """y of this process's x, in a group of that size and name."""
+        """Returns y for this process's x; the group has this size and name."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """The group is the copy's too: it is a connection to other processes, and has no copies."""
+        """Copies the module but shares its process group, a connection to other processes that cannot be copied."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         if self.group is not None:
@@ -53,14 +53,14 @@ class _Collective(FusibleOperation, nn.Module):
 
 
 class AllGather(_Collective):
-    """The rows of all processes, one after the other; gradients of a process's rows are summed over processes."""
+    """Concatenates the rows of all processes; the gradients of a process's rows are summed over processes."""
 
     def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
         return _waited(all_gather_into_tensor(x, size, group))
 
 
 class ReduceScatter(_Collective):
-    """The sum over processes, of which each keeps its part of the rows; gradients are gathered."""
+    """Sums x over processes and leaves each process its part of the rows; gradients are gathered."""
 
     def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
         if x.dim() == 0 or x.shape[0] % size:
@@ -73,7 +73,7 @@ class ReduceScatter(_Collective):
 
 
 class AllReduce(_Collective):
-    """The sum over processes, in each of them; dx is dy."""
+    """Sums x over processes, and each process gets the whole sum; dx is dy."""
 
     def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
         total = _waited(all_reduce(x.detach(), "sum", group))

@@ -39,8 +39,8 @@ class GroupedLinear(Quantized):
     scale_bias                 the bias is multiplied by `scales`, token by token, before it is added
     delay_wgrad_compute        dW waits until `backward_dw()`
     fuse_wgrad_accumulation    dW is added to `weight.main_grad` (octavo.wgrad.main_grad)
-    tail                       rows of y and dx after the last group: "zero", or "untouched", which may be anything
-    strict                     what torch.compile cannot hold is an error; otherwise it runs outside, and says so
+    tail                       rows of y and dx after the last group: "zero", or "untouched" (any values)
+    strict                     raise for a setting that torch.compile cannot hold; False: warn, and run eagerly
     """
 
     LAYER: ClassVar[Any] = layer
@@ -85,7 +85,7 @@ class GroupedLinear(Quantized):
         self._set_up(recipe, fuse_wgrad_accumulation, delay_wgrad_compute, strict)
 
     def reset_parameters(self) -> None:
-        """As nn.Linear draws them, group by group."""
+        """Initialises the parameters of each group as nn.Linear does."""
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
         for names in (self._weight_names, self._bias_names):
             for name in names:
@@ -120,7 +120,7 @@ class GroupedLinear(Quantized):
         return self._weight_names[0] == "weight"
 
     def _stacked_weight(self, own: Sequence[Tensor]) -> Tensor:
-        """The weight [G, N, K], whose gradient goes to the parameters."""
+        """Returns the weight [G, N, K]; its gradient flows to the parameters."""
         if type(own[0]) is HeldWeight:
             return linked_token(own)
         if self._is_single:
@@ -158,7 +158,7 @@ class GroupedLinear(Quantized):
 
     @property
     def num_extra_inputs(self) -> int:  # type: ignore[override]
-        """Sizes of the groups, and scales of the bias."""
+        """Counts the extra inputs: the sizes of the groups, and the scales of the bias if there are any."""
         return 2 if self.scale_bias and self._bias_names else 1
 
     def why_not_fusible(self, x: Any) -> str:
@@ -179,11 +179,12 @@ class GroupedLinear(Quantized):
         dgrad_out: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """y [..., N] of x [..., K], the input, whose rows, leading dims folded, are in groups of `m_splits` rows each.
+        """Returns y [..., N] for input x [..., K], whose rows, leading dims flattened, form groups of `m_splits` rows.
 
-        out [rows, N] and dgrad_out [rows, K] are buffers of the caller's that y and the gradient of x are written to,
-        and their tails left alone. What comes back is on `out`'s memory, as part of the graph: for the next step, pass
-        the buffer again, not what came back. `dgrad_out` is the whole gradient only if x is used nowhere else."""
+        The layer writes y and the gradient of x to the caller's buffers out [rows, N] and dgrad_out [rows, K], and
+        leaves their tails as they are. The returned tensor shares `out`'s memory and is part of autograd's graph: for
+        the next step, pass the buffer again, not the returned tensor. `dgrad_out` is the whole gradient only if x is
+        used nowhere else."""
         if torch.compiler.is_compiling() and (why := graph_refusal(self) or self._buffer_refusal(out, dgrad_out)):
             if is_inside_operator():
                 self._now("_refuse", why)
@@ -194,12 +195,12 @@ class GroupedLinear(Quantized):
             self._now("_settle")
         elif self._unborn:
             self._settle()
-        weights = self.weight_parts()  # once: a parametrization computes them then
+        weights = self.weight_parts()  # read once: each read of a parametrized weight computes it
         x = self._input(input, weights[0])
         splits = self._splits(m_splits, weights[0].device)
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         scales = self._bias_scales(scales, rows)
-        # without values, only shapes go through
+        # fake and meta tensors have shapes only
         as_nodes = takes_nodes([self]) or isinstance(rows, FakeTensor) or rows.is_meta
         buffers = CallersMemory(out, dgrad_out)
         stage = self._stage(rows, weights, splits, scales, buffers, is_first_microbatch, as_nodes)
@@ -216,7 +217,7 @@ class GroupedLinear(Quantized):
         self, x: Tensor, weights: Sequence[Any], splits: Tensor, scales: Tensor | None, buffers: "CallersMemory",
         is_first_microbatch: bool | Tensor | None, as_nodes: bool,
     ) -> Stage:  # fmt: skip
-        """A call with the rows of x."""
+        """Returns the Stage of a call with the rows of x."""
         recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
         weight, bias = self._stacked_weight(weights), self._stacked_bias()
         grads = wanted(x.requires_grad, weights, bias, scales)
@@ -282,7 +283,7 @@ class GroupedLinear(Quantized):
         return scales.reshape(-1)
 
     def _buffer_refusal(self, out: Tensor | None, dgrad_out: Tensor | None) -> str:
-        """Why a graph that is being traced cannot write to these buffers; empty if it can."""
+        """Returns why a graph that is being traced cannot write to these buffers; empty if it can."""
         if out is None and dgrad_out is None:
             return ""
         captured, nested = is_captured(), is_inside_operator()
@@ -304,7 +305,7 @@ class GroupedLinear(Quantized):
         return ""
 
     def _check_buffers(self, x: Tensor, grads: str, out: Tensor | None, dgrad_out: Tensor | None) -> None:
-        """By what they say of themselves: nothing is read."""
+        """Checks the buffers' metadata, without reading their values."""
         for name, buffer, width in (("out", out, self.out_features), ("dgrad_out", dgrad_out, self.in_features)):
             if buffer is None:
                 continue
@@ -324,7 +325,7 @@ class GroupedLinear(Quantized):
             raise UnsupportedConfig("dgrad_out is for the gradient of x, and x needs none here. Leave it out.")
 
     def _splits(self, splits: Tensor | list[int], device: torch.device) -> Tensor:
-        """On the device; from elsewhere they are copied there, which a graph would do only once, at capture."""
+        """Returns the splits as a tensor on the device. Raises in a graph, which would copy them only at capture."""
         if not isinstance(splits, Tensor) or splits.device != device:
             captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             if torch.compiler.is_compiling() or captured:
@@ -346,7 +347,7 @@ class GroupedLinear(Quantized):
             raise UnsupportedConfig(f"GroupedLinear cannot run in {recipe}: {why}. Use backward='quantized'.")
         return recipe
 
-    # -- what nn.Module does to a module ------------------------------------------------------------------------------
+    # -- overrides of nn.Module's methods -----------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> "GroupedLinear":
         joined = self._is_single or _joined(self.weight_parts()) is not None or self.weight_parts()[0].is_meta
@@ -362,7 +363,7 @@ class GroupedLinear(Quantized):
         return new
 
     def _join(self) -> None:
-        """One allocation for the weights of all groups: the layer then takes them as they lie."""
+        """Moves the weights of all groups into one allocation, which the layer takes without a copy."""
         own = self.weight_parts()
         movable = all(type(p.data) is Tensor and not p.is_meta and not p.is_shared() for p in own)  # type: ignore[no-untyped-call]
         if not self._is_single and not self._codes.held and movable and _joined(own) is None:
@@ -377,21 +378,21 @@ class GroupedLinear(Quantized):
                 destination[prefix + name] = part
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """One parameter for all groups or one for each: either is read from a checkpoint of either."""
+        """Loads either layout, one parameter for all groups or one for each, from a checkpoint of either."""
         found, strict = dict(state_dict), rest[1]
         for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)):
             if names:
                 why = _convert(found, prefix + kind, self.num_groups, single=names[0] == kind)
                 if why and strict:
-                    rest[-1].append(why)  # what load_state_dict raises, with what else is wrong
+                    rest[-1].append(why)  # load_state_dict raises it with its other errors
         keys = [prefix + name for name in self._weight_names]
         parts, own = [found.get(key) for key in keys], self.weight_parts()
         if self._codes.held and _fit(parts, own):
             self._codes.load(self, parts, assign=rest[0].get("assign_to_params_buffers", False))
-            # the rest of the loading sees weights that already are what they would become
+            # nn.Module's own loading then finds the weights already loaded
             found |= {key: p.detach() for key, p in zip(keys, self.weight_parts(), strict=True)}
         super()._load_from_state_dict(found, prefix, *rest)  # type: ignore[no-untyped-call]
-        self._join()  # parameters that were assigned lie where the checkpoint had them
+        self._join()  # assigned parameters keep the checkpoint's memory
 
     def extra_repr(self) -> str:
         recipe = "from octavo.autocast" if self._recipe is None else self._recipe.key
@@ -402,14 +403,14 @@ class GroupedLinear(Quantized):
 
 
 class CallersMemory(NamedTuple):
-    """Memory of the caller's."""
+    """The buffers that the caller passed."""
 
     out: Tensor | None  # for y
     dgrad_out: Tensor | None  # for dx
 
 
 class _Joined(torch.autograd.Function):
-    """Parameters of one shape as one tensor; without a copy where they lie one after the other in memory."""
+    """Stacks parameters of one shape; without a copy where they are adjacent in memory."""
 
     @staticmethod
     def forward(ctx: Any, *parts: Tensor) -> Tensor:
@@ -426,7 +427,7 @@ class _Joined(torch.autograd.Function):
 
 
 def _joined(parts: Any) -> Tensor | None:
-    """Parts [N, K] as [G, N, K], on their memory but no view of any of them; None where that takes a copy."""
+    """Returns parts [N, K] as [G, N, K], on their memory but not as a view of them; None where that needs a copy."""
     first = parts[0].detach()
     if isinstance(first, FakeTensor) or first.is_meta or isinstance(first, HeldWeight):
         return None
@@ -440,7 +441,7 @@ def _joined(parts: Any) -> Tensor | None:
 
 
 def _register(module: nn.Module, kind: str, whole: Tensor, single: bool) -> list[str]:
-    """One parameter, or one for each group, on the same memory. Returns their names."""
+    """Registers one parameter, or one for each group on the same memory, and returns their names."""
     if single:
         module.register_parameter(kind, nn.Parameter(whole))
         return [kind]
@@ -451,8 +452,8 @@ def _register(module: nn.Module, kind: str, whole: Tensor, single: bool) -> list
 
 
 def _convert(state: dict[str, Any], key: str, number: int, *, single: bool) -> str:
-    """Bring a parameter of all groups, or of each, to the other form in a checkpoint, if that is what it has. Returns
-    what keeps groups from being one."""
+    """Converts a checkpoint's entries, in place, to the layout that the layer has: one parameter for all groups, or one
+    for each. Returns why the groups cannot be stacked; empty if they can."""
     parts = [f"{key}{i}" for i in range(number)]
     found = [part for part in parts if part in state]
     if single and key not in state and found:

@@ -1,7 +1,7 @@
 """`octavo.Linear`: an `nn.Linear` whose three GEMMs follow a recipe.
 
-The parameters, their names, their initialisation and the state dict are `nn.Linear`'s; what a recipe needs besides is
-`octavo.modules.quantized`'s. `forward` gathers both and calls `octavo.layers.linear`.
+The parameters, their names, their initialisation and the state dict are `nn.Linear`'s; `octavo.modules.quantized` keeps
+the state of the recipe. `forward` gathers both and calls `octavo.layers.linear`.
 """
 
 from collections.abc import Sequence
@@ -37,15 +37,15 @@ class Linear(Quantized, nn.Linear):
     return_bias                forward returns (y without the bias, bias)
     fuse_wgrad_accumulation    dW is added to `weight.main_grad` (octavo.wgrad.main_grad)
     delay_wgrad_compute        dW waits until `backward_dw()`
-    keep_weight_codes          False: the weight's codes for dX are made again in backward, from the weight itself: half
-                               its size is not kept, for one more read of it
-    strict                     what torch.compile cannot hold is an error; otherwise it runs outside, and says so
+    keep_weight_codes          False: backward quantizes the weight again for dX. This saves half the weight's size
+                               between forward and backward, and reads the weight once more
+    strict                     raise for a setting that torch.compile cannot hold; False: warn, and run eagerly
     """
 
     LAYER: ClassVar[Any] = layer
     NAME: ClassVar[str] = "linear"
     return_bias = False
-    keep_weight_codes = True  # for dgrad, from forward to backward; otherwise they are made again there
+    keep_weight_codes = True  # for dgrad, from forward to backward; if False, backward makes them again
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Linear(Quantized, nn.Linear):
     ) -> Any:
         if torch.compiler.is_compiling() and (why := graph_refusal(self)):
             if is_inside_operator():
-                self._now("_refuse", why)  # what follows would not be reached: all of the operator falls back to eager
+                self._now("_refuse", why)  # the code below is not reached: the whole operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return outside(self, why, input, is_first_microbatch, fp8_output)
         x = input if type(input) is QTensor else _cast(input)
@@ -115,8 +115,8 @@ class Linear(Quantized, nn.Linear):
         return (out, self.bias) if self.return_bias else out
 
     def _stage(self, x: Any, is_first_microbatch: bool | Tensor | None, fp8_output: bool, as_nodes: bool) -> Stage:
-        """A call with x: a tensor, codes, or an Edge inside a run. The weight is read once: a parametrization computes
-        it then."""
+        """Returns the Stage of a call with x: a tensor, codes, or an Edge inside a run. Reads the weight once, because
+        each read of a parametrized weight computes it."""
         if torch.compiler.is_compiling():
             self._now("_settle")
         elif self._unborn:
@@ -141,7 +141,7 @@ class Linear(Quantized, nn.Linear):
         )  # fmt: skip
         width = weight.shape[0]
         weight = linked_token((weight,)) if side.settings["weight"] == "held" else weight
-        start = recipe.linear().parts if fp8_output else 0  # of what follows y's codes among the extras
+        start = recipe.linear().parts if fp8_output else 0  # index of the first extra after y's codes
         return Stage(
             self.NAME, key, (weight.detach() if side.elsewhere else weight, bias, codes, *side.inputs), side.buffers,
             grads != "", width, anchored=side.elsewhere,
@@ -177,7 +177,7 @@ class Linear(Quantized, nn.Linear):
         if isinstance(x, QTensor):
             recipe = self._recipe or self._followed(ambient.recipe)
             if x.spec != recipe.linear().fprop.left:
-                x = x.dequantize()  # codes of another kind: their values are quantized as this layer would
+                x = x.dequantize()  # codes of another quantizer: this layer quantizes their values again
         return self(x, **kwargs)
 
     def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
@@ -202,7 +202,7 @@ class Linear(Quantized, nn.Linear):
             super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
             return
         self._codes.load(self, [loaded], assign=rest[0].get("assign_to_params_buffers", False))
-        # the rest of nn.Linear's loading sees a weight that already is what it would become
+        # nn.Linear's own loading then finds the weight already loaded
         super()._load_from_state_dict({**state_dict, key: self.weight.detach()}, prefix, *rest)  # type: ignore[no-untyped-call]
 
     def extra_repr(self) -> str:
@@ -224,7 +224,7 @@ def _refuse_parallel(parallel_mode: str | None, sequence_parallel: bool, tp_grou
 
 
 def _cast(x: Any) -> Tensor:
-    """x as torch.autocast has it."""
+    """Returns x, cast to the dtype of torch.autocast where that is enabled."""
     x = x if type(x) is Tensor else arrived(x)
     check_input("Linear", x)
     kind = x.device.type
@@ -235,7 +235,7 @@ def _cast(x: Any) -> Tensor:
 
 
 def _codes_for(recipe: Recipe, x: QTensor) -> Parts:
-    """x's tensors, if they are what this layer's fprop takes."""
+    """Returns the tensors of a quantized x; raises if this layer's fprop takes other codes."""
     spec = recipe.linear().fprop.left
     if x.spec != spec:
         raise UnsupportedConfig(
@@ -246,13 +246,13 @@ def _codes_for(recipe: Recipe, x: QTensor) -> Parts:
 
 
 def check_features(x: Any, weight: Tensor) -> None:
-    """`x` is anything with a shape and a device; a shape of nothing is not known, if there is something like it."""
+    """Raises if x (anything with a shape and a device) does not fit the weight. If x has `like`, () is unknown."""
     if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
         check_weight("Linear, as its weight,", weight)
     if not x.shape and getattr(x, "like", None) is None:
         raise UnsupportedShape(f"This Linear takes inputs [..., {weight.shape[1]}], got (). Check the layer before it.")
     if x.shape and x.shape[-1] != weight.shape[1]:
-        found = tuple([len(range(n)) for n in x.shape])  # numbers, also where a compiler thinks in symbols
+        found = tuple([len(range(n)) for n in x.shape])  # numbers, even where the compiler uses symbols
         raise UnsupportedShape(
             f"This Linear takes inputs [..., {weight.shape[1]}], got {found}. "
             "Check the layer before it, or in_features."

@@ -1,6 +1,6 @@
-"""Norms as modules: `nn.LayerNorm` and `nn.RMSNorm` by parameter names and state dict, and L2Normalization.
+"""Norms as modules: LayerNorm and RMSNorm, with the parameter names and state dicts of torch's, and L2Normalization.
 
-y has x's dtype, whatever the parameters' are and whatever `torch.autocast` says; all arithmetic is float32.
+y has x's dtype, independent of the parameters' dtype and of `torch.autocast`; all arithmetic is float32.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from octavo.values import Value
 
 
 class _Norm(FusibleOperation, nn.Module):
-    """What the norms have in common: a row is the trailing dims `normalized_shape` of x."""
+    """Base class of the norms. A row is the trailing dims `normalized_shape` of x."""
 
     KIND: ClassVar[str]
     weight: nn.Parameter | None
@@ -34,7 +34,7 @@ class _Norm(FusibleOperation, nn.Module):
         self.register_parameter("weight", None)
         self.register_parameter("bias", None)
         self.eps, self.zero_centered_gamma = float(eps), zero_centered_gamma
-        # made here: a number of the module's would be a symbol to a compiler
+        # a string, built once: the compiler may turn a float attribute into a symbol
         self._settings = f"norm(kind='{self.KIND}',eps={self.eps!r},zero_centered={zero_centered_gamma},dims={dims},"
 
     def forward(self, input: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class _Norm(FusibleOperation, nn.Module):
         return y
 
     def _said(self, needs_dx: bool, weight: Tensor | None, bias: Tensor | None) -> tuple[str, str]:
-        """Which gradients are wanted, and the config's key."""
+        """Returns the letters of the gradients to compute, and the config's key."""
         grads = ""
         if torch.is_grad_enabled():
             grads = (
@@ -89,7 +89,7 @@ class _Norm(FusibleOperation, nn.Module):
 
 
 class _Affine(_Norm):
-    """With parameters of the shape that is normalised."""
+    """A norm with a weight, and perhaps a bias, of shape `normalized_shape`."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _Affine(_Norm):
 
 class LayerNorm(_Affine):
     """y = (x - mean) / √(variance + eps) · γ + β, over the trailing dims. The weight is γ, or γ - 1 with
-    `zero_centered_gamma` (weight decay then pulls γ to 1; a stock checkpoint's weight must have 1 taken off)."""
+    `zero_centered_gamma` (weight decay then pulls γ to 1; subtract 1 from the weight of a stock checkpoint)."""
 
     KIND = "layer"
 
@@ -154,7 +154,7 @@ class RMSNorm(_Affine):
     ) -> None:
         super().__init__(normalized_shape, eps, device, dtype, zero_centered_gamma, False)
 
-    def forward(self, x: Tensor) -> Tensor:  # by the name that nn.RMSNorm has for it
+    def forward(self, x: Tensor) -> Tensor:  # nn.RMSNorm names this argument x
         return super().forward(x)
 
 

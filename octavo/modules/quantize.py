@@ -1,4 +1,4 @@
-"""`Quantize`: codes as a value between operations."""
+"""`Quantize`: an operation whose output is a quantized tensor."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ from octavo.recipes import recipe as resolve
 
 
 class Quantize(FusibleOperation, nn.Module):
-    """x as the codes that a Linear's fprop would make of it, by the recipe given here or by `octavo.autocast`'s; x
-    itself where neither is there, or it quantizes nothing. With `backward` its gradient is rounded as dgrad would round
-    dy, and comes back as values: codes of a gradient live inside a run.
+    """Quantizes x as a Linear's fprop would, by its own recipe or else by `octavo.autocast`'s. Without a recipe or with
+    one that does not quantize x, it returns x. With `backward` it also rounds the gradient as dgrad would round dy, and
+    returns the gradient as values: codes of a gradient exist only inside a run.
 
-    A Linear that takes these codes multiplies them, and keeps them for dW. Within a run no Quantize is needed: whoever
-    makes x casts it for the Linear that follows."""
+    A Linear that takes these codes multiplies them, and keeps them for dW. A run needs no Quantize: there the operation
+    that computes x casts it for the Linear that follows."""
 
     def __init__(self, forward: bool = True, backward: bool = False, recipe: str | Recipe | None = None) -> None:
         super().__init__()

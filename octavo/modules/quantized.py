@@ -1,8 +1,8 @@
-"""A module with a weight that a recipe quantizes: what `octavo.Linear` and `octavo.GroupedLinear` have in common.
+"""`Quantized`: a module with a weight that a recipe quantizes, the base class of Linear and GroupedLinear.
 
-What a recipe needs besides the parameters is kept in buffers that no checkpoint of weights sees: codes of the weight
+It keeps the state of the recipe in buffers that are not part of the model's state dict: codes of the weight
 (`octavo.weights.cache`), delayed scaling's memory (`octavo.delayed_scaling.memory`), the counter of stochastic
-rounding. A subclass has a `forward` that gathers these and calls its layer.
+rounding. The `forward` of a subclass gathers these and calls its layer.
 """
 
 import copy
@@ -39,7 +39,7 @@ SEED = "rounding_seed"
 
 
 def dtype_refusal(dtype: torch.dtype) -> str:
-    """Why a weight of this dtype cannot be quantized; empty if it can."""
+    """Returns why a weight of this dtype cannot be quantized; empty if it can."""
     return "" if dtype in FLOATS else f"its weight is {dtype}, and float32, bfloat16 or float16 can be quantized"
 
 
@@ -51,51 +51,51 @@ class WeightSide(NamedTuple):
 
     settings: dict[str, Any]  # fields of the layer's config
     inputs: tuple[Parts, ...]  # its codes by row and by column, delayed scaling's multipliers, running amaxes
-    buffers: tuple[Any, ...]  # that backward writes to
+    buffers: tuple[Any, ...]  # the buffers that backward writes to
     elsewhere: bool  # its gradient does not go through autograd
-    has_extras: bool  # the call makes tensors for the layer besides y
+    has_extras: bool  # the call returns tensors for the layer besides y
 
 
 class Quantized(FusibleOperation, nn.Module):
-    """Settings and state of a recipe, for the weight of a module."""
+    """A module that keeps the settings and the state of a recipe for its weight."""
 
-    LAYER: ClassVar[Any]  # of octavo.layers
+    LAYER: ClassVar[Any]  # a layer of octavo.layers
     NAME: ClassVar[str]  # its name in the registry
-    scales_per_operand = 1  # multipliers that delayed scaling has for each of x, w, dy
+    scales_per_operand = 1  # delayed scaling's multipliers for each of x, w, dy
     fuse_wgrad_accumulation: bool
     delay_wgrad_compute: bool
     strict: bool
 
-    # -- what a subclass says of its weight ------------------------------------------------------------------------
+    # -- the weight: subclasses define these -----------------------------------------------------------------------
 
     def weight_names(self) -> list[str]:
-        """Of the parameters that the weight consists of."""
+        """Returns the names of the parameters that form the weight."""
         raise NotImplementedError
 
     def weight_parts(self) -> list[nn.Parameter]:
-        """Those, or what is made in their place at this call."""
+        """Returns these parameters; a parametrized one is computed here."""
         return [getattr(self, name) for name in self.weight_names()]
 
     def trained_by(self) -> list[nn.Parameter]:
-        """The parameters that tell which optimizer trains this layer: its weights, or if none of them is a trained
-        parameter, all that it has."""
+        """Returns the parameters that tell which optimizer trains this layer: its trained weights, or all parameters if
+        no weight is a trained parameter."""
         own: list[Any] = [self._parameters.get(name) for name in self.weight_names()]
         trained = [weight for weight in own if weight is not None and weight.requires_grad]
         return trained or list(self.parameters())
 
     def whole_weight(self) -> Tensor:
-        """The weight as the layer takes it, without a gradient."""
+        """Returns the weight in the shape that the layer takes, for uses that need no gradient."""
         raise NotImplementedError
 
     def set_weights(self, whole: Tensor) -> None:
-        """Make parameters of a whole weight, which may be held as codes."""
+        """Replaces the parameters by those of a whole weight, which may be held as codes."""
         raise NotImplementedError
 
     def op_describe(self) -> str:
         raise NotImplementedError
 
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
-        """How operands of these quantizers are multiplied there: native, emulated, reference."""
+        """Returns how the device multiplies operands of these quantizers: native, emulated or reference."""
         raise NotImplementedError
 
     # -- the recipe ------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ class Quantized(FusibleOperation, nn.Module):
         strict: bool = True,
         path: str = "",
     ) -> None:
-        """Settings, and what the recipe needs."""
+        """Sets the settings, and makes the buffers that the recipe needs."""
         optimizer_hooks.listen()
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
@@ -120,14 +120,14 @@ class Quantized(FusibleOperation, nn.Module):
         self._wgrad = WeightGradient()
         self._recipe: Recipe | None = None
         self._given_recipe = False  # whether `convert` gave the recipe to a layer that had none
-        self._follows = False  # whether it ever ran in an ambient recipe
-        self._pending: dict[str, Tensor] = {}  # state loaded before there was memory for it
-        self._unborn = False  # whether state is on the meta device, and waits for the weight to come from there
+        self._follows = False  # whether the layer ever ran in an ambient recipe
+        self._pending: dict[str, Tensor] = {}  # loaded state whose buffers do not exist yet
+        self._unborn = False  # whether state is on the meta device, until the weight leaves it
         self._seed = _seed_of(self, path)
         self.recipe = recipe  # type: ignore[assignment]
 
     def _tear_down(self) -> None:
-        """The opposite: nothing is left but a plain module's own."""
+        """Undoes `_set_up`: removes all attributes and buffers that a plain module does not have."""
         self.release_codes()
         self._codes.drop(self)
         self._scaling.drop(self)
@@ -140,7 +140,7 @@ class Quantized(FusibleOperation, nn.Module):
             del self.__dict__[name]
 
     def lose_recipe(self) -> None:
-        """Follow `octavo.autocast` again, without anything that a recipe remembers."""
+        """Drops the recipe and its state; the layer follows `octavo.autocast` again."""
         self._codes.drop(self)
         self._scaling.drop(self)
         drop_buffers(self, [SEED])
@@ -162,7 +162,7 @@ class Quantized(FusibleOperation, nn.Module):
         self._recipe = found
 
     def refusal(self, recipe: Recipe | None) -> str:
-        """Why this layer cannot take over a recipe; empty if it can."""
+        """Returns why this layer cannot use a recipe; empty if it can."""
         weight: Any = self.weight_parts()[0]
         if recipe is not None and isinstance(weight, HeldWeight) and recipe.key != weight.kind.recipe:
             return f"its weight is held as codes of {weight.kind.recipe}"
@@ -171,22 +171,22 @@ class Quantized(FusibleOperation, nn.Module):
         return self._scaling.refusal(recipe) if recipe is not None and recipe.stateful else ""
 
     def _prepare(self, recipe: Recipe) -> None:
-        """The buffers that a recipe needs, made when they are missing."""
+        """Makes the buffers that a recipe needs and the layer lacks."""
         if torch.compiler.is_compiling():
             self._now("_install_key", recipe.key)
         else:
             self._install(recipe)
 
     def _install_key(self, recipe_key: str) -> None:
-        """Make the buffers of a recipe that the layer meets for the first time in a graph."""
+        """Makes the buffers of a recipe, given by its key, while a compiler traces."""
         self._install(resolve(recipe_key))
 
     def _install(self, recipe: Recipe) -> None:
         remembers = recipe.stateful and self._scaling.recipe != recipe
         draws = SEED not in self._buffers and recipe.linear().draws
-        if remembers or draws:  # asked at every forward of a layer that follows an ambient recipe, and seldom true
+        if remembers or draws:  # checked at every forward under an ambient recipe, and rarely true
             weight = self.weight_parts()[0]
-            with as_real_as(weight), torch.inference_mode(False):  # made there, it must still train
+            with as_real_as(weight), torch.inference_mode(False):  # buffers made in inference mode could not train
                 if remembers:
                     self._scaling.install(self, recipe, weight.device, self.scales_per_operand)
                 if draws:
@@ -197,25 +197,25 @@ class Quantized(FusibleOperation, nn.Module):
             self._pending = self.load_recipe_state(self._pending)
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, buffer) of what recipes remember here."""
+        """Yields (name, buffer) for the state of recipes in this layer."""
         for name in (*scaling.BUFFERS, SEED):
             buffer = self._buffers.get(name)
             if buffer is not None:
                 yield name, buffer
 
     def _settle(self) -> None:
-        """Make the state that waited for the weight to come from the meta device."""
+        """Makes the state that was on the meta device, once the weight has left it."""
         if self._unborn and self._place().type != "meta":
             self._reset_state()
 
     def _place(self) -> torch.device:
-        """The device of the parameters. Does not compute a parametrized weight."""
+        """Returns the device of the parameters, without computing a parametrized weight."""
         found: Tensor | None = next(self.parameters(), None)
         found = next(self.buffers(), None) if found is None else found  # a weight may be a buffer
         return torch.device("cpu") if found is None else found.device
 
     def _followed(self, recipe: Recipe | None) -> Recipe:
-        """The ambient recipe, for a layer without one of its own."""
+        """Returns the ambient recipe, or the unquantized one, for a layer without its own, and prepares its buffers."""
         if recipe is None:
             if self._follows and current_graph_task() != -1:
                 raise UnsupportedConfig(
@@ -235,7 +235,7 @@ class Quantized(FusibleOperation, nn.Module):
         self, recipe: Recipe, weights: Sequence[Tensor], grads: str, first: bool | Tensor | None, as_nodes: bool,
         has_codes: bool = False,
     ) -> WeightSide:  # fmt: skip
-        """The weight's part in a call. `has_codes`: x arrived as codes."""
+        """Returns the weight's part in a call. `has_codes`: x arrived as codes."""
         scaling = self._scaling
         observe = scaling.observes(weights[0], as_nodes) if recipe.stateful and self.training else ""
         kind = self._codes.supply(self, recipe, weights, first, grads, observe != "")
@@ -255,13 +255,13 @@ class Quantized(FusibleOperation, nn.Module):
                 scaling.seen(self) if observe == "in_place" else (),
             ),
             self._written(grads, observe, main_grad, delay, as_nodes),
-            # a weight whose gradient goes elsewhere stays out of autograd's graph: its hooks would see a None
+            # a weight whose gradient bypasses autograd stays out of its graph: hooks of the weight would get None
             not as_nodes and (delay != "" or (main_grad != "" and not dummy)),
             observe == "returned" or delay == "buffers",
         )  # fmt: skip
 
     def _written(self, grads: str, observe: str, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
-        """The buffers that backward writes to: main_grad, dy's amax, the counter of rounding, the mailbox."""
+        """Returns the buffers that backward writes to: main_grad, dy's amax, the counter of rounding, the mailbox."""
         target: Any = () if as_nodes else None
         if not grads:
             return target, None, None, None
@@ -271,8 +271,8 @@ class Quantized(FusibleOperation, nn.Module):
         return target, amax, self._buffers.get(SEED), box
 
     def _after(self, key: str, side: WeightSide, codes: Parts = (), start: int = 0) -> Any:
-        """What is done with the extras of a call that has them. `codes` are x's as they were given; amaxes that are
-        returned are at `start`."""
+        """Returns the function that takes a call's extra outputs: it stores operands for a delayed dW, and amaxes.
+        `codes` are x's, as the caller passed them; returned amaxes are at index `start`."""
         delay, returned = side.settings["deferred_wgrad"] == "buffers", side.settings["observe"] == "returned"
 
         def after(extras: Sequence[Tensor]) -> None:
@@ -284,20 +284,21 @@ class Quantized(FusibleOperation, nn.Module):
         return after
 
     def op_holds_objects(self) -> bool:
-        """Whether backward needs Python objects, which an operator cannot take."""
+        """Whether backward needs Python objects, which a custom operator cannot take."""
         if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) or not torch.is_grad_enabled():
             return False
         return any([weight.requires_grad for weight in self.weight_parts()])
 
     @while_tracing
     def _now(self, method: str, *arguments: Any) -> Any:
-        """Run a method of this layer, or "owner.method" of one of its owners, which is given the layer, as plain Python
-        while a compiler traces. Arguments and results are constants to the compiler: it hands over no modules."""
+        """Runs a method as plain Python while a compiler traces: one of this layer's, or as "owner.method" one of an
+        attribute's, with the layer as first argument. The compiler takes arguments and results as constants, so modules
+        cannot be among them."""
         owner, _, name = method.rpartition(".")
         return getattr(getattr(self, owner), name)(self, *arguments) if owner else getattr(self, name)(*arguments)
 
     def _refuse(self, why: str) -> None:
-        """Raise what keeps this layer out of a graph; without `strict` it is said once."""
+        """Raises the reason why this layer cannot be in a graph; without `strict`, warns once."""
         if self.strict:
             raise UnsupportedConfig(why)
         if not self._warned:
@@ -307,14 +308,14 @@ class Quantized(FusibleOperation, nn.Module):
     # -- the weight's gradient -----------------------------------------------------------------------------------------
 
     def backward_dw(self) -> None:
-        """Compute the weight gradient of the oldest backward that left it out, and add it to `weight.grad` or to
-        `weight.main_grad`. Hooks of the weight fire here, once. If it raises, call it again: nothing was lost, and what
-        has arrived does not arrive twice."""
+        """Computes the weight gradient of the oldest backward that delayed it, and adds it to `weight.grad` or to
+        `weight.main_grad`. Hooks of the weight fire here, once. If it raises, call it again: it loses no gradient, and
+        adds none twice."""
         self._wgrad.deliver(self)
 
     def discard_dw(self, captured: bool = False) -> int:
-        """Forget the backwards that still wait for `backward_dw`, such as those of warm-ups, and return their number.
-        Those captured in a CUDA graph stay, unless `captured` is True."""
+        """Discards the backwards that still wait for `backward_dw`, such as those of warm-ups; returns their number.
+        Backwards captured in a CUDA graph stay, unless `captured` is True."""
         return self._wgrad.mailbox.discard(captured=captured)
 
     def has_weight_hooks(self) -> bool:
@@ -322,11 +323,11 @@ class Quantized(FusibleOperation, nn.Module):
         return any(bool(weight._backward_hooks or weight._post_accumulate_grad_hooks) for weight in weights)
 
     def parametrized_weights(self) -> list[str]:
-        """Names of weights that are not parameters: a parametrization computes them at every call."""
+        """Returns the names of weights that are not parameters: a parametrization computes them at every call."""
         return [name for name in self.weight_names() if name not in self._parameters]
 
     def why_parametrized(self, option: str) -> str:
-        """Why an option does not go with a parametrized weight; empty if there is none."""
+        """Returns why an option excludes parametrized weights; empty if the layer has none."""
         names = self.parametrized_weights()
         if not names:
             return ""
@@ -339,10 +340,10 @@ class Quantized(FusibleOperation, nn.Module):
         if why := self.why_parametrized(option):
             raise UnsupportedConfig(f"{self.op_describe()}: {why}.")
 
-    # -- what a checkpoint keeps besides the weights -------------------------------------------------------------------
+    # -- recipe state, for checkpoints ---------------------------------------------------------------------------------
 
     def recipe_state(self) -> dict[str, Tensor]:
-        """Copies of the state that recipes made here: delayed scaling's memory, the counter of stochastic rounding."""
+        """Returns copies of the recipe state: delayed scaling's memory, the counter of stochastic rounding."""
         self._settle()
         state = self._scaling.export(self)
         if SEED in self._buffers:
@@ -350,7 +351,7 @@ class Quantized(FusibleOperation, nn.Module):
         return state
 
     def load_recipe_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Take over what there is a place for, and return the rest."""
+        """Loads the tensors that the layer has buffers for, and returns the rest."""
         self._settle()
         rest = dict(state)
         if self._unborn:
@@ -363,25 +364,25 @@ class Quantized(FusibleOperation, nn.Module):
         return rest
 
     def pending_state(self) -> dict[str, Tensor]:
-        """Copies of what was loaded before there was memory for it."""
+        """Returns copies of the loaded state whose buffers do not exist yet."""
         return {name: tensor.clone() for name, tensor in self._pending.items()}
 
     # -- weights held as codes -----------------------------------------------------------------------------------------
 
     def check_holdable(self) -> None:
-        """Refuse a weight of which codes cannot take the place."""
+        """Raises if the weight cannot be held as codes: if it is parametrized or sharded."""
         self.refuse_parametrized("A weight held as codes")
         refuse_shards(self.weight_parts(), "A weight held as codes")
 
     def hold_codes(self) -> None:
-        """Keep the weight as codes of this layer's recipe, in both orientations, and let the rest of it go."""
+        """Keeps the weight only as codes of this layer's recipe, in both orientations."""
         self._codes.hold(self)
 
     def release_codes(self) -> None:
-        """Back to a weight, of the values that the codes stand for."""
+        """Replaces codes by a weight with the dequantized values."""
         self._codes.release(self)
 
-    # -- what nn.Module does to a module ------------------------------------------------------------------------------
+    # -- overrides of nn.Module's methods -----------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Quantized":
         new = type(self).__new__(type(self))
@@ -392,26 +393,26 @@ class Quantized(FusibleOperation, nn.Module):
         return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        optimizer_hooks.listen()  # in a process that has made no layer
+        optimizer_hooks.listen()  # the unpickling process may have made no layer yet
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._scaling.recipe is not None:
             scaling.listen(self)
 
     def _reset_seed(self) -> None:
-        """After the parameters were drawn anew."""
-        if "_seed" in self.__dict__:  # a constructor draws before there is one
+        """Derives the seed of rounding again, after the parameters were initialised again."""
+        if "_seed" in self.__dict__:  # a constructor initialises parameters before the seed exists
             self._seed = _seed_of(self, "")
             if SEED in self._buffers:
                 self.get_buffer(SEED).copy_(torch.tensor([self._seed, 0]))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Quantized":
-        """Buffers follow the module's device, never its dtype: a scale in half precision is another scale."""
+        """Applies `fn`; buffers follow the module's device but keep their dtype, as half precision changes a scale."""
         if not self._codes.held:
             self._codes.drop(self)
         self._scaling.forget_views()
         done: dict[int, Tensor] = {}
         held = {name: moved(p, fn, done) for name, p in self._parameters.items() if isinstance(p, HeldWeight)}
-        self._parameters.update(dict.fromkeys(held))  # their turn is over
+        self._parameters.update(dict.fromkeys(held))  # already moved: hide them from nn.Module
         kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         state = {name for name, _ in self._state()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -420,7 +421,7 @@ class Quantized(FusibleOperation, nn.Module):
             after = self._buffers[name]
             if after is None or (before.is_meta and not after.is_meta) or _is_fake(before) != _is_fake(after):
                 continue
-            # what is remembered stays, also where memory is not to be filled (`to_empty`)
+            # recipe state keeps its values, even under `to_empty`
             if after.dtype != before.dtype or name in state:
                 self._buffers[name] = before.to(after.device)
         unborn = self._unborn
@@ -430,7 +431,7 @@ class Quantized(FusibleOperation, nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        """State goes where a loaded weight is: from the meta device, or to another one, if it is assigned."""
+        """Loads, then moves recipe state to the weight's device, which changes if a loaded weight is assigned."""
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
         self._settle()
         device = self._place()
@@ -442,7 +443,7 @@ class Quantized(FusibleOperation, nn.Module):
             self._scaling.weights_loaded()
 
     def _reset_state(self) -> None:
-        """State as it was at construction: storage that comes from the meta device holds nothing yet."""
+        """Makes the state as at construction: storage of a tensor from the meta device has no values yet."""
         remembered = self._scaling.recipe
         self._scaling.drop(self)
         self._buffers.pop(SEED, None)
@@ -457,13 +458,13 @@ def _is_fake(tensor: Tensor) -> bool:
 
 @torch.compiler.disable(reason="octavo: this layer cannot be part of a graph")  # type: ignore[untyped-decorator,no-untyped-call]
 def outside(module: Quantized, why: str, *arguments: Any) -> Any:
-    """What a graph cannot hold: an error, or eager mode with a word about it."""
+    """Runs the module eagerly, outside the graph: raises if it is strict, else warns once."""
     module._refuse(why)
     return module.forward(*arguments)
 
 
 def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tensor | None = None) -> str:
-    """Which gradients can be asked for; `x` says whether x requires one."""
+    """Returns the letters of the gradients that backward may compute; `x` says whether x requires one."""
     if not torch.is_grad_enabled():
         return ""
     return (
@@ -475,9 +476,9 @@ def wanted(x: bool, weights: Sequence[Tensor], bias: Tensor | None, scales: Tens
 
 
 def _seed_of(module: Quantized, path: str) -> int:
-    """The seed of stochastic rounding, from where torch's generator stands after the parameters were drawn and from the
-    layer's place. It draws nothing, so that parameters and dropout come out as they would without it."""
+    """Returns the seed of stochastic rounding: a hash of torch's generator state, the layer's path and its sizes.
+    It draws no random numbers, so parameters and dropout are the same as without it."""
     generator = torch.get_rng_state()
-    state = zlib.crc32(ctypes.string_at(generator.data_ptr(), generator.nbytes))  # real, also among fake tensors
+    state = zlib.crc32(ctypes.string_at(generator.data_ptr(), generator.nbytes))  # real bytes, even under fake tensors
     shape = f"{module.out_features}x{module.in_features}"
     return state << 30 | zlib.crc32(f"{path} {shape}".encode()) >> 2

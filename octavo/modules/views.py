@@ -1,4 +1,4 @@
-"""Operations that compute nothing, or next to nothing: views, and values that come from or go to elsewhere."""
+"""Operations that compute little or nothing: Identity, Reshape, AddExtraInput, MakeExtraOutput."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from octavo.values import Value
 
 
 class Identity(FusibleOperation, nn.Module):
-    """x"""
+    """Returns x."""
 
     def forward(self, input: Any) -> Any:
         return input
@@ -32,7 +32,7 @@ class Identity(FusibleOperation, nn.Module):
 
 
 class Reshape(FusibleOperation, nn.Module):
-    """x in another shape; -1 stands for what is left. A view where x's strides allow one."""
+    """Reshapes x; -1 is inferred from the other sizes. y is a view where x's strides allow one."""
 
     def __init__(self, shape: int | tuple[int, ...]) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class Reshape(FusibleOperation, nn.Module):
 
 
 class AddExtraInput(FusibleOperation, nn.Module):
-    """x + extra, of one shape. With `source`, extra is the channel of that name. With `in_place` the sum is written to
-    the extra tensor, by torch."""
+    """Adds an extra input of x's shape to x. With `source`, the extra input is the channel of that name. With
+    `in_place`, torch writes the sum to the extra tensor."""
 
     num_extra_inputs = 1
 
@@ -120,9 +120,10 @@ def _key(dtype: torch.dtype, extra: Tensor | Edge, grads: str) -> str:
 
 
 class MakeExtraOutput(FusibleOperation, nn.Module):
-    """x, and x once more as an extra output; dx is the sum of both gradients. With `channel`, others of the Sequential
-    may take it under that name, and `output_to_caller` says whether the caller gets it too. `in_place` has no meaning
-    here, where no gradient is written over: it is taken so that code for other libraries runs."""
+    """Returns x twice: as its output and as an extra output; dx is the sum of both gradients. With `channel`, other
+    operations of the Sequential can take the extra output by that name, and `output_to_caller` says whether the caller
+    gets it too. `in_place` has no effect, since no gradient is overwritten here; it keeps code for other libraries
+    running."""
 
     num_extra_outputs = 1
     op_forks = True
@@ -137,8 +138,8 @@ class MakeExtraOutput(FusibleOperation, nn.Module):
         x = input
         if not isinstance(x, Tensor) or not (x.requires_grad and torch.is_grad_enabled()):
             return x, x
-        # Views have gradients of their own, so that uses of the extra output are summed first, then that of x is added,
-        # then others of x's: as inside a run. A compiler would send the gradient of a plain view past the graph.
+        # Views have their own gradients, so autograd sums the uses of the extra output first, then adds the gradient of
+        # y, then those of other uses of x, as inside a run. A compiler sends a plain view's gradient past the graph.
         y = x.view_as(x)
         extra = Join.apply(x, y) if torch.compiler.is_compiling() else y.view_as(y)  # type: ignore[no-untyped-call]
         return y, extra

@@ -1,10 +1,10 @@
-"""Recipes: which quantizer each operand of fprop, dgrad and wgrad uses. A file each; a new one is one more file.
+"""Recipes: each chooses a quantizer for every operand of fprop, dgrad and wgrad. Each recipe has its own file.
 
     octavo.recipe("fp8-block")                       by name
     octavo.recipe("fp8-block(scale='fp32')")         by canonical string
     octavo.recipes.Block(scale="fp32")               by class
 
-The last two spell the same value.
+The last two give equal values.
 """
 
 from octavo import values
@@ -41,7 +41,7 @@ SHIPPED = ("bf16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mx
 
 
 def recipe(spec: str | Recipe) -> Recipe:
-    """The recipe of that name or canonical string; a Recipe is returned as it is."""
+    """Returns the recipe of that name or canonical string; a Recipe is returned as it is."""
     if isinstance(spec, Recipe):
         return spec
     if not isinstance(spec, str):

@@ -1,4 +1,4 @@
-"""bf16: nothing is quantized; operands keep their own dtype. The baseline every other recipe is measured against."""
+"""bf16: quantizes nothing; operands keep their own dtype. The baseline against which other recipes are measured."""
 
 from octavo.recipes.recipe import GemmQuant, LinearQuant, Recipe
 from octavo.values import register
@@ -6,7 +6,7 @@ from octavo.values import register
 
 @register("bf16")
 class BF16(Recipe):
-    """High precision throughout."""
+    """All three GEMMs in high precision."""
 
     def gemms(self) -> LinearQuant:
         plain = GemmQuant(mode="high_precision")

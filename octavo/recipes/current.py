@@ -1,6 +1,6 @@
-"""fp8-current: one scale a tensor, from the tensor itself: read once for its amax, once for the cast. No state.
+"""fp8-current: one scale per tensor, from the tensor's own amax: one read for the amax, one for the cast. No state.
 
-E4M3 forward, E5M2 for gradients. One outlier costs its whole tensor; `fp8-rowwise` and `fp8-block` confine it.
+E4M3 forward, E5M2 for gradients. One outlier affects its whole tensor; `fp8-rowwise` and `fp8-block` confine it.
 """
 
 from octavo.formats import E4M3, E5M2, Format, check_format
@@ -29,4 +29,4 @@ class Current(Recipe):
     def validate(self) -> None:
         super().validate()
         check_format(self.grad_format, (E4M3, E5M2), what="Current.grad_format")
-        Tensorwise(E4M3, self.pow2, self.eps)  # refuses what it cannot take
+        Tensorwise(E4M3, self.pow2, self.eps)  # raises for settings it cannot take

@@ -1,6 +1,6 @@
-"""fp8-delayed: one scale a tensor, taken from the amaxes of earlier steps, so that each tensor is read only once.
+"""fp8-delayed: one scale per tensor, from the amaxes of earlier steps, so that each tensor is read only once.
 
-The fastest FP8 recipe, and the one with a state: see `octavo.quant.DelayedState`. E4M3 forward, E5M2 for gradients.
+The fastest FP8 recipe, and the only one with state: see `octavo.quant.DelayedState`. E4M3 forward, E5M2 for gradients.
 """
 
 from octavo.errors import UnsupportedConfig, check_choice
@@ -13,13 +13,13 @@ from octavo.values import register
 
 @register("fp8-delayed")
 class Delayed(Recipe):
-    """Tensorwise scales with a memory."""
+    """Tensorwise scales from the amaxes of earlier steps."""
 
     grad_format: Format = E5M2
-    history: int = 1024  # steps an amax is remembered
-    algorithm: str = "max"  # of the window, or its "most_recent" entry
+    history: int = 1024  # steps in the window of amaxes
+    algorithm: str = "max"  # the window's maximum, or its "most_recent" entry
     margin: int = 0  # powers of two kept free above the largest amax
-    cold_start: str = "current"  # until a step has seen a tensor its multiplier is its own, or "one": 1
+    cold_start: str = "current"  # until a step has seen a tensor, scale it by its own amax; "one": by 1
     fprop: str = "quantized"
     dgrad: str = "quantized"
     wgrad: str = "quantized"

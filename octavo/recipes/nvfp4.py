@@ -1,7 +1,7 @@
-"""nvfp4: four bits. Weights in 16x16 blocks, activations 1x16, gradients rounded stochastically, and the operands of
-the weight gradient turned by a random-sign Hadamard matrix.
+"""nvfp4: four bits. Weights are scaled in 16x16 blocks and activations in 1x16, gradients are rounded stochastically,
+and the operands of the weight gradient are multiplied by a random-sign Hadamard matrix.
 
-The published recipe keeps about one linear layer in six, the first and the last blocks, in bf16: use a policy.
+The published recipe keeps about one linear layer in six, in the first and the last blocks, in bf16: use a policy.
 """
 
 from octavo.errors import check_choice
@@ -14,8 +14,8 @@ from octavo.values import register
 class NVFP4(Recipe):
     """E2M1 codes, two-level scales."""
 
-    stochastic: bool = True  # rounding of gradients
-    rht: bool = True  # turn both operands of wgrad
+    stochastic: bool = True  # round gradients stochastically
+    rht: bool = True  # Hadamard transform of both operands of wgrad
     square_weights: bool = True
     fprop: str = "quantized"
     dgrad: str = "quantized"

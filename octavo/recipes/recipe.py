@@ -1,10 +1,10 @@
-"""What a recipe says: for each of the three GEMMs, a quantizer for each operand and how the sum is accumulated.
+"""`Recipe`: for each of the three GEMMs, a quantizer for each operand and the accumulation of the sum.
 
     fprop   y  = x · wᵀ        operands x, w      contracted over in_features
     dgrad   dx = dy · w        operands dy, w     over out_features
     wgrad   dw = dyᵀ · x       operands dy, x     over tokens
 
-A `Recipe` is what a user picks; `linear()` resolves it to a `LinearQuant`, which is all a layer sees.
+A user picks a `Recipe`; `linear()` resolves it to a `LinearQuant`, which is all that a layer sees.
 """
 
 from dataclasses import dataclass, replace
@@ -23,8 +23,8 @@ LONGEST = 4096  # characters of a recipe's string
 class GemmQuant:
     """One GEMM: how its operands are quantized, in the order of the table above, and how its sum is accumulated.
 
-    mode "quantized" multiplies codes; "high_precision" the unquantized operands; "dequantized" the values that the
-    forward codes of x and w stand for, and dy as it is."""
+    mode "quantized" multiplies codes; "high_precision" the unquantized operands; "dequantized" the dequantized values
+    of the forward codes of x and w, and dy as it is."""
 
     left: Quantizer | None = None
     right: Quantizer | None = None
@@ -54,7 +54,7 @@ class LinearQuant:
 
     @property
     def parts(self) -> int:
-        """How many tensors x's codes are: codes, scale, and of two-level schemes a global scale."""
+        """Counts the tensors of a quantized x: codes, scale, and a global scale in two-level schemes."""
         return 3 if self.fprop.left is not None and self.fprop.left.two_level else 2
 
     @property
@@ -72,7 +72,7 @@ class LinearQuant:
         dy: tuple[Quantizer, Quantizer],
         fast: tuple[str, ...] = (),
     ) -> "LinearQuant":
-        """From each tensor's (row, column) quantizers, and the names of the GEMMs that accumulate fast."""
+        """Builds one from each tensor's (row, column) quantizers, and the names of the GEMMs that accumulate fast."""
         mode = {gemm: "fast" if gemm in fast else "precise" for gemm in GEMMS}
         return cls(
             fprop=GemmQuant(x[0], w[0], mode["fprop"]),
@@ -82,11 +82,11 @@ class LinearQuant:
 
 
 class Recipe(Value):
-    """A training precision. A subclass declares its settings and `gemms`; the overrides below are everyone's.
+    """A training precision. A subclass declares its settings and `gemms`; all subclasses have the overrides below.
 
     `wgrad="bf16"` (or fprop=, dgrad=) keeps one GEMM in the operands' own precision. `backward="high_precision"` keeps
-    both backward GEMMs there, saving unquantized activations; `backward="dequantized"` runs them on the values that the
-    forward codes stand for, so that the gradient is exactly that of the quantized forward."""
+    both backward GEMMs there, and saves unquantized activations; `backward="dequantized"` runs them on the dequantized
+    values of the forward codes, so that the gradient is exactly that of the quantized forward."""
 
     stateful = False  # needs a DelayedState
     _resolved: ClassVar[LinearQuant]
@@ -95,7 +95,7 @@ class Recipe(Value):
         raise NotImplementedError(f"{type(self).__name__} must define gemms() -> LinearQuant")
 
     def linear(self) -> LinearQuant:
-        """The recipe resolved: every operand's quantizer, overrides applied."""
+        """Returns the resolved recipe: every operand's quantizer, with the overrides applied."""
         return self._resolved
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ def check_gemm_names(names: object, *, what: str) -> None:
 
 
 def check_length(text: str) -> None:
-    """Refuse a recipe's string that is far longer than any recipe needs."""
+    """Raises if a recipe's string is far longer than any recipe needs."""
     if len(text) > LONGEST:
         raise UnsupportedConfig(
             f"A recipe's string has at most {LONGEST} characters, got {len(text)}: {shown(text)!r}. "

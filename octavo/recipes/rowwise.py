@@ -1,4 +1,4 @@
-"""fp8-rowwise: one scale a row of each operand, E4M3 throughout. Numerically the safest FP8 recipe on Hopper.
+"""fp8-rowwise: one scale per row of each operand, E4M3 throughout. Numerically the safest FP8 recipe on Hopper.
 
 `wgrad="bf16"` keeps the weight gradient, which sums over all tokens, in the operands' own precision.
 """
@@ -28,4 +28,4 @@ class Rowwise(Recipe):
     def validate(self) -> None:
         super().validate()
         check_format(self.grad_format, (E4M3, E5M2), what="Rowwise.grad_format")
-        RowwiseQuantizer(E4M3, self.pow2)  # refuses what it cannot take
+        RowwiseQuantizer(E4M3, self.pow2)  # raises for settings it cannot take

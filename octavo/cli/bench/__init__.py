@@ -17,7 +17,7 @@ from octavo.cli.bench import block, grouped, linear, mlp, quantize
 from octavo.errors import UnsupportedHardware
 
 # a suite is a file here with `add_arguments(parser)`, `measure(arguments, report)`, which fills the report row by row,
-# and `render(report) -> text`, which is "" while there is no row; its docstring is its help text
+# and `render(report) -> text`, which returns "" while there is no row; its module docstring is its help text
 SUITES = {"quantize": quantize, "linear": linear, "block": block, "grouped": grouped, "mlp": mlp}
 
 

@@ -100,7 +100,7 @@ def _case(name: str, conversion: Conversion, size: Size, device: torch.device) -
     dy = torch.randn_like(x).detach() * 1e-2
     step = training_step(model, x, dy)
     step()
-    end_step(model)  # delayed scaling: scales that follow the data, as in training
+    end_step(model)  # delayed scaling: from here scales follow the data, as in training
     row: dict[str, Any] = {"case": name}
     row["eager_ms"], row["eager_readings_ms"] = _ms(step, device)
     row["eager_peak_mib"] = _peak_mib(step, device)
@@ -115,7 +115,7 @@ def _case(name: str, conversion: Conversion, size: Size, device: torch.device) -
 
 
 def compiled(module: nn.Module, device: torch.device, mode: str = "default") -> Callable[..., Any]:
-    """The module taken whole by the compiler."""
+    """Returns the module compiled as a single graph."""
     settings: dict[str, Any] = {"mode": mode} if device.type == "cuda" else {"backend": _backend(device)}
     call: Callable[..., Any] = torch.compile(module, fullgraph=True, **settings)
     return call
@@ -137,7 +137,7 @@ def _ms(step: Callable[[], None], device: torch.device) -> tuple[float, list[flo
 
 
 def _seconds(step: Callable[[], None], device: torch.device) -> float:
-    """Seconds by the clock until one step is done."""
+    """Returns the wall-clock seconds of one step."""
     start = time.perf_counter()
     step()
     if device.type == "cuda":
@@ -153,7 +153,7 @@ def _peak_mib(step: Callable[[], None], device: torch.device) -> float | None:
 
 
 def _hosts(device: torch.device) -> list[dict[str, Any]]:
-    """One tiny layer of each kind under reduce-overhead. They take turns: a host drifts, and differences are wanted."""
+    """Times one tiny layer of each kind under reduce-overhead. They take turns, so that drift of the host cancels."""
     reset()
     makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": partial(linear.stock, device=device)}
     makers |= {f"octavo {name}": partial(linear.low, recipe=name, device=device) for name in SHIPPED}
@@ -169,13 +169,13 @@ def _hosts(device: torch.device) -> list[dict[str, Any]]:
 
 
 def _tiny_step(make: Callable[[int, int], nn.Module], device: torch.device) -> tuple[Callable[[], None], int]:
-    """One step of a tiny layer, compiled and warmed up, and how many graphs were skipped on the way."""
+    """Returns one step of a tiny layer, compiled and warmed up, and the number of CUDA graphs skipped meanwhile."""
     tokens, k, n = linear.TINY
     module = make(k, n)
     x = torch.randn(tokens, k, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn(tokens, n, device=device, dtype=torch.bfloat16) * 1e-2
     skips = cudagraph_skips()
-    settled_step(module, x, dy)  # delayed scaling: no step measures any more
+    settled_step(module, x, dy)  # delayed scaling: later steps measure no amax for a cold start
     step = training_step(module, x, dy, compiled(module, device, "reduce-overhead"))
     for _ in range(WARMUP if device.type == "cuda" else 1):
         step()

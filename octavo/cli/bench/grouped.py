@@ -73,7 +73,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 
 def uneven(experts: int, tokens: int) -> Tensor:
-    """Sizes that differ by up to a factor of three, none a multiple of anything."""
+    """Returns group sizes that differ by up to a factor of three, not rounded to any multiple."""
     weights = torch.rand(experts, generator=torch.Generator().manual_seed(0)) + 0.5
     sizes = (weights / weights.sum() * tokens).to(torch.int32)
     sizes[-1] += tokens - int(sizes.sum())
@@ -93,7 +93,7 @@ class Stock(nn.Module):
 
 
 class _Bound(nn.Module):
-    """A GroupedLinear with its splits."""
+    """A GroupedLinear with fixed splits."""
 
     def __init__(self, layer: GroupedLinear, splits: Tensor, cached: bool) -> None:
         super().__init__()
@@ -150,14 +150,14 @@ def _timed(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def _floor_ms(shape: Shape) -> float:
-    """Three GEMMs, and the casts: x, dy and w read once in bf16, and written as codes both ways."""
+    """Returns the time of three GEMMs and of the casts: x, dy and w read once in bf16, written as codes both ways."""
     experts, tokens, k, n = shape
     moved = 4 * (tokens * k + tokens * n + experts * n * k)
     return 3 * 2 * tokens * k * n / FLOOR[0] + moved / FLOOR[1]
 
 
 def _parts(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> dict[str, Callable[[], object]]:
-    """What a step is made of, into buffers that are there."""
+    """Returns the parts of a step as functions; the GEMMs write to buffers allocated here."""
     experts, tokens, k, n = shape
     w = torch.randn(experts * n, k, device="cuda", dtype=torch.bfloat16)
     groups, stacked = split(splits, tokens), equal(experts, n, x.device)
@@ -169,7 +169,7 @@ def _parts(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Tens
     def cast(t: Tensor, pair: Any, of: Groups) -> Any:
         return quantize_groups(t, pair[0], pair[1], of, given)
 
-    # delayed scaling, alone of all, is given its multipliers and measures amaxes on the way
+    # only delayed scaling takes its multipliers as an argument, and measures amaxes in the cast
     delayed = quant.dgrad.left is not None and quant.dgrad.left.takes_encode and "E5M2" in quant.dgrad.left.key
     one = torch.ones(experts, device="cuda")
     given = CastArgs(encode=one, observed=torch.zeros_like(one)) if delayed else CastArgs()
@@ -226,7 +226,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _rates(entry: dict[str, Any]) -> str:
-    """The GEMMs' and the casts' own table."""
+    """Returns the table of the GEMMs and the casts alone."""
     _, tokens, k, n = entry["shape"]
     rows = []
     for case, ms in entry["parts_ms"].items():

@@ -80,7 +80,7 @@ def _step(module: nn.Module, tokens: int, k: int, n: int) -> Callable[[], None]:
 
 
 def _hosts(make: Callable[[int, int], nn.Module]) -> dict[str, float]:
-    """Microseconds a tiny layer, alone and among others."""
+    """Returns the host's microseconds per tiny layer, alone and in a stack."""
     alone, stack = (hosts_us(_tiny_step(make, layers), repeats=200 // layers + 10) for layers in (1, STACK))
     return {**alone, **{f"in a stack, {name}": us / STACK for name, us in stack.items()}}
 
@@ -112,7 +112,7 @@ def _measure_shape(
 
 
 def _floors(tokens: int, k: int, n: int) -> dict[str, float]:
-    """Stock GEMMs of this shape, and the bytes of three tensors read once and written twice as bytes."""
+    """Times torch's GEMMs of this shape, and adds the time to read three tensors once and write their codes twice."""
     bf16 = {name: device_ms(call)[0] for name, call in _gemms(tokens, k, n, quantized=False).items()}
     fp8 = {name: device_ms(call)[0] for name, call in _gemms(tokens, k, n, quantized=True).items()}
     source = torch.empty(tokens, k, device="cuda", dtype=torch.bfloat16)
@@ -129,7 +129,7 @@ def _floors(tokens: int, k: int, n: int) -> dict[str, float]:
 
 
 def gemm_floors(tokens: int, k: int, n: int) -> dict[str, float]:
-    """Milliseconds of the three stock GEMMs of a layer."""
+    """Returns the milliseconds of torch's three GEMMs of a layer, in bf16 and in FP8."""
     return {
         name: sum(device_ms(call)[0] for call in _gemms(tokens, k, n, quantized=name == "fp8").values())
         for name in ("bf16", "fp8")
@@ -163,7 +163,7 @@ def _gemms(tokens: int, k: int, n: int, *, quantized: bool) -> dict[str, Callabl
 
 
 def _memory(module: nn.Module, step: Callable[[], None]) -> dict[str, float]:
-    """MiB kept for backward, each storage once, parameters apart; and the peak of one step beyond what was there."""
+    """Returns the MiB kept for backward, each storage once and without parameters, and the peak of one step."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, int] = {}
 

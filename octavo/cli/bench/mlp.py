@@ -45,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 class Stock(nn.Module):
-    """The same in plain torch."""
+    """RMSNorm and a SwiGLU MLP in plain torch."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def _floors(tokens: int, hidden: int, ffn: int) -> dict[str, float]:
 
 
 def _kernels(make: Callable[[int, int], nn.Module], shape: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """Milliseconds of each kernel in one step, the longest first."""
+    """Returns the milliseconds of each kernel in one step, the longest first."""
     tokens, hidden, ffn = shape
     step, steps = settled_step(make(hidden, ffn), *_tensors(tokens, hidden)), 5
     for _ in range(3):

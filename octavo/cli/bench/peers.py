@@ -1,4 +1,4 @@
-"""Other libraries' linear layers, for the same table: those that can be imported here."""
+"""Linear layers of other libraries, if installed, for the tables of the benches."""
 
 import importlib.util
 from collections.abc import Callable
@@ -27,14 +27,14 @@ def linears() -> dict[str, Callable[[int, int], nn.Module]]:
 
 
 def conversions() -> dict[str, Callable[[nn.Module], None]]:
-    """What makes a model's nn.Linears another library's, in place; the model is compiled as a whole afterwards."""
+    """Returns functions that replace a model's nn.Linears by another library's; the suite then compiles the model."""
     if importlib.util.find_spec("torchao") is None:
         return {}
     return {"torchao tensorwise": partial(_to_torchao, recipe="tensorwise")}
 
 
 def grouped() -> dict[str, Callable[[Tensor, int, int], nn.Module]]:
-    """Layers of many experts, by their splits and sizes."""
+    """Returns constructors of layers of many experts, which take splits and sizes."""
     if importlib.util.find_spec("torchao") is None:
         return {}
     return {"torchao rowwise, sizes in 16s": _TorchaoExperts}
@@ -43,7 +43,7 @@ def grouped() -> dict[str, Callable[[Tensor, int, int], nn.Module]]:
 class _TorchaoExperts(nn.Module):
     def __init__(self, splits: Tensor, k: int, n: int) -> None:
         super().__init__()
-        self.ends = (splits.cumsum(0) // 16 * 16).to(torch.int32)  # it takes no others
+        self.ends = (splits.cumsum(0) // 16 * 16).to(torch.int32)  # torchao needs multiples of 16
         self.weight = nn.Parameter(torch.randn(len(splits), n, k, device="cuda", dtype=torch.bfloat16) * 0.02)
 
     def forward(self, x: Tensor) -> Any:

@@ -67,7 +67,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 
 def cases(x: torch.Tensor) -> dict[str, Callable[[], tuple[Any, ...]]]:
-    """Everything that quantizes x both ways."""
+    """Returns the cases: functions that quantize x both ways, by name."""
     encode = torch.full((1,), 100.0, device=x.device)
     seed = torch.tensor([1, 2], device=x.device)
     given, gradient = Tensorwise(), Tensorwise(E5M2)

@@ -1,4 +1,4 @@
-"""One training step of a module, as every suite times it, and the memory it takes."""
+"""The training step of a module that every suite times, and the memory it takes."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,8 @@ from octavo.model.weights import refresh_weights
 def training_step(
     module: nn.Module, x: Tensor, dy: Tensor, call: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[], None]:
-    """One forward and backward, from gradients that are None to gradients that are there. `call` stands for the module
-    where something else runs it: a compiled one."""
+    """Returns a function that sets gradients to None and runs one forward and backward. `call` runs in place of the
+    module, such as its compiled form."""
     parameters, forward = list(module.parameters()), module if call is None else call
 
     def step() -> None:
@@ -26,17 +26,17 @@ def training_step(
 
 
 def settled_step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
-    """The same, once delayed scales follow the data, as in training: codes near zero multiply faster."""
+    """Returns `training_step` after delayed scales follow the data, as in training: codes near zero multiply faster."""
     step = training_step(module, x, dy)
     for _ in range(2):
         step()
         end_step(module)
-        refresh_weights(module)  # no optimizer owns the weights, so a cache is not trusted past the end of a step
+        refresh_weights(module)  # no optimizer owns the weights, so the end of a step invalidates cached codes
     return step
 
 
 def peak_mib(step: Callable[[], None]) -> float:
-    """The most that one step allocates on the GPU, beyond what was there before it. Run it once before."""
+    """Returns the most MiB that one step allocates on the GPU beyond what was allocated before. Warm it up first."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,5 +1,5 @@
-"""A transformer block with a language model's proportions, its projections plain nn.Linears: what a conversion and then
-a compiler are given. Tensors are [B, T, C]: sequences, positions, width."""
+"""A transformer block with a language model's proportions and plain nn.Linears, to be converted and then compiled.
+Tensors are [B, T, C]: sequences, positions, width."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Size:
 
 
 class Attention(nn.Module):
-    """Causal, by torch's own kernel; q, k and v from one projection."""
+    """Causal self-attention by torch's own kernel; q, k and v come from one projection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Gate and value from one projection."""
+    """A SwiGLU MLP; gate and value come from one projection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to what it read."""
+    """Attention and MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
