@@ -107,7 +107,7 @@ def measured(case: Case, seconds: float) -> dict[str, list[float]]:
 
 
 def summary(readings: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Of each variant the median, and the median of how much slower it is than the whole replay, in percent."""
+    """Returns each variant's median, and the median percentage by which it is slower than the whole replay."""
     results = {}
     for name, own in readings.items():
         slower = [100 * (a / b - 1) for a, b in zip(own, readings[WHOLE], strict=True)]

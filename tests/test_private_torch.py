@@ -62,7 +62,7 @@ def expanded(node, known):
 
 
 def violations(source):
-    """What a file names of torch's that is private."""
+    """Lists the private names of torch that a file uses."""
     tree = ast.parse(source)
     known = names_of_torch(tree)
     found = {

@@ -95,8 +95,8 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @every
 def test_the_operators_pass_opcheck(recipe, way):
-    """What writes to buffers that its schema does not name (octavo/lower/operators.py says why) is excused from that
-    test alone."""
+    """Operators that write to buffers outside of their schema (octavo/lower/operators.py says why) skip the schema test
+    and no other."""
     settings, flags = WAYS[way]
     layer, _ = twins(recipe, **settings)
     layer.weight.main_grad = torch.zeros(N, K, device=DEVICE)

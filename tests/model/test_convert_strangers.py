@@ -138,7 +138,7 @@ def test_vectors_and_norms_are_no_matrices():
 
 
 def test_the_share_of_weights_counts_experts():
-    """Of 5,120 weights the Linear has 2,048: the rest must show."""
+    """The Linear has 2,048 of 5,120 weights: the report must show the rest."""
     model = nn.ModuleDict({"attention": nn.Linear(32, 64), "experts": Experts(4, 16)})
     elements = {"attention": 32 * 64, "experts": 4 * (32 * 16 + 16 * 16)}
     report = octavo.convert(model, "fp8-delayed")
