@@ -32,6 +32,11 @@ _forces: list["use"] = []  # active forces, the newest last
 _lock = threading.Lock()
 
 
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return __all__
+
+
 class use:
     """Forces one implementation of every kernel, from the call on or for a `with` block.
 

@@ -21,6 +21,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return __all__
+
+
 class Unsupported(Exception):
     """The base class of Octavo's exceptions. Catch it to catch them all.
 

@@ -14,6 +14,7 @@ the classes that public functions return. One case checks one name. These are th
 
 import dataclasses
 import doctest
+import functools
 import importlib
 import inspect
 import pydoc
@@ -33,7 +34,8 @@ MODULES = (
 )  # fmt: skip
 CONTRACT = ("op_", "fuser_", "step_", "why_not_")
 NOT_FOR_USERS = re.compile(r"Part of the \w+ contract\b")
-SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example")
+PROPERTIES = property | functools.cached_property
+SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example", "Examples")
 
 
 # -- the public names --------------------------------------------------------------------------------------------------
@@ -57,7 +59,7 @@ def members(cls):
     for owner in cls.__mro__:
         for name, member in vars(owner).items() if is_ours(owner) else ():
             member = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-            if isinstance(member, property | types.FunctionType) and not name.startswith("_"):
+            if isinstance(member, PROPERTIES | types.FunctionType) and not name.startswith("_"):
                 yield Name(f"{owner.__module__}.{owner.__qualname__}.{name}", member, owner)
 
 
@@ -86,25 +88,28 @@ def named_classes(annotation, module):
             yield from named_classes(part, module)
 
 
-def received(names):
-    """Classes in the results of these functions, and in the fields of such classes."""
-    queue = []
+def results(names):
+    """Octavo's classes in the results of these functions and methods."""
     for name in names:
         if inspect.isfunction(name.thing) and not is_contract(name):
-            queue += named_classes(name.thing.__annotations__.get("return"), name.thing.__module__)
-    found = {}
+            yield from named_classes(name.thing.__annotations__.get("return"), name.thing.__module__)
+
+
+def fields(cls):
+    """Octavo's classes in the fields of a class."""
+    for owner in filter(is_ours, cls.__mro__ if is_value(cls) else ()):
+        for annotation in vars(owner).get("__annotations__", {}).values():
+            yield from named_classes(annotation, owner.__module__)
+
+
+def received(names):
+    """Classes that users receive: as a result of these functions, in a field of another one, or from its methods."""
+    found, queue = {}, list(results(names))
     while queue:
         cls = queue.pop()
-        if cls.__name__.startswith("_") or cls in found:
-            continue
-        found[cls] = Name(f"{cls.__module__}.{cls.__qualname__}", cls, received=True)
-        for owner in cls.__mro__ if is_value(cls) else ():
-            for annotation in vars(owner).get("__annotations__", {}).values() if is_ours(owner) else ():
-                queue += named_classes(annotation, owner.__module__)
-        queue += [
-            other for name in members(cls) if inspect.isfunction(name.thing) and not is_contract(name)
-            for other in named_classes(name.thing.__annotations__.get("return"), name.thing.__module__)
-        ]  # fmt: skip
+        if cls not in found and not cls.__name__.startswith("_"):
+            found[cls] = Name(f"{cls.__module__}.{cls.__qualname__}", cls, received=True)
+            queue += [*fields(cls), *results(members(cls))]
     return list(found.values())
 
 
@@ -201,7 +206,7 @@ def raises(thing):
 
 def complaints(name):
     """What the docstring of a name lacks, a sentence each."""
-    if isinstance(name.thing, property) or is_contract(name):
+    if isinstance(name.thing, PROPERTIES) or is_contract(name):
         return [] if documentation(name) else ["It has no docstring."]
     doc = (name.thing.__doc__ or "") and documentation(name)
     if not doc or doc.startswith(f"{name.thing.__name__}("):  # a dataclass without one has its signature
@@ -217,20 +222,19 @@ def complaints(name):
         wrong.append(f"It returns {result}, and has no Returns.")
     if raises(name.thing) and "Raises" not in found:
         wrong.append("It raises, and has no Raises.")
-    if not (name.received or is_received(name.owner) or has_example(name, found)):
+    if not (name.received or name.owner in RECEIVED or has_example(name)):
         wrong.append("It has no Example.")
     return wrong
 
 
-def is_received(cls):
-    return cls is not None and cls in RECEIVED
+def example(doc):
+    return "".join(text for title, text in sections(doc).items() if title.startswith("Example") and ">>>" in text)
 
 
-def has_example(name, found):
-    if ">>>" in found.get("Example", ""):
-        return True
-    of_class = sections(inspect.getdoc(name.owner) or "").get("Example", "") if name.owner else ""
-    return ">>>" in of_class and (last(name) == "forward" or f".{last(name)}(" in of_class)
+def has_example(name):
+    of_class = example(inspect.getdoc(name.owner) or "") if name.owner else ""
+    calls = of_class if last(name) == "forward" else f".{last(name)}(" in of_class
+    return bool(example(documentation(name)) or calls)
 
 
 PUBLIC = public()
@@ -266,8 +270,10 @@ def test_a_public_module_lists_its_names(module):
     assert all(hasattr(module, name) for name in module.__all__)
 
 
-def test_dir_shows_the_public_names():
-    assert dir(octavo) == sorted(octavo.__all__)
+@pytest.mark.parametrize("module", ["octavo", "octavo.backend", "octavo.errors"])
+def test_dir_shows_the_public_names(module):
+    module = importlib.import_module(module)
+    assert dir(module) == sorted(module.__all__)
 
 
 @pytest.mark.parametrize("name", PUBLIC, ids=lambda name: name.path)

@@ -46,14 +46,15 @@ class _Block(Sequential):
 class LayerNormLinear(_Block):
     """A norm and a linear layer that run as one: the norm writes the codes that the Linear multiplies.
 
-    It is a `Sequential` of `norm` and `linear` that requires its fusion. A recipe that does not quantize, such as bf16,
-    runs both unfused. With any other recipe, a call in which the norm cannot write the codes raises an error that says
-    why; a plain `Sequential` of the same modules runs such a call without the fusion.
+    It is a `Sequential` of `norm` and `linear` that requires its fusion. A call in which the norm cannot write the
+    codes raises an error that says why; a plain `Sequential` of the same modules runs such a call unfused. Three kinds
+    of calls may run unfused without an error: those in a recipe that does not quantize fprop (bf16), the first step of
+    fp8-delayed, and those in a torch.autocast that casts x.
 
     Args:
         in_features: the size of the last dim of x, over which the norm is taken.
         out_features: the size of the last dim of y.
-        eps: added to the variance before its root is taken.
+        eps: added to the variance, or to the mean square in RMSNorm, before the root is taken.
         bias: whether the Linear has a bias.
         normalization: "LayerNorm" or "RMSNorm".
         zero_centered_gamma: the norm multiplies by 1 + its weight instead of its weight.
@@ -96,14 +97,15 @@ class LayerNormMLP(_Block):
     """The MLP of a transformer: a norm, a Linear, an activation and a Linear that run as one.
 
     The norm and the activation write the codes that the Linears multiply. It is a `Sequential` of `norm`, `fc1`,
-    `activation` and `fc2` that requires these fusions. A recipe that does not quantize, such as bf16, runs unfused.
-    With any other recipe, a call in which a fusion is not possible raises an error that says why; a plain `Sequential`
-    of the same modules runs such a call without it.
+    `activation` and `fc2` that requires these fusions. A call in which one is not possible raises an error that says
+    why; a plain `Sequential` of the same modules runs such a call unfused. Three kinds of calls may run unfused without
+    an error: those in a recipe that does not quantize fprop (bf16), the first step of fp8-delayed, and those in a
+    torch.autocast that casts x.
 
     Args:
         hidden_size: the size of the last dim of x and of y.
         ffn_hidden_size: the size of the activated values. A gated activation makes `fc1` twice as wide.
-        eps: added to the variance before its root is taken.
+        eps: added to the variance, or to the mean square in RMSNorm, before the root is taken.
         bias: whether the Linears have biases.
         normalization: "LayerNorm" or "RMSNorm".
         activation: "gelu", "qgelu", "relu", "srelu" or "silu"; or gated: "glu", "geglu", "qgeglu", "reglu", "sreglu",

@@ -46,7 +46,7 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
     return {joined(path, name): tensor for path, state in states for name, tensor in state.items()}
 
 
-def load_state_dict(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
+def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
     """Loads the state that `octavo.state_dict` returned for a model.
 
     It checks all tensors before it writes any. A layer that is on the meta device, or follows `octavo.autocast` and has
