@@ -51,7 +51,7 @@ class GroupedLinear(Quantized):
         single_grouped_bias: one parameter `bias` [groups, out]. With False: `bias0`, `bias1`, ... [out].
         scale_bias: multiply the bias of each row by a number, `scales` of forward, before it is added.
         delay_wgrad_compute: leave the weight gradient out of backward. `backward_dw()` computes it later.
-        fuse_wgrad_accumulation: add the weight gradient to `weight.main_grad` in place. `weight.grad` then stays None.
+        fuse_wgrad_accumulation: add the weight gradient to `weight.main_grad` in place, as in `octavo.Linear`.
         tail: rows of y and dx after the last group: "zero" writes zeros, "untouched" leaves any values there, which
             saves the write.
         strict: raise if torch.compile cannot take the layer with these settings. With False the layer warns and runs

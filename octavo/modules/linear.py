@@ -49,7 +49,8 @@ class Linear(Quantized, nn.Linear):
             layer follows `octavo.autocast`, and runs unquantized outside of it.
         return_bias: return `(y without the bias, bias)`, for a caller that adds the bias elsewhere.
         fuse_wgrad_accumulation: add the weight gradient to `weight.main_grad` in place, for trainers that accumulate
-            gradients there. `weight.grad` then stays None.
+            gradients there. `weight.grad` then stays None, or receives zeros if the weight has an attribute
+            `grad_added_to_main_grad`.
         delay_wgrad_compute: leave the weight gradient out of backward. `backward_dw()` computes it later, which lets a
             pipeline schedule overlap it with communication.
         keep_weight_codes: keep the codes of the weight that dx needs from forward to backward. With False backward
