@@ -1,8 +1,18 @@
-"""Octavo: low-precision training for PyTorch, in pure Python and Triton."""
+"""Octavo: low-precision training for PyTorch, in pure Python and Triton.
+
+    Layers      Linear, GroupedLinear, LayerNormLinear, LayerNormMLP, Sequential; more operations are in `octavo.ops`
+    Models      convert, revert, attach, step, refresh_weights, quantize_weights, state_dict, load_state_dict, explain
+    Blocks      `with autocast(recipe):`, `with microbatch(first=...):`
+    Recipes     recipe("fp8-current"); their classes are in `octavo.recipes`
+    Tensors     QTensor, GroupedTensor, buffer; quantizers are in `octavo.quant`, number formats in `octavo.formats`
+    The rest    sac_save_ops, `octavo.backend`, `octavo.errors`
+
+`help(octavo.convert)` and so on describe each of them.
+"""
 
 from octavo.version import __version__  # isort: skip  (checks the version of torch first)
 
-from octavo import backend, errors, formats, fused, ops, quant, recipes
+from octavo import backend, errors, formats, ops, quant, recipes
 from octavo._torch.tracing import buffer
 from octavo.ambient import autocast, microbatch
 from octavo.fused.blocks import LayerNormLinear, LayerNormMLP
@@ -36,7 +46,6 @@ __all__ = [
     "errors",
     "explain",
     "formats",
-    "fused",
     "load_state_dict",
     "microbatch",
     "ops",
@@ -50,3 +59,8 @@ __all__ = [
     "state_dict",
     "step",
 ]
+
+
+def __dir__() -> list[str]:
+    """Returns the public names, without the packages that Octavo consists of."""
+    return sorted(__all__)

@@ -31,7 +31,26 @@ ambient = _Ambient()
 
 
 class autocast:
-    """Run layers that have no recipe of their own with this one. Nests, can be reentered, and ends with its block."""
+    """A context manager in which layers without a recipe of their own run in this recipe.
+
+    Forward reads it; backward runs in the recipe of its forward. Blocks nest, can be entered again, and apply to the
+    thread that enters them. A checkpoint that runs forward again during backward does not see the block. Enter it
+    inside the checkpointed function instead.
+
+    Args:
+        recipe: a name such as "fp8-current", a canonical string or a `Recipe`.
+
+    Raises:
+        UnsupportedConfig: there is no such recipe.
+
+    Example:
+        >>> layer = octavo.Linear(16, 8)
+        >>> x = torch.ones(4, 16)
+        >>> with octavo.autocast("fp8-current"):
+        ...     y = layer(x)
+        >>> y.shape
+        torch.Size([4, 8])
+    """
 
     def __init__(self, recipe: str | Recipe) -> None:
         if isinstance(recipe, str):
@@ -54,12 +73,27 @@ class autocast:
 
 
 class microbatch:
-    """Pass this `is_first_microbatch` to every Octavo layer called in the block, unless its call passes one.
+    """A context manager that passes `is_first_microbatch` to every Octavo layer called in it.
 
-    first   True: layers quantize their weights into the caches, each once; False: layers use the caches; None: neither,
-            as outside of a block; a tensor of one element: the device decides from its value, zero for False
+    Use it to quantize weights once for several microbatches in a model whose forward has no argument for the flag. A
+    call that passes its own flag keeps it. Blocks nest, can be entered again, and apply to the thread that enters them.
 
-    Nests, can be reentered, and ends with its block."""
+    Args:
+        first: True quantizes the weights into caches, each once; False uses the caches; None does neither, as outside
+            of a block. A tensor of one element leaves the choice to the device: zero means False.
+
+    Raises:
+        UnsupportedConfig: `first` is none of these.
+        UnsupportedShape: `first` is a tensor with more or fewer elements than one.
+
+    Example:
+        >>> model = nn.Sequential(octavo.Linear(16, 8, recipe="fp8-block"))
+        >>> for i in range(2):
+        ...     with octavo.microbatch(first=i == 0):
+        ...         model(torch.ones(4, 16)).sum().backward()
+        >>> model[0].weight.grad.shape
+        torch.Size([8, 16])
+    """
 
     def __init__(self, first: bool | Tensor | None) -> None:
         if isinstance(first, Tensor):

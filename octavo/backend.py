@@ -1,12 +1,13 @@
-"""Chooses the twin that runs: `reference.py` (plain torch, anywhere) or `triton.py` (NVIDIA GPUs from SM89 on).
+"""Chooses which implementation of a kernel runs: `reference.py` (plain torch, anywhere) or `triton.py` (NVIDIA GPUs
+from SM89 on). Both have the same functions and are called twins.
 
-The choice follows the tensor's device; the user can force it:
+The choice follows the tensor's device. The user can force it:
 
     octavo.backend.use("reference")            # from here on
     with octavo.backend.use("reference"): ...  # or for a while
 
-Both twins write the same bytes, so forcing one is a way to check the other, never a change of meaning. The force is
-process-wide, not per thread: autograd runs backward on threads of its own.
+Both write the same codes and scales, so forcing one is a way to check the other. The choice holds for the whole
+process, not for one thread, because autograd runs backward on threads of its own.
 """
 
 import importlib
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedDevice, UnsupportedHardware, check_choice
 
+__all__ = ["choose", "forced", "use"]
+
 CHOICES = ("auto", "reference", "triton")
 MIN_TRITON_CAPABILITY = (8, 9)  # the first chips that convert float32 to FP8 in hardware
 
@@ -29,9 +32,31 @@ _forces: list["use"] = []  # active forces, the newest last
 _lock = threading.Lock()
 
 
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return __all__
+
+
 class use:
-    """Forces a twin, or with "auto" follows the device again. As a context manager it removes its own force on exit,
-    whatever other threads forced meanwhile."""
+    """Forces one implementation of every kernel, from the call on or for a `with` block.
+
+    Without a block the choice stays for the rest of the process. A block removes its own choice when it ends, whatever
+    other threads chose meanwhile. The newest choice counts.
+
+    Args:
+        name: "reference" runs plain torch on every device; use it to check a kernel. "triton" runs the GPU kernels, and
+            raises where there are none. "auto", the default of a process, follows the device of each tensor.
+
+    Raises:
+        UnsupportedConfig: `name` is none of these.
+
+    Example:
+        >>> with octavo.backend.use("reference"):
+        ...     print(octavo.backend.forced())
+        reference
+        >>> octavo.backend.forced()
+        'auto'
+    """
 
     def __init__(self, name: str) -> None:
         check_choice(name, CHOICES, what="backend")
@@ -50,6 +75,15 @@ class use:
 
 
 def forced() -> str:
+    """Returns the implementation that `use` forces at this moment.
+
+    Returns:
+        "reference", "triton", or "auto" if the device decides.
+
+    Example:
+        >>> octavo.backend.forced()
+        'auto'
+    """
     return _forces[-1].name if _forces else "auto"
 
 
@@ -77,7 +111,23 @@ def triton_refusal(device: torch.device) -> Refusal | None:
 
 
 def choose(device: torch.device) -> str:
-    """Returns "reference" or "triton" for tensors on this device."""
+    """Returns the implementation that runs for tensors on a device.
+
+    Args:
+        device: a CPU, CUDA or meta device.
+
+    Returns:
+        "reference" or "triton".
+
+    Raises:
+        UnsupportedDevice: Octavo does not run on devices of this type.
+        UnsupportedHardware: `use("triton")` is in force and the device has no Triton kernels, or the device has a GPU
+            that could run them and the package triton is not installed.
+
+    Example:
+        >>> octavo.backend.choose(torch.device("cpu"))
+        'reference'
+    """
     if device.type not in ("cpu", "cuda", "meta"):
         raise UnsupportedDevice(f"Octavo runs on cpu and cuda tensors, got one on {device}. Move it to either.")
     force = forced()

@@ -9,37 +9,122 @@ import inspect
 import warnings
 from collections.abc import Iterable, Sequence
 
+__all__ = [
+    "ModifiedInPlace",
+    "UnknownSetting",
+    "Unsupported",
+    "UnsupportedConfig",
+    "UnsupportedDevice",
+    "UnsupportedDtype",
+    "UnsupportedHardware",
+    "UnsupportedShape",
+]
+
+
+def __dir__() -> list[str]:
+    """Returns the public names."""
+    return __all__
+
 
 class Unsupported(Exception):
-    """Base class of all these exceptions. Catch it to catch them all."""
+    """The base class of Octavo's exceptions. Catch it to catch them all.
+
+    Example:
+        >>> try:
+        ...     octavo.Linear(4, 4, recipe="fp8")
+        ... except octavo.errors.Unsupported as error:
+        ...     print(type(error).__name__)
+        UnsupportedConfig
+    """
 
 
 class UnsupportedShape(Unsupported, ValueError):
-    """A size, a rank or a stride that the operation cannot take."""
+    """A tensor has a size, a number of dims or strides that the operation does not take.
+
+    Example:
+        >>> try:
+        ...     octavo.Linear(8, 4)(torch.ones(2, 6))
+        ... except octavo.errors.UnsupportedShape as error:
+        ...     print(error)
+        This Linear takes inputs [..., 8], got (2, 6). Check the layer before it, or in_features.
+    """
 
 
 class UnsupportedDtype(Unsupported, TypeError):
-    """A dtype that the operation cannot take, or something that is not a tensor."""
+    """A tensor has a dtype that the operation does not take, or an argument has the wrong type.
+
+    Example:
+        >>> try:
+        ...     octavo.Linear(8, 4)(torch.ones(2, 8, dtype=torch.float64))
+        ... except octavo.errors.UnsupportedDtype as error:
+        ...     print("float64" in str(error))
+        True
+    """
 
 
 class UnsupportedDevice(Unsupported, ValueError):
-    """A tensor on a device that Octavo does not support, or two operands on two devices."""
+    """A tensor is on a device that Octavo does not support, or two operands are on two devices.
+
+    Example:
+        >>> try:
+        ...     octavo.Linear(8, 4)(torch.ones(2, 8, device="meta"))
+        ... except octavo.errors.UnsupportedDevice as error:
+        ...     print(error)
+        x is on meta and the weight on cpu. Move them together.
+    """
 
 
 class UnsupportedHardware(Unsupported, RuntimeError):
-    """This chip, or this installation, lacks a feature that the call needs."""
+    """This GPU, or this installation, lacks a feature that the call needs.
+
+    Example:
+        >>> with octavo.backend.use("triton"):
+        ...     try:
+        ...         octavo.backend.choose(torch.device("cpu"))
+        ...     except octavo.errors.UnsupportedHardware as error:
+        ...         print(str(error).split(":")[0])
+        No Triton kernels here
+    """
 
 
 class UnsupportedConfig(Unsupported, ValueError):
-    """A setting, or a combination of settings, that has no meaning."""
+    """An argument has a value that its function does not take, or two settings exclude each other.
+
+    Example:
+        >>> try:
+        ...     octavo.recipe("fp8-curent")
+        ... except octavo.errors.UnsupportedConfig as error:
+        ...     print(str(error).split(". ")[-1])
+        Did you mean 'fp8-current'?
+    """
 
 
 class UnknownSetting(UnsupportedConfig, TypeError):
-    """A setting whose name does not exist."""
+    """A recipe or a quantizer has no setting of this name.
+
+    Example:
+        >>> try:
+        ...     octavo.recipes.Delayed(window=16)
+        ... except octavo.errors.UnknownSetting as error:
+        ...     print(type(error).__name__)
+        UnknownSetting
+    """
 
 
 class ModifiedInPlace(Unsupported, RuntimeError):
-    """A tensor that backward needs was written to after forward."""
+    """The program wrote to a tensor after forward, and backward needs the tensor as it was.
+
+    Example:
+        >>> layer = octavo.Linear(8, 4, recipe="bf16")
+        >>> y = layer(torch.ones(2, 8, requires_grad=True))
+        >>> with torch.no_grad():
+        ...     _ = layer.weight.zero_()
+        >>> try:
+        ...     y.sum().backward()
+        ... except octavo.errors.ModifiedInPlace as error:
+        ...     print(type(error).__name__)
+        ModifiedInPlace
+    """
 
 
 def warn_caller(message: str) -> None:

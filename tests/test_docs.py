@@ -1,13 +1,7 @@
 """Pages for users: their examples run, and no paragraph is long."""
 
-import doctest
-import inspect
 import re
 from pathlib import Path
-
-import pytest
-import torch
-from torch import nn
 
 import octavo
 
@@ -46,25 +40,6 @@ def test_the_weight_cache_of_a_model_whose_forward_takes_no_flag():
     assert names["loss"].isfinite()
     caches = [name for name, _ in names["model"].named_buffers() if name.endswith("weight_row_codes")]
     assert caches == ["up.weight_row_codes", "down.weight_row_codes"]
-
-
-def documented():
-    """Examples in the docstrings of public names and of their methods, and of quantizers."""
-    public = [getattr(octavo, name) for name in octavo.__all__] + [octavo.quant.Quantizer]
-    objects = {id(thing): thing for thing in public if inspect.isclass(thing) or inspect.isfunction(thing)}
-    finder = doctest.DocTestFinder()
-    names = {"octavo": octavo, "torch": torch, "nn": nn}
-    return [test for thing in objects.values() for test in finder.find(thing, globs=names) if test.examples]
-
-
-@pytest.mark.parametrize("test", documented(), ids=lambda test: test.name)
-def test_examples_in_docstrings(test):
-    failed, tried = doctest.DocTestRunner().run(test)
-    assert tried and not failed
-
-
-def test_there_are_examples_in_docstrings():
-    assert {"convert", "Quantizer.quantize_groups"} <= {test.name for test in documented()}
 
 
 def test_the_readme_links_every_page():

@@ -69,7 +69,23 @@ def is_static(tensor: Tensor) -> bool:
 
 
 def buffer(*shape: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
-    """An uninitialised tensor whose memory stays where it is, as long as it lives: what a CUDA graph may write to."""
+    """Allocates an uninitialised tensor that a CUDA graph may write to, for `out=` and `dgrad_out=` of a layer.
+
+    torch.compile with CUDA graphs (`mode="reduce-overhead"`) writes to the addresses that it captured. This function
+    marks the memory as static, so that a layer accepts it there. Keep the tensor alive as long as the graph.
+
+    Args:
+        *shape: the sizes.
+        dtype: the dtype; None is torch's default.
+        device: the device; None is torch's default.
+
+    Returns:
+        The tensor. Its values are not initialised.
+
+    Example:
+        >>> octavo.buffer(6, 8, dtype=torch.bfloat16).shape
+        torch.Size([6, 8])
+    """
     made = torch.empty(*shape, dtype=dtype, device=device)
     # guarded: a graph that was traced for this one is not replayed for another
     torch._dynamo.mark_static_address(made, guard=True)  # type: ignore[no-untyped-call]

@@ -1,10 +1,11 @@
 """LayerNormLinear and LayerNormMLP, two blocks of a transformer: Sequentials that require their fusions."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +19,7 @@ from octavo.kernels.activation import ACTIVATIONS
 from octavo.modules import activation as activations
 from octavo.modules.linear import Linear
 from octavo.modules.norm import LayerNorm, RMSNorm
+from octavo.quant import QTensor
 from octavo.recipes import Recipe
 
 NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
@@ -42,8 +44,35 @@ class _Block(Sequential):
 
 
 class LayerNormLinear(_Block):
-    """A norm and a Linear. If the recipe quantizes, the norm writes the Linear's codes; a call in which it cannot
-    raises an error that says why."""
+    """A norm and a linear layer that run as one: the norm writes the codes that the Linear multiplies.
+
+    It is a `Sequential` of `norm` and `linear` that requires its fusion. A call in which the norm cannot write the
+    codes raises an error that says why; a plain `Sequential` of the same modules runs such a call unfused. Three kinds
+    of calls may run unfused without an error: those in a recipe that does not quantize fprop (bf16), the first step of
+    fp8-delayed, and those in a torch.autocast that casts x.
+
+    Args:
+        in_features: the size of the last dim of x, over which the norm is taken.
+        out_features: the size of the last dim of y.
+        eps: added to the variance, or to the mean square in RMSNorm, before the root is taken.
+        bias: whether the Linear has a bias.
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: the norm multiplies by 1 + its weight instead of its weight.
+        recipe: the recipe of the Linear: a name, a canonical string or a `Recipe`. None follows `octavo.autocast`.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        **settings: further keywords of `octavo.Linear`, such as `keep_weight_codes`.
+
+    Raises:
+        UnsupportedConfig: `normalization` or the recipe is unknown.
+
+    Example:
+        >>> block = octavo.LayerNormLinear(64, 32, normalization="RMSNorm", recipe="fp8-block")
+        >>> block(torch.ones(8, 64)).shape
+        torch.Size([8, 32])
+        >>> block.explain(torch.ones(8, 64)).fired
+        ('norm-linear',)
+    """
 
     def __init__(
         self,
@@ -57,19 +86,47 @@ class LayerNormLinear(_Block):
         recipe: str | Recipe | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **settings: Any,
+        **settings: bool,
     ) -> None:
         norm = _norm(normalization, in_features, eps, zero_centered_gamma, device, dtype)
-        linear = Linear(in_features, out_features, bias, device, dtype, recipe=recipe, **settings)
+        linear = Linear(in_features, out_features, bias, device, dtype, recipe=recipe, **settings)  # type: ignore[arg-type]
         super().__init__({"norm": norm, "linear": linear}, require="norm-linear")
 
 
 class LayerNormMLP(_Block):
-    """A norm, a Linear, an activation and a Linear. If the recipe quantizes, the norm and the activation write the
-    Linears' codes; a call in which one cannot raises an error that says why. Both Linears take `settings`.
+    """The MLP of a transformer: a norm, a Linear, an activation and a Linear that run as one.
 
-    keep_weight_codes        as in Linear, but the default is False: the weights' codes are not kept for backward
-    activation_recompute     only x is saved for backward, which runs forward again
+    The norm and the activation write the codes that the Linears multiply. It is a `Sequential` of `norm`, `fc1`,
+    `activation` and `fc2` that requires these fusions. A call in which one is not possible raises an error that says
+    why; a plain `Sequential` of the same modules runs such a call unfused. Three kinds of calls may run unfused without
+    an error: those in a recipe that does not quantize fprop (bf16), the first step of fp8-delayed, and those in a
+    torch.autocast that casts x.
+
+    Args:
+        hidden_size: the size of the last dim of x and of y.
+        ffn_hidden_size: the size of the activated values. A gated activation makes `fc1` twice as wide.
+        eps: added to the variance, or to the mean square in RMSNorm, before the root is taken.
+        bias: whether the Linears have biases.
+        normalization: "LayerNorm" or "RMSNorm".
+        activation: "gelu", "qgelu", "relu", "srelu" or "silu"; or gated: "glu", "geglu", "qgeglu", "reglu", "sreglu",
+            "swiglu", "clamped-swiglu" or "situglu".
+        zero_centered_gamma: the norm multiplies by 1 + its weight instead of its weight.
+        recipe: the recipe of both Linears: a name, a canonical string or a `Recipe`. None follows `octavo.autocast`.
+        activation_recompute: save only x for backward, which runs forward again. Choose it if memory is short.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        **settings: further keywords of `octavo.Linear`, for both. Here `keep_weight_codes` is False by default:
+            backward quantizes the weights again instead of keeping their codes.
+
+    Raises:
+        UnsupportedConfig: `normalization`, `activation` or the recipe is unknown.
+
+    Example:
+        >>> mlp = octavo.LayerNormMLP(64, 96, normalization="RMSNorm", activation="swiglu", recipe="fp8-block")
+        >>> mlp(torch.ones(8, 64)).shape
+        torch.Size([8, 64])
+        >>> mlp.fc1.weight.shape
+        torch.Size([192, 64])
     """
 
     def __init__(
@@ -86,16 +143,16 @@ class LayerNormMLP(_Block):
         activation_recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **settings: Any,
+        **settings: bool,
     ) -> None:
         check_choice(activation, tuple(KINDS), what="activation")
         settings = {"keep_weight_codes": False, **settings}
         wide = ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
         modules = {
             "norm": _norm(normalization, hidden_size, eps, zero_centered_gamma, device, dtype),
-            "fc1": Linear(hidden_size, wide, bias, device, dtype, recipe=recipe, **settings),
+            "fc1": Linear(hidden_size, wide, bias, device, dtype, recipe=recipe, **settings),  # type: ignore[arg-type]
             "activation": KINDS[activation](),
-            "fc2": Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe, **settings),
+            "fc2": Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe, **settings),  # type: ignore[arg-type]
         }
         self.activation_recompute = activation_recompute
         super().__init__(modules, require=("norm-linear", "activation-linear"))
@@ -107,7 +164,22 @@ class LayerNormMLP(_Block):
     def _plain_forward(cls) -> Any:
         return LayerNormMLP.forward
 
-    def forward(self, input: Any, *extra_inputs: Any, op_kwargs: Any = None) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor | QTensor,
+        *extra_inputs: Tensor,
+        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
+    ) -> "Tensor | QTensor | tuple[Tensor | QTensor, ...]":
+        """Runs the block. With `activation_recompute=True` it saves only x, and backward runs forward again.
+
+        Args:
+            input: x [..., hidden_size].
+            *extra_inputs: extra inputs, if the block was edited and its operations take any.
+            op_kwargs: keywords for single operations of this call, as in `Sequential.forward`.
+
+        Returns:
+            y [..., hidden_size], in the dtype of x.
+        """
         if type(input) is not Tensor and isinstance(input, Proxy):
             refuse_symbol(type(self).__name__)
         if self.activation_recompute and torch.is_grad_enabled():
@@ -117,5 +189,5 @@ class LayerNormMLP(_Block):
                 with nullcontext() if recipe is None else autocast(recipe):  # backward may run outside of autocast
                     return run(x, *extra_inputs, op_kwargs=op_kwargs)
 
-            return checkpoint(again, input, use_reentrant=False)
+            return checkpoint(again, input, use_reentrant=False)  # type: ignore[no-any-return]
         return super().forward(input, *extra_inputs, op_kwargs=op_kwargs)

@@ -257,13 +257,21 @@ def register_forward_backward_fusion(rule: Rule, prepend: bool = False) -> Calla
 
 
 class NotFired(NamedTuple):
-    """A pattern that is present, and why its rule did not fire."""
+    """A rule whose pattern is present and that does not apply, as `Sequential.explain` reports it.
+
+    Attributes:
+        rule: the name of the rule.
+        ops: the names of the operations' classes in its pattern.
+        condition: the name of the first condition that does not hold.
+        sentence: why the rule does not apply.
+        by: the rule that has taken all of these operations; empty if none has.
+    """
 
     rule: str
-    ops: tuple[str, ...]  # names of the pattern's classes
+    ops: tuple[str, ...]
     condition: str
     sentence: str
-    by: str = ""  # the rule that has taken all of these operations
+    by: str = ""
 
 
 class Match(NamedTuple):

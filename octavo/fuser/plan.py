@@ -33,10 +33,16 @@ class Planned(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A run as `explain` reports it."""
+    """Operations that run together, as `Sequential.explain` reports them.
+
+    Attributes:
+        ops: the names of the operations.
+        forward: the names of the steps of forward, in order; a fused step stands for several operations.
+        backward: the names of the steps of backward, in order.
+    """
 
     ops: tuple[str, ...]
-    forward: tuple[str, ...]  # names of the steps
+    forward: tuple[str, ...]
     backward: tuple[str, ...]
 
 

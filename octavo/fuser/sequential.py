@@ -9,7 +9,7 @@ slot. Those with a channel connect within the Sequential, also across ordinary m
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
@@ -27,12 +27,22 @@ from octavo.fuser.operation import FusibleOperation, NoTorchScript, has_hooks
 from octavo.fuser.pattern import FREE, KNOWN_SCALE, SIDES, NotFired, Rule, check_name, global_rules
 from octavo.fuser.plan import Planned, Run
 from octavo.fuser.runs import Step, Wire, told_run
+from octavo.quant import QTensor
 
 OUTPUT_BUFFER_KEY = "out"
 GRAD_INPUT_BUFFER_KEY = "dgrad_out"
 
 
 class Explanation(NamedTuple):
+    """The result of `Sequential.explain`: how a call runs. It prints as text.
+
+    Attributes:
+        runs: groups of operations that run together, in order. Each is one node of autograd's graph.
+        fired: names of the fusion rules that apply.
+        refused: rules whose pattern is present and that do not apply, and why.
+        alone: modules and operations that join no run, and why.
+    """
+
     runs: tuple[Run, ...]
     fired: tuple[str, ...]
     refused: tuple[NotFired, ...]
@@ -52,17 +62,46 @@ NO_OPERATION = "it is no operation of Octavo's, and is called as it is"
 
 
 class Sequential(NoTorchScript, nn.Sequential):
-    """A sequence of modules that runs consecutive operations together.
+    """An `nn.Sequential` that runs consecutive operations of `octavo.ops` together, fused where a rule applies.
 
-    rules      rules of this Sequential, tried before the global ones: Forward(rule), Backward(rule), Joint(rule); None
-               disables fusion
-    require    names of rules that must fire; a call in which one does not raises an error that says why
+    It calls ordinary modules as `nn.Sequential` does, and has the list operations (`append`, `[i]`, `+`) and the state
+    dict of one. A Sequential inside another one is flattened: its operations fuse with their neighbours'.
+
+    Args:
+        *modules: operations and modules, in order; or one dict from names to them.
+        rules: fusion rules of this Sequential, tried before the global ones: `ops.Forward(rule)`, `ops.Backward(rule)`
+            or `ops.Joint(rule)`. None turns fusion off, which helps to compare results.
+        require: the name of a fusion rule that must apply, or several names. A call in which one does not apply raises
+            an error that says why. Use it where a lost fusion would be a silent loss of speed.
+
+    Raises:
+        UnsupportedConfig: `rules` is no tuple of rules with sides, a rule has the name of one of Octavo's, or the
+            channels of the operations do not fit together.
+
+    Example:
+        >>> from octavo import ops
+        >>> mlp = octavo.Sequential(
+        ...     ops.RMSNorm(64),
+        ...     ops.Linear(64, 128, recipe="fp8-block"),
+        ...     ops.GELU(),
+        ...     ops.Linear(128, 64, recipe="fp8-block"),
+        ... )
+        >>> y = mlp(torch.ones(8, 64, requires_grad=True))
+        >>> y.shape
+        torch.Size([8, 64])
+        >>> mlp.explain(torch.ones(8, 64, requires_grad=True)).fired
+        ('mlp', 'norm-linear')
     """
 
     _allowed_refusals: tuple[str, ...] = (KNOWN_SCALE,)  # conditions that may keep a required rule from firing
     _way_out = "Leave it out of require=."
 
-    def __init__(self, *modules: Any, rules: tuple[Rule, ...] | None = (), require: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        *modules: nn.Module | dict[str, nn.Module],
+        rules: tuple[Rule, ...] | None = (),
+        require: str | Iterable[str] = (),
+    ) -> None:
         if isinstance(rules, Rule):
             raise UnsupportedConfig(f"rules= takes a tuple of rules, got {rules.name!r} alone. Write (rule,).")
         if any(rule.side not in SIDES for rule in rules or ()):
@@ -78,15 +117,15 @@ class Sequential(NoTorchScript, nn.Sequential):
             for name, module in modules[0].items():
                 self.add_module(name, module)
         else:
-            super().__init__(*modules)
+            super().__init__(*modules)  # type: ignore[arg-type]
         self.rules = None if rules is None else tuple(rules)
         self.require = (require,) if isinstance(require, str) else tuple(require)
         self._edits += 1
         self._layout()
 
     def flattens(self) -> bool:
-        """Whether a Sequential around this one flattens it: not if it has rules of its own, hooks, or a forward that
-        does more than call the modules."""
+        """Part of the layer contract. Whether a Sequential around this one flattens it: not if it has rules of its own,
+        hooks, or a forward that does more than call the modules."""
         hooked = has_hooks(self) or self.__dict__.get("op_hooked", False)  # `explain` removes the hooks of its copy
         return self.rules == () and type(self).forward is self._plain_forward() and not hooked
 
@@ -220,7 +259,37 @@ class Sequential(NoTorchScript, nn.Sequential):
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self, input: Any, *extra_inputs: Any, op_kwargs: dict[Any, dict[str, Any]] | None = None) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor | QTensor,
+        *extra_inputs: Tensor,
+        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
+    ) -> "Tensor | QTensor | tuple[Tensor | QTensor, ...]":
+        """Calls the modules in order, consecutive operations together.
+
+        Args:
+            input: x, the input of the first module.
+            *extra_inputs: extra inputs of the operations that take some, in order: the other summand of an
+                `ops.AddExtraInput`, the sizes of a `GroupedLinear`. An extra input with a channel is not passed here.
+            op_kwargs: keywords of single operations for this call, as a dict from an operation, or its index, to its
+                keywords: `{2: {"is_first_microbatch": True}}`.
+
+        Returns:
+            y; or, if operations give extra outputs to the caller, a tuple of y and these, in order.
+
+        Raises:
+            UnsupportedConfig: the number of extra inputs is wrong; a required fusion does not apply; or `op_kwargs`
+                names a module that is no operation of this Sequential, or is in it twice.
+            IndexError: `op_kwargs` names an index that does not exist.
+            TypeError: `op_kwargs` has a keyword that its operation does not take.
+
+        Example:
+            >>> from octavo import ops
+            >>> model = octavo.Sequential(ops.MakeExtraOutput(), ops.Linear(16, 16), ops.AddExtraInput())
+            >>> y, x = model(torch.ones(4, 16), torch.zeros(4, 16), op_kwargs={1: {"is_first_microbatch": True}})
+            >>> y.shape
+            torch.Size([4, 16])
+        """
         if type(input) is not Tensor and isinstance(input, Proxy):
             refuse_symbol(type(self).__name__)
         call, x = self._begun(extra_inputs, op_kwargs), input
@@ -275,9 +344,33 @@ class Sequential(NoTorchScript, nn.Sequential):
 
     # -- explain ---------------------------------------------------------------------------------------------------
 
-    def explain(self, x: Any, *extra_inputs: Any, op_kwargs: dict[Any, dict[str, Any]] | None = None) -> Explanation:
-        """Return the runs of a call with these inputs, the rules that fire in them, and why other rules do not. A copy
-        runs the call: this Sequential does not change."""
+    def explain(
+        self,
+        x: Tensor | QTensor,
+        *extra_inputs: Tensor,
+        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
+    ) -> Explanation:
+        """Runs forward on a copy of this Sequential and reports which operations run together, and which rules apply.
+
+        The result depends on the inputs: a call without gradients has another plan than one with them.
+
+        Args:
+            x: the input of the call to explain.
+            *extra_inputs: its extra inputs.
+            op_kwargs: its keywords for single operations.
+
+        Returns:
+            The runs, the rules that apply, and the rules that do not with the reason. Print it, or read its fields.
+
+        Example:
+            >>> from octavo import ops
+            >>> model = octavo.Sequential(ops.Linear(16, 8), ops.GELU())
+            >>> print(model.explain(torch.ones(4, 16)))
+            run of Linear, GELU
+              forward   linear | activation
+              backward  activation | linear
+            refused: activation-bias on Linear, Activation: a backward GEMM in high precision needs dy itself, ...
+        """
         subject = copy.deepcopy(self)
         told: list[Any] = []
         args = [t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t

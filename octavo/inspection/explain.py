@@ -32,21 +32,38 @@ REPLAYED = 3  # calls until a CUDA graph is replayed: warm-up, recording, replay
 
 def explain(
     model: nn.Module,
-    *inputs: Any,
-    then: Iterable[tuple[Any, ...]] = (),
+    *inputs: object,
+    then: Iterable[tuple[object, ...]] = (),
     mode: str | None = None,
     backward: bool = True,
     dynamic: bool | None = None,
 ) -> CompileReport:
-    """Compiles a copy of the model, calls it with `inputs` and with each tuple of `then`, and returns a report.
+    """Compiles a copy of a model, calls it, and reports graphs, graph breaks, recompiles and the route of each layer.
 
-    mode        a mode of torch.compile, for Inductor. None is "reduce-overhead" on a GPU; on a CPU it captures the
-                graphs and generates no code, so that no C++ compiler is needed
-    backward    also run backward, from ones, where the output requires a gradient
-    dynamic     as for torch.compile
+    The model, its state, the inputs and torch's generators stay as they are. The call runs `torch._dynamo.reset()`
+    before and after: other compiled functions of this process are compiled again.
 
-    The model, its state, the inputs and torch's generators stay as they are. It calls `torch._dynamo.reset()` before
-    and after: other compiled functions of this process will be compiled again."""
+    Args:
+        model: a module. It is copied, which takes the memory of a second model.
+        *inputs: the inputs of the first call.
+        then: the inputs of further calls, a tuple each. Pass another batch size here to see whether it recompiles.
+        mode: a mode of torch.compile, such as "default" or "reduce-overhead", for Inductor. None is "reduce-overhead"
+            on a GPU; on a CPU it captures the graphs and generates no code, so that no C++ compiler is needed.
+        backward: also run backward, from ones, where the output requires a gradient.
+        dynamic: whether sizes are symbols, as for torch.compile.
+
+    Returns:
+        The report. Print it, or check its fields in a test.
+
+    Raises:
+        UnsupportedConfig: `model` is no module, cannot be copied, or `mode` is none of torch.compile's.
+
+    Example:
+        >>> model = nn.Sequential(octavo.Linear(16, 8, recipe="fp8-current"))
+        >>> report = octavo.explain(model, torch.ones(4, 16))
+        >>> report.graphs, len(report.breaks), report.count("octavo::run", "forward")
+        (1, 0, 1)
+    """
     subject = _copied(model)
     device = _device(subject, inputs)
     mode = "reduce-overhead" if mode is None and device.type == "cuda" else mode

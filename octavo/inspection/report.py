@@ -11,11 +11,17 @@ WIDTH = 200  # characters of a line that quotes the compiler
 
 @dataclass(frozen=True)
 class Break:
-    """A place where a graph ends before the call does."""
+    """A place where a graph ends before the call does.
+
+    Args:
+        reason: the compiler's reason.
+        where: file:line, and the name of the function where that is known.
+        uncompiled: the function that then runs without a graph; empty if another graph continues.
+    """
 
     reason: str
-    where: str  # file:line, and the name of the function where that is known
-    uncompiled: str = ""  # the function that then runs without a graph; empty: another graph continues
+    where: str
+    uncompiled: str = ""
 
     def __str__(self) -> str:
         lost = f", and all of {self.uncompiled} runs uncompiled" if self.uncompiled else ""
@@ -24,10 +30,15 @@ class Break:
 
 @dataclass(frozen=True)
 class Recompile:
-    """A call that no earlier graph could serve."""
+    """A call that no earlier graph could serve.
 
-    guard: str  # the condition that failed
-    where: str  # the recompiled function: file:line, and its name
+    Args:
+        guard: the condition that failed.
+        where: the function that was compiled again: file:line, and its name.
+    """
+
+    guard: str
+    where: str
 
     def __str__(self) -> str:
         return f"{self.where}: {self.guard}"
@@ -35,41 +46,80 @@ class Recompile:
 
 @dataclass(frozen=True)
 class Graph:
-    """The operators of one captured graph, and how often it calls each."""
+    """The operators of one captured graph, and how often it calls each.
 
-    direction: str  # forward, backward; inference if no tensor requires a gradient
-    nodes: tuple[tuple[str, int], ...]  # Octavo's operators
+    Args:
+        direction: "forward", "backward", or "inference" if no tensor requires a gradient.
+        nodes: Octavo's operators, each with its number of calls.
+        others: all other operators, each with its number of calls.
+    """
+
+    direction: str
+    nodes: tuple[tuple[str, int], ...]
     others: tuple[tuple[str, int], ...]
 
     def count(self, name: str) -> int:
+        """Counts the calls of an operator.
+
+        Args:
+            name: the operator, such as "octavo::run".
+
+        Returns:
+            The number of calls; 0 if there are none.
+        """
         return dict(self.nodes + self.others).get(name, 0)
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the graph as plain data, for JSON.
+
+        Returns:
+            The fields by name.
+        """
         return {"direction": self.direction, "nodes": dict(self.nodes), "others": dict(self.others)}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of Octavo's."""
+    """One Octavo layer of the model.
+
+    Args:
+        path: its name in the model.
+        recipe: the canonical string of its recipe; "from octavo.autocast: ..." if it follows that.
+        routes: for fprop, dgrad and wgrad each, how it runs: "native", "emulated" or "reference".
+        why: why a matrix product is emulated; empty if none is.
+        uncompiled: why the layer is in no graph; empty if it is in one.
+    """
 
     path: str
-    recipe: str  # its own recipe's key, or "from octavo.autocast" and the key of the ambient one
-    routes: tuple[tuple[str, str], ...]  # for each GEMM: native, emulated, reference
-    why: str = ""  # why a GEMM is emulated
-    uncompiled: str = ""  # why it is not in a graph; empty if it is
+    recipe: str
+    routes: tuple[tuple[str, str], ...]
+    why: str = ""
+    uncompiled: str = ""
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the layer as plain data, for JSON.
+
+        Returns:
+            The fields by name.
+        """
         return {**vars(self), "routes": dict(self.routes)}
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Operations of a Sequential that run as one node in forward and one in backward."""
+    """Operations of a Sequential that run as one node in forward and one in backward.
+
+    Args:
+        stages: the operations.
+        forward: the steps of forward, in order; a fused step stands for several operations.
+        backward: the steps of backward, in order.
+        refused: fusion rules whose pattern is present, and why they do not apply.
+    """
 
     stages: tuple[str, ...]
-    forward: tuple[str, ...]  # steps
+    forward: tuple[str, ...]
     backward: tuple[str, ...]
-    refused: tuple[str, ...]  # fusion rules whose pattern matched, and why they did not apply
+    refused: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{', '.join(self.stages)}: forward {' | '.join(self.forward)}; backward {' | '.join(self.backward)}"
@@ -77,23 +127,48 @@ class Fused:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """The findings of `octavo.explain` in one compilation of a model. Prints as tables."""
+    """The report of `octavo.explain`. It prints as tables.
 
-    compiler: str  # the compiler that took the graphs
-    cudagraphs: bool  # whether CUDA graphs were requested; if not, there are no skips
+    Args:
+        compiler: the compiler that took the graphs, and the device.
+        cudagraphs: whether CUDA graphs were requested. If not, there are no skips.
+        breaks: places where a graph ends before the call does.
+        recompiles: calls that no earlier graph could serve.
+        skips: for each graph that does not run as a CUDA graph, why.
+        graphs: the number of graphs that the compiler took.
+        captured: the graphs of forward and backward, in the order in which they were made.
+        layers: the Octavo layers of the model.
+        runs: groups of operations of a Sequential that run together.
+    """
+
+    compiler: str
+    cudagraphs: bool
     breaks: tuple[Break, ...]
     recompiles: tuple[Recompile, ...]
-    skips: tuple[str, ...]  # for each graph that does not run as a CUDA graph, why
+    skips: tuple[str, ...]
     graphs: int
-    captured: tuple[Graph, ...]  # forward and backward, in the order in which they were made
+    captured: tuple[Graph, ...]
     layers: tuple[Layer, ...]
     runs: tuple[Fused, ...] = ()
 
     def count(self, name: str, direction: str = "") -> int:
-        """Returns how many nodes have this name, in all graphs or in those of one direction."""
+        """Counts the calls of an operator in the captured graphs.
+
+        Args:
+            name: the operator: "octavo::run" is a layer's forward, "octavo::run_bwd" its backward.
+            direction: count only in graphs of this direction, "forward", "backward" or "inference"; "" counts in all.
+
+        Returns:
+            The number of calls.
+        """
         return sum(graph.count(name) for graph in self.captured if direction in ("", graph.direction))
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the report as plain data, for JSON.
+
+        Returns:
+            The fields by name.
+        """
         return {
             "compiler": self.compiler,
             "cudagraphs": self.cudagraphs,

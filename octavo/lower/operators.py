@@ -23,7 +23,7 @@ under a preserved version counter, and is marked to have effects.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -463,11 +463,24 @@ def run_into(name: str, key: str, inputs: Any, buffers: Any, out: Tensor, shape:
     return [Join.apply(out.view(shape), token.view(shape)), *made]  # type: ignore[no-untyped-call]
 
 
-def sac_save_ops() -> tuple[Any, ...]:
-    """The operators to save in a selective checkpoint's policy: a layer's forward is then not run again.
+def sac_save_ops() -> tuple[Callable[..., Any], ...]:
+    """Returns the operators that a selective activation checkpoint should save.
 
-    def policy(context, op, *args, **kwargs):
-        return CheckpointPolicy.MUST_SAVE if op in octavo.sac_save_ops() else CheckpointPolicy.PREFER_RECOMPUTE
+    A policy that saves them keeps the outputs and codes of Octavo's layers, so that backward does not run their forward
+    again.
+
+    Returns:
+        The forward operators of all layers, as a checkpoint's policy receives them.
+
+    Example:
+        >>> from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+        >>> def policy(context, op, *args, **kwargs):
+        ...     saves = op in octavo.sac_save_ops()
+        ...     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+        >>> layer = octavo.Linear(16, 8, recipe="fp8-block")
+        >>> contexts = lambda: create_selective_checkpoint_contexts(policy)
+        >>> checkpoint(layer, torch.ones(4, 16), use_reentrant=False, context_fn=contexts).shape
+        torch.Size([4, 8])
     """
     return torch.ops.octavo.run.default, torch.ops.octavo.run_into.default
 

@@ -5,7 +5,7 @@ wrapper. Several optimizers of one model can be attached: each steps the layers 
 """
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,14 +18,31 @@ from octavo.model.weights import refresh_layers
 from octavo.modules.quantized import Quantized
 from octavo.weights import optimizer_hooks
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # some builds of torch have none
+
 _BY_HAND = "call octavo.step(model) and octavo.refresh_weights(model) after each of its steps"
 _attached: "weakref.WeakSet[Attachment]" = weakref.WeakSet()  # attachments that were not removed
 
 
-class Attachment:
-    """A model and an optimizer that steps it, until `remove()`. As a context manager it ends with its block."""
+class OptimizerWrapper(Protocol):
+    """An object around a torch optimizer, such as accelerate's and Lightning's."""
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, group: Any) -> None:
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer inside."""
+
+
+class Attachment:
+    """The handle that `octavo.attach` returns. As a context manager it calls `remove()` at the end of its block.
+
+    Args:
+        model: the model.
+        optimizer: the torch optimizer that got the hook.
+        group: the process group over which amaxes are reduced.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, group: "ProcessGroup | None") -> None:
         self.model, self.group = model, group
         self.optimizer = weakref.ref(optimizer)  # weak: its hook keeps this object alive
         self.layers = weakref.WeakSet(layer for _, layer in layers(model))  # as of the last step
@@ -43,7 +60,7 @@ class Attachment:
     def __exit__(self, *_: Any) -> None:
         self.remove()
 
-    def steps(self, optimizer: Optimizer, layer: nn.Module) -> bool:
+    def _steps(self, optimizer: Optimizer, layer: nn.Module) -> bool:
         """Whether this is an attachment of that optimizer to a model with that layer."""
         return self.optimizer() is optimizer and any(layer is own for _, own in layers(self.model))
 
@@ -88,15 +105,38 @@ def _claims(layer: Quantized, index: dict[int, list[Attachment]]) -> list[Attach
     return [one for p in layer.trained_by() for one in index.get(id(p), ()) if layer in one.layers]
 
 
-def attach(model: nn.Module, optimizer: Any, group: Any = None) -> Attachment:
+def attach(
+    model: nn.Module, optimizer: Optimizer | OptimizerWrapper, group: "ProcessGroup | None" = None
+) -> Attachment:
     """Calls `octavo.step(model, group)` and `octavo.refresh_weights(model)` after every step of an optimizer.
 
-    model       a module with layers of Octavo's
-    optimizer   a torch optimizer of the model's own parameters, or a wrapper that has one at `.optimizer`
-    group       the process group over which the amaxes of fp8-delayed are reduced; None reduces nothing
+    The recipe fp8-delayed and weight caches need these calls; other recipes run without. Attach each optimizer of a
+    model with several: each serves the layers whose weights it holds, and a layer whose weights no attached optimizer
+    holds is served by all of them.
 
-    Returns a handle with `.remove()`. With several optimizers attached to one model, each serves the layers whose
-    weights it holds; a layer whose weights no attached optimizer holds is served by all of them."""
+    Args:
+        model: a module with Octavo layers.
+        optimizer: a torch optimizer of the model's own parameters, or a wrapper that has one at `.optimizer`. Build it
+            after whatever replaces parameters (`fully_shard`, `quantize_weights`).
+        group: the process group over which the amaxes of fp8-delayed are reduced; None reduces nothing.
+
+    Returns:
+        A handle. Its `remove()` ends the attachment; a `with` block around it does the same at its end.
+
+    Raises:
+        UnsupportedDtype: `model` is no module, or `optimizer` is no optimizer whose `step()` runs hooks.
+        UnsupportedConfig: the model has no Octavo layer, the optimizer holds none of its parameters, or the two are
+            attached already.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(16, 16))
+        >>> report = octavo.convert(model, "fp8-delayed")
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> attachment = octavo.attach(model, optimizer)
+        >>> model(torch.ones(4, 16)).sum().backward()
+        >>> optimizer.step()  # ends the step of fp8-delayed, too
+        >>> attachment.remove()
+    """
     if not isinstance(model, nn.Module):
         swapped = isinstance(optimizer, nn.Module)
         rule = "octavo.attach(model, optimizer), in this order," if swapped else "octavo.attach"
@@ -119,7 +159,7 @@ def attach(model: nn.Module, optimizer: Any, group: Any = None) -> Attachment:
             "(fully_shard, quantize_weights, load_state_dict with assign=True). If it updates copies or flattened "
             f"shards, which are written to the weights after its step, {_BY_HAND}."
         )
-    if any(one.steps(hooked, layer) for one in list(_attached) for layer in ours):
+    if any(one._steps(hooked, layer) for one in list(_attached) for layer in ours):
         raise UnsupportedConfig(
             f"This {type(hooked).__name__} and layers of this {type(model).__name__} are attached already, and one "
             "optimizer step would count as two. Keep the first attachment, or call .remove() on what attach returned."

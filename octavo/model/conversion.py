@@ -10,15 +10,18 @@ from octavo.text import columns, path_names, path_pattern, plural
 
 @dataclass(frozen=True)
 class Row:
-    """One module at one path.
+    """One module at one path, in a `ConversionReport`.
 
-    path       its name in the model; "" is the model itself
-    kind       its class before the conversion: "torch.nn.Linear"
-    recipe     the canonical string of its recipe after the conversion; "" if it has none
-    route      how its GEMMs run: "native", "emulated", "reference"; "skipped" without a recipe
-    why        a sentence that says why it was left alone, or why it is emulated
-    reason     the reason in a word or two: "converted", "kept", "output head", "embedding", ...
-    weights    the number of elements of its matrices
+    Args:
+        path: its name in the model; "" is the model itself.
+        kind: its class before the conversion, such as "torch.nn.Linear".
+        recipe: the canonical string of its recipe after the conversion; "" if it has none.
+        route: how its matrix products run: "native", "emulated" or "reference"; "skipped" without a recipe.
+        why: a sentence that says why it was left alone, or why it is emulated.
+        reason: the reason in a word or two: "converted", "kept", "output head", "embedding", and so on.
+        weights: the number of elements of its matrices.
+        module: the id of the module, which counts a module with several paths once.
+        identities: the ids of its parameters, which count a tied parameter once.
     """
 
     path: str
@@ -28,20 +31,31 @@ class Row:
     why: str = ""
     reason: str = CONVERT
     weights: int = 0
-    module: int = 0  # the module's id, to count a module with several paths once
-    identities: tuple[int, ...] = ()  # ids of its parameters, to count a tied one once
+    module: int = 0
+    identities: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the row as plain data, for JSON.
+
+        Returns:
+            The fields by name, without the ids.
+        """
         return {name: value for name, value in vars(self).items() if name not in ("module", "identities")}
 
 
 @dataclass(frozen=True)
 class Share:
-    """How many layers have one reason, and how many of the model's weights they hold."""
+    """How many layers have one reason in a `ConversionReport`, and how many of the model's weights they hold.
+
+    Args:
+        layers: the number of layers.
+        weights: the number of elements of their matrices.
+        share: the part of all matrix elements of the model, from 0 to 1.
+    """
 
     layers: int
     weights: int
-    share: float  # of all weights that are matrices
+    share: float
 
     def __str__(self) -> str:
         return f"{plural(self.layers, 'layer')} ({self.share:.1%} of the weights)"
@@ -49,10 +63,24 @@ class Share:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """The rows of a conversion, in the model's order. Prints as a table and a summary."""
+    """The report of `octavo.convert`. It prints as a table with a summary, and iterates over its rows.
+
+    Args:
+        rows: a row for every module that holds a matrix, in the model's order.
+        notes: further changes to the model, a sentence each.
+
+    Example:
+        >>> report = octavo.convert(nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16)), "fp8-current")
+        >>> print(report)
+        layers  count  class               recipe       route
+        0       1      torch.nn.Embedding  -            skipped
+        1       1      torch.nn.Linear     fp8-current  reference
+        0: a table that is looked up, not multiplied.
+        Converted 1 layer (66.7% of the weights); embedding: 1 layer (33.3% of the weights).
+    """
 
     rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()  # further changes to the model, a sentence each
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -61,7 +89,11 @@ class ConversionReport:
         return len(self.rows)
 
     def shares(self) -> dict[str, Share]:
-        """Returns a share for each reason, "converted" first. A shared layer and a tied weight count once."""
+        """Counts layers and weights by reason. A shared layer and a tied weight count once.
+
+        Returns:
+            The share of each reason, "converted" first.
+        """
         order = sorted(dict.fromkeys(row.reason for row in self.rows), key=lambda reason: reason != CONVERT)
         counted: set[int] = set()
         counts: dict[str, tuple[int, int]] = {}
@@ -77,14 +109,22 @@ class ConversionReport:
         return {reason: Share(layers, weights, weights / total) for reason, (layers, weights) in counts.items()}
 
     def summary(self) -> str:
-        """Returns one line: the share that was converted, and the shares left alone, by reason."""
+        """Sums the report up in one line.
+
+        Returns:
+            The share that was converted, and the shares that were left alone, by reason.
+        """
         shares = self.shares()
         done = shares.pop(CONVERT, Share(0, 0, 0.0))
         text = f"Converted {done}"
         return text + "".join(f"; {reason}: {share}" for reason, share in shares.items()) + "."
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns plain data: `shares`, `notes` and `rows`."""
+        """Returns the report as plain data, for JSON.
+
+        Returns:
+            A dict with `shares`, `notes` and `rows`.
+        """
         shares = {reason: dict(vars(share)) for reason, share in self.shares().items()}
         return {"shares": shares, "notes": list(self.notes), "rows": [row.as_dict() for row in self.rows]}
 

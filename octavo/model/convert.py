@@ -4,7 +4,7 @@ A module changes its class, not its identity: parameters, hooks, references and 
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,37 +50,41 @@ def convert(
     recipe: str | Recipe,
     policy: Policy | None = None,
     *,
-    exclude: Any = (),
-    high_precision: Any = HIGH_PRECISION,
+    exclude: str | type[nn.Module] | Iterable[str | type[nn.Module]] = (),
+    high_precision: str | Iterable[str] = HIGH_PRECISION,
     overwrite: bool = False,
     strict: bool = True,
     keep_weight_codes: bool | None = None,
     fuse_wgrad_accumulation: bool | None = None,
     delay_wgrad_compute: bool | None = None,
 ) -> ConversionReport:
-    """Gives this recipe to every nn.Linear of the model, and to every Octavo layer without a recipe.
+    """Makes every `nn.Linear` of a model an `octavo.Linear` in this recipe, in place.
 
-    A subclass of nn.Linear that inherits its forward is converted and stays an instance of its class.
+    It also gives the recipe to every Octavo layer without one. Parameters, hooks, references and optimizer states stay.
+    A subclass of `nn.Linear` that inherits its forward is converted and stays an instance of its class.
 
     Args:
-        model: changed in place.
-        recipe: a name, a canonical string or a Recipe.
-        policy: policy(path, module) returns False to leave a layer alone, or a recipe for it, also for an output head,
-            an adapter, a layer with a recipe of its own and a subclass with a forward of its own. None and True leave
-            the decision to convert.
-        exclude: paths, globs of paths or classes of modules that are left alone, with all modules inside; one or
-            several.
-        high_precision: kinds of layers that are left alone: "head" (the layer that predicts tokens), "adapters"
-            (factors of low-rank adapters), "routers" (layers that choose experts). An empty tuple converts them.
+        model: the model, which is changed in place.
+        recipe: a name such as "fp8-current", a canonical string or a `Recipe`.
+        policy: a function `policy(path, module)`. It returns False to leave a layer alone, or a recipe for it, also for
+            an output head, an adapter, a layer with a recipe of its own and a subclass with a forward of its own. None
+            and True leave the decision to convert.
+        exclude: layers to leave alone, with all modules inside them: a path, a glob of paths or a class of modules, or
+            several of these.
+        high_precision: kinds of layers to leave alone: "head" (the layer that predicts tokens), "adapters" (factors of
+            low-rank adapters), "routers" (layers that choose experts). An empty tuple converts them.
         overwrite: also change Octavo layers that have a recipe of their own.
         strict: raise for a linear layer that cannot be converted, and later for a setting of a converted layer that
-            torch.compile cannot hold. Otherwise the former is reported as skipped, and the latter runs outside the
-            graph.
-        keep_weight_codes, fuse_wgrad_accumulation, delay_wgrad_compute: settings of the converted layers; None keeps a
-            layer's own. See octavo.Linear.
+            torch.compile cannot hold. With False the report lists the former as skipped, and the latter runs outside of
+            the graph.
+        keep_weight_codes: this setting for the converted layers, as in `octavo.Linear`; None keeps each layer's own.
+        fuse_wgrad_accumulation: this setting for the converted layers, as in `octavo.Linear`; None keeps each layer's
+            own.
+        delay_wgrad_compute: this setting for the converted layers, as in `octavo.Linear`; None keeps each layer's own.
 
     Returns:
-        A report of every module that holds a matrix, converted or not, and why. Print it.
+        A report with a row for every module that holds a matrix. It tells which were converted, and why others were
+            not. Print it, or read its `rows`.
 
     Raises:
         UnsupportedConfig: an argument is invalid, or a layer cannot be converted and `strict` is set. The model is then
@@ -120,9 +124,26 @@ def convert(
 
 
 def revert(model: nn.Module) -> None:
-    """Makes every octavo.Linear an nn.Linear again, or the subclass that it was. Other Octavo layers, and those within
-    a LayerNormLinear or LayerNormMLP, keep their class and lose the recipe that `convert` gave them. Weights held as
-    codes become their dequantized values."""
+    """Undoes `convert`: makes every `octavo.Linear` of a model an `nn.Linear` again, in place.
+
+    A layer that was a subclass of `nn.Linear` becomes that subclass again. Other Octavo layers, and those in a
+    `LayerNormLinear` or `LayerNormMLP`, keep their class and lose the recipe that `convert` gave them. Weights held as
+    codes become their dequantized values.
+
+    Args:
+        model: the model, which is changed in place.
+
+    Raises:
+        UnsupportedConfig: `model` is no module; or a layer has weight gradients that wait for `backward_dw()`, a
+            parametrization, or a forward that was replaced on the instance. The model is then unchanged.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(16, 8))
+        >>> report = octavo.convert(model, "fp8-current")
+        >>> octavo.revert(model)
+        >>> type(model[0]) is nn.Linear
+        True
+    """
     if not isinstance(model, nn.Module):
         raise UnsupportedConfig(f"revert takes a model (an nn.Module), got {type(model).__name__}.")
     # subclasses of Sequential that require fusions, such as LayerNormMLP

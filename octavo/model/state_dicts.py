@@ -26,16 +26,50 @@ class _Load(NamedTuple):
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the state that a resumed run needs besides the weights, as plain tensors: delayed scaling's windows and
-    multipliers, and the counters of stochastic rounding. Empty for recipes without state."""
+    """Returns the state that a resumed run needs besides the weights.
+
+    `model.state_dict()` holds the weights alone. This state is that of the recipes: the windows and multipliers of
+    fp8-delayed, the counters of stochastic rounding (nvfp4). A run that loads both resumes bit for bit.
+
+    Args:
+        model: a module with Octavo layers.
+
+    Returns:
+        Copies of plain tensors, by name. It is empty for recipes without state.
+
+    Example:
+        >>> model = nn.Sequential(octavo.Linear(16, 8, recipe="nvfp4"))
+        >>> list(octavo.state_dict(model))
+        ['0.rounding.seed']
+    """
     states = ((path, layer.recipe_state() | layer.pending_state()) for path, layer in layers(model))
     return {joined(path, name): tensor for path, state in states for name, tensor in state.items()}
 
 
-def load_state_dict(model: nn.Module, state: dict[str, Tensor], strict: bool = True) -> None:
-    """Loads what `octavo.state_dict` returned for the model, compiled or not. A layer that is on the meta device, or
-    follows `octavo.autocast` and has not run yet, keeps its part until it has buffers. Strict: the state must have
-    exactly the tensors that the model needs. All tensors are checked before any is written."""
+def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
+    """Loads the state that `octavo.state_dict` returned for a model.
+
+    It checks all tensors before it writes any. A layer that is on the meta device, or follows `octavo.autocast` and has
+    not run yet, keeps its part of the state until it has buffers for it.
+
+    Args:
+        model: a module with Octavo layers, compiled or not.
+        state: the state.
+        strict: raise unless the state has exactly the tensors that the model needs. With False other tensors are
+            ignored, and missing ones stay as they are.
+
+    Raises:
+        UnsupportedConfig: the state does not match the recipes of the model and `strict` is set, or holds values that
+            no run produces.
+        UnsupportedDtype: `state` is no dict from strings.
+        UnsupportedShape: a tensor has the wrong shape or dtype.
+        UnsupportedDevice: a tensor is on the meta device.
+
+    Example:
+        >>> model = nn.Sequential(octavo.Linear(16, 8, recipe="nvfp4"))
+        >>> state = octavo.state_dict(model)
+        >>> octavo.load_state_dict(model, state)
+    """
     by_path, unknown = _by_layer(state)
     loads = [_Load(path, layer, by_path.pop(_without_wrappers(path), {})) for path, layer in layers(model)]
     unknown += [joined(path, name) for path, left in by_path.items() for name in left]

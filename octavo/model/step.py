@@ -1,7 +1,7 @@
 """`octavo.step`: ends a training step by updating the delayed scales of a whole model from the step's amaxes."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,25 @@ from octavo.modules.quantized import Quantized
 from octavo.quant import DelayedState
 from octavo.quant.state import update_all
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # some builds of torch have none
 
-def step(model: nn.Module, group: Any = None) -> None:
-    """Ends a training step: updates delayed scales from the amaxes observed since the last call.
 
-    With a process `group` the amaxes are first reduced by maximum over it, so that its ranks keep equal scales; every
-    rank must then hold the same layers. None reduces nothing."""
+def step(model: nn.Module, group: "ProcessGroup | None" = None) -> None:
+    """Ends a training step: updates delayed scales from the amaxes that the layers observed since the last call.
+
+    Call it after each `optimizer.step()`, or let `octavo.attach` call it. Only fp8-delayed has scales to update.
+
+    Args:
+        model: a module with Octavo layers.
+        group: the process group over which the amaxes are first reduced by maximum, so that its ranks keep equal
+            scales. Every rank must then hold the same layers. None reduces nothing.
+
+    Example:
+        >>> model = nn.Sequential(octavo.Linear(16, 8, recipe="fp8-delayed"))
+        >>> model(torch.ones(4, 16)).sum().backward()
+        >>> octavo.step(model)
+    """
     step_layers([module for _, module in layers(model)], group)
 
 

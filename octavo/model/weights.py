@@ -10,7 +10,23 @@ from octavo.modules.quantized import Quantized
 
 
 def refresh_weights(model: nn.Module) -> None:
-    """Quantizes every cached weight again, in place. Call it after the optimizer has changed the weights."""
+    """Quantizes every cached weight again, in place.
+
+    Call it after the optimizer has changed the weights, or let `octavo.attach` call it. A layer has a cache once it was
+    called with `is_first_microbatch=True`, or in `octavo.microbatch(first=True)`.
+
+    Args:
+        model: a module with Octavo layers.
+
+    Example:
+        >>> layer = octavo.Linear(16, 8, recipe="fp8-block")
+        >>> y = layer(torch.ones(4, 16), is_first_microbatch=True)
+        >>> with torch.no_grad():
+        ...     _ = layer.weight.mul_(2)
+        >>> octavo.refresh_weights(layer)
+        >>> layer(torch.ones(4, 16), is_first_microbatch=False).shape
+        torch.Size([4, 8])
+    """
     refresh_layers([module for _, module in layers(model)])
 
 
@@ -24,8 +40,27 @@ def refresh_layers(modules: Iterable[Quantized]) -> None:
 
 
 def quantize_weights(model: nn.Module) -> None:
-    """Keeps the weights only as codes, in both orientations. No optimizer may update them: a step on one raises. The
-    parameters read as the dequantized values, and quantize the values that are written to them."""
+    """Keeps the weights of a model only as codes, to save memory in inference or when they are frozen.
+
+    It changes every Octavo layer whose own recipe quantizes. The new parameters read as the dequantized values, and
+    quantize the values that are written to them. No optimizer may update them: a step on one raises. Build optimizers
+    afterwards. `octavo.revert` makes weights of the values again.
+
+    Args:
+        model: a module with Octavo layers, changed in place.
+
+    Raises:
+        UnsupportedConfig: no layer's own recipe quantizes, or a weight is shared by several layers, sharded or
+            parametrized. The model is then unchanged.
+
+    Example:
+        >>> model = nn.Sequential(octavo.Linear(16, 8, recipe="fp8-block"))
+        >>> octavo.quantize_weights(model)
+        >>> model
+        Sequential(
+          (0): Linear(in_features=16, out_features=8, bias=True, recipe=fp8-block, weight held as codes)
+        )
+    """
     quantized = [
         (path, module)
         for path, module in layers(model)

@@ -31,16 +31,43 @@ from octavo.wgrad.refusals import graph_refusal
 
 
 class GroupedLinear(Quantized):
-    """y[g] = x[g] · W[g]ᵀ + b[g] for ragged groups of rows, whose sizes stay on the device.
+    """One linear layer for each group of rows: y[g] = x[g] · W[g]ᵀ + b[g]. Experts of a mixture are the usual groups.
 
-    recipe                     a name, a canonical string or a Recipe; None follows `octavo.autocast`, else bf16
-    single_grouped_weight      one parameter `weight` [G, N, K]; otherwise `weight0`, `weight1`, ... [N, K]
-    single_grouped_bias        one parameter `bias` [G, N]; otherwise `bias0`, `bias1`, ... [N]
-    scale_bias                 the bias is multiplied by `scales`, token by token, before it is added
-    delay_wgrad_compute        dW waits until `backward_dw()`
-    fuse_wgrad_accumulation    dW is added to `weight.main_grad` (octavo.wgrad.main_grad)
-    tail                       rows of y and dx after the last group: "zero", or "untouched" (any values)
-    strict                     raise for a setting that torch.compile cannot hold; False: warn, and run eagerly
+    The caller packs the rows of all groups in one tensor, one group after the other, and passes the number of rows of
+    each group in a tensor on the device. The host never reads these sizes, so a CUDA graph follows sizes that change.
+    Each group is quantized as if it were alone. Rows after the last group are the tail: the layer does not read them.
+
+    Args:
+        num_groups: the number of groups, 1 to 4096.
+        in_features: the size of the last dim of x.
+        out_features: the size of the last dim of y.
+        bias: whether each group has a bias.
+        recipe: how the layer quantizes: a name such as "fp8-block", a canonical string or a `Recipe`. With None the
+            layer follows `octavo.autocast`, and runs unquantized outside of it.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters: float32, bfloat16 or float16.
+        single_grouped_weight: one parameter `weight` [groups, out, in]. With False there is one for each group:
+            `weight0`, `weight1`, ... [out, in], for checkpoints and optimizers that expect one for each expert.
+        single_grouped_bias: one parameter `bias` [groups, out]. With False: `bias0`, `bias1`, ... [out].
+        scale_bias: multiply the bias of each row by a number, `scales` of forward, before it is added.
+        delay_wgrad_compute: leave the weight gradient out of backward. `backward_dw()` computes it later.
+        fuse_wgrad_accumulation: add the weight gradient to `weight.main_grad` in place, as in `octavo.Linear`.
+        tail: rows of y and dx after the last group: "zero" writes zeros, "untouched" leaves any values there, which
+            saves the write.
+        strict: raise if torch.compile cannot take the layer with these settings. With False the layer warns and runs
+            outside of the graph.
+
+    Raises:
+        UnsupportedShape: `num_groups` is out of range.
+        UnsupportedConfig: `tail` or the recipe is unknown, or the layer cannot run in the recipe.
+
+    Example:
+        >>> layer = octavo.GroupedLinear(3, 64, 32, recipe="fp8-block")
+        >>> layer.weight.shape
+        torch.Size([3, 32, 64])
+        >>> y = layer(torch.ones(10, 64), torch.tensor([4, 0, 5]))
+        >>> y.shape, y[9:].count_nonzero().item()
+        (torch.Size([10, 32]), 0)
     """
 
     LAYER: ClassVar[Any] = layer
@@ -85,7 +112,14 @@ class GroupedLinear(Quantized):
         self._set_up(recipe, fuse_wgrad_accumulation, delay_wgrad_compute, strict)
 
     def reset_parameters(self) -> None:
-        """Initialises the parameters of each group as nn.Linear does."""
+        """Initialises the parameters of each group as nn.Linear does, and derives the seed of stochastic rounding anew.
+
+        Example:
+            >>> layer = octavo.GroupedLinear(2, 16, 8)
+            >>> layer.reset_parameters()
+            >>> bool((layer.weight.abs() <= 16**-0.5).all())
+            True
+        """
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
         for names in (self._weight_names, self._bias_names):
             for name in names:
@@ -179,12 +213,43 @@ class GroupedLinear(Quantized):
         dgrad_out: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> Tensor:
-        """Returns y [..., N] for input x [..., K], whose rows, leading dims flattened, form groups of `m_splits` rows.
+        """Multiplies each group of rows by its own weight.
 
-        The layer writes y and the gradient of x to the caller's buffers out [rows, N] and dgrad_out [rows, K], and
-        leaves their tails as they are. The returned tensor shares `out`'s memory and is part of autograd's graph: for
-        the next step, pass the buffer again, not the returned tensor. `dgrad_out` is the whole gradient only if x is
-        used nowhere else."""
+        `out` and `dgrad_out` let the caller provide memory. The layer writes y and dx there without a copy, and leaves
+        the tail of the buffers as it is. The returned tensor shares the memory of `out` and is part of autograd's
+        graph: for the next step pass the buffer again, not the returned tensor. `dgrad_out` holds the whole gradient
+        only if x is used nowhere else.
+
+        Args:
+            input: x [..., in_features], whose leading dims are flattened to rows; or a `GroupedTensor` of rows, which
+                the layer dequantizes and which carries no gradient.
+            m_splits: the number of rows of each group, int32 or int64 on the device of the layer. A list, or a tensor
+                on another device, is copied there, except in a graph, where it raises.
+            is_first_microbatch: True quantizes the weight into a cache, False uses the cache, None (the default) does
+                neither. A tensor of one element leaves the choice to the device: zero means False. A call without it
+                takes the value of `octavo.microbatch`.
+            out: a buffer [rows, out_features] for y: contiguous, in the dtype of x, without requires_grad.
+            dgrad_out: a buffer [rows, in_features] for dx, with the same properties.
+            scales: a number for each row, which multiplies its bias. Required if the layer has `scale_bias=True` and a
+                bias, and refused otherwise.
+
+        Returns:
+            y [..., out_features], in the dtype of x or of torch.autocast where that is on.
+
+        Raises:
+            UnsupportedShape: x, `m_splits`, `scales` or a buffer has the wrong shape.
+            UnsupportedDtype: x, `m_splits` or the weight has the wrong dtype.
+            UnsupportedDevice: x and the weight are on two devices.
+            UnsupportedConfig: `scales` or `dgrad_out` does not fit this call, the cache of the weight is out of date,
+                or a graph cannot hold `m_splits` or a buffer.
+
+        Example:
+            >>> layer = octavo.GroupedLinear(2, 16, 8, single_grouped_weight=False)
+            >>> out = torch.empty(6, 8)
+            >>> y = layer(torch.ones(6, 16), torch.tensor([2, 4]), out=out)
+            >>> y.data_ptr() == out.data_ptr()
+            True
+        """
         if torch.compiler.is_compiling() and (why := graph_refusal(self) or self._buffer_refusal(out, dgrad_out)):
             if is_inside_operator():
                 self._now("_refuse", why)

@@ -5,7 +5,7 @@ the state of the recipe. `forward` gathers both and calls `octavo.layers.linear`
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +29,50 @@ from octavo.values import Value
 from octavo.weights.held import HeldWeight, linked_token, parameter
 from octavo.wgrad.refusals import graph_refusal
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # some builds of torch have none
+
 
 class Linear(Quantized, nn.Linear):
-    """y = x · Wᵀ + b in low precision.
+    """A linear layer, y = x · Wᵀ + b, whose three matrix products run in the precision of a recipe.
 
-    recipe                     a name, a canonical string or a Recipe; None follows `octavo.autocast`, else bf16
-    return_bias                forward returns (y without the bias, bias)
-    fuse_wgrad_accumulation    dW is added to `weight.main_grad` (octavo.wgrad.main_grad)
-    delay_wgrad_compute        dW waits until `backward_dw()`
-    keep_weight_codes          False: backward quantizes the weight again for dX. This saves half the weight's size
-                               between forward and backward, and reads the weight once more
-    strict                     raise for a setting that torch.compile cannot hold; False: warn, and run eagerly
+    It is an `nn.Linear`: the constructor, the parameter names, the initialisation and the state dict are the same.
+    `octavo.convert` turns the `nn.Linear` layers of a model into this class. y has the dtype of x.
+
+    Args:
+        in_features: the size of the last dim of x. It need not be a multiple of anything.
+        out_features: the size of the last dim of y.
+        bias: whether the layer has a bias.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters: float32, bfloat16 or float16.
+        recipe: how the layer quantizes: a name such as "fp8-current", a canonical string or a `Recipe`. With None the
+            layer follows `octavo.autocast`, and runs unquantized outside of it.
+        return_bias: return `(y without the bias, bias)`, for a caller that adds the bias elsewhere.
+        fuse_wgrad_accumulation: add the weight gradient to `weight.main_grad` in place, for trainers that accumulate
+            gradients there. `weight.grad` then stays None, or receives zeros if the weight has an attribute
+            `grad_added_to_main_grad`.
+        delay_wgrad_compute: leave the weight gradient out of backward. `backward_dw()` computes it later, which lets a
+            pipeline schedule overlap it with communication.
+        keep_weight_codes: keep the codes of the weight that dx needs from forward to backward. With False backward
+            quantizes the weight again: less memory for one more read of the weight.
+        strict: raise if torch.compile cannot take the layer with these settings. With False the layer warns and runs
+            outside of the graph.
+        parallel_mode: must be None. Octavo does not implement tensor parallelism.
+        sequence_parallel: must be False. Octavo does not implement sequence parallelism.
+        tp_group: must be None. Octavo does not implement tensor parallelism.
+
+    Raises:
+        UnsupportedConfig: the recipe is unknown, the recipe does not take weights of this dtype, or an argument asks
+            for tensor parallelism.
+
+    Example:
+        >>> layer = octavo.Linear(64, 32, recipe="fp8-current")
+        >>> y = layer(torch.ones(8, 64))
+        >>> y.shape, y.dtype
+        (torch.Size([8, 32]), torch.float32)
+        >>> y.sum().backward()
+        >>> layer.weight.grad.shape
+        torch.Size([32, 64])
     """
 
     LAYER: ClassVar[Any] = layer
@@ -63,7 +96,7 @@ class Linear(Quantized, nn.Linear):
         strict: bool = True,
         parallel_mode: str | None = None,
         sequence_parallel: bool = False,
-        tp_group: Any = None,
+        tp_group: "ProcessGroup | None" = None,
     ) -> None:
         _refuse_parallel(parallel_mode, sequence_parallel, tp_group)
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -89,6 +122,7 @@ class Linear(Quantized, nn.Linear):
         return spec_route(left, right, device)
 
     def reset_parameters(self) -> None:
+        """Initialises weight and bias as `nn.Linear` does, and derives the seed of stochastic rounding anew."""
         super().reset_parameters()
         self._reset_seed()
 
@@ -96,12 +130,40 @@ class Linear(Quantized, nn.Linear):
 
     def forward(  # type: ignore[override]
         self, input: Tensor | QTensor, is_first_microbatch: bool | Tensor | None = None, fp8_output: bool = False
-    ) -> Any:
+    ) -> "Tensor | QTensor | tuple[Tensor | QTensor, Tensor | None]":
+        """Computes y = x · Wᵀ + b.
+
+        Args:
+            input: x, a tensor [..., in_features] of float32, bfloat16 or float16; or a `QTensor` with codes that this
+                layer's recipe takes, as another layer returns them with `fp8_output=True`.
+            is_first_microbatch: True quantizes the weight into a cache, False uses the cache, None (the default) does
+                neither. A tensor of one element leaves the choice to the device: zero means False. Use it if several
+                microbatches share a weight. A call without it takes the value of `octavo.microbatch`.
+            fp8_output: return y as codes for a layer with the same recipe.
+
+        Returns:
+            y [..., out_features] in the dtype of x, or of torch.autocast where that is on; a `QTensor` with
+            `fp8_output=True`. With `return_bias=True` it is a tuple of y without the bias, and the bias.
+
+        Raises:
+            UnsupportedShape: the last dim of x is not `in_features`.
+            UnsupportedDtype: x or the weight has another dtype.
+            UnsupportedDevice: x and the weight are on two devices.
+            UnsupportedConfig: the recipe has no codes for `fp8_output`, takes other codes than x has, or the cache of
+                the weight is out of date.
+
+        Example:
+            >>> layer = octavo.Linear(64, 32, recipe="fp8-block")
+            >>> layer(torch.ones(2, 8, 64), is_first_microbatch=True).shape
+            torch.Size([2, 8, 32])
+            >>> layer(torch.ones(8, 64), fp8_output=True)
+            QTensor(8x32, block-1d, cpu)
+        """
         if torch.compiler.is_compiling() and (why := graph_refusal(self)):
             if is_inside_operator():
                 self._now("_refuse", why)  # the code below is not reached: the whole operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
-            return outside(self, why, input, is_first_microbatch, fp8_output)
+            return outside(self, why, input, is_first_microbatch, fp8_output)  # type: ignore[no-any-return]
         x = input if type(input) is QTensor else _cast(input)
         as_nodes = takes_nodes([self])
         stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes)
@@ -210,7 +272,7 @@ class Linear(Quantized, nn.Linear):
         return f"{super().extra_repr()}, recipe={recipe}" + (", weight held as codes" if self._codes.held else "")
 
 
-def _refuse_parallel(parallel_mode: str | None, sequence_parallel: bool, tp_group: Any) -> None:
+def _refuse_parallel(parallel_mode: str | None, sequence_parallel: bool, tp_group: "ProcessGroup | None") -> None:
     for name, value in (
         ("parallel_mode", parallel_mode),
         ("sequence_parallel", sequence_parallel),

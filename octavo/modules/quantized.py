@@ -69,33 +69,36 @@ class Quantized(FusibleOperation, nn.Module):
     # -- the weight: subclasses define these -----------------------------------------------------------------------
 
     def weight_names(self) -> list[str]:
-        """Returns the names of the parameters that form the weight."""
+        """Part of the layer contract. Returns the names of the parameters that form the weight."""
         raise NotImplementedError
 
     def weight_parts(self) -> list[nn.Parameter]:
-        """Returns these parameters; a parametrized one is computed here."""
+        """Part of the layer contract. Returns the parameters that form the weight; computes a parametrized one."""
         return [getattr(self, name) for name in self.weight_names()]
 
     def trained_by(self) -> list[nn.Parameter]:
-        """Returns the parameters that tell which optimizer trains this layer: its trained weights, or all parameters if
-        no weight is a trained parameter."""
+        """Part of the layer contract. Returns the parameters that tell which optimizer trains this layer: its
+        trained weights, or all parameters if no weight is a trained parameter."""
         own: list[Any] = [self._parameters.get(name) for name in self.weight_names()]
         trained = [weight for weight in own if weight is not None and weight.requires_grad]
         return trained or list(self.parameters())
 
     def whole_weight(self) -> Tensor:
-        """Returns the weight in the shape that the layer takes, for uses that need no gradient."""
+        """Part of the layer contract. Returns the weight in the shape that the layer takes, for uses that need no
+        gradient."""
         raise NotImplementedError
 
     def set_weights(self, whole: Tensor) -> None:
-        """Replaces the parameters by those of a whole weight, which may be held as codes."""
+        """Part of the layer contract. Replaces the parameters by those of a whole weight, dense or held as codes."""
         raise NotImplementedError
 
     def op_describe(self) -> str:
+        """Part of the layer contract. Returns the class, the sizes and the path of this layer, for messages."""
         raise NotImplementedError
 
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
-        """Returns how the device multiplies operands of these quantizers: native, emulated or reference."""
+        """Part of the layer contract. Returns how the device multiplies operands of these quantizers: "native",
+        "emulated" or "reference"."""
         raise NotImplementedError
 
     # -- the recipe ------------------------------------------------------------------------------------------------
@@ -140,7 +143,7 @@ class Quantized(FusibleOperation, nn.Module):
             del self.__dict__[name]
 
     def lose_recipe(self) -> None:
-        """Drops the recipe and its state; the layer follows `octavo.autocast` again."""
+        """Part of the layer contract. Drops the recipe and its state; the layer follows `octavo.autocast` again."""
         self._codes.drop(self)
         self._scaling.drop(self)
         drop_buffers(self, [SEED])
@@ -148,6 +151,8 @@ class Quantized(FusibleOperation, nn.Module):
 
     @property
     def recipe(self) -> Recipe | None:
+        """The layer's own recipe; None if the layer follows `octavo.autocast`. Set it to a name, a canonical string, a
+        `Recipe` or None."""
         return self._recipe
 
     @recipe.setter
@@ -162,7 +167,7 @@ class Quantized(FusibleOperation, nn.Module):
         self._recipe = found
 
     def refusal(self, recipe: Recipe | None) -> str:
-        """Returns why this layer cannot use a recipe; empty if it can."""
+        """Part of the layer contract. Returns why this layer cannot use a recipe; empty if it can."""
         weight: Any = self.weight_parts()[0]
         if recipe is not None and isinstance(weight, HeldWeight) and recipe.key != weight.kind.recipe:
             return f"its weight is held as codes of {weight.kind.recipe}"
@@ -284,7 +289,7 @@ class Quantized(FusibleOperation, nn.Module):
         return after
 
     def op_holds_objects(self) -> bool:
-        """Whether backward needs Python objects, which a custom operator cannot take."""
+        """Part of the layer contract. Whether backward needs Python objects, which a custom operator cannot take."""
         if not (self.fuse_wgrad_accumulation or self.delay_wgrad_compute) or not torch.is_grad_enabled():
             return False
         return any([weight.requires_grad for weight in self.weight_parts()])
@@ -308,26 +313,58 @@ class Quantized(FusibleOperation, nn.Module):
     # -- the weight's gradient -----------------------------------------------------------------------------------------
 
     def backward_dw(self) -> None:
-        """Computes the weight gradient of the oldest backward that delayed it, and adds it to `weight.grad` or to
-        `weight.main_grad`. Hooks of the weight fire here, once. If it raises, call it again: it loses no gradient, and
-        adds none twice."""
+        """Computes a weight gradient that `delay_wgrad_compute=True` left out of backward.
+
+        Call it once for each backward: each call takes the oldest one that is pending, and adds the gradient to
+        `weight.grad` or to `weight.main_grad`. Hooks of the weight fire here, once. If the call raises, call it again:
+        no gradient is lost or added twice. Without `delay_wgrad_compute` the call does nothing; without a pending
+        backward it warns and does nothing.
+
+        Raises:
+            UnsupportedConfig: the weight is sharded; the program wrote to an unquantized operand since backward;
+                `weight.main_grad` is missing; or a CUDA graph captured the backward and not this call, or the reverse.
+
+        Example:
+            >>> layer = octavo.Linear(8, 4, delay_wgrad_compute=True)
+            >>> layer(torch.ones(2, 8)).sum().backward()
+            >>> layer.weight.grad is None
+            True
+            >>> layer.backward_dw()
+            >>> layer.weight.grad.shape
+            torch.Size([4, 8])
+        """
         self._wgrad.deliver(self)
 
     def discard_dw(self, captured: bool = False) -> int:
-        """Discards the backwards that still wait for `backward_dw`, such as those of warm-ups; returns their number.
-        Backwards captured in a CUDA graph stay, unless `captured` is True."""
+        """Discards the weight gradients that still wait for `backward_dw()`, such as those of warm-up calls.
+
+        Args:
+            captured: also discard those of backwards that were captured in a CUDA graph. Pass True after a capture that
+                the program does not use.
+
+        Returns:
+            How many were discarded.
+
+        Example:
+            >>> layer = octavo.Linear(8, 4, delay_wgrad_compute=True)
+            >>> layer(torch.ones(2, 8)).sum().backward()
+            >>> layer.discard_dw()
+            1
+        """
         return self._wgrad.mailbox.discard(captured=captured)
 
     def has_weight_hooks(self) -> bool:
+        """Part of the layer contract. Whether a weight has hooks on its gradient."""
         weights: list[Any] = list(self.weight_parts())
         return any(bool(weight._backward_hooks or weight._post_accumulate_grad_hooks) for weight in weights)
 
     def parametrized_weights(self) -> list[str]:
-        """Returns the names of weights that are not parameters: a parametrization computes them at every call."""
+        """Part of the layer contract. Returns the names of weights that are not parameters: a parametrization computes
+        them at every call."""
         return [name for name in self.weight_names() if name not in self._parameters]
 
     def why_parametrized(self, option: str) -> str:
-        """Returns why an option excludes parametrized weights; empty if the layer has none."""
+        """Part of the layer contract. Returns why an option excludes parametrized weights; empty if there are none."""
         names = self.parametrized_weights()
         if not names:
             return ""
@@ -337,13 +374,15 @@ class Quantized(FusibleOperation, nn.Module):
         )
 
     def refuse_parametrized(self, option: str) -> None:
+        """Part of the layer contract. Raises if the layer has parametrized weights, which `option` excludes."""
         if why := self.why_parametrized(option):
             raise UnsupportedConfig(f"{self.op_describe()}: {why}.")
 
     # -- recipe state, for checkpoints ---------------------------------------------------------------------------------
 
     def recipe_state(self) -> dict[str, Tensor]:
-        """Returns copies of the recipe state: delayed scaling's memory, the counter of stochastic rounding."""
+        """Part of the layer contract. Returns copies of the recipe state: delayed scaling's memory, the counter of
+        stochastic rounding."""
         self._settle()
         state = self._scaling.export(self)
         if SEED in self._buffers:
@@ -351,7 +390,7 @@ class Quantized(FusibleOperation, nn.Module):
         return state
 
     def load_recipe_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Loads the tensors that the layer has buffers for, and returns the rest."""
+        """Part of the layer contract. Loads the tensors that the layer has buffers for, and returns the rest."""
         self._settle()
         rest = dict(state)
         if self._unborn:
@@ -364,22 +403,22 @@ class Quantized(FusibleOperation, nn.Module):
         return rest
 
     def pending_state(self) -> dict[str, Tensor]:
-        """Returns copies of the loaded state whose buffers do not exist yet."""
+        """Part of the layer contract. Returns copies of the loaded state whose buffers do not exist yet."""
         return {name: tensor.clone() for name, tensor in self._pending.items()}
 
     # -- weights held as codes -----------------------------------------------------------------------------------------
 
     def check_holdable(self) -> None:
-        """Raises if the weight cannot be held as codes: if it is parametrized or sharded."""
+        """Part of the layer contract. Raises if the weight cannot be held as codes: it is parametrized or sharded."""
         self.refuse_parametrized("A weight held as codes")
         refuse_shards(self.weight_parts(), "A weight held as codes")
 
     def hold_codes(self) -> None:
-        """Keeps the weight only as codes of this layer's recipe, in both orientations."""
+        """Part of the layer contract. Keeps the weight only as codes of this layer's recipe, in both orientations."""
         self._codes.hold(self)
 
     def release_codes(self) -> None:
-        """Replaces codes by a weight with the dequantized values."""
+        """Part of the layer contract. Replaces codes by a weight with the dequantized values."""
         self._codes.release(self)
 
     # -- overrides of nn.Module's methods -----------------------------------------------------------------------------

@@ -37,9 +37,10 @@ from octavo.quant.quantizer import (
 
 @dataclass(frozen=True, eq=False)
 class GroupedTensor:
-    """Codes and scales of rows in groups, each group quantized as if it were alone.
+    """A quantized matrix whose rows come in groups, each group quantized as if it were alone.
 
-    `Quantizer.quantize_groups(x, sizes)` makes one; GroupedLinear takes one of rows as its input.
+    `Quantizer.quantize_groups(x, sizes)` makes one; GroupedLinear takes one of rows as its input. It is not a
+    torch.Tensor.
 
     The padded layout starts each group at a multiple of 128 rows (`octavo.quant.groups`). Padding is zero within a
     group's last block, and undefined past the last group.
@@ -49,6 +50,15 @@ class GroupedTensor:
             Its grid of scales has an entry for each group if the scheme has one scale for all rows.
         groups: the rows of each group, and their places in the padded layout.
         orientation: "row" for codes [padded, K], "column" for codes [K, padded].
+
+    Example:
+        >>> rows = octavo.quant.Block1D().quantize_groups(torch.ones(10, 64), torch.tensor([4, 0, 5]))
+        >>> rows
+        GroupedTensor(10x64 in 3 groups, row, block-1d, cpu)
+        >>> rows.dequantize().shape
+        torch.Size([10, 64])
+        >>> [q.shape for q in rows.members()]
+        [(4, 64), (0, 64), (5, 64)]
     """
 
     q: QTensor
@@ -56,15 +66,44 @@ class GroupedTensor:
     orientation: str
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors inside, in a fixed order: those of the QTensor, then those of the groups."""
+        """Iterates over the tensors inside, in a fixed order.
+
+        Yields:
+            The tensors of the QTensor, then those of the groups.
+
+        Example:
+            >>> rows = octavo.quant.Block1D().quantize_groups(torch.ones(10, 64), torch.tensor([4, 6]))
+            >>> len(list(rows.tensors()))
+            7
+        """
         yield from self.q.tensors()
         yield from self.groups.tensors()
 
     def nbytes(self) -> int:
+        """Counts the bytes of all tensors inside, padding included.
+
+        Returns:
+            The number of bytes.
+
+        Example:
+            >>> rows = octavo.quant.Block1D().quantize_groups(torch.ones(10, 64), torch.tensor([4, 6]))
+            >>> rows.nbytes() >= 2 * 128 * 64
+            True
+        """
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns packed values [rows, K], zero in the tail. Reads nothing on the host."""
+        """Returns the values that the codes stand for, packed as they came. The host reads nothing from the device.
+
+        Args:
+            dtype: float32, bfloat16 or float16; None is the dtype of the tensor that was quantized.
+
+        Returns:
+            A tensor [rows, K], with zeros in the rows after the last group.
+
+        Raises:
+            UnsupportedDtype: `dtype` is none of these.
+        """
         q, spec, dim = self.q, self.q.spec, ORIENTATIONS.index(self.orientation)
         dtype = check_float(q.dtype if dtype is None else dtype, "dequantize")
         owner = self.groups.owner.clamp_min(0)[:, None].expand(-1, BLOCK).reshape(-1)
@@ -79,13 +118,26 @@ class GroupedTensor:
         return pack(values.T if dim else values, self.groups)
 
     def members(self) -> list[QTensor]:
-        """Returns each group's QTensor, as views of this one. Reads the sizes on the host: waits for the device."""
+        """Returns the groups by themselves. The host reads the sizes, and so waits for the device.
+
+        Returns:
+            A QTensor for each group, as views of this one.
+        """
         sizes, firsts = self.groups.sizes(), self.groups.block[:-1].tolist()
         places = enumerate(zip(firsts, sizes, strict=True))
         return [member(self.q, self.orientation, g, BLOCK * first, size) for g, (first, size) in places]
 
     def save(self) -> "tuple[tuple[Tensor, ...], Settings]":
-        """Returns plain tensors for autograd's save_for_backward, and the settings that `restore` needs beside them."""
+        """Splits this object into plain tensors, for autograd's `save_for_backward`, and settings.
+
+        Returns:
+            The tensors, and the settings that `octavo.quant.grouped.restore(tensors, settings)` needs beside them.
+
+        Example:
+            >>> rows = octavo.quant.Block1D().quantize_groups(torch.ones(10, 64), torch.tensor([4, 6]))
+            >>> octavo.quant.grouped.restore(*rows.save())
+            GroupedTensor(10x64 in 2 groups, row, block-1d, cpu)
+        """
         return tuple(self.tensors()), (self.q.spec, self.q.shape, self.q.dtype, self.groups.rows, self.orientation)
 
     def __reduce__(self) -> Any:

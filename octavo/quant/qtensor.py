@@ -42,48 +42,117 @@ class Join(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class QTensor:
-    """Codes and scales of one matrix, frozen. `shape` is the tensor's own; its leading dims are folded in `codes`."""
+    """A quantized matrix: codes, the scales that multiply them back, and the quantizer that made both.
 
-    codes: Tensor  # [M, K] of fmt.dtype; E2M1: uint8 [M, 8*ceil(K/16)]
-    scale: Tensor  # [ceil(M/r), ceil(K/c)], float32, or the scale format's uint8; rows fastest for blocks of one row
+    A quantizer of `octavo.quant` makes one, and so does a Linear with `fp8_output=True`. A Linear takes one as x. It is
+    no torch.Tensor: an operation that does not know it raises instead of computing with codes. It cannot be changed or
+    pickled.
+
+    Args:
+        codes: the codes [M, K], in the dtype of the format, contiguous. E2M1 packs two codes to a byte: uint8
+            [M, 8 * ceil(K / 16)].
+        scale: the scales of blocks of r rows and c columns, [ceil(M / r), ceil(K / c)]: float32, or the bytes of the
+            quantizer's scale format. With blocks of one row, neighbouring rows are adjacent in memory.
+        spec: the quantizer.
+        shape: the shape of the tensor. Its leading dims are folded to the M rows of the codes.
+        dtype: the default dtype of `dequantize`.
+        global_scale: the second level of NVFP4's scales, [1] float32; None in other schemes.
+        token: a tensor that receives the gradient of the values, if there is one. It has this shape and dtype, in one
+            stored element.
+
+    Example:
+        >>> q = octavo.quant.MX().quantize(torch.ones(4, 64))
+        >>> q
+        QTensor(4x64, mx, cpu)
+        >>> q.codes.dtype, q.scale.shape, q.nbytes()
+        (torch.float8_e4m3fn, torch.Size([4, 2]), 264)
+        >>> torch.equal(q.dequantize(), torch.ones(4, 64))
+        True
+        >>> q[2:].shape
+        (2, 64)
+    """
+
+    codes: Tensor
+    scale: Tensor
     spec: "Quantizer"
     shape: tuple[int, ...]
-    dtype: torch.dtype  # the default dtype of `dequantize`
-    global_scale: Tensor | None = None  # [1] float32, second level of NVFP4
-    token: Tensor | None = None  # receives the gradient of the values; has this shape and dtype, in one stored element
+    dtype: torch.dtype
+    global_scale: Tensor | None = None
+    token: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
+        """The device of the codes."""
         return self.codes.device
 
     @property
     def rows(self) -> int:
+        """The number of rows of the codes: the product of all dims but the last."""
         return self.codes.shape[0]
 
     @property
     def columns(self) -> int:
-        """Size of the contracted dim, without padding."""
+        """The size of the dim that a matrix product contracts, without padding."""
         return self.shape[-1] if self.shape else 1
 
     @property
     def requires_grad(self) -> bool:
+        """Whether the values take a gradient."""
         return self.token is not None and self.token.requires_grad
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields the tensors inside, in a fixed order."""
+        """Iterates over the tensors inside, in the order that `Quantizer.assemble` takes.
+
+        Yields:
+            The codes, the scales, and the global scale if there is one.
+
+        Example:
+            >>> q = octavo.quant.NVFP4().quantize(torch.ones(4, 64))
+            >>> [tuple(t.shape) for t in q.tensors()]
+            [(4, 32), (4, 4), (1,)]
+        """
         yield self.codes
         yield self.scale
         if self.global_scale is not None:
             yield self.global_scale
 
     def nbytes(self) -> int:
+        """Counts the bytes of codes and scales.
+
+        Returns:
+            The number of bytes.
+        """
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Returns the values that the codes stand for, with a gradient if there is a token.
+
+        Args:
+            dtype: float32, bfloat16 or float16; None is the dtype of the tensor that was quantized.
+
+        Returns:
+            A tensor of this shape. Values beyond the range of the dtype become its largest, unless their code is Inf.
+
+        Raises:
+            UnsupportedDtype: `dtype` is none of these.
+        """
         values = self.spec.dequantize(self, dtype)
         return values if self.token is None else Join.apply(values, self.token)  # type: ignore[no-untyped-call]
 
     def transpose(self) -> "QTensor":
+        """Returns the codes of the transpose, without quantizing again.
+
+        Returns:
+            A QTensor of shape [K, M], which is contracted over M. It carries no gradient.
+
+        Raises:
+            TypeError: the scheme's blocks are not square, so that the transpose has other codes. Quantize it from the
+                source: `spec.quantize(x, axis=0)` or `spec.quantize_both(x)`.
+
+        Example:
+            >>> octavo.quant.Tensorwise().quantize(torch.ones(4, 64)).transpose().shape
+            (64, 4)
+        """
         return self.spec.transpose(self)
 
     def __getitem__(self, rows: slice) -> "QTensor":

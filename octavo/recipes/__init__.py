@@ -41,7 +41,26 @@ SHIPPED = ("bf16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mx
 
 
 def recipe(spec: str | Recipe) -> Recipe:
-    """Returns the recipe of that name or canonical string; a Recipe is returned as it is."""
+    """Returns the recipe of a name or of a canonical string.
+
+    Args:
+        spec: a name ("fp8-current"), a canonical string with settings ("fp8-block(wgrad='bf16')"), or a `Recipe`, which
+            is returned as it is. `octavo.recipes.SHIPPED` lists the names.
+
+    Returns:
+        The recipe, a value: equal settings are equal recipes, and `octavo.recipe(str(r)) == r`.
+
+    Raises:
+        UnsupportedConfig: no recipe has this name, a setting has a value that it does not take, or `spec` is neither a
+            string nor a `Recipe`.
+        UnknownSetting: the recipe has no setting of this name.
+
+    Example:
+        >>> octavo.recipe("fp8-block(wgrad='bf16')") == octavo.recipes.Block(wgrad="bf16")
+        True
+        >>> octavo.recipes.SHIPPED
+        ('bf16', 'fp8-delayed', 'fp8-current', 'fp8-rowwise', 'fp8-block', 'mxfp8', 'nvfp4')
+    """
     if isinstance(spec, Recipe):
         return spec
     if not isinstance(spec, str):

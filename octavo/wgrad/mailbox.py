@@ -110,14 +110,14 @@ class Mailbox:
         if capturing and outside:
             raise UnsupportedConfig(
                 f"backward_dw() is captured, and backwards wait for it: {both}A replay would read the former's memory, "
-                "which nobody writes to again. Drop them with discard_dw(), or call backward_dw() for each before "
+                "which no backward writes to again. Drop them with discard_dw(), or call backward_dw() for each before "
                 "anything is captured."
             )
         if inside and not capturing:
             raise UnsupportedConfig(
                 f"Backwards wait for backward_dw(): {both}A replay leaves its operands to a captured backward_dw() "
-                "alone. Capture it, in the graph of its backward or in one of its own, and replay that. What nobody "
-                f"wants any more, {dropped} drops first."
+                "alone. Capture it, in the graph of its backward or in one of its own, and replay that. "
+                f"{dropped} drops operands that the program does not need."
             )
 
     def discard(self, *, captured: bool) -> int:

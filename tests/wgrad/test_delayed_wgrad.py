@@ -414,7 +414,7 @@ def test_what_was_left_outside_is_not_for_a_capture(capturing):
     layer = delayed()
     backwards(layer, False, capturing=capturing)
     capturing.append(True)
-    with pytest.raises(UnsupportedConfig, match="which nobody writes to again"):
+    with pytest.raises(UnsupportedConfig, match="which no backward writes to again"):
         layer.backward_dw()
     capturing.clear()
     layer.backward_dw()

@@ -30,27 +30,48 @@ MAX_GROUPS = 4096
 
 
 class Groups(NamedTuple):
+    """The places of groups of rows, in the packed tensor and in the padded layout. The tensors are int32.
+
+    Attributes:
+        start: the packed row at which each group begins [G + 1]; the last entry is where the tail begins.
+        block: the block of 128 rows at which each group begins in the padded layout [G + 1].
+        owner: the group that each block belongs to [B]; -1 past the last group.
+        source: the packed row at which each block begins [B].
+        live: the number of rows of each block that belong to its group [B]; 0 past the last group.
+        rows: the number of rows of the packed tensor, tail included.
+    """
+
     start: Tensor
     block: Tensor
     owner: Tensor
     source: Tensor
     live: Tensor
-    rows: int  # of the packed tensor, tail included
+    rows: int
 
     @property
     def number(self) -> int:
+        """The number of groups."""
         return self.start.shape[0] - 1
 
     @property
     def padded(self) -> int:
-        """Number of rows in the padded layout."""
+        """The number of rows in the padded layout."""
         return self.owner.shape[0] * BLOCK
 
     def tensors(self) -> tuple[Tensor, ...]:
+        """Returns the tensors inside.
+
+        Returns:
+            `start`, `block`, `owner`, `source` and `live`.
+        """
         return self[:5]
 
     def sizes(self) -> list[int]:
-        """Returns the rows of each group. Reads them on the host, which waits for the device."""
+        """Reads the sizes of the groups on the host, which waits for the device.
+
+        Returns:
+            The number of rows of each group.
+        """
         return self.start.diff().tolist()  # type: ignore[no-any-return]
 
 
