@@ -68,6 +68,10 @@ class Quantizer(Value):
         *args: the subclass's fields, in order.
         **settings: the subclass's fields, by name.
 
+    Raises:
+        UnsupportedConfig: the subclass is not registered, or a field has a value without a meaning.
+        UnknownSetting: there is no field of that name.
+
     Example:
         >>> q = octavo.quant.Block1D(scale="fp32")
         >>> isinstance(q, octavo.quant.Quantizer), str(q), q.fmt, q.block
@@ -268,11 +272,13 @@ class Quantizer(Value):
             seed: int64 [seed, step] on the device of x, for a quantizer that rounds stochastically.
 
         Returns:
-            A GroupedTensor. Its `dequantize()` gives values [rows, K], zero in the tail; `members()` gives each group's
-            QTensor.
+            A GroupedTensor. Its `dequantize()` returns values [rows, K], zero in the tail; `members()` returns each
+            group's QTensor.
 
         Raises:
-            UnsupportedShape, UnsupportedDtype, UnsupportedDevice: sizes are no vector of integers beside x.
+            UnsupportedShape: sizes has more than one dim, or there are no groups or more than 4096.
+            UnsupportedDtype: sizes is no tensor of int32 or int64, or x no tensor of floats.
+            UnsupportedDevice: sizes is not on x's device.
             UnsupportedConfig: the quantizer rounds stochastically without a seed, or to nearest with one.
 
         Example:
