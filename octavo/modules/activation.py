@@ -1,6 +1,8 @@
 """Elementwise operations as modules: plain, gated and probability-scaled activations, ConstantScale, Bias, Dropout.
 
-Each calls `octavo.layers.activation` once. y has x's dtype, independent of `torch.autocast`; all arithmetic is float32.
+Each calls `octavo.layers.activation` once. y has x's dtype, independent of `torch.autocast`. It is computed in float32,
+on a CPU in float64, and rounded once.
+
 Gated activations take [..., 2H] and return [..., H]: they activate the first half and multiply it by the second
 (`nn.GLU` activates the second half).
 """
@@ -62,8 +64,8 @@ def _stage(
 class Activation(FusibleOperation, nn.Module):
     """Base class of the activations. In the pattern of a fusion rule it stands for every activation but ConstantScale.
 
-    An activation computes in float32 and rounds once; y has x's dtype, also under `torch.autocast`. NAME is its entry
-    in `octavo.kernels.activation.ACTIVATIONS`.
+    An activation computes in float32, on a CPU in float64, and rounds once. y has x's dtype, also under
+    `torch.autocast`. NAME is its entry in `octavo.kernels.activation.ACTIVATIONS`.
 
     Args:
         glu_interleave_size: None, the default, if a and b are the halves of x's last dim. A number k if they alternate,

@@ -1,6 +1,7 @@
 """Norms as modules: LayerNorm and RMSNorm, with the parameter names and state dicts of torch's, and L2Normalization.
 
-y has x's dtype, independent of the parameters' dtype and of `torch.autocast`; all arithmetic is float32.
+y has x's dtype, independent of the parameters' dtype and of `torch.autocast`. A norm computes in float32, on a CPU in
+float64, and rounds once.
 """
 
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ class _Norm(FusibleOperation, nn.Module):
             input: x [..., *normalized_shape], in float32, bfloat16 or float16. A QTensor is dequantized.
 
         Returns:
-            y of x's shape and dtype. All arithmetic is float32.
+            y of x's shape and dtype, computed in float32 (float64 on a CPU) and rounded once.
 
         Raises:
             UnsupportedShape: the trailing dims of x are not `normalized_shape`.
@@ -227,7 +228,7 @@ class RMSNorm(_Affine):
             x: [..., *normalized_shape], in float32, bfloat16 or float16. A QTensor is dequantized.
 
         Returns:
-            y of x's shape and dtype. All arithmetic is float32.
+            y of x's shape and dtype, computed in float32 (float64 on a CPU) and rounded once.
 
         Raises:
             UnsupportedShape: the trailing dims of x are not `normalized_shape`.

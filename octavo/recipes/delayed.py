@@ -1,6 +1,6 @@
 """fp8-delayed: one scale per tensor, from the amaxes of earlier steps, so that each tensor is read only once.
 
-The fastest FP8 recipe, and the only one with state: see `octavo.quant.DelayedState`. E4M3 forward, E5M2 for gradients.
+The only recipe with state: see `octavo.quant.DelayedState`. E4M3 forward, E5M2 for gradients.
 """
 
 from octavo.errors import UnsupportedConfig, check_choice

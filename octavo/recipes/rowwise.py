@@ -1,4 +1,4 @@
-"""fp8-rowwise: one scale per row of each operand, E4M3 throughout. Numerically the safest FP8 recipe on Hopper.
+"""fp8-rowwise: one scale per row of each operand, E4M3 throughout.
 
 `wgrad="bf16"` keeps the weight gradient, which sums over all tokens, in the operands' own precision.
 """
