@@ -23,12 +23,38 @@ from torch import Tensor
 
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 
+__all__ = ["E2M1", "E4M3", "E5M2", "E8M0", "FORMATS", "Format", "check_format", "pack_nibbles", "unpack_nibbles"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Format:
-    """A number format. `dtype` is how its codes are stored, one code to an element unless `packed`."""
+    """A number format of at most eight bits: its range, and the exact conversion to and from codes.
+
+    Use the four instances E4M3, E5M2, E2M1 and E8M0. No recipe or quantizer takes a format that you construct.
+
+    Args:
+        name: the format's name, which is also its text in a recipe's string: `fp8-block(grad_format=E5M2)`.
+        dtype: the dtype of stored codes. E2M1 and E8M0 use torch.uint8.
+        bits: bits of one code, 4 or 8.
+        max: the largest finite value.
+        min_normal: the smallest positive normal value.
+        min_subnormal: the smallest positive value.
+        emax: the exponent of the largest power of two.
+        inf: the code of +Inf, or None if the format has no Inf.
+
+    Example:
+        >>> octavo.formats.E4M3.max, octavo.formats.E5M2.max, octavo.formats.E2M1.max
+        (448.0, 57344.0, 6.0)
+        >>> octavo.recipe("fp8-current(grad_format=E4M3)").grad_format is octavo.formats.E4M3
+        True
+    """
 
     name: str
     dtype: torch.dtype
@@ -41,14 +67,33 @@ class Format:
 
     @cached_property
     def packed(self) -> int:
-        """Codes per stored element."""
+        """The number of codes in one stored element: 2 for E2M1, else 1."""
         return 2 if self.bits == 4 else 1
 
     def __repr__(self) -> str:
         return self.name
 
     def encode(self, x: Tensor) -> Tensor:
-        """Returns each element's nearest code: FP8 in its own dtype, E2M1 and E8M0 as uint8, one code to a byte."""
+        """Returns the code nearest to each element, without a scale.
+
+        Ties go to the even code, and a finite value beyond `max` becomes ±max. E8M0 rounds |x| up to a power of two.
+
+        Args:
+            x: float32, bfloat16 or float16, of any shape.
+
+        Returns:
+            Codes of x's shape: FP8 in the format's own dtype, E2M1 and E8M0 as uint8 with one code in each byte.
+
+        Raises:
+            UnsupportedDtype: x is no tensor of these dtypes.
+
+        Example:
+            >>> codes = octavo.formats.E4M3.encode(torch.tensor([0.3, 1.0, 1000.0]))
+            >>> codes.dtype
+            torch.float8_e4m3fn
+            >>> octavo.formats.E4M3.decode(codes).tolist()
+            [0.3125, 1.0, 448.0]
+        """
         if not isinstance(x, Tensor) or x.dtype not in FLOATS:
             found = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise UnsupportedDtype(
@@ -57,7 +102,22 @@ class Format:
         return _ENCODERS[self.name](x.float())
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Returns the exact float32 value of each code. E2M1 takes one code to a byte: `unpack_nibbles` first."""
+        """Returns the exact value of each code.
+
+        Args:
+            codes: codes in the format's own dtype, or the same bytes as uint8. E2M1 takes one code in each byte: call
+                `unpack_nibbles` on the packed codes of a QTensor first.
+
+        Returns:
+            float32 values of the same shape.
+
+        Raises:
+            UnsupportedDtype: codes have another dtype.
+
+        Example:
+            >>> octavo.formats.E2M1.decode(torch.arange(8, dtype=torch.uint8))
+            tensor([0.0000, 0.5000, 1.0000, 1.5000, 2.0000, 3.0000, 4.0000, 6.0000])
+        """
         if not isinstance(codes, Tensor) or codes.dtype not in (self.dtype, torch.uint8):
             found = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
             raise UnsupportedDtype(f"{self.name}.decode takes its codes as {self.dtype} or uint8, got {found}.")
@@ -69,7 +129,8 @@ E5M2 = Format("E5M2", torch.float8_e5m2, 8, 57344.0, 2.0**-14, 2.0**-16, 15, inf
 E2M1 = Format("E2M1", torch.uint8, 4, 6.0, 1.0, 0.5, 2)
 E8M0 = Format("E8M0", torch.uint8, 8, 2.0**127, 2.0**-126, 2.0**-127, 127)
 
-FORMATS = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0)}
+FORMATS: dict[str, Format] = {f.name: f for f in (E4M3, E5M2, E2M1, E8M0)}
+"""The four formats by name."""
 
 E2M1_NAN = 7  # a NaN becomes +6
 E8M0_NAN = 255
@@ -140,7 +201,25 @@ def format_named(text: str, among: Iterable[Format] = FORMATS.values()) -> Forma
 
 
 def check_format(fmt: object, allowed: tuple[Format, ...], *, what: str) -> None:
-    """Raises for a format outside `allowed`, and for a value that only names a format."""
+    """Raises for a format outside `allowed`. The `validate` method of a recipe or quantizer calls it.
+
+    Args:
+        fmt: the setting to check.
+        allowed: the formats that the setting may have.
+        what: the setting's name in the message, such as "MyRecipe.grad_format".
+
+    Raises:
+        UnsupportedConfig: `fmt` is another format, or no Format at all: a string or a dtype that names a format is
+            refused too, and the message says which Format to pass.
+
+    Example:
+        >>> from octavo.formats import E4M3, E5M2, check_format
+        >>> check_format(E5M2, (E4M3, E5M2), what="MyRecipe.grad_format")
+        >>> check_format("e2m1", (E4M3, E5M2), what="MyRecipe.grad_format")
+        Traceback (most recent call last):
+        ...
+        octavo.errors.UnsupportedConfig: MyRecipe.grad_format must be one of E4M3, E5M2, got 'e2m1'.
+    """
     if isinstance(fmt, Format) and fmt in allowed:
         return
     meant = format_named(str(fmt), allowed) if isinstance(fmt, str | torch.dtype) else None
@@ -153,7 +232,21 @@ def check_format(fmt: object, allowed: tuple[Format, ...], *, what: str) -> None
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """Packs codes of four bits [..., K] into bytes [..., K/2], the even index in the low nibble."""
+    """Packs four-bit codes into bytes, two codes in each.
+
+    Args:
+        codes: uint8 [..., K] with K even, one code from 0 to 15 in each byte.
+
+    Returns:
+        uint8 [..., K/2]: the code at an even index is the low nibble, the next one the high nibble.
+
+    Raises:
+        UnsupportedShape: the last dim is odd.
+
+    Example:
+        >>> octavo.formats.pack_nibbles(torch.tensor([1, 2, 3, 4], dtype=torch.uint8))
+        tensor([33, 67], dtype=torch.uint8)
+    """
     if codes.dim() == 0 or codes.shape[-1] % 2:
         raise UnsupportedShape(
             f"Two four-bit codes share a byte, so the last dim must be even, got shape {tuple(codes.shape)}. "
@@ -164,5 +257,16 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Unpacks bytes [..., K/2] into codes [..., K], the low nibble first."""
+    """Unpacks bytes into the two four-bit codes that each of them holds.
+
+    Args:
+        packed: uint8 [..., K/2], such as the codes of an NVFP4 QTensor.
+
+    Returns:
+        uint8 [..., K], the low nibble of each byte first.
+
+    Example:
+        >>> octavo.formats.unpack_nibbles(torch.tensor([33, 67], dtype=torch.uint8))
+        tensor([1, 2, 3, 4], dtype=torch.uint8)
+    """
     return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)

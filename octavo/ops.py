@@ -1,4 +1,13 @@
-"""The fusible operations in one namespace. Each one is the module of that name, and works alone."""
+"""The fusible operations: norms, activations, dropout, residuals, collectives, and the layers Linear and GroupedLinear.
+
+Each one is a module that works alone. In an `octavo.Sequential`, operations that follow each other run together, and
+rules fuse them.
+
+    BasicOperation                                      base class for an operation of your own
+    FusedOperation, Rule, Condition                     a fused operation of your own, and where it applies
+    Forward, Backward, Joint, register_*_fusion         put a rule into force: for one Sequential, or for all
+    OUTPUT_BUFFER_KEY, GRAD_INPUT_BUFFER_KEY            keywords in op_kwargs for buffers of the caller
+"""
 
 from octavo.fuser.basic import BasicOperation
 from octavo.fuser.legacy import OperationContext
@@ -98,3 +107,7 @@ __all__ = [
     "register_forward_backward_fusion",
     "register_forward_fusion",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -29,6 +29,13 @@ from typing import Any, ClassVar, NoReturn, Self, TypeVar, dataclass_transform
 from octavo.errors import UnknownSetting, UnsupportedConfig, nearest
 from octavo.formats import FORMATS, Format, format_named
 
+__all__ = ["Value", "names", "parse", "register"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _LITERAL = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 _SPACE = re.compile(r"\s*")
@@ -45,13 +52,39 @@ T = TypeVar("T", bound="type[Value]")
 
 
 class Value:
-    """A named, frozen setting. Subclasses declare fields and may override `validate`. Equality is by type and key."""
+    """Base class of settings: a recipe, a quantizer, the config of an operation.
+
+    A subclass declares fields with defaults and takes a name by `register`. Its objects are frozen. Two of them are
+    equal if they have the same class and the same `key`: a string of the registered name and of the fields that differ
+    from their defaults, which `parse` reads back.
+
+    A field may hold a bool, an int, a finite float, a str, None, a Format, another registered value, or a tuple of
+    these.
+
+    Args:
+        *args: the subclass's fields, in order.
+        **settings: the subclass's fields, by name.
+
+    Raises:
+        UnsupportedConfig: the class is not registered, or a field has a value that it cannot hold.
+        UnknownSetting: there is no field of that name.
+
+    Example:
+        >>> @octavo.values.register("doc-cap")
+        ... class Cap(octavo.values.Value):
+        ...     cap: float = 30.0
+        ...     name: str = "tanh"
+        >>> Cap(cap=5)
+        doc-cap(cap=5.0)
+        >>> Cap(5.0) == octavo.values.parse("doc-cap(cap=5.0)")
+        True
+    """
 
     registered_name: str = ""
     is_listed: ClassVar[bool] = True  # the error for an unknown name lists this one
     key: str  # the canonical string, made once at construction so that traced code only reads it
 
-    def __new__(cls, *args: Any, **settings: Any) -> Self:
+    def __new__(cls, *args: object, **settings: object) -> Self:
         if cls.__dict__.get("registered_name", "") == "":
             raise UnsupportedConfig(
                 f"{cls.__qualname__} has no registered name, so it has no canonical string and could be mistaken for "
@@ -75,7 +108,23 @@ class Value:
         object.__setattr__(self, "key", key)
 
     def validate(self) -> None:
-        """Raises for settings that have no meaning, with the allowed ones in the message."""
+        """Part of the layer contract: the constructor calls it to check the fields. A subclass may override it.
+
+        Raises:
+            UnsupportedConfig: a field has a value without a meaning. The message lists the allowed ones.
+
+        Example:
+            >>> @octavo.values.register("doc-window")
+            ... class Window(octavo.values.Value):
+            ...     steps: int = 16
+            ...     def validate(self):
+            ...         if self.steps < 1:
+            ...             raise octavo.errors.UnsupportedConfig(f"steps is at least 1, got {self.steps}.")
+            >>> Window(steps=0)
+            Traceback (most recent call last):
+            ...
+            octavo.errors.UnsupportedConfig: steps is at least 1, got 0.
+        """
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.key == other.key  # type: ignore[attr-defined]
@@ -92,7 +141,33 @@ class Value:
 
 @dataclass_transform(frozen_default=True, kw_only_default=False)
 def register(name: str) -> Callable[[T], T]:
-    """Registers a `Value` class under a name for canonical strings, and makes it a frozen dataclass."""
+    """Registers a subclass of `Value` under a name, and makes it a frozen dataclass.
+
+    Recipes, quantizers and configs of operations need a name, because graphs, caches and logs store them as strings. A
+    class that has no name of its own cannot be constructed.
+
+    Args:
+        name: the name in strings: letters, digits and _ . - after a letter. It must be the class's own: a second class
+            cannot take it, unless it is the same class from a module that is loaded again.
+
+    Returns:
+        A decorator for the class.
+
+    Raises:
+        UnsupportedConfig: the name has other characters, belongs to another class, or stands for a format.
+
+    Example:
+        >>> from octavo.quant import Rowwise
+        >>> from octavo.recipes import LinearQuant, Recipe, register
+        >>> @register("doc-rows")
+        ... class Rows(Recipe):
+        ...     pow2: bool = True
+        ...     def gemms(self):
+        ...         q = Rowwise(pow2=self.pow2)
+        ...         return LinearQuant.of(x=(q, q), w=(q, q), dy=(q, q))
+        >>> octavo.recipe("doc-rows(pow2=False)")
+        doc-rows(pow2=False)
+    """
     if not _NAME.fullmatch(name):
         raise UnsupportedConfig(f"A registered name is letters, digits and _ . - after a letter, got {name!r}.")
     if name in FORMATS or name in _WORDS:
@@ -113,7 +188,27 @@ def register(name: str) -> Callable[[T], T]:
 
 
 def parse(text: str) -> Any:
-    """Returns the value that `text`, such as its `key`, describes. A name alone means its defaults: `fp8-block`."""
+    """Returns the value that a string describes.
+
+    `octavo.recipe` does the same for recipes alone.
+
+    Args:
+        text: a registered name, with the fields that differ from their defaults in brackets: `fp8-block` or
+            `fp8-block(scale='fp32',grad_format=E5M2)`. Strings take quotes, formats do not.
+
+    Returns:
+        The value whose `key` is `text`, up to spaces and the order of fields.
+
+    Raises:
+        UnsupportedConfig: the text cannot be read, no class has that name, or a field has a value that it cannot hold.
+        UnknownSetting: there is no field of that name.
+
+    Example:
+        >>> octavo.values.parse("block-1d(scale='fp32')") == octavo.quant.Block1D(scale="fp32")
+        True
+        >>> octavo.values.parse("nv(square=True)").block
+        (16, 16)
+    """
     try:
         return _parse(text)
     except UnsupportedConfig as error:
@@ -157,7 +252,18 @@ def shown(text: str) -> str:
 
 
 def names(kind: type[Value]) -> tuple[str, ...]:
-    """Returns the registered names of one kind of value, in order of registration."""
+    """Returns the registered names of one kind of value, in order of registration.
+
+    Args:
+        kind: the base class, such as `octavo.recipes.Recipe` or `octavo.quant.Quantizer`.
+
+    Returns:
+        The names of all its registered subclasses, yours included.
+
+    Example:
+        >>> octavo.values.names(octavo.recipes.Recipe)[:3]
+        ('bf16', 'fp8-block', 'fp8-current')
+    """
     return tuple(name for name, cls in _BY_NAME.items() if issubclass(cls, kind))
 
 

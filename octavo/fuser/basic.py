@@ -35,11 +35,53 @@ from octavo.layers.dry_run import Miscounted
 from octavo.layers.saved_values import told
 from octavo.layers.user_op import Functions, UserOp, fields_of
 from octavo.lower.call import Stage
+from octavo.quant import QTensor
 from octavo.values import Value
 
 
 class BasicOperation(FusibleOperation, nn.Module):
-    """Base class of users' operations. See the top of this file, and docs/custom-ops.md."""
+    """Base class for an operation of your own: static functions for forward and backward.
+
+    It then works alone, in the runs of a Sequential, and under `torch.compile(fullgraph=True)` as one node forward and
+    one backward. A subclass defines
+
+        op_forward_compute(config, inputs)                 returns y and a tuple of fresh tensors
+        op_forward_save_ctx(config, inputs, y, fresh)      returns a tuple of the tensors that backward needs
+        op_backward(config, saved, dy, wants)              returns a tuple with a gradient for each input, or None
+
+    as static methods, and may define `op_config(self)`, which returns settings, and `op_abstract(config, inputs)`,
+    which returns what compute would, from tensors without data. `inputs` and `wants` are named tuples of x, `params`,
+    extra inputs (extra0, extra1, …) and `kwargs`. Class attributes:
+
+        params               names of attributes that are inputs: parameters and buffers
+        kwargs               names of tensors that a call may pass by keyword
+        num_extra_inputs     how many tensors a call takes besides x
+        num_extra_outputs    how many it returns besides y
+
+    With extra inputs or outputs the functions are fuser_forward_compute(config, inputs), which returns y, extra outputs
+    and fresh tensors, fuser_forward_save_ctx(config, inputs, outputs, fresh) and
+    fuser_backward(config, saved, grads, wants). A forward that cannot be split in two is
+    op_forward(self, ctx, x, **kwargs), with op_backward(self, ctx, dy); see `OperationContext`. It runs in eager mode
+    only; with `strict = False` a compiler breaks the graph there.
+
+    Defining a class with missing functions is a TypeError.
+
+    Example:
+        >>> class Square(octavo.ops.BasicOperation):
+        ...     @staticmethod
+        ...     def op_forward_compute(config, inputs):
+        ...         return inputs.x * inputs.x, ()
+        ...     @staticmethod
+        ...     def op_forward_save_ctx(config, inputs, y, fresh):
+        ...         return (inputs.x,)
+        ...     @staticmethod
+        ...     def op_backward(config, saved, dy, wants):
+        ...         return (2 * saved[0] * dy,)
+        >>> x = torch.tensor([3.0], requires_grad=True)
+        >>> octavo.Sequential(octavo.ops.ConstantScale(2.0), Square())(x).backward()
+        >>> x.grad
+        tensor([24.])
+    """
 
     params: ClassVar[tuple[str, ...]] = ()
     kwargs: ClassVar[tuple[str, ...]] = ()
@@ -63,16 +105,36 @@ class BasicOperation(FusibleOperation, nn.Module):
         UserOp(cls.op_name, fields_of(fields), 1 + cls.num_extra_outputs, cls.__name__, _functions(cls, names))
 
     def op_config(self) -> Value | None:
-        """Return the settings of a call, as a registered value."""
+        """Return the settings of a call, as a registered value, or None. A subclass may override it. Make the value in
+        `__init__`: a compiler may turn a float attribute into a symbol.
+
+        Returns:
+            The value that the functions get as `config`.
+        """
         return None
 
     def op_settings(self) -> Any:
         return self.op_config()
 
-    def forward(self, x: Any, *extras: Tensor, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor | QTensor, *extras: Tensor, **kwargs: object) -> Tensor | tuple[Tensor, ...]:
+        """Run this operation alone.
+
+        Args:
+            x: the input. A QTensor is dequantized.
+            *extras: the extra inputs, `num_extra_inputs` of them.
+            **kwargs: tensors by the names in `kwargs`; those of a forward in one piece may be anything.
+
+        Returns:
+            y, or y and the extra outputs.
+
+        Raises:
+            ValueError: there are more or fewer extra inputs.
+            TypeError: a keyword is unknown, or an argument is no tensor.
+        """
         from octavo.fuser.runs import run_alone
 
-        return run_alone(self, x, extras, kwargs)
+        found: Tensor | tuple[Tensor, ...] = run_alone(self, x, extras, kwargs)
+        return found
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:

@@ -18,13 +18,41 @@ from octavo.quant import QTensor
 
 
 class OperationContext:
-    """Holds the values that a legacy operation saves in forward for its backward."""
+    """The place where an operation whose forward is in one piece keeps tensors for its backward.
+
+    Octavo makes it and passes it as `ctx` to op_forward and op_backward. Any other attribute may be set on it too.
+    `saved_tensors` has the tensors of `save_for_backward`, in backward only.
+
+    Example:
+        >>> class OldSquare(octavo.ops.BasicOperation):
+        ...     def op_forward(self, ctx, x):
+        ...         ctx.save_for_backward(x)
+        ...         return x * x
+        ...     def op_backward(self, ctx, dy):
+        ...         (x,) = ctx.saved_tensors
+        ...         return 2 * x * dy, ()
+        >>> x = torch.tensor([3.0], requires_grad=True)
+        >>> OldSquare()(x).backward()
+        >>> x.grad
+        tensor([6.])
+    """
 
     def __init__(self) -> None:
         self.to_save: tuple[Tensor | None, ...] = ()
         self.saved_tensors: tuple[Tensor | None, ...] = ()
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors for backward. A second call replaces the first.
+
+        Args:
+            *tensors: tensors, or None. Backward finds them in `saved_tensors`, in this order.
+
+        Example:
+            >>> ctx = octavo.ops.OperationContext()
+            >>> ctx.save_for_backward(torch.ones(2), None)
+            >>> len(ctx.to_save)
+            2
+        """
         self.to_save = tensors
 
 
@@ -134,10 +162,11 @@ def find_fused(ops: Sequence[Any], rules: Sequence[Rule]) -> tuple[int, int, Rul
 
 
 def run_fused(rule: Rule, ops: Sequence[Any], x: Tensor) -> Tensor:
+    fused: Any = rule.op
     params = [dict(op.named_parameters(recurse=False)) for op in ops]
     names = tuple(tuple(f"{i}.{name}" for name in own) for i, own in enumerate(params))
     inputs = tuple(fields_of(("x", *own)) for own in params)
-    call = _OnePiece(f"{rule.op.__name__}.fuser_backward", rule.op.fuser_forward, rule.op.fuser_backward, inputs, names)
+    call = _OnePiece(f"{fused.__name__}.fuser_backward", fused.fuser_forward, fused.fuser_backward, inputs, names)
     y: Tensor = _Legacy.apply(call, x, *[p for own in params for p in own.values()])  # type: ignore[no-untyped-call]
     return y
 

@@ -1,6 +1,6 @@
 """The interface of an operation that can take part in a run: for a call, it returns its stage of the chain."""
 
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,21 @@ class NoTorchScript:
 
 
 class FusibleOperation(NoTorchScript):
-    """Mixin for modules that a Sequential may put into a run."""
+    """Base class of all operations: modules that a Sequential runs together with their neighbours.
+
+    Every class of `octavo.ops`, `octavo.Linear` included, derives from it. It works alone like any module. Derive an
+    operation of your own from `BasicOperation`, which defines the op_* methods for you: they are the contract between
+    an operation and the planner of runs.
+
+    `num_extra_inputs` and `num_extra_outputs` say how many tensors an operation takes besides x and returns besides y.
+    The caller passes and receives them in order, or a channel connects them within a Sequential.
+
+    Example:
+        >>> isinstance(octavo.Linear(8, 8), octavo.ops.FusibleOperation)
+        True
+        >>> octavo.ops.AddExtraInput.num_extra_inputs, octavo.ops.MakeExtraOutput.num_extra_outputs
+        (1, 1)
+    """
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
@@ -99,7 +113,7 @@ class FusibleOperation(NoTorchScript):
         cls.op_runs_its_forward = not owner.__module__.startswith(("octavo.", "torch."))
 
     def why_not_fusible(self, x: Any) -> str:
-        """Return why this operation does not join a run in a call with x; empty if it does."""
+        """Return why this operation joins no run in a call with x; empty if it joins one."""
         return ""
 
     def op_makes_node(self) -> bool:
@@ -134,14 +148,56 @@ class FusibleOperation(NoTorchScript):
 
     # -- channels --------------------------------------------------------------------------------------------------
 
-    def set_extra_input_channel(self, index: int, name: str) -> "FusibleOperation":
-        """Read extra input `index` from the channel of that name, within one Sequential."""
+    def set_extra_input_channel(self, index: int, name: str) -> Self:
+        """Read an extra input from a channel of the Sequential, not from the caller.
+
+        Args:
+            index: which of the operation's extra inputs, from 0.
+            name: the channel, which an operation before this one fills.
+
+        Returns:
+            This operation.
+
+        Raises:
+            RuntimeError: the operation is in a Sequential already.
+            IndexError: the operation has no such extra input.
+            ValueError: the name is empty.
+
+        Example:
+            >>> model = octavo.Sequential(
+            ...     octavo.ops.MakeExtraOutput(channel="x", output_to_caller=False),
+            ...     octavo.ops.ConstantScale(3.0),
+            ...     octavo.ops.AddExtraInput().set_extra_input_channel(0, "x"),
+            ... )
+            >>> model(torch.ones(2))
+            tensor([4., 4.])
+        """
         self._check_channel(index, name, self.num_extra_inputs, "inputs")
         self._channels("_input_channels")[index] = Channel(name)
         return self
 
-    def set_extra_output_channel(self, index: int, name: str, output_to_caller: bool = True) -> "FusibleOperation":
-        """Send extra output `index` to the channel of that name, and to the caller too if output_to_caller is True."""
+    def set_extra_output_channel(self, index: int, name: str, output_to_caller: bool = True) -> Self:
+        """Send an extra output to a channel of the Sequential, from which later operations take it.
+
+        Args:
+            index: which of the operation's extra outputs, from 0.
+            name: the channel. Only one operation of a Sequential may fill it; any number may read it.
+            output_to_caller: whether the caller of the Sequential gets the extra output too.
+
+        Returns:
+            This operation.
+
+        Raises:
+            RuntimeError: the operation is in a Sequential already.
+            IndexError: the operation has no such extra output.
+            ValueError: the name is empty.
+            TypeError: output_to_caller is no bool.
+
+        Example:
+            >>> fork = octavo.ops.MakeExtraOutput().set_extra_output_channel(0, "x", output_to_caller=False)
+            >>> octavo.Sequential(fork, octavo.ops.AddExtraInput(source="x"))(torch.ones(2))
+            tensor([2., 2.])
+        """
         self._check_channel(index, name, self.num_extra_outputs, "outputs")
         if not isinstance(output_to_caller, bool):
             raise TypeError(f"output_to_caller is True or False, got {output_to_caller!r}.")

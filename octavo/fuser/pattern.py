@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 from octavo.errors import UnsupportedConfig
 from octavo.fuser.basic import BasicOperation
 from octavo.fuser.class_checks import FUSER, check_backward, check_static, forward_of, name_of
+from octavo.fuser.operation import FusibleOperation
 from octavo.layers.contract import LAYERS
 from octavo.layers.user_fusion import UserFusion
 from octavo.layers.user_op import Functions, OpConfig
@@ -25,30 +26,70 @@ SIDES = ("forward", "backward", "both")
 
 
 class Condition(NamedTuple):
+    """A condition of a rule. The planner of a run asks it, and sees settings alone: no tensors, no shapes.
+
+    Args:
+        name: what must hold, in a few words; `explain` shows it.
+        holds: a function that gets a sequence of settings, one for each operation of the pattern, and returns whether
+            the rule may fire. The settings of an operation of yours are what its `op_config` returned.
+        sentence: why the rule does not fire if the condition does not hold; `explain` and errors show it.
+
+    Example:
+        >>> holds = lambda configs: configs[0].function.alpha < 100
+        >>> octavo.ops.Condition("scale is small", holds, "the kernel overflows at a scale of 100").name
+        'scale is small'
+    """
+
     name: str
     holds: Callable[[Sequence[Any]], bool]  # takes the configs of the pattern's stages
     sentence: str  # why the rule does not fire if the condition does not hold
 
 
 class FusedOperation:
-    """The functions that run several operations at once: forward, backward or both. Never constructed.
+    """Base class for a fused operation of your own: static functions that run several operations at once.
 
-    fuser_forward_compute (configs, inputs)                  -> y, extra outputs of each operation, fresh of each
-    fuser_forward_save_ctx(configs, inputs, outputs, fresh)  -> values to save, for each operation
-    fuser_backward        (configs, saved, grads, wants)     -> gradients, for each operation
+    A subclass defines forward, backward or both. It is never constructed: a `Rule` names it.
+
+        fuser_forward_compute(configs, inputs)                     returns y, the extra outputs of each operation, and
+                                                                   the fresh tensors of each
+        fuser_forward_save_ctx(configs, inputs, outputs, fresh)    returns the tensors to save, for each operation
+        fuser_backward(configs, saved, grads, wants)               returns the gradients, for each operation
 
     `configs` and `inputs` have an entry for each operation; only the first one's inputs have x, the others have None.
     `grads` has dy, then the gradient of every extra output. Each operation gets one gradient per input, dx first (None
-    except for the first operation). If a class defines forward alone, the operations' backward runs, so its forward
-    saves what they save.
+    except for the first operation). If a class defines forward alone, the operations' own backward runs, so its forward
+    saves what they would save.
 
-    A legacy class defines fuser_forward(ctxs, inputs) -> y and fuser_backward(ctxs, dy) -> gradients; eager mode only.
+    A forward in one piece is fuser_forward(ctxs, inputs), which returns y, with fuser_backward(ctxs, dy). It runs in
+    eager mode only.
 
-    Octavo's own classes are written one level below (`octavo.layers.contract.FusedStep`): as a step of a chain, which
-    sees the buffers of the layers and lets the layers choose the values to save.
+    Octavo's own classes are written one level below (`octavo.layers.contract.FusedStep`), as a step of a chain, which
+    sees the buffers of the layers and lets the layers choose the values to save: step_forward(configs, inputs) returns
+    a ForwardResult for each operation, and step_backward(configs, saved, buffers, grads, writes) the gradients.
 
-    step_forward (configs, inputs)                         -> a ForwardResult for each operation
-    step_backward(configs, saved, buffers, grads, writes)  -> gradients, for each operation
+    Raises:
+        TypeError: the class is called, or a subclass lacks a function that it needs.
+
+    Example:
+        >>> from octavo import ops
+        >>> class TwoScales(ops.FusedOperation):
+        ...     @staticmethod
+        ...     def fuser_forward_compute(configs, inputs):
+        ...         scale = configs[0].function.alpha * configs[1].function.alpha
+        ...         return inputs[0].x * scale, ((), ()), ((), ())
+        ...     @staticmethod
+        ...     def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
+        ...         return (), ()
+        ...     @staticmethod
+        ...     def fuser_backward(configs, saved, grads, wants):
+        ...         scale = configs[0].function.alpha * configs[1].function.alpha
+        ...         return (grads[0] * scale, None, None, None), (None, None, None, None)
+        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
+        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), rules=(ops.Joint(rule),))
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> model(x).sum().backward()
+        >>> x.grad
+        tensor([6., 6.])
     """
 
     op_name: ClassVar[str] = ""  # the name in graphs; a step may set one, which reports show too
@@ -97,6 +138,7 @@ class FusedOperation:
 
     @classmethod
     def op_has(cls, side: str) -> bool:
+        """Whether the class defines a side."""
         return getattr(cls, cls.op_function(side), None) is not None
 
     def __new__(cls, *_: Any, **__: Any) -> "FusedOperation":
@@ -109,9 +151,40 @@ def _is_fused(op: Any) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
+    """A fusion rule: where a pattern of operations occurs and all conditions hold, a fused operation takes their place.
+
+    Pass it through `Forward`, `Backward` or `Joint` to `Sequential(rules=...)`, or register it for every Sequential.
+
+    Args:
+        name: the rule's name in `explain` and `require`.
+        pattern: the classes of consecutive operations. A class of yours matches operations of exactly that class;
+            `octavo.ops.Activation` stands for every activation but ConstantScale.
+        op: the class derived from `FusedOperation` that takes their place.
+        conditions: a tuple of `Condition`; all of them must hold.
+        side: "forward", "backward" or "both". Leave it: Forward, Backward, Joint and the register functions set it.
+        forward_from: for Octavo's own rules of both sides: the first operation of the pattern that forward covers.
+        changes: for Octavo's own rules: a function that returns new configs of the operations if the rule fires.
+
+    Raises:
+        UnsupportedConfig: the name is empty, the pattern is no tuple of operations' classes, op is no class derived
+            from FusedOperation, or conditions is no tuple of Conditions.
+
+    Example:
+        >>> from octavo import ops
+        >>> class TwoScales(ops.FusedOperation):
+        ...     @staticmethod
+        ...     def fuser_backward(configs, saved, grads, wants):
+        ...         scale = configs[0].function.alpha * configs[1].function.alpha
+        ...         return (grads[0] * scale, None, None, None), (None, None, None, None)
+        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
+        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), rules=(ops.Backward(rule),))
+        >>> model.explain(torch.ones(2, requires_grad=True)).fired
+        ('two-scales',)
+    """
+
     name: str
-    pattern: tuple[type, ...]  # classes of operations
-    op: Any  # a class derived from FusedOperation
+    pattern: tuple[type[FusibleOperation], ...]  # classes of operations
+    op: type[FusedOperation]
     conditions: tuple[Condition, ...] = ()
     side: str = ""  # set by Forward, Backward, Joint or by registering the rule
     forward_from: int = 0  # for rules of both sides: the first stage that forward covers
@@ -153,6 +226,28 @@ class Rule:
         return bool(self.op.__module__.startswith("octavo."))
 
     def on(self, side: str) -> "Rule":
+        """Return the rule for one side. `Forward`, `Backward` and `Joint` call it.
+
+        Args:
+            side: "forward", "backward" or "both".
+
+        Returns:
+            A copy of the rule.
+
+        Raises:
+            TypeError: its operation defines functions of another side, or lacks one.
+
+        Example:
+            >>> from octavo import ops
+            >>> class TwoScales(ops.FusedOperation):
+            ...     @staticmethod
+            ...     def fuser_backward(configs, saved, grads, wants):
+            ...         scale = configs[0].function.alpha * configs[1].function.alpha
+            ...         return (grads[0] * scale, None, None, None), (None, None, None, None)
+            >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
+            >>> rule.on("backward").side
+            'backward'
+        """
         for one in (
             ("backward", "forward") if side == "backward" else ("forward", "backward")
         ):  # check the required side first
@@ -164,6 +259,7 @@ class Rule:
         return replace(self, side=side)
 
     def matches(self, configs: Sequence[Value]) -> bool:
+        """Part of the layer contract: whether stages with these configs are those of the pattern."""
         if self.op.op_is_legacy:
             return False  # a run never contains it: `octavo.fuser.legacy` finds its operations
         kinds: Sequence[Any] = self.pattern
@@ -173,14 +269,93 @@ class Rule:
 
 
 def Forward(rule: Rule) -> Rule:
+    """Return the rule for forward, to pass to `Sequential(rules=...)`.
+
+    Args:
+        rule: a rule whose operation defines fuser_forward_compute and fuser_forward_save_ctx.
+
+    Returns:
+        A copy of the rule for forward.
+
+    Raises:
+        TypeError: its operation defines functions of another side, or lacks one.
+
+    Example:
+        >>> from octavo import ops
+        >>> class TwoScales(ops.FusedOperation):
+        ...     @staticmethod
+        ...     def fuser_forward_compute(configs, inputs):
+        ...         scale = configs[0].function.alpha * configs[1].function.alpha
+        ...         return inputs[0].x * scale, ((), ()), ((), ())
+        ...     @staticmethod
+        ...     def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
+        ...         return (None,) * 4, (None,) * 4
+        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
+        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), rules=(ops.Forward(rule),))
+        >>> model.explain(torch.ones(2, requires_grad=True)).fired
+        ('two-scales',)
+    """
     return rule.on("forward")
 
 
 def Backward(rule: Rule) -> Rule:
+    """Return the rule for backward, to pass to `Sequential(rules=...)`.
+
+    Args:
+        rule: a rule whose operation defines fuser_backward.
+
+    Returns:
+        A copy of the rule for backward.
+
+    Raises:
+        TypeError: its operation defines functions of another side, or lacks one.
+
+    Example:
+        >>> from octavo import ops
+        >>> class TwoScales(ops.FusedOperation):
+        ...     @staticmethod
+        ...     def fuser_backward(configs, saved, grads, wants):
+        ...         scale = configs[0].function.alpha * configs[1].function.alpha
+        ...         return (grads[0] * scale, None, None, None), (None, None, None, None)
+        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
+        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), rules=(ops.Backward(rule),))
+        >>> model.explain(torch.ones(2, requires_grad=True)).fired
+        ('two-scales',)
+    """
     return rule.on("backward")
 
 
 def Joint(rule: Rule) -> Rule:
+    """Return the rule for forward and backward together, to pass to `Sequential(rules=...)`.
+
+    Args:
+        rule: a rule whose operation defines fuser_forward_compute, fuser_forward_save_ctx and fuser_backward.
+
+    Returns:
+        A copy of the rule for forward and backward together.
+
+    Raises:
+        TypeError: its operation defines functions of another side, or lacks one.
+
+    Example:
+        >>> from octavo import ops
+        >>> class TwoScales(ops.FusedOperation):
+        ...     @staticmethod
+        ...     def fuser_forward_compute(configs, inputs):
+        ...         scale = configs[0].function.alpha * configs[1].function.alpha
+        ...         return inputs[0].x * scale, ((), ()), ((), ())
+        ...     @staticmethod
+        ...     def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
+        ...         return (), ()
+        ...     @staticmethod
+        ...     def fuser_backward(configs, saved, grads, wants):
+        ...         scale = configs[0].function.alpha * configs[1].function.alpha
+        ...         return (grads[0] * scale, None, None, None), (None, None, None, None)
+        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
+        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0), rules=(ops.Joint(rule),))
+        >>> model.explain(torch.ones(2, requires_grad=True)).fired
+        ('two-scales',)
+    """
     return rule.on("both")
 
 
@@ -241,15 +416,111 @@ def _registered(rule: Rule, side: str, prepend: bool) -> Callable[[], None]:
 
 
 def register_forward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], None]:
-    """Register a rule for every Sequential and return a function that unregisters it."""
+    """Register a rule for forward of every Sequential, those that exist included.
+
+    Args:
+        rule: a rule whose operation defines fuser_forward_compute and fuser_forward_save_ctx.
+            Its name must differ from those of Octavo's own rules.
+        prepend: False by default: the rule is tried after the registered ones of its side and length. True puts it
+            before them.
+
+    Returns:
+        A function without arguments that unregisters the rule.
+
+    Raises:
+        TypeError: its operation defines functions of another side, or lacks one.
+        UnsupportedConfig: one of Octavo's own rules has that name.
+
+    Example:
+        >>> from octavo import ops
+        >>> class TwoScales(ops.FusedOperation):
+        ...     @staticmethod
+        ...     def fuser_forward_compute(configs, inputs):
+        ...         scale = configs[0].function.alpha * configs[1].function.alpha
+        ...         return inputs[0].x * scale, ((), ()), ((), ())
+        ...     @staticmethod
+        ...     def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
+        ...         return (None,) * 4, (None,) * 4
+        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
+        >>> unregister = ops.register_forward_fusion(rule)
+        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
+        >>> model.explain(torch.ones(2, requires_grad=True)).fired
+        ('two-scales',)
+        >>> unregister()
+    """
     return _registered(rule, "forward", prepend)
 
 
 def register_backward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], None]:
+    """Register a rule for backward of every Sequential, those that exist included.
+
+    Args:
+        rule: a rule whose operation defines fuser_backward.
+            Its name must differ from those of Octavo's own rules.
+        prepend: False by default: the rule is tried after the registered ones of its side and length. True puts it
+            before them.
+
+    Returns:
+        A function without arguments that unregisters the rule.
+
+    Raises:
+        TypeError: its operation defines functions of another side, or lacks one.
+        UnsupportedConfig: one of Octavo's own rules has that name.
+
+    Example:
+        >>> from octavo import ops
+        >>> class TwoScales(ops.FusedOperation):
+        ...     @staticmethod
+        ...     def fuser_backward(configs, saved, grads, wants):
+        ...         scale = configs[0].function.alpha * configs[1].function.alpha
+        ...         return (grads[0] * scale, None, None, None), (None, None, None, None)
+        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
+        >>> unregister = ops.register_backward_fusion(rule)
+        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
+        >>> model.explain(torch.ones(2, requires_grad=True)).fired
+        ('two-scales',)
+        >>> unregister()
+    """
     return _registered(rule, "backward", prepend)
 
 
 def register_forward_backward_fusion(rule: Rule, prepend: bool = False) -> Callable[[], None]:
+    """Register a rule for forward and backward together of every Sequential, those that exist included.
+
+    Args:
+        rule: a rule whose operation defines fuser_forward_compute, fuser_forward_save_ctx and fuser_backward.
+            Its name must differ from those of Octavo's own rules.
+        prepend: False by default: the rule is tried after the registered ones of its side and length. True puts it
+            before them.
+
+    Returns:
+        A function without arguments that unregisters the rule.
+
+    Raises:
+        TypeError: its operation defines functions of another side, or lacks one.
+        UnsupportedConfig: one of Octavo's own rules has that name.
+
+    Example:
+        >>> from octavo import ops
+        >>> class TwoScales(ops.FusedOperation):
+        ...     @staticmethod
+        ...     def fuser_forward_compute(configs, inputs):
+        ...         scale = configs[0].function.alpha * configs[1].function.alpha
+        ...         return inputs[0].x * scale, ((), ()), ((), ())
+        ...     @staticmethod
+        ...     def fuser_forward_save_ctx(configs, inputs, outputs, fresh):
+        ...         return (), ()
+        ...     @staticmethod
+        ...     def fuser_backward(configs, saved, grads, wants):
+        ...         scale = configs[0].function.alpha * configs[1].function.alpha
+        ...         return (grads[0] * scale, None, None, None), (None, None, None, None)
+        >>> rule = ops.Rule("two-scales", (ops.ConstantScale, ops.ConstantScale), TwoScales)
+        >>> unregister = ops.register_forward_backward_fusion(rule)
+        >>> model = octavo.Sequential(ops.ConstantScale(2.0), ops.ConstantScale(3.0))
+        >>> model.explain(torch.ones(2, requires_grad=True)).fired
+        ('two-scales',)
+        >>> unregister()
+    """
     return _registered(rule, "both", prepend)
 
 

@@ -52,7 +52,24 @@ class Step(NamedTuple):
 
 
 class OperationFuser:
-    """Runs consecutive operations. `rules` are tried before the global ones; None disables all rules."""
+    """Runs consecutive operations together: each run of them is one node forward and one backward.
+
+    `octavo.Sequential` makes one for each group of operations between ordinary modules; `Sequential.groups` shows them.
+    Use one directly if you have a list of operations and need no module around it.
+
+    Args:
+        ops: the operations, at least one. They keep their parameters, which are read at every call.
+        rules: rules that are tried before the registered ones, each by `Forward`, `Backward` or `Joint`; None disables
+            all rules.
+
+    Raises:
+        UnsupportedConfig: there is no operation.
+
+    Example:
+        >>> fuser = octavo.ops.OperationFuser([octavo.ops.ConstantScale(2.0), octavo.ops.AddExtraInput()])
+        >>> fuser(torch.ones(2), torch.ones(2))
+        tensor([3., 3.])
+    """
 
     def __init__(self, ops: Sequence[FusibleOperation], rules: tuple[pattern.Rule, ...] | None = ()) -> None:
         if not ops:
@@ -86,24 +103,24 @@ class OperationFuser:
         found: tuple[int, bool] = self._known[1]
         return found
 
-    def has_news(self, plan: Planned) -> bool:
+    def _has_news(self, plan: Planned) -> bool:
         """Whether a plan has not been logged yet."""
         return plan.key not in self._logged and not self._quiet
 
-    def tell(self, names: Sequence[str], plan: Planned) -> None:
+    def _tell(self, names: Sequence[str], plan: Planned) -> None:
         self._logged.add(plan.key)
         tell(names, plan)
 
     def keep_quiet(self) -> None:
-        """Stop logging plans."""
+        """Part of the layer contract: stop logging plans, as `explain` needs."""
         self._quiet = True
 
     @while_tracing
-    def tell_now(self, names: Sequence[str], *at: Any) -> None:
+    def _tell_now(self, names: Sequence[str], *at: Any) -> None:
         """Log a plan that was made while tracing, unless it was logged before."""
         plan = known_plan(*at)
-        if self.has_news(plan):
-            self.tell(names, plan)
+        if self._has_news(plan):
+            self._tell(names, plan)
 
     def _around(
         self, found: tuple[int, int, pattern.Rule], x: Any, steps: list[Step], channels: dict[str, Any],
@@ -122,8 +139,24 @@ class OperationFuser:
             x, after = OperationFuser(self.ops[last:], self.rules).run(x, steps[last:], channels, told)
         return x, [*before, *[()] * (last - first), *after]
 
-    def __call__(self, x: Any, *extras: Tensor) -> Any:
-        """Run all operations. Return y, or y and the extra outputs. Extra inputs and outputs are in operation order."""
+    def __call__(self, x: Tensor | QTensor, *extras: Tensor) -> Tensor | QTensor | tuple[Tensor | QTensor, ...]:
+        """Run all operations.
+
+        Args:
+            x: the input of the first operation.
+            *extras: the extra inputs of all operations, in order. Channels are not followed.
+
+        Returns:
+            y, or y and the extra outputs of all operations, in order.
+
+        Raises:
+            UnsupportedConfig: there are more or fewer extra inputs.
+
+        Example:
+            >>> fuser = octavo.ops.OperationFuser([octavo.ops.MakeExtraOutput(), octavo.ops.ConstantScale(2.0)])
+            >>> fuser(torch.ones(2))
+            (tensor([2., 2.]), tensor([1., 1.]))
+        """
         count = sum(op.num_extra_inputs for op in self.ops)
         if len(extras) != count:
             raise UnsupportedConfig(f"These operations take {count} extra inputs besides x, got {len(extras)}.")
@@ -138,9 +171,9 @@ class OperationFuser:
     def run(
         self, x: Any, steps: list[Step], channels: dict[str, Any], told: list[Any] | None
     ) -> tuple[Any, list[tuple[Any, ...]]]:
-        """Return y and the extra outputs of each operation, None for those used only inside their run. `channels` are
-        those filled so far; this call fills more. If `told` is a list, runs are appended to it, for explain and
-        require."""
+        """Part of the layer contract: return y and the extra outputs of each operation, None for those used only inside
+        their run. `channels` are those filled so far; this call fills more. If `told` is a list, runs are appended to
+        it, for explain and require."""
         x = x if type(x) is Tensor else arrived(x)
         number, legacy = self._rules()
         if legacy and (found := find_fused(self.ops, (*(self.rules or ()), *pattern.global_rules()))) is not None:
@@ -209,7 +242,7 @@ def _why_alone(op: Any, x: Any) -> str:
         return "x is codes"
     if _recast(x):
         return RECAST
-    return _why_not(op, x) or "it is a name for its neighbour's value"
+    return _why_not(op, x) or "it only aliases its input here"
 
 
 def _why_not(op: Any, x: Any) -> str:
@@ -268,12 +301,12 @@ def _run(
         sketches = [sketched(t, x.shape[-1]) for t in fields] if x.dim() and takes_foreign(rules) else []
         key, places, fired, refused = planned_now(keys, routes, hidden, rules, first, sketches)
         if fuser is not None:
-            fuser.tell_now(_names(steps), keys, routes, hidden, rules, first)
+            fuser._tell_now(_names(steps), keys, routes, hidden, rules, first)
     else:
         plan = planned(keys, routes, hidden, rules, first, fields)
         key, places, fired, refused = plan
-        if fuser is not None and fuser.has_news(plan):
-            fuser.tell(_names(steps), plan)
+        if fuser is not None and fuser._has_news(plan):
+            fuser._tell(_names(steps), plan)
     if told is not None:
         told.append((steps, Planned(key, places, fired, refused)))
     buffers = tuple([t for stage in stages for t in stage.buffers])

@@ -30,7 +30,10 @@ from octavo.fuser.runs import Step, Wire, told_run
 from octavo.quant import QTensor
 
 OUTPUT_BUFFER_KEY = "out"
+"""The keyword of a GroupedLinear for the tensor that receives y: `model(x, op_kwargs={0: {OUTPUT_BUFFER_KEY: y}})`."""
+
 GRAD_INPUT_BUFFER_KEY = "dgrad_out"
+"""The keyword of a GroupedLinear for the tensor that receives dx, in `op_kwargs` too."""
 
 
 class Explanation(NamedTuple):

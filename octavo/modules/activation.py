@@ -1,6 +1,8 @@
 """Elementwise operations as modules: plain, gated and probability-scaled activations, ConstantScale, Bias, Dropout.
 
-Each calls `octavo.layers.activation` once. y has x's dtype, independent of `torch.autocast`; all arithmetic is float32.
+Each calls `octavo.layers.activation` once. y has x's dtype, independent of `torch.autocast`. It is computed in float32,
+on a CPU in float64, and rounded once.
+
 Gated activations take [..., 2H] and return [..., H]: they activate the first half and multiply it by the second
 (`nn.GLU` activates the second half).
 """
@@ -60,7 +62,25 @@ def _stage(
 
 
 class Activation(FusibleOperation, nn.Module):
-    """Base class of the activations. NAME is its entry in `octavo.kernels.activation.ACTIVATIONS`."""
+    """Base class of the activations. In the pattern of a fusion rule it stands for every activation but ConstantScale.
+
+    An activation computes in float32, on a CPU in float64, and rounds once. y has x's dtype, also under
+    `torch.autocast`. NAME is its entry in `octavo.kernels.activation.ACTIVATIONS`.
+
+    Args:
+        glu_interleave_size: None, the default, if a and b are the halves of x's last dim. A number k if they alternate,
+            k columns each, as in weights that were stored so.
+        **settings: finite numbers of the curve, by the names of `octavo.kernels.activation.Function`.
+
+    Raises:
+        UnsupportedConfig: glu_interleave_size is below 1, or a setting is not finite.
+
+    Example:
+        >>> isinstance(octavo.ops.SwiGLU(), octavo.ops.Activation)
+        True
+        >>> octavo.ops.SwiGLU()(torch.randn(4, 64)).shape
+        torch.Size([4, 32])
+    """
 
     NAME: ClassVar[str]
 
@@ -81,13 +101,29 @@ class Activation(FusibleOperation, nn.Module):
             f"{name}={float(value)!r}," for name, value in settings.items()
         )
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | QTensor) -> Tensor:
+        """Returns the activated values.
+
+        Args:
+            input: x, in float32, bfloat16 or float16, with any leading dims and strides. A QTensor is dequantized.
+
+        Returns:
+            y in x's dtype. Gated activations halve the last dim.
+
+        Raises:
+            UnsupportedDtype: x has another dtype.
+            UnsupportedShape: the last dim of a gated activation's x cannot be divided into a and b.
+
+        Example:
+            >>> octavo.ops.ReLU()(torch.tensor([-1.0, 2.0]))
+            tensor([0., 2.])
+        """
         y: Tensor = self.op_run(values_of(input))
         return y
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
-        """Whether the config is one of this class's; Activation itself matches every activation."""
+        """Whether a stage with this config belongs to this class. Activation itself matches every activation."""
         if not isinstance(config, Config) or config.drop or config.bias_dtype:
             return False
         scaled = issubclass(cls, _Scaled)
@@ -129,67 +165,156 @@ class _Plain(Activation):
 
 
 class GELU(_Plain):
-    """x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³)))"""
+    """GELU by tanh: y = x/2 · (1 + tanh(√(2/π) (x + 0.044715 x³))).
+
+    x is [..., K] in float32, bfloat16 or float16; y has its shape and dtype.
+
+    Example:
+        >>> x = torch.tensor([-1.0, 0.0, 2.0])
+        >>> torch.allclose(octavo.ops.GELU()(x), nn.functional.gelu(x, approximate="tanh"))
+        True
+    """
 
     NAME = "gelu"
 
 
 class QGELU(_Plain):
-    """x · σ(1.702 x)"""
+    """Quick GELU: y = x · σ(1.702 x).
+
+    x is [..., K] in float32, bfloat16 or float16; y has its shape and dtype.
+
+    Example:
+        >>> octavo.ops.QGELU()(torch.tensor([-1.0, 0.0, 2.0]))
+        tensor([-0.1542,  0.0000,  1.9357])
+    """
 
     NAME = "qgelu"
 
 
 class ReLU(_Plain):
-    """max(x, 0)"""
+    """ReLU: y = max(x, 0).
+
+    x is [..., K] in float32, bfloat16 or float16; y has its shape and dtype.
+
+    Example:
+        >>> octavo.ops.ReLU()(torch.tensor([-1.0, 0.0, 2.0]))
+        tensor([0., 0., 2.])
+    """
 
     NAME = "relu"
 
 
 class SReLU(_Plain):
-    """max(x, 0)²"""
+    """Squared ReLU: y = max(x, 0)².
+
+    x is [..., K] in float32, bfloat16 or float16; y has its shape and dtype.
+
+    Example:
+        >>> octavo.ops.SReLU()(torch.tensor([-1.0, 0.0, 2.0]))
+        tensor([0., 0., 4.])
+    """
 
     NAME = "srelu"
 
 
 class SiLU(_Plain):
-    """x · σ(x)"""
+    """SiLU, also called swish: y = x · σ(x).
+
+    x is [..., K] in float32, bfloat16 or float16; y has its shape and dtype.
+
+    Example:
+        >>> x = torch.tensor([-1.0, 0.0, 2.0])
+        >>> torch.allclose(octavo.ops.SiLU()(x), nn.functional.silu(x))
+        True
+    """
 
     NAME = "silu"
 
 
 class GLU(_Plain):
-    """σ(a) · b"""
+    """Gated linear unit: y = σ(a) · b.
+
+    x is [..., 2H]: a is the first half of the last dim, b the second. y is [..., H] in x's dtype. `torch.nn.GLU`
+    activates the second half instead.
+
+    Example:
+        >>> octavo.ops.GLU()(torch.tensor([[0.0, 0.0, 10.0, 100.0]]))
+        tensor([[ 5., 50.]])
+    """
 
     NAME = "glu"
 
 
 class GEGLU(_Plain):
-    """gelu(a) · b"""
+    """Gated GELU: y = gelu(a) · b, with the GELU of `octavo.ops.GELU`.
+
+    x is [..., 2H]: a is the first half of the last dim, b the second. y is [..., H] in x's dtype.
+
+    Example:
+        >>> octavo.ops.GEGLU()(torch.tensor([[1.0, 2.0, 10.0, 100.0]]))
+        tensor([[  8.4119, 195.4598]])
+    """
 
     NAME = "geglu"
 
 
 class QGEGLU(_Plain):
-    """a · σ(1.702 a) · b"""
+    """Gated quick GELU: y = a · σ(1.702 a) · b.
+
+    x is [..., 2H]: a is the first half of the last dim, b the second. y is [..., H] in x's dtype.
+
+    Example:
+        >>> octavo.ops.QGEGLU()(torch.tensor([[1.0, 2.0, 10.0, 100.0]]))
+        tensor([[  8.4580, 193.5659]])
+    """
 
     NAME = "qgeglu"
 
 
 class ReGLU(_Plain):
-    """max(a, 0) · b"""
+    """Gated ReLU: y = max(a, 0) · b.
+
+    x is [..., 2H]: a is the first half of the last dim, b the second. y is [..., H] in x's dtype.
+
+    Example:
+        >>> octavo.ops.ReGLU()(torch.tensor([[1.0, 2.0, 10.0, 100.0]]))
+        tensor([[ 10., 200.]])
+    """
 
     NAME = "reglu"
 
 
 class SReGLU(_Plain):
-    """max(a, 0)² · b"""
+    """Gated squared ReLU: y = max(a, 0)² · b.
+
+    x is [..., 2H]: a is the first half of the last dim, b the second. y is [..., H] in x's dtype.
+
+    Example:
+        >>> octavo.ops.SReGLU()(torch.tensor([[1.0, 2.0, 10.0, 100.0]]))
+        tensor([[ 10., 400.]])
+    """
 
     NAME = "sreglu"
 
 
 class SwiGLU(Activation):
-    """a · σ(a) · b. With `glu_interleave_size` = k, a and b take turns in x, k columns each."""
+    """Gated SiLU: y = a · σ(a) · b.
+
+    x is [..., 2H]: a is the first half of the last dim, b the second. y is [..., H] in x's dtype.
+
+    Args:
+        glu_interleave_size: None, the default, if a and b are the halves of x's last dim. A number k if they alternate,
+            k columns each, as in weights that were stored so.
+
+    Raises:
+        UnsupportedConfig: glu_interleave_size is below 1.
+
+    Example:
+        >>> octavo.ops.SwiGLU()(torch.tensor([[1.0, 2.0, 10.0, 100.0]]))
+        tensor([[  7.3106, 176.1594]])
+        >>> octavo.ops.SwiGLU(glu_interleave_size=1)(torch.tensor([[1.0, 10.0, 2.0, 100.0]]))
+        tensor([[  7.3106, 176.1594]])
+    """
 
     NAME = "swiglu"
 
@@ -198,7 +323,25 @@ class SwiGLU(Activation):
 
 
 class ClampedSwiGLU(Activation):
-    """a · σ(alpha · a) · (b + glu_linear_offset), with a at most `limit`, and b at most that in magnitude."""
+    """Gated SiLU with clamped inputs: y = a · σ(alpha · a) · (b + glu_linear_offset), a ≤ limit and |b| ≤ limit.
+
+    x is [..., 2H]: a is the first half of the last dim, b the second. y is [..., H] in x's dtype.
+    Where the clamp holds, the gradient is zero.
+
+    Args:
+        limit: upper bound of a, and of |b|; 7.0 by default.
+        alpha: slope of the sigmoid, 1.702 by default.
+        glu_linear_offset: the number added to b, 1.0 by default.
+        glu_interleave_size: None, the default, if a and b are the halves of x's last dim. A number k if they alternate,
+            k columns each, as in weights that were stored so.
+
+    Raises:
+        UnsupportedConfig: limit is not above 0, a setting is not finite, or glu_interleave_size is below 1.
+
+    Example:
+        >>> octavo.ops.ClampedSwiGLU()(torch.tensor([[100.0, 3.0]]))
+        tensor([[27.9998]])
+    """
 
     NAME = "clamped-swiglu"
 
@@ -219,8 +362,24 @@ class ClampedSwiGLU(Activation):
 
 
 class SiTUGLU(Activation):
-    """beta1 · tanh(a / beta1) · σ(a) · beta2 · tanh(b / beta2): SwiGLU, with a and b bent to stay within ±beta1 and
-    ±beta2."""
+    """Gated SiLU with soft bounds: y = beta1 · tanh(a / beta1) · σ(a) · beta2 · tanh(b / beta2).
+
+    It is SwiGLU with a and b bent to stay within ±beta1 and ±beta2. x is [..., 2H]: a is the first half of the last
+    dim, b the second. y is [..., H] in x's dtype.
+
+    Args:
+        beta1: bound of a in magnitude, 4.0 by default, from 1e-30 to 1e30.
+        beta2: bound of b in magnitude, 25.0 by default, from 1e-30 to 1e30.
+        glu_interleave_size: None, the default, if a and b are the halves of x's last dim. A number k if they alternate,
+            k columns each, as in weights that were stored so.
+
+    Raises:
+        UnsupportedConfig: a bound is outside its range, or glu_interleave_size is below 1.
+
+    Example:
+        >>> octavo.ops.SiTUGLU()(torch.tensor([[100.0, 1000.0]]))
+        tensor([[100.]])
+    """
 
     NAME = "situglu"
 
@@ -245,17 +404,37 @@ class _Scaled(Activation):
         glu_interleave_size: int | None = None,
         *,
         activation_recompute_in_mlp: bool = False,
-        **settings: Any,
+        **settings: float,
     ) -> None:
         if activation_recompute_in_mlp:
             raise UnsupportedConfig(
                 f"{type(self).__name__} keeps x and the scales, and never y: activation_recompute_in_mlp=True has "
                 "nothing to leave out. To keep less of what is around it, use torch.utils.checkpoint."
             )
-        interleave = {} if glu_interleave_size is None else {"glu_interleave_size": glu_interleave_size}
-        super().__init__(**interleave, **settings)  # the constructor of the activation
+        given: dict[str, Any] = {**settings}
+        if glu_interleave_size is not None:
+            given["glu_interleave_size"] = glu_interleave_size
+        super().__init__(**given)  # the constructor of the activation
 
-    def forward(self, input: Tensor, scales: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, input: Tensor | QTensor, scales: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns the activated values times a scale for each row.
+
+        Args:
+            input: x [..., K], in float32, bfloat16 or float16. A QTensor is dequantized.
+            scales: [...], one for each row of x, in float32, bfloat16 or float16. They get a gradient if they want one.
+
+        Returns:
+            y in x's dtype. Gated activations halve the last dim.
+
+        Raises:
+            UnsupportedShape: the scales are not one for each row, or x cannot be divided into a and b.
+            UnsupportedDtype: x or scales have another dtype.
+            UnsupportedDevice: x and scales are on two devices.
+
+        Example:
+            >>> octavo.ops.ScaledSReLU()(torch.tensor([[2.0, -1.0]]), torch.tensor([0.5]))
+            tensor([[2., 0.]])
+        """
         y: Tensor = self.op_run(values_of(input), scales)
         return y
 
@@ -274,23 +453,135 @@ def _check_scales(title: str, x: Tensor | Edge, scales: Tensor) -> None:
 
 
 class ScaledSwiGLU(_Scaled, SwiGLU):
-    """swiglu(x) · scales[..., None]"""
+    """SwiGLU with a scale for each row: y = swiglu(x) · scales[..., None]. Call it with (x, scales).
+
+    Use it for experts: the scales are the probabilities that the router gave the tokens.
+
+    Args:
+        glu_interleave_size: None, the default, if a and b are the halves of x's last dim. A number k if they alternate,
+            k columns each, as in weights that were stored so.
+        activation_recompute_in_mlp: False, the only value: the operation keeps x and never y, so there is nothing to
+            recompute. It is accepted so that code for other libraries runs.
+
+    Raises:
+        UnsupportedConfig: glu_interleave_size is below 1, activation_recompute_in_mlp is True, or another setting has a
+            value without a meaning.
+
+    Example:
+        >>> octavo.ops.ScaledSwiGLU()(torch.randn(4, 64), torch.rand(4)).shape
+        torch.Size([4, 32])
+    """
+
+    def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
 class ScaledClampedSwiGLU(_Scaled, ClampedSwiGLU):
-    """clamped_swiglu(x) · scales[..., None]"""
+    """ClampedSwiGLU with a scale for each row: y = clamped_swiglu(x) · scales[..., None]. Call it with (x, scales).
+
+    Args:
+        glu_interleave_size: None, the default, if a and b are the halves of x's last dim. A number k if they alternate,
+            k columns each, as in weights that were stored so.
+        activation_recompute_in_mlp: False, the only value: the operation keeps x and never y, so there is nothing to
+            recompute. It is accepted so that code for other libraries runs.
+        limit: upper bound of a, and of |b|; 7.0 by default.
+        alpha: slope of the sigmoid, 1.702 by default.
+        glu_linear_offset: the number added to b, 1.0 by default.
+
+    Raises:
+        UnsupportedConfig: glu_interleave_size is below 1, activation_recompute_in_mlp is True, or another setting has a
+            value without a meaning.
+
+    Example:
+        >>> octavo.ops.ScaledClampedSwiGLU(limit=5.0)(torch.randn(4, 64), torch.rand(4)).shape
+        torch.Size([4, 32])
+    """
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        glu_linear_offset: float = 1.0,
+    ) -> None:
+        super().__init__(
+            glu_interleave_size,
+            activation_recompute_in_mlp=activation_recompute_in_mlp,
+            limit=limit,
+            alpha=alpha,
+            glu_linear_offset=glu_linear_offset,
+        )
 
 
 class ScaledSiTUGLU(_Scaled, SiTUGLU):
-    """situglu(x) · scales[..., None]"""
+    """SiTUGLU with a scale for each row: y = situglu(x) · scales[..., None]. Call it with (x, scales).
+
+    Args:
+        glu_interleave_size: None, the default, if a and b are the halves of x's last dim. A number k if they alternate,
+            k columns each, as in weights that were stored so.
+        activation_recompute_in_mlp: False, the only value: the operation keeps x and never y, so there is nothing to
+            recompute. It is accepted so that code for other libraries runs.
+        beta1: bound of a in magnitude, 4.0 by default, from 1e-30 to 1e30.
+        beta2: bound of b in magnitude, 25.0 by default, from 1e-30 to 1e30.
+
+    Raises:
+        UnsupportedConfig: glu_interleave_size is below 1, activation_recompute_in_mlp is True, or another setting has a
+            value without a meaning.
+
+    Example:
+        >>> octavo.ops.ScaledSiTUGLU()(torch.randn(4, 64), torch.rand(4)).shape
+        torch.Size([4, 32])
+    """
+
+    def __init__(
+        self,
+        glu_interleave_size: int | None = None,
+        *,
+        activation_recompute_in_mlp: bool = False,
+        beta1: float = 4.0,
+        beta2: float = 25.0,
+    ) -> None:
+        super().__init__(
+            glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp, beta1=beta1, beta2=beta2
+        )
 
 
 class ScaledSReLU(_Scaled, SReLU):
-    """max(x, 0)² · scales[..., None]"""
+    """Squared ReLU with a scale for each row: y = max(x, 0)² · scales[..., None]. Call it with (x, scales).
+
+    Args:
+        glu_interleave_size: None, the only value, since it has no gate.
+        activation_recompute_in_mlp: False, the only value: the operation keeps x and never y, so there is nothing to
+            recompute. It is accepted so that code for other libraries runs.
+
+    Raises:
+        UnsupportedConfig: activation_recompute_in_mlp is True.
+        TypeError: glu_interleave_size is a number.
+
+    Example:
+        >>> octavo.ops.ScaledSReLU()(torch.tensor([[2.0, -1.0]]), torch.tensor([0.5]))
+        tensor([[2., 0.]])
+    """
+
+    def __init__(self, glu_interleave_size: None = None, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__(glu_interleave_size, activation_recompute_in_mlp=activation_recompute_in_mlp)
 
 
 class ConstantScale(Activation):
-    """scale · x"""
+    """Multiplies x by a number: y = scale · x. Rules fuse it with a Linear before it.
+
+    Args:
+        scale: a finite number.
+
+    Raises:
+        UnsupportedConfig: scale is not finite.
+
+    Example:
+        >>> octavo.ops.ConstantScale(0.5)(torch.tensor([2.0, 4.0]))
+        tensor([1., 2.])
+    """
 
     NAME = "linear"
 
@@ -300,7 +591,18 @@ class ConstantScale(Activation):
 
 
 class Bias(FusibleOperation, nn.Module):
-    """Adds a bias along the last dim."""
+    """Adds a parameter along the last dim: y = x + bias. A rule lets the GEMM of a Linear before it add the bias.
+
+    Args:
+        size: the last dim of x.
+        device: the device of the parameter `bias`; None for torch's default.
+        dtype: the dtype of the parameter; None for torch's default. y has x's dtype in any case.
+
+    Example:
+        >>> bias = octavo.ops.Bias(3)
+        >>> bias(torch.ones(2, 3)).shape, bias.bias.shape
+        (torch.Size([2, 3]), torch.Size([3]))
+    """
 
     def __init__(
         self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -310,9 +612,30 @@ class Bias(FusibleOperation, nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Sets the bias to zero.
+
+        Example:
+            >>> bias = octavo.ops.Bias(2)
+            >>> bias.reset_parameters()
+            >>> bias.bias.tolist()
+            [0.0, 0.0]
+        """
         nn.init.zeros_(self.bias)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | QTensor) -> Tensor:
+        """Returns x plus the bias.
+
+        Args:
+            input: x [..., size], in float32, bfloat16 or float16. A QTensor is dequantized.
+
+        Returns:
+            y of x's shape and dtype.
+
+        Raises:
+            UnsupportedShape: the last dim of x is not `size`.
+            UnsupportedDtype: x has another dtype.
+            UnsupportedDevice: x and the bias are on two devices.
+        """
         y: Tensor = self.op_run(values_of(input))
         return y
 
@@ -343,9 +666,20 @@ class Bias(FusibleOperation, nn.Module):
 class Dropout(FusibleOperation, nn.Module):
     """In training, zeroes each element of x with probability p and divides the others by 1 - p; in eval, returns x.
 
-    An element's index and `seed`, int64 [seed, step], determine whether it is kept; backward keeps only the seed.
-    Without a seed the module draws one from torch's generator. Activation checkpointing restores the generator before
-    it recomputes forward, so both forwards zero the same elements.
+    An element's index and a seed determine whether it is kept, so backward keeps only the seed and draws the mask
+    again. Activation checkpointing restores torch's generator before it recomputes forward, so both forwards zero the
+    same elements.
+
+    Args:
+        p: the probability, from 0 to 1.
+
+    Raises:
+        UnsupportedConfig: p is outside of that range.
+
+    Example:
+        >>> dropout, x, seed = octavo.ops.Dropout(0.5), torch.ones(4, 8), torch.tensor([1234, 0])
+        >>> torch.equal(dropout(x, seed=seed), dropout(x, seed=seed)), dropout.eval()(x) is x
+        (True, True)
     """
 
     def __init__(self, p: float) -> None:
@@ -358,7 +692,21 @@ class Dropout(FusibleOperation, nn.Module):
 
     op_keywords = ("seed",)
 
-    def forward(self, input: Tensor, seed: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor | QTensor, seed: Tensor | None = None) -> Tensor | QTensor:
+        """Returns x with elements dropped, or x itself in eval mode and for p = 0.
+
+        Args:
+            input: x, in float32, bfloat16 or float16. In training a QTensor is dequantized.
+            seed: int64 [seed, step] on x's device; None draws one from torch's generator. Pass it to get the same mask
+                again, and advance the step at every call. In a Sequential, pass it through op_kwargs.
+
+        Returns:
+            y of x's shape and dtype.
+
+        Raises:
+            UnsupportedDtype: x has another dtype, or seed is no tensor.
+            UnsupportedConfig: seed has another dtype, shape or device.
+        """
         if not self.training or self._keeps_all:
             return input
         y: Tensor = self.op_run(values_of(input), seed=seed)

@@ -5,7 +5,7 @@ operators between 2.11 and 2.13, and the results of those functions must be wait
 """
 
 import copy
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,11 +14,15 @@ from octavo._torch.collectives import all_gather_into_tensor, all_reduce, reduce
 from octavo.errors import UnsupportedShape
 from octavo.fuser.operation import FusibleOperation
 from octavo.modules.activation import numbers, values_of
+from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class _Collective(FusibleOperation, nn.Module):
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: "ProcessGroup | None" = None) -> None:
         super().__init__()
         self.group = group
 
@@ -26,10 +30,25 @@ class _Collective(FusibleOperation, nn.Module):
         return False
 
     def why_not_fusible(self, x: Any) -> str:
-        return "it speaks with other processes"
+        return "collectives are never fused"
 
-    def forward(self, input: Any) -> Any:
-        x = values_of(input)
+    def forward(self, input: Tensor | QTensor) -> Tensor:
+        """Runs the collective. Every process of the group must call it.
+
+        Args:
+            input: x of this process. A QTensor is dequantized.
+
+        Returns:
+            y; x itself in a single process, or if torch.distributed is not initialized.
+
+        Raises:
+            UnsupportedShape: ReduceScatter cannot divide x's rows by the number of processes.
+
+        Example:
+            >>> octavo.ops.AllReduce()(torch.ones(2))
+            tensor([1., 1.])
+        """
+        x: Tensor = values_of(input)
         if not dist.is_available() or not dist.is_initialized():
             return x
         size = dist.get_world_size(self.group)
@@ -53,14 +72,30 @@ class _Collective(FusibleOperation, nn.Module):
 
 
 class AllGather(_Collective):
-    """Concatenates the rows of all processes; the gradients of a process's rows are summed over processes."""
+    """Concatenates the rows of all processes. dx is the sum over processes of dy's rows for this process.
+
+    Args:
+        group: the process group; None for all processes.
+
+    Example:
+        >>> octavo.ops.AllGather()(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+    """
 
     def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
         return _waited(all_gather_into_tensor(x, size, group))
 
 
 class ReduceScatter(_Collective):
-    """Sums x over processes and leaves each process its part of the rows; gradients are gathered."""
+    """Sums x over processes and returns to each process its part of the rows. dx is the gathered dy of all processes.
+
+    Args:
+        group: the process group; None for all processes.
+
+    Example:
+        >>> octavo.ops.ReduceScatter()(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+    """
 
     def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
         if x.dim() == 0 or x.shape[0] % size:
@@ -73,7 +108,15 @@ class ReduceScatter(_Collective):
 
 
 class AllReduce(_Collective):
-    """Sums x over processes, and each process gets the whole sum; dx is dy."""
+    """Sums x over processes and returns the whole sum to each of them. dx is dy.
+
+    Args:
+        group: the process group; None for all processes.
+
+    Example:
+        >>> octavo.ops.AllReduce()(torch.ones(2, 4)).shape
+        torch.Size([2, 4])
+    """
 
     def _reduced(self, x: Tensor, size: int, group: str) -> Tensor:
         total = _waited(all_reduce(x.detach(), "sum", group))

@@ -1,6 +1,7 @@
 """Norms as modules: LayerNorm and RMSNorm, with the parameter names and state dicts of torch's, and L2Normalization.
 
-y has x's dtype, independent of the parameters' dtype and of `torch.autocast`; all arithmetic is float32.
+y has x's dtype, independent of the parameters' dtype and of `torch.autocast`. A norm computes in float32, on a CPU in
+float64, and rounds once.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.norm import Config
 from octavo.lower.call import Stage
 from octavo.modules.activation import numbers, values_of
+from octavo.quant import QTensor
 from octavo.values import Value
 
 
@@ -37,7 +39,24 @@ class _Norm(FusibleOperation, nn.Module):
         # a string, built once: the compiler may turn a float attribute into a symbol
         self._settings = f"norm(kind='{self.KIND}',eps={self.eps!r},zero_centered={zero_centered_gamma},dims={dims},"
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | QTensor) -> Tensor:
+        """Returns the normalized values.
+
+        Args:
+            input: x [..., *normalized_shape], in float32, bfloat16 or float16. A QTensor is dequantized.
+
+        Returns:
+            y of x's shape and dtype, computed in float32 (float64 on a CPU) and rounded once.
+
+        Raises:
+            UnsupportedShape: the trailing dims of x are not `normalized_shape`.
+            UnsupportedDtype: x or a parameter has another dtype.
+            UnsupportedDevice: x and the parameters are on two devices.
+
+        Example:
+            >>> octavo.ops.LayerNorm(64)(torch.randn(4, 64)).shape
+            torch.Size([4, 64])
+        """
         y: Tensor = self.op_run(values_of(input))
         return y
 
@@ -113,6 +132,14 @@ class _Affine(_Norm):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Sets the weight to one (zero with zero_centered_gamma), and a bias to zero.
+
+        Example:
+            >>> norm = octavo.ops.RMSNorm(2, zero_centered_gamma=True)
+            >>> norm.reset_parameters()
+            >>> norm.weight.tolist()
+            [0.0, 0.0]
+        """
         assert self.weight is not None
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.bias is not None:
@@ -120,8 +147,29 @@ class _Affine(_Norm):
 
 
 class LayerNorm(_Affine):
-    """y = (x - mean) / √(variance + eps) · γ + β, over the trailing dims. The weight is γ, or γ - 1 with
-    `zero_centered_gamma` (weight decay then pulls γ to 1; subtract 1 from the weight of a stock checkpoint)."""
+    """Layer normalization over the trailing dims: y = (x - mean) / √(variance + eps) · γ + β.
+
+    Its parameters have the names and shapes of `torch.nn.LayerNorm`'s, so stock checkpoints load. A Linear after it in
+    a Sequential can take its output as codes.
+
+    Args:
+        normalized_shape: the trailing sizes of x that form a row; one number for the last dim.
+        eps: the number added to the variance, 1e-5 by default.
+        device: the device of the parameters; None for torch's default.
+        dtype: the dtype of the parameters; None for torch's default. y has x's dtype in any case.
+        zero_centered_gamma: False by default. True makes the weight γ - 1, so that weight decay pulls γ to 1. Subtract
+            1 from the weight of a stock checkpoint before you load it.
+        bias: True by default. False leaves out β.
+
+    Raises:
+        UnsupportedConfig: a size is below 1, or eps is negative.
+
+    Example:
+        >>> norm = octavo.ops.LayerNorm(64)
+        >>> norm(torch.randn(4, 64, dtype=torch.bfloat16)).dtype
+        torch.bfloat16
+        >>> missing = norm.load_state_dict(nn.LayerNorm(64).state_dict())
+    """
 
     KIND = "layer"
 
@@ -139,7 +187,26 @@ class LayerNorm(_Affine):
 
 
 class RMSNorm(_Affine):
-    """y = x / √(mean of x² + eps) · γ, over the trailing dims."""
+    """Root-mean-square normalization over the trailing dims: y = x / √(mean of x² + eps) · γ.
+
+    Its parameter has the name and shape of `torch.nn.RMSNorm`'s, so stock checkpoints load. Its eps is a number, where
+    torch's default depends on x's dtype.
+
+    Args:
+        normalized_shape: the trailing sizes of x that form a row; one number for the last dim.
+        eps: the number added to the mean square, 1e-5 by default.
+        device: the device of the weight; None for torch's default.
+        dtype: the dtype of the weight; None for torch's default. y has x's dtype in any case.
+        zero_centered_gamma: False by default. True makes the weight γ - 1, so that weight decay pulls γ to 1. Subtract
+            1 from the weight of a stock checkpoint before you load it.
+
+    Raises:
+        UnsupportedConfig: a size is below 1, or eps is negative.
+
+    Example:
+        >>> octavo.ops.RMSNorm(2, eps=0.0)(torch.tensor([[3.0, 4.0]])).detach()
+        tensor([[0.8485, 1.1314]])
+    """
 
     KIND = "rms"
 
@@ -154,12 +221,36 @@ class RMSNorm(_Affine):
     ) -> None:
         super().__init__(normalized_shape, eps, device, dtype, zero_centered_gamma, False)
 
-    def forward(self, x: Tensor) -> Tensor:  # nn.RMSNorm names this argument x
+    def forward(self, x: Tensor | QTensor) -> Tensor:  # nn.RMSNorm names this argument x
+        """Returns the normalized values.
+
+        Args:
+            x: [..., *normalized_shape], in float32, bfloat16 or float16. A QTensor is dequantized.
+
+        Returns:
+            y of x's shape and dtype, computed in float32 (float64 on a CPU) and rounded once.
+
+        Raises:
+            UnsupportedShape: the trailing dims of x are not `normalized_shape`.
+            UnsupportedDtype: x or the weight has another dtype.
+            UnsupportedDevice: x and the weight are on two devices.
+        """
         return super().forward(x)
 
 
 class L2Normalization(_Norm):
-    """y = x / √(sum of x² + eps), over the last dim."""
+    """Divides each row by its length: y = x / √(sum of x² + eps), over the last dim. It has no parameters.
+
+    Args:
+        eps: the number added to the sum of squares, 1e-6 by default.
+
+    Raises:
+        UnsupportedConfig: eps is negative.
+
+    Example:
+        >>> octavo.ops.L2Normalization()(torch.tensor([[3.0, 4.0]]))
+        tensor([[0.6000, 0.8000]])
+    """
 
     KIND = "l2"
 

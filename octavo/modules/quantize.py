@@ -16,12 +16,29 @@ from octavo.recipes import recipe as resolve
 
 
 class Quantize(FusibleOperation, nn.Module):
-    """Quantizes x as a Linear's fprop would, by its own recipe or else by `octavo.autocast`'s. Without a recipe or with
-    one that does not quantize x, it returns x. With `backward` it also rounds the gradient as dgrad would round dy, and
-    returns the gradient as values: codes of a gradient exist only inside a run.
+    """Quantizes x as the fprop of a Linear would: y is a QTensor.
 
-    A Linear that takes these codes multiplies them, and keeps them for dW. A run needs no Quantize: there the operation
-    that computes x casts it for the Linear that follows."""
+    A Linear of the same recipe multiplies these codes as they are and keeps them for dw, so that two Linears can share
+    one cast. The scale follows from x itself, in fp8-delayed too. A run of a Sequential needs no Quantize: there the
+    operation that computes x casts it for the Linear that follows.
+
+    Args:
+        forward: True by default. False returns x's values unquantized.
+        backward: False by default. True rounds the gradient as dgrad would round dy; the gradient stays a tensor of
+            values.
+        recipe: a recipe or its string. None, the default, follows `octavo.autocast`; without one, or with one that
+            does not quantize, y is x.
+
+    Raises:
+        UnsupportedConfig: there is no such recipe.
+
+    Example:
+        >>> x = torch.randn(4, 32)
+        >>> octavo.ops.Quantize(recipe="fp8-current")(x)
+        QTensor(4x32, tensorwise, cpu)
+        >>> octavo.Linear(32, 64, recipe="fp8-current")(octavo.ops.Quantize(recipe="fp8-current")(x)).shape
+        torch.Size([4, 64])
+    """
 
     def __init__(self, forward: bool = True, backward: bool = False, recipe: str | Recipe | None = None) -> None:
         super().__init__()
@@ -29,6 +46,17 @@ class Quantize(FusibleOperation, nn.Module):
         self.recipe = None if recipe is None else resolve(recipe)
 
     def forward(self, input: Tensor | QTensor) -> Tensor | QTensor:
+        """Returns the codes of x.
+
+        Args:
+            input: x, in float32, bfloat16 or float16. A QTensor is returned as it is.
+
+        Returns:
+            A QTensor; x itself where nothing is quantized. Gradients pass through the cast.
+
+        Raises:
+            UnsupportedDtype: x has another dtype.
+        """
         x = input
         recipe = self.recipe or ambient.recipe
         if recipe is None:

@@ -1,6 +1,6 @@
 """Operations that compute little or nothing: Identity, Reshape, AddExtraInput, MakeExtraOutput."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,27 @@ from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
 from octavo.values import Value
 
+T = TypeVar("T")
+
 
 class Identity(FusibleOperation, nn.Module):
-    """Returns x."""
+    """Returns x itself, a QTensor too. In a Sequential it keeps its neighbours from being fused with each other.
 
-    def forward(self, input: Any) -> Any:
+    Example:
+        >>> x = torch.ones(2, 3)
+        >>> octavo.ops.Identity()(x) is x
+        True
+    """
+
+    def forward(self, input: T) -> T:
+        """Returns x.
+
+        Args:
+            input: x, of any kind.
+
+        Returns:
+            x itself.
+        """
         return input
 
     def why_not_fusible(self, x: Any) -> str:
@@ -32,13 +48,32 @@ class Identity(FusibleOperation, nn.Module):
 
 
 class Reshape(FusibleOperation, nn.Module):
-    """Reshapes x; -1 is inferred from the other sizes. y is a view where x's strides allow one."""
+    """Reshapes x. y is a view where x's strides allow one.
+
+    Args:
+        shape: the new sizes; -1 stands for one that follows from the others.
+
+    Example:
+        >>> octavo.ops.Reshape((2, -1))(torch.ones(4, 6)).shape
+        torch.Size([2, 12])
+    """
 
     def __init__(self, shape: int | tuple[int, ...]) -> None:
         super().__init__()
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | QTensor) -> Tensor:
+        """Returns x in the new shape.
+
+        Args:
+            input: x. A QTensor is dequantized.
+
+        Returns:
+            A view of x, or a copy where its strides allow no view.
+
+        Raises:
+            RuntimeError: x has another number of elements.
+        """
         found: Tensor = values_of(input).reshape(self.shape)
         return found
 
@@ -53,8 +88,25 @@ class Reshape(FusibleOperation, nn.Module):
 
 
 class AddExtraInput(FusibleOperation, nn.Module):
-    """Adds an extra input of x's shape to x. With `source`, the extra input is the channel of that name. With
-    `in_place`, torch writes the sum to the extra tensor."""
+    """Adds a second tensor to x, such as a residual: y = x + extra. Call it with (x, extra).
+
+    Args:
+        in_place: False by default: y is a fresh tensor. True writes the sum to the extra tensor and returns that; the
+            operation then joins no run.
+        source: the channel of the Sequential that the extra tensor comes from, such as that of a `MakeExtraOutput`.
+            None, the default, takes it from the caller.
+
+    Example:
+        >>> octavo.ops.AddExtraInput()(torch.ones(2), torch.tensor([1.0, 2.0]))
+        tensor([2., 3.])
+        >>> block = octavo.Sequential(
+        ...     octavo.ops.MakeExtraOutput(channel="residual", output_to_caller=False),
+        ...     octavo.ops.ConstantScale(3.0),
+        ...     octavo.ops.AddExtraInput(source="residual"),
+        ... )
+        >>> block(torch.ones(2))
+        tensor([4., 4.])
+    """
 
     num_extra_inputs = 1
 
@@ -64,18 +116,33 @@ class AddExtraInput(FusibleOperation, nn.Module):
         if source is not None:
             self.set_extra_input_channel(0, source)
 
-    def forward(self, input: Tensor, extra: Tensor | Any) -> Tensor:
+    def forward(self, input: Tensor | QTensor, extra: Tensor | QTensor) -> Tensor:
+        """Returns the sum of x and the extra tensor.
+
+        Args:
+            input: x, in float32, bfloat16 or float16. A QTensor is dequantized.
+            extra: a tensor of x's shape, in one of these dtypes. With in_place it receives the sum.
+
+        Returns:
+            y of x's shape and dtype; the extra tensor itself with in_place.
+
+        Raises:
+            UnsupportedShape: the shapes differ.
+            UnsupportedDtype: a tensor has another dtype.
+            UnsupportedDevice: the tensors are on two devices.
+            UnsupportedConfig: in_place is True and extra is a QTensor.
+        """
         if self.in_place and isinstance(extra, QTensor):
             raise UnsupportedConfig(
                 f"AddExtraInput(in_place=True) writes the sum to the extra tensor, and {extra!r} is codes, which would "
                 "stay as they are. Pass extra.dequantize(), or leave in_place out."
             )
-        x, extra = values_of(input), values_of(extra)
+        x, added = values_of(input), values_of(extra)
         if self.in_place:
-            self._check(x, extra)
-            written: Tensor = extra.add_(x)
+            self._check(x, added)
+            written: Tensor = added.add_(x)
             return written
-        y: Tensor = self.op_run(x, extra)
+        y: Tensor = self.op_run(x, added)
         return y
 
     def _check(self, x: Tensor | Edge, extra: Tensor | Edge) -> None:
@@ -120,10 +187,22 @@ def _key(dtype: torch.dtype, extra: Tensor | Edge, grads: str) -> str:
 
 
 class MakeExtraOutput(FusibleOperation, nn.Module):
-    """Returns x twice: as its output and as an extra output; dx is the sum of both gradients. With `channel`, other
-    operations of the Sequential can take the extra output by that name, and `output_to_caller` says whether the caller
-    gets it too. `in_place` has no effect, since no gradient is overwritten here; it keeps code for other libraries
-    running."""
+    """Returns x twice, as its output and as an extra output, such as the start of a residual branch.
+
+    Both share x's memory. dx is the sum of both gradients.
+
+    Args:
+        in_place: has no effect, since no gradient is overwritten. It is accepted so that code for other libraries runs.
+        channel: the name by which later operations of the Sequential take the extra output, such as
+            `AddExtraInput(source=...)`. None, the default, returns it to the caller alone.
+        output_to_caller: True by default: the caller of the Sequential gets the extra output too. False keeps it
+            inside.
+
+    Example:
+        >>> y, extra = octavo.ops.MakeExtraOutput()(torch.ones(2))
+        >>> torch.equal(y, extra)
+        True
+    """
 
     num_extra_outputs = 1
     op_forks = True
@@ -134,13 +213,21 @@ class MakeExtraOutput(FusibleOperation, nn.Module):
         if channel is not None:
             self.set_extra_output_channel(0, channel, output_to_caller)
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: T) -> tuple[T, T]:
+        """Returns x and x.
+
+        Args:
+            input: x, a Tensor or a QTensor.
+
+        Returns:
+            y and the extra output, which share x's memory.
+        """
         x = input
         if not isinstance(x, Tensor) or not (x.requires_grad and torch.is_grad_enabled()):
             return x, x
         # Views have their own gradients, so autograd sums the uses of the extra output first, then adds the gradient of
         # y, then those of other uses of x, as inside a run. A compiler sends a plain view's gradient past the graph.
-        y = x.view_as(x)
+        y: Any = x.view_as(x)
         extra = Join.apply(x, y) if torch.compiler.is_compiling() else y.view_as(y)  # type: ignore[no-untyped-call]
         return y, extra
 

@@ -1,4 +1,17 @@
-"""Quantizers as values, one folder per scaling scheme, and the quantized matrix that they produce."""
+"""Quantizers as values, one folder per scaling scheme, and the quantized matrix that they produce.
+
+    Tensorwise    one scale for the tensor              FP8
+    Rowwise       one for each row                      FP8
+    Block1D       one for 128 elements of a row         FP8
+    Block2D       one for a block of 128x128            FP8
+    MX            a byte for 32 elements, or 32x32      FP8
+    NVFP4         a byte for 16 elements, or 16x16      FP4
+
+    row, column = octavo.quant.MX().quantize_both(x)    codes and scales of x and of x.T, from one read of x
+    row.dequantize()                                    the values that the codes stand for
+
+A recipe chooses a quantizer for each operand of a layer: `octavo.recipe("mxfp8").linear()`.
+"""
 
 from octavo.quant.block import Block1D, Block2D
 from octavo.quant.grouped import GroupedTensor
@@ -27,3 +40,7 @@ __all__ = [
     "Tensorwise",
     "register",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -186,7 +186,21 @@ class QTensor:
 
 @dataclass(frozen=True)
 class QProto:
-    """The data-free twin of `QTensor`."""
+    """Shapes, dtypes and layouts of a QTensor that need not exist. `Quantizer.proto` returns one.
+
+    Args:
+        codes: the codes.
+        scale: the scales.
+        spec: the quantizer.
+        shape: the shape of the tensor that is quantized, or of its transpose.
+        dtype: the default dtype of `dequantize`.
+        global_scale: the second level of NVFP4's scales; None in other schemes.
+
+    Example:
+        >>> proto = octavo.quant.NVFP4().proto(octavo.quant.TensorProto.of(torch.ones(8, 64)))
+        >>> proto.codes.shape, proto.codes.dtype, proto.scale.shape
+        ((8, 32), torch.uint8, (8, 4))
+    """
 
     codes: TensorProto
     scale: TensorProto
@@ -196,13 +210,38 @@ class QProto:
     global_scale: TensorProto | None = None
 
     def empty(self, scale: Tensor | None = None) -> QTensor:
-        """Allocates the QTensor, uninitialized; uses `scale` if the caller gives one."""
+        """Allocates the QTensor, uninitialized: memory for `Quantizer.quantize_into`.
+
+        Args:
+            scale: the tensor to use for the scales; None allocates one.
+
+        Returns:
+            A QTensor of these shapes.
+
+        Example:
+            >>> spec = octavo.quant.Block2D()
+            >>> spec.proto(octavo.quant.TensorProto.of(torch.ones(256, 384))).empty()
+            QTensor(256x384, block-2d, cpu)
+        """
         level2 = None if self.global_scale is None else self.global_scale.empty()
         scale = self.scale.empty() if scale is None else scale
         return QTensor(self.codes.empty(), scale, self.spec, self.shape, self.dtype, level2)
 
     def refusal(self, q: QTensor) -> str:
-        """Returns how `q` differs from this, in words; "" if it fits."""
+        """Returns how a QTensor differs from this description, in words.
+
+        Args:
+            q: the QTensor to compare.
+
+        Returns:
+            The differences; "" if there are none.
+
+        Example:
+            >>> x = torch.ones(256, 384)
+            >>> proto = octavo.quant.Block2D().proto(octavo.quant.TensorProto.of(x))
+            >>> proto.refusal(octavo.quant.Block1D().quantize(x))
+            'quantizer block-1d instead of block-2d'
+        """
         if q.spec != self.spec:
             return f"quantizer {q.spec} instead of {self.spec}"
         if (q.global_scale is None) != (self.global_scale is None):

@@ -58,7 +58,25 @@ _COUNTER = itertools.count()
 
 
 class Quantizer(Value):
-    """Settings of one operand's quantization. Subclasses add fields and define the layout of their scales."""
+    """Base class of quantizers: the settings that turn one operand of a GEMM into codes and scales, and back.
+
+    A quantizer is a value without state. The orientation, a reduced amax, a delayed multiplier and a seed are
+    arguments of its methods. A scheme is a registered subclass that declares its fields and the class attributes
+    `block` (rows and columns that share a scale; None for all), `scale_format` (None for float32) and `package`.
+
+    Args:
+        *args: the subclass's fields, in order.
+        **settings: the subclass's fields, by name.
+
+    Raises:
+        UnsupportedConfig: the subclass is not registered, or a field has a value without a meaning.
+        UnknownSetting: there is no field of that name.
+
+    Example:
+        >>> q = octavo.quant.Block1D(scale="fp32")
+        >>> isinstance(q, octavo.quant.Quantizer), str(q), q.fmt, q.block
+        (True, "block-1d(scale='fp32')", E4M3, (1, 128))
+    """
 
     fmt: Format
     number: int  # equal for equal quantizers of one class: caches keyed by it compare without Python
@@ -89,13 +107,30 @@ class Quantizer(Value):
 
     @cached_property
     def shipped(self) -> bool:
-        """Whether Octavo ships this quantizer. A user's own may run any code."""
+        """Whether Octavo ships this quantizer, as opposed to one of yours, which may run any code."""
         return type(self).__module__.partition(".")[0] == "octavo"
 
     # -- shapes, stated once -------------------------------------------------------------------------------------
 
     def proto(self, x: TensorProto, axis: int = -1) -> QProto:
-        """Returns `quantize(x, axis)` without data."""
+        """Returns the shapes, dtypes and layouts of `quantize(x, axis)`, without data.
+
+        Args:
+            x: the description of the tensor: `TensorProto.of(tensor)`.
+            axis: -1 for a contraction over the last dim, 0 for one over all others.
+
+        Returns:
+            The description of the QTensor. Its `empty()` allocates one.
+
+        Raises:
+            UnsupportedShape: axis is another number.
+
+        Example:
+            >>> x = octavo.quant.TensorProto.of(torch.ones(512, 1024, dtype=torch.bfloat16))
+            >>> proto = octavo.quant.MX().proto(x, axis=0)
+            >>> proto.codes.shape, proto.scale.shape
+            ((1024, 512), (1024, 16))
+        """
         shape = oriented_shape(x.shape, axis)
         m, k = math.prod(shape[:-1]), (shape[-1] if shape else 1)
         codes = TensorProto((m, self.code_columns(k)), self.fmt.dtype, x.device)
@@ -106,7 +141,23 @@ class Quantizer(Value):
         return QProto(codes, scale, self, shape, x.dtype, level2)
 
     def assemble(self, parts: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> QTensor:
-        """Returns the QTensor of this shape with these `tensors()`; codes may be plain bytes, the scale flat."""
+        """Returns the QTensor that consists of given tensors: the way to load one from a file.
+
+        Args:
+            parts: codes, scale and, for NVFP4, global_scale, as `QTensor.tensors()` yields them. Codes may be uint8,
+                and the scale may be flat.
+            shape: the shape of the QTensor.
+            dtype: the default dtype of its `dequantize`.
+
+        Returns:
+            A QTensor that shares the memory of `parts`.
+
+        Example:
+            >>> q = octavo.quant.MX().quantize(torch.randn(4, 64))
+            >>> same = q.spec.assemble(list(q.tensors()), q.shape, q.dtype)
+            >>> torch.equal(same.dequantize(), q.dequantize())
+            True
+        """
         codes = parts[0] if parts[0].dtype == self.fmt.dtype else parts[0].view(self.fmt.dtype)
         scale = parts[1]
         if scale.dim() == 1:  # flat
@@ -115,15 +166,16 @@ class Quantizer(Value):
         return QTensor(codes, scale, self, shape, dtype, parts[2] if self.two_level else None)
 
     def code_columns(self, k: int) -> int:
-        """Returns the stored elements of a row of k codes. Packed codes are padded with zeros to whole blocks."""
+        """Part of the layer contract: returns the stored elements of a row of k codes. Packed codes are padded with
+        zeros to whole blocks."""
         if self.fmt.packed == 1:
             return k
         whole = self.block[1] or 1
         return blocks.ceil_div(k, whole) * whole // self.fmt.packed
 
     def scale_strides(self, rows: int, columns: int) -> tuple[int, int] | None:
-        """Returns the strides of the scale; None for row-major. If every row has its own scales, rows are fastest: a
-        tile then writes contiguous scales, in the layout that the block GEMM reads."""
+        """Part of the layer contract: returns the strides of the scale; None for row-major. If every row has its own
+        scales, rows are fastest: a tile then writes contiguous scales, in the layout that the block GEMM reads."""
         return (1, max(rows, 1)) if self.block[0] == 1 and self.block[1] is not None else None
 
     # -- quantize ------------------------------------------------------------------------------------------------
@@ -137,7 +189,31 @@ class Quantizer(Value):
         encode: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> QTensor:
-        """Returns codes and scales for a contraction over the last dim (axis=-1), or over all others (axis=0: x.T)."""
+        """Returns the codes and scales of x, or of its transpose.
+
+        Args:
+            x: float32, bfloat16 or float16, of any shape and strides; leading dims are rows. No gradient flows
+                through the cast.
+            axis: the dim over which a GEMM will contract: -1 for the last one, 0 for all others, which makes the
+                codes of x.T.
+            amax: largest magnitudes to derive the scales from, as `amax(x, axis)` returns them. Pass it if ranks have
+                reduced them; None measures x.
+            encode: float32 [1], the multiplier into codes. Only Tensorwise takes it, for delayed scaling.
+            seed: int64 [seed, step] on x's device, for stochastic rounding. Advance the step at every call.
+
+        Returns:
+            A QTensor of x's shape, or of shape [K, rows] for axis 0.
+
+        Raises:
+            UnsupportedDtype: x is no tensor of these dtypes.
+            UnsupportedShape: axis, amax, encode or seed does not fit x.
+            UnsupportedConfig: the quantizer does not use an argument that is given, or needs a seed.
+
+        Example:
+            >>> x = torch.randn(512, 1024)
+            >>> octavo.quant.Block1D().quantize(x), octavo.quant.Block1D().quantize(x, axis=0)
+            (QTensor(512x1024, block-1d, cpu), QTensor(1024x512, block-1d, cpu))
+        """
         column = is_column(check_tensor(x).dim(), axis)
         cast_args = CastArgs((None, amax) if column else (amax, None), encode, seed)
         row, other = (None, self) if column else (self, None)
@@ -154,7 +230,30 @@ class Quantizer(Value):
         seed: Tensor | None = None,
         column: "Quantizer | None" = None,
     ) -> tuple[QTensor, QTensor]:
-        """Returns both orientations from one read of x. `column` quantizes the second one if its settings differ."""
+        """Returns the codes and scales of x and of its transpose, from one read of x.
+
+        Args:
+            x: float32, bfloat16 or float16, of any shape and strides; leading dims are rows.
+            amax: a pair of largest magnitudes, as `amax_both(x)` returns it; None entries measure x.
+            encode: float32 [1], the multiplier into codes. Only Tensorwise takes it.
+            seed: int64 [seed, step] on x's device, for stochastic rounding.
+            column: the quantizer of the transpose if its settings differ; None uses this one for both. Only two NVFP4
+                with the same `square` may differ.
+
+        Returns:
+            The QTensor of x and the QTensor of x.T.
+
+        Raises:
+            UnsupportedDtype: x is no tensor of these dtypes.
+            UnsupportedShape: amax, encode or seed does not fit x.
+            UnsupportedConfig: the two quantizers cannot share one read, the quantizer does not use an argument that
+                is given, or needs a seed.
+
+        Example:
+            >>> row, column = octavo.quant.MX().quantize_both(torch.randn(512, 1024))
+            >>> row.codes.shape, column.codes.shape
+            (torch.Size([512, 1024]), torch.Size([1024, 512]))
+        """
         column = self if column is None else column
         self._check_fuses(column)
         pair = quantize_pair(x, self, column, self.checked(CastArgs(amax, encode, seed), check_tensor(x), self, column))
@@ -173,11 +272,13 @@ class Quantizer(Value):
             seed: int64 [seed, step] on the device of x, for a quantizer that rounds stochastically.
 
         Returns:
-            A GroupedTensor. Its `dequantize()` gives values [rows, K], zero in the tail; `members()` gives each group's
-            QTensor.
+            A GroupedTensor. Its `dequantize()` returns values [rows, K], zero in the tail; `members()` returns each
+            group's QTensor.
 
         Raises:
-            UnsupportedShape, UnsupportedDtype, UnsupportedDevice: sizes are no vector of integers beside x.
+            UnsupportedShape: sizes has more than one dim, or there are no groups or more than 4096.
+            UnsupportedDtype: sizes is no tensor of int32 or int64, or x no tensor of floats.
+            UnsupportedDevice: sizes is not on x's device.
             UnsupportedConfig: the quantizer rounds stochastically without a seed, or to nearest with one.
 
         Example:
@@ -208,9 +309,31 @@ class Quantizer(Value):
         encode: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> None:
-        """Overwrites `out`, one orientation or (row, column), in place. If the `skip` flag on the device is not zero,
-        `out` stays unchanged: the weight cache of a captured graph. `amax` is one tensor, or a pair for a pair. The
-        only entry that mutates anything."""
+        """Quantizes x into the memory of an existing QTensor, or of a pair.
+
+        Args:
+            out: the QTensor to overwrite, or a pair of them for x and x.T. `proto(...).empty()` allocates one.
+            x: float32, bfloat16 or float16, of the shape that `out` was made for.
+            skip: one element on x's device. If it is not zero, `out` stays as it is: a captured CUDA graph thereby
+                reuses a cached weight. None always writes.
+            axis: the orientation of a single `out`: -1 for x, 0 for x.T.
+            amax: largest magnitudes as `amax(x, axis)` returns them, or a pair as `amax_both(x)` does; None measures x.
+            encode: float32 [1], the multiplier into codes. Only Tensorwise takes it.
+            seed: int64 [seed, step] on x's device, for stochastic rounding.
+
+        Raises:
+            UnsupportedShape: `out`, amax, encode or seed does not fit x.
+            UnsupportedDtype: x is no tensor of these dtypes.
+            UnsupportedDevice: skip is not one element on x's device.
+            UnsupportedConfig: the quantizer does not use an argument that is given, or needs a seed.
+
+        Example:
+            >>> spec, x = octavo.quant.Block2D(), torch.randn(256, 384)
+            >>> out = spec.proto(octavo.quant.TensorProto.of(x)).empty()
+            >>> spec.quantize_into(out, x)
+            >>> torch.equal(out.dequantize(), spec.quantize(x).dequantize())
+            True
+        """
         matrix, like = as_matrix(x), TensorProto.of(x)
         if isinstance(out, tuple):
             row, column = out
@@ -227,8 +350,28 @@ class Quantizer(Value):
         self.fill(matrix, pair, self.checked(CastArgs(amax, encode, seed, check_flag(skip, x)), matrix, *specs))
 
     def amax(self, x: Tensor, axis: int = -1, *, skip: Tensor | None = None) -> Tensor:
-        """Returns the largest magnitudes for `quantize(x, axis, amax=...)`, which the caller may reduce across ranks.
-        If the `skip` flag on the device is not zero, they are not needed, and the result is unspecified."""
+        """Returns the largest magnitudes of x, for `quantize(x, axis, amax=...)`.
+
+        Take the maximum of them over ranks to give all ranks equal scales.
+
+        Args:
+            x: float32, bfloat16 or float16, of any shape and strides; leading dims are rows.
+            axis: the orientation: -1 for x, 0 for x.T.
+            skip: one element on x's device. If it is not zero, the result is unspecified. None always measures.
+
+        Returns:
+            float32, of the scale's shape: one for each block. NVFP4 returns [1], the amax of the tensor.
+
+        Raises:
+            UnsupportedDtype: x is no tensor of these dtypes.
+            UnsupportedShape: axis is another number.
+            UnsupportedDevice: skip is not one element on x's device.
+
+        Example:
+            >>> octavo.quant.Rowwise().amax(torch.tensor([[3.0, -5.0], [1.0, 0.0]]))
+            tensor([[5.],
+                    [1.]])
+        """
         matrix, column = as_matrix(x), is_column(x.dim(), axis)
         specs = (None, self) if column else (self, None)
         found: AmaxPair = backend.twin(self.package, x).amax(matrix, *specs, check_flag(skip, x))
@@ -237,7 +380,24 @@ class Quantizer(Value):
         return wanted
 
     def amax_both(self, x: Tensor, *, column: "Quantizer | None" = None) -> AmaxPair:
-        """Returns `amax` of both orientations, for `quantize_both(x, amax=...)`."""
+        """Returns the largest magnitudes of x and of its transpose, for `quantize_both(x, amax=...)`.
+
+        Args:
+            x: float32, bfloat16 or float16, of any shape and strides; leading dims are rows.
+            column: the quantizer of the transpose if its settings differ; None uses this one for both.
+
+        Returns:
+            `amax(x)` and `amax(x, axis=0)`.
+
+        Raises:
+            UnsupportedDtype: x is no tensor of these dtypes.
+            UnsupportedConfig: the two quantizers cannot share one read.
+
+        Example:
+            >>> octavo.quant.Rowwise().amax_both(torch.tensor([[3.0, -5.0]]))
+            (tensor([[5.]]), tensor([[3.],
+                    [5.]]))
+        """
         matrix, column = as_matrix(x), self if column is None else column
         self._check_fuses(column)
         found: AmaxPair = backend.twin(self.package, x).amax(matrix, self, column, None)
@@ -247,16 +407,28 @@ class Quantizer(Value):
         if not self.fuses_with(column):
             raise UnsupportedConfig(
                 f"{self} and {column} cannot share one read of x: {type(self).__name__}.quantize_both needs "
-                "the same scheme and format for both. Quantize each orientation on its own, with quantize(x, axis)."
+                "the same scheme with equal settings, rht and stochastic of NVFP4 aside. Quantize each orientation on "
+                "its own, with quantize(x, axis)."
             )
 
     def fuses_with(self, column: "Quantizer") -> bool:
-        """Whether one kernel serves this orientation and `column` of the same x."""
+        """Part of the layer contract: whether one kernel casts x with this quantizer and x.T with another.
+
+        Args:
+            column: the quantizer of x.T.
+
+        Returns:
+            True if `quantize_both(x, column=column)` takes the pair.
+
+        Example:
+            >>> octavo.quant.NVFP4().fuses_with(octavo.quant.NVFP4(rht=True))
+            True
+        """
         return column == self
 
     def checked(self, cast_args: CastArgs, x: Tensor, row: "Quantizer | None", column: "Quantizer | None") -> CastArgs:
-        """Checks and returns `cast_args`: it has every tensor that the cast needs and none that the cast would ignore,
-        each of the right size."""
+        """Part of the layer contract: checks and returns `cast_args`. It has every tensor that the cast needs and none
+        that the cast would ignore, each of the right size."""
         self._check_multiplier(cast_args, x)
         self._check_seed(cast_args, x, any(spec is not None and spec.draws for spec in (row, column)))
         encode = None if cast_args.encode is None else cast_args.encode.detach()
@@ -309,7 +481,8 @@ class Quantizer(Value):
         return checked[0], checked[0] if amax[0] is amax[1] else checked[1]
 
     def fill(self, x: Tensor, pair: tuple[QTensor | None, QTensor | None], cast_args: CastArgs) -> None:
-        """Casts the matrix x into the orientations of `pair` that are not None, which must fit it. Checks nothing."""
+        """Part of the layer contract: casts the matrix x into the orientations of `pair` that are not None, which must
+        fit it. Checks nothing."""
         twin = backend.twin(self.package, x)
         if self.two_pass and cast_args.encode is None and cast_args.amax[0] is None and cast_args.amax[1] is None:
             row, column = pair
@@ -320,24 +493,81 @@ class Quantizer(Value):
     # -- and back ------------------------------------------------------------------------------------------------
 
     def code_values(self, q: QTensor) -> Tensor:
-        """Returns codes as float32 [M, K], padding of packed codes included."""
+        """Returns the values of a QTensor's codes, without scales.
+
+        Args:
+            q: a QTensor of this quantizer.
+
+        Returns:
+            float32 [rows, K]. Packed codes include their padding.
+
+        Example:
+            >>> spec = octavo.quant.Tensorwise()
+            >>> spec.code_values(spec.quantize(torch.tensor([[224.0, 1.0]])))
+            tensor([[448.,   2.]])
+        """
         return self.fmt.decode(unpack_nibbles(q.codes) if self.fmt.packed == 2 else q.codes)
 
     def scale_values(self, q: QTensor) -> Tensor:
-        """Returns block scales as float32 [block rows, block columns]."""
+        """Returns the scales of a QTensor as numbers. Those of MX and NVFP4 are stored as bytes.
+
+        Args:
+            q: a QTensor of this quantizer.
+
+        Returns:
+            float32 of the shape of `q.scale`.
+
+        Example:
+            >>> spec = octavo.quant.MX()
+            >>> q = spec.quantize(torch.tensor([[896.0, 1.0]]))
+            >>> q.scale, spec.scale_values(q)
+            (tensor([[128]], dtype=torch.uint8), tensor([[2.]]))
+        """
         return q.scale if self.scale_format is None else self.scale_format.decode(q.scale)
 
     def values(self, q: QTensor) -> Tensor:
-        """Returns code * block scale, float32 [M, padded K], as a GEMM multiplies it, before any global scale."""
+        """Returns code times block scale: the numbers that a GEMM multiplies, before NVFP4's global scale.
+
+        `dequantize` also applies the global scale, rotates back and removes the padding.
+
+        Args:
+            q: a QTensor of this quantizer.
+
+        Returns:
+            float32 [rows, K], padding of packed codes included.
+
+        Example:
+            >>> spec = octavo.quant.NVFP4()
+            >>> q = spec.quantize(torch.ones(2, 20))
+            >>> spec.values(q).shape, q.dequantize().shape
+            (torch.Size([2, 32]), torch.Size([2, 20]))
+        """
         return self.code_values(q) * self.spread_scale(q)
 
     def spread_scale(self, q: QTensor) -> Tensor:
-        """Returns block scales as float32 [M, padded K], or a shape that broadcasts to it."""
+        """Part of the layer contract: returns block scales as float32 [M, padded K], or a shape that broadcasts to
+        it."""
         return blocks.spread(self.scale_values(q), self.block, q.rows, q.codes.shape[1] * self.fmt.packed)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the values of the codes, saturated to the dtype's range: a scale rounded up may decode past it. A
-        code of Inf stays Inf."""
+        """Returns the values that a QTensor stands for. `q.dequantize()` calls it and keeps the gradient.
+
+        Args:
+            q: a QTensor of this quantizer.
+            dtype: float32, bfloat16 or float16; None for the dtype of the tensor that was quantized.
+
+        Returns:
+            Values of the shape of `q`, saturated to the dtype's range, since a scale that was rounded up may decode
+            past it. A code of Inf stays Inf.
+
+        Raises:
+            UnsupportedDtype: dtype is another one.
+
+        Example:
+            >>> spec = octavo.quant.Tensorwise()
+            >>> spec.dequantize(spec.quantize(torch.tensor([[448.0, 17.0]])), torch.bfloat16)
+            tensor([[448.,  16.]], dtype=torch.bfloat16)
+        """
         dtype = check_float(q.dtype if dtype is None else dtype, "dequantize")
         values = self.values(q)
         if q.global_scale is not None:
@@ -345,7 +575,8 @@ class Quantizer(Value):
         return self.finished(values, q.codes, q.columns, dtype).view(q.shape)
 
     def finished(self, values: Tensor, codes: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Returns decoded values in x's own basis and without padding, saturated unless their code is Inf."""
+        """Part of the layer contract: returns decoded values in x's own basis and without padding, saturated unless
+        their code is Inf."""
         inside = self.turned_back(values)[:, :columns]
         finite = blocks.no_larger(inside, torch.finfo(dtype).max).to(dtype)
         if self.fmt.inf is None:
@@ -354,11 +585,29 @@ class Quantizer(Value):
         return torch.where(infinite, inside.to(dtype), finite)
 
     def turned_back(self, values: Tensor) -> Tensor:
-        """Returns values in x's own basis."""
+        """Part of the layer contract: returns decoded values without the rotation of `basis`."""
         return values
 
     def transpose(self, q: QTensor) -> QTensor:
-        """Returns the other orientation, from the codes alone. Only for square blocks, where that is lossless."""
+        """Returns the QTensor of x.T from that of x, without x. `q.transpose()` calls it.
+
+        Only schemes whose blocks are the same in both orientations can do so: Tensorwise, Block2D, and MX and NVFP4
+        with square=True.
+
+        Args:
+            q: a QTensor of this quantizer.
+
+        Returns:
+            The other orientation, in memory of its own.
+
+        Raises:
+            TypeError: the blocks are not square, so the codes would have to be quantized a second time.
+
+        Example:
+            >>> spec, w = octavo.quant.Block2D(), torch.randn(256, 384)
+            >>> torch.equal(spec.transpose(spec.quantize(w)).codes, spec.quantize(w, axis=0).codes)
+            True
+        """
         if not blocks.is_square(self.block):
             r, c = ("all" if b is None else b for b in self.block)
             raise TypeError(

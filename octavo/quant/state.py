@@ -44,8 +44,28 @@ def with_margin(encode: Tensor, margin: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DelayedState:
-    """State of S slots. Only `observe`, `update` and `restore` mutate the tensors, in place: their addresses never
-    change."""
+    """Memory of delayed scaling: for each slot (a tensor of a layer) a window of amaxes and a multiplier into codes.
+
+    Layers with the recipe `fp8-delayed` hold one, and `octavo.step` updates it. Build your own with `create` to use
+    delayed scaling outside of a layer. `observe`, `update` and `restore` write the tensors in place, so their addresses
+    never change and a CUDA graph may capture them.
+
+    Args:
+        history: float32 [S, L]: a ring buffer of the last L amaxes for each of S slots.
+        head: int64 [S]: how many amaxes were ever written; the next one goes to head % L.
+        encode: float32 [S]: the multiplier into codes, 1 at first.
+        current: float32 [S]: the largest amax of the present step so far.
+        nonfinite: int64 [S]: how many steps had an amax of Inf or NaN.
+        limit: float32 [S]: the largest value of each slot's format.
+
+    Example:
+        >>> from octavo.formats import E4M3, E5M2
+        >>> state = octavo.quant.DelayedState.create((E4M3, E5M2), length=16)
+        >>> state.observe(0, torch.tensor(7.0))
+        >>> state.update()
+        >>> state.encode
+        tensor([64.,  1.])
+    """
 
     history: Tensor  # [S, L] float32: ring buffer of amaxes
     head: Tensor  # [S] int64: amaxes ever written; the next goes to head % L
@@ -58,7 +78,24 @@ class DelayedState:
     def create(
         cls, formats: tuple[Format, ...], length: int = 1024, device: torch.device | str | None = None
     ) -> "DelayedState":
-        """Returns a new state with one slot per format."""
+        """Returns a new state whose windows are empty.
+
+        Args:
+            formats: one format for each slot, E4M3 or E5M2.
+            length: how many amaxes a window holds.
+            device: the device of the tensors; None for torch's default.
+
+        Returns:
+            The state.
+
+        Raises:
+            UnsupportedShape: there is no slot, or the length is below 1.
+            UnsupportedConfig: a format is neither E4M3 nor E5M2.
+
+        Example:
+            >>> octavo.quant.DelayedState.create((octavo.formats.E4M3,) * 3, length=16).history.shape
+            torch.Size([3, 16])
+        """
         if not formats or length < 1:
             raise UnsupportedShape(
                 f"A delayed state has at least one slot and one entry, got {len(formats)} and {length}."
@@ -76,14 +113,54 @@ class DelayedState:
         )
 
     def tensors(self) -> dict[str, Tensor]:
+        """Returns the state's own tensors.
+
+        Returns:
+            The tensors by the names of the fields.
+
+        Example:
+            >>> state = octavo.quant.DelayedState.create((octavo.formats.E4M3,))
+            >>> list(state.tensors())
+            ['history', 'head', 'encode', 'current', 'nonfinite', 'limit']
+        """
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def observe(self, slot: int, amax: Tensor) -> None:
-        """Folds an amax of this step into its slot. NaN wins over every number, so that `update` counts it."""
+        """Takes the maximum of a slot's amax of this step and a new one. Call it any number of times in a step.
+
+        Args:
+            slot: index of the slot.
+            amax: one float32 element. NaN wins over every number, so that `update` counts it.
+
+        Example:
+            >>> state = octavo.quant.DelayedState.create((octavo.formats.E4M3,))
+            >>> state.observe(0, torch.tensor(3.0))
+            >>> state.observe(0, torch.tensor(2.0))
+            >>> state.current
+            tensor([3.])
+        """
         self.current[slot].copy_(torch.maximum(self.current[slot], amax.view(())))
 
     def update(self, *, algorithm: str = "max", margin: int = 0) -> None:
-        """Ends the step: moves each slot's amax into its window and derives the new multipliers."""
+        """Ends the step: moves each slot's amax into its window and derives the new multipliers.
+
+        A slot that observed nothing, or only zeros, keeps its window and multiplier. So does one that observed Inf or
+        NaN, which is counted in `nonfinite`.
+
+        Args:
+            algorithm: "max" scales by the window's largest amax, "most_recent" by its newest.
+            margin: powers of two to keep free above that amax, -64 to 64.
+
+        Raises:
+            UnsupportedConfig: a setting has another value.
+
+        Example:
+            >>> state = octavo.quant.DelayedState.create((octavo.formats.E4M3,))
+            >>> state.observe(0, torch.tensor(7.0))
+            >>> state.update(margin=1)
+            >>> state.encode, state.current
+            (tensor([32.]), tensor([0.]))
+        """
         check_choice(algorithm, ALGORITHMS, what="amax algorithm")
         check_margin(margin, what="margin")
         finite = self.current.isfinite()
@@ -102,7 +179,29 @@ class DelayedState:
         self.head.add_(entering)
 
     def encode_for(self, slot: int, spec: Tensorwise, x: Tensor, *, cold_start: str = "one", margin: int = 0) -> Tensor:
-        """Returns the multiplier [1] to cast x with."""
+        """Returns the multiplier to cast x with.
+
+        Args:
+            slot: index of the slot.
+            spec: the quantizer that will cast x.
+            x: the tensor. It is read only while the slot's window is empty and cold_start is "current".
+            cold_start: the multiplier while the window is empty: "one" for 1, "current" for the one that x's own amax
+                gives, less `margin`.
+            margin: powers of two to keep free above x's own amax.
+
+        Returns:
+            float32 [1], for `spec.quantize(x, encode=...)` or `spec.observe(x, encode)`. NaN if x is measured and not
+            finite.
+
+        Raises:
+            UnsupportedConfig: a setting has another value.
+
+        Example:
+            >>> state, spec = octavo.quant.DelayedState.create((octavo.formats.E4M3,)), octavo.quant.Tensorwise()
+            >>> x = torch.tensor([[7.0]])
+            >>> state.encode_for(0, spec, x), state.encode_for(0, spec, x, cold_start="current")
+            (tensor([1.]), tensor([64.]))
+        """
         check_choice(cold_start, COLD_STARTS, what="cold_start")
         check_margin(margin, what="margin")
         kept = self.encode[slot : slot + 1].clone()
@@ -112,7 +211,19 @@ class DelayedState:
         return warm_encode(kept, warm, spec.amax(x, skip=warm).view(1), spec, margin)
 
     def export(self) -> dict[str, Tensor]:
-        """Returns copies of the tensors that a checkpoint stores, with the window ordered from oldest to newest."""
+        """Returns copies of the tensors that a checkpoint stores.
+
+        Returns:
+            All tensors but `limit`, by name. The window's entries go from oldest to newest, zeros after them if it is
+            not full.
+
+        Example:
+            >>> state = octavo.quant.DelayedState.create((octavo.formats.E4M3,), length=3)
+            >>> state.observe(0, torch.tensor(7.0))
+            >>> state.update()
+            >>> state.export()["history"]
+            tensor([[7., 0., 0.]])
+        """
         length = self.history.shape[1]
         first = torch.where(self.head >= length, self.head % length, 0)
         order = (first[:, None] + torch.arange(length, device=self.head.device)) % length
@@ -121,7 +232,25 @@ class DelayedState:
 
     @torch.no_grad()
     def restore(self, kept: dict[str, Tensor]) -> None:
-        """Loads the tensors that `export` returned. A window of another length keeps its newest entries."""
+        """Loads the tensors that `export` returned, in place.
+
+        Args:
+            kept: the tensors by name. A window of another length is accepted: its newest entries are kept.
+
+        Raises:
+            UnsupportedShape: a tensor is missing, or has another dtype or number of slots.
+            UnsupportedConfig: a tensor has values that no state exports, such as a negative amax.
+            UnsupportedDevice: a tensor is on the meta device.
+
+        Example:
+            >>> old = octavo.quant.DelayedState.create((octavo.formats.E4M3,), length=3)
+            >>> old.observe(0, torch.tensor(7.0))
+            >>> old.update()
+            >>> new = octavo.quant.DelayedState.create((octavo.formats.E4M3,), length=2)
+            >>> new.restore(old.export())
+            >>> new.encode, new.history
+            (tensor([64.]), tensor([[7., 0.]]))
+        """
         self.check(kept)
         length, device = self.history.shape[1], self.history.device
         history, head = kept["history"].to(device), kept["head"].to(device)
@@ -135,7 +264,20 @@ class DelayedState:
             getattr(self, name).copy_(kept[name])
 
     def check(self, kept: Mapping[str, object]) -> None:
-        """Raises for tensors that `restore` cannot load."""
+        """Raises for tensors that `restore` cannot load, and writes nothing.
+
+        Args:
+            kept: the tensors by name.
+
+        Raises:
+            UnsupportedShape: a tensor is missing, or has another dtype or number of slots.
+            UnsupportedConfig: a tensor has values that no state exports.
+            UnsupportedDevice: a tensor is on the meta device.
+
+        Example:
+            >>> state = octavo.quant.DelayedState.create((octavo.formats.E4M3,))
+            >>> state.check(state.export())
+        """
         check_kept({name: kept.get(name) for name in KEPT}, self.current.numel())
 
 

@@ -13,7 +13,36 @@ from octavo.values import register
 
 @register("fp8-block")
 class Block(Recipe):
-    """Block scales, powers of two unless scale="fp32"."""
+    """`fp8-block`: FP8 with a scale for every 128 elements of x and dy, and for every 128x128 block of w.
+
+    Use it if outliers cost `fp8-current` accuracy and a scale for each row is too coarse. It has no state. Every GEMM
+    promotes its sum to float32 once per block. One set of weight codes serves fprop and dgrad.
+
+        fprop   x E4M3, 1x128 · w E4M3, 128x128
+        dgrad   dy grad_format, 1x128 · w E4M3, 128x128
+        wgrad   dy grad_format, 1x128 · x E4M3, 1x128
+
+    Args:
+        scale: "pow2", the default: multipliers are powers of two, so that scaling loses nothing. "fp32" keeps all
+            their bits and so uses all of the format's range.
+        grad_format: format of dy, E4M3 by default. E5M2 has more range, but Hopper's block GEMM does not take it:
+            dgrad and wgrad are then emulated.
+        fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
+        dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
+        wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if
+            training with quantized gradients loses accuracy.
+        backward: "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
+            keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w and x
+            stand for.
+
+    Raises:
+        UnsupportedConfig: a setting has a value without a meaning.
+
+    Example:
+        >>> quant = octavo.recipes.Block(scale="fp32").linear()
+        >>> quant.fprop.left, quant.fprop.right
+        (block-1d(scale='fp32'), block-2d(scale='fp32'))
+    """
 
     scale: str = "pow2"
     grad_format: Format = E4M3

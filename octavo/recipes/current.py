@@ -11,7 +11,41 @@ from octavo.values import register
 
 @register("fp8-current")
 class Current(Recipe):
-    """Tensorwise scales from the data."""
+    """`fp8-current`: FP8 with one scale for each tensor, from the tensor's own amax.
+
+    Use it first: it is simple and has no state. It reads each tensor twice, for the amax and for the cast. One outlier
+    reduces the resolution of its whole tensor; if that costs accuracy, `fp8-rowwise` and `fp8-block` confine it.
+
+        fprop   x E4M3 · w E4M3            fast accumulation
+        dgrad   dy grad_format · w E4M3    precise
+        wgrad   dy grad_format · x E4M3    precise
+
+    Args:
+        grad_format: format of dy, E5M2 by default, for its range. E4M3 has one mantissa bit more: try it if gradients
+            of a tensor differ little in magnitude.
+        pow2: False by default. True rounds the multiplier down to a power of two, so that scaling loses nothing and
+            up to half of the format's range stays unused.
+        eps: lower bound of the amax, 0.0 by default. Raise it to bound the multiplier of tensors that are almost zero.
+        fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
+        dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
+        wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if
+            training with quantized gradients loses accuracy.
+        backward: "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
+            keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w and x
+            stand for.
+        fast: ("fprop",) by default: the GEMMs in which the GPU may accumulate FP8 products in fewer bits. The others
+            promote their sum to float32 every 128 products. Use () for the most exact sums.
+
+    Raises:
+        UnsupportedConfig: a setting has a value without a meaning.
+
+    Example:
+        >>> quant = octavo.recipes.Current().linear()
+        >>> quant.fprop.left, quant.dgrad.left
+        (tensorwise, tensorwise(fmt=E5M2))
+        >>> octavo.Linear(32, 64, recipe="fp8-current")(torch.randn(4, 32)).shape
+        torch.Size([4, 64])
+    """
 
     grad_format: Format = E5M2
     pow2: bool = False

@@ -1,6 +1,6 @@
 """fp8-delayed: one scale per tensor, from the amaxes of earlier steps, so that each tensor is read only once.
 
-The fastest FP8 recipe, and the only one with state: see `octavo.quant.DelayedState`. E4M3 forward, E5M2 for gradients.
+The only recipe with state: see `octavo.quant.DelayedState`. E4M3 forward, E5M2 for gradients.
 """
 
 from octavo.errors import UnsupportedConfig, check_choice
@@ -13,13 +13,53 @@ from octavo.values import register
 
 @register("fp8-delayed")
 class Delayed(Recipe):
-    """Tensorwise scales from the amaxes of earlier steps."""
+    """`fp8-delayed`: FP8 with one scale for each tensor, from its amaxes in earlier steps.
+
+    Use it where the casts cost time: the scale is known beforehand, so a kernel reads each tensor once, and a fused
+    producer writes codes directly. It is the only recipe with state. Call `octavo.step(model)` after each optimizer
+    step, or `octavo.attach(model, optimizer)` once, and save `octavo.state_dict(model)` with a checkpoint. A tensor
+    that grows between steps beyond the margin saturates until the next step.
+
+        fprop   x E4M3 · w E4M3            fast accumulation
+        dgrad   dy grad_format · w E4M3    precise
+        wgrad   dy grad_format · x E4M3    precise
+
+    Args:
+        grad_format: format of dy, E5M2 by default, for its range. E4M3 has one mantissa bit more.
+        history: steps in the window of amaxes, 1024 by default, at most 2^20. A shorter window forgets a spike sooner.
+        algorithm: "max", the default, scales by the window's largest amax; "most_recent" by its newest, which follows
+            the tensor faster and saturates more often.
+        margin: 0 by default: powers of two to keep free above that amax, -64 to 64. Raise it if tensors grow quickly
+            and saturate.
+        cold_start: "current", the default, scales a tensor by its own amax until a step has seen it. "one" starts with
+            a multiplier of 1 and measures nothing, which flushes gradients below 2^-17 to zero in the first step.
+        fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
+        dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
+        wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if
+            training with quantized gradients loses accuracy.
+        backward: "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
+            keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w and x
+            stand for.
+        fast: ("fprop",) by default: the GEMMs in which the GPU may accumulate FP8 products in fewer bits. The others
+            promote their sum to float32 every 128 products. Use () for the most exact sums.
+
+    Raises:
+        UnsupportedConfig: a setting has a value without a meaning.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(32, 32))
+        >>> report = octavo.convert(model, octavo.recipes.Delayed(history=16))
+        >>> model(torch.randn(4, 32)).sum().backward()
+        >>> octavo.step(model)
+        >>> model[0].recipe
+        fp8-delayed(history=16)
+    """
 
     grad_format: Format = E5M2
-    history: int = 1024  # steps in the window of amaxes
-    algorithm: str = "max"  # the window's maximum, or its "most_recent" entry
-    margin: int = 0  # powers of two kept free above the largest amax
-    cold_start: str = "current"  # until a step has seen a tensor, scale it by its own amax; "one": by 1
+    history: int = 1024
+    algorithm: str = "max"
+    margin: int = 0
+    cold_start: str = "current"
     fprop: str = "quantized"
     dgrad: str = "quantized"
     wgrad: str = "quantized"

@@ -13,7 +13,37 @@ from octavo.values import register
 
 @register("mxfp8")
 class MXFP8(Recipe):
-    """MX scales; `rounding` says how the scale byte is chosen."""
+    """`mxfp8`: OCP microscaling, FP8 with a power-of-two scale byte for every 32 elements along each contraction.
+
+    Use it for the finest scales among the FP8 recipes, and to study how a model trains in MXFP8. It has no state.
+    Octavo emulates its GEMMs on GPUs: the codes and scales are the true ones, and no time is saved.
+
+        fprop   x E4M3 · w E4M3
+        dgrad   dy grad_format · w E4M3
+        wgrad   dy grad_format · x E4M3
+
+    Args:
+        rounding: how a scale byte follows from the block's amax. "rceil", the default, takes the smallest power of two
+            for which nothing saturates. "floor" is the OCP specification's rule, which saturates a quarter of all block
+            maxima; "ceil" and "even" are variants of it. Change it to compare with code that uses another rule.
+        grad_format: format of dy, E4M3 by default; E5M2 has more range and one mantissa bit less.
+        square_weights: False by default. True scales weights in 32x32 blocks, so that one set of codes serves fprop
+            and dgrad: less memory for weight codes, and coarser scales.
+        fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
+        dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
+        wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if
+            training with quantized gradients loses accuracy.
+        backward: "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
+            keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w and x
+            stand for.
+
+    Raises:
+        UnsupportedConfig: a setting has a value without a meaning.
+
+    Example:
+        >>> octavo.recipes.MXFP8(square_weights=True).linear().fprop.right
+        mx(square=True)
+    """
 
     rounding: str = "rceil"
     grad_format: Format = E4M3

@@ -12,10 +12,42 @@ from octavo.values import register
 
 @register("nvfp4")
 class NVFP4(Recipe):
-    """E2M1 codes, two-level scales."""
+    """`nvfp4`: four-bit codes (E2M1) with a scale byte for every 16 elements and one float32 scale for each tensor.
 
-    stochastic: bool = True  # round gradients stochastically
-    rht: bool = True  # Hadamard transform of both operands of wgrad
+    Use it to study how a model trains in four bits; Octavo emulates its GEMMs on GPUs, which saves no time. Keep some
+    layers in `bf16` by the `policy` of `octavo.convert`: the published recipe leaves about one linear layer in six, in
+    the first and the last blocks, unquantized.
+
+        fprop   x 1x16 · w 16x16
+        dgrad   dy 1x16, rounded stochastically · w 16x16
+        wgrad   dy 1x16, rounded stochastically, rotated · x 1x16, rotated
+
+    Args:
+        stochastic: True by default: gradients are rounded up or down at random, right on average. False rounds to
+            nearest.
+        rht: True by default: a random-sign Hadamard matrix rotates both operands of wgrad, which spreads outliers.
+            False saves that work.
+        square_weights: True by default: weights are scaled in 16x16 blocks, so that forward and backward multiply the
+            same weight values. False scales 1x16 blocks along each contraction: finer scales, two sets of codes.
+        fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
+        dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
+        wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if
+            training with quantized gradients loses accuracy.
+        backward: "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
+            keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w and x
+            stand for.
+
+    Raises:
+        UnsupportedConfig: a setting has a value without a meaning.
+
+    Example:
+        >>> quant = octavo.recipes.NVFP4().linear()
+        >>> quant.fprop.right, quant.wgrad.left
+        (nv(square=True), nv(rht=True,stochastic=True))
+    """
+
+    stochastic: bool = True
+    rht: bool = True
     square_weights: bool = True
     fprop: str = "quantized"
     dgrad: str = "quantized"

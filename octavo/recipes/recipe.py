@@ -21,10 +21,22 @@ LONGEST = 4096  # characters of a recipe's string
 
 @dataclass(frozen=True)
 class GemmQuant:
-    """One GEMM: how its operands are quantized, in the order of the table above, and how its sum is accumulated.
+    """One GEMM of a linear layer: a quantizer for each operand, and the accumulation of the sum.
 
-    mode "quantized" multiplies codes; "high_precision" the unquantized operands; "dequantized" the dequantized values
-    of the forward codes of x and w, and dy as it is."""
+    Args:
+        left: the quantizer of the first operand: x in fprop, dy in dgrad and wgrad. None unless mode is "quantized".
+        right: the quantizer of the second operand: w in fprop and dgrad, x in wgrad. None unless mode is "quantized".
+        accumulation: "precise", the default, or "fast": whether the GPU may accumulate FP8 products in fewer bits.
+        mode: "quantized", the default, multiplies codes. "high_precision" multiplies the unquantized operands.
+            "dequantized" multiplies dy as it is by the values that the forward codes of x or w stand for.
+
+    Raises:
+        UnsupportedConfig: a setting has another value, or mode and quantizers do not fit each other.
+
+    Example:
+        >>> octavo.recipe("fp8-current").linear().dgrad
+        GemmQuant(left=tensorwise(fmt=E5M2), right=tensorwise, accumulation='precise', mode='quantized')
+    """
 
     left: Quantizer | None = None
     right: Quantizer | None = None
@@ -41,12 +53,35 @@ class GemmQuant:
             )
 
     def as_mode(self, mode: str) -> "GemmQuant":
+        """Returns this GEMM in another mode.
+
+        Args:
+            mode: "quantized", "high_precision" or "dequantized".
+
+        Returns:
+            This object for "quantized", else a GEMM without quantizers.
+
+        Example:
+            >>> octavo.recipe("mxfp8").linear().wgrad.as_mode("high_precision").left is None
+            True
+        """
         return self if mode == "quantized" else GemmQuant(mode=mode)
 
 
 @dataclass(frozen=True)
 class LinearQuant:
-    """The three GEMMs of a linear layer."""
+    """The three GEMMs of a linear layer, as `Recipe.linear()` resolves them.
+
+    Args:
+        fprop: y = x · wᵀ, with operands x and w.
+        dgrad: dx = dy · w, with operands dy and w.
+        wgrad: dw = dyᵀ · x, with operands dy and x.
+
+    Example:
+        >>> quant = octavo.recipe("fp8-block(wgrad='bf16')").linear()
+        >>> quant.fprop.left, quant.fprop.right, quant.dgrad.left, quant.wgrad.mode
+        (block-1d, block-2d, block-1d, 'high_precision')
+    """
 
     fprop: GemmQuant  # x, w
     dgrad: GemmQuant  # dy, w
@@ -72,7 +107,22 @@ class LinearQuant:
         dy: tuple[Quantizer, Quantizer],
         fast: tuple[str, ...] = (),
     ) -> "LinearQuant":
-        """Builds one from each tensor's (row, column) quantizers, and the names of the GEMMs that accumulate fast."""
+        """Returns the three GEMMs from the quantizers of each tensor. `Recipe.gemms` of a recipe of yours calls it.
+
+        Args:
+            x: the quantizers of x for fprop, contracted over in_features, and for wgrad, contracted over tokens.
+            w: those of w for fprop, contracted over in_features, and for dgrad, contracted over out_features.
+            dy: those of dy for dgrad, contracted over out_features, and for wgrad, contracted over tokens.
+            fast: names of the GEMMs that may accumulate fast; the others are precise.
+
+        Returns:
+            The three GEMMs, all quantized.
+
+        Example:
+            >>> x, dy = octavo.quant.Tensorwise(), octavo.quant.Tensorwise(octavo.formats.E5M2)
+            >>> octavo.recipes.LinearQuant.of(x=(x, x), w=(x, x), dy=(dy, dy), fast=("fprop",)).fprop
+            GemmQuant(left=tensorwise, right=tensorwise, accumulation='fast', mode='quantized')
+        """
         mode = {gemm: "fast" if gemm in fast else "precise" for gemm in GEMMS}
         return cls(
             fprop=GemmQuant(x[0], w[0], mode["fprop"]),
@@ -82,20 +132,57 @@ class LinearQuant:
 
 
 class Recipe(Value):
-    """A training precision. A subclass declares its settings and `gemms`; all subclasses have the overrides below.
+    """Base class of recipes: how the three GEMMs of a linear layer are quantized.
 
-    `wgrad="bf16"` (or fprop=, dgrad=) keeps one GEMM in the operands' own precision. `backward="high_precision"` keeps
-    both backward GEMMs there, and saves unquantized activations; `backward="dequantized"` runs them on the dequantized
-    values of the forward codes, so that the gradient is exactly that of the quantized forward."""
+    Pass a recipe, or its string, to `octavo.convert`, `octavo.autocast` or a layer. A recipe of your own is a
+    registered subclass that declares its settings and defines `gemms`. It gets the overrides that Octavo's recipes
+    have if it declares fields of these names: fprop, dgrad, wgrad ("quantized" or "bf16"), backward ("quantized",
+    "high_precision" or "dequantized").
+
+    Args:
+        *args: the subclass's settings, in order.
+        **settings: the subclass's settings, by name.
+
+    Raises:
+        UnsupportedConfig: a setting has a value without a meaning.
+        UnknownSetting: the recipe has no such setting.
+
+    Example:
+        >>> r = octavo.recipes.Block(scale="fp32")
+        >>> str(r), octavo.recipe(str(r)) == r
+        ("fp8-block(scale='fp32')", True)
+        >>> octavo.Linear(256, 256, recipe=r).recipe
+        fp8-block(scale='fp32')
+    """
 
     stateful = False  # needs a DelayedState
     _resolved: ClassVar[LinearQuant]
 
     def gemms(self) -> LinearQuant:
+        """Part of the layer contract: every recipe defines it. Layers call `linear`, which applies the overrides to it.
+
+        Returns:
+            The three GEMMs before the overrides, usually by `LinearQuant.of`.
+
+        Raises:
+            NotImplementedError: the subclass does not define it.
+
+        Example:
+            >>> octavo.recipe("fp8-block(wgrad='bf16')").gemms().wgrad.mode
+            'quantized'
+        """
         raise NotImplementedError(f"{type(self).__name__} must define gemms() -> LinearQuant")
 
     def linear(self) -> LinearQuant:
-        """Returns the resolved recipe: every operand's quantizer, with the overrides applied."""
+        """Returns the three GEMMs of the recipe, with the overrides applied: all that a layer sees of a recipe.
+
+        Returns:
+            A quantizer for each operand of fprop, dgrad and wgrad, their accumulation and mode.
+
+        Example:
+            >>> octavo.recipe("mxfp8").linear().fprop
+            GemmQuant(left=mx, right=mx, accumulation='precise', mode='quantized')
+        """
         return self._resolved
 
     def __post_init__(self) -> None:

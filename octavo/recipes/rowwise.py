@@ -1,4 +1,4 @@
-"""fp8-rowwise: one scale per row of each operand, E4M3 throughout. Numerically the safest FP8 recipe on Hopper.
+"""fp8-rowwise: one scale per row of each operand, E4M3 throughout.
 
 `wgrad="bf16"` keeps the weight gradient, which sums over all tokens, in the operands' own precision.
 """
@@ -11,7 +11,40 @@ from octavo.values import register
 
 @register("fp8-rowwise")
 class Rowwise(Recipe):
-    """Rowwise scales from the data."""
+    """`fp8-rowwise`: FP8 with one scale for each row of each operand.
+
+    Use it if outliers in single tokens or channels cost `fp8-current` accuracy: an outlier reduces the resolution of
+    its own row alone. It has no state. The two orientations of a tensor have different codes, so each is cast from the
+    source.
+
+        fprop   x E4M3 · w E4M3            fast accumulation
+        dgrad   dy grad_format · w E4M3    precise
+        wgrad   dy grad_format · x E4M3    precise
+
+    Args:
+        grad_format: format of dy, E4M3 by default. E5M2 has more range: try it if gradients within a row differ by
+            more than E4M3 can hold.
+        pow2: True by default: multipliers are powers of two, so that scaling loses nothing. False keeps all their bits
+            and so uses all of the format's range.
+        fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
+        dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
+        wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if
+            training with quantized gradients loses accuracy.
+        backward: "quantized" by default. "high_precision" runs both backward GEMMs in the operands' own precision and
+            keeps x unquantized. "dequantized" multiplies dy as it is by the values that the forward codes of w and x
+            stand for.
+        fast: ("fprop",) by default: the GEMMs in which the GPU may accumulate FP8 products in fewer bits. The others
+            promote their sum to float32 every 128 products. Use () for the most exact sums.
+
+    Raises:
+        UnsupportedConfig: a setting has a value without a meaning.
+
+    Example:
+        >>> octavo.recipes.Rowwise(wgrad="bf16")
+        fp8-rowwise(wgrad='bf16')
+        >>> octavo.recipes.Rowwise().linear().wgrad.left
+        rowwise
+    """
 
     grad_format: Format = E4M3
     pow2: bool = True

@@ -105,7 +105,7 @@ def test_a_copy_shares_the_group_and_computes_the_same(found):
 def test_what_holds_a_group_is_explained(found):
     for own in found:
         assert own["graphs"] == (1, [])
-        speaks = "it speaks with other processes"
+        speaks = "collectives are never fused"
         assert [text for text in own["alone"] if speaks in text] == [f"{kind.__name__}: {speaks}" for kind in KINDS]
 
 

@@ -23,6 +23,7 @@ class _Blocks(Quantizer):
 
     @property
     def pow2(self) -> bool:
+        """Whether multipliers are powers of two."""
         return self.scale == "pow2"
 
     def validate(self) -> None:
@@ -33,7 +34,26 @@ class _Blocks(Quantizer):
 
 @register("block-1d")
 class Block1D(_Blocks):
-    """A float32 scale [M, ceil(K/128)], stored with M fastest."""
+    """FP8 with a scale for every 128 elements along the contraction: x and dy of `fp8-block`.
+
+    The scale is float32 [M, ceil(K/128)] for x [M, K], stored with M fastest. The two orientations have different
+    blocks, and so different codes. Only the 128 elements that share an outlier's block lose resolution to it.
+
+    Args:
+        fmt: format of the codes, E4M3 by default. E5M2 has more range and one mantissa bit less.
+        scale: "pow2", the default, rounds the multiplier down to a power of two: scaling then loses nothing, and both
+            orientations agree on nearly every value. "fp32" keeps all its bits and so uses all of the format's range.
+        eps: lower bound of a block's amax, 0.0 by default. Raise it to bound the multiplier of blocks that are almost
+            zero.
+
+    Raises:
+        UnsupportedConfig: a setting has another value.
+
+    Example:
+        >>> q = octavo.quant.Block1D().quantize(torch.randn(4, 300))
+        >>> q.codes.shape, q.scale.shape
+        (torch.Size([4, 300]), torch.Size([4, 3]))
+    """
 
     fmt: Format = E4M3
     scale: str = "pow2"
@@ -44,7 +64,25 @@ class Block1D(_Blocks):
 
 @register("block-2d")
 class Block2D(_Blocks):
-    """A float32 scale [ceil(M/128), ceil(K/128)]."""
+    """FP8 with a scale for every 128x128 block: the weights of `fp8-block`.
+
+    The scale is float32 [ceil(M/128), ceil(K/128)] for x [M, K]. A block is the same in both orientations, so
+    `QTensor.transpose` needs no second quantization. Do not use it for gradients: training diverges.
+
+    Args:
+        fmt: format of the codes, E4M3 by default; E5M2 is the other choice.
+        scale: "pow2", the default, rounds the multiplier down to a power of two; "fp32" keeps all its bits.
+        eps: lower bound of a block's amax, 0.0 by default.
+
+    Raises:
+        UnsupportedConfig: a setting has another value.
+
+    Example:
+        >>> w = torch.randn(256, 384)
+        >>> row, column = octavo.quant.Block2D().quantize_both(w)
+        >>> row.scale.shape, torch.equal(row.dequantize(), column.dequantize().T)
+        (torch.Size([2, 3]), True)
+    """
 
     fmt: Format = E4M3
     scale: str = "pow2"

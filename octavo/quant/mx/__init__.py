@@ -23,7 +23,29 @@ MANTISSA_BITS = {"E4M3": 3, "E5M2": 2}
 
 @register("mx")
 class MX(Quantizer):
-    """E8M0 scale bytes [M, ceil(K/32)], stored with M fastest, or [ceil(M/32), ceil(K/32)] with square blocks."""
+    """FP8 with a power-of-two scale byte for every 32 elements along the contraction: OCP microscaling.
+
+    The scale is E8M0 bytes [M, ceil(K/32)] for x [M, K], stored with M fastest, or [ceil(M/32), ceil(K/32)] with square
+    blocks.
+
+    Args:
+        fmt: format of the codes, E4M3 by default; E5M2 is the other choice.
+        rounding: how the scale follows from the block's amax. "rceil", the default, takes the smallest power of two for
+            which nothing saturates. "floor" is the OCP specification's rule, which saturates a quarter of all block
+            maxima; "ceil" and "even" are variants of it. Change it to compare with code that uses another rule.
+        square: False by default. True scales 32x32 blocks, so that one set of codes serves both orientations: for
+            weights.
+
+    Raises:
+        UnsupportedConfig: a setting has another value.
+
+    Example:
+        >>> q = octavo.quant.MX().quantize(torch.tensor([[448.0, 1.0], [449.0, 1.0]]))
+        >>> q.scale.tolist()
+        [[127], [128]]
+        >>> q.dequantize().tolist()
+        [[448.0, 1.0], [448.0, 1.0]]
+    """
 
     fmt: Format = E4M3
     rounding: str = "rceil"
@@ -34,6 +56,7 @@ class MX(Quantizer):
 
     @property
     def block(self) -> tuple[int, int]:  # type: ignore[override]
+        """(rows, columns) that share a scale."""
         return (BLOCK if self.square else 1), BLOCK
 
     def validate(self) -> None:

@@ -35,7 +35,28 @@ BLOCK = 16
 
 @register("nv")
 class NVFP4(Quantizer):
-    """E4M3 scale bytes [M, ceil(K/16)], M fastest, or [ceil(M/16), ceil(K/16)] with square blocks; a global_scale."""
+    """FP4 (E2M1) with an E4M3 scale byte for every 16 elements along the contraction, and one float32 scale for all.
+
+    The scale is bytes [M, ceil(K/16)] for x [M, K], stored with M fastest, or [ceil(M/16), ceil(K/16)] with square
+    blocks. `global_scale` is float32 [1]. Codes are padded with zeros to whole blocks of 16, two to a byte.
+
+    Args:
+        square: False by default. True scales 16x16 blocks, so that one set of codes serves both orientations: for
+            weights.
+        rht: False by default. True rotates every 16 elements by a random-sign Hadamard matrix before they are
+            quantized, which spreads outliers. Both operands of a GEMM must be rotated: for wgrad. `dequantize` rotates
+            back.
+        stochastic: False by default. True rounds each value up or down with a probability that follows from its
+            remainder: for gradients. `quantize` then needs a seed.
+
+    Raises:
+        UnsupportedConfig: a setting is no bool, or square=True has rht or stochastic beside it.
+
+    Example:
+        >>> q = octavo.quant.NVFP4(stochastic=True).quantize(torch.randn(4, 64), seed=torch.tensor([1234, 0]))
+        >>> q.codes.shape, q.codes.dtype, q.scale.shape, q.global_scale.shape
+        (torch.Size([4, 32]), torch.uint8, torch.Size([4, 4]), torch.Size([1]))
+    """
 
     square: bool = False  # 16x16 blocks, for weights: one set of codes serves both orientations
     rht: bool = False
@@ -49,14 +70,17 @@ class NVFP4(Quantizer):
 
     @property
     def block(self) -> tuple[int, int]:  # type: ignore[override]
+        """(rows, columns) that share a scale."""
         return (BLOCK if self.square else 1), BLOCK
 
     @property
     def draws(self) -> bool:  # type: ignore[override]
+        """Whether a cast needs a seed."""
         return self.stochastic
 
     @property
     def basis(self) -> str:  # type: ignore[override]
+        """The rotation of the values along the contraction; "" for none."""
         return "rht16" if self.rht else ""
 
     def validate(self) -> None:

@@ -13,7 +13,25 @@ from octavo.values import register
 
 @register("rowwise")
 class Rowwise(Quantizer):
-    """A float32 scale [M, 1]."""
+    """FP8 with one scale for each row of the operand: `fp8-rowwise`.
+
+    The scale is float32 [M, 1] for x [M, K]. The rows of x.T are the columns of x, so the two orientations have
+    different scales and codes. Only an outlier's own row loses resolution to it.
+
+    Args:
+        fmt: format of the codes, E4M3 by default; E5M2 is the other choice.
+        pow2: True by default: the multiplier is rounded down to a power of two, so that scaling loses nothing. False
+            keeps all its bits and so uses all of the format's range.
+        eps: lower bound of a row's amax, 1e-12 by default, so that a row of zeros has a finite scale.
+
+    Raises:
+        UnsupportedConfig: a setting has another value.
+
+    Example:
+        >>> octavo.quant.Rowwise().quantize(torch.tensor([[448.0, 1.0], [7.0, 1.0]])).scale
+        tensor([[1.0000],
+                [0.0156]])
+    """
 
     fmt: Format = E4M3
     pow2: bool = True

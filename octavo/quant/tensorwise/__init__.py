@@ -18,7 +18,25 @@ from octavo.values import register
 
 @register("tensorwise")
 class Tensorwise(Quantizer):
-    """A float32 scale [1, 1] for all of x."""
+    """FP8 with one scale for the whole tensor: `fp8-current` and `fp8-delayed`.
+
+    The scale is float32 [1, 1]. It follows from the tensor's amax, or from a multiplier that the caller gives
+    (`encode`, delayed scaling). Both orientations share it, so the column codes are the row codes transposed. One
+    outlier reduces the resolution of the whole tensor: E4M3 loses an element below 2^-17 of the largest.
+
+    Args:
+        fmt: format of the codes, E4M3 by default. E5M2 has more range and one mantissa bit less: for gradients.
+        pow2: False by default. True rounds the multiplier down to a power of two, so that scaling loses nothing.
+        eps: lower bound of the amax, 0.0 by default.
+
+    Raises:
+        UnsupportedConfig: a setting has another value.
+
+    Example:
+        >>> q = octavo.quant.Tensorwise().quantize(torch.tensor([[224.0, 1.0]]))
+        >>> q.codes.float(), q.scale
+        (tensor([[448.,   2.]]), tensor([[0.5000]]))
+    """
 
     fmt: Format = E4M3
     pow2: bool = False  # scale rounded to a power of two, so that scaling loses nothing
@@ -37,8 +55,27 @@ class Tensorwise(Quantizer):
     def observe(
         self, x: Tensor, encode: Tensor, *, row: bool = True, column: bool = True
     ) -> tuple[QTensor | None, QTensor | None, Tensor]:
-        """Casts x with the multiplier of earlier steps and measures its amax, in one read of x (delayed scaling).
-        Returns row, column and amax [1, 1]."""
+        """Casts x with a given multiplier and measures its amax in the same read of x: one step of delayed scaling.
+
+        Args:
+            x: float32, bfloat16 or float16, of any shape; leading dims are rows.
+            encode: float32 [1] on x's device: the multiplier into codes, such as `DelayedState.encode_for` returns.
+            row: whether to make the codes of x.
+            column: whether to make the codes of x.T.
+
+        Returns:
+            The row QTensor, the column QTensor (None if not asked for), and the amax, float32 [1, 1].
+
+        Raises:
+            UnsupportedDtype: x is no tensor of these dtypes.
+            UnsupportedShape: encode is not one float32 on x's device.
+
+        Example:
+            >>> x = torch.tensor([[3.0, -5.0]])
+            >>> row, column, amax = octavo.quant.Tensorwise().observe(x, torch.tensor([2.0]), column=False)
+            >>> row.codes.float(), column, amax
+            (tensor([[  6., -10.]]), None, tensor([[5.]]))
+        """
         observed = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
         pair = self if row else None, self if column else None
         cast_args = self.checked(CastArgs(encode=encode, observed=observed), check_tensor(x), *pair)
