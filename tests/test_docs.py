@@ -1,12 +1,13 @@
 """Pages for readers: their code runs, their links resolve, no paragraph is long, and the site has them all."""
 
+import json
 import re
 
 import pytest
 
 import octavo
 from octavo import values
-from tests.pages import DOCS, GPU, ROOT, anchors, blocks, broken, examples, links, paragraphs, run
+from tests.pages import DOCS, GPU, ROOT, anchors, blocks, broken, examples, links, paragraphs, prose, run
 
 LONGEST = 100  # words of a paragraph
 WRITTEN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
@@ -120,6 +121,29 @@ def test_examples_and_outputs_are_found_and_compared(tmp_path):
         run(page, folder=tmp_path)
 
 
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def figures(value):
+    """Every number of a result."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from figures(each)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def test_the_times_of_the_benchmarks_are_on_file():
+    """Times have three digits after the point."""
+    page = DOCS / "benchmarks.md"
+    files = {link: ROOT / "docs" / link for link in links(page.read_text()) if link.endswith(".json")}
+    assert {file.resolve() for file in files.values()} <= set((ROOT / "benchmarks" / "results").glob("*.json"))
+    known = {f"{figure:.3f}" for file in files.values() for figure in figures(json.loads(file.read_text()))}
+    shown = set(re.findall(r"(?<![\d.])\d+\.\d{3}(?![\d.])", prose(page.read_text())))
+    assert len(shown) > 100
+    assert shown - known == set()
+
+
 # -- prose and links ---------------------------------------------------------------------------------------------------
 
 
@@ -137,8 +161,8 @@ def test_every_relative_link_resolves(page):
 def test_paragraphs_links_and_anchors_are_found(tmp_path):
     text = "# A `b` (c)\nOne [two](x.md)\nthree.\n- four `[five](six)`\n  more\n- seven\n"
     text += "| eight | nine |\n\n::: octavo.Linear\n"
-    prose = ["One [two](x.md) three.", "- four `[five](six)` more", "- seven", "eight", "nine", "::: octavo.Linear"]
-    assert paragraphs(text) == prose
+    parts = ["One [two](x.md) three.", "- four `[five](six)` more", "- seven", "eight", "nine", "::: octavo.Linear"]
+    assert paragraphs(text) == parts
     assert links(text) == ["x.md"]
     assert anchors(text) == {"a-b-c", "octavo.Linear"}
     page = tmp_path / "page.md"
