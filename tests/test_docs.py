@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from torch import nn
 
 import octavo
 from octavo import values
@@ -23,8 +24,9 @@ def name(page):
 
 @pytest.fixture(autouse=True)
 def _nothing_registered(monkeypatch):
-    """A page registers names for itself alone."""
-    monkeypatch.setattr(values, "_BY_NAME", dict(values._BY_NAME))
+    """A page registers names for itself alone, and finds none of a page that ran before it."""
+    kept = {name: cls for name, cls in values._BY_NAME.items() if cls.__module__.split(".")[0] in ("octavo", "tests")}
+    monkeypatch.setattr(values, "_BY_NAME", kept)
 
 
 # -- examples ----------------------------------------------------------------------------------------------------------
@@ -66,8 +68,14 @@ def test_the_weight_cache_of_a_model_whose_forward_takes_no_flag(tmp_path):
     """Its loop fills the caches of the layers that it calls."""
     names = run(DOCS / "training.md", folder=tmp_path, until="octavo.microbatch")
     assert names["loss"].isfinite()
-    caches = [name for name, _ in names["model"].named_buffers() if name.endswith("weight_row_codes")]
-    assert len(caches) == len([m for m in names["model"].modules() if isinstance(m, octavo.Linear)]) > 0
+    filled = [model for model in names.values() if isinstance(model, nn.Module) and caches(model)]
+    assert filled
+    for model in filled:
+        assert caches(model) == sum(isinstance(layer, octavo.Linear) for layer in model.modules())
+
+
+def caches(model):
+    return sum(name.endswith("weight_row_codes") for name, _ in model.named_buffers())
 
 
 PAGE = """

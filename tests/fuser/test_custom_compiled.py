@@ -1,5 +1,5 @@
 """Operations and fusions of one's own under a compiler: gradients that alias, extra outputs that are used or not, and
-every example of the pages about writing them, with each subset of its outputs used."""
+every example of docs/custom-ops.md, with each subset of its outputs used."""
 
 import copy
 import functools
@@ -12,8 +12,7 @@ import octavo
 from octavo import ops
 from tests.fuser.custom import Doubled, Take
 from tests.fuser.models import H, M, assert_equal, step, whole
-from tests.fuser.test_docs import PAGES
-from tests.pages import run
+from tests.fuser.test_docs import PAGES, ran
 
 BACKENDS = ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
 backends = pytest.mark.parametrize("backend", BACKENDS)
@@ -263,15 +262,14 @@ def test_flops_of_such_a_backward_are_counted():
     assert counter.get_total_flops() == 3 * 2 * M * H * H
 
 
-# -- the pages ---------------------------------------------------------------------------------------------------------
+# -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def shown_models(folder):
-    """Every operation, Sequential and fusion of the pages, with its outputs public where it has extra ones, and what it
+def shown_models():
+    """Every operation, Sequential and fusion of the page, with its outputs public where it has extra ones, and what it
     is called with."""
-    n = {}
-    for page in PAGES:
-        n |= run(page, folder=folder, compiler="eager")
+    (page,) = [page for page in PAGES if page.stem == "custom-ops"]
+    n = ran(page, "eager")
     rule, both = ops.Rule, ops.Joint
     x, extra = whole(6, 16), whole(6, 16, seed=1)
 
@@ -306,8 +304,8 @@ def shown_models(folder):
 
 
 @backends
-def test_every_example_of_the_page_with_each_subset_of_its_outputs(backend, tmp_path):
-    for name, (model, inputs) in shown_models(tmp_path).items():
+def test_every_example_of_the_page_with_each_subset_of_its_outputs(backend):
+    for name, (model, inputs) in shown_models().items():
         try:
             assert_compiled_is_eager(model, inputs, backend)
         except Exception as error:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -637,10 +638,14 @@ def test_a_whole_model_of_them_trains_compiled_as_eagerly():
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_the_pages_name_every_operation():
+def test_the_example_in_the_docs_runs(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     docs = Path(octavo.__file__).parents[1] / "docs"
-    names = ("operations", "fusing", "writing-an-operation", "writing-a-fused-operation", "operation-reference")
-    pages = "".join((docs / f"{name}.md").read_text() for name in names)
+    page = (docs / "ops.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)
+    assert names["y"].shape == (8, 256)
+    pages = page + (docs / "fusion.md").read_text() + (docs / "custom-ops.md").read_text()
     assert [name for name in ops.__all__ if name not in pages] == []
 
 
