@@ -26,10 +26,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# into site/; a broken link, anchor or docstring is an error
+# into site/; a broken link, anchor or docstring is an error (never --quiet: --strict would then count no warnings)
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/.docs
-	$(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m mkdocs build --strict
 	@echo "Built site/. Look at it: $(BIN)/python -m http.server -d site"
 
 gpu-test:
