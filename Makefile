@@ -1,4 +1,5 @@
-# Two commands: `make demo` and `make test`. Both make .venv once and reuse it, offline, until what it is made from changes.
+# Three commands: `make demo`, `make test`, `make docs`. They make .venv once and reuse it, offline, until what it is made
+# from changes; the packages that build the docs are added to it by the first `make docs`.
 PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
@@ -8,7 +9,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 # threads that wait give their core away: with spinning ones, a second busy process made training ten times slower
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint gpu-test clean
+.PHONY: demo test lint docs gpu-test clean
 
 demo: $(STAMP)
 	$(BIN)/octavo doctor
@@ -25,6 +26,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# into site/; a broken link, anchor or docstring is an error (never --quiet: --strict would then count no warnings)
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.docs
+	$(BIN)/python -m mkdocs build --strict
+	@echo "Built site/. Look at it: $(BIN)/python -m http.server -d site"
+
 gpu-test:
 	$(PYTHON) -m pytest -m gpu
 
@@ -38,5 +45,9 @@ $(STAMP): pyproject.toml constraints.txt
 		|| echo "No triton for this platform: the tests that compile kernels will be skipped."
 	touch $(STAMP)
 
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) site

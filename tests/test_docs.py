@@ -1,48 +1,212 @@
-"""Pages for users: their examples run, and no paragraph is long."""
+"""Pages for readers: their code runs, their links resolve, no paragraph is long, and the site has them all."""
 
+import json
 import re
-from pathlib import Path
+
+import pytest
+from torch import nn
 
 import octavo
+from octavo import values
+from tests.pages import DOCS, GPU, ROOT, anchors, blocks, broken, examples, links, paragraphs, prose, run
 
-DOCS = Path(octavo.__file__).parents[1] / "docs"
-LONGEST = 100  # words
-
-
-def examples(page):
-    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-
-
-def paragraphs(page):
-    """Blocks of prose: no code, no tables, no headings."""
-    prose = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
-    return [p for p in re.split(r"\n\s*\n", prose) if p.strip() and not p.lstrip().startswith(("|", "#"))]
+LONGEST = 100  # words of a paragraph
+WRITTEN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+WRITTEN += sorted(DOCS.rglob("*.md"))
+SHOWN = [page for page in WRITTEN if page.name != "CONTRIBUTING.md"]  # whose examples are run by a test of their own
+PYTHON = [page for page in SHOWN if "```python" in page.read_text()]
+ON_GPU = [page for page in PYTHON if GPU in page.read_text()]
 
 
-def test_the_page_about_fp16(capsys):
+def name(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_registered(monkeypatch):
+    """A page registers names for itself alone, and finds none of a page that ran before it."""
+    kept = {name: cls for name, cls in values._BY_NAME.items() if cls.__module__.split(".")[0] in ("octavo", "tests")}
+    monkeypatch.setattr(values, "_BY_NAME", kept)
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("page", PYTHON, ids=name)
+def test_the_examples_of_a_page_run(page, tmp_path, monkeypatch):
+    """In order, in one namespace; a text block after an example is what it prints."""
+    monkeypatch.chdir(tmp_path)
+    assert run(page, folder=tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("page", ON_GPU, ids=name)
+def test_the_examples_of_a_page_run_on_a_gpu(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(page, folder=tmp_path, gpu=True, compiler="inductor")
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=name)
+def test_every_block_says_its_language(page):
+    """So that no example escapes the test above."""
+    languages = {block.language for block in blocks(page.read_text())}
+    assert not languages & {"", "py", "python3", "pycon"}
+
+
+def test_the_page_about_fp16(tmp_path):
     """Its loop skips steps until the scale fits, trains then, and its second example counts what was skipped."""
-    page, names = (DOCS / "fp16.md").read_text(), {}
-    for example in examples(page):
-        exec(example, names)
+    names = run(DOCS / "fp16.md", folder=tmp_path)
     assert names["scaler"].get_scale() < 2.0**32
     assert any(state["step"] > 0 for state in names["optimizer"].state.values())
     assert names["loss"].isfinite()
     assert names["counts"]["2.scaling.backward.nonfinite"] != [0]
-    assert "scaling.forward.nonfinite" in capsys.readouterr().out
-    assert max(len(p.split()) for p in paragraphs(page)) <= LONGEST
 
 
-def test_the_weight_cache_of_a_model_whose_forward_takes_no_flag():
+def test_the_weight_cache_of_a_model_whose_forward_takes_no_flag(tmp_path):
     """Its loop fills the caches of the layers that it calls."""
-    (example,) = [e for e in examples((DOCS / "linear.md").read_text()) if "octavo.microbatch" in e]
-    names = {}
-    exec(example, names)
+    names = run(DOCS / "training.md", folder=tmp_path, until="octavo.microbatch")
     assert names["loss"].isfinite()
-    caches = [name for name, _ in names["model"].named_buffers() if name.endswith("weight_row_codes")]
-    assert caches == ["up.weight_row_codes", "down.weight_row_codes"]
+    filled = [model for model in names.values() if isinstance(model, nn.Module) and caches(model)]
+    assert filled
+    for model in filled:
+        assert caches(model) == sum(isinstance(layer, octavo.Linear) for layer in model.modules())
 
 
-def test_the_readme_links_every_page():
-    readme = (DOCS.parent / "README.md").read_text()
-    for page in DOCS.glob("*.md"):
-        assert f"(docs/{page.name})" in readme, page.name
+def caches(model):
+    return sum(name.endswith("weight_row_codes") for name, _ in model.named_buffers())
+
+
+PAGE = """
+1. An item:
+
+   ```python
+   print("one  two", 1 / 3)
+   assert __name__ == "page"
+   ```
+
+   ```text
+   one two 0.33...
+   ```
+
+<!-- gpu -->
+```python
+import nothing_of_this_name
+```
+```text
+what a GPU prints
+```
+Text between them.
+
+```python
+x = [1,
+     2]
+```
+
+And here.
+
+```text
+an output of nothing
+```
+"""
+
+
+def test_examples_and_outputs_are_found_and_compared(tmp_path):
+    first, second, third = examples(PAGE)
+    assert (first[1], second[1], third[1]) == ("one two 0.33...\n", "what a GPU prints\n", None)
+    assert (first[0].gpu, second[0].gpu, third[0].gpu) == (False, True, False)
+    page = tmp_path / "shown.md"
+    page.write_text(PAGE)
+    assert run(page, folder=tmp_path)["x"] == [1, 2]
+    with pytest.raises(ModuleNotFoundError):
+        run(page, folder=tmp_path, gpu=True)
+    page.write_text(PAGE.replace("0.33...", "0.34"))
+    with pytest.raises(AssertionError, match=r"shown.md:\d+ shows another output"):
+        run(page, folder=tmp_path)
+    page.write_text(PAGE.replace("import nothing_of_this_name", "import nothing of this name"))
+    with pytest.raises(SyntaxError):
+        run(page, folder=tmp_path)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def figures(value):
+    """Every number of a result."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from figures(each)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def test_the_times_of_the_benchmarks_are_on_file():
+    """Times have three digits after the point."""
+    page = DOCS / "benchmarks.md"
+    files = {link: ROOT / "docs" / link for link in links(page.read_text()) if link.endswith(".json")}
+    assert {file.resolve() for file in files.values()} <= set((ROOT / "benchmarks" / "results").glob("*.json"))
+    known = {f"{figure:.3f}" for file in files.values() for figure in figures(json.loads(file.read_text()))}
+    shown = set(re.findall(r"(?<![\d.])\d+\.\d{3}(?![\d.])", prose(page.read_text())))
+    assert len(shown) > 100
+    assert shown - known == set()
+
+
+# -- prose and links ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name)
+def test_no_paragraph_is_long(page):
+    found = paragraphs(page.read_text())
+    assert [p for p in found if len(p.split()) > LONGEST] == []
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=name)
+def test_every_relative_link_resolves(page):
+    assert broken(page) == []
+
+
+def test_paragraphs_links_and_anchors_are_found(tmp_path):
+    text = "# A `b` (c)\nOne [two](x.md)\nthree.\n- four `[five](six)`\n  more\n- seven\n"
+    text += "| eight | nine |\n\n::: octavo.Linear\n"
+    parts = ["One [two](x.md) three.", "- four `[five](six)` more", "- seven", "eight", "nine", "::: octavo.Linear"]
+    assert paragraphs(text) == parts
+    assert links(text) == ["x.md"]
+    assert anchors(text) == {"a-b-c", "octavo.Linear"}
+    page = tmp_path / "page.md"
+    page.write_text("[a](#a) [b](#b) [c](page.md) [d](page.md#a) [e](none.md) [f](https://example.org/none)\n\n# A\n")
+    assert broken(page) == ["#b", "none.md"]
+
+
+# -- the site ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_page_is_in_the_navigation():
+    """Read without yaml, which the tests do not need."""
+    navigation = re.search(r"^nav:\n(.*?)\n\n", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE | re.DOTALL)[1]
+    listed = re.findall(r"(\S+\.md)$", navigation, re.MULTILINE)
+    assert sorted(listed) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+def public():
+    """Every public name with its path. A module's own names stand for the module."""
+    for module, prefix in (
+        (octavo, "octavo"),
+        *((getattr(octavo, m), f"octavo.{m}") for m in ("ops", "recipes", "quant")),
+    ):
+        for each in module.__all__:
+            if each != "__version__" and not isinstance(getattr(module, each), type(octavo)):
+                yield f"{prefix}.{each}", getattr(module, each)
+    for each, value in vars(octavo.errors).items():
+        if isinstance(value, type) and issubclass(value, octavo.errors.Unsupported):
+            yield f"octavo.errors.{each}", value
+
+
+def test_the_api_reference_has_every_public_name():
+    shown = re.findall(
+        r"^::: (\S+)$", "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md")), re.MULTILINE
+    )
+    assert len(shown) == len(set(shown))
+    objects = {id(value) for path, value in public() if path in shown}
+    missing = [path for path, value in public() if path not in shown and id(value) not in objects]
+    assert missing == []
