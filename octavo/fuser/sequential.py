@@ -196,7 +196,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         if torch.compiler.is_compiling():
             self._update_now()
             if self._kept[0] != stamp:  # never true: the comparison makes the tracer guard on the stamp
-                raise RuntimeError("A Sequential was taken apart, and is not what it was.")
+                raise RuntimeError("A Sequential changed while it was flattened.")
         elif self._kept[0] != stamp:
             self._update()
         found = self._kept[1]
