@@ -212,9 +212,7 @@ def test_a_subclass_that_defines_op_forward_runs_that():
 
 
 def test_a_legacy_forward_has_a_backward_of_its_own():
-    with pytest.raises(
-        TypeError, match="Made runs op_forward, and its op_backward .* for a split forward"
-    ):
+    with pytest.raises(TypeError, match=r"Made runs op_forward, and its op_backward .* for a split forward"):
         define({"op_forward": legacy}, Doubled)
     with pytest.raises(TypeError, match="Made runs op_forward_compute, and its op_backward is that of Legacy"):
         define(without(SPLIT, "op_backward"), Legacy)
