@@ -306,6 +306,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         call = self._begun(extra_inputs, op_kwargs, told)
         for part in call.layout.parts:
             if part.legacy is not None:
+                told.append(([Step(part.legacy, (), {}, part.first, ())], part.legacy.why_not_fusible(x)))
                 x = run_legacy(part.legacy, x, call.kwargs[part.first])
             elif isinstance(part.module, Sequential):
                 made = part.module._tell(x, _extras_of(part, call), call.kwargs[part.first] or None, told)
