@@ -11,9 +11,7 @@ import octavo
 from octavo import ops
 
 DOCS = Path(octavo.__file__).parents[1] / "docs"
-PAGES = [
-    DOCS / f"{name}.md" for name in ("writing-an-operation", "writing-a-fused-operation", "operation-reference")
-]
+PAGES = [DOCS / f"{name}.md" for name in ("writing-an-operation", "writing-a-fused-operation", "operation-reference")]
 
 
 def test_the_pages_show_how_to_write_an_operation_and_each_kind_of_fusion():
