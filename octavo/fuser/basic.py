@@ -39,7 +39,7 @@ from octavo.values import Value
 
 
 class BasicOperation(FusibleOperation, nn.Module):
-    """Base class of users' operations. See the top of this file, and docs/writing-an-operation.md."""
+    """Base class of users' operations. See the top of this file, and docs/custom-ops.md."""
 
     params: ClassVar[tuple[str, ...]] = ()
     kwargs: ClassVar[tuple[str, ...]] = ()

@@ -28,7 +28,7 @@ class OperationContext:
         self.to_save = tensors
 
 
-class _LegacyCall(NamedTuple):
+class _OnePiece(NamedTuple):
     """The functions of one call of a legacy operation, or of a fused one. Tuples have an entry for each operation."""
 
     where: str  # the name of its backward, for messages
@@ -40,7 +40,7 @@ class _LegacyCall(NamedTuple):
 
 class _Legacy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _LegacyCall, x: Tensor, *params: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _OnePiece, x: Tensor, *params: Tensor) -> Tensor:
         ctx.call, ctx.own = call, [OperationContext() for _ in call.names]
         ctx.likes = [(dtype_name(t.dtype), tuple(t.shape), False) for t in (x, *params)]
         rest, first = iter(params), (x, *[None] * (len(call.names) - 1))
@@ -86,7 +86,7 @@ def run_legacy(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
             raise RuntimeError(f"{where} returns (dx, gradients of the parameters), got {found!r}.")
         return [(found[0], *found[1])]
 
-    call = _LegacyCall(
+    call = _OnePiece(
         where, lambda contexts, inputs: op.op_forward(contexts[0], inputs[0], **kwargs), backward,
         (lambda x, *_: x,), (names,),
     )  # fmt: skip
@@ -137,9 +137,7 @@ def run_fused(rule: Rule, ops: Sequence[Any], x: Tensor) -> Tensor:
     params = [dict(op.named_parameters(recurse=False)) for op in ops]
     names = tuple(tuple(f"{i}.{name}" for name in own) for i, own in enumerate(params))
     inputs = tuple(fields_of(("x", *own)) for own in params)
-    call = _LegacyCall(
-        f"{rule.op.__name__}.fuser_backward", rule.op.fuser_forward, rule.op.fuser_backward, inputs, names
-    )
+    call = _OnePiece(f"{rule.op.__name__}.fuser_backward", rule.op.fuser_forward, rule.op.fuser_backward, inputs, names)
     y: Tensor = _Legacy.apply(call, x, *[p for own in params for p in own.values()])  # type: ignore[no-untyped-call]
     return y
 

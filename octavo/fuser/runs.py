@@ -209,7 +209,7 @@ def _why_alone(op: Any, x: Any) -> str:
         return "x is codes"
     if _recast(x):
         return RECAST
-    return _why_not(op, x) or "both of its outputs are x itself here"
+    return _why_not(op, x) or "it is a name for its neighbour's value"
 
 
 def _why_not(op: Any, x: Any) -> str:
