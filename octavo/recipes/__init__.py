@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 
-SHIPPED = ("bf16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
+SHIPPED: tuple[str, ...] = ("bf16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
+"""The names of Octavo's own recipes."""
 
 
 def recipe(spec: str | Recipe) -> Recipe:
