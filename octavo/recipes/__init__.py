@@ -15,13 +15,13 @@ from octavo.recipes.current import Current
 from octavo.recipes.delayed import Delayed
 from octavo.recipes.mxfp8 import MXFP8
 from octavo.recipes.nvfp4 import NVFP4
-from octavo.recipes.recipe import LONGEST, GemmQuant, LinearQuant, Recipe, check_length
+from octavo.recipes.recipe import LONGEST as LONGEST
+from octavo.recipes.recipe import GemmQuant, LinearQuant, Recipe, check_length
 from octavo.recipes.rowwise import Rowwise
 from octavo.values import register
 
 __all__ = [
     "BF16",
-    "LONGEST",
     "MXFP8",
     "NVFP4",
     "SHIPPED",
@@ -35,6 +35,10 @@ __all__ = [
     "recipe",
     "register",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 SHIPPED: tuple[str, ...] = ("bf16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
