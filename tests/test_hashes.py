@@ -91,7 +91,7 @@ def test_every_recipe_is_in_a_case():
 
 
 def rules_in_the_docs() -> set[str]:
-    text = (Path(octavo.__file__).parent.parent / "docs" / "fusion.md").read_text()
+    text = (Path(octavo.__file__).parent.parent / "docs" / "fusing.md").read_text()
     return set(re.findall(r"^\| `([a-z-]+)` \| (?:forward|backward|both) \|", text, re.M))
 
 
@@ -115,7 +115,7 @@ def test_nothing_but_the_public_api_is_used():
                 assert found in ([], ["octavo"]), f"{path.name} imports {found}"
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("octavo"):
                 assert node.module == "octavo", f"{path.name} imports from {node.module}"
-                # values is not in __all__, but docs/custom-ops.md has it
+                # values is not in __all__, but docs/writing-an-operation.md has it
                 assert {a.name for a in node.names} <= {*octavo.__all__, "values"}
 
 

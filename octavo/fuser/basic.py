@@ -141,7 +141,7 @@ class BasicOperation(FusibleOperation, nn.Module):
         return config.registered_name == cls.op_name
 
     def why_not_fusible(self, x: Any) -> str:
-        return "its forward is in one piece (op_forward)" if self.op_is_legacy else ""
+        return "it is a legacy operation (op_forward)" if self.op_is_legacy else ""
 
     def op_stage(self, x: Edge, extras: tuple[Tensor, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         own = tuple([getattr(self, name) for name in self.params])

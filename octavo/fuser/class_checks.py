@@ -18,8 +18,8 @@ def defined(cls: type, name: str, base: type) -> Any:
 
 
 def forward_of(cls: type, base: type, splits: tuple[tuple[str, ...], ...], legacy: str) -> str:
-    """Return the name of the forward that a class runs, the first in its MRO: split in two (`splits`) or in one piece
-    (`legacy`); empty if there is none. Refuses a class that defines only one function of a split forward."""
+    """Return the name of the forward that a class runs, the first in its MRO: split in two (`splits`) or legacy; empty
+    if there is none. Refuses a class that defines only one function of a split forward."""
     for names in splits:
         _check_split(cls, base, names[:2], legacy)
     parents = cls.__mro__[: cls.__mro__.index(base)]
@@ -30,7 +30,7 @@ def forward_of(cls: type, base: type, splits: tuple[tuple[str, ...], ...], legac
 def _check_split(cls: type, base: type, names: tuple[str, ...], legacy: str) -> None:
     own = [name for name in names if name in cls.__dict__]
     if own and legacy in cls.__dict__:
-        raise TypeError(f"{cls.__name__} defines {legacy} and {own[0]}: one forward in one piece, or one in two.")
+        raise TypeError(f"{cls.__name__} defines {legacy} and {own[0]}: a legacy forward and a split one. Define one.")
     has = [name for name in names if defined(cls, name, base) is not None]
     if len(has) == 1:
         misses = next(name for name in names if name not in has)
@@ -52,8 +52,8 @@ def check_backward(cls: type, base: type, name: str, forward: str, legacy: bool)
     owner = next(parent for parent in cls.__mro__ if name in parent.__dict__)
     if owner is not cls and getattr(owner, "op_is_legacy", legacy) != legacy:
         raise TypeError(
-            f"{cls.__name__} runs {forward}, and its {name} is that of {owner.__name__}, for a forward in "
-            f"{'two pieces' if legacy else 'one piece'}. Define {name} too."
+            f"{cls.__name__} runs {forward}, and its {name} is that of {owner.__name__}, for a "
+            f"{'split' if legacy else 'legacy'} forward. Define {name} too."
         )
 
 

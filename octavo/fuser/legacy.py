@@ -123,7 +123,7 @@ def run_legacy(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 _WHY = (
-    "octavo: this operation's forward is in one piece (op_forward), so that a graph cannot tell what it saves. Define "
+    "octavo: this is a legacy operation (op_forward), and a graph cannot tell what it saves. Define "
     f"{OP[0]} and {OP[1]}, or set strict=False on it, to run it outside."
 )
 
@@ -140,8 +140,8 @@ def outside(op: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 _WHY_FUSED = (
-    "octavo: this fused operation's forward is in one piece (fuser_forward), so that a graph cannot tell what it "
-    "saves. Define fuser_forward_compute and fuser_forward_save_ctx, or leave its rule out of what is compiled."
+    "octavo: this is a legacy fused operation (fuser_forward), and a graph cannot tell what it saves. "
+    "Define fuser_forward_compute and fuser_forward_save_ctx, or leave its rule out of what is compiled."
 )
 
 

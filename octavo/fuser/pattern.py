@@ -210,8 +210,8 @@ class Rule:
         """Refuse a class that the rule cannot tell from its parent, or whose extra inputs or outputs it cannot pass."""
         if self.op.op_is_legacy and any(getattr(kind, f"num_extra_{what}", None) for what in ("inputs", "outputs")):
             raise UnsupportedConfig(
-                f"{self.op.__name__}, of the rule {self.name!r}, has its forward in one piece, which has no place for "
-                f"the extra inputs and outputs of {kind.__name__}. Define {', '.join(FUSER)}."
+                f"{self.op.__name__}, of the rule {self.name!r}, is a legacy fused operation (fuser_forward), "
+                f"which has no place for the extra inputs and outputs of {kind.__name__}. Define {', '.join(FUSER)}."
             )
         matcher = next(parent for parent in kind.__mro__ if "op_matches" in parent.__dict__)
         if not (matcher is kind or kind.__module__.startswith("octavo.") or issubclass(kind, BasicOperation)):

@@ -75,7 +75,8 @@ def _plan(
         config = layer.Config(side=rule.side, stages=tuple(configs[first:last]), routes=inside, hidden=away)
         if any(LAYERS[stage.registered_name].keeps_state(stage) for stage in config.stages):
             return (
-                "its Linear holds its weight as codes, writes main_grad or remembers amaxes, which only Octavo's own do"
+                "its Linear holds its weight as codes, writes main_grad or remembers amaxes: only Octavo's own rules "
+                "take it"
             )
         return layer.probe(config, _inputs_at(configs, routes, fields, first, last)).config
 

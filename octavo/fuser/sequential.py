@@ -238,7 +238,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         if torch.compiler.is_compiling():
             self._update_now()
             if self._kept[0] != stamp:  # never true: the comparison makes the tracer guard on the stamp
-                raise RuntimeError("A Sequential was taken apart, and is not what it was.")
+                raise RuntimeError("A Sequential changed while it was flattened.")
         elif self._kept[0] != stamp:
             self._update()
         found = self._kept[1]
@@ -402,6 +402,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         call = self._begun(extra_inputs, op_kwargs, told)
         for part in call.layout.parts:
             if part.legacy is not None:
+                told.append(([Step(part.legacy, (), {}, part.first, ())], part.legacy.why_not_fusible(x)))
                 x = run_legacy(part.legacy, x, call.kwargs[part.first])
             elif isinstance(part.module, Sequential):
                 made = part.module._tell(x, _extras_of(part, call), call.kwargs[part.first] or None, told)

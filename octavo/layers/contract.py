@@ -228,7 +228,7 @@ operation is a FusedStep over stages, as Octavo's own are, or a Layer in place o
 
 Additions that the registry is designed for:
 
-    fuser_forward in one piece, with extras   `octavo.fuser.legacy` has one call for single and fused operations, with
+    legacy fuser_forward, with extras         `octavo.fuser.legacy` has one call for single and fused operations, with
                                               an entry for each operation: extra inputs become fields beside its
                                               parameters, extra outputs an entry of what forward returns
     keywords that are not tensors             a field of OpConfig beside `settings`: a value is part of the key, and

@@ -230,7 +230,7 @@ class Linear(Quantized, nn.Linear):
             return "return_bias=True hands its bias to the caller"
         if torch.compiler.is_compiling():
             if self.delay_wgrad_compute:
-                return "its dW is put off, and in a graph that takes a node of its own"
+                return "its dW is deferred, and in a graph that takes a node of its own"
             if graph_refusal(self):
                 return "it does not compile"
         return ""

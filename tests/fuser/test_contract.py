@@ -208,11 +208,13 @@ def test_a_subclass_that_defines_op_forward_runs_that():
 
     x, dy = spiky(4, H), spiky(4, H, seed=2)
     assert_equal(step(Old(), x, dy), [3 * x, 3 * dy])
-    assert_equal(step(octavo.Sequential(Doubled(), Old()), x, dy), [6 * x, 6 * dy])
+    model = octavo.Sequential(Doubled(), Old())
+    assert_equal(step(model, x, dy), [6 * x, 6 * dy])
+    assert model.explain(x).alone == ("Old: it is a legacy operation (op_forward)",)
 
 
-def test_a_forward_in_one_piece_has_a_backward_of_its_own():
-    with pytest.raises(TypeError, match=r"Made runs op_forward, and its op_backward is that of Doubled, .* two pieces"):
+def test_a_legacy_forward_has_a_backward_of_its_own():
+    with pytest.raises(TypeError, match=r"Made runs op_forward, and its op_backward .* for a split forward"):
         define({"op_forward": legacy}, Doubled)
     with pytest.raises(TypeError, match="Made runs op_forward_compute, and its op_backward is that of Legacy"):
         define(without(SPLIT, "op_backward"), Legacy)

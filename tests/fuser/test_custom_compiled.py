@@ -1,5 +1,5 @@
 """Operations and fusions of one's own under a compiler: gradients that alias, extra outputs that are used or not, and
-every example of docs/custom-ops.md, with each subset of its outputs used."""
+every example of the pages about writing operations, with each subset of its outputs used."""
 
 import copy
 import functools
@@ -10,6 +10,7 @@ import torch
 
 import octavo
 from octavo import ops
+from octavo.layers.contract import ForwardResult
 from tests.fuser.custom import Doubled, Take
 from tests.fuser.models import H, M, assert_equal, step, whole
 from tests.fuser.test_docs import PAGES, ran
@@ -262,25 +263,38 @@ def test_flops_of_such_a_backward_are_counted():
     assert counter.get_total_flops() == 3 * 2 * M * H * H
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
+# -- the pages ---------------------------------------------------------------------------------------------------------
+
+
+class ScaleAdd(ops.FusedOperation):
+    """ConstantScale and AddExtraInput as a step of a chain, as Octavo's own fused operations are."""
+
+    op_name = "tests-scale-add"
+
+    @staticmethod
+    def step_forward(configs, inputs):
+        x, extra = inputs[0].x, inputs[1].extra
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        torch.add(extra, x, alpha=configs[0].function.alpha, out=y)
+        return [ForwardResult((None,), (), ()), ForwardResult((y,), (), ())]
 
 
 def shown_models():
-    """Every operation, Sequential and fusion of the page, with its outputs public where it has extra ones, and what it
+    """Every operation, Sequential and fusion of the pages, with its outputs public where it has extra ones, and what it
     is called with."""
-    (page,) = [page for page in PAGES if page.stem == "custom-ops"]
-    n = ran(page, "eager")
+    n = {name: value for page in PAGES for name, value in ran(page, "eager").items()}
     rule, both = ops.Rule, ops.Joint
     x, extra = whole(6, 16), whole(6, 16, seed=1)
 
     def centered(**settings):
         return octavo.Sequential(
-            n["Center"]().set_extra_output_channel(0, "mean"), n["SoftCap"](16, cap=2.0),
+            n["Center"]().set_extra_output_channel(0, "mean"), n["Square"](),
             n["Uncenter"]().set_extra_input_channel(0, "mean"), **settings,
         )  # fmt: skip
 
-    pattern = n["SoftCap"], n["Weighted"]
+    pattern, scaled = (n["Squash"], n["Gain"]), rule("a", (ops.ConstantScale, ops.AddExtraInput), ScaleAdd)
     return {
+        "Tanh": (n["Tanh"](), (x,)),
         "SoftCap": (n["SoftCap"](16, 5.0), (x,)),
         "SoftCap, Linear": (octavo.Sequential(n["SoftCap"](16), octavo.Linear(16, 16, recipe="fp8-current")), (x,)),
         "Weighted": (octavo.Sequential(ops.ConstantScale(2.0), n["Weighted"]()), (x,)),
@@ -290,21 +304,24 @@ def shown_models():
         "centered, hidden": (n["centered"](), (x,)),
         "centered, public": (centered(), (x,)),
         "Sorted": (octavo.Sequential(n["Sorted"](), ops.ConstantScale(2.0)), (x,)),
-        "forward fusion": (n["pair"](rules=(ops.Forward(rule("a", pattern, n["CapAndWeigh"])),)), (x,)),
-        "backward fusion": (n["pair"](rules=(ops.Backward(rule("a", pattern, n["WeighAndCapBackward"])),)), (x,)),
-        "joint fusion": (n["pair"](rules=(both(rule("a", pattern, n["CapAndWeighBoth"])),)), (x,)),
+        "forward fusion": (n["pair"](rules=(ops.Forward(rule("a", pattern, n["SquashGain"])),)), (x,)),
+        "backward fusion": (n["pair"](rules=(ops.Backward(rule("a", pattern, n["SquashGainBackward"])),)), (x,)),
+        "joint fusion": (n["pair"](rules=(both(rule("a", pattern, n["SquashGainJoint"])),)), (x,)),
         "fusion with a channel": (
-            n["centered"](rules=(both(rule("a", (n["Center"], n["SoftCap"], n["Uncenter"]), n["CenteredCap"])),)), (x,),
+            n["centered"](
+                rules=(both(rule("a", (n["Center"], n["Square"], n["Uncenter"]), n["CenteredSquare"])),)
+            ), (x,),
         ),
-        "fusion with an own operation": (
-            n["biased"](rules=(both(rule("a", (ops.Bias, n["SoftCap"]), n["BiasAndCap"])),)), (x,),
+        "fusion with Octavo's operation": (
+            n["biased"](rules=(both(rule("a", (ops.Bias, n["Square"]), n["BiasSquare"])),)), (x,),
         ),
-        "own fusion": (n["scaled"](rules=n["RULES"]), (x, extra)),
+        "a step": (octavo.Sequential(ops.ConstantScale(0.5), ops.AddExtraInput(), rules=(ops.Forward(scaled),)),
+                   (x, extra)),
     }  # fmt: skip
 
 
 @backends
-def test_every_example_of_the_page_with_each_subset_of_its_outputs(backend):
+def test_every_example_of_the_pages_with_each_subset_of_its_outputs(backend):
     for name, (model, inputs) in shown_models().items():
         try:
             assert_compiled_is_eager(model, inputs, backend)

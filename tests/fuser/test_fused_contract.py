@@ -75,7 +75,7 @@ def test_a_fused_operation_that_returns_something_else_is_named_with_its_functio
 
 
 class Halves(ops.FusedOperation):
-    """x / 2 + bias, in one piece."""
+    """x / 2 + bias, as a legacy fused operation."""
 
     @staticmethod
     def fuser_forward(ctxs, inputs):

@@ -207,7 +207,7 @@ def test_an_explanation_has_every_operation_once_in_order(recipe):
 
 
 def test_an_explanation_has_what_runs_together_and_what_runs_alone():
-    """Runs end at somebody else's module, at views and at codes; a Sequential inside is taken apart."""
+    """Runs end at other modules, at views and at codes; a Sequential inside is flattened."""
     model = octavo.Sequential(
         Doubled(), Powered(H), torch.nn.Tanh(), ops.RMSNorm(H), ops.Identity(), ops.GELU(), ops.Bias(H),
         ops.Reshape((-1, H)), ops.Quantize(recipe="mxfp8"), linear("mxfp8"),

@@ -203,7 +203,7 @@ QUANTIZE = {
 }
 
 
-# -- operations of one's own, as docs/custom-ops.md writes them --------------------------------------------------------
+# -- users' operations, as docs/writing-an-operation.md writes them ----------------------------------------------------
 
 
 @values.register("hashed-softcap")

@@ -75,7 +75,7 @@ class ScaleAdd(FusedOperation):
 
 
 _ONE_BIAS = conditions.of(0, "one bias", lambda c: c.bias_dtype == "", "the Linear has a bias of its own already")
-_PLAIN_Y = conditions.of(0, "y is not quantized", lambda c: not c.quantize_output, "the Linear gives codes away")
+_PLAIN_Y = conditions.of(0, "y is not quantized", lambda c: not c.quantize_output, "the Linear returns codes")
 
 RULES = (
     Forward(Rule("linear-bias-activation", (Linear, Bias, Activation), BiasActivation, (_ONE_BIAS,))),

@@ -2,8 +2,9 @@
 
 Products of E4M3 codes span 2^-18 to 2^18, so for K up to 2^16 their sum is exact in float64: the result does not depend
 on shape, threads or order, and a row computed alone equals the row in a batch. Float32 has none of these properties.
-E5M2 by E4M3 spans 2^-25 to 2^25, and block scales are folded into the values first: there a sum may round at 2^-53, far
-below the one rounding to float32 that follows.
+E5M2 by E4M3 spans 2^-25 to 2^25, and block scales are folded into the values first: there a sum may round at 2^-53, and
+under float32 block scales a product too, which has up to 56 bits. Both are far below the one rounding to float32 that
+follows.
 """
 
 import torch
