@@ -1,4 +1,4 @@
-"""Report what torch.compile does with your model: graphs, breaks, recompiles, skipped CUDA graphs, and each layer's route.
+"""Report what torch.compile does with your model: graphs, breaks, recompiles, skipped CUDA graphs, and layers.
 
 Write a function without arguments in a module of your own. It returns the model and its inputs, in one of two forms:
 

@@ -257,5 +257,5 @@ def render(report: dict[str, Any]) -> str:
             step, loss = len(run["losses"]), run["losses"][-1]
             parts.append(f"{run['recipe']} was interrupted after step {step}, at a training loss of {loss:.4f}.")
     if facts["gpu"] is None:
-        parts.append("A CPU runs the reference: the same codes and scales as a GPU, GEMMs in float64, and no gain in speed.")
+        parts.append("A CPU runs the reference: the same codes and scales as a GPU, GEMMs in float64, not faster.")
     return "\n\n".join(parts)

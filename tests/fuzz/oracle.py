@@ -1,5 +1,5 @@
-"""Linear and GroupedLinear in numpy, from docs/numerics.md, recipes.md, linear.md and grouped.md. Nothing of Octavo is
-imported here, nor in the two files below this one.
+"""Linear and GroupedLinear in numpy, from docs/numerics.md, recipe-settings.md, training.md and experts.md.
+Nothing of Octavo is imported here, nor in the two files below this one.
 
 Products of decoded codes are summed in float64, rounded to float32, the bias added there, and rounded to the dtype."""
 
