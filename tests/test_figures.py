@@ -62,5 +62,28 @@ def test_the_table_of_experts():
         assert cells == [f"{times:.2f}" for times in want], name
 
 
+def test_the_table_of_the_readme():
+    section = (ROOT / "README.md").read_text().split("## Measured\n")[1].split("\n## ")[0].replace("−", "-")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in section.splitlines() if "|" in line]
+    names, cells = rows[0][1:], rows[2:]
+    (layer,) = [cases(s["results"]) for s in results("linear-h200")["shapes"] if s["shape"] == LAYER]
+    (experts,) = [cases(s["results"]) for s in results("grouped-h200")["shapes"] if s["shape"][0] == 64]
+    mlp = cases(results("mlp-h200")["results"])
+    parity = {row["recipe"]: row for row in results("parity-h200")["results"]}
+
+    def row(found, first, field, form):
+        keys = (first, *names)
+        return [format(found[key][field], form) if key in found else "–" for key in keys]
+
+    gaps = [f"{parity[name]['mean_percent']:+.2f} ± {parity[name]['stdev_percent']:.2f}" for name in names]
+    assert cells == [
+        row(layer, "nn.Linear", "graph_ms", ".2f"),
+        row(mlp, "bf16 compiled", "ms", ".2f"),
+        row(mlp, "bf16 compiled", "kept_mib", ".0f"),
+        row(experts, "grouped_mm bf16", "graph_ms", ".2f"),
+        ["", *gaps],
+    ]
+
+
 def test_the_picture_is_drawn_from_the_results():
     assert picture.TARGET.read_text() == picture.draw(), "run python3 -m benchmarks.picture"
