@@ -15,12 +15,12 @@ from octavo.version import __version__
 
 COMMANDS = {"doctor": doctor, "train": train, "bench": bench, "explain": explain}
 INTERRUPTED, BROKEN_PIPE = 130, 141  # exit codes, as a shell reports SIGINT and SIGPIPE
-DESCRIPTION = "Low-precision training for PyTorch: check a machine, try a recipe, time it, look at what is compiled."
+DESCRIPTION = "Low-precision training for PyTorch. Check a machine, try a recipe, time it, and inspect compiled graphs."
 EPILOG = """\
 Start with `octavo doctor`. `octavo COMMAND --help` shows the options of a command and an example.
 
-Ctrl-C ends a command; doctor, train and bench then print the results so far, and write them to the file of --json.
-Exit codes: 0 done, 1 a check failed, 2 wrong arguments or a machine that lacks something, 130 ended by Ctrl-C.
+Ctrl-C ends a command. doctor, train and bench then print the results so far, and write them to the --json file.
+Exit codes: 0 success, 1 a check failed, 2 wrong arguments or missing hardware, 130 ended by Ctrl-C.
 """
 
 

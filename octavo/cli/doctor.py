@@ -1,17 +1,17 @@
-"""Check which recipes run on this machine, and how: a table with a row for each recipe.
+"""Check how each recipe runs on this machine, and print a table with one row per recipe.
 
-Every entry comes from a small product that is run here and compared with a slow, exact one. It takes some seconds, and
-longer on a GPU the first time, when kernels are compiled.
+For each entry the command runs a small computation here and compares it with a slow, exact one. This takes a few
+seconds. The first run on a GPU takes a minute or more, because it compiles kernels.
 
-    quantize               casts to low precision
-    fprop, dgrad, wgrad    the three matrix products of a linear layer: output, gradient of the input, of the weight
+    quantize               the casts to low precision
+    fprop, dgrad, wgrad    the three GEMMs of a linear layer: output, gradient of the input, gradient of the weight
     grouped                a layer of several experts
 
-    native      runs by the GPU's own low-precision instructions
-    emulated    the same low-precision values, multiplied in bfloat16: right, but no faster than bfloat16
-    reference   plain torch, for machines without a GPU: right, and slow
-    failed      the result was wrong, or there was an error; the exit code is then 1
-    -           there is nothing to check: bf16 is not cast
+    native      the GPU's low-precision instructions
+    emulated    the same low-precision values, multiplied in bfloat16: correct, but slower than bf16
+    reference   plain torch, for machines without a supported GPU: correct, but slow
+    failed      a wrong result or an error; the exit code is then 1
+    -           not applicable: bf16 has no cast
 
 example: octavo doctor --json > doctor.json
 """

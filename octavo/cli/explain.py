@@ -1,13 +1,13 @@
-"""Show what torch.compile makes of your model: graphs, breaks, recompiles, CUDA graph skips, and how each layer runs.
+"""Report what torch.compile does with your model: graphs, breaks, recompiles, skipped CUDA graphs, and layers.
 
-Write a function in a module of yours. It takes no arguments and returns the model and its inputs, in either form:
+Write a function without arguments in a module of your own. It returns the model and its inputs, in one of two forms:
 
     model, x, y                           one call, model(x, y)
-    model, [(x1, y1), (x2, y2)]           a call for each tuple of the list: another size shows its recompile
+    model, [(x1, y1), (x2, y2)]           one call per tuple; another size shows its recompile
 
-The module is looked for in the current folder and where Python looks. Forward and backward run on a copy of the model:
-under Inductor on a GPU, with CUDA graphs unless --mode says otherwise; on a CPU the graphs are taken and no code is
-generated, unless --mode is given. It takes as long as torch.compile does for your model. The exit code is 1 if a
+Python looks for the module in the current folder first. The command runs forward and backward on a copy of the model.
+On a GPU it uses Inductor, with CUDA graphs unless --mode says otherwise. On a CPU it captures the graphs and generates
+no code, unless --mode is given. It takes as long as torch.compile takes for your model. The exit code is 1 if a
 condition of --fail-on is met.
 
 example: octavo explain mymodule:example --fail-on break,recompile,skip
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = explain(model, *batches[0], then=batches[1:], mode=arguments.mode)
     output.deliver(report.as_dict(), str(report), arguments.json)
     if "skip" in conditions and not report.cudagraphs:
-        print("No CUDA graphs were asked for, so that none can be skipped here.", file=sys.stderr)
+        print("--fail-on skip: this run used no CUDA graphs, so none could be skipped.", file=sys.stderr)
     failed = failures(report, conditions)
     for sentence in failed:
         print(f"octavo explain: {sentence}", file=sys.stderr)

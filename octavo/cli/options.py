@@ -32,14 +32,14 @@ def add_no_peers(parser: ArgumentParser) -> None:
 def count(text: str) -> int:
     """Parses an int from 1 up."""
     if not re.fullmatch(r"\+?[0-9]{1,18}", text.strip()) or int(text) < 1:
-        raise ArgumentTypeError(f"it is a whole number from 1 up, got {text!r}")
+        raise ArgumentTypeError(f"expected a whole number from 1 up, got {text!r}")
     return int(text)
 
 
 def seed(text: str) -> int:
     """Parses an int that torch takes as a seed."""
     if not re.fullmatch(r"[+-]?[0-9]{1,20}", text.strip()) or not -(2**63) <= int(text) < 2**63:
-        raise ArgumentTypeError(f"it is a whole number from -2^63 up to 2^63 - 1, got {text!r}")
+        raise ArgumentTypeError(f"expected a whole number from -2^63 up to 2^63 - 1, got {text!r}")
     return int(text)
 
 
@@ -53,7 +53,7 @@ def sizes(*names: str) -> Callable[[str], tuple[int, ...]]:
             found = ()
         if len(found) != len(names):
             example = ",".join(["4096"] * len(names))
-            raise ArgumentTypeError(f"it is {','.join(names)}, each 1 or more, such as {example}; got {text!r}")
+            raise ArgumentTypeError(f"expected {','.join(names)}, each 1 or more, such as {example}; got {text!r}")
         return found
 
     return read

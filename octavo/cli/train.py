@@ -1,12 +1,12 @@
 """Train a small GPT in bf16 and in a recipe, from the same start on the same batches, and compare their losses.
 
-The model reads bytes of "Alice's Adventures in Wonderland", which comes with the package. The table shows for both runs
-the loss on the last tenth of the book, which is not trained on, how much higher it is in the recipe, and the speed. The
-defaults take one to two minutes on a CPU.
+The model predicts the bytes of "Alice's Adventures in Wonderland", which the package contains. The table shows both
+losses on the last tenth of the book, which is held out, their difference in percent (gap), and the speed. The defaults
+take one to two minutes on a CPU.
 
-Master weights are float32 in both runs and activations bfloat16 (torch.autocast). bf16 is plain torch; the recipe is
-applied to every linear layer but the last, the output head, which large models keep in bf16 too. One small run shows
-that a recipe trains, not which of two is better: gaps of a percent either way are noise at this size.
+Both runs keep float32 master weights and bfloat16 activations (torch.autocast). The bf16 run is plain torch. The other
+run applies the recipe to every linear layer except the output head. One small run shows that a recipe trains. It does
+not rank recipes: a gap of one percent either way is noise at this size, and the model is too small to gain speed.
 
 example: octavo train --recipe "fp8-block(scale='fp32')" --steps 400 --json run.json
 """
@@ -257,5 +257,5 @@ def render(report: dict[str, Any]) -> str:
             step, loss = len(run["losses"]), run["losses"][-1]
             parts.append(f"{run['recipe']} was interrupted after step {step}, at a training loss of {loss:.4f}.")
     if facts["gpu"] is None:
-        parts.append("A CPU runs the reference: the same codes and scales as a GPU, products in float64, no speed.")
+        parts.append("A CPU runs the reference: the same codes and scales as a GPU, GEMMs in float64, not faster.")
     return "\n\n".join(parts)

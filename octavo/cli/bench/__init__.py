@@ -1,7 +1,7 @@
 """Time low-precision layers on this machine's GPU, beside bf16 and other libraries, in one run.
 
-Each suite prints a table; `octavo bench SUITE --help` says what its columns mean. A suite takes minutes, more on its
-first run, when kernels are compiled. Other libraries (torchao, transformer_engine) take part if they are installed.
+Each suite prints a table; `octavo bench SUITE --help` explains its columns. A suite takes minutes. Its first run takes
+longer, because it compiles kernels. The suites also time torchao and transformer_engine where they are installed.
 
 example: octavo bench linear --shape 8192,4096,14336 --recipes fp8-current,fp8-block --json linear.json
 """

@@ -1,19 +1,19 @@
 """Time a compiled transformer block, forward and backward: in bf16, in recipes, and in torchao if installed.
 
-ms          one step after another, gradients dropped between them; the block taken whole by torch.compile
+ms          one step after another, gradients dropped between them; torch.compile takes the whole block
 of bf16     ms / the compiled bf16 block's
 eager ms    the same block, not compiled
 compile s   seconds of the first compiled step beyond a later one; torch's caches of earlier runs are not read, but
             Octavo's own kernels were compiled by then
-peak MiB    most that one step allocates beyond what is there between steps
+peak MiB    the most that one step allocates beyond what stays allocated between steps
 
 Then one tiny layer under mode="reduce-overhead", which replays CUDA graphs:
 
 host us     microseconds the CPU takes to start one step; median of rounds in which the layers take turns
 skips       graphs that the compiler left without a CUDA graph
 
-On a CPU (--device cpu --size tiny) this only shows that it runs: torch.compile generates no code there (backend
-aot_eager).
+On a CPU (--device cpu --size tiny) the suite only shows that everything runs: torch.compile generates no code there
+(backend aot_eager).
 
 example: octavo bench block --recipes fp8-current
 """

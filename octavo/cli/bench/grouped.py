@@ -3,14 +3,14 @@
 Tokens are spread unevenly: the largest expert has up to three times as many as the smallest.
 
 ms          one eager step after another, gradients dropped between them
-graph ms    the same step replayed from a CUDA graph: what the device alone takes
+graph ms    the same step replayed from a CUDA graph: the device's time alone
 of bf16     ms / that of torch's grouped matrix product in bf16, in the same column
 of floor    graph ms / the least it can take: matrix products at 1250 TFLOP/s, bytes that must be moved at 4.2 TB/s
 
-A second table has the parts of a step alone: the three matrix products (fprop the output, dgrad the gradient of the
-input, wgrad that of the weight), the casts of x, w and dy, and the placing of groups. Padding does not count.
+A second table times the parts of a step: the three GEMMs (fprop the output, dgrad the gradient of the input, wgrad the
+gradient of the weight), the casts of x, w and dy, and the layout of the groups. Padding does not count.
 
-"cached" reuses the cast weights, as every microbatch of a step but the first does.
+"cached" reuses the quantized weights, as every microbatch after the first does.
 
 example: octavo bench grouped --shape 8,16384,4096,14336 --recipes fp8-block
 """

@@ -1,12 +1,12 @@
 """Time forward and backward of one linear layer: in bf16, in every recipe, and in other libraries if installed.
 
 ms          one eager step after another, gradients dropped between them, as training runs it
-graph ms    the same step replayed from a CUDA graph: what the device alone takes (peers are not captured)
+graph ms    the same step replayed from a CUDA graph: the device's time alone (other libraries are not captured)
 of floor    floor / ms: 1 is as fast as the floor. The floor is torch's own FP8 matrix products, timed here (fast
             accumulation in the forward one only), and the bytes that casting once must move, at the rate of a plain
             copy, timed here; for bf16 its matrix products
 host us     microseconds the CPU takes to start one step of a tiny layer: alone, and its share in a stack of sixteen,
-            where backward's change of threads is paid once; each also with backward in the thread that calls it
+            where all backwards share one change of threads; each also with backward in the calling thread
             (torch.autograd.set_multithreading_enabled(False)), and with all threads on one core
 TFLOP/s     of the three matrix products, the whole step's time counted
 saved MiB   kept from forward to backward, parameters not counted; peak MiB: the most that was allocated beyond them

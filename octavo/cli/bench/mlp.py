@@ -1,8 +1,8 @@
 """Time forward and backward of RMSNorm and a SwiGLU MLP: bf16 compiled, octavo.LayerNormMLP in recipes, torchao.
 
 ms          one eager step after another, gradients dropped between them, as training runs it
-graph ms    the same step replayed from a CUDA graph: what the device alone takes (compiled cases are not captured)
-kept MiB    what forward leaves allocated for backward, its output among it; its input was there before
+graph ms    the same step replayed from a CUDA graph: the device's time alone (compiled cases are not captured)
+kept MiB    memory that forward allocates and keeps for backward, including its output, without its input
 of floor    floor / ms: 1 is as fast as the floor. The floor is torch's own FP8 matrix products of both layers, timed
             here, and reading and writing every tensor once, at the rate of a plain copy, timed here; for bf16 its
             matrix products

@@ -1,6 +1,6 @@
 """Time the cast of one bfloat16 matrix to every low-precision format, beside a plain copy of it.
 
-Each case makes both copies that training needs, of the matrix and of its transpose, with their scales.
+Each case produces both results that training needs: values and scales of the matrix, and of its transpose.
 
 ms          time on the GPU
 MB, TB/s    bytes that must be moved, and their rate: one read of the matrix, every write of values and scales
