@@ -1,8 +1,11 @@
 """Addresses of tensors in memory: the span of one, whether two overlap, whether several follow each other."""
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from torch import Tensor
+
+from octavo.errors import UnsupportedConfig
 
 
 def span(t: Tensor) -> tuple[int, int]:
@@ -19,6 +22,17 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     first, end = span(a)
     other, other_end = span(b)
     return first < other_end and other < end
+
+
+def refuse_overlap(name: str, what: str) -> NoReturn:
+    """Raises the error for a caller's buffer of this name that overlaps a tensor that is still needed."""
+    raise UnsupportedConfig(f"{name} lies in the memory of {what}. Give it memory of its own.")
+
+
+def refuse_dgrad_out(dgrad_out: Tensor, dys: Sequence[Tensor | None]) -> None:
+    """Raises if a buffer for dx overlaps a gradient that arrives."""
+    if any([dy is not None and overlap(dgrad_out, dy) for dy in dys]):
+        refuse_overlap("dgrad_out", "dy, which this layer and others may still have to read")
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor | None:

@@ -6,6 +6,7 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # the operators that nodes of a graph call
 
 unsafe_view = torch.ops.aten._unsafe_view  # a view that autograd takes for a tensor of its own: its base is not used
+assert_async = torch.ops.aten._assert_async.msg  # raises where a tensor is false, without a wait for the device
 to_copy = torch.ops.aten._to_copy.default  # the operator behind Tensor.to
 
 

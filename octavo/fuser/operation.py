@@ -99,6 +99,7 @@ class FusibleOperation(NoTorchScript):
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
     op_keywords: ClassVar[tuple[str, ...]] = ()  # keywords of a call, passed through op_kwargs
+    op_memory: ClassVar[tuple[str, str] | None] = None  # keywords for the caller's memory: dx's, y's
     op_is_legacy: ClassVar[bool] = False
     # class attributes, not getattr with a default: a compiler guards on all attributes of a module that misses one
     op_forks: ClassVar[bool] = False
@@ -123,6 +124,10 @@ class FusibleOperation(NoTorchScript):
     def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         """Return this operation's stage for a call with x, which is a tensor, or an Edge inside a run."""
         raise NotImplementedError
+
+    def op_refuses_memory(self, kwargs: dict[str, Any]) -> str:
+        """Return why the graph being traced cannot write to the memory that these keywords give; empty if it can."""
+        return ""
 
     def op_settings(self) -> Any:
         """Return the object that the conditions of a legacy rule see of this operation."""

@@ -30,6 +30,7 @@ class Planned(NamedTuple):
     extras: tuple[tuple[int, int], ...]  # the span of each stage's extras in the result of a call
     fired: tuple[str, ...]
     refused: tuple[NotFired, ...]
+    spans: tuple[tuple[int, int], ...] = ()  # the operations first … last - 1 of each rule that fired
 
 
 class Run(NamedTuple):
@@ -83,7 +84,8 @@ def _plan(
     matches, refused = pattern.match(configs, rules, tried)
     config, place = _placed(configs, matches, routes, hidden, begin)
     fired = tuple(match.rule.name for match in matches)
-    return Planned(config.key, _extras(config, place), fired, tuple(refused))
+    spans = tuple((match.first, match.last) for match in matches)
+    return Planned(config.key, _extras(config, place), fired, tuple(refused), spans)
 
 
 def tell(names: Sequence[str], plan: Planned) -> None:

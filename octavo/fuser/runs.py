@@ -189,6 +189,11 @@ class OperationFuser:
         at = 0
         while at < len(steps):
             end = _run_end(steps, at, x)
+            if cut := _memory_cut(steps[at:end]):
+                _refuse_across(cut, [_connected(step, channels) for step in steps[at:end]], x, number)
+                end = at + cut
+            if torch.compiler.is_compiling() and end > at + 1:
+                end = _without_refused_memory(steps, at, end)
             if end <= at + 1 and not (end > at and isinstance(steps[at].op, BasicOperation)):
                 step = _connected(steps[at], channels)
                 if told is not None:
@@ -230,6 +235,52 @@ def _run_end(steps: list[Step], at: int, x: Any) -> int:
         end -= 1
     if end > at and steps[at].op.op_forks and not (x.requires_grad and torch.is_grad_enabled()):
         return at
+    return end
+
+
+def _memory(step: Step) -> tuple[bool, bool]:
+    """Return whether a step has memory of the caller's for dx, and for y."""
+    keywords: tuple[str, str] | None = step.op.op_memory
+    if keywords is None:
+        return False, False
+    return step.kwargs.get(keywords[0]) is not None, step.kwargs.get(keywords[1]) is not None
+
+
+def _memory_cut(steps: Sequence[Step]) -> int:
+    """Return where a run must be cut, for the caller's memory; 0 if nowhere. Memory for dx is that of a run's first
+    operation, and memory for y that of its last, in a run without side outputs."""
+    for i, step in enumerate(steps):
+        dx, y = _memory(step)
+        if i and (dx or (y and any([before.op.num_extra_outputs for before in steps[:i]]))):
+            return i
+        if y and i + 1 < len(steps):
+            return i + 1
+    return 0
+
+
+def _refuse_across(cut: int, steps: Sequence[Step], x: Tensor, rules: int) -> None:
+    """Raise if a rule would fuse operations on both sides of a cut: the fused operation writes no value between."""
+    bare = []
+    for step in steps:
+        left_out = (*(step.op.op_memory or ()), "is_first_microbatch")
+        bare.append(step._replace(kwargs={k: v for k, v in step.kwargs.items() if k not in left_out}))
+    plan = _planned_run(bare, x, rules, (), takes_nodes([step.op for step in steps]), None).plan
+    for name, (first, last) in zip(plan.fired, plan.spans, strict=True):
+        if first < cut < last:
+            raise UnsupportedConfig(
+                f"{name!r} runs operations {steps[first].number} to {steps[last - 1].number} as one: its first takes "
+                "memory for dx and its last memory for y, and the call has memory for a value between them, which is "
+                "not written. Pass it to these, or give the Sequential rules=None."
+            )
+
+
+def _without_refused_memory(steps: Sequence[Step], at: int, end: int) -> int:
+    """Return the end of a run of steps whose memory the graph being traced can write to. Any other step is called by
+    itself, and says why."""
+    if any(_memory(steps[at])) and steps[at].op.op_refuses_memory(steps[at].kwargs):
+        return at + 1
+    if any(_memory(steps[end - 1])) and steps[end - 1].op.op_refuses_memory(steps[end - 1].kwargs):
+        return end - 1
     return end
 
 
@@ -281,8 +332,33 @@ def _run(
 ) -> tuple[Tensor, list[tuple[Any, ...]]]:
     """Run the steps as one chain. `later` are the channels that steps after it read."""
     check_layout(type(steps[0].op).__name__, x)
-    tracing = torch.compiler.is_compiling()
     as_nodes = takes_nodes([step.op for step in steps])
+    stages, hidden, fields, plan = _planned_run(steps, x, rules, later, as_nodes, fuser)
+    if told is not None:
+        told.append((steps, plan))
+    buffers = tuple([t for stage in stages for t in stage.buffers])
+    needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
+    watched = [t for stage in stages for t in stage.watched]
+    whole = Stage("chain", plan.key, fields[1:], buffers, needs, anchored=anchored, watched=watched, out=stages[-1].out)
+    made = call(whole, x, as_nodes, fuser)
+    for stage, (start, stop) in zip(stages, plan.extras, strict=True):
+        if stage.after is not None:
+            stage.after(made[start:stop])
+    return made[0], _given(steps, x, made, hidden)
+
+
+class PlannedRun(NamedTuple):
+    """The stages of a run, and its plan."""
+
+    stages: list[Stage]
+    hidden: Hidden
+    fields: tuple[Any, ...]  # x and the stages' inputs
+    plan: Planned
+
+
+def _planned_run(
+    steps: Sequence[Step], x: Tensor, rules: int, later: Collection[str], as_nodes: bool, fuser: OperationFuser | None
+) -> PlannedRun:
     stages, routes = _stages(steps, Edge.of(x), as_nodes)
     inside = [(producer, k) for _, _, producer, k in routes]
     hidden = tuple(
@@ -297,32 +373,23 @@ def _run(
     # the index that messages of users' functions name; 0 in other runs, so that equal runs share a plan
     first = steps[0].number if any([key.startswith("custom.") for key in keys]) else 0
     fields = (x, *[t for stage in stages for t in stage.inputs])
-    if tracing:
+    if torch.compiler.is_compiling():
         sketches = [sketched(t, x.shape[-1]) for t in fields] if x.dim() and takes_foreign(rules) else []
-        key, places, fired, refused = planned_now(keys, routes, hidden, rules, first, sketches)
+        plan = Planned(*planned_now(keys, routes, hidden, rules, first, sketches))
         if fuser is not None:
             fuser._tell_now(_names(steps), keys, routes, hidden, rules, first)
     else:
         plan = planned(keys, routes, hidden, rules, first, fields)
-        key, places, fired, refused = plan
         if fuser is not None and fuser._has_news(plan):
             fuser._tell(_names(steps), plan)
-    if told is not None:
-        told.append((steps, Planned(key, places, fired, refused)))
-    buffers = tuple([t for stage in stages for t in stage.buffers])
-    needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
-    made = call(Stage("chain", key, fields[1:], buffers, needs, anchored=anchored), x, as_nodes, fuser)
-    for stage, (start, stop) in zip(stages, places, strict=True):
-        if stage.after is not None:
-            stage.after(made[start:stop])
-    return made[0], _given(steps, x, made, hidden)
+    return PlannedRun(stages, hidden, fields, plan)
 
 
 def _names(steps: Sequence[Step]) -> tuple[str, ...]:
     return tuple([type(step.op).__name__ for step in steps])
 
 
-def _stages(steps: list[Step], x: Edge, as_nodes: bool) -> tuple[list[Stage], Routes]:
+def _stages(steps: Sequence[Step], x: Edge, as_nodes: bool) -> tuple[list[Stage], Routes]:
     stages: list[Stage] = []
     routes: list[tuple[int, int, int, int]] = []
     filled: dict[str, tuple[int, int, Edge]] = {}  # channel -> the operation that fills it, its extra output, its Edge

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from octavo.layers.contract import LAYERS, ForwardResult, Layer, Tensors
 from octavo.layers.dry_run import Miscounted
+from octavo.memory import refuse_dgrad_out
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 from octavo.wgrad.targets import Writes
@@ -156,11 +157,12 @@ class Config(Value):
         return tuple(sorted(self.routes, reverse=True))
 
     @cached_property
-    def decided_by_layout(self) -> bool:
-        return all(
-            layer.decided_by_layout(stage, side) for layer, stage in self.pairs
+    def decided_by_layout(self) -> dict[str, bool]:
+        """For each side, whether the layout decides the launches of all stages."""
+        return {
+            side: all(layer.decided_by_layout(stage, side) for layer, stage in self.pairs)
             for side in ("forward", "backward")
-        )  # fmt: skip
+        }
 
     @cached_property
     def loose(self) -> tuple[tuple[int, int], ...]:
@@ -202,6 +204,16 @@ class ChainLayer(Layer):
     def has_backward(self, config: Config) -> bool:
         return any(config.active)
 
+    def out_place(self, config: Config) -> int | None:
+        """The place of the last stage's memory for y."""
+        place = config.layers[-1].out_place(config.stages[-1])
+        return None if place is None else config.input_spans[-1].start + place - 1
+
+    def returned_elsewhere(self, config: Config) -> dict[int, int]:
+        """The buffer of the first stage's dx, if it has one: the stages' buffers follow each other."""
+        elsewhere: dict[int, int] = config.layers[0].returned_elsewhere(config.stages[0])
+        return elsewhere
+
     def extras(self, config: Config) -> int:
         return sum(config.extras_sizes)
 
@@ -221,7 +233,7 @@ class ChainLayer(Layer):
         return tuple(buffers)
 
     def decided_by_layout(self, config: Config, side: str) -> bool:
-        return config.decided_by_layout
+        return config.decided_by_layout[side]
 
     def fills(self, config: Config) -> bool:
         return any(layer.fills(stage) for layer, stage in config.pairs)
@@ -331,6 +343,8 @@ class ChainLayer(Layer):
         a stage of an outer chain, which passes `writes`, until all stages of that chain are."""
         outer, writes = writes, Writes() if writes is None else writes
         found, stage_buffers, g = _no_gradients(config), _stage_buffers(config, buffers), grads[0]
+        for place in self.returned_elsewhere(config).values():
+            refuse_dgrad_out(buffers[place], grads)
         for step in config.back_steps:
             first, last = step.first, step.last
             dys = [(None, *_side_gradients(config, grads, i, found)) for i in range(first, last)]

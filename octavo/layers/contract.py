@@ -44,7 +44,6 @@ class Layer:
 
     scales: ClassVar[tuple[str, ...]] = ()  # fields of Fresh that are scales: they leave a node flat
     forks: ClassVar[bool] = False  # both outputs are x itself: a chain passes x on, and keeps it only once
-    takes_memory: ClassVar[bool] = False  # `Inputs.out` and `Buffers.dgrad_out` are the caller's memory for y and dx
 
     def __init__(
         self, config: Any, inputs: Any, fresh: Any = Nothing, saved: Any = Nothing, buffers: Any = Nothing
@@ -98,6 +97,10 @@ class Layer:
     def returned_elsewhere(self, config: Any) -> dict[int, int]:
         """Map each input whose gradient lies in a buffer to the place of that buffer."""
         return {}
+
+    def out_place(self, config: Any) -> int | None:
+        """The place among the inputs of the caller's memory for y; None if the layer takes none."""
+        return None
 
     def has_backward(self, config: Any) -> bool:
         """Whether backward has anything to do, which may be a write to a buffer alone."""

@@ -11,19 +11,19 @@ bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[t]
 import math
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
-from octavo.delayed_scaling.casts import cast_args, observed_amaxes
-from octavo.errors import UnsupportedConfig
+from octavo.delayed_scaling.casts import Amaxes, cast_args, known_scale, observed_amaxes
 from octavo.kernels import grouped_gemm
 from octavo.layers.contract import DTYPES, ForwardResult, Tensors, WeightCast
 from octavo.layers.linear_config import LinearSettings
 from octavo.layers.matmul import (
+    Backward,
     Kept,
     MatmulLayer,
     SavedOperands,
@@ -33,7 +33,7 @@ from octavo.layers.matmul import (
     saved_scaling,
     weight_cast_args,
 )
-from octavo.memory import overlap
+from octavo.memory import overlap, refuse_dgrad_out, refuse_overlap
 from octavo.quant.grouped import (
     GroupedTensor,
     fill_groups,
@@ -47,12 +47,12 @@ from octavo.quant.groups import BLOCK, Groups, equal, split
 from octavo.quant.groups import abstract as abstract_groups
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QProto, QTensor
-from octavo.quant.quantizer import Quantizer, QuantizerPair, in_order
+from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair, in_order
 from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import Recipe
 from octavo.values import register
 from octavo.wgrad.deferred import abstract_dy_buffers
-from octavo.wgrad.targets import LazyTarget, Mail, Target, Writes, advance
+from octavo.wgrad.targets import LazyTarget, Mail, Target, Writes
 
 ALIGNED = 16  # columns of codes, for the GEMM's copies; missing ones are zeros
 Operand = Tensor | GroupedTensor
@@ -77,7 +77,11 @@ class Config(LinearSettings):
 
     @cached_property
     def kept_x(self) -> str:
-        return "" if "w" not in self.grads else "plain" if self.quant.wgrad.left is None else "column"
+        if "w" not in self.grads:
+            return ""
+        if self.quant.wgrad.left is None:
+            return "plain"
+        return "" if self.x_columns == "backward" else "column"
 
     @cached_property
     def kept_w(self) -> str:
@@ -85,7 +89,7 @@ class Config(LinearSettings):
         if "x" not in self.grads:
             return ""
         if self.quant.dgrad.left is not None:
-            return "column"
+            return "again" if self.makes_w_again else "column"
         return "row" if self.weight == "held" else "plain"
 
     @cached_property
@@ -163,6 +167,8 @@ class SavedTensors(NamedTuple):
     scales: Tensor | None
     dy_encode: Tensor | None  # delayed: dy's multipliers, and how many amaxes they have seen if they are measured
     dy_seen: Tensor | None
+    x_encode: Tensor | None  # delayed multipliers of x's and w's columns, if those are made in backward
+    w_encode: Tensor | None
     start: Tensor  # these five as of octavo.quant.groups.Groups
     block: Tensor
     owner: Tensor
@@ -186,7 +192,8 @@ class Saved(SavedTensors, SavedOperands):
 class GroupedLinearLayer(MatmulLayer):
     """Computes x[g] · w[g]ᵀ + bias[g]."""
 
-    takes_memory = True
+    def out_place(self, config: Config) -> int:
+        return Inputs._fields.index("out")
 
     def returned_elsewhere(self, config: Config) -> dict[int, int]:
         return {0: Buffers._fields.index("dgrad_out")} if config.dgrad_out else {}
@@ -197,22 +204,10 @@ class GroupedLinearLayer(MatmulLayer):
         return config.shipped and (side == "forward" or not (config.dgrad_out or config.main_grad))
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
-        x, number = inputs.x, inputs.weight.shape[0]
-        if inputs.out is not None:
-            _check_out(config, inputs, inputs.out)
-        groups = split(inputs.splits, x.shape[0])
-        amaxes = observed_amaxes(config.observe, inputs.seen, number, x.device)
-        x_row, x_column = _quantize(config, x, config.x_pair, groups, inputs.scaling[config.x_scaling], amaxes.x)
-        w_row, w_column = _quantized_weight(config, inputs, amaxes.w)
-        y = _output(config, inputs, x_row, w_row, groups)
-        extras: Parts = () if amaxes.returned is None else (amaxes.returned,)
-        if config.dy_buffers:
-            like = TensorProto(tuple(y.shape), y.dtype, y.device)
-            buffers = _abstract_dy_buffers(config, like, groups.padded, groups.number)
-            extras = (*extras, *deferred_extras(config, x, buffers))
-        x_kept = Kept.of(None if x_column is None else x_column.q)
-        width = x.new_empty(0, inputs.weight.shape[2])
-        return ForwardResult((y,), extras, Fresh._make((*x_kept, *groups.tensors(), *Kept.of(w_column), width)))
+        groups = split(inputs.splits, inputs.x.shape[0])
+        amaxes = observed_amaxes(config.observe, inputs.seen, groups.number, inputs.x.device)
+        codes = _quantize(config, inputs.x, config.x_pair, groups, inputs.scaling[config.x_scaling], amaxes.x)
+        return forward_from(config, inputs, codes, groups, amaxes)
 
     def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
@@ -294,33 +289,22 @@ class GroupedLinearLayer(MatmulLayer):
     def backward(
         self, config: Config, saved: Any, buffers: Buffers, grads: Tensors, writes: Writes | None = None
     ) -> Tensors:
-        dy = grads[0]
-        if dy is None:
+        if grads[0] is None:
             return (None,) * len(Inputs._fields)
-        kept = Saved._make(saved)
-        if buffers.dgrad_out is not None and overlap(buffers.dgrad_out, dy):
-            _refuse_overlap("dgrad_out", "dy, which this layer and others may still have to read")
-        dy = dy.contiguous()  # expanded and turned gradients too: every kernel reads rows
-        groups = kept.groups(dy.shape[0])
-        row, column = _quantized_dy(config, dy, kept, groups, buffers)
-        dx = dw = db = ds = None
-        if "x" in config.grads:
-            dx = _input_gradient(config, dy, row, kept, groups, buffers.dgrad_out)
-        if "b" in config.grads:
-            db = grouped_gemm.column_sums_of(dy, groups, DTYPES[config.bias_dtype], kept.scales)
-        if "s" in config.grads:
-            assert kept.bias is not None
-            ds = grouped_gemm.bias_products(dy, kept.bias, groups, DTYPES[config.scales_dtype])
-        if "w" in config.grads:  # buffers are written last
-            dw = _weight_gradient(config, dy, column, kept, groups, buffers)
-        if config.draws and buffers.seed is not None:
-            advance(buffers.seed)
-        return dx, dw, db, None, ds, *[None] * (len(Inputs._fields) - 5)
+        call = Backward(config, Saved._make(saved), buffers, writes)
+        if buffers.dgrad_out is not None:
+            refuse_dgrad_out(buffers.dgrad_out, grads)
+        dy = grads[0].contiguous()  # expanded and turned gradients too: every kernel reads rows
+        groups = call.kept.groups(dy.shape[0])
+        row, column = quantized_dy(call, dy, groups)
+        dx = input_gradient(call, dy, row, groups) if "x" in config.grads else None
+        db, ds = bias_gradients(call, dy, groups)
+        return gradients(dx, finish(call, dy, column, groups), db, ds)  # buffers are written last
 
     def weight_gradient(
         self, config: Config, operands: Any, target: Target | LazyTarget | None, writes: Writes | None = None
     ) -> Tensor | None:
-        dy, x, groups, shape = Operands._make(operands)
+        dy, x, groups, shape = operands = Operands._make(operands)
         number, n, k = shape
         dtype, device = DTYPES[config.weight_dtype], groups.start.device
         if target is None:
@@ -330,9 +314,10 @@ class GroupedLinearLayer(MatmulLayer):
                 dy, x, groups, torch.empty(shape, dtype=dtype, device=device), accumulate=False
             )
         out = target.open(number * n, k).view(number, n, k)
-        with preserve_version_counter(out):  # a graph in flight may have saved it
-            _fill_weight_gradient(dy, x, groups, out, accumulate=config.main_grad == "add")
-        target.close()
+        if writes is None:
+            _store(config, target, out, operands)
+        else:
+            writes.put_off(_store, config, target, out, operands)
         return torch.zeros(shape, dtype=dtype, device=device) if config.dummy_grad else None
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
@@ -363,13 +348,57 @@ layer = GroupedLinearLayer(Config, Inputs, Fresh, Saved, Buffers)
 # -- forward ---------------------------------------------------------------------------------------------------------
 
 
+def forward_from(
+    config: Config, inputs: Inputs, x: tuple[GroupedTensor | None, GroupedTensor | None], groups: Groups, amaxes: Amaxes
+) -> ForwardResult:
+    """Run the rest of forward after x's cast. A fused producer casts x itself, and `inputs` then have none."""
+    if inputs.out is not None:
+        _check_out(config, inputs, inputs.out)
+    w_row, w_column = _quantized_weight(config, inputs, amaxes.w)
+    y = _output(config, inputs, x[0], w_row, groups)
+    extras: Parts = () if amaxes.returned is None else (amaxes.returned,)
+    if config.dy_buffers:
+        like = TensorProto(tuple(y.shape), y.dtype, y.device)
+        buffers = _abstract_dy_buffers(config, like, groups.padded, groups.number)
+        extras = (*extras, *deferred_extras(config, inputs.x, buffers))
+    x_kept = Kept.of(None if x[1] is None else x[1].q)
+    width = torch.empty(0, inputs.weight.shape[2], dtype=config.y_dtype, device=y.device)
+    return ForwardResult((y,), extras, Fresh._make((*x_kept, *groups.tensors(), *Kept.of(w_column), width)))
+
+
+def x_buffers(
+    config: Config, scaling: Parts, like: TensorProto, groups: Groups, observed: Tensor | None
+) -> tuple[tuple[GroupedTensor | None, GroupedTensor | None], CastArgs]:
+    """Output buffers and cast arguments for a fused producer that writes x as codes."""
+    return _empty_pair(like, config.x_pair, groups), _known_scale(scaling[config.x_scaling], observed, groups)
+
+
+def _empty_pair(
+    like: TensorProto, pair: QuantizerPair, groups: Groups
+) -> tuple[GroupedTensor | None, GroupedTensor | None]:
+    """GroupedTensors in the orientations of a pair of quantizers, to be filled."""
+    row, column = (
+        None if spec is None else GroupedTensor(
+            grouped_proto(
+                spec, groups.padded, groups.number, _wide(like.shape[1]), side, like.dtype, like.device
+            ).empty(), groups, side,
+        )
+        for spec, side in zip(pair, ("row", "column"), strict=True)
+    )  # fmt: skip
+    return row, column
+
+
+def _known_scale(part: Sequence[Tensor], observed: Tensor | None, groups: Groups) -> CastArgs:
+    return known_scale([t.view(groups.number) for t in part], observed)._replace(groups=groups)
+
+
 def _output(config: Config, inputs: Inputs, x: GroupedTensor | None, w: QTensor | None, groups: Groups) -> Tensor:
     """Compute y, from the codes of x and w where there are some: in the caller's memory, or with a tail as the config
     says."""
     weight, bias, scales, out = inputs.weight, inputs.bias, inputs.scales, inputs.out
     y = out
     if y is None:
-        y = torch.empty(inputs.x.shape[0], weight.shape[1], dtype=config.y_dtype, device=inputs.x.device)
+        y = torch.empty(groups.rows, weight.shape[1], dtype=config.y_dtype, device=weight.device)
     if x is None or w is None:
         grouped_gemm.plain_rows(inputs.x.to(y.dtype), weight.to(y.dtype), y, groups, bias, scales)
     else:
@@ -435,16 +464,13 @@ def _stacked(weight: Tensor) -> tuple[Tensor, Groups]:
 
 def _check_out(config: Config, inputs: Inputs, out: Tensor) -> None:
     """Refuse an `out` that overlaps tensors that are still to be read."""
-    if overlap(out, inputs.x) and (config.kept_x == "plain" or config.quant.fprop.left is None):
-        _refuse_overlap("out", "x, which is multiplied as it is, now or for the weight's gradient")
+    x: Tensor | None = inputs.x
+    if x is not None and overlap(out, x) and (config.kept_x == "plain" or config.quant.fprop.left is None):
+        refuse_overlap("out", "x, which is multiplied as it is, now or for the weight's gradient")
     for name in ("weight", "bias", "splits", "scales"):
         tensor = getattr(inputs, name)
         if tensor is not None and overlap(out, tensor):
-            _refuse_overlap("out", f"{name}, which the layer needs as it is")
-
-
-def _refuse_overlap(name: str, what: str) -> NoReturn:
-    raise UnsupportedConfig(f"{name} lies in the memory of {what}. Give it memory of its own.")
+            refuse_overlap("out", f"{name}, which the layer needs as it is")
 
 
 def _finished(config: Config, out: Tensor, groups: Groups) -> Tensor:
@@ -484,17 +510,35 @@ def _weight_proto(spec: Quantizer, side: str, weight: Tensor | TensorProto) -> Q
 # -- backward --------------------------------------------------------------------------------------------------------
 
 
-def _quantized_dy(
-    config: Config, dy: Tensor, kept: Saved, groups: Groups, buffers: Buffers
-) -> tuple[GroupedTensor | None, GroupedTensor | None]:
+def gradients(dx: Tensor | None, dw: Tensor | None, db: Tensor | None, ds: Tensor | None) -> Tensors:
+    """One gradient for each input."""
+    return dx, dw, db, None, ds, *[None] * (len(Inputs._fields) - 5)
+
+
+def dy_buffers(
+    call: Backward, like: TensorProto, groups: Groups
+) -> tuple[tuple[GroupedTensor | None, GroupedTensor | None], CastArgs]:
+    """Output buffers and cast arguments for a fused producer that writes dy as codes."""
+    arguments = _known_scale(call.kept.dy_scaling, call.buffers.amax, groups)._replace(seed=call.seed())
+    return _empty_pair(like, call.config.dy_pair, groups), arguments
+
+
+def x_column_buffer(call: Backward, like: TensorProto, groups: Groups) -> tuple[GroupedTensor | None, CastArgs]:
+    """The output buffer and cast arguments for a fused backward that makes x's column codes again."""
+    if "w" not in call.config.grads:
+        return None, CastArgs()
+    encode = call.kept.x_encode
+    arguments = CastArgs(encode=None if encode is None else encode.view(groups.number), groups=groups)
+    return _empty_pair(like, (None, call.config.quant.wgrad.right), groups)[1], arguments
+
+
+def quantized_dy(call: Backward, dy: Tensor, groups: Groups) -> tuple[GroupedTensor | None, GroupedTensor | None]:
     """Quantize dy by row and by column, the latter into the buffers of a deferred dw if there are any."""
-    pair, seed = config.dy_pair, buffers.seed if config.draws else None
+    config, kept, buffers, _ = call
+    pair, seed = config.dy_pair, call.seed()
     if config.dy_buffers < 2:
         return _quantize(config, dy, pair, groups, kept.dy_scaling, buffers.amax, seed)
-    row = None
-    if pair[0] is not None:
-        like = grouped_proto(pair[0], groups.padded, groups.number, _wide(dy.shape[1]), "row", dy.dtype, dy.device)
-        row = GroupedTensor(like.empty(), groups, "row")
+    row, _ = _empty_pair(TensorProto.of(dy), (pair[0], None), groups)
     codes = row, _dy_columns(config, kept.dy_buffers, groups)
     part = [t.view(groups.number) for t in kept.dy_scaling]
     arguments = cast_args(config.recipe, pair, part, partial(_amaxes, dy, groups), buffers.amax, seed)
@@ -502,9 +546,20 @@ def _quantized_dy(
     return codes
 
 
-def _input_gradient(
-    config: Config, dy: Tensor, row: GroupedTensor | None, kept: Saved, groups: Groups, out: Tensor | None
-) -> Tensor:
+def bias_gradients(call: Backward, dy: Tensor, groups: Groups) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the gradients of the bias and of its scales."""
+    config, kept = call.config, call.kept
+    db = ds = None
+    if "b" in config.grads:
+        db = grouped_gemm.column_sums_of(dy, groups, DTYPES[config.bias_dtype], kept.scales)
+    if "s" in config.grads:
+        ds = grouped_gemm.bias_products(dy, kept.bias, groups, DTYPES[config.scales_dtype])
+    return db, ds
+
+
+def input_gradient(call: Backward, dy: Any, row: GroupedTensor | None, groups: Groups) -> Tensor:
+    """Compute dx, in the caller's memory if there is some. If row codes are given, only dy's shape is used."""
+    config, kept, out = call.config, call.kept, call.buffers.dgrad_out
     number, n, k = groups.number, dy.shape[1], kept.width.shape[1]
     dx = torch.empty(dy.shape[0], k, dtype=dy.dtype, device=dy.device) if out is None else out
     if row is None:
@@ -514,29 +569,51 @@ def _input_gradient(
         assert weight is not None
         grouped_gemm.plain_rows(dy, weight.to(dy.dtype).transpose(1, 2), dx, groups)
     else:
-        spec = config.quant.dgrad.right
-        assert spec is not None
-        w = _saved_columns(spec, kept.w, number, _wide(k), dy.dtype)
+        w = _weight_columns(config, kept, number, k, dy.dtype)
         grouped_gemm.rows(row, w, dx, height=-(-n // BLOCK) * BLOCK, along="columns")
     return _finished(config, dx, groups) if out is None else dx
 
 
+def _weight_columns(config: Config, kept: Saved, number: int, k: int, dtype: torch.dtype) -> QTensor:
+    """The weight's column codes: kept, or made again from the weight as forward would have made them."""
+    spec = config.quant.dgrad.right
+    assert spec is not None
+    if config.kept_w != "again":
+        return _saved_columns(spec, kept.w, number, _wide(k), dtype)
+    assert kept.w_codes is not None
+    matrix, groups = _stacked(kept.w_codes)
+    encode = None if kept.w_encode is None else kept.w_encode.view(number)
+    _, column = quantize_groups(_aligned(matrix), None, spec, groups, CastArgs(encode=encode))
+    assert column is not None
+    return column.q
+
+
+def finish(
+    call: Backward, dy: Any, column: GroupedTensor | None, groups: Groups, x_column: GroupedTensor | None = None
+) -> Tensor | None:
+    """Compute dw, then advance the random counter. If column codes are given, only dy's shape is used."""
+    dw = _weight_gradient(call, dy, column, groups, x_column) if "w" in call.config.grads else None
+    call.advance()
+    return dw
+
+
 def _weight_gradient(
-    config: Config, dy: Tensor, column: GroupedTensor | None, kept: Saved, groups: Groups, buffers: Buffers
+    call: Backward, dy: Any, column: GroupedTensor | None, groups: Groups, x_column: GroupedTensor | None
 ) -> Tensor | None:
     """Compute dw. If it is deferred, leave its operands in the mailbox or in the buffers, and return None."""
+    config, kept, buffers, writes = call
     if config.dy_buffers:
         if column is None and kept.dy_buffer is not None:  # codes are in their place already
             kept.dy_buffer.copy_(dy)
         return None
-    right = _x_operand(config, kept.x, groups, dy.dtype)
+    right = _x_operand(config, kept.x, groups, dy.dtype) if x_column is None else x_column
     shape = (groups.number, dy.shape[1], kept.width.shape[1])
     operands = Operands(dy if column is None else column, right, groups, shape)
     if config.deferred_wgrad:
         assert buffers.mail is not None
-        buffers.mail.put(config, *operands)
+        call.write(buffers.mail.put, config, *operands)
         return None
-    return layer.weight_gradient(config, operands, buffers.main_grad)
+    return layer.weight_gradient(config, operands, buffers.main_grad, writes)
 
 
 def _x_operand(config: Config, parts: Sequence[Tensor], groups: Groups, dtype: torch.dtype) -> Operand:
@@ -551,6 +628,14 @@ def _x_operand(config: Config, parts: Sequence[Tensor], groups: Groups, dtype: t
 def _saved_columns(spec: Quantizer, parts: Sequence[Tensor], number: int, k: int, dtype: torch.dtype) -> QTensor:
     q = grouped_assemble(spec, parts, number, "column", k, dtype)
     return in_order(q, scale_strides(spec, (q.scale.shape[0], q.scale.shape[1])))
+
+
+def _store(config: Config, target: Target | LazyTarget, out: Tensor, operands: Operands) -> None:
+    """Compute dw into the buffer that a target opened."""
+    dy, x, groups, _ = operands
+    with preserve_version_counter(out):  # a graph in flight may have saved it
+        _fill_weight_gradient(dy, x, groups, out, accumulate=config.main_grad == "add")
+    target.close()
 
 
 def _fill_weight_gradient(dy: Operand, x: Operand, groups: Groups, out: Tensor, *, accumulate: bool) -> Tensor:

@@ -13,7 +13,7 @@ on the row codes of forward. Operands may also arrive as codes: x from a layer t
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,13 +22,14 @@ from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.operators import unsafe_view
-from octavo.delayed_scaling.casts import Amaxes, W, X, cast_args, known_scale, observed_amaxes
+from octavo.delayed_scaling.casts import Amaxes, cast_args, known_scale, observed_amaxes
 from octavo.kernels.column_sums import column_sums
 from octavo.kernels.gemm import product
 from octavo.layers.contract import DTYPES, ForwardResult, Tensors, WeightCast
 from octavo.layers.linear_config import Config as Config
 from octavo.layers.linear_config import of_orientation
 from octavo.layers.matmul import (
+    Backward,
     Kept,
     MatmulLayer,
     SavedOperands,
@@ -53,7 +54,7 @@ from octavo.quant.quantizer import (
 )
 from octavo.quant.tensorwise import Tensorwise
 from octavo.wgrad.deferred import abstract_dy_buffers
-from octavo.wgrad.targets import LazyTarget, Mail, Target, Writes, advance
+from octavo.wgrad.targets import LazyTarget, Mail, Target, Writes
 
 Operand = Tensor | QTensor
 Operands = tuple[Operand, Operand]  # of dw: dy, x
@@ -191,14 +192,11 @@ class LinearLayer(MatmulLayer):
         fill_pair(as_matrix(weight), codes, weight_cast_args(config, cast, (row, column), partial(_amax, weight)))
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Saved:
-        fresh, scaling = Fresh._make(made.fresh), inputs.scaling
-        makes_x_again = config.x_columns == "backward" and "w" in config.grads
+        fresh = Fresh._make(made.fresh)
         return Saved(
             *saved_operands(config, inputs, fresh),
             fresh.width,
-            *saved_scaling(config, scaling),
-            scaling[X] if scaling and makes_x_again else None,
-            scaling[W] if scaling and config.kept_w == "again" else None,
+            *saved_scaling(config, inputs.scaling),
             *made.extras[config.dy_buffer_extras],
         )
 
@@ -384,27 +382,6 @@ def _dy_columns(config: Config, buffers: Sequence[Tensor], rows: int) -> QTensor
 # -- backward --------------------------------------------------------------------------------------------------------
 
 
-class Backward(NamedTuple):
-    """One call of backward: its settings, the tensors that forward saved, and the buffers that it writes to."""
-
-    config: Config
-    kept: Saved
-    buffers: Buffers
-    writes: Writes | None
-
-    def write(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Write to a buffer, now or when the chain around this layer is done."""
-        if self.writes is None:
-            function(*arguments)
-        else:
-            self.writes.put_off(function, *arguments)
-
-    def seed(self) -> Tensor | None:
-        """The random counter from which a cast of dy draws."""
-        seed = self.buffers.seed
-        return seed if seed is None or self.writes is None else self.writes.drawn(seed)
-
-
 def gradients(dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> Tensors:
     """One gradient for each input."""
     return dx, dw, db, *[None] * (len(Inputs._fields) - 3)
@@ -412,9 +389,7 @@ def gradients(dx: Tensor | None, dw: Tensor | None, db: Tensor | None) -> Tensor
 
 def dy_buffers(call: Backward, like: TensorProto) -> tuple[tuple[QTensor | None, QTensor | None], CastArgs]:
     """Output buffers and cast arguments for a fused producer that writes dy as codes."""
-    arguments = known_scale(call.kept.dy_scaling, call.buffers.amax)
-    if call.config.draws:
-        arguments = arguments._replace(seed=call.seed())
+    arguments = known_scale(call.kept.dy_scaling, call.buffers.amax)._replace(seed=call.seed())
     return empty_pair(like, *call.config.dy_pair, one_scale=True), arguments
 
 
@@ -426,12 +401,9 @@ def x_column_buffer(call: Backward, like: TensorProto) -> tuple[QTensor | None, 
 
 
 def finish(call: Backward, dy: Any, column: QTensor | None, x_column: QTensor | None = None) -> Tensor | None:
-    """Compute dw, then advance the random counter: a backward that fails before draws the same numbers when it is
-    repeated. (The cast of dy raised its amax; a second cast raises it no further.) If column codes are given, only dy's
-    shape is used."""
+    """Compute dw, then advance the random counter. If column codes are given, only dy's shape is used."""
     dw = _weight_gradient(call, dy, column, x_column) if "w" in call.config.grads else None
-    if call.config.draws and call.buffers.seed is not None:
-        call.write(advance, call.buffers.seed)
+    call.advance()
     return dw
 
 
@@ -454,7 +426,7 @@ def _weight_gradient(call: Backward, dy: Any, column: QTensor | None, x_column: 
 def quantized_dy(call: Backward, dy: Tensor) -> tuple[QTensor | None, QTensor | None]:
     """Quantize dy by row and by column, the latter into the buffers of a deferred dw if there are any."""
     config, kept, buffers, _ = call
-    pair, seed = config.dy_pair, call.seed() if config.draws else None
+    pair, seed = config.dy_pair, call.seed()
     if config.dy_buffers < 2:
         return _quantize(config, dy, pair, kept.dy_scaling, buffers.amax, seed)
     row = None if pair[0] is None else pair[0].proto(TensorProto.of(dy)).empty()

@@ -56,6 +56,8 @@ class LinearSettings(Value):
     # dw is left to `backward_dw()`: backward puts its operands into a "mailbox", or in a graph into "buffers" that
     # forward returns (`octavo.wgrad.deferred`)
     deferred_wgrad: str = ""
+    x_columns: str = "forward"  # or "backward": a fused operation makes x's column codes again for dw
+    recompute_w_columns: bool = False  # in backward, from the weight itself: one more read, and nothing kept
 
     def validate(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]  # registered, it is a dataclass
@@ -88,8 +90,15 @@ class LinearSettings(Value):
 
     @cached_property
     def kept_w(self) -> str:
-        """The form in which backward needs w: "" (not at all), "plain", "row" or "column"."""
+        """The form in which backward needs w: "" (not at all), "plain", "row", "column", or "again": the weight itself,
+        to make its column codes once more."""
         raise NotImplementedError
+
+    @cached_property
+    def makes_w_again(self) -> bool:
+        """Whether backward makes the weight's column codes from the weight, rather than keep them. In the first step of
+        delayed scaling, forward's multiplier is not at hand."""
+        return self.recompute_w_columns and self.weight == "plain" and "w" not in self.measured
 
     @cached_property
     def made_x(self) -> str:
@@ -189,8 +198,6 @@ class Config(LinearSettings):
 
     x: str = "plain"  # or "codes"
     quantize_output: bool = False
-    x_columns: str = "forward"  # or "backward": a fused operation makes x's column codes again for dw
-    recompute_w_columns: bool = False  # in backward, from the weight itself: one more read, and nothing kept
 
     @cached_property
     def wgrad_mode(self) -> str:
@@ -214,13 +221,11 @@ class Config(LinearSettings):
 
     @cached_property
     def kept_w(self) -> str:
-        """The form in which backward needs w: also "again", the weight itself, to make its column codes once more."""
         if "x" not in self.grads:
             return ""
         if self.weight == "held" and self.quant.dgrad.mode != "quantized":
             return "row"
-        again = self.recompute_w_columns and self.weight == "plain" and self.quant.dgrad.mode == "quantized"
-        if again and "w" not in self.measured:  # or forward's multiplier is not at hand
+        if self.makes_w_again and self.quant.dgrad.mode == "quantized":
             return "again"
         return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.quant.dgrad.mode]
 

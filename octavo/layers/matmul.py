@@ -5,19 +5,20 @@ Backward keeps an operand as a plain tensor or as the tensors of its codes. Both
 of tensors that cross a node is fixed.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo.delayed_scaling.casts import Measure, cast_args
+from octavo.delayed_scaling.casts import Measure, W, X, cast_args
 from octavo.layers.contract import WeightCast, WeightLayer
 from octavo.layers.linear_config import LinearSettings
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QProto, QTensor
 from octavo.quant.quantizer import CastArgs, QuantizerPair
 from octavo.wgrad.deferred import unfilled_dy_buffers
-from octavo.wgrad.targets import Target
+from octavo.wgrad.targets import Target, Writes, advance
 
 
 class Kept(NamedTuple):
@@ -74,6 +75,33 @@ class SavedOperands:
         return tuple([t for t in buffers if t is not None])
 
 
+class Backward(NamedTuple):
+    """One call of backward: its settings, the tensors that forward saved, and the buffers that it writes to."""
+
+    config: Any
+    kept: Any
+    buffers: Any
+    writes: Writes | None
+
+    def write(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Write to a buffer, now or when the chain around this layer is done."""
+        if self.writes is None:
+            function(*arguments)
+        else:
+            self.writes.put_off(function, *arguments)
+
+    def seed(self) -> Tensor | None:
+        """The random counter from which a cast of dy draws; None if none does."""
+        seed: Tensor | None = self.buffers.seed if self.config.draws else None
+        return seed if seed is None or self.writes is None else self.writes.drawn(seed)
+
+    def advance(self) -> None:
+        """Advance the random counter, after all else: a backward that fails before draws the same numbers when it is
+        repeated. (The cast of dy raised its amax; a second cast raises it no further.)"""
+        if self.config.draws and self.buffers.seed is not None:
+            self.write(advance, self.buffers.seed)
+
+
 class MatmulLayer(WeightLayer):
     """A layer of GEMMs with a weight."""
 
@@ -128,10 +156,12 @@ def saved_operands(config: LinearSettings, inputs: Any, fresh: Any) -> tuple[Any
     return *x, *w
 
 
-def saved_scaling(config: LinearSettings, scaling: Parts) -> tuple[Tensor | None, Tensor | None]:
-    """dy's part of `scaling`, in two fields."""
+def saved_scaling(config: LinearSettings, scaling: Parts) -> tuple[Any, Any, Any, Any]:
+    """Four fields: dy's part of `scaling`, and the multipliers of x's and w's columns, if backward makes those."""
     encode, seen = (*scaling[config.dy_scaling], None, None)[:2]
-    return encode, seen
+    makes_x = scaling and config.x_columns == "backward" and "w" in config.grads
+    makes_w = scaling and config.kept_w == "again"
+    return encode, seen, scaling[X] if makes_x else None, scaling[W] if makes_w else None
 
 
 def weight_cast_args(config: LinearSettings, cast: WeightCast, pair: QuantizerPair, measure: Measure) -> CastArgs:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from octavo._torch.dispatch import dispatch_depth
 from octavo._torch.tracing import saved_elsewhere
-from octavo.layers.contract import LAYERS
 from octavo.lower import eager, operators
 from octavo.lower.stage import Stage as Stage
 
@@ -24,19 +23,13 @@ def takes_nodes(operations: Sequence[Any] = ()) -> bool:
     return dispatch_depth() > 0 and not saved_elsewhere() and not any([op.op_holds_objects() for op in operations])
 
 
-def call(stage: Stage, x: Any, as_nodes: bool, owner: Any = None) -> Sequence[Tensor]:
-    """Run a stage on x. Returns outputs, then extras; in a graph, fresh tensors after them. Messages name the
-    `owner`."""
-    if as_nodes:
-        return operators.run(stage.name, stage.key, (x, *stage.inputs), stage.buffers)
-    return eager.run(stage, x, owner)
-
-
-def call_into(
-    out: Tensor, stage: Stage, x: Any, as_nodes: bool, shape: tuple[int, ...], owner: Any
+def call(
+    stage: Stage, x: Any, as_nodes: bool, owner: Any = None, shape: tuple[int, ...] | None = None
 ) -> Sequence[Tensor]:
-    """Run a stage as `call` does, with y in `out`, the caller's memory; a graph returns `out` in this shape."""
-    if as_nodes:
-        return operators.run_into(stage.name, stage.key, (x, *stage.inputs), stage.buffers, out, shape)
-    at = LAYERS[stage.name].Inputs._fields.index("out") - 1
-    return call(stage._replace(inputs=(*stage.inputs[:at], out, *stage.inputs[at + 1 :])), x, False, owner)
+    """Run a stage on x. Returns outputs, then extras; in a graph, fresh tensors after them. Messages name the `owner`.
+    If y lies in `stage.out`, a graph returns it in this shape."""
+    if not as_nodes:
+        return eager.run(stage, x, owner)
+    if stage.out is None:
+        return operators.run(stage, x)
+    return operators.run_into(stage, x, stage.out, tuple(stage.out.shape) if shape is None else shape)

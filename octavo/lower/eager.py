@@ -145,13 +145,16 @@ def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
     """Run one call. Returns outputs, then extras. Messages name the `owner` by its `op_describe()`."""
     layer = driven(LAYERS[stage.name])
     config = layer.config(stage.key)
-    inputs = layer.Inputs._make(_in_memory((x, *stage.inputs)))
-    buffers = layer.Buffers._make(stage.buffers)
-    out = inputs.out if layer.takes_memory else None
+    fields = _in_memory((x, *stage.inputs))
+    out = stage.out
     if out is not None:
+        at = layer.out_place(config)
+        assert at is not None
+        fields[at] = out
         begin_write(out)
-        written = [out, inputs.x] if overlap(out, inputs.x) else [out]
+        written = [out, x] if overlap(out, x) else [out]
         torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])  # kernels do not
+    inputs, buffers = layer.Inputs._make(fields), layer.Buffers._make(stage.buffers)
     if not stage.needs:
         check_transforms(inputs)
         try:
@@ -162,9 +165,9 @@ def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
             raise
         tensors = (*outputs, *extras)
     else:
-        if layer.takes_memory and buffers.dgrad_out is not None:
-            refuse_overlap(buffers.dgrad_out, inputs)
-            refuse_grad(buffers.dgrad_out, inputs.x)
+        for place in layer.returned_elsewhere(config).values():
+            refuse_overlap(buffers[place], inputs)
+            refuse_grad(buffers[place], x)
         # the last input first: autograd adds the gradients of a tensor that is passed twice in this order, as it does
         # for layers called one by one
         try:

@@ -12,7 +12,8 @@ graph that calls the same op with the same string looks the same after `backward
 
 A forward that writes y to the caller's memory is two nodes, since an operator that mutates has no gradient:
 
-    octavo::run_into (Tensor[] tensors, Tensor(a!) out, str call) -> (Tensor, ...)    extras and fresh, in MADE places
+    octavo::run_into (Tensor[] tensors, Tensor(a!) out, str call) -> (Tensor, ...)    extras and fresh, in as many
+                                                                                      places as INTO says
     octavo::attach   (Tensor[] tensors, str call) -> Tensor                           one element that looks like y, and
                                                                                       carries its gradient to run_bwd
 
@@ -43,6 +44,7 @@ from octavo.lower.caller_memory import begin_write, begin_write_at, keep, refuse
 from octavo.lower.driven import driven
 from octavo.lower.modified import explain_modified, title_of
 from octavo.lower.packing import pack, packing
+from octavo.lower.stage import Stage
 from octavo.lower.transforms import why_active
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
@@ -108,6 +110,14 @@ class _NodeCall:
     def inputs(self, tensors: Sequence[Any]) -> Any:
         """The layer's inputs, from the head of the list."""
         return self.layer.Inputs._make(self.presence.unpack(tensors))
+
+    def inputs_into(self, tensors: Sequence[Any], out: Tensor) -> Any:
+        """The layer's inputs, with the caller's memory for y."""
+        fields = list(self.presence.unpack(tensors))
+        at = self.layer.out_place(self.config)
+        assert at is not None
+        fields[at] = out
+        return self.layer.Inputs._make(fields)
 
     def refuse_overlaps(self, tensors: Sequence[Tensor]) -> None:
         """Refuse gradient buffers that overlap inputs; `tensors` lists both."""
@@ -274,36 +284,49 @@ def _(tensors: list[Tensor], call: str, mask: str, **_: Any) -> int:
 
 # -- y in memory of the caller's -----------------------------------------------------------------------------------
 
-MADE = 18  # places: an operator that mutates returns a fixed number of tensors
+# places of each: an operator that mutates returns a fixed number of tensors
+INTO = {"run_into": 20, "run_into_chain": 48, "run_into_long_chain": 192}
 
 
-@torch.library.custom_op(
-    "octavo::run_into",
-    mutates_args=("out",),
-    schema=f"(Tensor[] tensors, Tensor(a!) out, str call) -> ({', '.join(['Tensor'] * MADE)})",
-)
-def _run_into(tensors: list[Tensor], out: Tensor, call: str) -> tuple[Tensor, ...]:
-    parsed = _node_call(call)
-    if parsed.writes:
-        _refuse_hooks(parsed)
-        parsed.refuse_overlaps(tensors)
-    begin_write_at(tensors[-1], out.nbytes)
-    begin_write(out)
-    made = parsed.layer.forward(parsed.config, parsed.inputs(tensors)._replace(out=out))
-    keep(out, out)  # y will be a view of it
-    return _places(made, out)
+def _define_into(name: str, places: int) -> Any:
+    """Define the operator of this name, which returns as many tensors as it has places."""
+
+    @torch.library.custom_op(
+        f"octavo::{name}",
+        mutates_args=("out",),
+        schema=f"(Tensor[] tensors, Tensor(a!) out, str call) -> ({', '.join(['Tensor'] * places)})",
+    )
+    def operator(tensors: list[Tensor], out: Tensor, call: str) -> tuple[Tensor, ...]:
+        parsed = _node_call(call)
+        if parsed.writes:
+            _refuse_hooks(parsed)
+            parsed.refuse_overlaps(tensors)
+        begin_write_at(tensors[-1], out.nbytes)
+        begin_write(out)
+        made = parsed.layer.forward(parsed.config, parsed.inputs_into(tensors, out))
+        keep(out, out)  # y will be a view of it
+        return _in_places(made, out, places)
+
+    @operator.register_fake
+    def _(tensors: list[Tensor], out: Tensor, call: str) -> tuple[Tensor, ...]:
+        return _in_places(_fakes(_node_call(call), tensors), out, places)
+
+    @register_flop_formula(getattr(torch.ops.octavo, name), get_raw=True)  # type: ignore[untyped-decorator]
+    def _(tensors: list[Tensor], out: Tensor, call: str, **_: Any) -> int:
+        parsed = _node_call(call)
+        return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors)))
+
+    return operator
 
 
-@_run_into.register_fake
-def _(tensors: list[Tensor], out: Tensor, call: str) -> tuple[Tensor, ...]:
-    return _places(_fakes(_node_call(call), tensors), out)
-
-
-def _places(made: ForwardResult, out: Tensor) -> tuple[Tensor, ...]:
+def _in_places(made: ForwardResult, out: Tensor, places: int) -> tuple[Tensor, ...]:
     """Extras and fresh tensors, with empty tensors in the places that are left."""
     found = _listed(made._replace(outputs=()))
-    assert len(found) <= MADE, f"{len(found)} tensors do not fit: raise MADE"
-    return (*found, *[out.new_empty(0) for _ in range(MADE - len(found))])
+    return (*found, *[out.new_empty(0) for _ in range(places - len(found))])
+
+
+for _name, _places in INTO.items():
+    _define_into(_name, _places)
 
 
 @torch.library.custom_op("octavo::attach", mutates_args=())
@@ -328,12 +351,6 @@ def _set_up_token(ctx: Any, inputs: tuple[list[Tensor], str], output: Tensor) ->
 
 
 _attach.register_autograd(lambda ctx, dy: _backward(ctx, [dy]), setup_context=_set_up_token)
-
-
-@register_flop_formula(torch.ops.octavo.run_into, get_raw=True)  # type: ignore[untyped-decorator]
-def _(tensors: list[Tensor], out: Tensor, call: str, **_: Any) -> int:
-    parsed = _node_call(call)
-    return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors)))
 
 
 # -- cached weights --------------------------------------------------------------------------------------------------
@@ -435,32 +452,45 @@ def layer_named(name: str) -> Any:
 # -- calls -----------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, key: str, inputs: Any, buffers: Any) -> list[Tensor]:
-    """Run one call as one node of the graph being traced. Returns outputs, extras and fresh tensors."""
-    tensors: list[Tensor] = []
-    presence = pack(inputs, tensors)
-    call = DIGEST + "|" + name + "|" + presence + "|" + pack(buffers, tensors) + "|" + key
+def _call_string(stage: Stage, x: Any, tensors: list[Tensor]) -> str:
+    """The string of a call, whose inputs and buffers are added to `tensors`."""
+    presence = pack((x, *stage.inputs), tensors)
+    call = DIGEST + "|" + stage.name + "|" + presence + "|" + pack(stage.buffers, tensors) + "|" + stage.key
     if why := _refusal():
         raise UnsupportedConfig(why)
+    return call
+
+
+def run(stage: Stage, x: Any) -> list[Tensor]:
+    """Run one call as one node of the graph being traced. Returns outputs, extras and fresh tensors."""
+    tensors: list[Tensor] = []
+    call = _call_string(stage, x, tensors)
     found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], call)
     return found
 
 
-def run_into(name: str, key: str, inputs: Any, buffers: Any, out: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+def run_into(stage: Stage, x: Any, out: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
     """Run one call as `run` does, with y in `out`. The first result is `out` itself in this shape, as part of the
     graph."""
     tensors: list[Tensor] = []
-    presence = pack(inputs, tensors)
-    call = DIGEST + "|" + name + "|" + presence + "|" + pack(buffers, tensors) + "|" + key
-    if why := _refusal():
-        raise UnsupportedConfig(why)
+    call = _call_string(stage, x, tensors)
+    name = "run_into" if stage.name != "chain" else _into_chain(stage.key)
+    operator = getattr(torch.ops.octavo, name)
     with torch.no_grad():
         # an empty view that tells where `out` is: a compiler may pass a copy of a tensor that is written to
         place = out.detach()[:0]
-        made = list(torch.ops.octavo.run_into([*[t.detach() for t in tensors], place], out, call))
+        made = list(operator([*[t.detach() for t in tensors], place], out, call))
     token = torch.ops.octavo.attach([*tensors, *made], call)
     # viewed before it is joined: the compiler would make a later view a leaf, and lose its gradient
     return [Join.apply(out.view(shape), token.view(shape)), *made]  # type: ignore[no-untyped-call]
+
+
+@while_tracing
+def _into_chain(key: str) -> str:
+    """The operator that has a place for each tensor that this chain makes."""
+    config = chain.layer.config(key)
+    count = chain.layer.extras(config) + chain.layer.fresh_size(config)
+    return next(name for name, places in INTO.items() if count <= places)
 
 
 def sac_save_ops() -> tuple[Callable[..., Any], ...]:
@@ -482,7 +512,7 @@ def sac_save_ops() -> tuple[Callable[..., Any], ...]:
         >>> checkpoint(layer, torch.ones(4, 16), use_reentrant=False, context_fn=contexts).shape
         torch.Size([4, 8])
     """
-    return torch.ops.octavo.run.default, torch.ops.octavo.run_into.default
+    return torch.ops.octavo.run.default, *[getattr(torch.ops.octavo, name).default for name in INTO]
 
 
 @while_tracing

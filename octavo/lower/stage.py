@@ -18,4 +18,5 @@ class Stage(NamedTuple):
     outputs: tuple[Any, ...] = ()  # y and side outputs, as Edges, of an operation that describes them itself
     anchored: bool = False  # backward must run for its writes, though no input takes a gradient
     watched: Sequence[Tensor] = ()  # tensors that must not be written to before backward
+    out: Tensor | None = None  # the caller's memory for y
     after: Any = None  # called with its extras, once forward has run

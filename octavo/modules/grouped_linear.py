@@ -13,12 +13,13 @@ from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
 from octavo.fuser.inputs import arrived, check_input, check_weight
+from octavo.fuser.operation import Edge, has_shape
 from octavo.kernels import grouped_gemm
 from octavo.layers.contract import DTYPE_NAMES
-from octavo.layers.grouped_linear import layer
+from octavo.layers.grouped_linear import Config, layer
 from octavo.layers.grouped_linear import refusal as grouped_refusal
 from octavo.layers.linear_config import call_key
-from octavo.lower.call import Stage, call, call_into, takes_nodes
+from octavo.lower.call import Stage, call, takes_nodes
 from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.memory import joined_rows
 from octavo.modules.quantized import Quantized, outside, wanted
@@ -26,6 +27,7 @@ from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
+from octavo.values import Value
 from octavo.weights.held import HeldWeight, linked_token, parameter
 from octavo.wgrad.refusals import graph_refusal
 
@@ -54,6 +56,8 @@ class GroupedLinear(Quantized):
         fuse_wgrad_accumulation: add the weight gradient to `weight.main_grad` in place, as in `octavo.Linear`.
         tail: rows of y and dx after the last group: "zero" writes zeros, "untouched" leaves any values there, which
             saves the write.
+        keep_weight_codes: whether forward keeps the weights' column codes for backward, one byte for each weight. With
+            False backward makes them again from the weights: more time, less memory.
         strict: raise if torch.compile cannot take the layer with these settings. With False the layer warns and runs
             outside of the graph.
 
@@ -89,6 +93,7 @@ class GroupedLinear(Quantized):
         delay_wgrad_compute: bool = False,
         fuse_wgrad_accumulation: bool = False,
         tail: str = "zero",
+        keep_weight_codes: bool = True,
         strict: bool = True,
     ) -> None:
         super().__init__()
@@ -98,6 +103,7 @@ class GroupedLinear(Quantized):
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.scales_per_operand = num_groups
         self.tail, self.scale_bias = tail, scale_bias
+        self.keep_weight_codes = keep_weight_codes
         self._weight_names = _register(
             self, "weight", torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype),
             single_grouped_weight,
@@ -189,18 +195,46 @@ class GroupedLinear(Quantized):
     # -- as an operation of a Sequential ---------------------------------------------------------------------------
 
     op_keywords = ("is_first_microbatch", "out", "dgrad_out")
+    op_memory = ("dgrad_out", "out")
 
     @property
     def num_extra_inputs(self) -> int:  # type: ignore[override]
         """Counts the extra inputs: the sizes of the groups, and the scales of the bias if there are any."""
         return 2 if self.scale_bias and self._bias_names else 1
 
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        return isinstance(config, Config)
+
     def why_not_fusible(self, x: Any) -> str:
-        return "rows in groups are a run of their own"
+        if x.dim() != 2:
+            return "x has other than two dims, and a run of grouped layers takes rows"
+        if torch.compiler.is_compiling():
+            if self.delay_wgrad_compute:
+                return "its dW is deferred, and in a graph that takes a node of its own"
+            if graph_refusal(self):
+                return "it does not compile"
+        return ""
 
     def op_call(self, x: Any, extras: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
         splits, *scales = extras
         return self(x, splits, scales=scales[0] if scales else None, **kwargs)
+
+    def op_refuses_memory(self, kwargs: dict[str, Any]) -> str:
+        return self._buffer_refusal(kwargs.get("out"), kwargs.get("dgrad_out"))
+
+    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        if torch.compiler.is_compiling():
+            self._now("_settle")
+        elif self._unborn:
+            self._settle()
+        weights = self.weight_parts()
+        check_input("GroupedLinear", x)
+        self._check_fit(x, weights[0])
+        splits = self._splits(extras[0], weights[0].device)
+        scales = self._bias_scales(extras[1] if len(extras) > 1 else None, x)
+        buffers = CallersMemory(kwargs.get("out"), kwargs.get("dgrad_out"))
+        return self._stage(x, weights, splits, scales, buffers, kwargs.get("is_first_microbatch"), as_nodes)
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -269,10 +303,7 @@ class GroupedLinear(Quantized):
         as_nodes = takes_nodes([self]) or isinstance(rows, FakeTensor) or rows.is_meta
         buffers = CallersMemory(out, dgrad_out)
         stage = self._stage(rows, weights, splits, scales, buffers, is_first_microbatch, as_nodes)
-        if out is None:
-            tensors = call(stage, rows, as_nodes, self)
-        else:
-            tensors = call_into(out, stage, rows, as_nodes, shape, self)
+        tensors = call(stage, rows, as_nodes, self, shape)
         if stage.after is not None:
             stage.after(tensors[1:])
         y = tensors[0]
@@ -292,15 +323,16 @@ class GroupedLinear(Quantized):
             self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
             bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype],
             scales_dtype="" if scales is None else DTYPE_NAMES[scales.dtype], grads=grads,
-            dgrad_out=buffers.dgrad_out is not None, tail=self.tail, **side.settings,
+            dgrad_out=buffers.dgrad_out is not None, tail=self.tail,
+            recompute_w_columns=not self.keep_weight_codes, **side.settings,
         )  # fmt: skip
         kind = side.settings["weight"]
         joined = not (as_nodes or self._is_single or kind == "held") and weight.data_ptr() == weights[0].data_ptr()
-        watched = weights if joined and self.LAYER.config(key).kept_w == "plain" else ()
+        watched = weights if joined and self.LAYER.config(key).kept_w in ("plain", "again") else ()
         weight = weight.detach() if side.elsewhere else weight
         return Stage(
             self.NAME, key, (weight, bias, splits, scales, None, *side.inputs), (*side.buffers, buffers.dgrad_out),
-            grads != "", self.out_features, anchored=side.elsewhere, watched=watched,
+            grads != "", self.out_features, anchored=side.elsewhere, watched=watched, out=buffers.out,
             after=self._after(key, side) if side.has_extras else None,
         )  # fmt: skip
 
@@ -313,39 +345,44 @@ class GroupedLinear(Quantized):
             x = x.dequantize()
         x = x if type(x) is Tensor else arrived(x)
         check_input("GroupedLinear", x)
-        if type(own) is not nn.Parameter or own.layout is not torch.strided:
-            check_weight("GroupedLinear, as its weight,", own)
         kind = x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
+        self._check_fit(x, own)
+        return x
+
+    def _check_fit(self, x: Any, own: Tensor) -> None:
+        """Raises if x (anything with a shape and a device) does not fit the weight. A shape of () is unknown."""
+        if type(own) is not nn.Parameter or own.layout is not torch.strided:
+            check_weight("GroupedLinear, as its weight,", own)
         if own.dtype not in FLOATS:
             raise UnsupportedDtype(
                 f"GroupedLinear takes float32, bfloat16 or float16 weights, got {own.dtype}. Cast them."
             )
-        if x.dim() < 2 or x.shape[-1] != self.in_features:
+        if (len(x.shape) < 2 or x.shape[-1] != self.in_features) and has_shape(x):
             raise UnsupportedShape(
                 f"This GroupedLinear takes inputs [..., {self.in_features}] of two dims or more, got {tuple(x.shape)}. "
                 "Check the layer before it, or in_features."
             )
         if x.device != own.device:
             raise UnsupportedDevice(f"x is on {x.device} and the weight on {own.device}. Move them together.")
-        return x
 
-    def _bias_scales(self, scales: Tensor | None, rows: Tensor) -> Tensor | None:
+    def _bias_scales(self, scales: Any, rows: Any) -> Tensor | None:
         scaled = self.scale_bias and bool(self._bias_names)
         if scaled != (scales is not None):
             raise UnsupportedConfig(
                 "scales= multiply the bias of a layer with scale_bias=True and a bias; "
                 + ("this call has none. Pass scales, one for each row." if scaled else "this layer does not take them.")
             )
-        if scales is None:
-            return None
+        if scales is None or type(scales) is Edge:
+            return scales  # type: ignore[return-value]
         if scales.numel() != rows.shape[0] or scales.dtype not in FLOATS or scales.device != rows.device:
             raise UnsupportedShape(
                 f"scales has a float32, bfloat16 or float16 for each of the {rows.shape[0]} rows, on {rows.device}; "
                 f"got {scales.dtype} {tuple(scales.shape)} on {scales.device}."
             )
-        return scales.reshape(-1)
+        flat: Tensor = scales.reshape(-1)
+        return flat
 
     def _buffer_refusal(self, out: Tensor | None, dgrad_out: Tensor | None) -> str:
         """Returns why a graph that is being traced cannot write to these buffers; empty if it can."""
@@ -389,8 +426,10 @@ class GroupedLinear(Quantized):
         if dgrad_out is not None and "x" not in grads:
             raise UnsupportedConfig("dgrad_out is for the gradient of x, and x needs none here. Leave it out.")
 
-    def _splits(self, splits: Tensor | list[int], device: torch.device) -> Tensor:
+    def _splits(self, splits: Any, device: torch.device) -> Any:
         """Returns the splits as a tensor on the device. Raises in a graph, which would copy them only at capture."""
+        if type(splits) is Edge:
+            return splits
         if not isinstance(splits, Tensor) or splits.device != device:
             captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             if torch.compiler.is_compiling() or captured:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from octavo.cli import machine, options, table
 from octavo.cli.bench import linear, peers
-from octavo.cli.bench.step import settled_step
+from octavo.cli.bench.step import kept_mib, kernels_ms, settled_step
 from octavo.cli.bench.transformer import Size, SwiGLU
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, hosts_us
 from octavo.fused.blocks import LayerNormMLP
@@ -103,7 +103,8 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
     }
     for name, make in makers.items():
         report["results"].append(_case(name, make, (tokens, hidden, ffn), floors))
-    report["kernels"] = _kernels(makers[f"octavo {first}"], (tokens, hidden, ffn))
+    step = settled_step(makers[f"octavo {first}"](hidden, ffn), *_tensors(tokens, hidden))
+    report["kernels"] = kernels_ms(step)
 
 
 def _tensors(tokens: int, hidden: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +122,7 @@ def _case(
     ms, readings = eager_ms(step)
     floor = floors["bf16_ms"] if name.startswith("bf16") else floors["fp8_ms"]
     row: dict[str, Any] = {
-        "case": name, "ms": ms, "readings_ms": readings, "kept_mib": _kept_mib(module, x), "floor_ms": floor,
+        "case": name, "ms": ms, "readings_ms": readings, "kept_mib": kept_mib(module, x), "floor_ms": floor,
         "of_floor": floor / ms, "tflops": 18 * tokens * hidden * ffn / ms / 1e9,
     }  # fmt: skip
     if name.startswith("octavo"):
@@ -130,16 +131,6 @@ def _case(
     torch.cuda.empty_cache()
     tiny = settled_step(make(*TINY[1:]), *_tensors(TINY[0], TINY[1]))
     return {**row, "host_us": hosts_us(tiny, repeats=200)}
-
-
-def _kept_mib(module: nn.Module, x: Tensor) -> float:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    y = module(x)
-    torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before
-    del y
-    return kept / 2**20
 
 
 def _floors(tokens: int, hidden: int, ffn: int) -> dict[str, float]:
@@ -158,24 +149,6 @@ def _floors(tokens: int, hidden: int, ffn: int) -> dict[str, float]:
         "bytes_ms": moved / rate,
         "fp8_ms": up["fp8"] + down["fp8"] + moved / rate,
     }
-
-
-def _kernels(make: Callable[[int, int], nn.Module], shape: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """Returns the milliseconds of each kernel in one step, the longest first."""
-    tokens, hidden, ffn = shape
-    step, steps = settled_step(make(hidden, ffn), *_tensors(tokens, hidden)), 5
-    for _ in range(3):
-        step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(steps):
-            step()
-        torch.cuda.synchronize()
-    found = [
-        {"kernel": e.key, "calls": e.count / steps, "ms": e.self_device_time_total / steps / 1e3}
-        for e in profile.key_averages()
-    ]
-    return sorted((e for e in found if e["ms"] > 0), key=lambda e: -e["ms"])
 
 
 def render(report: dict[str, Any]) -> str:

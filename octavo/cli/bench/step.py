@@ -1,6 +1,7 @@
 """The training step of a module that every suite times, and the memory it takes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,33 @@ def settled_step(module: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]
         end_step(module)
         refresh_weights(module)  # no optimizer owns the weights, so the end of a step invalidates cached codes
     return step
+
+
+def kept_mib(module: nn.Module, x: Tensor) -> float:
+    """Returns the MiB that forward allocates and keeps for backward, its output included."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    y = module(x)
+    torch.cuda.synchronize()
+    kept = torch.cuda.memory_allocated() - before
+    del y
+    return kept / 2**20
+
+
+def kernels_ms(step: Callable[[], None], steps: int = 5) -> list[dict[str, Any]]:
+    """Returns the milliseconds of each GPU kernel in one step, the longest first."""
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    found = [
+        {"kernel": e.key, "calls": e.count / steps, "ms": e.self_device_time_total / steps / 1e3}
+        for e in profile.key_averages()
+    ]
+    return sorted((e for e in found if e["ms"] > 0), key=lambda e: -e["ms"])
 
 
 def peak_mib(step: Callable[[], None]) -> float:

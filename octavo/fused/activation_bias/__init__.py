@@ -13,7 +13,7 @@ from octavo.fuser.pattern import Backward, FusedOperation, Rule
 from octavo.kernels import activation_quantize
 from octavo.kernels.activation import Inputs as ActInputs
 from octavo.kernels.tile_cast import NOTHING, Target
-from octavo.layers import activation, linear
+from octavo.layers import activation, linear, matmul
 from octavo.layers.contract import DTYPES
 from octavo.modules.activation import Activation, Bias, ConstantScale
 from octavo.modules.linear import Linear
@@ -26,7 +26,7 @@ class Cast:
     """The gradient between an activation and the Linear before it, as codes for that Linear's backward."""
 
     def __init__(
-        self, call: linear.Backward, act: Any, saved: Grads, dy: Tensor, bias_grad: torch.dtype | None,
+        self, call: matmul.Backward, act: Any, saved: Grads, dy: Tensor, bias_grad: torch.dtype | None,
         again: Target = NOTHING,
     ) -> None:  # fmt: skip
         """Compute the codes. `call` is the Linear's backward; `saved` and dy belong to the activation."""
@@ -66,7 +66,7 @@ class ActivationBias(FusedOperation):
         first, act = configs[0], configs[-1]
         between = configs[1] if len(configs) == 3 else None
         wanted = own_bias(first) if between is None else own_bias(between)
-        call = linear.Backward(first, linear.Saved._make(saved[0]), buffers[0], writes)
+        call = matmul.Backward(first, linear.Saved._make(saved[0]), buffers[0], writes)
         cast = Cast(call, act, saved[-1], dy, wanted)
         empty = (None,) * len(activation.Inputs._fields)
         if between is None:

@@ -16,7 +16,7 @@ from octavo.fused.activation_linear import ActivationLinear, conditions_at
 from octavo.fuser.pattern import Joint, Rule
 from octavo.kernels.column_sums import column_sums
 from octavo.kernels.tile_cast import Target
-from octavo.layers import activation, linear
+from octavo.layers import activation, linear, matmul
 from octavo.modules.activation import Activation
 from octavo.modules.linear import Linear
 from octavo.quant.proto import TensorProto
@@ -34,11 +34,11 @@ class MLP(ActivationLinear):
         first, act, second = configs
         dy = grads[-1][0]
         assert dy is not None
-        last = linear.Backward(second, linear.Saved._make(saved[2]), buffers[2], writes)
+        last = matmul.Backward(second, linear.Saved._make(saved[2]), buffers[2], writes)
         row, column = linear.quantized_dy(last, dy)
         da = linear.input_gradient(last, dy, row)
         again, given = linear.x_column_buffer(last, TensorProto(tuple(da.shape), da.dtype, da.device))
-        call = linear.Backward(first, linear.Saved._make(saved[0]), buffers[0], writes)
+        call = matmul.Backward(first, linear.Saved._make(saved[0]), buffers[0], writes)
         cast = Cast(call, act, saved[1], da, own_bias(first), Target((None, again), given))
         db = None if (dtype := own_bias(second)) is None else column_sums(linear.flat(dy), dtype)
         dw = linear.finish(last, dy, column, again)

@@ -34,7 +34,8 @@ class Replayed(Adapter):
 
     def _forward(self, which: str, config: Any, inputs: Any, run: Callable[[Any], Groups]) -> Groups:
         """Call run(inputs), or replay it. `which` tells the possible functions apart."""
-        if not self.decided_by_layout(config, "forward") or (self.takes_memory and inputs.out is not None):
+        out = self.out_place(config)
+        if not self.decided_by_layout(config, "forward") or (out is not None and inputs[out] is not None):
             return run(inputs)
         tensors: list[Any] = []
         marks = pack(inputs, tensors)
