@@ -224,9 +224,9 @@ class Quantized(FusibleOperation, nn.Module):
         if recipe is None:
             if self._follows and current_graph_task() != -1:
                 raise UnsupportedConfig(
-                    "This layer follows octavo.autocast, and is run during a backward, by a checkpoint that "
-                    "recomputes, where no recipe is in force. Enter octavo.autocast inside the checkpointed function, "
-                    "or give the layer its recipe: octavo.convert(model, recipe)."
+                    "This layer takes its recipe from octavo.autocast, and a checkpoint runs it again in backward, "
+                    "outside of the autocast block. Enter octavo.autocast inside the checkpointed function, or give "
+                    "the layer its own recipe: octavo.convert(model, recipe)."
                 )
             return UNQUANTIZED
         self._prepare(recipe)
