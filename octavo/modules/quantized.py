@@ -40,7 +40,9 @@ SEED = "rounding_seed"
 
 def dtype_refusal(dtype: torch.dtype) -> str:
     """Returns why a weight of this dtype cannot be quantized; empty if it can."""
-    return "" if dtype in FLOATS else f"its weight is {dtype}, and float32, bfloat16 or float16 can be quantized"
+    if dtype in FLOATS:
+        return ""
+    return f"its weight is {dtype}, and only float32, bfloat16 and float16 can be quantized (model.float() casts it)"
 
 
 DY_AMAX = scaling.BUFFER_NAMES["backward"]["current"]  # the buffer in which backward observes dy
