@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.recipes import SHIPPED, Recipe, recipe
+from octavo.values import shown
 
 
 class _Ambient(threading.local):
@@ -99,12 +100,13 @@ class microbatch:
         if isinstance(first, Tensor):
             if first.numel() != 1:
                 raise UnsupportedShape(
-                    f"microbatch(first=...) on the device is one element, got {tuple(first.shape)}. Pass one of them."
+                    f"octavo.microbatch(first=...) takes a tensor of one element, got shape {tuple(first.shape)}. Pass "
+                    "one element of it."
                 )
         elif first is not None and type(first) is not bool:
             raise UnsupportedConfig(
-                f"first= of a microbatch is True, False, None or a tensor of one element, got {first!r}. "
-                "Write octavo.microbatch(first=i == 0)."
+                "octavo.microbatch(first=...) takes True, False, None or a tensor of one element, got "
+                f"{shown(repr(first))}. Write octavo.microbatch(first=i == 0)."
             )
         self.first = first
 

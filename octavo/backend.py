@@ -98,7 +98,7 @@ class Refusal:
 @cache
 def triton_refusal(device: torch.device) -> Refusal | None:
     if device.type != "cuda":
-        return Refusal(f"Triton kernels run on CUDA tensors, this one is on {device}")
+        return Refusal(f"Triton kernels run on CUDA tensors, and this one is on {device}")
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_TRITON_CAPABILITY:
         found, least = (f"SM{major}{minor}" for major, minor in (capability, MIN_TRITON_CAPABILITY))

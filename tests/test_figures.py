@@ -1,89 +1,278 @@
-"""Figures of README.md and of docs/choosing-a-recipe.md are those of the committed results."""
+"""Figures of the README and of the pages are those of the committed results that they name."""
 
+import functools
 import json
 import re
+import statistics
 from pathlib import Path
+
+import pytest
 
 import octavo
 from benchmarks import picture
 
 ROOT = Path(octavo.__file__).parents[1]
-PAGE = (ROOT / "docs" / "choosing-a-recipe.md").read_text()
 LAYER = [8192, 4096, 14336]
-EMULATED = ("mxfp8", "nvfp4")
+LINEAR, MLP, GROUPED = "linear-refactored-h200", "mlp-refactored-h200", "grouped-refactored-h200"
+README, CHOOSING, FAQ, BENCHMARKS = "README.md", "docs/choosing-a-recipe.md", "docs/faq.md", "docs/benchmarks.md"
 
 
+@functools.cache
 def results(name):
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
-def table(heading):
-    """Returns the rows under a heading as {recipe: cells}."""
-    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0].replace("−", "-")
-    return {
-        name: cells.split(" | ") for name, cells in re.findall(r"^\| `([\w-]+)` \| (.*) \|$", section, re.MULTILINE)
-    }
+def section(page, heading):
+    """Returns the text under a heading, up to the next heading of its level or above."""
+    text = "\n" + (ROOT / page).read_text().replace("−", "-")
+    level = heading.split()[0]
+    return re.split(rf"\n#{{1,{len(level)}}} ", text.split(f"\n{heading}\n")[1])[0]
+
+
+def tables(page, heading):
+    """Returns the tables under a heading, each a list of rows of cells, its header first."""
+    found = re.findall(r"(?:^\|.*\|\n)+", section(page, heading) + "\n", re.MULTILINE)
+    rows = [[[cell.strip() for cell in line.strip("|").split("|")] for line in each.splitlines()] for each in found]
+    return [[each[0], *each[2:]] for each in rows]
+
+
+def keyed(rows):
+    """Returns the rows of a table whose first cell is a recipe's name alone, as {recipe: the other cells}."""
+    return {row[0].strip("`"): row[1:] for row in rows if re.fullmatch(r"`[\w-]+`", row[0])}
 
 
 def cases(rows):
     return {row["case"].removeprefix("octavo "): row for row in rows}
 
 
-def linear(recipe):
-    """Returns (times nn.Linear's speed, MiB kept, MiB at the peak) of one layer."""
-    shapes = results("linear-emulated-h200" if recipe in EMULATED else "linear-h200")["shapes"]
-    (rows,) = [cases(shape["results"]) for shape in shapes if shape["shape"] == LAYER]
-    row = rows[recipe]
-    return rows["nn.Linear"]["graph_ms"] / row["graph_ms"], row["saved_mib"], row["peak_mib"]
+def shapes(name):
+    return [cases(shape["results"]) for shape in results(name)["shapes"]]
 
 
-def test_the_decision_table():
-    mlp = cases(results("mlp-h200")["results"])
-    parity = {row["recipe"]: row for row in results("parity-h200")["results"]}
-    rows = table("Decision table")
-    assert set(rows) == set(octavo.recipes.SHIPPED)
-    for name, cells in rows.items():
-        speed, kept, peak = linear(name)
-        fused = mlp["bf16 compiled"]["ms"] / mlp[name]["ms"] if name in mlp else None
-        gap = parity[name]
-        assert cells[:5] == [
-            f"{speed:.2f}",
-            "–" if fused is None else f"{fused:.2f}",
-            f"{kept:.0f}",
-            f"{peak:.0f}",
-            f"{gap['mean_percent']:+.2f} ± {gap['stdev_percent']:.2f}",
-        ], name
+def layer(name=LINEAR):
+    """Returns the cases of the linear layer that the tables show, 8192 tokens of 4096→14336."""
+    (found,) = [cases(shape["results"]) for shape in results(name)["shapes"] if shape["shape"] == LAYER]
+    return found
 
 
-def test_the_table_of_experts():
-    shapes = [cases(shape["results"]) for shape in results("grouped-h200")["shapes"]]
-    for name, cells in table("Layers of experts").items():
-        want = [1 / rows[case]["graph_of_bf16"] for rows in shapes for case in (name, f"{name}, cached")]
-        assert cells == [f"{times:.2f}" for times in want], name
+def mlp(name=MLP):
+    return cases(results(name)["results"])
+
+
+def parity():
+    return {row["recipe"]: row for row in results("parity-h200")["results"]}
+
+
+def gap(recipe):
+    row = parity()[recipe]
+    return f"{row['mean_percent']:+.2f} ± {row['stdev_percent']:.2f}"
+
+
+def both(row):
+    return f"{row['ms']:.3f} / {row['graph_ms']:.3f}"
+
+
+# -- README ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_of_the_readme():
-    section = (ROOT / "README.md").read_text().split("## Measured\n")[1].split("\n## ")[0].replace("−", "-")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")][1:] for line in section.splitlines() if "|" in line]
-    names, cells = rows[0][1:], rows[2:]
-    (layer,) = [cases(s["results"]) for s in results("linear-h200")["shapes"] if s["shape"] == LAYER]
-    (experts,) = [cases(s["results"]) for s in results("grouped-h200")["shapes"] if s["shape"][0] == 64]
-    mlp = cases(results("mlp-h200")["results"])
-    parity = {row["recipe"]: row for row in results("parity-h200")["results"]}
+    ((head, *rows),) = tables(README, "## Measured")
+    names = head[2:]
+    experts = shapes(GROUPED)[1]
 
     def row(found, first, field, form):
-        keys = (first, *names)
-        return [format(found[key][field], form) if key in found else "–" for key in keys]
+        return [format(found[key][field], form) if key in found else "–" for key in (first, *names)]
 
-    gaps = [f"{parity[name]['mean_percent']:+.2f} ± {parity[name]['stdev_percent']:.2f}" for name in names]
-    assert cells == [
-        row(layer, "nn.Linear", "graph_ms", ".2f"),
-        row(mlp, "bf16 compiled", "ms", ".2f"),
-        row(mlp, "bf16 compiled", "kept_mib", ".0f"),
+    assert [each[1:] for each in rows] == [
+        row(layer(), "nn.Linear", "graph_ms", ".2f"),
+        row(mlp(), "bf16 compiled", "ms", ".2f"),
+        row(mlp(), "bf16 compiled", "kept_mib", ".0f"),
         row(experts, "grouped_mm bf16", "graph_ms", ".2f"),
-        ["", *gaps],
+        ["", *map(gap, names)],
     ]
+
+
+def test_the_cost_of_emulation():
+    """The sentence has the median of the three layers."""
+
+    def times(name):
+        return statistics.median(found[name]["graph_ms"] / found["nn.Linear"]["graph_ms"] for found in shapes(LINEAR))
+
+    text = " ".join(section(README, "## Limits").split())
+    assert f"about {times('mxfp8'):.0f} and {times('nvfp4'):.0f} times as long as bf16" in text
 
 
 def test_the_picture_is_drawn_from_the_results():
     assert picture.TARGET.read_text() == picture.draw(), "run python3 -m benchmarks.picture"
+
+
+# -- choosing a recipe -------------------------------------------------------------------------------------------------
+
+
+def test_the_decision_table():
+    rows = keyed(tables(CHOOSING, "## Decision table")[1])
+    assert set(rows) == set(octavo.recipes.SHIPPED)
+    fused, linear = mlp(), layer()
+    for name, cells in rows.items():
+        row = linear[name]
+        assert cells[:5] == [
+            f"{linear['nn.Linear']['graph_ms'] / row['graph_ms']:.2f}",
+            f"{fused['bf16 compiled']['ms'] / fused[name]['ms']:.2f}" if name in fused else "–",
+            f"{row['saved_mib']:.0f}",
+            f"{row['peak_mib']:.0f}",
+            gap(name),
+        ], name
+
+
+def test_the_table_of_experts():
+    rows = keyed(tables(CHOOSING, "## Layers of experts")[0])
+    assert rows
+    for name, cells in rows.items():
+        want = [1 / found[case]["graph_of_bf16"] for found in shapes(GROUPED) for case in (name, f"{name}, cached")]
+        assert cells == [f"{times:.2f}" for times in want], name
+
+
+def test_cases_in_which_fp8_loses():
+    text = section(CHOOSING, "## When FP8 loses")
+    small, plain = shapes(LINEAR)[0]["fp8-block"], shapes(LINEAR)[0]["nn.Linear"]
+    eager, graph = plain["ms"] / small["ms"], plain["graph_ms"] / small["graph_ms"]
+    assert f"`fp8-block` has {eager:.2f} of bf16's speed eager, {graph:.2f} from a CUDA graph" in text
+
+    def span(rows, form):
+        return f"{min(rows):{form}} to {max(rows):{form}}"
+
+    def times(name):
+        return span([found[name]["graph_ms"] / found["nn.Linear"]["graph_ms"] for found in shapes(LINEAR)], ".1f")
+
+    assert f"`mxfp8` takes {times('mxfp8')} times bf16's time, `nvfp4` {times('nvfp4')}" in text
+    few = shapes("grouped-crossover-h200")[:3]
+    whole, cached = ([found[case]["graph_of_bf16"] for found in few] for case in ("fp8-delayed", "fp8-delayed, cached"))
+    assert f"`fp8-delayed` takes {span(whole, '.2f')} times" in text and f"({span(cached, '.2f')})" in text
+    peaks = layer()["fp8-delayed"]["peak_mib"], layer()["nn.Linear"]["peak_mib"]
+    assert "peak {:.0f} MiB against {:.0f}".format(*peaks) in text
+
+
+# -- FAQ ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_beside_torchao_of_the_faq():
+    rows = tables(FAQ, "## How does Octavo differ from torchao?")[1][1:]
+    block, fused, linear = mlp("block-h200"), mlp("mlp-h200"), layer("linear-slow-host-h200")
+
+    def row(found, first, peer, field, form, file):
+        return [
+            *(format(found[key][field], form) for key in (first, "fp8-delayed", "fp8-current", peer)),
+            f"`{file}.json`",
+        ]
+
+    compiled = "torchao tensorwise compiled"
+    assert [each[1:] for each in rows] == [
+        row(block, "bf16", "torchao tensorwise", "ms", ".2f", "block-h200"),
+        row(block, "bf16", "torchao tensorwise", "peak_mib", ".0f", "block-h200"),
+        row(fused, "bf16 compiled", compiled, "ms", ".2f", "mlp-h200"),
+        row(fused, "bf16 compiled", compiled, "kept_mib", ".0f", "mlp-h200"),
+        row(linear, "nn.Linear", compiled, "ms", ".2f", "linear-slow-host-h200"),
+    ]
+
+
+# -- benchmarks --------------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_of_the_benchmarks():
+    rows = tables(BENCHMARKS, "# Benchmarks")[0][1:]
+    pairs = [
+        (layer()["nn.Linear"]["ms"], layer()["fp8-delayed"]["ms"], ".3f"),
+        (mlp()["bf16 compiled"]["ms"], mlp()["fp8-delayed"]["ms"], ".3f"),
+        (mlp("block-h200")["bf16"]["ms"], mlp("block-h200")["fp8-delayed"]["ms"], ".2f"),
+        (shapes(GROUPED)[0]["grouped_mm bf16"]["ms"], shapes(GROUPED)[0]["fp8-delayed"]["ms"], ".3f"),
+    ]
+    want = [[f"{base:{form}} ms", f"{ours:{form}} ms", f"{base / ours:.2f}"] for base, ours, form in pairs]
+    assert [row[1:4] for row in rows] == want
+
+
+@pytest.mark.parametrize(
+    ("heading", "file"),
+    [
+        ("## One linear layer", LINEAR),
+        ("### Beside torchao", "linear-slow-host-h200"),
+        ("## Layers of experts", GROUPED),
+    ],
+)
+def test_tables_of_eager_and_graph_times(heading, file):
+    named = {
+        "torch's grouped_mm, bf16": "grouped_mm bf16",
+        "torchao tensorwise, compiled": "torchao tensorwise compiled",
+    }
+    named["torchao rowwise, compiled"] = "torchao rowwise compiled"
+    rows = tables(BENCHMARKS, heading)[0][1:]
+    assert f"{file}.json" in section(BENCHMARKS, heading) and len(rows) > 5
+    for label, *cells in rows:
+        case = label.replace("`", "").removesuffix(" (emulated)")
+        case = named.get(case, case)
+        if case == "FP8 floor":
+            entries = results(file)["shapes"]
+            want = [f"{each.get('floor_ms') or each['floors']['fp8_ms']:.3f}" for each in entries]
+        else:
+            found = [each[case] for each in shapes(file)]
+            want = [both(row) if "graph_ms" in row else f"{row['ms']:.3f}" for row in found]
+        assert cells == want, label
+
+
+def test_the_memory_of_a_linear_layer():
+    head, *rows = tables(BENCHMARKS, "## One linear layer")[1]
+    for (_, *cells), field in zip(rows, ("saved_mib", "peak_mib"), strict=True):
+        for names, cell in zip(head[1:], cells, strict=True):
+            first, *others = names.split(", ")
+            for name in (first, *(f"fp8{other}" for other in others)):
+                assert cell == f"{layer()[name][field]:.0f}", name
+
+
+def test_the_table_of_the_mlp():
+    named = {
+        "plain torch, bf16, compiled": "bf16 compiled",
+        "fp8-delayed, keep_weight_codes=True": "fp8-delayed, weight codes kept",
+        "fp8-delayed, not fused (rules=None)": "fp8-delayed, not fused",
+    }
+    rows = tables(BENCHMARKS, "## A norm and an MLP")[0][1:]
+    assert rows.pop()[:2] == ["FP8 floor", f"{results(MLP)['floors']['fp8_ms']:.3f}"]
+    for label, *cells in rows:
+        case = label.replace("`", "")
+        row = mlp()[named.get(case, case)]
+        graph = f"{row['graph_ms']:.3f}" if "graph_ms" in row else "–"
+        assert cells == [f"{row['ms']:.3f}", graph, f"{row['kept_mib']:.0f}"], label
+    older, text = mlp("mlp-h200"), section(BENCHMARKS, "## A norm and an MLP").replace("\n", " ")
+    times = [older[case]["ms"] for case in ("bf16 compiled", "fp8-delayed", "torchao tensorwise compiled")]
+    assert "bf16 compiled {:.3f} ms, fp8-delayed {:.3f}, torchao tensorwise compiled {:.3f}".format(*times) in text
+
+
+def test_the_table_of_few_tokens():
+    rows = tables(BENCHMARKS, "### Few tokens for each expert")[0][1:]
+    found = [*shapes("grouped-crossover-h200"), shapes(GROUPED)[1]]
+    for (_, *cells), case in zip(rows, ("fp8-delayed", "fp8-delayed, cached"), strict=True):
+        assert cells == [f"{each[case]['graph_of_bf16']:.2f}" for each in found], case
+
+
+def test_the_spread_of_runs_on_file():
+    rows = tables(BENCHMARKS, "## How these were measured")[0][1:]
+    assert len(rows) > 10
+    for label, *cells in rows:
+        file = re.search(r"\[([\w-]+)\.json\]", label).group(1)
+        if file.startswith("mlp"):
+            base, ours = (mlp(file)[case]["ms"] for case in ("bf16 compiled", "fp8-delayed"))
+        elif file.startswith("linear"):
+            base, ours = (layer(file)[case]["graph_ms"] for case in ("nn.Linear", "fp8-delayed"))
+        else:
+            base, ours = (shapes(file)[0][case]["graph_ms"] for case in ("grouped_mm bf16", "fp8-delayed"))
+        assert cells == [f"{base:.3f}", f"{ours:.3f}", f"{base / ours:.2f}"], file
+
+
+# -- verification ------------------------------------------------------------------------------------------------------
+
+
+def test_runs_on_the_gpu_are_on_record():
+    rows = tables("docs/verification.md", "## Runs on the GPU")[0][1:]
+    runs = results("gpu-tests-h200")["runs"]
+    for label, passed, failed in rows:
+        named = re.findall(r"commit (\w+)", label) or ["tests.hashes"]
+        counts = [(run["passed"], run["failed"]) for run in runs if named[0] in run["what"]]
+        assert (int(passed), int(failed.split(":")[0])) in counts, label

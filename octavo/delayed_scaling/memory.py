@@ -275,8 +275,9 @@ class DelayedScaling:
                 module._scaling.origin = "own"
         self.origin = "own"
         warn_caller(
-            "fp8-delayed: weights were loaded and no scaling state, so scales start afresh. To resume a run as it was, "
-            "save octavo.state_dict(model) with the weights, and octavo.load_state_dict(model, state) before training."
+            "fp8-delayed: weights were loaded and no scaling state, so the scales are measured anew. To resume a run "
+            "exactly, save octavo.state_dict(model) with the weights, and call octavo.load_state_dict(model, state) "
+            "before training."
         )
 
     # -- what no step has seen yet -------------------------------------------------------------------------------------
@@ -311,8 +312,8 @@ class DelayedScaling:
 
 def say_late() -> None:
     warn_caller(
-        "fp8-delayed: parameters were updated, or a thousand forwards run, and octavo.step(model) was not called, so "
-        "the scales still are what they were. Call it once after every optimizer.step(), or "
+        "fp8-delayed: octavo.step(model) was not called, and parameters were updated or a thousand forwards have run, "
+        "so the scales are out of date. Call it once after every optimizer.step(), or call "
         "octavo.attach(model, optimizer) once."
     )
 

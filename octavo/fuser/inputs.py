@@ -20,8 +20,8 @@ from octavo.weights.held import HeldWeight, refuse_codes
 OURS = (HeldWeight, FakeTensor, FunctionalTensor)  # subclasses that layers accept: Octavo's own, and tracers'
 DISABLED = (no_torch_function, no_torch_dispatch)
 NESTED = (
-    "a nested one, whose rows are of several lengths. Call it on the rows, x.values() of a jagged tensor, and nest "
-    "what comes back: torch.nested.nested_tensor_from_jagged(y, x.offsets())"
+    "a nested one, whose rows differ in length. Call the layer on the rows and nest its result, for a jagged x by "
+    "torch.nested.nested_tensor_from_jagged(layer(x.values()), x.offsets())"
 )
 PARALLEL = (
     "a DTensor: tensor parallelism (parallelize_module, distribute_tensor) is not supported yet. Leave the layer out "
@@ -71,44 +71,54 @@ def _overrides(kind: type, name: str) -> bool:
     return owner is not Tensor and owner.__dict__[name] not in DISABLED and owner is not TensorBase
 
 
-def refuse_strange(title: str, why: str) -> NoReturn:
-    """Raise an error with the reason that `strange` returned."""
+def refuse_strange(title: str, why: str, name: str = "") -> NoReturn:
+    """Raise an error with the reason that `strange` returned; `name` is the argument, if it is not x."""
     sparse = why.startswith("one of layout")
     error = UnsupportedShape if sparse or why is NESTED else UnsupportedDtype
-    raise error(f"{title} takes {'dense' if sparse else 'plain'} tensors, got {why}.")
+    raise error(f"{title} takes {'dense' if sparse else 'plain'} tensors{_as(name)}, got {why}.")
 
 
-def check_input(title: str, x: Any) -> None:
-    """Check that x is a tensor, or an object with a shape and a dtype that stands for one, in a supported dtype."""
+def _as(name: str) -> str:
+    return f" as {name}" if name else ""
+
+
+def check_input(title: str, x: Any, name: str = "") -> None:
+    """Check that x is a tensor, or an object with a shape and a dtype that stands for one, in a supported dtype.
+
+    `name` is the argument, if it is not x.
+    """
     if type(x) is not Tensor and isinstance(x, Proxy):  # some tracers' proxies have a dtype
         refuse_symbol(title)
     dtype = getattr(x, "dtype", None)
     if not isinstance(dtype, torch.dtype):
-        raise UnsupportedDtype(f"{title} takes a tensor, got {type(x).__name__}. Make one: torch.as_tensor(...).")
+        raise UnsupportedDtype(
+            f"{title} takes a tensor{_as(name)}, got {type(x).__name__}. Make one: torch.as_tensor(...)."
+        )
     if type(x) is HeldWeight:  # isinstance asks the metaclass of tensors, ten times as long
         refuse_codes(title)
     if dtype not in FLOATS:
-        raise UnsupportedDtype(f"{title} takes float32, bfloat16 or float16, got {dtype}. Cast x first.")
+        what = name or "x"
+        raise UnsupportedDtype(f"{title} takes {what} in float32, bfloat16 or float16, got {dtype}. Cast {what} first.")
     # a run has checked its x before it made an Edge, and a plain strided Tensor needs no further check
     if type(x) is not Edge and (type(x) is not Tensor or x.is_nested or x.layout is not torch.strided):
-        check_layout(title, x)
+        check_layout(title, x, name)
 
 
-def check_weight(title: str, weight: Tensor) -> None:
+def check_weight(title: str, weight: Tensor, name: str) -> None:
     """Refuse a weight, or a bias, that is not a plain tensor."""
     if why := strange(weight):
-        refuse_strange(title, why)
+        refuse_strange(title, why, name)
 
 
-def check_layout(title: str, x: Any) -> None:
+def check_layout(title: str, x: Any, name: str = "") -> None:
     """Refuse an input whose elements are not in plain strided memory; `strange` lists the cases."""
     if isinstance(x, Tensor) and (why := strange(x, weight=False)):
-        refuse_strange(title, why)
+        refuse_strange(title, why, name)
 
 
 def refuse_symbol(title: str) -> NoReturn:
     raise UnsupportedDtype(
-        f"{title} takes a tensor, got a Proxy of torch.fx: symbolic_trace runs layers on symbols, and what this one "
-        "computes follows from x's dtype, sizes and device. Use torch.export.export(model, args) or torch.compile, or "
-        "trace with a torch.fx.Tracer whose is_leaf_module is True for modules of octavo's, so that each is one node."
+        f"{title} takes a tensor, got a Proxy of torch.fx: symbolic_trace calls layers with symbols, and this one "
+        "needs x's dtype, sizes and device. Use torch.export.export(model, args) or torch.compile, or trace with a "
+        "torch.fx.Tracer whose is_leaf_module is True for Octavo's modules, so that each is one node."
     )

@@ -172,7 +172,7 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
                 if channel is not None and op.op_writes_extra:
                     raise UnsupportedConfig(
                         f"Operation {i} ({type(op).__name__}) writes to its extra input, which is the channel "
-                        f"{channel.name!r}: a value that others have. Leave in_place out."
+                        f"{channel.name!r}, a value that other operations read. Leave in_place out."
                     )
                 if channel is None:
                     own.append(Source(count))
@@ -251,14 +251,14 @@ def _targets(sequential: Any, layout: Layout, target: Any) -> range:
     if isinstance(target, int):
         number = len(layout.places)
         if not -number <= target < number:
-            raise IndexError(f"op_kwargs has the index {target}, and this Sequential {number} modules.")
+            raise IndexError(f"op_kwargs has the index {target}, and this Sequential has {number} modules.")
         leaves = range(*layout.places[target])
     elif is_container(target):
         own = list(sequential._modules.values())
         where = [i for i, m in enumerate(own) if m is target]
         if len(where) != 1:
             raise UnsupportedConfig(
-                f"op_kwargs has a Sequential that is {len(where)} times among the modules of this one. Use its index."
+                f"op_kwargs has a Sequential that is {len(where)} times in this one. Use its index."
             )
         leaves = range(*layout.places[where[0]])
     else:
@@ -272,7 +272,7 @@ def _targets(sequential: Any, layout: Layout, target: Any) -> range:
         leaves = range(where[0], where[0] + 1)
     if not any(isinstance(layout.leaves[i], FusibleOperation) for i in leaves):
         named = type(layout.leaves[leaves[0]]).__name__ if len(leaves) else "an empty Sequential"
-        raise UnsupportedConfig(f"op_kwargs are for operations of octavo, and {named} is none. Call it outside.")
+        raise UnsupportedConfig(f"op_kwargs are for Octavo's operations, and {named} is not one. Call it outside.")
     return leaves
 
 

@@ -77,8 +77,8 @@ def _forget(key: int, first: int, end: int, task: int) -> None:
                 rest.append(value)
             elif value.task == task >= 0:
                 raise UnsupportedConfig(
-                    "Two gradients of one backward were to be written to one dgrad_out. Give each call a buffer of its "
-                    "own, in which no other one lies."
+                    "One backward would write two gradients to one dgrad_out. Give each call a buffer that overlaps no "
+                    "other."
                 )
             elif value.tensor is not None and (tensor := value.tensor()) is not None:
                 stale.append(tensor)
@@ -92,8 +92,8 @@ def refuse_overlap(dgrad_out: Tensor, inputs: Iterable[Any]) -> None:
     for tensor in inputs:
         if isinstance(tensor, Tensor) and overlap(dgrad_out, tensor):
             raise UnsupportedConfig(
-                f"dgrad_out lies in the memory of x, or of something else that the layer takes: {tensor.dtype} "
-                f"{tuple(tensor.shape)}, which is needed as it is until backward is through. Give it memory of its own."
+                f"dgrad_out lies in the memory of x or another input of the layer, {tensor.dtype} "
+                f"{tuple(tensor.shape)}, which must not change before backward ends. Give it memory of its own."
             )
 
 

@@ -136,8 +136,8 @@ class _Twice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise UnsupportedConfig(
-            "Octavo's layers are differentiated once, and a gradient of theirs (create_graph=True) was to be "
-            "differentiated again. Run the layers that such a loss goes through in plain torch (octavo.revert)."
+            "Octavo's layers are differentiated once, and this backward differentiates one of their gradients again "
+            "(create_graph=True). Run the layers of such a loss in plain torch: octavo.revert(model)."
         )
 
 

@@ -21,8 +21,8 @@ def title_of(owner: Any, layer: Any) -> str:
 
 def refuse_modified(title: str, what: str, then: int, now: int) -> NoReturn:
     raise ModifiedInPlace(
-        f"{TORCHS}: {title} needs {what}, in backward as it was in forward, when its version was {then}, and it is at "
-        f"version {now}. Call backward() before optimizer.step() or any other write to it, or run forward again after "
+        f"{TORCHS}: {title} needs {what}, in backward as it was in forward. Its version was {then} then, and is {now} "
+        f"now. Call backward() before optimizer.step() or any other write to it, or run forward again after "
         "the write."
     )
 

@@ -161,14 +161,14 @@ def _refuse_hooks(parsed: _NodeCall) -> None:
     forward is run again."""
     if saved_elsewhere():
         raise UnsupportedConfig(
-            "In a graph, saved_tensors_hooks (save_on_cpu) do not go with what backward writes besides its results: "
+            "In a graph, saved_tensors_hooks (save_on_cpu) cannot be used with state that backward writes: "
             "fp8-delayed's amax, nvfp4's counter, main_grad, dgrad_out, delay_wgrad_compute. Leave the hooks out, or "
             "run the layer in eager mode, where both work."
         )
     if parsed.layer.fills(parsed.config) and saved_tensors_hooks(True):
         raise UnsupportedConfig(
-            "A graph with delay_wgrad_compute=True inside torch.utils.checkpoint would leave the operands of dw with a "
-            "forward that is run again. Leave one of the two out, or run the layer in eager mode."
+            "In a graph, delay_wgrad_compute=True cannot be used inside torch.utils.checkpoint: the forward that runs "
+            "again would take the operands of dw. Leave one of the two out, or run the layer in eager mode."
         )
 
 

@@ -48,8 +48,8 @@ def why_active() -> str:
 def _sentence(what: str) -> str:
     return (
         f"Octavo's layers are differentiated by backward, once, and run here under {what}. Use loss.backward() or "
-        "torch.autograd.grad (parameters may come by torch.func.functional_call), or run these layers in plain torch: "
-        "octavo.revert(model)."
+        "torch.autograd.grad, with torch.func.functional_call for other parameters, or run these layers in plain "
+        "torch: octavo.revert(model)."
     )
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from octavo._torch.optimizers import runs_hooks
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
-from octavo.model.layers import layers
+from octavo.model.layers import check_model, layers
 from octavo.model.step import step_layers
 from octavo.model.weights import refresh_layers
 from octavo.modules.quantized import Quantized
@@ -137,18 +137,12 @@ def attach(
         >>> optimizer.step()  # ends the step of fp8-delayed, too
         >>> attachment.remove()
     """
-    if not isinstance(model, nn.Module):
-        swapped = isinstance(optimizer, nn.Module)
-        rule = "octavo.attach(model, optimizer), in this order," if swapped else "octavo.attach"
-        raise UnsupportedDtype(
-            f"{rule} takes a model (an nn.Module) first, got {type(model).__name__}. "
-            + ("Swap the arguments." if swapped else "Pass the module that holds the layers.")
-        )
+    check_model(model, "attach", optimizer)
     ours = [layer for _, layer in layers(model)]
     if not ours:
         raise UnsupportedConfig(
-            f"attach steps layers of Octavo's, and there is no layer of Octavo's in this {type(model).__name__}. Call "
-            "octavo.convert(model, recipe) before, or leave attach out."
+            f"attach found no layer of Octavo's in this {type(model).__name__}. Call octavo.convert(model, recipe) "
+            "first, or leave attach out."
         )
     hooked = _hooked(optimizer)
     parameters, held = list(model.parameters()), _held(hooked)

@@ -20,6 +20,7 @@ from octavo.fuser.sequential import Sequential
 from octavo.kernels.gemm import native, spec_route
 from octavo.model.adopted import clashes, class_for, is_patched, is_plain, stock_class, unpatch
 from octavo.model.conversion import ConversionReport, Row
+from octavo.model.layers import check_model
 from octavo.model.matrices import holders, qualified, why_left
 from octavo.model.selection import CONVERT, HIGH_PRECISION, KEEP, Choice, Policy, Selection, is_swapped, select
 from octavo.modules.linear import Linear
@@ -95,9 +96,7 @@ def convert(
         >>> print(octavo.convert(model, "fp8-current", exclude="2").summary())
         Converted 1 layer (50.0% of the weights); excluded: 1 layer (50.0% of the weights).
     """
-    if not isinstance(model, nn.Module):
-        found = repr(model) if isinstance(model, str) else f"a {type(model).__name__}"
-        raise UnsupportedConfig(f"convert takes (model, recipe), and its first argument is {found}. Pass the module.")
+    check_model(model, "convert", recipe, UnsupportedConfig)
     by_name = dict(zip(SETTINGS, (keep_weight_codes, fuse_wgrad_accumulation, delay_wgrad_compute), strict=True))
     settings = {name: value for name, value in by_name.items() if value is not None}
     for name, value in (*settings.items(), ("overwrite", overwrite), ("strict", strict)):
@@ -144,8 +143,7 @@ def revert(model: nn.Module) -> None:
         >>> type(model[0]) is nn.Linear
         True
     """
-    if not isinstance(model, nn.Module):
-        raise UnsupportedConfig(f"revert takes a model (an nn.Module), got {type(model).__name__}.")
+    check_model(model, "revert", error=UnsupportedConfig)
     # subclasses of Sequential that require fusions, such as LayerNormMLP
     blocks = [m for m in model.modules() if isinstance(m, Sequential) and type(m) is not Sequential and m.require]
     bound = {id(module) for block in blocks for module in block.modules()}
@@ -154,7 +152,7 @@ def revert(model: nn.Module) -> None:
         if is_patched(module):
             raise UnsupportedConfig(
                 f"{path or 'The model'}: its forward was replaced by {_name_of(module.forward)} on the instance, which "
-                "would go on calling octavo.Linear's. Take that away first (accelerate: remove_hook_from_module)."
+                "would go on calling octavo.Linear's. Remove it first (accelerate: remove_hook_from_module)."
             )
         if pending := len(module._wgrad.mailbox):
             raise UnsupportedConfig(

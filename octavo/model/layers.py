@@ -3,8 +3,41 @@
 from collections.abc import Iterator
 
 from torch import nn
+from torch.optim import Optimizer
 
+from octavo.errors import Unsupported, UnsupportedDtype
 from octavo.modules.quantized import Quantized
+from octavo.values import shown
+
+
+def check_model(
+    model: object, function: str, second: object = None, error: type[Unsupported] = UnsupportedDtype
+) -> None:
+    """Raises if the first argument of a public function is no module; `second` is the argument after it."""
+    if isinstance(model, nn.Module):
+        return
+    place = "" if second is None else " first"
+    raise error(
+        f"octavo.{function} takes a model (an nn.Module){place}, got {_kind(model)}. {_way_to_a_model(model, second)}"
+    )
+
+
+def _kind(found: object) -> str:
+    if found is None or isinstance(found, str):
+        return "None" if found is None else f"the string {shown(repr(found))}"
+    return f"the class {found.__name__}" if isinstance(found, type) else type(found).__name__
+
+
+def _way_to_a_model(found: object, second: object) -> str:
+    if isinstance(second, nn.Module):
+        return "Swap the arguments."
+    if isinstance(found, Optimizer):
+        return "Pass the model that it trains."
+    if isinstance(found, type) and issubclass(found, nn.Module):
+        return "Pass an instance of it."
+    if isinstance(found, (list, tuple)) and found and all(isinstance(each, nn.Module) for each in found):
+        return "Call it for each module, or pass nn.ModuleList(modules)."
+    return "Pass the module that holds the layers."
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, Quantized]]:

@@ -204,7 +204,8 @@ def _excludes_nothing(entry: Any, paths: list[str]) -> str:
         return f"exclude={entry.__qualname__} is no class of a module in this model. Leave it out."
     ends = any(path.endswith(f".{entry}") for path in paths)
     near = [f"*.{entry}"] if ends else difflib.get_close_matches(entry, paths, 1)
-    return f"exclude={entry!r} is no path of a module in this model.{did_you_mean(near)}"
+    way_out = did_you_mean(near) or " Use a path of model.named_modules(), a glob or a class."
+    return f"exclude={entry!r} is no path of a module in this model.{way_out}"
 
 
 # -- policy ------------------------------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ def answer(policy: Policy, path: str, module: nn.Module) -> Recipe | bool:
         return False
     if not isinstance(wish, (str, Recipe)):
         raise UnsupportedConfig(
-            f"policy({path!r}, {type(module).__name__}) answered {wish!r}. It answers None or True (convert decides), "
+            f"policy({path!r}, {type(module).__name__}) returned {wish!r}. It returns None or True (convert decides), "
             "False (leave it alone) or a recipe."
         )
     return resolve(wish)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from octavo._torch.modules import WRAPPERS
 from octavo.delayed_scaling.checkpoint import check_state
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
-from octavo.model.layers import joined, layers
+from octavo.model.layers import check_model, joined, layers
 from octavo.modules.quantized import Quantized
 from octavo.text import some
 
@@ -37,11 +37,15 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
     Returns:
         Copies of plain tensors, by name. It is empty for recipes without state.
 
+    Raises:
+        UnsupportedDtype: `model` is no module.
+
     Example:
         >>> model = nn.Sequential(octavo.Linear(16, 8, recipe="nvfp4"))
         >>> list(octavo.state_dict(model))
         ['0.rounding.seed']
     """
+    check_model(model, "state_dict")
     states = ((path, layer.recipe_state() | layer.pending_state()) for path, layer in layers(model))
     return {joined(path, name): tensor for path, state in states for name, tensor in state.items()}
 
@@ -61,7 +65,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
     Raises:
         UnsupportedConfig: the state does not match the recipes of the model and `strict` is set, or holds values that
             no run produces.
-        UnsupportedDtype: `state` is no dict from strings.
+        UnsupportedDtype: `model` is no module, or `state` is no dict from strings.
         UnsupportedShape: a tensor has the wrong shape or dtype.
         UnsupportedDevice: a tensor is on the meta device.
 
@@ -70,6 +74,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
         >>> state = octavo.state_dict(model)
         >>> octavo.load_state_dict(model, state)
     """
+    check_model(model, "load_state_dict", state)
     by_path, unknown = _by_layer(state)
     loads = [_Load(path, layer, by_path.pop(_without_wrappers(path), {})) for path, layer in layers(model)]
     unknown += [joined(path, name) for path, left in by_path.items() for name in left]
@@ -108,12 +113,17 @@ def _without_wrappers(path: str) -> str:
 def _by_layer(state: Any) -> tuple[dict[str, State], list[str]]:
     """Returns a state's tensors, by layer path and by name in the layer, and the keys that no layer's state has."""
     if not isinstance(state, Mapping):
-        raise UnsupportedDtype(f"A state is the dict that octavo.state_dict gave, got {type(state).__name__}.")
+        raise UnsupportedDtype(
+            f"octavo.load_state_dict takes a state as a dict, got {type(state).__name__}. Pass what octavo.state_dict "
+            "returned."
+        )
     by_path: dict[str, State] = {}
     unknown = []
     for key, tensor in state.items():
         if not isinstance(key, str):
-            raise UnsupportedDtype(f"The keys of a state are strings, got {key!r}. Pass what octavo.state_dict gave.")
+            raise UnsupportedDtype(
+                f"The keys of a state are strings, got {key!r}. Pass what octavo.state_dict returned."
+            )
         match = _KEY.fullmatch(_without_wrappers(key))
         if match is None:
             unknown.append(key)

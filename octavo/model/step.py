@@ -9,7 +9,7 @@ from torch import nn
 
 from octavo._torch.cuda import is_capturing
 from octavo.delayed_scaling.memory import DIRECTIONS, look
-from octavo.model.layers import layers
+from octavo.model.layers import check_model, layers
 from octavo.modules.quantized import Quantized
 from octavo.quant import DelayedState
 from octavo.quant.state import update_all
@@ -28,11 +28,15 @@ def step(model: nn.Module, group: "ProcessGroup | None" = None) -> None:
         group: the process group over which the amaxes are first reduced by maximum, so that its ranks keep equal
             scales. Every rank must then hold the same layers. None reduces nothing.
 
+    Raises:
+        UnsupportedDtype: `model` is no module.
+
     Example:
         >>> model = nn.Sequential(octavo.Linear(16, 8, recipe="fp8-delayed"))
         >>> model(torch.ones(4, 16)).sum().backward()
         >>> octavo.step(model)
     """
+    check_model(model, "step")
     step_layers([module for _, module in layers(model)], group)
 
 

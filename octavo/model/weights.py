@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from octavo.errors import UnsupportedConfig
-from octavo.model.layers import joined, layers
+from octavo.model.layers import check_model, joined, layers
 from octavo.modules.quantized import Quantized
 
 
@@ -18,6 +18,9 @@ def refresh_weights(model: nn.Module) -> None:
     Args:
         model: a module with Octavo layers.
 
+    Raises:
+        UnsupportedDtype: `model` is no module.
+
     Example:
         >>> layer = octavo.Linear(16, 8, recipe="fp8-block")
         >>> y = layer(torch.ones(4, 16), is_first_microbatch=True)
@@ -27,6 +30,7 @@ def refresh_weights(model: nn.Module) -> None:
         >>> layer(torch.ones(4, 16), is_first_microbatch=False).shape
         torch.Size([4, 8])
     """
+    check_model(model, "refresh_weights")
     refresh_layers([module for _, module in layers(model)])
 
 
@@ -50,6 +54,7 @@ def quantize_weights(model: nn.Module) -> None:
         model: a module with Octavo layers, changed in place.
 
     Raises:
+        UnsupportedDtype: `model` is no module.
         UnsupportedConfig: no layer's own recipe quantizes, or a weight is shared by several layers, sharded or
             parametrized. The model is then unchanged.
 
@@ -61,6 +66,7 @@ def quantize_weights(model: nn.Module) -> None:
           (0): Linear(in_features=16, out_features=8, bias=True, recipe=fp8-block, weight held as codes)
         )
     """
+    check_model(model, "quantize_weights")
     quantized = [
         (path, module)
         for path, module in layers(model)
@@ -93,6 +99,6 @@ def _refuse_tied(path: str, names: list[str]) -> None:
     if len(names) > 1:
         first, *others = sorted(names, key=lambda name: not name.startswith(path))
         raise UnsupportedConfig(
-            f"{first} is also {', '.join(others)}, which would go on with a weight of its own. Untie them, or "
-            "convert that layer with recipe bf16."
+            f"quantize_weights takes weights that one layer has, and {first} is also {', '.join(others)}. Untie them, "
+            "or convert that layer with the recipe bf16."
         )

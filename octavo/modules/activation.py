@@ -91,15 +91,18 @@ class Activation(FusibleOperation, nn.Module):
                 f"glu_interleave_size is how many columns of a, then of b, follow each other: at least 1, got "
                 f"{glu_interleave_size!r}. Leave it out for two halves."
             )
-        for name, value in settings.items():
-            if not math.isfinite(value):
-                raise UnsupportedConfig(f"{type(self).__name__}({name}={value!r}) must be a finite number.")
+        self._check_finite(settings)
         self.glu_interleave_size = glu_interleave_size
         self._given = ", ".join(f"{name}={value}" for name, value in settings.items())
         # a string, built once: the compiler may turn a float attribute into a symbol
         self._settings = f"name='{self.NAME}',interleave={glu_interleave_size or 0}," + "".join(
             f"{name}={float(value)!r}," for name, value in settings.items()
         )
+
+    def _check_finite(self, settings: dict[str, float]) -> None:
+        for name, value in settings.items():
+            if not math.isfinite(value):
+                raise UnsupportedConfig(f"{name} of {type(self).__name__} must be a finite number, got {value!r}.")
 
     def forward(self, input: Tensor | QTensor) -> Tensor:
         """Returns the activated values.
@@ -358,7 +361,10 @@ class ClampedSwiGLU(Activation):
                 f"limit bounds a from above and b in magnitude, so it must be above 0, got {limit!r}. SwiGLU clamps "
                 "nothing."
             )
+        given = {"limit": limit, "alpha": alpha, "glu_linear_offset": glu_linear_offset}
+        self._check_finite(given)
         super().__init__(glu_interleave_size=glu_interleave_size, limit=limit, alpha=alpha, offset=glu_linear_offset)
+        self._given = ", ".join(f"{name}={value}" for name, value in given.items())
 
 
 class SiTUGLU(Activation):
@@ -447,7 +453,7 @@ def _check_scales(title: str, x: Tensor | Edge, scales: Tensor) -> None:
             f"{title} takes a scale for each row of x, [...] for x [..., K], got "
             f"{numbers(scales)} for {numbers(x)}. Reshape scales."
         )
-    check_input("scales", scales)
+    check_input(title, scales, "scales")
     if scales.device != x.device:
         raise UnsupportedDevice(f"x is on {x.device} and scales on {scales.device}. Move them together.")
 
@@ -651,7 +657,7 @@ class Bias(FusibleOperation, nn.Module):
     def _check(self, x: Tensor | Edge) -> None:
         bias = self.bias
         check_input("Bias", x)
-        check_input("bias", bias)
+        check_input("Bias", bias, "its bias")
         if not x.shape or x.shape[-1] != bias.shape[0]:
             raise UnsupportedShape(
                 f"This Bias takes inputs [..., {bias.shape[0]}], got {numbers(x)}. Check the layer before it, or size."

@@ -179,7 +179,7 @@ class GroupedLinear(Quantized):
             return None
         parts: list[Tensor] = [getattr(self, name) for name in self._bias_names]
         if type(parts[0]) is not nn.Parameter:
-            check_weight("GroupedLinear, as its bias,", parts[0])
+            check_weight("GroupedLinear", parts[0], "its bias")
         return parts[0] if self._bias_names[0] == "bias" else torch.stack(parts)
 
     def op_describe(self) -> str:
@@ -340,7 +340,7 @@ class GroupedLinear(Quantized):
         if isinstance(x, GroupedTensor):
             if x.orientation != "row":
                 raise UnsupportedShape(
-                    "A GroupedTensor given as x holds rows, and this one holds columns. Quantize the other side."
+                    "GroupedLinear takes a GroupedTensor of rows as x, got one of columns. Quantize the rows of x."
                 )
             x = x.dequantize()
         x = x if type(x) is Tensor else arrived(x)
@@ -354,10 +354,11 @@ class GroupedLinear(Quantized):
     def _check_fit(self, x: Any, own: Tensor) -> None:
         """Raises if x (anything with a shape and a device) does not fit the weight. A shape of () is unknown."""
         if type(own) is not nn.Parameter or own.layout is not torch.strided:
-            check_weight("GroupedLinear, as its weight,", own)
+            check_weight("GroupedLinear", own, "its weight")
         if own.dtype not in FLOATS:
             raise UnsupportedDtype(
-                f"GroupedLinear takes float32, bfloat16 or float16 weights, got {own.dtype}. Cast them."
+                f"GroupedLinear takes its weight in float32, bfloat16 or float16, got {own.dtype}. Cast the layer: "
+                "layer.float()."
             )
         if (len(x.shape) < 2 or x.shape[-1] != self.in_features) and has_shape(x):
             raise UnsupportedShape(
@@ -434,15 +435,19 @@ class GroupedLinear(Quantized):
             captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             if torch.compiler.is_compiling() or captured:
                 raise UnsupportedConfig(
-                    f"In a graph m_splits must be a tensor on {device}: the sizes of a list, or of a tensor elsewhere, "
-                    "would be those of this moment for ever. Put them in a device tensor and overwrite it."
+                    f"In a graph m_splits must be a tensor on {device}: a graph would keep the first sizes of a list, "
+                    "or of a tensor elsewhere. Put them in a device tensor and overwrite it."
                 )
             if not isinstance(splits, (Tensor, list, tuple)):
-                raise UnsupportedDtype(f"m_splits is a tensor or a list of sizes, got {type(splits).__name__}.")
+                raise UnsupportedDtype(
+                    f"m_splits must be a tensor or a list of sizes, got {type(splits).__name__}. Give one size for "
+                    "each group."
+                )
             splits = torch.as_tensor(splits).to(device, non_blocking=True)
         if splits.dim() != 1 or splits.shape[0] != self.num_groups:
             raise UnsupportedShape(
-                f"m_splits has one size for each of the {self.num_groups} groups, got {tuple(splits.shape)}."
+                f"m_splits must have one size for each of the {self.num_groups} groups, got shape "
+                f"{tuple(splits.shape)}. Give 0 for a group without rows."
             )
         return splits
 

@@ -188,7 +188,7 @@ class Linear(Quantized, nn.Linear):
         codes = _codes_for(recipe, x) if type(x) is QTensor else ()
         check_features(x, weight)
         if bias is not None and type(bias) is not nn.Parameter:
-            check_weight("Linear, as its bias,", bias)
+            check_weight("Linear", bias, "its bias")
         if fp8_output and recipe.linear().fprop.left is None:
             raise UnsupportedConfig(
                 f"fp8_output=True quantizes y as the next layer's fprop would, and {recipe} quantizes nothing there. "
@@ -245,7 +245,8 @@ class Linear(Quantized, nn.Linear):
     def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         if kwargs.get("fp8_output"):
             raise UnsupportedConfig(
-                "fp8_output=True is for a layer outside of runs: within one, codes pass by themselves."
+                "fp8_output=True is for a Linear that is called by itself: in a Sequential, operations that run "
+                "together pass codes to each other. Leave it out."
             )
         check_input("Linear", x)
         return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes)
@@ -310,7 +311,7 @@ def _codes_for(recipe: Recipe, x: QTensor) -> Parts:
 def check_features(x: Any, weight: Tensor) -> None:
     """Raises if x (anything with a shape and a device) does not fit the weight. If x has `like`, () is unknown."""
     if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
-        check_weight("Linear, as its weight,", weight)
+        check_weight("Linear", weight, "its weight")
     if not x.shape and getattr(x, "like", None) is None:
         raise UnsupportedShape(f"This Linear takes inputs [..., {weight.shape[1]}], got (). Check the layer before it.")
     if x.shape and x.shape[-1] != weight.shape[1]:
@@ -322,4 +323,7 @@ def check_features(x: Any, weight: Tensor) -> None:
     if x.device != weight.device:
         raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
     if weight.dtype not in FLOATS:
-        raise UnsupportedDtype(f"Linear takes float32, bfloat16 or float16 weights, got {weight.dtype}. Cast them.")
+        raise UnsupportedDtype(
+            f"Linear takes its weight in float32, bfloat16 or float16, got {weight.dtype}. Cast the layer: "
+            "layer.float()."
+        )

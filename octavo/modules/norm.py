@@ -95,11 +95,14 @@ class _Norm(FusibleOperation, nn.Module):
             )
         for p in parameters:
             if p is not None and type(p) is not nn.Parameter:
-                check_weight(f"{type(self).__name__}, as a parameter,", p)
+                check_weight(type(self).__name__, p, "a parameter")
             if p is not None and p.device != x.device:
                 raise UnsupportedDevice(f"x is on {x.device} and the parameters on {p.device}. Move them together.")
             if p is not None and p.dtype not in FLOATS:
-                raise UnsupportedDtype(f"Norms take float32, bfloat16 or float16 parameters, got {p.dtype}. Cast them.")
+                raise UnsupportedDtype(
+                    f"{type(self).__name__} takes its parameters in float32, bfloat16 or float16, got {p.dtype}. Cast "
+                    "the module: norm.float()."
+                )
 
     def extra_repr(self) -> str:
         centered = ", zero_centered_gamma=True" if self.zero_centered_gamma else ""

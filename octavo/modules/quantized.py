@@ -40,7 +40,9 @@ SEED = "rounding_seed"
 
 def dtype_refusal(dtype: torch.dtype) -> str:
     """Returns why a weight of this dtype cannot be quantized; empty if it can."""
-    return "" if dtype in FLOATS else f"its weight is {dtype}, and float32, bfloat16 or float16 can be quantized"
+    if dtype in FLOATS:
+        return ""
+    return f"its weight is {dtype}, and only float32, bfloat16 and float16 can be quantized (model.float() casts it)"
 
 
 DY_AMAX = scaling.BUFFER_NAMES["backward"]["current"]  # the buffer in which backward observes dy
@@ -224,9 +226,9 @@ class Quantized(FusibleOperation, nn.Module):
         if recipe is None:
             if self._follows and current_graph_task() != -1:
                 raise UnsupportedConfig(
-                    "This layer follows octavo.autocast, and is run during a backward, by a checkpoint that "
-                    "recomputes, where no recipe is in force. Enter octavo.autocast inside the checkpointed function, "
-                    "or give the layer its recipe: octavo.convert(model, recipe)."
+                    "This layer takes its recipe from octavo.autocast, and a checkpoint runs it again in backward, "
+                    "outside of the autocast block. Enter octavo.autocast inside the checkpointed function, or give "
+                    "the layer its own recipe: octavo.convert(model, recipe)."
                 )
             return UNQUANTIZED
         self._prepare(recipe)

@@ -147,7 +147,7 @@ class AddExtraInput(FusibleOperation, nn.Module):
 
     def _check(self, x: Tensor | Edge, extra: Tensor | Edge) -> None:
         check_input("AddExtraInput", x)
-        check_input("the extra input", extra)
+        check_input("AddExtraInput", extra, "the extra input")
         if x.shape and extra.shape and tuple(x.shape) != tuple(extra.shape):
             raise UnsupportedShape(
                 f"AddExtraInput adds tensors of one shape, got {numbers(x)} and {numbers(extra)}. Expand "

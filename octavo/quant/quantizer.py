@@ -438,7 +438,9 @@ class Quantizer(Value):
         if cast_args.encode is not None and not self.takes_encode:
             raise UnsupportedConfig(f"{self} derives its scales from the data; encode= is for Tensorwise.")
         if cast_args.encode is not None and any(a is not None for a in cast_args.amax):
-            raise UnsupportedConfig("encode= is the multiplier itself and amax= what it would follow from. Give one.")
+            raise UnsupportedConfig(
+                "encode= is the multiplier itself, and amax= the maximum that it would be computed from. Give one."
+            )
         encode = cast_args.encode
         if encode is not None and (encode.numel() != 1 or encode.dtype != torch.float32 or encode.device != x.device):
             raise UnsupportedShape(

@@ -307,7 +307,7 @@ def check_kept(kept: Mapping[str, object], slots: int, prefix: str = "") -> None
         if bad.numel():
             raise UnsupportedConfig(
                 f"{prefix}{name} of a delayed state is {rule}, got {bad[0].item()}. The checkpoint is damaged: load "
-                "another, or none, and the first step measures."
+                "another, or none: the first step then measures the scales."
             )
 
 

@@ -161,9 +161,9 @@ class WeightCache:
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedConfig(
-            f"is_first_microbatch=False uses cached codes of a weight that has changed since, or may have ({what}). "
-            "Pass is_first_microbatch=True once a step, in a whole model by octavo.microbatch(first=True), or call "
-            "octavo.refresh_weights(model) after the optimizer's."
+            f"is_first_microbatch=False uses cached codes, and the weight has changed since, or may have ({what}). "
+            "Pass is_first_microbatch=True in the first microbatch of each step, octavo.microbatch(first=True) for a "
+            "whole model, or call octavo.refresh_weights(model) after optimizer.step()."
         )
 
 

@@ -194,10 +194,14 @@ def _decided(first: Any) -> tuple[bool, Tensor | None]:
     replay."""
     if isinstance(first, Tensor):
         if first.numel() != 1:
-            raise UnsupportedShape(f"is_first_microbatch on the device is one element, got {tuple(first.shape)}.")
+            raise UnsupportedShape(
+                f"is_first_microbatch takes a tensor of one element, got shape {tuple(first.shape)}. Pass one element."
+            )
         return True, first.reshape(1) == 0
     if not isinstance(first, bool):
-        raise UnsupportedConfig(f"is_first_microbatch is True, False, None or one element, got {first!r}.")
+        raise UnsupportedConfig(
+            f"is_first_microbatch takes True, False, None or a tensor of one element, got {first!r}. Pass i == 0."
+        )
     return first, None
 
 

@@ -66,8 +66,9 @@ def _find(weight: Any) -> Tensor:
     buffer = getter() if getter is not None else getattr(weight, "main_grad", None)
     if not isinstance(buffer, Tensor):
         where = "get_main_grad()" if getter is not None else "main_grad"
+        found = "None" if buffer is None else f"a {type(buffer).__name__}"
         raise UnsupportedConfig(
-            f"fuse_wgrad_accumulation=True adds dw to weight.{where}, which is {type(buffer).__name__} for a weight of "
+            f"fuse_wgrad_accumulation=True adds dw to the tensor weight.{where}, which is {found} for this weight of "
             f"{tuple(weight.shape)}. Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32) before "
             "backward, or build the layer without fuse_wgrad_accumulation."
         )

@@ -11,7 +11,7 @@ from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from tests.lower.kinds import KINDS, ROWS, Holder, K, build
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-SYMBOL = r"takes a tensor, got a Proxy of torch\.fx: symbolic_trace runs layers on symbols, and what this one computes"
+SYMBOL = r"takes a tensor, got a Proxy of torch\.fx: symbolic_trace calls layers with symbols, and this one needs"
 WAY_OUT = r"Use torch\.export\.export\(model, args\) or torch\.compile"
 REVERT = r"for TorchScript and ONNX call octavo\.revert\(model\) first"
 NAMES = {"grouped": "GroupedLinear", "groups": "GroupedLinear", "mlp": "LayerNormMLP"}

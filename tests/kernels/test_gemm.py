@@ -344,8 +344,8 @@ REFUSED_PAIRS = [
     (Q.Block1D(), Q.MX(), r"scaled alike along the contraction, got block-1d and mx\. Quantize both"),
     (Q.MX(), Q.NVFP4(), r"scaled alike along the contraction, got mx and nv\. Quantize both"),
     (Q.NVFP4(), Q.Tensorwise(), r"scaled alike along the contraction, got nv and tensorwise\. Quantize both"),
-    (Q.NVFP4(rht=True), Q.NVFP4(), r"same basis.*nv\(rht=True\) is rht16, nv is not turned\. Turn both or neither"),
-    (Q.NVFP4(square=True), Q.NVFP4(rht=True), r"same basis.*is not turned.*rht16\. Turn both or neither"),
+    (Q.NVFP4(rht=True), Q.NVFP4(), r"same basis.*nv\(rht=True\) is rht16, nv is not rotated\. Rotate both or neither"),
+    (Q.NVFP4(square=True), Q.NVFP4(rht=True), r"same basis.*is not rotated.*rht16\. Rotate both or neither"),
 ]
 
 

@@ -11,7 +11,7 @@ from octavo.errors import UnsupportedConfig
 from tests.lower.kinds import KINDS, RECIPES, ROWS, Holder, K, build
 
 UNDER = r"Octavo's layers are differentiated by backward, once, and run here under "
-WAY_OUT = r"Use loss\.backward\(\) or torch\.autograd\.grad \(parameters may come by torch\.func\.functional_call\)"
+WAY_OUT = r"Use loss\.backward\(\) or torch\.autograd\.grad, with torch\.func\.functional_call for other parameters"
 CALLS = {
     r"torch\.func \(grad\)": lambda call, x: grad(lambda x: call(x).sum())(x),
     r"torch\.func \(vmap\)\. .* Leading dims of x are rows": lambda call, x: vmap(call)(x.expand(2, *x.shape)),

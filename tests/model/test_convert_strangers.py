@@ -456,7 +456,7 @@ def test_a_policy_that_is_no_function_is_refused(policy):
 
 
 def test_swapped_arguments_of_convert_are_noticed():
-    with pytest.raises(UnsupportedConfig, match=r"convert takes \(model, recipe\).*'fp8-current'"):
+    with pytest.raises(UnsupportedConfig, match=r"convert takes a model .* first, got the string 'fp8-current'\. Swap"):
         octavo.convert("fp8-current", Language())
 
 

@@ -507,6 +507,16 @@ def test_a_checkpoint_drops_the_same_elements(reentrant, as_compiled):
     assert torch.equal(x.grad != 0, y != 0)
 
 
+@pytest.mark.parametrize("scaled", ["", "Scaled"])
+def test_a_repr_shows_the_settings_by_the_names_of_the_arguments(scaled):
+    clamped, soft = getattr(ops, f"{scaled}ClampedSwiGLU"), getattr(ops, f"{scaled}SiTUGLU")
+    made = clamped(limit=3.0, glu_linear_offset=0.5, glu_interleave_size=4)
+    settings = "limit=3.0, alpha=1.702, glu_linear_offset=0.5, glu_interleave_size=4"
+    assert repr(made) == f"{scaled}ClampedSwiGLU({settings})"
+    assert repr(eval(repr(made), vars(ops))) == repr(made)
+    assert repr(soft()) == f"{scaled}SiTUGLU(beta1=4.0, beta2=25.0)"
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
@@ -518,14 +528,26 @@ def refusals():
     yield "no interleave", lambda: ops.SwiGLU(glu_interleave_size=0), errors.UnsupportedConfig, "Leave it out"
     yield "dtype", lambda: ops.GELU()(x.double()), errors.UnsupportedDtype, "Cast x first"
     yield "dtype of a norm", lambda: ops.RMSNorm(6)(x.long()), errors.UnsupportedDtype, "Cast x first"
-    yield "dtype of a weight", lambda: ops.RMSNorm(6).double()(x), errors.UnsupportedDtype, "Cast them"
+    yield (
+        "dtype of a weight",
+        lambda: ops.RMSNorm(6).double()(x),
+        errors.UnsupportedDtype,
+        "parameters in .*, got torch.float64. Cast the module",
+    )
     yield "scales", lambda: ops.ScaledSReLU()(x, x[0]), errors.UnsupportedShape, r"got \(6,\) for \(4, 6\). Reshape"
-    yield "scales' dtype", lambda: ops.ScaledSReLU()(x, x[:, 0].double()), errors.UnsupportedDtype, "scales takes"
+    yield (
+        "scales' dtype",
+        lambda: ops.ScaledSReLU()(x, x[:, 0].double()),
+        errors.UnsupportedDtype,
+        "takes scales in float32, .*Cast scales first",
+    )
     yield "width", lambda: ops.LayerNorm(5)(x), errors.UnsupportedShape, r"\[..., 5\], got \(4, 6\)"
     yield "rank", lambda: ops.LayerNorm((2, 4, 6))(x), errors.UnsupportedShape, "normalized_shape"
     yield "no width", lambda: ops.RMSNorm(0), errors.UnsupportedConfig, "at least 1"
     yield "eps", lambda: ops.RMSNorm(6, eps=-1.0), errors.UnsupportedConfig, "eps must be"
     yield "bias", lambda: ops.Bias(5)(x), errors.UnsupportedShape, r"\[..., 5\], got \(4, 6\)"
+    offset = functools.partial(ops.ClampedSwiGLU, glu_linear_offset=math.nan)
+    yield "offset", offset, errors.UnsupportedConfig, "glu_linear_offset of ClampedSwiGLU must be a finite number"
     yield "limit", lambda: ops.ClampedSwiGLU(limit=0), errors.UnsupportedConfig, "SwiGLU clamps nothing"
     yield "alpha", lambda: ops.ClampedSwiGLU(alpha=math.nan), errors.UnsupportedConfig, "finite"
     for beta in (0.0, -4.0, math.nan, math.inf):

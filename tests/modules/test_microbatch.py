@@ -315,7 +315,7 @@ def test_weights_held_as_codes_stay():
 
 @pytest.mark.parametrize("first", [1, 0, "True", 1.0, [True], object], ids=repr)
 def test_anything_else_is_refused_in_a_sentence(first):
-    with pytest.raises(UnsupportedConfig, match=r"first=.* is True, False, None or a tensor of one element, got"):
+    with pytest.raises(UnsupportedConfig, match=r"first=.* takes True, False, None or a tensor of one element, got"):
         octavo.microbatch(first=first)
 
 

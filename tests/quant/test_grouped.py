@@ -263,7 +263,7 @@ def test_the_method_of_a_quantizer(spec, axis):
 
 
 def test_the_method_refuses_sizes_that_are_no_tensor():
-    with pytest.raises(UnsupportedDtype, match="Group sizes are a tensor, got list"):
+    with pytest.raises(UnsupportedDtype, match="Group sizes must be a tensor, got list"):
         FINE.quantize_groups(torch.ones(4, 4), [4])
 
 

@@ -154,7 +154,7 @@ def test_rows_go_into_blocks_and_come_back(sizes, spare):
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float32, torch.bool], ids=str)
 def test_sizes_of_another_dtype_are_refused(dtype):
     with pytest.raises(
-        UnsupportedDtype, match=rf"Group sizes are int32 or int64, got {dtype}\. Use splits\.to\(torch\.int32\)\."
+        UnsupportedDtype, match=rf"Group sizes must be int32 or int64, got {dtype}\. Use splits\.to\(torch\.int32\)\."
     ):
         split(torch.ones(3).to(dtype), 10)
 
@@ -167,7 +167,7 @@ def test_sizes_that_are_no_vector_are_refused(shape):
         assert str(refused.value) == f"There are 1 to 4096 groups, got {shape[0]}. Give one size for each group."
     else:
         assert str(refused.value) == (
-            f"Group sizes are a vector of 1 to 4096 elements, got {shape}. Give one size for each group."
+            f"Group sizes must be a vector of 1 to 4096 elements, got {shape}. Give one size for each group."
         )
 
 

@@ -150,7 +150,7 @@ def _check_pair(a: Operand, b: Operand) -> None:
         )
     if a.spec.fmt == E5M2 and b.spec.fmt == E5M2:
         raise UnsupportedConfig(
-            "No chip multiplies E5M2 by E5M2. Keep one operand in E4M3: gradients may be E5M2, what they meet is not."
+            "No chip multiplies E5M2 by E5M2. Keep one operand in E4M3: the gradient may be E5M2, the other may not."
         )
     if a.spec.block[1] != b.spec.block[1] or a.spec.scale_format != b.spec.scale_format:
         raise UnsupportedConfig(
@@ -164,6 +164,6 @@ def _check_pair(a: Operand, b: Operand) -> None:
         )
     if a.spec.basis != b.spec.basis:
         raise UnsupportedConfig(
-            f"gemm's operands must be in the same basis, or the turn does not cancel: {a.spec} is "
-            f"{a.spec.basis or 'not turned'}, {b.spec} is {b.spec.basis or 'not turned'}. Turn both or neither."
+            f"gemm's operands must be in the same basis, or the rotation does not cancel: {a.spec} is "
+            f"{a.spec.basis or 'not rotated'}, {b.spec} is {b.spec.basis or 'not rotated'}. Rotate both or neither."
         )
