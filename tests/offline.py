@@ -17,6 +17,7 @@ from pathlib import Path
 MODULES = (
     "octavo.quant.tile",
     "octavo.quant.groups.triton",
+    "octavo.quant.byte_transpose.triton",
     "octavo.quant.tensorwise.triton",
     "octavo.quant.rowwise.triton",
     "octavo.quant.block.triton",

@@ -299,6 +299,17 @@ def _read_by(
     return gathered(x, source, groups), None
 
 
+def transposed(t: GroupedTensor) -> GroupedTensor:
+    """Returns the other orientation of t in memory of its own, with the bytes that a cast of the values would write.
+    Raises a TypeError unless the scheme's blocks are square."""
+    q, groups, turned = t.q, t.groups, ORIENTATIONS[1 - ORIENTATIONS.index(t.orientation)]
+    q.spec.check_square()
+    k = q.columns if t.orientation == "row" else q.rows
+    out = _cached_proto(q.spec.number, groups.padded, groups.number, k, turned, q.dtype, q.device).empty()
+    q.spec.fill_transposed(q, out)
+    return GroupedTensor(out, groups, turned)
+
+
 def groups_amax(
     x: Tensor,
     row: Quantizer | None,

@@ -29,6 +29,7 @@ from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS, Format, unpack_nibbles
 from octavo.quant import blocks
+from octavo.quant.byte_transpose import transpose_bytes
 from octavo.quant.groups import Groups, split
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
@@ -644,21 +645,30 @@ class Quantizer(Value):
             >>> torch.equal(spec.transpose(spec.quantize(w)).codes, spec.quantize(w, axis=0).codes)
             True
         """
+        self.check_square()
+        out = self.proto(TensorProto((q.rows, q.columns), q.dtype, q.device), axis=0).empty()
+        self.fill_transposed(q, out)
+        return out
+
+    def check_square(self) -> None:
+        """Part of the layer contract: raises a TypeError unless the blocks are the same in both orientations."""
         if not blocks.is_square(self.block):
             r, c = ("all" if b is None else b for b in self.block)
             raise TypeError(
                 f"{self} scales {r}x{c} blocks along the contraction; turning its codes around would "
                 "quantize twice. Quantize the other orientation from the source: quantize(x, axis=0) or quantize_both."
             )
-        out = self.proto(TensorProto((q.rows, q.columns), q.dtype, q.device), axis=0).empty()
-        out.codes.view(torch.uint8).copy_(self._transposed_codes(q))
+
+    def fill_transposed(self, q: QTensor, out: QTensor) -> None:
+        """Part of the layer contract: writes the other orientation of q, whose blocks are square, to `out`, which must
+        fit it. The bytes are those of a cast of the same values with the same amax or multiplier. Checks nothing."""
+        self._transpose_codes(q, out.codes.view(torch.uint8))
         out.scale.copy_(q.scale.T)
         if q.global_scale is not None and out.global_scale is not None:
             out.global_scale.copy_(q.global_scale)
-        return out
 
-    def _transposed_codes(self, q: QTensor) -> Tensor:
-        return q.codes.view(torch.uint8).T
+    def _transpose_codes(self, q: QTensor, out: Tensor) -> None:
+        transpose_bytes(q.codes.view(torch.uint8), out)
 
 
 def quantize_pair(
