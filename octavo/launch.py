@@ -58,13 +58,13 @@ class Direct:
 
 class Launch:
     """A launch of `kernel` over `grid` programs with these sizes and constants. The kernel's parameters are pointers,
-    then sizes, then constants, in that order."""
+    then sizes, then constants, in that order. A size may be None, as a pointer may: the kernel is compiled without."""
 
     def __init__(
         self,
         kernel: Any,
         grid: int,
-        sizes: tuple[int, ...],
+        sizes: tuple[int | None, ...],
         *,
         num_warps: int,
         num_stages: int = 3,

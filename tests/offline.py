@@ -17,6 +17,7 @@ from pathlib import Path
 MODULES = (
     "octavo.quant.tile",
     "octavo.quant.groups.triton",
+    "octavo.quant.byte_transpose.triton",
     "octavo.quant.tensorwise.triton",
     "octavo.quant.rowwise.triton",
     "octavo.quant.block.triton",
@@ -35,12 +36,13 @@ TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
 def variants() -> list:
-    """Every configuration as it stands and for rows in groups, and each kernel once in every other way it may be
-    called."""
+    """Every configuration as it stands, for rows in groups and for rows that are gathered, and each kernel once in
+    every other way it may be called."""
     found = [v for name in MODULES for v in importlib.import_module(name).variants()]
     first = {v.kernel.fn.__module__ + v.kernel.fn.__name__: v for v in reversed(found)}
     others = [other for v in first.values() for other in called_otherwise(v)]
-    return found + [in_groups(v) for v in found if follows_groups(v)] + others + grouped_gemms()
+    grouped = [in_groups(v) for v in found if follows_groups(v)]
+    return found + grouped + [gathering(v) for v in found if gathers(v)] + others + grouped_gemms()
 
 
 def grouped_gemms() -> list:
@@ -230,8 +232,18 @@ def in_groups(variant):
     return with_pointers(variant._replace(constants=constants), "in groups", names, "*i32")
 
 
+def gathers(variant) -> bool:
+    return "gather" in variant.constants
+
+
+def gathering(variant):
+    grouped = with_pointers(in_groups(variant), "gathered", ["gather"], "*i32")
+    constants = {name: value for name, value in grouped.constants.items() if name != "height"}
+    return grouped._replace(signature=grouped.signature | {"height": "i32"}, constants=constants)
+
+
 def called_otherwise(variant):
-    """With a skip flag, with a given amax, with strided x, and for one orientation alone, in groups too."""
+    """With a skip flag, with a given amax, with strided x, and for one orientation alone: in groups, and gathered."""
     absent = [name for name, value in variant.constants.items() if value is None]
     if "skip" in absent:
         yield with_pointers(variant, "skip", ["skip"], "*fp32")
@@ -248,6 +260,8 @@ def called_otherwise(variant):
             yield alone
             if follows_groups(alone):
                 yield in_groups(alone)
+            if gathers(alone):
+                yield gathering(alone)
 
 
 def ptx_of(variant, architecture: int) -> str:

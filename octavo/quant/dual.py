@@ -12,6 +12,8 @@ Measured on an H200, both orientations of 16384x8192 bfloat16: 1x128 blocks 0.25
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from octavo.quant.tile import named_rows
+
 
 @gluon.constexpr_function
 def row_layout(columns, warps):
@@ -28,6 +30,20 @@ def load_tile(x, M, K, stride_m, stride_k, first_row, first_column, R: gl.conste
     columns = first_column + gl.arange(0, C, layout=gl.SliceLayout(0, layout))
     at = rows.to(gl.int64)[:, None] * stride_m + columns.to(gl.int64)[None, :] * stride_k
     return gl.load(x + at, mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0)
+
+
+@gluon.jit
+def gather_tile(
+    x, gather, M, height, K, stride_m, stride_k, first_row, first_column,
+    R: gl.constexpr, C: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """x[gather[first_row:], first_column:] as [R, C] in its own dtype; zero outside, and where x has no such row."""
+    layout: gl.constexpr = row_layout(C, W)
+    rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
+    columns = first_column + gl.arange(0, C, layout=gl.SliceLayout(0, layout))
+    named, there = named_rows(gather, rows, M, height)
+    at = named.to(gl.int64)[:, None] * stride_m + columns.to(gl.int64)[None, :] * stride_k
+    return gl.load(x + at, mask=there[:, None] & (columns < K)[None, :], other=0.0)
 
 
 @gluon.jit

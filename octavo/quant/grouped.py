@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo import backend
 from octavo._torch.fakes import is_fake
 from octavo._torch.pytree import register_pytree_node
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.quant import blocks
 from octavo.quant.groups import BLOCK, Groups
-from octavo.quant.groups.reference import pack
+from octavo.quant.groups.reference import gathered, pack
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import ORIENTATIONS, QProto, QTensor
 from octavo.quant.quantizer import (
@@ -250,15 +249,15 @@ def quantize_groups(
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
     """Quantizes x [rows, K] in the orientations that have a quantizer, each group by itself, from one read of x. The
     cast never reads the tail, so no amax includes it. `cast_args` holds one multiplier and one observed amax per
-    group."""
-    matrix = _matrix(x, groups)
+    group. If it has a `source`, x [T, K] has any number of rows, and the result is that of x[source], bit for bit."""
+    matrix = _matrix(x, groups, None if cast_args is None else cast_args.source)
     cast_args = _checked(matrix, (row, column), groups, cast_args)
     first, second = (
         None if spec is None else _empty(spec, groups, matrix, orientation)
         for spec, orientation in zip((row, column), ORIENTATIONS, strict=True)
     )
     if not is_fake(matrix):  # a fake tensor has no values, and its groups have no sizes
-        fill_pair(matrix, (None if first is None else first.q, None if second is None else second.q), cast_args)
+        _fill(matrix, (None if first is None else first.q, None if second is None else second.q), cast_args)
     return first, second
 
 
@@ -270,18 +269,45 @@ def _empty(spec: Quantizer, groups: Groups, x: Tensor, orientation: str) -> Grou
 def fill_groups(
     x: Tensor, pair: tuple[GroupedTensor | None, GroupedTensor | None], cast_args: CastArgs | None = None
 ) -> None:
-    """Quantizes x into existing GroupedTensors, in place. A `skip` flag that is not zero leaves them unchanged."""
+    """Quantizes x into existing GroupedTensors, in place. A `skip` flag that is not zero leaves them unchanged. A
+    `source` names the rows of x, as in `quantize_groups`."""
     lead = pair[1] if pair[0] is None else pair[0]
     if lead is None:
         return
     groups = lead.groups
     row, column = (None if t is None else t.q for t in pair)
-    matrix = _matrix(x, groups)
+    matrix = _matrix(x, groups, None if cast_args is None else cast_args.source)
     cast_args = _checked(matrix, [None if q is None else q.spec for q in (row, column)], groups, cast_args)
     for q, orientation in zip((row, column), ORIENTATIONS, strict=True):
         if q is not None:
             _check_fits(q, groups, matrix, orientation)
-    fill_pair(matrix, (row, column), cast_args)
+    _fill(matrix, (row, column), cast_args)
+
+
+def _fill(x: Tensor, pair: tuple[QTensor | None, QTensor | None], cast_args: CastArgs) -> None:
+    x, source = _read_by(x, [None if q is None else q.spec for q in pair], cast_args.groups, cast_args.source)
+    fill_pair(x, pair, cast_args._replace(source=source))
+
+
+def _read_by(
+    x: Tensor, specs: Sequence[Quantizer | None], groups: Groups | None, source: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the matrix that these quantizers read, and the rows that they take from it. A copy of those rows, unless
+    every quantizer gathers them itself."""
+    if source is None or groups is None or all(spec is None or spec.gathers for spec in specs):
+        return x, source
+    return gathered(x, source, groups), None
+
+
+def transposed(t: GroupedTensor) -> GroupedTensor:
+    """Returns the other orientation of t in memory of its own, with the bytes that a cast of the values would write.
+    Raises a TypeError unless the scheme's blocks are square."""
+    q, groups, turned = t.q, t.groups, ORIENTATIONS[1 - ORIENTATIONS.index(t.orientation)]
+    q.spec.check_square()
+    k = q.columns if t.orientation == "row" else q.rows
+    out = _cached_proto(q.spec.number, groups.padded, groups.number, k, turned, q.dtype, q.device).empty()
+    q.spec.fill_transposed(q, out)
+    return GroupedTensor(out, groups, turned)
 
 
 def groups_amax(
@@ -291,28 +317,46 @@ def groups_amax(
     groups: Groups,
     *,
     skip: Tensor | None = None,
+    source: Tensor | None = None,
 ) -> AmaxPair:
     """Returns the largest magnitudes that a two-pass cast of these groups computes first; None if the cast needs none.
     float32 [number] for one scale, or one global scale, per group; rowwise [padded], and [number, K] for columns. If
-    the `skip` flag on the device is not zero, they are not needed, and the result is unspecified."""
-    matrix = _matrix(x, groups)
+    the `skip` flag on the device is not zero, they are not needed, and the result is unspecified. They are those of
+    x[source] if a `source` is given."""
+    matrix = _matrix(x, groups, source)
     row, column = (spec if spec is not None and spec.two_pass else None for spec in (row, column))
     if row is not None and column is not None and not row.fuses_with(column):
         return (
-            groups_amax(x, row, None, groups, skip=skip)[0],
-            groups_amax(x, None, column, groups, skip=skip)[1],
+            groups_amax(x, row, None, groups, skip=skip, source=source)[0],
+            groups_amax(x, None, column, groups, skip=skip, source=source)[1],
         )
     lead = column if row is None else row
     if lead is None:
         return None, None
-    found: AmaxPair = backend.twin(lead.package, x).amax(matrix, row, column, check_flag(skip, x), groups)
-    return found
+    matrix, source = _read_by(matrix, (row, column), groups, None if source is None else source.contiguous())
+    return lead.measured(matrix, row, column, check_flag(skip, x), groups, source)
 
 
-def _matrix(x: Tensor, groups: Groups) -> Tensor:
+def check_source(source: Tensor, x: Tensor) -> int:
+    """Raises unless `source` can name rows of x. Returns how many rows it makes."""
+    if not isinstance(source, Tensor):
+        raise UnsupportedDtype(f"source is a tensor, got {type(source).__name__}. Use torch.as_tensor first.")
+    if source.dtype != torch.int32:
+        raise UnsupportedDtype(f"source is int32, got {source.dtype}. Use source.to(torch.int32).")
+    if source.dim() != 1:
+        raise UnsupportedShape(
+            f"source is a vector, the row of x for each row to quantize, got shape {tuple(source.shape)}. Flatten it."
+        )
+    if source.device != x.device:
+        raise UnsupportedDevice(f"x is on {x.device} and source on {source.device}. Move source first.")
+    return source.shape[0]
+
+
+def _matrix(x: Tensor, groups: Groups, source: Tensor | None) -> Tensor:
     matrix = as_matrix(x)
-    if matrix.shape[0] != groups.rows:
-        raise UnsupportedShape(f"These groups are of {groups.rows} rows, tail included, and x has {matrix.shape[0]}.")
+    rows, of = (matrix.shape[0], "x") if source is None else (check_source(source, x), "source")
+    if rows != groups.rows:
+        raise UnsupportedShape(f"These groups are of {groups.rows} rows, tail included, and {of} has {rows}.")
     if groups.start.device != x.device:
         raise UnsupportedDevice(f"x is on {x.device} and its groups on {groups.start.device}. Move the sizes first.")
     return matrix
@@ -331,7 +375,8 @@ def _checked(x: Tensor, specs: Sequence[Quantizer | None], groups: Groups, cast_
         if t is not None:
             _check_vector(t, name, groups.number, x.device)
     check_flag(cast_args.skip, x)
-    return cast_args._replace(groups=groups)
+    source = None if cast_args.source is None else cast_args.source.contiguous()
+    return cast_args._replace(groups=groups, source=source)
 
 
 def _check_vector(t: Tensor, name: str, number: int, device: torch.device) -> None:

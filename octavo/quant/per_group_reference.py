@@ -1,4 +1,5 @@
 """Rows in groups, for the references: each group goes alone through the scheme's own functions, which defines the rule.
+Rows that a `source` names are copied first.
 
 Reads the sizes on the host, which waits for the device. Codes and scales that belong to no group become zero.
 """
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from octavo.quant.grouped import member
 from octavo.quant.groups import BLOCK, Groups
+from octavo.quant.groups.reference import gathered
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 from octavo.quant.writing import put
@@ -29,6 +31,7 @@ class AmaxOfGroups(Protocol):
         column: Quantizer | None,
         skip: Tensor | None,
         groups: Groups | None = None,
+        source: Tensor | None = None,
     ) -> AmaxPair: ...
 
 
@@ -51,13 +54,16 @@ def cast_each(cast: Cast) -> Cast:
 
     @wraps(cast)
     def by_group(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs) -> None:
-        if cast_args.groups is None:
+        groups = cast_args.groups
+        if groups is None:
             return cast(x, row, column, cast_args)
         for q in (row, column):
             if q is not None:
                 put(q.codes.view(torch.uint8), torch.zeros_like(q.codes, dtype=torch.uint8), cast_args.skip)
                 put(q.scale, torch.zeros_like(q.scale), cast_args.skip)
-        for place in _places(cast_args.groups):
+        if cast_args.source is not None:
+            x, cast_args = gathered(x, cast_args.source, groups), cast_args._replace(source=None)
+        for place in _places(groups):
             own = _member(row, "row", place), _member(column, "column", place)
             cast(x[place.rows], own[0], own[1], _given_to(place, cast_args, row, column))
 
@@ -101,9 +107,11 @@ def amax_each(amax: Amax) -> AmaxOfGroups:
         column: Quantizer | None,
         skip: Tensor | None,
         groups: Groups | None = None,
+        source: Tensor | None = None,
     ) -> AmaxPair:
         if groups is None:
             return amax(x, row, column, skip)
+        x = x if source is None else gathered(x, source, groups)
         places = _places(groups)
         found = [amax(x[place.rows], row, column, skip) for place in places]
         down = [a.view(-1) for a, _ in found if a is not None]

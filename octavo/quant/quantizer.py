@@ -12,7 +12,8 @@ A scheme's twins define two functions over a matrix x [M, K], with the same sign
         fills the codes and scales of the QTensors that are given
 
 Both handle groups of rows (`octavo.quant.groups`) and quantize each group as if it were alone. `octavo.quant.grouped`
-defines the shapes that they then write.
+defines the shapes that they then write. If the scheme `gathers`, both also read the rows that `source` names, which
+`amax` takes as its last argument; for other schemes, `octavo.quant.grouped` copies those rows first.
 """
 
 import itertools
@@ -28,6 +29,7 @@ from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS, Format, unpack_nibbles
 from octavo.quant import blocks
+from octavo.quant.byte_transpose import transpose_bytes
 from octavo.quant.groups import Groups, split
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
@@ -50,6 +52,7 @@ class CastArgs(NamedTuple):
     skip: Tensor | None = None  # [1] bool or number: where it is not zero, nothing is written
     observed: Tensor | None = None  # as many float32, not negative: the cast raises it to the amax of x, or each group
     groups: Groups | None = None  # the groups of x's rows; no two groups share a block
+    source: Tensor | None = None  # int32 [groups.rows]: the row of x that each row is; a zero row where x has none such
 
 
 KNOWN: dict[int, "Quantizer"] = {}  # by number
@@ -85,6 +88,7 @@ class Quantizer(Value):
     two_level: ClassVar[bool] = False  # a [1] global_scale besides the block scales
     two_pass: ClassVar[bool] = False  # the cast needs an amax that is known only after a full read of x
     takes_encode: ClassVar[bool] = False  # the caller may give the multiplier
+    gathers: ClassVar[bool] = False  # the twins read rows by `CastArgs.source` themselves; others get a gathered copy
     draws: bool = False  # rounds stochastically, from a seed
     basis: str = ""  # rotation of the values along the contraction before rounding; operands must agree
     package: ClassVar[str]  # the package of the twins
@@ -261,7 +265,13 @@ class Quantizer(Value):
         return pair[0], pair[1]
 
     def quantize_groups(
-        self, x: Tensor, sizes: Tensor, axis: int = -1, *, seed: Tensor | None = None
+        self,
+        x: Tensor,
+        sizes: Tensor,
+        axis: int = -1,
+        *,
+        seed: Tensor | None = None,
+        source: Tensor | None = None,
     ) -> "GroupedTensor":
         """Returns codes and scales of rows in ragged groups, each group quantized as if it were alone.
 
@@ -270,15 +280,18 @@ class Quantizer(Value):
             sizes: int32 or int64 [groups] on the device of x: how many rows each group has. Not read on the host.
             axis: -1 for a contraction over K, as x of a GroupedLinear; 0 for one over the rows of each group.
             seed: int64 [seed, step] on the device of x, for a quantizer that rounds stochastically.
+            source: int32 [rows] on the device of x: quantizes x[source], rows in the order of their groups. -1 makes a
+                row of zeros. Entries in the tail are not used. Tensorwise, Block1D and Block2D read x directly; other
+                quantizers copy the rows first. None takes the rows of x as they are.
 
         Returns:
             A GroupedTensor. Its `dequantize()` returns values [rows, K], zero in the tail; `members()` returns each
             group's QTensor.
 
         Raises:
-            UnsupportedShape: sizes has more than one dim, or there are no groups or more than 4096.
-            UnsupportedDtype: sizes is no tensor of int32 or int64, or x no tensor of floats.
-            UnsupportedDevice: sizes is not on x's device.
+            UnsupportedShape: sizes or source has more than one dim, or there are no groups or more than 4096.
+            UnsupportedDtype: sizes is no tensor of int32 or int64, source none of int32, or x no tensor of floats.
+            UnsupportedDevice: sizes or source is not on x's device.
             UnsupportedConfig: the quantizer rounds stochastically without a seed, or to nearest with one.
 
         Example:
@@ -287,14 +300,22 @@ class Quantizer(Value):
             GroupedTensor(300x256 in 3 groups, row, block-1d, cpu)
             >>> octavo.GroupedLinear(3, 256, 512, recipe="fp8-block")(q, torch.tensor([100, 0, 180])).shape
             torch.Size([300, 512])
+
+            The rows of two experts, from four tokens: the first expert gets tokens 2 and 0, the second token 2.
+
+            >>> x, source = torch.arange(4.0)[:, None].expand(4, 64), torch.tensor([2, 0, 2], dtype=torch.int32)
+            >>> rows = octavo.quant.Tensorwise().quantize_groups(x, torch.tensor([2, 1]), source=source)
+            >>> rows.dequantize()[:, 0]
+            tensor([2., 0., 2.])
         """
         from octavo.quant import grouped  # grouped imports this file
 
         column = is_column(check_tensor(x).dim(), axis)
-        cast_args = CastArgs(seed=seed)
+        cast_args = CastArgs(seed=seed, source=source)
         self._check_seed(cast_args, x, self.draws)
         row, other = (None, self) if column else (self, None)
-        made = grouped.quantize_groups(x, row, other, split(sizes, math.prod(x.shape[:-1])), cast_args)[column]
+        rows = math.prod(x.shape[:-1]) if source is None else grouped.check_source(source, x)
+        made = grouped.quantize_groups(x, row, other, split(sizes, rows), cast_args)[column]
         assert made is not None
         return made
 
@@ -489,8 +510,24 @@ class Quantizer(Value):
         if self.two_pass and cast_args.encode is None and cast_args.amax[0] is None and cast_args.amax[1] is None:
             row, column = pair
             specs = None if row is None else row.spec, None if column is None else column.spec
-            cast_args = cast_args._replace(amax=twin.amax(x, *specs, cast_args.skip, cast_args.groups))
+            found = self.measured(x, *specs, cast_args.skip, cast_args.groups, cast_args.source)
+            cast_args = cast_args._replace(amax=found)
         twin.cast(x, *pair, cast_args)
+
+    def measured(
+        self,
+        x: Tensor,
+        row: "Quantizer | None",
+        column: "Quantizer | None",
+        skip: Tensor | None,
+        groups: Groups | None,
+        source: Tensor | None,
+    ) -> AmaxPair:
+        """Part of the layer contract: returns the largest magnitudes of the matrix x that a two-pass cast computes
+        first. Checks nothing. Only a scheme that `gathers` takes a `source`."""
+        more = () if source is None else (source,)
+        found: AmaxPair = backend.twin(self.package, x).amax(x, row, column, skip, groups, *more)
+        return found
 
     # -- and back ------------------------------------------------------------------------------------------------
 
@@ -610,21 +647,30 @@ class Quantizer(Value):
             >>> torch.equal(spec.transpose(spec.quantize(w)).codes, spec.quantize(w, axis=0).codes)
             True
         """
+        self.check_square()
+        out = self.proto(TensorProto((q.rows, q.columns), q.dtype, q.device), axis=0).empty()
+        self.fill_transposed(q, out)
+        return out
+
+    def check_square(self) -> None:
+        """Part of the layer contract: raises a TypeError unless the blocks are the same in both orientations."""
         if not blocks.is_square(self.block):
             r, c = ("all" if b is None else b for b in self.block)
             raise TypeError(
                 f"{self} scales {r}x{c} blocks along the contraction; turning its codes around would "
                 "quantize twice. Quantize the other orientation from the source: quantize(x, axis=0) or quantize_both."
             )
-        out = self.proto(TensorProto((q.rows, q.columns), q.dtype, q.device), axis=0).empty()
-        out.codes.view(torch.uint8).copy_(self._transposed_codes(q))
+
+    def fill_transposed(self, q: QTensor, out: QTensor) -> None:
+        """Part of the layer contract: writes the other orientation of q, whose blocks are square, to `out`, which must
+        fit it. The bytes are those of a cast of the same values with the same amax or multiplier. Checks nothing."""
+        self._transpose_codes(q, out.codes.view(torch.uint8))
         out.scale.copy_(q.scale.T)
         if q.global_scale is not None and out.global_scale is not None:
             out.global_scale.copy_(q.global_scale)
-        return out
 
-    def _transposed_codes(self, q: QTensor) -> Tensor:
-        return q.codes.view(torch.uint8).T
+    def _transpose_codes(self, q: QTensor, out: Tensor) -> None:
+        transpose_bytes(q.codes.view(torch.uint8), out)
 
 
 def quantize_pair(

@@ -7,6 +7,9 @@ returns at once if the skip flag is set. Casts to FP8 are the hardware's: round 
 Rows in groups (`octavo.quant.groups`) come with the pointers `owner`, `source` and `live`, and the grid covers the
 padded layout. A tile lies in one block, so it belongs to one group: its rows begin elsewhere in x, and may be fewer.
 Without groups these pointers are None; the kernel is compiled for that and contains none of this code.
+
+A kernel that gathers has the pointer `gather` as well: the row of x that each packed row is. A kernel reads it only for
+rows of a group, and reads no row of x where it names none: x has `height` rows. Both are None otherwise.
 """
 
 import math
@@ -86,6 +89,11 @@ def pointers_of(groups: Groups | None) -> tuple[Tensor | None, ...]:
     return (None, None, None) if groups is None else (groups.owner, groups.source, groups.live)
 
 
+def height_of(x: Tensor, source: Tensor | None) -> int | None:
+    """Returns how many rows of x a `source` may name; None without one, so that no kernel has it as an argument."""
+    return None if source is None else x.shape[0]
+
+
 def codes_of(q: QTensor | None) -> Tensor | None:
     return None if q is None else q.codes
 
@@ -130,6 +138,22 @@ def load_tile(x, M, K, stride_m, stride_k, rows, columns):
     """x[rows, columns] in its own dtype; zero outside."""
     at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
     return tl.load(x + at, mask=(rows < M)[:, None] & (columns < K)[None, :], other=0.0)
+
+
+@triton.jit
+def named_rows(gather, rows, end, height):
+    """(the row of x that each packed row is, whether x has it), from one load for each row of a tile. No entry past
+    `end` is read."""
+    named = tl.load(gather + rows, mask=rows < end, other=-1)
+    return named, (named >= 0) & (named < height)
+
+
+@triton.jit
+def gather_tile(x, gather, end, height, K, stride_m, stride_k, rows, columns):
+    """x[gather[rows], columns] in its own dtype; zero outside, and where x has no such row."""
+    named, there = named_rows(gather, rows, end, height)
+    at = named.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_k
+    return tl.load(x + at, mask=there[:, None] & (columns < K)[None, :], other=0.0)
 
 
 @triton.jit
@@ -255,7 +279,8 @@ def raise_amax(amax, bits):
 
 @triton.jit
 def _tensor_amax_kernel(
-    x, out, skip, owner, source, live, M, K, stride_m, stride_k, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    x, out, skip, owner, source, live, gather, M, K, stride_m, stride_k, height,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     if skip is not None:
         if tl.load(skip) != 0:
@@ -268,7 +293,10 @@ def _tensor_amax_kernel(
             return
         out += group_of(owner, pm * ROWS)
     rows, columns = first + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
-    v = load_tile(x, end, K, stride_m, stride_k, rows, columns)
+    if gather is None:
+        v = load_tile(x, end, K, stride_m, stride_k, rows, columns)
+    else:
+        v = gather_tile(x, gather, end, height, K, stride_m, stride_k, rows, columns)
     # widened first: an integer max in 32 bits takes fewer instructions than one in 16
     raise_amax(out, amax_bits(v.to(tl.float32)))
 
@@ -277,26 +305,32 @@ AMAX_CONFIGS = (Config(64, 256, 8), Config(128, 128, 8))
 
 
 @lru_cache(maxsize=4096)
-def _amax_launch(shape: tuple[int, ...], strides: tuple[int, ...], config: Config) -> Launch:
+def _amax_launch(shape: tuple[int, ...], strides: tuple[int, ...], height: int | None, config: Config) -> Launch:
     return Launch(
-        _tensor_amax_kernel, tiles(shape, config), (*shape, *strides),
+        _tensor_amax_kernel, tiles(shape, config), (*shape, *strides, height),
         num_warps=config.warps, ROWS=config.rows, COLUMNS=config.columns,
     )  # fmt: skip
 
 
 def tensor_amax(
-    x: Tensor, skip: Tensor | None, config: Config = AMAX_CONFIGS[0], groups: Groups | None = None
+    x: Tensor,
+    skip: Tensor | None,
+    config: Config = AMAX_CONFIGS[0],
+    groups: Groups | None = None,
+    source: Tensor | None = None,
 ) -> Tensor:
-    """Returns max|x| as float32 [1, 1], or that of each group [number]."""
+    """Returns max|x| as float32 [1, 1], or that of each group [number], whose rows a `source` may name."""
     shape = (1, 1) if groups is None else (groups.number,)
     out = torch.zeros(shape, dtype=torch.float32, device=x.device)
-    _amax_launch(shape_inside(x, groups), x.stride(), config)(x, out, skip, *pointers_of(groups))
+    launch = _amax_launch(shape_inside(x, groups), x.stride(), height_of(x, source), config)
+    launch(x, out, skip, *pointers_of(groups), source)
     return out
 
 
 SIZES = {"M": "i32", "K": "i32", "stride_m": "i32"}
 CONTIGUOUS = {"stride_k": 1}
 NO_GROUPS: dict[str, Any] = dict.fromkeys(("owner", "source", "live"))
+NO_GATHER: dict[str, Any] = dict.fromkeys(("gather", "height"))
 
 
 def variants() -> list[Variant]:
@@ -305,7 +339,7 @@ def variants() -> list[Variant]:
             f"tensor_amax {dtype} {config}",
             _tensor_amax_kernel,
             {"x": POINTERS[dtype], "out": "*fp32", **SIZES},
-            {"skip": None, **NO_GROUPS, **CONTIGUOUS, "ROWS": config.rows, "COLUMNS": config.columns},
+            {"skip": None, **NO_GROUPS, **NO_GATHER, **CONTIGUOUS, "ROWS": config.rows, "COLUMNS": config.columns},
             config.warps,
         )
         for dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -19,6 +19,7 @@ class _Blocks(Quantizer):
     fmt: Format
     scale: str
     eps: float
+    gathers = True
     package = __name__
 
     @property

@@ -85,8 +85,8 @@ def put(
 
 @gluon.jit
 def _cast_kernel(
-    x, row, column, row_scale, column_scale, row_amax, column_amax, skip, source, live,
-    M, K, stride_m, stride_k, row_stride, row_block_stride, column_stride, column_block_stride,
+    x, row, column, row_scale, column_scale, row_amax, column_amax, skip, source, live, gather,
+    M, K, stride_m, stride_k, row_stride, row_block_stride, column_stride, column_block_stride, height,
     MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, SQUARE: gl.constexpr,
     TILE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
@@ -99,7 +99,10 @@ def _cast_kernel(
         first, end, used = group_tile(source, live, pm * TILE, M)
         if used == 0:
             return
-    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * TILE, TILE, TILE, W)
+    if gather is None:
+        v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * TILE, TILE, TILE, W)
+    else:
+        v = dual.gather_tile(x, gather, end, height, K, stride_m, stride_k, first, pk * TILE, TILE, TILE, W)
     _store_tile(
         v, row, column, row_scale, column_scale, row_amax, column_amax, M, K, K, pm, pk,
         row_stride, row_block_stride, column_stride, column_block_stride,
@@ -111,20 +114,26 @@ def cast(
     x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs, config: Config = CONFIGS[0]
 ) -> None:
     spec = tile.spec_of(_Blocks, row, column)
+    groups, source = cast_args.groups, cast_args.source
     strides = (*x.stride(), *tile.scale_strides(row), *tile.scale_strides(column))
-    _, *where = tile.pointers_of(cast_args.groups)
-    _cast_launch(spec, tile.shape_inside(x, cast_args.groups), strides, x.dtype, config)(
+    _, *where = tile.pointers_of(groups)
+    _cast_launch(spec, tile.shape_inside(x, groups), strides, tile.height_of(x, source), x.dtype, config)(
         x, tile.codes_of(row), tile.codes_of(column), tile.scales_of(row), tile.scales_of(column),
-        *cast_args.amax, cast_args.skip, *where,
+        *cast_args.amax, cast_args.skip, *where, source,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def _cast_launch(
-    spec: _Blocks, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, config: Config
+    spec: _Blocks,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    height: int | None,
+    dtype: torch.dtype,
+    config: Config,
 ) -> Launch:
     return Launch(
-        _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
+        _cast_kernel, tile.tiles(shape, config), (*shape, *strides, height), num_warps=config.warps,
         MAX=spec.fmt.max, EPS=spec.eps, CEILING=torch.finfo(dtype).max, POW2=spec.pow2,
         SQUARE=is_square(spec.block), TILE=BLOCK, W=config.warps,
     )  # fmt: skip
@@ -149,7 +158,7 @@ def variants() -> list[Variant]:
                         },
                         {
                             "row_amax": None, "column_amax": None, "skip": None, "source": None, "live": None,
-                            **tile.CONTIGUOUS, **fastest,
+                            **tile.NO_GATHER, **tile.CONTIGUOUS, **fastest,
                             "MAX": fmt.max, "EPS": 0.0, "CEILING": torch.finfo(dtype).max, "POW2": pow2,
                             "SQUARE": square, "TILE": BLOCK, "W": config.warps,
                         },

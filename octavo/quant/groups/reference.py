@@ -35,6 +35,16 @@ def in_blocks(x: Tensor, groups: Groups) -> Tensor:
     return torch.where(live[:, None], x[at.clamp_max(groups.rows - 1)], 0)
 
 
+def gathered(x: Tensor, source: Tensor, groups: Groups) -> Tensor:
+    """Copies rows of x [T, K] to packed rows [rows, K]: row r is x[source[r]], or zero if x has no row of that number.
+    The tail is zero, whatever its entries of `source` are."""
+    if x.shape[0] == 0:  # there is no row to read in place of a zero one
+        return x.new_zeros(groups.rows, x.shape[1])
+    tail = torch.arange(groups.rows, device=x.device) >= groups.start[-1]
+    none = tail | (source < 0) | (source >= x.shape[0])
+    return x.index_select(0, source.masked_fill(none, 0)).masked_fill_(none[:, None], 0)
+
+
 def pack(x: Tensor, groups: Groups) -> Tensor:
     """Copies the padded layout back to packed rows, with a zero tail: the inverse of `in_blocks`."""
     at, live = _places(groups)

@@ -98,6 +98,6 @@ class NVFP4(Quantizer):
     def turned_back(self, values: Tensor) -> Tensor:
         return turn_back(values) if self.rht else values
 
-    def _transposed_codes(self, q: QTensor) -> Tensor:
+    def _transpose_codes(self, q: QTensor, out: Tensor) -> None:
         codes = unpack_nibbles(q.codes)[:, : q.columns].T
-        return pack_nibbles(F.pad(codes, (0, -codes.shape[1] % BLOCK)))
+        out.copy_(pack_nibbles(F.pad(codes, (0, -codes.shape[1] % BLOCK))))

@@ -45,6 +45,7 @@ class Tensorwise(Quantizer):
     block = (None, None)
     two_pass = True
     takes_encode = True
+    gathers = True
     package = __name__
 
     def validate(self) -> None:

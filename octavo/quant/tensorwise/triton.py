@@ -92,8 +92,8 @@ def put(
 
 @gluon.jit
 def _cast_kernel(
-    x, row, column, row_scale, column_scale, amax, encode, observed, skip, owner, source, live,
-    M, K, stride_m, stride_k,
+    x, row, column, row_scale, column_scale, amax, encode, observed, skip, owner, source, live, gather,
+    M, K, stride_m, stride_k, height,
     MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, GROUPS: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
@@ -111,7 +111,10 @@ def _cast_kernel(
         if used == 0:
             return
         g = group_of(owner, pm * ROWS)
-    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
+    if gather is None:
+        v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
+    else:
+        v = dual.gather_tile(x, gather, end, height, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
     s, undo = _multiplier(amax, encode, g, MAX, EPS, CEILING, POW2)
     if observed is not None:
         raise_amax(observed + g, amax_bits(v))
@@ -122,9 +125,14 @@ def _cast_kernel(
 
 
 def amax(
-    x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None, groups: Groups | None = None
+    x: Tensor,
+    row: Quantizer | None,
+    column: Quantizer | None,
+    skip: Tensor | None,
+    groups: Groups | None = None,
+    source: Tensor | None = None,
 ) -> AmaxPair:
-    found = tile.tensor_amax(x, skip, groups=groups)
+    found = tile.tensor_amax(x, skip, groups=groups, source=source)
     return (None if row is None else found), (None if column is None else found)
 
 
@@ -139,21 +147,27 @@ def cast(
         cast(x, row, None, cast_args, config)
         cast(x, None, column, cast_args, config)
         return
-    groups = cast_args.groups
-    _cast_launch(lead.spec, tile.shape_inside(x, groups), x.stride(), tile.number_of(groups), config)(
+    groups, source = cast_args.groups, cast_args.source
+    shape, height = tile.shape_inside(x, groups), tile.height_of(x, source)
+    _cast_launch(lead.spec, shape, x.stride(), height, tile.number_of(groups), config)(
         x, None if row is None else row.codes, None if column is None else column.codes,
         None if row is None else row.scale, None if column is None else column.scale,
-        found, cast_args.encode, cast_args.observed, cast_args.skip, *tile.pointers_of(groups),
+        found, cast_args.encode, cast_args.observed, cast_args.skip, *tile.pointers_of(groups), source,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def _cast_launch(
-    spec: Quantizer, shape: tuple[int, ...], strides: tuple[int, ...], groups: int, config: Config
+    spec: Quantizer,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    height: int | None,
+    groups: int,
+    config: Config,
 ) -> Launch:
     assert isinstance(spec, Tensorwise)
     return Launch(
-        _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
+        _cast_kernel, tile.tiles(shape, config), (*shape, *strides, height), num_warps=config.warps,
         MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2, GROUPS=groups,
         ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
     )  # fmt: skip
@@ -171,7 +185,7 @@ def variants() -> list[Variant]:
             },
             {
                 **({"amax": None} if given else {"encode": None, "observed": None}), "skip": None,
-                **tile.NO_GROUPS, **tile.CONTIGUOUS,
+                **tile.NO_GROUPS, **tile.NO_GATHER, **tile.CONTIGUOUS,
                 "MAX": fmt.max, "EPS": 0.0, "CEILING": FLOAT32_MAX, "POW2": False, "GROUPS": 0,
                 "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
             },
