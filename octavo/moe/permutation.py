@@ -108,7 +108,7 @@ def sort(
             f"Rows are counted in 32 bits, and {tuple(routing.shape)} may need more. Sort it in pieces."
         )
     is_mask = routing.dtype == torch.bool
-    key = f"token-sort(experts={experts},top_k={slots if is_mask else 0},align={align})"
+    key = f"token-sort(experts={_number(experts)},top_k={_number(slots) if is_mask else 0},align={_number(align)})"
     found = _call(Stage("token-sort", key, (rows,), (), False), routing)
     return Permutation(found[0], found[1], found[2], found[3] if is_mask else None)
 
@@ -256,6 +256,11 @@ def permute_probs(probs: Tensor, permutation: Permutation) -> Tensor:
 def _call(stage: Stage, x: Tensor) -> Sequence[Tensor]:
     # fake and meta tensors have shapes only
     return call(stage, x, takes_nodes() or isinstance(x, FakeTensor) or x.is_meta)
+
+
+def _number(n: int) -> int:
+    """Returns a number that a graph may know as a symbol as the one that the graph is made for."""
+    return len(range(n))
 
 
 def _checked_map(routing: Tensor, num_experts: int | None, top_k: int | None) -> tuple[int, int]:
