@@ -12,7 +12,7 @@
 
 from octavo.version import __version__  # isort: skip  (checks the version of torch first)
 
-from octavo import backend, errors, formats, ops, quant, recipes
+from octavo import backend, errors, formats, moe, ops, quant, recipes
 from octavo._torch.tracing import buffer
 from octavo.ambient import autocast, microbatch
 from octavo.fused.blocks import LayerNormLinear, LayerNormMLP
@@ -48,6 +48,7 @@ __all__ = [
     "formats",
     "load_state_dict",
     "microbatch",
+    "moe",
     "ops",
     "quant",
     "quantize_weights",

@@ -29,6 +29,7 @@ MODULES = (
     "octavo.kernels.norm.triton",
     "octavo.kernels.activation_quantize.triton",
     "octavo.kernels.norm_quantize.triton",
+    "octavo.kernels.permute.triton",
 )
 ARCHITECTURES = (90, 100)
 RECORD = Path(__file__).with_suffix(".json")

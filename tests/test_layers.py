@@ -28,6 +28,7 @@ ORDER = (
     "fuser",
     "modules",
     "fused",
+    "moe",
     "model",
     "inspection",
     "ops",

@@ -30,7 +30,8 @@ from torch import nn
 import octavo
 
 MODULES = (
-    "octavo", "octavo.backend", "octavo.errors", "octavo.formats", "octavo.ops", "octavo.quant", "octavo.recipes"
+    "octavo", "octavo.backend", "octavo.errors", "octavo.formats", "octavo.moe", "octavo.ops", "octavo.quant",
+    "octavo.recipes",
 )  # fmt: skip
 CONTRACT = ("op_", "fuser_", "step_", "why_not_")
 NOT_FOR_USERS = re.compile(r"Part of the \w+ contract\b")

@@ -37,7 +37,20 @@ from torch.utils.flop_counter import register_flop_formula
 from octavo._torch.autograd import current_graph_task, preserve_version_counter, saved_tensors_hooks
 from octavo._torch.tracing import saved_elsewhere, while_tracing
 from octavo.errors import UnsupportedConfig
-from octavo.layers import activation, add, chain, fork, grouped_linear, linear, norm, rounding
+from octavo.layers import (
+    activation,
+    add,
+    chain,
+    fork,
+    grouped_linear,
+    linear,
+    norm,
+    permute,
+    permute_probs,
+    rounding,
+    token_sort,
+    unpermute,
+)
 from octavo.layers.contract import LAYERS, ForwardResult, Layer, WeightCast
 from octavo.lower.adapter import Adapter
 from octavo.lower.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
@@ -50,7 +63,9 @@ from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 
 # imported so that plans find them by name
-_KNOWN = (activation, add, chain, fork, grouped_linear, linear, norm, rounding)
+_KNOWN = (
+    activation, add, chain, fork, grouped_linear, linear, norm, permute, permute_probs, rounding, token_sort, unpermute
+)  # fmt: skip
 
 
 @cache

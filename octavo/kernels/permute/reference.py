@@ -1,0 +1,125 @@
+"""The permutation in plain torch: the definition. It reads nothing on the host either."""
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.permute import DROPPED, PAD, TAIL, Slots, Sorted
+
+
+def listed(mask: Tensor, index: Tensor) -> None:
+    chosen, top_k = mask != 0, index.shape[1]
+    slot = chosen.cumsum(1) - 1
+    experts = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device).expand(mask.shape)
+    # the column behind the last slot receives what has none
+    wide = torch.full((index.shape[0], top_k + 1), -1, dtype=torch.int32, device=index.device)
+    wide.scatter_(1, torch.where(chosen & (slot < top_k), slot, top_k), experts)
+    index.copy_(wide[:, :top_k])
+
+
+def sort(index: Tensor, align: int, made: Sorted) -> None:
+    experts, rows = made.sizes.shape[0], made.slots.shape[0]
+    flat = index.reshape(-1).long()
+    expert = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    ordered, order = expert.sort(stable=True)
+    first = torch.searchsorted(ordered, torch.arange(experts + 1, device=flat.device))
+    ends = ((first.diff() + align - 1) // align * align).cumsum(0)
+    starts = torch.cat((ends.new_zeros(1), ends))  # the last is where the tail begins
+    made.sizes.copy_(starts.clamp_max(rows).diff())
+    row = starts[ordered] + torch.arange(flat.shape[0], device=flat.device) - first[ordered]
+    row = torch.where((ordered < experts) & (row < rows), row, rows)
+    positions = torch.empty_like(row).index_copy_(0, order, torch.where(row < rows, row, DROPPED))
+    made.positions.copy_(positions.view(index.shape))
+    at = torch.arange(rows + 1, device=flat.device)  # one more row, for the slots that are dropped
+    slots = torch.where(at < starts[-1], PAD, TAIL)
+    made.slots.copy_(slots.index_copy_(0, row, order)[:rows])
+
+
+def scatter(x: Tensor, out: Tensor, slots: Slots, sources: Tensor, probs: Tensor | None, zero_tail: bool) -> None:
+    if x.shape[0] == 0 or slots.positions.shape[1] == 0:
+        out.zero_()
+        return
+    there = (sources >= 0)[:, None]
+    token = sources.clamp_min(0) // slots.positions.shape[1]
+    value = x[token]
+    if probs is not None:
+        value = (value.float() * _of_rows(probs, slots, sources).float()[:, None]).to(x.dtype)
+    out.copy_(torch.where(there, value, 0))
+
+
+def combine(rows: Tensor, y: Tensor, slots: Slots, probs: Tensor | None) -> None:
+    total = torch.zeros(y.shape, dtype=torch.float32, device=y.device)
+    for k in range(slots.positions.shape[1]):
+        value = _rows_of(rows, slots, k).float()
+        if probs is None:
+            total = total + value
+        else:
+            prob = probs.gather(1, _columns(slots)[:, k : k + 1])[:, 0]
+            prob = torch.where(slots.positions[:, k] >= 0, prob, 0)  # that of a dropped slot may be NaN
+            total = _fused(value, prob.float()[:, None], total)
+    y.copy_(total)
+
+
+def combine_backward(
+    dy: Tensor, rows: Tensor, slots: Slots, sources: Tensor, probs: Tensor, drows: Tensor | None, dprobs: Tensor,
+    zero_tail: bool,
+) -> None:  # fmt: skip
+    if drows is not None:
+        scatter(dy, drows, slots, sources, probs, zero_tail)
+    for k in range(slots.positions.shape[1]):
+        found = _rows_of(rows, slots, k)
+        _write_slot(dprobs, slots, k, (dy.double() * found.double()).sum(1).to(dprobs.dtype))
+
+
+def take(probs: Tensor, out: Tensor, slots: Slots, sources: Tensor) -> None:
+    if probs.numel() == 0:
+        out.zero_()
+        return
+    out.copy_(torch.where(sources >= 0, _of_rows(probs, slots, sources), 0))
+
+
+def take_backward(grad: Tensor, dprobs: Tensor, slots: Slots) -> None:
+    for k in range(slots.positions.shape[1]):
+        _write_slot(dprobs, slots, k, _rows_of(grad[:, None], slots, k)[:, 0])
+
+
+def _columns(slots: Slots) -> Tensor:
+    """Returns, for each slot, the column of its probability."""
+    if slots.experts is not None:
+        return slots.experts.clamp_min(0).long()
+    tokens, top_k = slots.positions.shape
+    return torch.arange(top_k, device=slots.positions.device).expand(tokens, top_k)
+
+
+def _of_rows(probs: Tensor, slots: Slots, sources: Tensor) -> Tensor:
+    return probs.gather(1, _columns(slots)).reshape(-1)[sources.clamp_min(0)]
+
+
+def _rows_of(rows: Tensor, slots: Slots, k: int) -> Tensor:
+    """Returns the row of each token's k-th slot [T, D]; zeros for a slot without one."""
+    position = slots.positions[:, k]
+    if rows.shape[0] == 0:
+        return rows.new_zeros(position.shape[0], rows.shape[1])
+    return torch.where((position >= 0)[:, None], rows[position.clamp_min(0)], 0)
+
+
+def _write_slot(dprobs: Tensor, slots: Slots, k: int, values: Tensor) -> None:
+    """Writes a value for each token, zero for one whose k-th slot has no row."""
+    if slots.experts is None:
+        dprobs[:, k] = values
+    else:  # slots that are left have no expert, and add zero to the first one
+        dprobs.scatter_add_(1, _columns(slots)[:, k : k + 1], values[:, None])
+
+
+def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Returns a · b + c of float32, rounded once. The product is exact in float64. The sum is rounded to odd there,
+    so that rounding it again to float32 gives what one rounding gives."""
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    bits = total.view(torch.int64)
+    outwards = (error > 0) == (total > 0)
+    odd = torch.where(
+        (error != 0) & error.isfinite() & (bits & 1 == 0), torch.where(outwards, bits + 1, bits - 1), bits
+    )
+    return odd.view(torch.float64).float()

@@ -1,0 +1,318 @@
+"""Tokens to the rows of their experts, and back: `sort`, `permute`, `unpermute`, `permute_probs`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo._torch.fakes import FakeTensor
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
+from octavo.fuser.inputs import arrived, check_input, check_layout
+from octavo.kernels.permute import MAX_EXPERTS, most_rows
+from octavo.lower.call import Stage, call, takes_nodes
+
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)  # that are moved without a gradient
+TAILS = ("zero", "untouched")
+
+
+class Permutation(NamedTuple):
+    """The rows of tokens sorted by expert: the rows of expert 0, then those of expert 1, and so on.
+
+    A token has K slots, one for each expert that it goes to. All tensors are on the device of the map. Their shapes
+    follow from the map's shape and the options of `sort`, never from its values.
+
+    Attributes:
+        sizes: the number of rows of each expert [E], int64, pads included. Pass them to `octavo.GroupedLinear`.
+        positions: the row of each slot [..., K], int32; -1 for a slot that was dropped.
+        slots: the slot that each row comes from [rows], int32, counted through the flattened positions; -1 for a pad,
+            -2 for a row after the last expert.
+        experts: of a mask, the expert of each slot [..., K], int32; -1 for a slot that is left. None for an index.
+
+    Example:
+        >>> permutation = octavo.moe.sort(torch.tensor([[2, 0], [0, 1]]), num_experts=3)
+        >>> permutation.sizes, permutation.sources
+        (tensor([2, 1, 1]), tensor([0, 1, 1, 0], dtype=torch.int32))
+    """
+
+    sizes: Tensor
+    positions: Tensor
+    slots: Tensor
+    experts: Tensor | None = None
+
+    @property
+    def sources(self) -> Tensor:
+        """The token that each row comes from [rows], int32, counted through all leading dims; -1 for a row without
+        one."""
+        return torch.div(self.slots, self.positions.shape[-1], rounding_mode="floor").clamp_min(-1)
+
+
+def sort(
+    routing: Tensor,
+    num_experts: int | None = None,
+    *,
+    top_k: int | None = None,
+    capacity: int | None = None,
+    align: int = 1,
+) -> Permutation:
+    """Sorts the slots of tokens by expert, and inside an expert by token.
+
+    The sort is stable, takes a constant number of launches, and reads nothing on the host. A CUDA graph follows maps
+    that change.
+
+    Args:
+        routing: an index [..., K], int32 or int64, of the experts that each token goes to; entries outside of
+            0 ... num_experts - 1, such as -1, are dropped. Or a mask [..., E], bool, True where a token goes to an
+            expert.
+        num_experts: the number of experts, 1 to 4096. Required for an index; a mask has it in its shape.
+        top_k: of a mask, the most experts of a token; those beyond are dropped. None, the default, allows for all
+            experts, which takes more memory and time.
+        capacity: the number of rows. Slots whose row would come after them are dropped, from the last expert on. None,
+            the default, has room for every slot and every pad.
+        align: fill up the rows of each expert with pads to a multiple of this number.
+
+    Returns:
+        The permutation.
+
+    Raises:
+        UnsupportedDtype: the map is neither bool nor int32 nor int64.
+        UnsupportedShape: the map has no dims, or there are too many experts or rows.
+        UnsupportedConfig: an option does not fit the map, `capacity` is negative or no multiple of `align`, or `align`
+            is below 1.
+
+    Example:
+        >>> mask = torch.tensor([[True, False, True], [True, True, False]])
+        >>> octavo.moe.sort(mask, top_k=2).positions
+        tensor([[0, 3],
+                [1, 2]], dtype=torch.int32)
+        >>> octavo.moe.sort(mask, top_k=2, align=4).sizes
+        tensor([4, 4, 4])
+    """
+    routing = arrived(routing)
+    experts, slots = _checked_map(routing, num_experts, top_k)
+    if align < 1:
+        raise UnsupportedConfig(
+            f"align is the multiple that each expert's rows are filled up to: at least 1, got {align}."
+        )
+    rows = None
+    if capacity is not None:
+        if capacity < 0 or capacity % align:
+            raise UnsupportedConfig(
+                f"capacity is a number of rows, a multiple of align={align}, got {capacity}. Round it up."
+            )
+        rows = torch.empty(capacity, 0, dtype=torch.uint8, device=routing.device)  # a graph may know it as a symbol
+    number = math.prod(routing.shape[:-1]) * slots
+    if max(most_rows(number, experts, align), number, capacity or 0) >= 2**31:
+        raise UnsupportedShape(
+            f"Rows are counted in 32 bits, and {tuple(routing.shape)} may need more. Sort it in pieces."
+        )
+    is_mask = routing.dtype == torch.bool
+    key = f"token-sort(experts={_number(experts)},top_k={_number(slots) if is_mask else 0},align={_number(align)})"
+    found = _call(Stage("token-sort", key, (rows,), (), False), routing)
+    return Permutation(found[0], found[1], found[2], found[3] if is_mask else None)
+
+
+def permute(
+    x: Tensor,
+    routing: Tensor | Permutation,
+    num_experts: int | None = None,
+    *,
+    top_k: int | None = None,
+    capacity: int | None = None,
+    align: int = 1,
+    tail: str = "zero",
+) -> tuple[Tensor, Permutation]:
+    """Copies each token to the rows of its slots, sorted by expert.
+
+    Backward sums the gradients of a token's rows, in float32 and in the order of its slots. It reads no other row: pads
+    and the tail of the gradient may hold anything, NaN too.
+
+    Args:
+        x: the tokens [..., D], in float32, bfloat16 or float16; or codes or their scales, in float8 or uint8, which
+            carry no gradient.
+        routing: a `Permutation`, or a map for `sort`: an index [..., K] or a mask [..., E]. Its leading dims are those
+            of x.
+        num_experts: as in `sort`. Leave this and the next three out if `routing` is a `Permutation`.
+        top_k: as in `sort`.
+        capacity: as in `sort`.
+        align: as in `sort`. Pads are zeros.
+        tail: the rows after the last expert: "zero" writes zeros, "untouched" leaves any values there, which saves the
+            write. `octavo.GroupedLinear` does not read them.
+
+    Returns:
+        The rows [rows, D], and the permutation.
+
+    Raises:
+        UnsupportedDtype: x or the map has another dtype.
+        UnsupportedShape: the leading dims of x and the map differ.
+        UnsupportedDevice: x and the map are on two devices.
+        UnsupportedConfig: an option is given beside a `Permutation`, or has a wrong value.
+
+    Example:
+        >>> tokens, index = torch.arange(3.0)[:, None], torch.tensor([[1, 0], [0, 2], [1, 2]])
+        >>> rows, permutation = octavo.moe.permute(tokens, index, num_experts=3)
+        >>> rows.flatten(), permutation.sizes
+        (tensor([0., 1., 0., 2., 1., 2.]), tensor([2, 2, 2]))
+    """
+    check_choice(tail, TAILS, what="tail")
+    if isinstance(routing, Permutation):
+        if (num_experts, top_k, capacity, align) != (None, None, None, 1):
+            raise UnsupportedConfig(
+                "A Permutation is sorted already. Pass num_experts, top_k, capacity, align to sort."
+            )
+        permutation = routing
+    else:
+        permutation = sort(routing, num_experts, top_k=top_k, capacity=capacity, align=align)
+    x = arrived(x)
+    if getattr(x, "dtype", None) in CODES:
+        check_layout("permute", x)
+        if x.requires_grad:
+            raise UnsupportedDtype(f"Codes carry no gradient, and this x, {x.dtype}, requires one. Detach it.")
+    else:
+        check_input("permute", x)
+    _check_tokens("permute, as x,", x, permutation, x.shape[-1] if x.dim() else 0)
+    grads = "x" if torch.is_grad_enabled() and x.requires_grad else ""
+    key = f"permute(tail='{tail}',grads='{grads}')"
+    stage = Stage("permute", key, (permutation.positions, permutation.slots), (), grads != "")
+    return _call(stage, x)[0], permutation
+
+
+def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = None, *, tail: str = "zero") -> Tensor:
+    """Sums the rows of each token's slots, each multiplied by its probability.
+
+    The sum runs in float32, slot after slot, and is rounded once. Two runs give the same bits. Rows without a slot are
+    not read. A dropped slot adds nothing, and the gradient of its probability is zero.
+
+    Args:
+        rows: the rows [rows, D] of the permutation, in float32, bfloat16 or float16.
+        permutation: the permutation that `permute` or `sort` returned.
+        probs: the probability of each slot, in one of these dtypes: [..., K] if the map was an index, [..., E] if it
+            was a mask. None, the default, adds the rows as they are.
+        tail: the gradients of rows after the last expert: "zero" writes zeros, "untouched" leaves any values there.
+            Those of pads are zero.
+
+    Returns:
+        y [..., D], in the dtype of the rows.
+
+    Raises:
+        UnsupportedDtype: the rows or the probabilities have another dtype.
+        UnsupportedShape: the rows or the probabilities do not have the shape that the permutation has.
+        UnsupportedDevice: the tensors are on two devices.
+
+    Example:
+        >>> tokens, index = torch.ones(2, 4), torch.tensor([[1, 0], [0, 2]])
+        >>> rows, permutation = octavo.moe.permute(tokens, index, num_experts=3)
+        >>> octavo.moe.unpermute(rows, permutation, torch.tensor([[0.5, 0.25], [0.5, 0.5]]))[:, 0]
+        tensor([0.7500, 1.0000])
+    """
+    check_choice(tail, TAILS, what="tail")
+    rows = arrived(rows)
+    check_input("unpermute", rows)
+    positions, slots = permutation.positions, permutation.slots
+    if rows.dim() != 2 or rows.shape[0] != slots.shape[0]:
+        raise UnsupportedShape(
+            f"unpermute takes the {slots.shape[0]} rows of the permutation, [rows, D], got {tuple(rows.shape)}. Pass "
+            "the rows that were made from what permute returned, with its tail."
+        )
+    _check_device("the rows", rows, permutation)
+    experts = None
+    if probs is not None:
+        probs, experts = _checked_probs("unpermute", probs, permutation), permutation.experts
+    grads = ""
+    if torch.is_grad_enabled():
+        grads = ("x" if rows.requires_grad else "") + ("p" if probs is not None and probs.requires_grad else "")
+    key = f"unpermute(tail='{tail}',grads='{grads}')"
+    return _call(Stage("unpermute", key, (positions, slots, probs, experts), (), grads != ""), rows)[0]
+
+
+def permute_probs(probs: Tensor, permutation: Permutation) -> Tensor:
+    """Returns the probability of each row, for a layer between `permute` and `unpermute` that multiplies by it.
+
+    Args:
+        probs: the probability of each slot, in float32, bfloat16 or float16: [..., K] if the map was an index, [..., E]
+            if it was a mask.
+        permutation: the permutation that `permute` or `sort` returned.
+
+    Returns:
+        One number for each row [rows]; zero for pads and for rows after the last expert, whose gradients are not read.
+
+    Raises:
+        UnsupportedDtype: the probabilities have another dtype.
+        UnsupportedShape: the probabilities do not have the shape that the permutation has.
+        UnsupportedDevice: the tensors are on two devices.
+
+    Example:
+        >>> permutation = octavo.moe.sort(torch.tensor([[1, 0], [0, 2]]), num_experts=3)
+        >>> octavo.moe.permute_probs(torch.tensor([[0.5, 0.25], [0.75, 0.125]]), permutation)
+        tensor([0.2500, 0.7500, 0.5000, 0.1250])
+    """
+    probs = _checked_probs("permute_probs", probs, permutation)
+    grads = "p" if torch.is_grad_enabled() and probs.requires_grad else ""
+    inputs = (permutation.positions, permutation.slots, permutation.experts)
+    return _call(Stage("permute-probs", f"permute-probs(grads='{grads}')", inputs, (), grads != ""), probs)[0]
+
+
+def _call(stage: Stage, x: Tensor) -> Sequence[Tensor]:
+    # fake and meta tensors have shapes only
+    return call(stage, x, takes_nodes() or isinstance(x, FakeTensor) or x.is_meta)
+
+
+def _number(n: int) -> int:
+    """Returns a number that a graph may know as a symbol as the one that the graph is made for."""
+    return len(range(n))
+
+
+def _checked_map(routing: Tensor, num_experts: int | None, top_k: int | None) -> tuple[int, int]:
+    """Returns the number of experts, and of a token's slots."""
+    if not isinstance(routing, Tensor) or routing.dtype not in (torch.bool, torch.int32, torch.int64):
+        got: Any = routing.dtype if isinstance(routing, Tensor) else type(routing).__name__
+        raise UnsupportedDtype(
+            f"A map is an index, int32 or int64 [..., K], or a mask, bool [..., E]; got {got}. Use .long() or .bool()."
+        )
+    check_layout("sort", routing)
+    if routing.dim() < 1 or routing.shape[-1] < 1:
+        raise UnsupportedShape(f"A map has a last dim of at least one slot or expert, got {tuple(routing.shape)}.")
+    if routing.dtype == torch.bool:
+        experts = routing.shape[-1]
+        if num_experts not in (None, experts):
+            raise UnsupportedConfig(f"This mask has {experts} experts, and num_experts={num_experts}. Leave it out.")
+        slots = experts if top_k is None else top_k
+        if not 1 <= slots <= experts:
+            raise UnsupportedConfig(f"top_k is the most experts of a token, 1 to {experts} here, got {top_k}.")
+    else:
+        if top_k is not None:
+            raise UnsupportedConfig(f"An index has its slots in its last dim, {routing.shape[-1]}. Leave top_k out.")
+        if num_experts is None:
+            raise UnsupportedConfig("An index does not tell how many experts there are. Pass num_experts.")
+        experts, slots = num_experts, routing.shape[-1]
+    if not 1 <= experts <= MAX_EXPERTS:
+        raise UnsupportedShape(f"There are 1 to {MAX_EXPERTS} experts, got {experts}.")
+    return experts, slots
+
+
+def _check_tokens(title: str, x: Tensor, permutation: Permutation, width: int) -> None:
+    want = (*permutation.positions.shape[:-1], width)
+    if x.dim() == 0 or tuple(x.shape) != want:
+        leading = ", ".join(map(str, want[:-1]))
+        raise UnsupportedShape(
+            f"{title} takes [{leading}, {width or 'D'}], as the map has these leading dims, got {tuple(x.shape)}. "
+            "Reshape it, or the map."
+        )
+    _check_device("x", x, permutation)
+
+
+def _check_device(what: str, x: Tensor, permutation: Permutation) -> None:
+    if x.device != permutation.slots.device:
+        raise UnsupportedDevice(
+            f"{what} is on {x.device} and the permutation on {permutation.slots.device}. Move them together."
+        )
+
+
+def _checked_probs(title: str, probs: Tensor, permutation: Permutation) -> Tensor:
+    probs = arrived(probs)
+    check_input(f"{title}, as probs,", probs)
+    is_mask = permutation.experts is not None
+    width = permutation.sizes.shape[0] if is_mask else permutation.positions.shape[-1]
+    _check_tokens(f"{title}, as probs,", probs, permutation, width)
+    return probs
