@@ -157,7 +157,7 @@ def backward():
                 fill_pair(activation.forward(FN, x), (None, second), other)
 
         def fused(config):
-            actq.backward(FN, dy, Inputs(x), Target(pair, given), Target((None, second), other), sums, config)
+            actq.backward(FN, dy, Inputs(x), Target(pair, given), Target((None, second), other), sums, None, config)
 
         what = f"dswiglu {spec}{', again' if again else ''}{', sums' if sums else ''}"
         size = nbytes(x, dy, pair, second)

@@ -13,7 +13,6 @@ from octavo.kernels import activation_quantize as kernel
 from octavo.kernels.activation import ACTIVATIONS, Function, Inputs, Wanted
 from octavo.kernels.tile_cast import NOTHING, Target
 from octavo.quant import MX, Block1D, Block2D, Rowwise, TensorProto, Tensorwise
-from octavo.quant.groups import split
 from octavo.quant.quantizer import CastArgs, fill_pair
 from tests.kernels.test_activation import data, seed_of, sizes
 
@@ -98,14 +97,12 @@ def check_backward(fn, x, dy, extra, spec, again=None, sides="rc", bias_grad=Non
             second, other = empty_pair(again, m, h, x.dtype, dy.device, "c")[1], given_to(again, dy.device)
         else:
             second, other = None, CastArgs()
+        targets = Target(pair, given), Target((None, second), other)
         if fused and not settings:
-            db = kernel.backward(
-                fn, dy, Inputs(x, **extra), Target(pair, given), Target((None, second), other), bias_grad
-            )
+            db = kernel.backward(fn, dy, Inputs(x, **extra), *targets, bias_grad).bias
         elif fused:
-            db = backend.twin("octavo.kernels.activation_quantize", dy).backward(
-                fn, dy, Inputs(x, **extra), Target(pair, given), Target((None, second), other), bias_grad, **settings
-            )
+            twin = backend.twin("octavo.kernels.activation_quantize", dy)
+            db = twin.backward(fn, dy, Inputs(x, **extra), *targets, bias_grad, None, **settings).bias
         else:
             dx, _, db = activation.backward(fn, dy, x, **extra, wanted=Wanted(bias=bias_grad))
             fill_pair(dx, pair, given)
@@ -153,7 +150,7 @@ def test_schemes_without_a_kernel_go_by_way_of_the_value(spec):
         want = spec.quantize_both(activation.forward(fn, x))
         assert_same(contents((row, column), CastArgs()), contents(want, CastArgs()))
     first, second = empty_pair(spec, 5, 128, x.dtype, "cpu")
-    assert kernel.backward(fn, dy, Inputs(x), Target((first, second))) is None
+    assert kernel.backward(fn, dy, Inputs(x), Target((first, second))) == (None, None)
     want = spec.quantize_both(activation.backward(fn, dy, x).x)
     assert_same(contents((first, second), CastArgs()), contents(want, CastArgs()))
 
@@ -167,27 +164,12 @@ def test_nothing_gives_nothing(name, shape):
     check_backward(fn, x, dy, extra, Tensorwise(E5M2), Tensorwise(), bias_grad=torch.float32)
 
 
-def test_rows_in_groups_go_by_way_of_the_value():
-    fn, groups = ACTIVATIONS["swiglu"], split(torch.tensor([3, 0, 6]), 10)
-    x, _, extra = operands(fn, 10, 32, torch.bfloat16)
-    results = []
-    for fused in (True, False):
-        pair = empty_pair(Block1D(), groups.padded, 32, x.dtype, "cpu", "r")
-        given = CastArgs(groups=groups)
-        if fused:
-            kernel.forward(fn, Inputs(x, **extra), Target(pair, given))
-        else:
-            fill_pair(activation.forward(fn, x), pair, given)
-        results.append(contents(pair, given))
-    assert_same(*results)
-
-
 def test_only_what_is_wanted():
     fn = ACTIVATIONS["swiglu"]
     x, dy, extra = operands(fn, 5, 16, torch.bfloat16)
     kernel.forward(fn, Inputs(x, **extra), NOTHING)
-    assert kernel.backward(fn, dy, Inputs(x, **extra), NOTHING) is None
-    sums = kernel.backward(fn, dy, Inputs(x, **extra), NOTHING, bias_grad=torch.float32)
+    assert kernel.backward(fn, dy, Inputs(x, **extra), NOTHING) == (None, None)
+    sums = kernel.backward(fn, dy, Inputs(x, **extra), NOTHING, bias_grad=torch.float32).bias
     assert torch.equal(sums, activation.backward(fn, dy, x, wanted=Wanted(bias=torch.float32)).bias)
 
 
@@ -331,7 +313,7 @@ def test_triton_gives_the_same_bits_again(spec):
     results = []
     for _ in range(2):
         pair, given = empty_pair(spec, 513, 4096, x.dtype, "cuda"), given_to(spec, "cuda")
-        db = kernel.backward(fn, dy, Inputs(x, **extra), Target(pair, given), bias_grad=torch.float32)
+        db = kernel.backward(fn, dy, Inputs(x, **extra), Target(pair, given), bias_grad=torch.float32).bias
         results.append([*contents(pair, given), db.cpu().view(torch.uint8)])
     assert_same(*results)
 

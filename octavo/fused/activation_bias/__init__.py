@@ -39,7 +39,7 @@ class Cast:
         self.bias: Tensor | None = activation_quantize.backward(
             act.function, activation.matrix(dy), ActInputs(None if x is None else activation.matrix(x), *vectors),
             Target(self.pair, given), again, bias_grad,
-        )  # fmt: skip
+        ).bias  # fmt: skip
 
     def gradients(self, db: Tensor | None) -> Grads:
         """Return the gradients of the Linear's inputs."""

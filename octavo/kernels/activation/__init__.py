@@ -105,13 +105,19 @@ class Gradients(NamedTuple):
 
 
 def forward(
-    fn: Function, x: Tensor, scales: Tensor | None = None, bias: Tensor | None = None, seed: Tensor | None = None
+    fn: Function,
+    x: Tensor,
+    scales: Tensor | None = None,
+    bias: Tensor | None = None,
+    seed: Tensor | None = None,
+    end: Tensor | None = None,
 ) -> Tensor:
-    """Returns y, contiguous, in x's dtype."""
+    """Returns y, contiguous, in x's dtype. If `end` is given, int32 [1] on x's device, rows from there on are not read,
+    and theirs of y are undefined."""
     width = x.shape[1] // 2 if fn.gated else x.shape[1]
     if x.shape[0] == 0 or width == 0:
         return torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
-    y: Tensor = backend.twin(__name__, x).forward(fn, x, scales, bias, seed)
+    y: Tensor = backend.twin(__name__, x).forward(fn, x, scales, bias, seed, end)
     return y
 
 
@@ -123,8 +129,12 @@ def backward(
     bias: Tensor | None = None,
     seed: Tensor | None = None,
     wanted: Wanted = ONLY_X,
+    end: Tensor | None = None,
 ) -> Gradients:
-    """Computes the gradients named in `wanted`. `x` may be None unless `fn.remembers`."""
+    """Computes the gradients named in `wanted`. `x` may be None unless `fn.remembers`. If `end` is given, rows from
+    there on are not read: theirs of dx are undefined, and their scales have a gradient of zero. Sums for a bias would
+    include them, so that the caller adds those up."""
+    assert end is None or wanted.bias is None
     m, width = dy.shape
     sums_dy = not fn.changes and scales is None  # then dx equals dy, and the bias gradient needs no dx
     needs_dx = wanted.x or (wanted.bias is not None and not sums_dy)
@@ -132,7 +142,7 @@ def backward(
     dx = torch.empty(shape, dtype=dy.dtype, device=dy.device) if needs_dx else None
     ds = torch.zeros(m, dtype=wanted.scales, device=dy.device) if wanted.scales is not None else None
     if m and width and (dx is not None or ds is not None):
-        backend.twin(__name__, dy).backward(fn, dy, Inputs(x, scales, bias, seed), dx, ds)
+        backend.twin(__name__, dy).backward(fn, dy, Inputs(x, scales, bias, seed), dx, ds, end)
     source = dy if sums_dy else dx
     db = None if wanted.bias is None or source is None else column_sums(source, wanted.bias)
     return Gradients(dx if wanted.x else None, ds, db)

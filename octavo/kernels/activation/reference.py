@@ -112,7 +112,19 @@ def _activated(fn: Function, x: Tensor) -> Tensor:
     return CURVES[fn.curve](a, fn.alpha)[0] * _gate(fn, b)[0]
 
 
-def forward(fn: Function, x: Tensor, scales: Tensor | None, bias: Tensor | None, seed: Tensor | None) -> Tensor:
+def forward(
+    fn: Function,
+    x: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    end: Tensor | None = None,
+) -> Tensor:
+    if end is not None:
+        y = torch.empty(x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1], dtype=x.dtype, device=x.device)
+        if n := int(end):
+            y[:n] = forward(fn, x[:n], _first(scales, n), bias, seed)
+        return y
     y = _activated(fn, _wide(x, bias))
     if scales is not None:
         y = y * scales.double()[:, None]
@@ -121,7 +133,19 @@ def forward(fn: Function, x: Tensor, scales: Tensor | None, bias: Tensor | None,
     return y.to(x.dtype)
 
 
-def backward(fn: Function, dy: Tensor, inputs: Inputs, dx: Tensor | None, ds: Tensor | None) -> None:
+def _first(t: Tensor | None, n: int) -> Tensor | None:
+    """Returns the first n rows, as a view."""
+    return None if t is None else t[:n]
+
+
+def backward(
+    fn: Function, dy: Tensor, inputs: Inputs, dx: Tensor | None, ds: Tensor | None, end: Tensor | None = None
+) -> None:
+    if end is not None:
+        if n := int(end):
+            own = inputs._replace(x=_first(inputs.x, n), scales=_first(inputs.scales, n))
+            backward(fn, dy[:n], own, _first(dx, n), _first(ds, n))
+        return
     x, scales, bias, seed = inputs
     g = dy.double()
     if seed is not None:

@@ -155,12 +155,16 @@ def gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    x, y, scales, bias, seed, M, H, stride_m, stride_k,
+    x, y, scales, bias, seed, end, M, H, stride_m, stride_k,
     CURVE: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.constexpr,
     BETA: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVE: tl.constexpr, DROP: tl.constexpr, KEPT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     pm, pk = tile.tile_index(H, COLUMNS)
+    if end is not None:
+        M = tl.load(end)
+        if pm * ROWS >= M:
+            return
     rows, columns = pm * ROWS + tl.arange(0, ROWS), pk * COLUMNS + tl.arange(0, COLUMNS)
     live = (rows < M)[:, None] & (columns < H)[None, :]
     if GATED:
@@ -181,21 +185,25 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    dy, x, dx, scales, ds, bias, seed, M, H, dy_stride_m, dy_stride_k, stride_m, stride_k,
+    dy, x, dx, scales, ds, bias, seed, end, M, H, dy_stride_m, dy_stride_k, stride_m, stride_k,
     CURVE: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, GATE: tl.constexpr,
     BETA: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVE: tl.constexpr, DROP: tl.constexpr, KEPT: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     if ds is not None:
-        pm, begin, end = tl.program_id(0), 0, H
+        pm, begin, stop = tl.program_id(0), 0, H
     else:
         pm, pk = tile.tile_index(H, COLUMNS)
-        begin, end = pk * COLUMNS, pk * COLUMNS + 1
+        begin, stop = pk * COLUMNS, pk * COLUMNS + 1
+    if end is not None:
+        M = tl.load(end)
+        if pm * ROWS >= M:
+            return
     rows = pm * ROWS + tl.arange(0, ROWS)
     if scales is not None:
         scale = tl.load(scales + rows, mask=rows < M, other=0.0).to(tl.float32)[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(begin, end, COLUMNS):
+    for first in range(begin, stop, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         live = (rows < M)[:, None] & (columns < H)[None, :]
         g = _values(dy, None, rows, columns, live, dy_stride_m, dy_stride_k)
@@ -233,17 +241,26 @@ def _backward_kernel(
         tl.store(ds + rows, tl.sum(total, 1).to(ds.dtype.element_ty), mask=rows < M)
 
 
-def forward(fn: Function, x: Tensor, scales: Tensor | None, bias: Tensor | None, seed: Tensor | None) -> Tensor:
+def forward(
+    fn: Function,
+    x: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    end: Tensor | None = None,
+) -> Tensor:
     m, width = x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1]
     y = torch.empty(m, width, dtype=x.dtype, device=x.device)
-    _forward_launch(fn, (m, width, *x.stride()))(x, y, scales, bias, seed)
+    _forward_launch(fn, (m, width, *x.stride()))(x, y, scales, bias, seed, end)
     return y
 
 
-def backward(fn: Function, dy: Tensor, inputs: Inputs, dx: Tensor | None, ds: Tensor | None) -> None:
+def backward(
+    fn: Function, dy: Tensor, inputs: Inputs, dx: Tensor | None, ds: Tensor | None, end: Tensor | None = None
+) -> None:
     x, scales, bias, seed = inputs
     strides = (0, 0) if x is None else x.stride()
-    _backward_launch(fn, (*dy.shape, *dy.stride(), *strides), ds is not None)(dy, x, dx, scales, ds, bias, seed)
+    _backward_launch(fn, (*dy.shape, *dy.stride(), *strides), ds is not None)(dy, x, dx, scales, ds, bias, seed, end)
 
 
 def _shape(width: int) -> tuple[int, int]:
@@ -292,17 +309,18 @@ def variants() -> list[Variant]:
         _variants("srelu", ACTIVATIONS["srelu"], torch.bfloat16, "scales"),
         _variants("dropout", plain._replace(drop=0.1), torch.bfloat16, "seed"),
         _variants("bias", plain, torch.bfloat16, "bias"),
+        _variants("swiglu", swiglu, torch.bfloat16, "end"),
     ]
     return [variant for pair in cases for variant in pair]
 
 
 def _variants(name: str, fn: Function, dtype: torch.dtype, given: str = "") -> list[Variant]:
-    """Returns forward and backward for rows of 4096, with the one of scales, bias and seed that `given` names."""
+    """Returns forward and backward for rows of 4096, with the one of scales, bias, seed and end that `given` names."""
     kind = tile.POINTERS[dtype]
     pointers = {
         "x": kind, "y": kind, "dy": kind, "dx": kind, "scales": "*fp32" if given == "scales" else None,
         "ds": "*fp32" if given == "scales" else None, "bias": kind if given == "bias" else None,
-        "seed": "*i64" if given == "seed" else None,
+        "seed": "*i64" if given == "seed" else None, "end": "*i32" if given == "end" else None,
     }  # fmt: skip
     sizes = dict.fromkeys(("M", "H", "stride_m", "dy_stride_m"), "i32")
     constants = {"stride_k": 1, "dy_stride_k": 1, **_constants(fn, 4096)}

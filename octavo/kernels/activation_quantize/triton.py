@@ -10,10 +10,14 @@ reads dy, a and b of a tile once and writes da, db and y. Otherwise a program co
 alternate between a and b: it computes both gradients of every pair and keeps one. Its second reads hit the cache,
 since the programs that run at the same time cover a few hundred rows. (With blocks the first kernel would need a
 128 x 128 tile of each, and spill.)
+
+Rows in groups (`octavo.quant.groups`) come with the pointers `owner`, `source_row` and `used_rows`; the grid and M are
+of the padded layout, and a tile belongs to one group. Without groups these are None, and the kernel is compiled without
+this code. A group's scale that is not given takes a pass of the same kernel before, which only raises an amax.
 """
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,21 +29,28 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels import tile_cast
 from octavo.kernels.activation import ACTIVATIONS, DRAWN_BITS, STREAM, Function, Inputs
 from octavo.kernels.activation.triton import clamped_a, constants, gate_of, gated_slopes, places
-from octavo.kernels.activation_quantize import plain_backward, plain_forward
+from octavo.kernels.activation_quantize import VectorGradients, plain_backward, plain_forward
+from octavo.kernels.activation_quantize.group_sums import group_sums, row_sums
+from octavo.kernels.activation_quantize.group_sums import variants as sum_variants
 from octavo.kernels.column_sums import column_sums
 from octavo.kernels.tile_cast import NOTHING, Target
 from octavo.kernels.tile_cast import triton as tile_casts
 from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.block import Block1D, Block2D
+from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.quant.tensorwise import Tensorwise
-from octavo.quant.tile import Config, Variant, tile_index
+from octavo.quant.tensorwise.triton import multiplier, store_scale
+from octavo.quant.tile import Config, Variant, encode_scale, group_of, group_tile, tile_index
 
 # fastest first, measured on an H200 with [8192, 28672] into both orientations; blocks take the first of 128 x 128
 CONFIGS = (Config(64, 64, 4), Config(128, 128, 16), Config(64, 128, 8))  # forward, and backward of one tile
 GATED_CONFIGS = (Config(64, 64, 4), Config(64, 64, 8), Config(64, 128, 8))  # backward of da and db
+# backward of da and db in groups, or with the gradient of scales: not measured, but chosen by what ptxas makes of it.
+# The first takes 87 instructions an element, the last 100. `python3 -m benchmarks.fused_kernels groups` times them.
+GROUP_CONFIGS = (Config(64, 64, 4), Config(64, 128, 8), Config(128, 64, 8), Config(64, 64, 8))
 ROWS_ALONE = Config(64, 128, 8)  # forward into row codes only: 0.164 ms, against 0.172 with the first of 128 x 128
 _STREAM = gl.constexpr(STREAM)
 _UNUSED_BITS = gl.constexpr(32 - DRAWN_BITS)
@@ -84,42 +95,65 @@ def _kept(v, seed, rows, columns, H, DROP: gl.constexpr, KEPT: gl.constexpr):
 
 
 @gluon.jit
-def _scales_of(scales, rows, M):
-    return gl.load(scales + rows, mask=rows < M, other=0.0).to(gl.float32)[:, None]
+def _scales_of(scales, rows, end):
+    return gl.load(scales + rows, mask=rows < end, other=0.0).to(gl.float32)[:, None]
 
 
 @gluon.jit
-def _multiplier_of(encode):
+def _multiplier_of(encode, measured, g, RULE: gl.constexpr):
     """Asked for early, so that it comes while x does; 1 of a sink that finds its own."""
     if encode is not None:
-        return gl.load(encode)
+        return gl.load(encode + g)
+    elif measured is not None:
+        s, _ = encode_scale(gl.load(measured + g), RULE[2], RULE[3], RULE[4], RULE[5])
+        return s
     else:
         return 1.0
 
 
 @gluon.jit
+def _store_group_scales(
+    row_scale, column_scale, encode, measured, pm, pk, M, G, RULE: gl.constexpr, ROWS: gl.constexpr
+):
+    """A group without rows has a scale too, and no tile: the tiles share out the groups. Blocks store their own.
+    Backward calls it just before a cast, one orientation at a time: without a branch between them, as `put` has one
+    elsewhere, the compiler mixes the casts and keeps twice the values in registers."""
+    if (encode is not None) or (measured is not None):
+        if pk == 0:
+            for i in range(pm, G, gl.maximum(gl.cdiv(M, ROWS), 1)):
+                _, undo = multiplier(measured, encode, i, RULE[2], RULE[3], RULE[4], RULE[5])
+                store_scale(row_scale, column_scale, i, undo)
+
+
+@gluon.jit
 def _finished(
-    value, like, scales, seed, rows, columns, live, M, H,
+    value, like, scales, seed, rows, columns, live, end, H,
     DROP: gl.constexpr, KEPT: gl.constexpr, AT_ZERO: gl.constexpr,
 ):  # fmt: skip
     """y of the function's own value, as it would have been written; zero outside, where the function need not be."""
     if AT_ZERO:
         value = gl.where(live, value, 0.0)
     if scales is not None:
-        value = gl.where(live, value * _scales_of(scales, rows, M), 0.0)  # a scale of Inf, times zero
+        value = gl.where(live, value * _scales_of(scales, rows, end), 0.0)  # a scale of Inf, times zero
     if seed is not None:
         value = _kept(value, seed, rows, columns, H, DROP, KEPT)
     return value.to(like.dtype.element_ty)
 
 
 @gluon.jit
-def _begun(dy, scales, seed, rows, columns, live, M, H, DROP: gl.constexpr, KEPT: gl.constexpr):
-    """The gradient of the function's own value: zero outside, and so is all that is made of it."""
+def _begun(dy, seed, rows, columns, H, DROP: gl.constexpr, KEPT: gl.constexpr):
+    """The gradient of the scaled value: zero outside, and so is all that is made of it."""
     g = dy.to(gl.float32)
     if seed is not None:
         g = _kept(g, seed, rows, columns, H, DROP, KEPT)
+    return g
+
+
+@gluon.jit
+def _unscaled(g, scales, rows, live, end):
+    """The gradient of the function's own value."""
     if scales is not None:
-        g = gl.where(live, g * _scales_of(scales, rows, M), 0.0)
+        g = gl.where(live, g * _scales_of(scales, rows, end), 0.0)
     return g
 
 
@@ -131,18 +165,35 @@ def _store_sums(parts, v, pm, columns, limit, N):
 
 
 @gluon.jit
+def _store_row_sums(parts, v, first_row, pk, M, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """Sums of a tile along its rows, to a row of parts [tiles across, M]."""
+    rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, dual.row_layout(C, W)))
+    gl.store(parts + pk.to(gl.int64) * M + rows, gl.sum(v, 1), mask=rows < M)
+
+
+@gluon.jit
 def _forward_kernel(
-    x, scales, bias, seed, row, column, row_scale, column_scale, encode, observed,
-    M, H, stride_m, stride_k, row_stride, row_block_stride, column_stride, column_block_stride,
+    x, scales, bias, seed, row, column, row_scale, column_scale, encode, observed, measured,
+    owner, source_row, used_rows,
+    M, H, stride_m, stride_k, row_stride, row_block_stride, column_stride, column_block_stride, G,
     CURVE: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, GATE: gl.constexpr,
     BETA: gl.constexpr, OFFSET: gl.constexpr, INTERLEAVE: gl.constexpr, DROP: gl.constexpr, KEPT: gl.constexpr,
     AT_ZERO: gl.constexpr, PUT: gl.constexpr, RULE: gl.constexpr,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     pm, pk = tile_index(H, COLUMNS)
-    rows, columns = _places_of_tile(pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
-    live = (rows < M)[:, None] & (columns < H)[None, :]
-    s = _multiplier_of(encode)
+    first, end, g = pm * ROWS, M, 0
+    if owner is not None:
+        _store_group_scales(row_scale, column_scale, encode, measured, pm, pk, M, G, RULE, ROWS)
+        first, end, used = group_tile(source_row, used_rows, pm * ROWS, M)
+        if used == 0:
+            return
+        g = group_of(owner, pm * ROWS)
+        if observed is not None:
+            observed += g
+    rows, columns = _places_of_tile(first, pk * COLUMNS, ROWS, COLUMNS, W)
+    live = (rows < end)[:, None] & (columns < H)[None, :]
+    s = _multiplier_of(encode, measured, g, RULE)
     if GATED:
         at_a, at_b = places(columns, H, INTERLEAVE)
         a, b = _raw(x, rows, at_a, live, stride_m, stride_k), _raw(x, rows, at_b, live, stride_m, stride_k)
@@ -152,7 +203,7 @@ def _forward_kernel(
         value *= gate
     else:
         value, _ = CURVE(_added(_raw(x, rows, columns, live, stride_m, stride_k), bias, columns, H, live), ALPHA)
-    y = _finished(value, x, scales, seed, rows, columns, live, M, H, DROP, KEPT, AT_ZERO)
+    y = _finished(value, x, scales, seed, rows, columns, live, end, H, DROP, KEPT, AT_ZERO)
     PUT(
         y, row, column, row_scale, column_scale, s, observed, M, H, H, pm * ROWS, pk * COLUMNS,
         row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
@@ -161,10 +212,10 @@ def _forward_kernel(
 
 @gluon.jit
 def _backward_kernel(
-    dy, x, scales, bias, seed, parts, row, column, row_scale, column_scale, encode, observed,
-    again, again_scale, again_encode, again_observed,
+    dy, x, scales, bias, seed, parts, ds_parts, row, column, row_scale, column_scale, encode, observed, measured,
+    again, again_scale, again_encode, again_observed, again_measured, owner, source_row, used_rows,
     M, H, dy_stride_m, dy_stride_k, stride_m, stride_k,
-    row_stride, row_block_stride, column_stride, column_block_stride, again_stride, again_block_stride,
+    row_stride, row_block_stride, column_stride, column_block_stride, again_stride, again_block_stride, G,
     CURVE: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, GATE: gl.constexpr,
     BETA: gl.constexpr, OFFSET: gl.constexpr, INTERLEAVE: gl.constexpr, DROP: gl.constexpr, KEPT: gl.constexpr,
     AT_ZERO: gl.constexpr, PUT: gl.constexpr, RULE: gl.constexpr, AGAIN_PUT: gl.constexpr, AGAIN_RULE: gl.constexpr,
@@ -172,9 +223,22 @@ def _backward_kernel(
 ):  # fmt: skip
     """A tile of dy, and all that follows from it."""
     pm, pk = tile_index(H, COLUMNS)
-    rows, columns = _places_of_tile(pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
-    live = (rows < M)[:, None] & (columns < H)[None, :]
-    s, again_s = _multiplier_of(encode), _multiplier_of(again_encode)
+    first, end, group = pm * ROWS, M, 0
+    if owner is not None:
+        first, end, used = group_tile(source_row, used_rows, pm * ROWS, M)
+        if used == 0:
+            _store_group_scales(row_scale, column_scale, encode, measured, pm, pk, M, G, RULE, ROWS)
+            _store_group_scales(None, again_scale, again_encode, again_measured, pm, pk, M, G, AGAIN_RULE, ROWS)
+            return
+        group = group_of(owner, pm * ROWS)
+        if observed is not None:
+            observed += group
+        if again_observed is not None:
+            again_observed += group
+    rows, columns = _places_of_tile(first, pk * COLUMNS, ROWS, COLUMNS, W)
+    live = (rows < end)[:, None] & (columns < H)[None, :]
+    s = _multiplier_of(encode, measured, group, RULE)
+    again_s = _multiplier_of(again_encode, again_measured, group, AGAIN_RULE)
     g = _raw(dy, rows, columns, live, dy_stride_m, dy_stride_k)
     if GATED:
         a = _raw(x, rows, columns, live, stride_m, stride_k)
@@ -182,7 +246,8 @@ def _backward_kernel(
         a, b = _added(a, bias, columns, H, live), _added(b, bias, columns + H, 2 * H, live)
         value, slope = CURVE(clamped_a(a, LIMIT), ALPHA)
         gate, gate_slope = gate_of(b, LIMIT, GATE, BETA, OFFSET)
-        g = _begun(g, scales, seed, rows, columns, live, M, H, DROP, KEPT)
+        begun = _begun(g, seed, rows, columns, H, DROP, KEPT)
+        g = _unscaled(begun, scales, rows, live, end)
         da, db = gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT)
         value *= gate
         da, db = da.to(dy.dtype.element_ty), db.to(dy.dtype.element_ty)
@@ -192,11 +257,16 @@ def _backward_kernel(
         else:
             v = gl.zeros((ROWS, COLUMNS), gl.float32, dual.row_layout(COLUMNS, W))
         value, slope = CURVE(v, ALPHA)
-        g = _begun(g, scales, seed, rows, columns, live, M, H, DROP, KEPT)
+        begun = _begun(g, seed, rows, columns, H, DROP, KEPT)
+        g = _unscaled(begun, scales, rows, live, end)
         da = (g * slope).to(dy.dtype.element_ty)
     N = 2 * H if GATED else H
-    if again is not None:
-        y = _finished(value, x, scales, seed, rows, columns, live, M, H, DROP, KEPT, AT_ZERO)
+    if ds_parts is not None:
+        _store_row_sums(ds_parts, begun * value, pm * ROWS, pk, M, ROWS, COLUMNS, W)
+    if AGAIN_PUT is not None:
+        y = _finished(value, x, scales, seed, rows, columns, live, end, H, DROP, KEPT, AT_ZERO)
+        if owner is not None:
+            _store_group_scales(None, again_scale, again_encode, again_measured, pm, pk, M, G, AGAIN_RULE, ROWS)
         AGAIN_PUT(
             y, None, again, None, again_scale, again_s, again_observed, M, H, H, pm * ROWS, pk * COLUMNS,
             0, 0, again_stride, again_block_stride, AGAIN_RULE, ROWS, COLUMNS, W,
@@ -204,6 +274,8 @@ def _backward_kernel(
     if parts is not None:
         _store_sums(parts, da, pm, columns, H, N)
     if PUT is not None:
+        if owner is not None:
+            _store_group_scales(row_scale, None, encode, measured, pm, pk, M, G, RULE, ROWS)
         PUT(
             da, row, column, row_scale, column_scale, s, observed, M, H, N, pm * ROWS, pk * COLUMNS,
             row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
@@ -212,6 +284,8 @@ def _backward_kernel(
         if parts is not None:
             _store_sums(parts, db, pm, columns + H, N, N)
         if PUT is not None:
+            if owner is not None:
+                _store_group_scales(None, column_scale, encode, measured, pm, pk, M, G, RULE, ROWS)
             PUT(
                 db, row, column, row_scale, column_scale, s, observed, M, N, N, pm * ROWS, H + pk * COLUMNS,
                 row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
@@ -232,9 +306,10 @@ def _pairs_of(columns, H, INTERLEAVE: gl.constexpr):
 
 @gluon.jit
 def _woven_kernel(
-    dy, x, scales, bias, seed, parts, row, column, row_scale, column_scale, encode, observed,
+    dy, x, scales, bias, seed, parts, ds_parts, row, column, row_scale, column_scale, encode, observed, measured,
+    owner, source_row, used_rows,
     M, H, dy_stride_m, dy_stride_k, stride_m, stride_k,
-    row_stride, row_block_stride, column_stride, column_block_stride,
+    row_stride, row_block_stride, column_stride, column_block_stride, G,
     CURVE: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr,
     OFFSET: gl.constexpr, INTERLEAVE: gl.constexpr, DROP: gl.constexpr, KEPT: gl.constexpr, AT_ZERO: gl.constexpr,
     PUT: gl.constexpr, RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
@@ -242,21 +317,36 @@ def _woven_kernel(
     """A tile of dx of a gated function, wherever its a and b are."""
     N = 2 * H
     pm, pk = tile_index(N, COLUMNS)
-    rows, columns = _places_of_tile(pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
-    live = (rows < M)[:, None] & (columns < N)[None, :]
-    s = _multiplier_of(encode)
-    owner, at_a, at_b, is_a = _pairs_of(columns, H, INTERLEAVE)
-    g = _raw(dy, rows, owner, live, dy_stride_m, dy_stride_k)
+    first, end, group = pm * ROWS, M, 0
+    if owner is not None:
+        first, end, used = group_tile(source_row, used_rows, pm * ROWS, M)
+        if used == 0:
+            _store_group_scales(row_scale, column_scale, encode, measured, pm, pk, M, G, RULE, ROWS)
+            return
+        group = group_of(owner, pm * ROWS)
+        if observed is not None:
+            observed += group
+    rows, columns = _places_of_tile(first, pk * COLUMNS, ROWS, COLUMNS, W)
+    live = (rows < end)[:, None] & (columns < N)[None, :]
+    s = _multiplier_of(encode, measured, group, RULE)
+    of_y, at_a, at_b, is_a = _pairs_of(columns, H, INTERLEAVE)
+    g = _raw(dy, rows, of_y, live, dy_stride_m, dy_stride_k)
     a, b = _raw(x, rows, at_a, live, stride_m, stride_k), _raw(x, rows, at_b, live, stride_m, stride_k)
     a, b = _added(a, bias, at_a, N, live), _added(b, bias, at_b, N, live)
     value, slope = CURVE(clamped_a(a, LIMIT), ALPHA)
     gate, gate_slope = gate_of(b, LIMIT, GATE, BETA, OFFSET)
-    g = _begun(g, scales, seed, rows, owner, live, M, H, DROP, KEPT)
+    begun = _begun(g, seed, rows, of_y, H, DROP, KEPT)
+    g = _unscaled(begun, scales, rows, live, end)
     da, db = gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT)
     d = gl.where(is_a[None, :], da, db).to(dy.dtype.element_ty)
+    if ds_parts is not None:
+        products = gl.where(is_a[None, :], begun * (value * gate), 0.0)  # a pair has two columns here, and counts once
+        _store_row_sums(ds_parts, products, pm * ROWS, pk, M, ROWS, COLUMNS, W)
     if parts is not None:
         _store_sums(parts, d, pm, columns, N, N)
     if PUT is not None:
+        if owner is not None:
+            _store_group_scales(row_scale, column_scale, encode, measured, pm, pk, M, G, RULE, ROWS)
         PUT(
             d, row, column, row_scale, column_scale, s, observed, M, N, N, pm * ROWS, pk * COLUMNS,
             row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
@@ -268,19 +358,69 @@ def _woven_kernel(
 _WHAT = "the activation"
 _ZERO_AT_ZERO = ("gelu", "swish", "relu", "srelu", "linear", "softcap", "situ")  # curves that are zero where x is
 _NO_CAST: dict[str, Any] = {"PUT": None, "RULE": ()}
+_Pointers = tuple[Tensor | None, ...]
+
+
+class _Kind(NamedTuple):
+    """What a kernel is compiled to do with the values of a tile."""
+
+    spec: Quantizer
+    dtype: torch.dtype
+    way: str  # the multiplier of a Tensorwise is "given" or follows from a "measured" amax; or "measure" that amax
+    in_groups: bool
+
+    def constants(self) -> dict[str, Any]:
+        if self.way == "measure":
+            return tile_casts.MEASURE
+        return tile_casts.constants(self.spec, self.dtype, self.way == "given", self.in_groups)
+
+
+class _Cast(NamedTuple):
+    """One pass over some values: what it does with them, and the pointers and strides for that."""
+
+    kind: _Kind | None = None
+    pointers: _Pointers = (None,) * 7  # row, column, row_scale, column_scale, encode, observed, measured
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+
+
+_NO_PASS = _Cast()
+
+
+def _passes(target: Target, dtype: torch.dtype) -> tuple[_Cast | None, _Cast]:
+    """Returns the pass that measures groups first, None if scales are given or follow from blocks; and the cast."""
+    if target.pair == (None, None):
+        return None, _NO_PASS
+    spec, groups = tile_casts.spec_of(target.pair), target.cast_args.groups
+    pointers, strides = tile_casts.pointers(*target), tile_casts.strides(target.pair)
+    if groups is None or not tile_casts.measures(*target):
+        return None, _Cast(_Kind(spec, dtype, "given", groups is not None), (*pointers, None), strides)
+    amax = torch.zeros(groups.number, dtype=torch.float32, device=groups.start.device)
+    before = _Cast(_Kind(spec, dtype, "measure", True), (*(None,) * 5, amax, None))
+    return before, _Cast(_Kind(spec, dtype, "measured", True), (*pointers, amax), strides)
+
+
+def _is_whole(pair: tile_cast.QTensorPair, width: int) -> bool:
+    """Whether the codes have no columns besides those of the values, which the kernels would not write."""
+    row, column = pair
+    return (row is None or row.columns == width) and (column is None or column.rows == width)
 
 
 def forward(fn: Function, inputs: Inputs, y: Target, config: Config | None = None) -> None:
-    x, pair = inputs.x, y.pair
+    x, (pair, cast_args) = inputs.x, y
     assert x is not None
-    if x.numel() == 0 or tile_cast.refusal(pair, y.cast_args, x.dtype, _WHAT):
+    m, width = x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1]
+    refused = tile_cast.refusal(pair, cast_args, x.dtype, _WHAT, takes_groups=True)
+    if x.numel() == 0 or refused or not _is_whole(pair, width):
         return plain_forward(fn, inputs, y)
-    spec = tile_casts.spec_of(pair)
-    sizes = (x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1], *x.stride(), *tile_casts.strides(pair))
     if config is None:
         configs = CONFIGS if pair[1] is not None else (ROWS_ALONE, *CONFIGS)
-        config = tile_casts.fitting(configs, spec)
-    _forward_launch(fn, spec, x.dtype, sizes, config)(*inputs, *tile_casts.pointers(pair, y.cast_args))
+        config = tile_casts.fitting(configs, tile_casts.spec_of(pair))
+    groups = cast_args.groups
+    for cast in _passes(y, x.dtype):
+        if cast is not None:
+            sizes = (m if groups is None else groups.padded, width, *x.stride(), *cast.strides, tile.number_of(groups))
+            launch = _forward_launch(fn, cast.kind, sizes, config)
+            launch(*inputs, *cast.pointers, *tile.pointers_of(groups))
 
 
 def backward(
@@ -290,63 +430,87 @@ def backward(
     dx: Target,
     y: Target,
     bias_grad: torch.dtype | None,
+    scales_grad: torch.dtype | None,
     config: Config | None = None,
-) -> Tensor | None:
+) -> VectorGradients:
     wanted = dx.pair != (None, None)
-    spec = tile_casts.spec_of(dx.pair) if wanted else None
+    spec, groups = tile_casts.spec_of(dx.pair) if wanted else None, dx.cast_args.groups
     woven = fn.gated and not _by_halves(fn, spec)
     # with blocks, write-then-cast is faster (0.53 ms against 0.59): a fused program computes da and db and keeps one
     apart = woven and (
         dy.dtype == torch.float32 or inputs.seed is not None or spec is None or tile_casts.is_block(spec)
     )
-    if dy.numel() == 0 or apart or (wanted and tile_cast.refusal(dx.pair, dx.cast_args, dy.dtype, _WHAT)):
-        return plain_backward(fn, dy, inputs, dx, y, bias_grad)
-    if y.pair[1] is not None and (woven or not _beside(fn, inputs.x, y.pair[1], y.cast_args)):
+    height, n = dy.shape[0] if groups is None else groups.padded, dy.shape[1] * (2 if fn.gated else 1)
+    refused = wanted and tile_cast.refusal(dx.pair, dx.cast_args, dy.dtype, _WHAT, takes_groups=True)
+    if dy.numel() == 0 or apart or refused or not _is_whole(dx.pair, n):
+        return plain_backward(fn, dy, inputs, dx, y, bias_grad, scales_grad)
+    if y.pair[1] is not None and (woven or not _beside(fn, inputs.x, y.pair[1], y.cast_args, dy.shape[1])):
         forward(fn, inputs, y)
         y = NOTHING
-    again = y.pair[1]
-    if not wanted and again is None and bias_grad is None:
-        return None
+    if not wanted and y.pair[1] is None and bias_grad is None and scales_grad is None:
+        return VectorGradients()
     if config is None:
-        configs = _gated_configs(dy.dtype) if fn.gated and not woven else CONFIGS
-        config = tile_casts.fitting(configs, spec, None if again is None else again.spec)
-    parts = None
+        again = None if y.pair[1] is None else y.pair[1].spec
+        more = groups is not None or scales_grad is not None
+        config = tile_casts.fitting(_backward_configs(fn.gated and not woven, more, dy.dtype), spec, again)
+    call = _Backward(fn, dy, inputs, groups, woven, config)
+    before, cast = _passes(dx, dy.dtype)
+    again_before, again_cast = _passes(y, dy.dtype if inputs.x is None else inputs.x.dtype)
+    if before is not None or again_before is not None:
+        call.launch(before or _NO_PASS, again_before or _NO_PASS)
+    parts = ds_parts = None
     if bias_grad is not None:
-        shape = -(-dy.shape[0] // config.rows), dy.shape[1] * (2 if fn.gated else 1)
-        parts = torch.empty(shape, dtype=torch.float32, device=dy.device)
-    sizes = (*dy.shape, *dy.stride(), *((0, 0) if inputs.x is None else inputs.x.stride()))
-    sizes += tile_casts.strides(dx.pair) if wanted else (0, 0, 0, 0)
-    pointers = (dy, *inputs, parts, *(tile_casts.pointers(dx.pair, dx.cast_args) if wanted else (None,) * 6))
-    if woven:
-        _woven_launch(fn, spec, dy.dtype, sizes, config)(*pointers)
-    else:
-        _launch_backward(fn, spec, pointers, sizes, y, config)
-    return None if parts is None or bias_grad is None else column_sums(parts, bias_grad)
+        parts = torch.empty(-(-height // config.rows), n, dtype=torch.float32, device=dy.device)
+    if scales_grad is not None:
+        tiles = -(-(n if woven else dy.shape[1]) // config.columns)
+        ds_parts = torch.empty(tiles, height, dtype=torch.float32, device=dy.device)
+    call.launch(cast, again_cast, parts, ds_parts)
+    if groups is None:
+        return VectorGradients(
+            None if parts is None or bias_grad is None else column_sums(parts, bias_grad),
+            None if ds_parts is None or scales_grad is None else column_sums(ds_parts, scales_grad),
+        )
+    return VectorGradients(
+        None if parts is None or bias_grad is None else group_sums(parts, groups, config.rows, bias_grad),
+        None if ds_parts is None or scales_grad is None else row_sums(ds_parts, groups, scales_grad),
+    )
 
 
-def _gated_configs(dtype: torch.dtype) -> tuple[Config, ...]:
-    """Returns the tiles for this dtype. float32 skips the one on four warps, which would spill."""
-    return GATED_CONFIGS[1:] if dtype == torch.float32 else GATED_CONFIGS
+class _Backward(NamedTuple):
+    """A backward: all of it but what a pass does with its values."""
+
+    fn: Function
+    dy: Tensor
+    inputs: Inputs
+    groups: Groups | None
+    woven: bool
+    config: Config
+
+    def launch(self, cast: _Cast, again: _Cast, parts: Tensor | None = None, ds_parts: Tensor | None = None) -> None:
+        fn, dy, inputs, groups, woven, config = self
+        height = dy.shape[0] if groups is None else groups.padded
+        steps = (0, 0) if inputs.x is None else inputs.x.stride()
+        sizes = (height, dy.shape[1], *dy.stride(), *steps, *cast.strides)
+        first = (dy, *inputs, parts, ds_parts, *cast.pointers)
+        where, number = tile.pointers_of(groups), tile.number_of(groups)
+        if woven:
+            _woven_launch(fn, cast.kind, (*sizes, number), config)(*first, *where)
+            return
+        _, codes, _, scale, *rest = again.pointers
+        sizes = (*sizes, *again.strides[2:], number)
+        _backward_launch(fn, cast.kind, again.kind, sizes, config)(*first, codes, scale, *rest, *where)
 
 
-def _launch_backward(
-    fn: Function,
-    spec: Quantizer | None,
-    pointers: tuple[Tensor | None, ...],
-    sizes: tuple[int, ...],
-    y: Target,
-    config: Config,
-) -> None:
-    """Launches the backward kernel; it also writes the column codes of y if `y` has them."""
-    dy, x, again = *pointers[:2], y.pair[1]
-    assert dy is not None
-    if again is None or x is None:
-        _backward_launch(fn, spec, dy.dtype, None, dy.dtype, (*sizes, 0, 0), config)(*pointers, *(None,) * 4)
-        return
-    _, codes, _, scale, encode, observed = tile_casts.pointers(y.pair, y.cast_args)
-    sizes += tile_casts.strides(y.pair)[2:]
-    launch = _backward_launch(fn, spec, dy.dtype, again.spec, x.dtype, sizes, config)
-    launch(*pointers, codes, scale, encode, observed)
+def _backward_configs(by_halves: bool, more: bool, dtype: torch.dtype) -> tuple[Config, ...]:
+    """Returns the tiles to choose from. `more`: rows in groups, or the gradient of row scales."""
+    if not by_halves:
+        return CONFIGS
+    return _gated_configs(dtype, GROUP_CONFIGS if more else GATED_CONFIGS)
+
+
+def _gated_configs(dtype: torch.dtype, configs: tuple[Config, ...] = GATED_CONFIGS) -> tuple[Config, ...]:
+    """Returns the tiles for this dtype. float32 skips those of four warps, which would spill."""
+    return tuple(c for c in configs if dtype != torch.float32 or c.warps > 4)
 
 
 def _by_halves(fn: Function, spec: Quantizer | None) -> bool:
@@ -354,11 +518,12 @@ def _by_halves(fn: Function, spec: Quantizer | None) -> bool:
     return not fn.interleave and (spec is None or not tile_casts.is_block(spec))
 
 
-def _beside(fn: Function, x: Tensor | None, again: QTensor, cast_args: CastArgs) -> bool:
+def _beside(fn: Function, x: Tensor | None, again: QTensor, cast_args: CastArgs, width: int) -> bool:
     """Whether the kernel that writes dx may write y too; otherwise y takes a pass of its own."""
     assert x is not None
     spills = tile_casts.is_block(again.spec) and (fn.gated or x.dtype == torch.float32)
-    return not spills and not tile_cast.refusal((None, again), cast_args, x.dtype, _WHAT)
+    refused = tile_cast.refusal((None, again), cast_args, x.dtype, _WHAT, takes_groups=True)
+    return not spills and not refused and _is_whole((None, again), width)
 
 
 def _constants(fn: Function) -> dict[str, Any]:
@@ -372,48 +537,36 @@ def _tile(config: Config) -> dict[str, int]:
 
 
 @lru_cache(maxsize=4096)
-def _forward_launch(
-    fn: Function, spec: Quantizer, dtype: torch.dtype, sizes: tuple[int, ...], config: Config
-) -> Launch:
+def _forward_launch(fn: Function, kind: _Kind | None, sizes: tuple[int, ...], config: Config) -> Launch:
     return Launch(
         _forward_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps,
-        **_constants(fn), **tile_casts.constants(spec, dtype), **_tile(config),
+        **_constants(fn), **_cast_constants(kind), **_tile(config),
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def _backward_launch(
-    fn: Function,
-    spec: Quantizer | None,
-    dtype: torch.dtype,
-    again: Quantizer | None,
-    again_dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    config: Config,
+    fn: Function, kind: _Kind | None, again: _Kind | None, sizes: tuple[int, ...], config: Config
 ) -> Launch:
     return Launch(
         _backward_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps,
-        **_constants(fn), **_cast_constants(spec, dtype), **_again(again, again_dtype), **_tile(config),
+        **_constants(fn), **_cast_constants(kind), **_again(again), **_tile(config),
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
-def _woven_launch(
-    fn: Function, spec: Quantizer | None, dtype: torch.dtype, sizes: tuple[int, ...], config: Config
-) -> Launch:
+def _woven_launch(fn: Function, kind: _Kind | None, sizes: tuple[int, ...], config: Config) -> Launch:
     own = {name: value for name, value in _constants(fn).items() if name != "GATED"}
     grid = tile.tiles((sizes[0], 2 * sizes[1]), config)
-    return Launch(
-        _woven_kernel, grid, sizes, num_warps=config.warps, **own, **_cast_constants(spec, dtype), **_tile(config)
-    )
+    return Launch(_woven_kernel, grid, sizes, num_warps=config.warps, **own, **_cast_constants(kind), **_tile(config))
 
 
-def _cast_constants(spec: Quantizer | None, dtype: torch.dtype) -> dict[str, Any]:
-    return _NO_CAST if spec is None else tile_casts.constants(spec, dtype)
+def _cast_constants(kind: _Kind | None) -> dict[str, Any]:
+    return _NO_CAST if kind is None else kind.constants()
 
 
-def _again(spec: Quantizer | None, dtype: torch.dtype) -> dict[str, Any]:
-    return {f"AGAIN_{name}": value for name, value in _cast_constants(spec, dtype).items()}
+def _again(kind: _Kind | None) -> dict[str, Any]:
+    return {f"AGAIN_{name}": value for name, value in _cast_constants(kind).items()}
 
 
 # -- the record of compilations ----------------------------------------------------------------------------------------
@@ -464,6 +617,49 @@ def variants() -> list[Variant]:
         _backward_variant("situglu", situ, gradient, half, extra="bias", again=given),
         _backward_variant("situglu", situ, gradient, torch.float32, again=given),
     ]
+    return found + _group_variants() + sum_variants()
+
+
+def _group_variants() -> list[Variant]:
+    """Lists the compilations for rows in groups, and for the gradient of row scales."""
+    swiglu, clamped, situ, srelu = (ACTIVATIONS[name] for name in ("swiglu", "clamped-swiglu", "situglu", "srelu"))
+    given, gradient, rows, square = Tensorwise(), Tensorwise(E5M2), Block1D(), Block2D(E4M3, "fp32")
+    half, ways = torch.bfloat16, ("given", "measure", "measured")
+    every = "scales, of scales, bias"
+    found = [_forward_variant("swiglu", swiglu, given, half, "scales", way=way) for way in ways]
+    found += [_forward_variant("swiglu", swiglu, spec, half, "scales", way="given") for spec in (rows, square)]
+    found += [_forward_variant("situglu", situ, spec, torch.float32, "scales", way="given") for spec in (given, rows)]
+    found += [
+        _forward_variant("swiglu", swiglu, given, half, sides="row", config=ROWS_ALONE, way="given"),
+        _forward_variant("swiglu", swiglu, rows, half, sides="column", way="given"),
+        _forward_variant("srelu", srelu, given, torch.float16, "scales", way="measured"),
+        _forward_variant("clamped-swiglu by 32", clamped._replace(interleave=32), rows, half, "scales", way="given"),
+    ]
+    for name, fn in (("swiglu", swiglu), ("situglu", situ)):
+        found += [
+            _backward_variant(name, fn, gradient, half, config, every, given, way="given") for config in GROUP_CONFIGS
+        ]
+        found += [
+            _backward_variant(name, fn, gradient, half, None, "scales", given, way="measure"),
+            _backward_variant(name, fn, gradient, half, None, every, given, way="measured"),
+            _backward_variant(name, fn, gradient, torch.float32, None, every, given, way="given"),
+            _backward_variant(name, fn, gradient, half, None, "scales, of scales", given),
+        ]
+    found += [
+        _backward_variant("clamped-swiglu", clamped, gradient, torch.float16, None, every, given, way="given"),
+        _backward_variant("swiglu", swiglu, gradient, half, None, "", given, way="given"),
+        _backward_variant("swiglu", swiglu, given, half, None, every, given, way="measured"),
+        _backward_variant("srelu", srelu, gradient, half, None, every, given, way="given"),
+        _backward_variant("srelu", srelu, gradient, half, None, every, given, way="measured"),
+        _backward_variant("srelu", srelu, rows, half, None, every, rows, way="given"),
+        _backward_variant("srelu", srelu, rows, torch.float32, None, every, way="given"),
+        _backward_variant("srelu", srelu, square, half, None, every, square, way="given"),
+    ]
+    by_32, situ_by_32 = clamped._replace(interleave=32), situ._replace(interleave=32)
+    found += [_woven_variant("clamped-swiglu by 32", by_32, gradient, half, every, way) for way in ways[::2]]
+    found += [_woven_variant("clamped-swiglu by 32", by_32, gradient, half, "scales", "measure")]
+    found += [_woven_variant("situglu by 32", situ_by_32, gradient, half, every, way) for way in ways[::2]]
+    found += [_woven_variant("clamped-swiglu by 32", by_32, gradient, torch.float16, every)]
     return found
 
 
@@ -473,47 +669,65 @@ def _variant(title: str, kernel: Any, kinds: dict[str, Any], fixed: dict[str, An
     return Variant(f"{title} {config}", kernel, signature, own, config.warps)
 
 
-def _kinds(fn: Function, spec: Quantizer, dtype: torch.dtype, extra: str, sides: str) -> tuple[Any, Any]:
+def _kinds(fn: Function, spec: Quantizer, dtype: torch.dtype, extra: str, sides: str, way: str) -> tuple[Any, Any]:
     """Returns (signature, constants) of the parameters that all kernels share."""
-    kind = tile.POINTERS[dtype]
-    there, fixed = tile_casts.signature(spec, sides != "column", sides != "row")
+    pointer = tile.POINTERS[dtype]
+    there, fixed = _cast_signature(spec, sides != "column", sides != "row", way)
     numbers = dict.fromkeys(("M", "H", "stride_m", "dy_stride_m"), "i32")
     signature = there | numbers | {
-        "dy": kind, "x": kind, "scales": "*fp32" if extra == "scales" else None,
-        "bias": kind if extra == "bias" else None, "parts": "*fp32" if extra == "bias" else None,
-        "seed": "*i64" if extra == "seed" else None,
+        "dy": pointer, "x": pointer, "scales": "*fp32" if "scales" in extra else None,
+        "bias": pointer if extra == "bias" else None, "parts": "*fp32" if "bias" in extra else None,
+        "seed": "*i64" if extra == "seed" else None, "ds_parts": "*fp32" if "of scales" in extra else None,
     }  # fmt: skip
-    return signature, fixed | {"stride_k": 1, "dy_stride_k": 1, **_constants(fn), **tile_casts.constants(spec, dtype)}
+    if way:
+        signature |= {**dict.fromkeys(("owner", "source_row", "used_rows"), "*i32"), "G": "i32"}
+    kind = _Kind(spec, dtype, way or "given", way != "")
+    return signature, fixed | {"stride_k": 1, "dy_stride_k": 1, "G": 0, **_constants(fn), **kind.constants()}
 
 
-def _title(what: str, spec: Quantizer, dtype: torch.dtype, extra: str, sides: str) -> str:
-    return ", ".join(filter(None, (f"{what} {dtype} to {spec}", extra, sides and f"{sides} alone")))
+def _cast_signature(spec: Quantizer, row: bool, column: bool, way: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    there, fixed = tile_casts.signature(spec, row, column)
+    if way == "measure":
+        return {"observed": "*fp32"}, dict.fromkeys((*fixed, *there), 0) | dict.fromkeys(_POINTERS)
+    if way == "measured":
+        return there | {"encode": None, "observed": None, "measured": "*fp32"}, fixed
+    return there, fixed
 
 
-def _forward_variant(name, fn, spec, dtype, extra="", config=None, sides=""):
+_POINTERS = ("row", "column", "row_scale", "column_scale", "encode")
+
+
+def _title(what: str, spec: Quantizer, dtype: torch.dtype, extra: str, sides: str, way: str) -> str:
+    groups = way and f"groups {way}"
+    return ", ".join(filter(None, (f"{what} {dtype} to {spec}", extra, sides and f"{sides} alone", groups)))
+
+
+def _forward_variant(name, fn, spec, dtype, extra="", config=None, sides="", way=""):
     config = config or tile_casts.fitting(CONFIGS, spec)
-    kinds, fixed = _kinds(fn, spec, dtype, extra, sides)
-    title = _title(f"activation quantize {name}", spec, dtype, extra, sides)
+    kinds, fixed = _kinds(fn, spec, dtype, extra, sides, way)
+    title = _title(f"activation quantize {name}", spec, dtype, extra, sides, way)
     return _variant(title, _forward_kernel, kinds, fixed | _tile(config), config)
 
 
-def _backward_variant(name, fn, spec, dtype, config=None, extra="", again=None, sides=""):
-    config = config or tile_casts.fitting(_gated_configs(dtype) if fn.gated else CONFIGS, spec, again)
-    kinds, fixed = _kinds(fn, spec, dtype, extra, sides)
-    title = _title(f"activation quantize backward {name}", spec, dtype, extra, sides)
-    fixed |= _again(again, dtype) | {"again_stride": 0, "again_block_stride": 0}
+def _backward_variant(name, fn, spec, dtype, config=None, extra="", again=None, sides="", way=""):
+    more = way != "" or "of scales" in extra
+    config = config or tile_casts.fitting(_backward_configs(fn.gated, more, dtype), spec, again)
+    kinds, fixed = _kinds(fn, spec, dtype, extra, sides, way)
+    title = _title(f"activation quantize backward {name}", spec, dtype, extra, sides, way)
+    fixed |= _again(None if again is None else _Kind(again, dtype, way or "given", way != ""))
+    fixed |= {"again_stride": 0, "again_block_stride": 0}
     if again is not None:
         title += f", again {again.fmt}"
-        there, steps = tile_casts.signature(again, row=False)
-        kinds |= {"again": there["column"], "again_scale": "*fp32"}
-        kinds |= {f"again_{n}": there.get(n) for n in ("encode", "observed")}
+        there, steps = _cast_signature(again, False, True, way)
+        kinds |= {"again": there.get("column"), "again_scale": there.get("column_scale")}
+        kinds |= {f"again_{n}": there.get(n) for n in ("encode", "observed", "measured")}
         kinds |= {f"again{n[6:]}": there.get(n) for n in tile_casts.STRIDES[2:]}
         fixed |= {f"again{n[6:]}": steps.get(n) for n in tile_casts.STRIDES[2:]}
     return _variant(title, _backward_kernel, kinds, fixed | _tile(config), config)
 
 
-def _woven_variant(name, fn, spec, dtype, extra=""):
+def _woven_variant(name, fn, spec, dtype, extra="", way=""):
     config = tile_casts.fitting(CONFIGS, spec)
-    kinds, fixed = _kinds(fn, spec, dtype, extra, "")
-    title = _title(f"activation quantize backward, woven {name}", spec, dtype, extra, "")
+    kinds, fixed = _kinds(fn, spec, dtype, extra, "", way)
+    title = _title(f"activation quantize backward, woven {name}", spec, dtype, extra, "", way)
     return _variant(title, _woven_kernel, kinds, fixed | _tile(config), config)

@@ -48,13 +48,17 @@ def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, d
     return f"{lead} has no kernel that casts {what} as it is made: there is one for Tensorwise, Block1D and Block2D."
 
 
-def refusal(pair: QTensorPair, cast_args: CastArgs, dtype: torch.dtype, what: str) -> str:
-    """Returns `fuses` for a call, and refuses cast arguments that the kernels do not take."""
+def refusal(
+    pair: QTensorPair, cast_args: CastArgs, dtype: torch.dtype, what: str, *, takes_groups: bool = False
+) -> str:
+    """Returns `fuses` for a call, and refuses cast arguments that the kernels do not take. A kernel that takes rows in
+    groups also measures the scale of each, in a pass before, if none is given."""
     row, column = (None if q is None else q.spec for q in pair)
-    why = fuses(row, column, cast_args.encode is not None, dtype, what)
+    in_groups = takes_groups and cast_args.groups is not None
+    why = fuses(row, column, cast_args.encode is not None or in_groups, dtype, what)
     if why:
         return why
-    if cast_args.groups is not None:
+    if cast_args.groups is not None and not takes_groups:
         return f"Rows in groups are cast from {what} once it is written."
     if cast_args.skip is not None or cast_args.amax != (None, None):
         return f"A skip flag and a given amax are for a cast of {what} on its own."

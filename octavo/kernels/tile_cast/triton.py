@@ -3,6 +3,9 @@
 pointers    row, column, row_scale, column_scale, encode, observed
 sizes       row_stride, row_block_stride, column_stride, column_block_stride, of the scales
 constants   PUT, RULE, and a tile of ROWS by COLUMNS on W warps
+
+A kernel that takes rows in groups has a pointer `measured` besides: the amaxes from which multipliers follow that are
+not given, as a pass before found them (`measure`).
 """
 
 from typing import Any
@@ -16,7 +19,9 @@ from octavo.quant.block import BLOCK, _Blocks
 from octavo.quant.block.triton import put as put_block
 from octavo.quant.blocks import is_square
 from octavo.quant.quantizer import CastArgs, Quantizer
+from octavo.quant.scale import FLOAT32_MAX
 from octavo.quant.tensorwise import Tensorwise
+from octavo.quant.tensorwise.triton import measure
 from octavo.quant.tensorwise.triton import put as put_tensorwise
 from octavo.quant.tile import Config
 
@@ -38,13 +43,23 @@ def fitting(configs: tuple[Config, ...], *specs: Quantizer | None) -> Config:
     return next(c for c in configs if not whole or (c.rows == BLOCK and c.columns == BLOCK))
 
 
-def constants(spec: Quantizer, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the constants for values that the kernel rounds to this dtype before it casts them."""
+MEASURE: dict[str, Any] = {"PUT": measure, "RULE": ()}  # the constants of the pass before a cast
+
+
+def measures(pair: QTensorPair, cast_args: CastArgs) -> bool:
+    """Whether the multiplier of a cast follows from an amax that a pass before must find."""
+    return cast_args.encode is None and isinstance(spec_of(pair), Tensorwise)
+
+
+def constants(spec: Quantizer, dtype: torch.dtype, given: bool = True, in_groups: bool = False) -> dict[str, Any]:
+    """Returns the constants for values that the kernel rounds to this dtype before it casts them. `given` tells whether
+    the caller gives the multiplier of a Tensorwise."""
     if isinstance(spec, _Blocks):
         rule = (spec.fmt.max, spec.eps, torch.finfo(dtype).max, spec.pow2, is_square(spec.block))
         return {"PUT": put_block, "RULE": rule}
     assert isinstance(spec, Tensorwise)
-    return {"PUT": put_tensorwise, "RULE": ()}
+    measured = (spec.fmt.max, spec.eps, FLOAT32_MAX, spec.pow2)
+    return {"PUT": put_tensorwise, "RULE": (given, in_groups, *measured)}
 
 
 def pointers(pair: QTensorPair, cast_args: CastArgs) -> tuple[Tensor | None, ...]:

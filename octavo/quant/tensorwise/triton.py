@@ -31,7 +31,7 @@ CONFIGS = (Config(128, 128, 8), Config(64, 128, 4))
 
 
 @gluon.jit
-def _multiplier(amax, encode, g, MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr):
+def multiplier(amax, encode, g, MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr):
     """(multiplier into codes, its reciprocal) of a group, or of all."""
     if encode is not None:
         s = gl.load(encode + g)
@@ -42,7 +42,7 @@ def _multiplier(amax, encode, g, MAX: gl.constexpr, EPS: gl.constexpr, CEILING: 
 
 
 @gluon.jit
-def _store_scale(row_scale, column_scale, g, undo):
+def store_scale(row_scale, column_scale, g, undo):
     if row_scale is not None:
         gl.store(row_scale + g, undo)
     if column_scale is not None:
@@ -82,12 +82,25 @@ def put(
     row_stride, row_block_stride, column_stride, column_block_stride,
     RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """A tile cast (`octavo.kernels.tile_cast`): what `_cast_kernel` makes of a tile, once the multiplier s is known."""
+    """A tile cast (`octavo.kernels.tile_cast`): what `_cast_kernel` makes of a tile, once the multiplier s is known.
+    RULE: whether it was given; whether rows are in groups, whose scales the kernel stores itself; and how a multiplier
+    follows from an amax."""
     if observed is not None:
         raise_amax(observed, amax_bits(v))
-    if gl.program_id(0) == 0:
-        _store_scale(row_scale, column_scale, 0, divide(1.0, s))
-    _store_tile(v, s, row, column, M, K, pitch, first_row, first_column, True, ROWS, COLUMNS, W)
+    if not RULE[1]:
+        if gl.program_id(0) == 0:
+            store_scale(row_scale, column_scale, 0, divide(1.0, s))
+    _store_tile(v, s, row, column, M, K, pitch, first_row, first_column, RULE[0], ROWS, COLUMNS, W)
+
+
+@gluon.jit
+def measure(
+    v, row, column, row_scale, column_scale, s, observed, M, K, pitch, first_row, first_column,
+    row_stride, row_block_stride, column_stride, column_block_stride,
+    RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """In place of a tile cast, in a pass before it: raises the amax that the multiplier follows from."""
+    raise_amax(observed, amax_bits(v))
 
 
 @gluon.jit
@@ -105,8 +118,8 @@ def _cast_kernel(
     if owner is not None:
         if pk == 0:  # a group without rows has a scale too, and no tile: the tiles share out the groups
             for i in range(pm, GROUPS, gl.maximum(gl.cdiv(M, ROWS), 1)):
-                _, undo = _multiplier(amax, encode, i, MAX, EPS, CEILING, POW2)
-                _store_scale(row_scale, column_scale, i, undo)
+                _, undo = multiplier(amax, encode, i, MAX, EPS, CEILING, POW2)
+                store_scale(row_scale, column_scale, i, undo)
         first, end, used = group_tile(source, live, pm * ROWS, M)
         if used == 0:
             return
@@ -115,12 +128,12 @@ def _cast_kernel(
         v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
     else:
         v = dual.gather_tile(x, gather, end, height, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
-    s, undo = _multiplier(amax, encode, g, MAX, EPS, CEILING, POW2)
+    s, undo = multiplier(amax, encode, g, MAX, EPS, CEILING, POW2)
     if observed is not None:
         raise_amax(observed + g, amax_bits(v))
     if owner is None:
         if gl.program_id(0) == 0:
-            _store_scale(row_scale, column_scale, 0, undo)
+            store_scale(row_scale, column_scale, 0, undo)
     _store_tile(v, s, row, column, M, K, K, pm * ROWS, pk * COLUMNS, encode is not None, ROWS, COLUMNS, W)
 
 
