@@ -262,7 +262,7 @@ class GroupedLinear(Quantized):
             self._settle()
         weights = self.weight_parts()  # read once: each read of a parametrized weight computes it
         x = self._input(input, weights[0])
-        splits = self._splits(m_splits, weights[0].device)
+        splits = splits_on(weights[0].device, m_splits, self.num_groups)
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         scales = self._bias_scales(scales, rows)
         # fake and meta tensors have shapes only
@@ -389,24 +389,6 @@ class GroupedLinear(Quantized):
         if dgrad_out is not None and "x" not in grads:
             raise UnsupportedConfig("dgrad_out is for the gradient of x, and x needs none here. Leave it out.")
 
-    def _splits(self, splits: Tensor | list[int], device: torch.device) -> Tensor:
-        """Returns the splits as a tensor on the device. Raises in a graph, which would copy them only at capture."""
-        if not isinstance(splits, Tensor) or splits.device != device:
-            captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            if torch.compiler.is_compiling() or captured:
-                raise UnsupportedConfig(
-                    f"In a graph m_splits must be a tensor on {device}: the sizes of a list, or of a tensor elsewhere, "
-                    "would be those of this moment for ever. Put them in a device tensor and overwrite it."
-                )
-            if not isinstance(splits, (Tensor, list, tuple)):
-                raise UnsupportedDtype(f"m_splits is a tensor or a list of sizes, got {type(splits).__name__}.")
-            splits = torch.as_tensor(splits).to(device, non_blocking=True)
-        if splits.dim() != 1 or splits.shape[0] != self.num_groups:
-            raise UnsupportedShape(
-                f"m_splits has one size for each of the {self.num_groups} groups, got {tuple(splits.shape)}."
-            )
-        return splits
-
     def _allowed(self, recipe: Recipe) -> Recipe:
         if why := grouped_refusal(recipe):
             raise UnsupportedConfig(f"GroupedLinear cannot run in {recipe}: {why}. Use backward='quantized'.")
@@ -465,6 +447,24 @@ class GroupedLinear(Quantized):
         held = ", weight held as codes" if self._codes.held else ""
         layout = "" if self._is_single else ", a weight for each group"
         return f"{sizes}, bias={bool(self._bias_names)}, recipe={recipe}, tail={self.tail}{layout}{held}"
+
+
+def splits_on(device: torch.device, splits: Tensor | list[int], number: int, name: str = "m_splits") -> Tensor:
+    """Returns the sizes of `number` groups as a tensor on the device. Raises in a graph, which would copy them only at
+    capture. `name` is the argument's, for messages."""
+    if not isinstance(splits, Tensor) or splits.device != device:
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if torch.compiler.is_compiling() or captured:
+            raise UnsupportedConfig(
+                f"In a graph {name} must be a tensor on {device}: the sizes of a list, or of a tensor elsewhere, "
+                "would be those of this moment for ever. Put them in a device tensor and overwrite it."
+            )
+        if not isinstance(splits, (Tensor, list, tuple)):
+            raise UnsupportedDtype(f"{name} is a tensor or a list of sizes, got {type(splits).__name__}.")
+        splits = torch.as_tensor(splits).to(device, non_blocking=True)
+    if splits.dim() != 1 or splits.shape[0] != number:
+        raise UnsupportedShape(f"{name} has one size for each of the {number} groups, got {tuple(splits.shape)}.")
+    return splits
 
 
 class CallersMemory(NamedTuple):
