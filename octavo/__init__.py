@@ -1,6 +1,7 @@
 """Octavo: low-precision training for PyTorch, in pure Python and Triton.
 
     Layers      Linear, GroupedLinear, LayerNormLinear, LayerNormMLP, Sequential; more operations are in `octavo.ops`
+    Experts     grouped_linear; rows sorted by expert and back are in `octavo.moe`
     Models      convert, revert, attach, step, refresh_weights, quantize_weights, state_dict, load_state_dict, explain
     Blocks      `with autocast(recipe):`, `with microbatch(first=...):`
     Recipes     recipe("fp8-current"); their classes are in `octavo.recipes`
@@ -26,6 +27,7 @@ from octavo.model.step import step
 from octavo.model.weights import quantize_weights, refresh_weights
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.linear import Linear
+from octavo.moe.grouped_linear import grouped_linear
 from octavo.quant import GroupedTensor, QTensor
 from octavo.recipes import recipe
 
@@ -46,6 +48,7 @@ __all__ = [
     "errors",
     "explain",
     "formats",
+    "grouped_linear",
     "load_state_dict",
     "microbatch",
     "moe",

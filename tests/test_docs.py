@@ -192,7 +192,7 @@ def public():
     """Every public name with its path. A module's own names stand for the module."""
     for module, prefix in (
         (octavo, "octavo"),
-        *((getattr(octavo, m), f"octavo.{m}") for m in ("ops", "recipes", "quant")),
+        *((getattr(octavo, m), f"octavo.{m}") for m in ("moe", "ops", "recipes", "quant")),
     ):
         for each in module.__all__:
             if each != "__version__" and not isinstance(getattr(module, each), type(octavo)):

@@ -231,7 +231,7 @@ class GroupedLinear(Quantized):
         weights = self.weight_parts()
         check_input("GroupedLinear", x)
         self._check_fit(x, weights[0])
-        splits = self._splits(extras[0], weights[0].device)
+        splits = splits_on(weights[0].device, extras[0], self.num_groups)
         scales = self._bias_scales(extras[1] if len(extras) > 1 else None, x)
         buffers = CallersMemory(kwargs.get("out"), kwargs.get("dgrad_out"))
         return self._stage(x, weights, splits, scales, buffers, kwargs.get("is_first_microbatch"), as_nodes)
@@ -296,7 +296,7 @@ class GroupedLinear(Quantized):
             self._settle()
         weights = self.weight_parts()  # read once: each read of a parametrized weight computes it
         x = self._input(input, weights[0])
-        splits = self._splits(m_splits, weights[0].device)
+        splits = splits_on(weights[0].device, m_splits, self.num_groups)
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         scales = self._bias_scales(scales, rows)
         # fake and meta tensors have shapes only
@@ -427,30 +427,6 @@ class GroupedLinear(Quantized):
         if dgrad_out is not None and "x" not in grads:
             raise UnsupportedConfig("dgrad_out is for the gradient of x, and x needs none here. Leave it out.")
 
-    def _splits(self, splits: Any, device: torch.device) -> Any:
-        """Returns the splits as a tensor on the device. Raises in a graph, which would copy them only at capture."""
-        if type(splits) is Edge:
-            return splits
-        if not isinstance(splits, Tensor) or splits.device != device:
-            captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            if torch.compiler.is_compiling() or captured:
-                raise UnsupportedConfig(
-                    f"In a graph m_splits must be a tensor on {device}: a graph would keep the first sizes of a list, "
-                    "or of a tensor elsewhere. Put them in a device tensor and overwrite it."
-                )
-            if not isinstance(splits, (Tensor, list, tuple)):
-                raise UnsupportedDtype(
-                    f"m_splits must be a tensor or a list of sizes, got {type(splits).__name__}. Give one size for "
-                    "each group."
-                )
-            splits = torch.as_tensor(splits).to(device, non_blocking=True)
-        if splits.dim() != 1 or splits.shape[0] != self.num_groups:
-            raise UnsupportedShape(
-                f"m_splits must have one size for each of the {self.num_groups} groups, got shape "
-                f"{tuple(splits.shape)}. Give 0 for a group without rows."
-            )
-        return splits
-
     def _allowed(self, recipe: Recipe) -> Recipe:
         if why := grouped_refusal(recipe):
             raise UnsupportedConfig(f"GroupedLinear cannot run in {recipe}: {why}. Use backward='quantized'.")
@@ -509,6 +485,32 @@ class GroupedLinear(Quantized):
         held = ", weight held as codes" if self._codes.held else ""
         layout = "" if self._is_single else ", a weight for each group"
         return f"{sizes}, bias={bool(self._bias_names)}, recipe={recipe}, tail={self.tail}{layout}{held}"
+
+
+def splits_on(device: torch.device, splits: Any, number: int, name: str = "m_splits") -> Any:
+    """Returns the sizes of that many groups as a tensor on the device. Raises in a graph, which would copy them only at
+    capture. Sizes from inside a run (an Edge) are taken as they are. `name` is the argument's, for messages."""
+    if type(splits) is Edge:
+        return splits
+    if not isinstance(splits, Tensor) or splits.device != device:
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if torch.compiler.is_compiling() or captured:
+            raise UnsupportedConfig(
+                f"In a graph {name} must be a tensor on {device}: a graph would keep the first sizes of a list, or of a "
+                "tensor elsewhere. Put them in a device tensor and overwrite it."
+            )
+        if not isinstance(splits, (Tensor, list, tuple)):
+            raise UnsupportedDtype(
+                f"{name} must be a tensor or a list of sizes, got {type(splits).__name__}. Give one size for each "
+                "group."
+            )
+        splits = torch.as_tensor(splits).to(device, non_blocking=True)
+    if splits.dim() != 1 or splits.shape[0] != number:
+        raise UnsupportedShape(
+            f"{name} must have one size for each of the {number} groups, got shape {tuple(splits.shape)}. Give 0 for "
+            "a group without rows."
+        )
+    return splits
 
 
 class CallersMemory(NamedTuple):
