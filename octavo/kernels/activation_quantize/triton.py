@@ -49,7 +49,7 @@ from octavo.quant.tile import Config, Variant, encode_scale, group_of, group_til
 CONFIGS = (Config(64, 64, 4), Config(128, 128, 16), Config(64, 128, 8))  # forward, and backward of one tile
 GATED_CONFIGS = (Config(64, 64, 4), Config(64, 64, 8), Config(64, 128, 8))  # backward of da and db
 # backward of da and db in groups, or with the gradient of scales: not measured, but chosen by what ptxas makes of it.
-# The first takes 87 instructions an element, the last 100. `python3 -m benchmarks.fused_kernels groups` times them.
+# The first takes 87 instructions an element, the last 105. `python3 -m benchmarks.fused_kernels groups` times them.
 GROUP_CONFIGS = (Config(64, 64, 4), Config(64, 128, 8), Config(128, 64, 8), Config(64, 64, 8))
 MEASURING = Config(64, 64, 8)  # the pass before that: on four warps it would spill for situglu
 ROWS_ALONE = Config(64, 128, 8)  # forward into row codes only: 0.164 ms, against 0.172 with the first of 128 x 128
