@@ -1,7 +1,7 @@
 # ruff: noqa: B023
 """Times of activations and norms into codes beside the same in two steps, parity first. On a GPU:
 
-python3 -m benchmarks.fused_kernels [forward|backward|norm ...]
+python3 -m benchmarks.fused_kernels [forward|backward|norm|groups ...]
 """
 
 import statistics
@@ -10,13 +10,15 @@ import sys
 import torch
 
 from octavo.formats import E4M3, E5M2
-from octavo.kernels import activation, norm
+from octavo.kernels import activation, grouped_gemm, norm
 from octavo.kernels.activation import ACTIVATIONS, Inputs, Wanted
 from octavo.kernels.activation_quantize import triton as actq
 from octavo.kernels.norm import Norm
 from octavo.kernels.norm_quantize import triton as normq
 from octavo.kernels.tile_cast import Target
 from octavo.quant import Block1D, Block2D, TensorProto, Tensorwise
+from octavo.quant.grouped import grouped_proto
+from octavo.quant.groups import split
 from octavo.quant.quantizer import CastArgs, fill_pair
 from octavo.quant.tile import Config
 
@@ -85,8 +87,7 @@ def same(a, b, what):
         assert differ == 0, f"{what}: {differ} of {x.numel()} differ"
 
 
-def report(what, config, ms, size, plain):
-    name = "unfused" if config is None else f"{config.rows}x{config.columns}, {config.warps} warps"
+def report(what, name, ms, size, plain):
     print(f"{what:44} {name:20} {ms:7.3f} ms {size / ms / 1e6:7.0f} GB/s  {plain / ms:5.2f}x", flush=True)
 
 
@@ -104,13 +105,14 @@ def compare(what, plain, fused, configs, outputs, size):
     plain()
     want = state()
     ms = timed(plain)
-    report(what, None, ms, size, ms)
+    report(what, "unfused", ms, size, ms)
     for config in configs:
+        name = "its own choice" if config is None else f"{config.rows}x{config.columns}, {config.warps} warps"
         try:
             clear()
             fused(config)
             same(state(), want, f"{what} {config}")
-            report(what, config, timed(lambda config=config: fused(config)), size, ms)
+            report(what, name, timed(lambda config=config: fused(config)), size, ms)
         except Exception as error:
             print(f"{what:44} {config}: {type(error).__name__}: {str(error)[:300]}", flush=True)
 
@@ -184,10 +186,82 @@ def norms():
         compare(f"rms {M}x{N} {spec} {sides}", plain, fused, configs, [(pair, given)], size)
 
 
+SHAPES = ((8192 * 8, 1536, 128), (8192 * 2, 14336, 8))  # rows, columns of y, experts
+
+
+def grouped_target(spec, groups, k, sides, delayed=True, encode=0.5):
+    """Codes of groups, poisoned before every comparison, and the arguments of their cast."""
+    where = torch.bfloat16, torch.device("cuda")
+    row, column = (
+        grouped_proto(spec, groups.padded, groups.number, k, side, *where).empty() if side[0] in sides else None
+        for side in ("row", "column")
+    )
+    given = CastArgs(groups=groups)
+    if delayed and spec.takes_encode:
+        encodes = torch.full((groups.number,), encode, device="cuda")
+        given = given._replace(encode=encodes, observed=torch.zeros_like(encodes))
+    return Target((row, column), given)
+
+
+def sizes_of(rows, experts):
+    """Skewed sizes, one expert without rows, and a tail of some rows."""
+    shares = torch.rand(experts, generator=torch.Generator().manual_seed(0)) + 0.1
+    shares[experts // 2] = 0
+    return (shares / shares.sum() * (rows - 100)).int().cuda()
+
+
+def groups():
+    """Rows in groups, with row scales and their gradients: every tile of the table, by a multiplier that is given and
+    by one that is measured."""
+    for rows, h, experts in SHAPES:
+        places = split(sizes_of(rows, experts), rows)
+        x = torch.randn(rows, 2 * h, device="cuda", dtype=torch.bfloat16)
+        dy = torch.randn(rows, h, device="cuda", dtype=torch.bfloat16) * 1e-3
+        inputs = Inputs(x, torch.rand(rows, device="cuda"))
+        title = f"{experts} groups, {rows}x{h}"
+        for spec, delayed, configs in (
+            (Tensorwise(), True, (*actq.CONFIGS, C(64, 64, 8))),
+            (Tensorwise(), False, (*actq.CONFIGS, C(64, 64, 8))),
+            (Block1D(), True, (C(128, 128, 16), C(128, 128, 8))),
+        ):
+            y = grouped_target(spec, places, h, "rc", delayed)
+
+            def plain():
+                fill_pair(activation.forward(FN, *inputs), *y)
+
+            def fused(config):
+                actq.forward(FN, inputs, y, config)
+
+            what = f"swiglu {title} {spec} {'' if delayed else 'measured'}"
+            compare(what, plain, fused, configs, [y], nbytes(x, y.pair))
+        for spec, again, delayed, sums in (
+            (Tensorwise(E5M2), Tensorwise(), True, None),
+            (Tensorwise(E5M2), Tensorwise(), True, torch.bfloat16),
+            (Tensorwise(E5M2), Tensorwise(), False, None),
+            (Block1D(), Block1D(), True, None),
+        ):
+            dx = grouped_target(spec, places, 2 * h, "rc", delayed, 1e3)
+            y = grouped_target(again, places, h, "c", delayed)
+
+            def plain():
+                found = activation.backward(FN, dy, *inputs, wanted=Wanted(scales=torch.float32))
+                fill_pair(found.x, *dx)
+                if sums is not None:
+                    grouped_gemm.column_sums_of(found.x, places, sums)
+                fill_pair(activation.forward(FN, *inputs), *y)
+
+            def fused(config):
+                actq.backward(FN, dy, inputs, dx, y, sums, torch.float32, config)
+
+            what = f"dswiglu {title} {spec}{', sums' if sums else ''} {'' if delayed else 'measured'}"
+            configs = actq.GROUP_CONFIGS if spec.takes_encode else (None,)
+            compare(what, plain, fused, configs, [dx, y], nbytes(x, dy, dx.pair, y.pair))
+
+
 if __name__ == "__main__":
     print(torch.cuda.get_device_name(), torch.__version__)
-    wanted = sys.argv[1:] or ["forward", "backward", "norm"]
-    for name, part in (("forward", forward), ("backward", backward), ("norm", norms)):
+    wanted = sys.argv[1:] or ["forward", "backward", "norm", "groups"]
+    for name, part in (("forward", forward), ("backward", backward), ("norm", norms), ("groups", groups)):
         if name in wanted:
             part()
             torch.cuda.empty_cache()

@@ -49,8 +49,9 @@ from octavo.quant.tile import Config, Variant, encode_scale, group_of, group_til
 CONFIGS = (Config(64, 64, 4), Config(128, 128, 16), Config(64, 128, 8))  # forward, and backward of one tile
 GATED_CONFIGS = (Config(64, 64, 4), Config(64, 64, 8), Config(64, 128, 8))  # backward of da and db
 # backward of da and db in groups, or with the gradient of scales: not measured, but chosen by what ptxas makes of it.
-# The first takes 87 instructions an element, the last 100. `python3 -m benchmarks.fused_kernels groups` times them.
+# The first takes 87 instructions an element, the last 105. `python3 -m benchmarks.fused_kernels groups` times them.
 GROUP_CONFIGS = (Config(64, 64, 4), Config(64, 128, 8), Config(128, 64, 8), Config(64, 64, 8))
+MEASURING = Config(64, 64, 8)  # the pass before that: on four warps it would spill for situglu
 ROWS_ALONE = Config(64, 128, 8)  # forward into row codes only: 0.164 ms, against 0.172 with the first of 128 x 128
 _STREAM = gl.constexpr(STREAM)
 _UNUSED_BITS = gl.constexpr(32 - DRAWN_BITS)
@@ -457,7 +458,8 @@ def backward(
     before, cast = _passes(dx, dy.dtype)
     again_before, again_cast = _passes(y, dy.dtype if inputs.x is None else inputs.x.dtype)
     if before is not None or again_before is not None:
-        call.launch(before or _NO_PASS, again_before or _NO_PASS)
+        measuring = call if woven else call._replace(config=MEASURING)
+        measuring.launch(before or _NO_PASS, again_before or _NO_PASS)
     parts = ds_parts = None
     if bias_grad is not None:
         parts = torch.empty(-(-height // config.rows), n, dtype=torch.float32, device=dy.device)
@@ -640,7 +642,7 @@ def _group_variants() -> list[Variant]:
             _backward_variant(name, fn, gradient, half, config, every, given, way="given") for config in GROUP_CONFIGS
         ]
         found += [
-            _backward_variant(name, fn, gradient, half, None, "scales", given, way="measure"),
+            _backward_variant(name, fn, gradient, half, MEASURING, "scales", given, way="measure"),
             _backward_variant(name, fn, gradient, half, None, every, given, way="measured"),
             _backward_variant(name, fn, gradient, torch.float32, None, every, given, way="given"),
             _backward_variant(name, fn, gradient, half, None, "scales, of scales", given),
