@@ -155,8 +155,9 @@ def attach(
         )
     if any(one._steps(hooked, layer) for one in list(_attached) for layer in ours):
         raise UnsupportedConfig(
-            f"This {type(hooked).__name__} and layers of this {type(model).__name__} are attached already, and one "
-            "optimizer step would count as two. Keep the first attachment, or call .remove() on what attach returned."
+            f"This {type(hooked).__name__} and layers of this {type(model).__name__} are attached already, and each "
+            "optimizer step would count the amaxes of cached weights twice. Keep the first attachment, or call "
+            ".remove() on what attach returned."
         )
     return Attachment(model, hooked, group)
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from octavo.errors import UnsupportedConfig, check_choice
+from octavo.quant.pairs import check_pair
 from octavo.quant.quantizer import Quantizer
 from octavo.values import Value, shown
 
-GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
+GEMMS = tuple(OPERANDS)
 MODES = ("quantized", "high_precision", "dequantized")
 LONGEST = 4096  # characters of a recipe's string
 
@@ -116,13 +118,17 @@ class LinearQuant:
             fast: names of the GEMMs that may accumulate fast; the others are precise.
 
         Returns:
-            The three GEMMs, all quantized.
+            The three GEMMs, all quantized. The recipe checks that the quantizers of each GEMM fit each other.
+
+        Raises:
+            UnsupportedConfig: `fast` is no tuple of names of GEMMs.
 
         Example:
             >>> x, dy = octavo.quant.Tensorwise(), octavo.quant.Tensorwise(octavo.formats.E5M2)
             >>> octavo.recipes.LinearQuant.of(x=(x, x), w=(x, x), dy=(dy, dy), fast=("fprop",)).fprop
             GemmQuant(left=tensorwise, right=tensorwise, accumulation='fast', mode='quantized')
         """
+        check_gemm_names(fast, what="LinearQuant.of: fast")
         mode = {gemm: "fast" if gemm in fast else "precise" for gemm in GEMMS}
         return cls(
             fprop=GemmQuant(x[0], w[0], mode["fprop"]),
@@ -144,7 +150,8 @@ class Recipe(Value):
         **settings: the subclass's settings, by name.
 
     Raises:
-        UnsupportedConfig: a setting has a value without a meaning.
+        UnsupportedConfig: a setting has a value without a meaning, or no GEMM takes the two quantizers of a GEMM that
+            the recipe quantizes.
         UnknownSetting: the recipe has no such setting.
 
     Example:
@@ -197,7 +204,13 @@ class Recipe(Value):
         for gemm in GEMMS:
             if getattr(self, gemm, "quantized") == "bf16":
                 modes[gemm] = "high_precision"
-        return replace(quant, **{gemm: getattr(quant, gemm).as_mode(mode) for gemm, mode in modes.items()})
+        resolved = {gemm: getattr(quant, gemm).as_mode(mode) for gemm, mode in modes.items()}
+        for gemm, (left, right) in OPERANDS.items():  # a pair that an override leaves out may be any
+            pair = resolved[gemm]
+            if pair.left is not None and pair.right is not None:
+                where = f"The operands {left} and {right} of {gemm} in {type(self).__name__}"
+                check_pair(pair.left, pair.right, operands=where)
+        return replace(quant, **resolved)
 
     def validate(self) -> None:
         name = type(self).__name__

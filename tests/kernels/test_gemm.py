@@ -336,31 +336,6 @@ def q(spec, rows=4, k=32):
     return quantize(spec, randn(rows, k))
 
 
-REFUSED_PAIRS = [
-    (Q.Tensorwise(E5M2), Q.Tensorwise(E5M2), r"E5M2 by E5M2\. Keep one operand in E4M3"),
-    (Q.MX(E5M2), Q.MX(E5M2), r"E5M2 by E5M2\. Keep one operand in E4M3"),
-    (Q.Block1D(E5M2), Q.Block2D(E5M2), r"E5M2 by E5M2\. Keep one operand in E4M3"),
-    (Q.Rowwise(), Q.Block1D(), r"scaled alike along the contraction, got rowwise and block-1d\. Quantize both"),
-    (Q.Block1D(), Q.MX(), r"scaled alike along the contraction, got block-1d and mx\. Quantize both"),
-    (Q.MX(), Q.NVFP4(), r"scaled alike along the contraction, got mx and nv\. Quantize both"),
-    (Q.NVFP4(), Q.Tensorwise(), r"scaled alike along the contraction, got nv and tensorwise\. Quantize both"),
-    (Q.NVFP4(rht=True), Q.NVFP4(), r"same basis.*nv\(rht=True\) is rht16, nv is not rotated\. Rotate both or neither"),
-    (Q.NVFP4(square=True), Q.NVFP4(rht=True), r"same basis.*is not rotated.*rht16\. Rotate both or neither"),
-]
-
-
-@pytest.mark.parametrize(("left", "right", "message"), REFUSED_PAIRS, ids=str)
-def test_operands_that_no_gemm_multiplies_are_refused(left, right, message):
-    with pytest.raises(UnsupportedConfig, match=message):
-        gemm(q(left), q(right))
-
-
-def test_two_square_operands_are_refused():
-    # 128x128 by 128x128 has no kernel and no use: gradients are never scaled that way
-    with pytest.raises(UnsupportedConfig, match="block-2d"):
-        gemm(q(Q.Block2D()), q(Q.Block2D()))
-
-
 def test_a_quantized_and_a_plain_operand_are_refused():
     message = r"two QTensors or two plain tensors, got one of each\. Quantize both, or dequantize\(\) the other"
     for a, b in ((q(Q.MX()), randn(3, 32)), (randn(3, 32), q(Q.MX()))):

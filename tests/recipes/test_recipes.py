@@ -543,7 +543,7 @@ def test_recipes_of_two_kinds_are_never_equal():
 
 
 @values.register("test-outside-quantizer")
-class OutsideQuantizer(Q.Tensorwise):
+class OutsideQuantizer(Q.Block2D):
     levels: int = 8
 
 
@@ -571,12 +571,15 @@ any_quantizer = st.one_of(
     st.builds(Q.NVFP4, rht=switch, stochastic=switch) | st.just(Q.NVFP4(square=True)),
     st.builds(OutsideQuantizer, fmt=formats, levels=st.integers()),
 )
+blocks_128 = st.builds(Q.Block1D, fmt=formats) | st.builds(
+    Q.Block2D, fmt=formats, scale=st.sampled_from(["pow2", "fp32"])
+)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 item = st.none() | switch | st.integers() | finite | st.text() | any_quantizer | formats
 nested = st.recursive(item, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=6)
 outside = st.builds(
     OutsideRecipe,
-    weights=any_quantizer,
+    weights=blocks_128,
     mix=st.lists(nested, max_size=3).map(tuple),
     note=st.text() | st.text(alphabet=string.punctuation + "\n\t "),
     ratio=finite,

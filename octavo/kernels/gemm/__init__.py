@@ -20,8 +20,9 @@ from torch import Tensor
 
 from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
-from octavo.formats import E5M2, FLOATS
+from octavo.formats import FLOATS
 from octavo.kernels.gemm import native, reference
+from octavo.quant.pairs import check_pair
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import KNOWN, Quantizer
 
@@ -68,7 +69,7 @@ def spec_route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, accumulation: str) -> Tensor:
-    """Runs `gemm` into a new tensor without checking the operands. Layers call this one."""
+    """Runs `gemm` into a new tensor, and checks the pair of quantizers alone. Layers call this one."""
     if isinstance(a, QTensor) and isinstance(b, QTensor):
         way = _way(a.spec.number, b.spec.number, a.codes.device, backend.forced())
         if way == "native" and a.codes.numel() and b.codes.numel():
@@ -89,7 +90,8 @@ def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, acc
 
 @lru_cache(maxsize=1024)
 def _way(a: int, b: int, device: torch.device, force: str) -> str:
-    """Caches `spec_route` by the quantizers' numbers, the device and the forced backend."""
+    """Checks the pair, and caches `spec_route` by the quantizers' numbers, the device and the forced backend."""
+    check_pair(KNOWN[a], KNOWN[b])
     return spec_route(KNOWN[a], KNOWN[b], device)
 
 
@@ -148,22 +150,4 @@ def _check_pair(a: Operand, b: Operand) -> None:
         raise UnsupportedConfig(
             "gemm takes two QTensors or two plain tensors, got one of each. Quantize both, or dequantize() the other."
         )
-    if a.spec.fmt == E5M2 and b.spec.fmt == E5M2:
-        raise UnsupportedConfig(
-            "No chip multiplies E5M2 by E5M2. Keep one operand in E4M3: the gradient may be E5M2, the other may not."
-        )
-    if a.spec.block[1] != b.spec.block[1] or a.spec.scale_format != b.spec.scale_format:
-        raise UnsupportedConfig(
-            f"gemm's operands must be scaled alike along the contraction, got {a.spec} and {b.spec}. "
-            "Quantize both with the same block length and kind of scale."
-        )
-    if a.spec.block == b.spec.block == (128, 128):
-        raise UnsupportedConfig(
-            f"No block GEMM takes 128x128 scales on both sides, got {a.spec} and {b.spec}. "
-            "Quantize the operand that is not a weight with Block1D."
-        )
-    if a.spec.basis != b.spec.basis:
-        raise UnsupportedConfig(
-            f"gemm's operands must be in the same basis, or the rotation does not cancel: {a.spec} is "
-            f"{a.spec.basis or 'not rotated'}, {b.spec} is {b.spec.basis or 'not rotated'}. Rotate both or neither."
-        )
+    check_pair(a.spec, b.spec)

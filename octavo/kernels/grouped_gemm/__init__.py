@@ -21,12 +21,14 @@ from torch import Tensor
 from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
-from octavo.kernels import gemm
 from octavo.kernels.grouped_gemm import native
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK, Groups
+from octavo.quant.pairs import check_pair
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Quantizer
+
+_OPERANDS = "The operands of a grouped GEMM"
 
 
 def rows(
@@ -41,7 +43,7 @@ def rows(
 ) -> Tensor:
     """Fills `out` [rows, N]. `along` says how b's matrices are stacked: "rows" for fprop, "columns" for dgrad."""
     check_choice(along, ("rows", "columns"), what="along")
-    gemm._check_pair(a.q, b)
+    check_pair(a.q.spec, b.spec, operands=_OPERANDS)
     _check_out(out)
     if height % BLOCK:
         raise UnsupportedConfig(f"Stacked matrices begin at multiples of {BLOCK}, got a height of {height}. Pad them.")
@@ -52,7 +54,7 @@ def rows(
 
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, *, accumulate: bool = False) -> Tensor:
     """Fills `out` [G, N, K], or adds to it. Codes may have more rows than N and K."""
-    gemm._check_pair(a.q, b.q)
+    check_pair(a.q.spec, b.q.spec, operands=_OPERANDS)
     _check_out(out)
     if a.groups.padded == 0:  # no rows, so the contraction has no steps
         return out if accumulate else out.zero_()
