@@ -6,10 +6,21 @@ name enter the registry when they are defined.
 
 from typing import Any
 
-from octavo.fused import activation_bias, activation_linear, fork_sum, linear_epilogue, mlp, norm_linear
+from octavo.fused import (
+    activation_bias,
+    activation_linear,
+    experts,
+    fork_sum,
+    grouped_mlp,
+    linear_epilogue,
+    mlp,
+    norm_linear,
+)
 from octavo.fuser import pattern
 
-PACKAGES: tuple[Any, ...] = (mlp, norm_linear, linear_epilogue, activation_linear, activation_bias, fork_sum)
+PACKAGES: tuple[Any, ...] = (
+    experts, mlp, grouped_mlp, norm_linear, linear_epilogue, activation_linear, activation_bias, fork_sum
+)  # fmt: skip
 
 if not pattern.global_rules():
     pattern.offer(rule for package in PACKAGES for rule in package.RULES)

@@ -206,7 +206,7 @@ class GroupedLinearLayer(MatmulLayer):
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         groups = split(inputs.splits, inputs.x.shape[0])
         amaxes = observed_amaxes(config.observe, inputs.seen, groups.number, inputs.x.device)
-        codes = _quantize(config, inputs.x, config.x_pair, groups, inputs.scaling[config.x_scaling], amaxes.x)
+        codes = quantized_x(config, inputs, inputs.x, groups, amaxes.x)
         return forward_from(config, inputs, codes, groups, amaxes)
 
     def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
@@ -267,7 +267,7 @@ class GroupedLinearLayer(MatmulLayer):
             for spec, parts, side in zip(specs, (cast.row, cast.column), ("row", "column"), strict=True)
         )
         cast = cast._replace(scaling=[t.view(number) for t in cast.scaling])
-        arguments = weight_cast_args(config, cast, specs, partial(_amaxes, matrix, groups))
+        arguments = weight_cast_args(config, cast, specs, partial(_amaxes, matrix, groups, None))
         fill_groups(_aligned(matrix), (row, column), arguments)
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Saved:
@@ -366,6 +366,14 @@ def forward_from(
     return ForwardResult((y,), extras, Fresh._make((*x_kept, *groups.tensors(), *Kept.of(w_column), width)))
 
 
+def quantized_x(
+    config: Config, inputs: Inputs, x: Tensor, groups: Groups, observed: Tensor | None, source: Tensor | None = None
+) -> tuple[GroupedTensor | None, GroupedTensor | None]:
+    """Quantize x, or the rows of x that `source` names."""
+    part = inputs.scaling[config.x_scaling]
+    return _quantize(config, x, config.x_pair, groups, part, observed, source=source)
+
+
 def x_buffers(
     config: Config, scaling: Parts, like: TensorProto, groups: Groups, observed: Tensor | None
 ) -> tuple[tuple[GroupedTensor | None, GroupedTensor | None], CastArgs]:
@@ -410,20 +418,20 @@ def _output(config: Config, inputs: Inputs, x: GroupedTensor | None, w: QTensor 
 
 def _quantize(
     config: Config, x: Tensor, pair: QuantizerPair, groups: Groups, scaling: Sequence[Tensor], observed: Tensor | None,
-    seed: Tensor | None = None,
+    seed: Tensor | None = None, source: Tensor | None = None,
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:  # fmt: skip
     """Quantize x in the orientations of a pair of quantizers, by x's part of `scaling`, one multiplier for each group,
-    if that is delayed."""
+    if that is delayed. `source` names the rows of x."""
     if pair[0] is None and pair[1] is None:
         return None, None
     part = [t.view(groups.number) for t in scaling]
-    arguments = cast_args(config.recipe, pair, part, partial(_amaxes, x, groups), observed, seed)
-    return quantize_groups(_aligned(x), *pair, groups, arguments)
+    arguments = cast_args(config.recipe, pair, part, partial(_amaxes, x, groups, source), observed, seed)
+    return quantize_groups(_aligned(x), *pair, groups, arguments._replace(source=source))
 
 
-def _amaxes(x: Tensor, groups: Groups, spec: Tensorwise, skip: Tensor) -> Tensor:
+def _amaxes(x: Tensor, groups: Groups, source: Tensor | None, spec: Tensorwise, skip: Tensor) -> Tensor:
     """The amax of each group. It skips none: some groups may have seen amaxes, and others not."""
-    amax = groups_amax(x, spec, None, groups)[0]
+    amax = groups_amax(x, spec, None, groups, source=source)[0]
     assert amax is not None
     return amax
 
@@ -523,6 +531,15 @@ def dy_buffers(
     return _empty_pair(like, call.config.dy_pair, groups), arguments
 
 
+def x_columns_again(call: Backward, x: Tensor, groups: Groups, source: Tensor) -> GroupedTensor:
+    """Make the column codes of the rows of x that `source` names, as forward would have made them."""
+    encode = call.kept.x_encode
+    arguments = CastArgs(encode=None if encode is None else encode.view(groups.number), source=source)
+    column = quantize_groups(_aligned(x), None, call.config.quant.wgrad.right, groups, arguments)[1]
+    assert column is not None
+    return column
+
+
 def x_column_buffer(call: Backward, like: TensorProto, groups: Groups) -> tuple[GroupedTensor | None, CastArgs]:
     """The output buffer and cast arguments for a fused backward that makes x's column codes again."""
     if "w" not in call.config.grads:
@@ -532,16 +549,20 @@ def x_column_buffer(call: Backward, like: TensorProto, groups: Groups) -> tuple[
     return _empty_pair(like, (None, call.config.quant.wgrad.right), groups)[1], arguments
 
 
-def quantized_dy(call: Backward, dy: Tensor, groups: Groups) -> tuple[GroupedTensor | None, GroupedTensor | None]:
-    """Quantize dy by row and by column, the latter into the buffers of a deferred dw if there are any."""
+def quantized_dy(
+    call: Backward, dy: Tensor, groups: Groups, source: Tensor | None = None
+) -> tuple[GroupedTensor | None, GroupedTensor | None]:
+    """Quantize dy, or the rows of dy that `source` names, by row and by column: the latter into the buffers of a
+    deferred dw if there are any."""
     config, kept, buffers, _ = call
     pair, seed = config.dy_pair, call.seed()
     if config.dy_buffers < 2:
-        return _quantize(config, dy, pair, groups, kept.dy_scaling, buffers.amax, seed)
+        return _quantize(config, dy, pair, groups, kept.dy_scaling, buffers.amax, seed, source)
+    assert source is None
     row, _ = _empty_pair(TensorProto.of(dy), (pair[0], None), groups)
     codes = row, _dy_columns(config, kept.dy_buffers, groups)
     part = [t.view(groups.number) for t in kept.dy_scaling]
-    arguments = cast_args(config.recipe, pair, part, partial(_amaxes, dy, groups), buffers.amax, seed)
+    arguments = cast_args(config.recipe, pair, part, partial(_amaxes, dy, groups, None), buffers.amax, seed)
     fill_groups(_aligned(dy), codes, arguments)
     return codes
 

@@ -19,6 +19,7 @@ from octavo.values import Value, register
 class Config(Value):
     tail: str = "zero"  # rows after the last expert; or "untouched": whatever is there
     grads: str = ""  # "x" if its gradient is wanted
+    keeps_x: bool = False  # for a fused backward that reads x again
 
     def validate(self) -> None:
         check_choice(self.tail, ("zero", "untouched"), what="tail")
@@ -32,6 +33,7 @@ class Inputs(NamedTuple):
 
 class Saved(NamedTuple):
     positions: Tensor | None
+    x: Tensor | None
 
 
 def flat(positions: Tensor) -> Tensor:
@@ -53,7 +55,7 @@ class PermuteLayer(Layer):
         return ForwardResult((rows,), (), ())
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
-        return Saved(inputs.positions if config.grads else None)
+        return Saved(inputs.positions if config.grads else None, inputs.x if config.keeps_x else None)
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return "x" in config.grads, False, False
@@ -64,7 +66,7 @@ class PermuteLayer(Layer):
         return TensorProto((*saved[0].shape[:-1], dy.shape[1]), dy.dtype, dy.device), None, None
 
     def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
-        dy, (positions,) = grads[0], Saved._make(saved)
+        dy, (positions, _) = grads[0], Saved._make(saved)
         if dy is None or positions is None:
             return None, None, None
         dx = permute.combine(dy, Slots(flat(positions)), None)

@@ -25,13 +25,14 @@ from octavo.values import Value, register
 class Config(Value):
     tail: str = "zero"  # gradients of rows after the last expert; or "untouched": whatever is there
     grads: str = ""  # which gradients are wanted: letters of "xp"
+    keeps_rows: bool = True  # for the gradient of the probabilities, unless a fused backward has it otherwise
 
     def validate(self) -> None:
         check_choice(self.tail, ("zero", "untouched"), what="tail")
 
 
 class Inputs(NamedTuple):
-    rows: Tensor  # [rows, D]
+    x: Tensor  # [rows, D]
     positions: Tensor  # [..., K]
     slots: Tensor  # [rows]
     probs: Tensor | None = None  # [..., K], or with experts [..., E]
@@ -50,18 +51,18 @@ class UnpermuteLayer(Layer):
     """Sums the rows of each token's slots."""
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
-        y = permute.combine(inputs.rows, slots_of(inputs), _matrix(inputs.probs))
+        y = permute.combine(inputs.x, slots_of(inputs), _matrix(inputs.probs))
         return ForwardResult((unsafe_view(y, (*inputs.positions.shape[:-1], y.shape[1])),), (), ())
 
     def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
-        rows: Any = inputs.rows
+        rows: Any = inputs.x
         y = TensorProto((*inputs.positions.shape[:-1], rows.shape[1]), rows.dtype, rows.device)
         return ForwardResult((y,), (), ())
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
         if not config.grads:
             return Saved(None, None, None, None, None)
-        rows = inputs.rows if "p" in config.grads else None
+        rows = inputs.x if "p" in config.grads and config.keeps_rows else None
         return Saved(rows, inputs.positions, inputs.slots, inputs.probs, inputs.experts)
 
     def wants(self, config: Config) -> tuple[bool, ...]:

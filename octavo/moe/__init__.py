@@ -4,14 +4,16 @@
     permute         tokens copied to these rows, the rows of an expert one after the other
     unpermute       the rows of each token, summed, with probabilities or without
     permute_probs   the probability of each row
+    Experts         all of it: the experts of a mixture as one module
 
 Between `permute` and `unpermute` run `octavo.GroupedLinear` or `octavo.grouped_linear` with `Permutation.sizes`. No
 function reads a value on the host.
 """
 
+from octavo.moe.experts import Experts
 from octavo.moe.permutation import Permutation, permute, permute_probs, sort, unpermute
 
-__all__ = ["Permutation", "permute", "permute_probs", "sort", "unpermute"]
+__all__ = ["Experts", "Permutation", "permute", "permute_probs", "sort", "unpermute"]
 
 
 def __dir__() -> list[str]:

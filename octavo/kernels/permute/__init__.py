@@ -44,6 +44,11 @@ def most_rows(slots: int, experts: int, align: int) -> int:
     return slots if align == 1 else (slots + experts * (align - 1)) // align * align
 
 
+def tokens(slots: Tensor, positions: Tensor) -> Tensor:
+    """Returns the token that each row comes from [C], int32, negative for a row without one."""
+    return torch.div(slots, positions.shape[-1], rounding_mode="floor")
+
+
 def listed(mask: Tensor, top_k: int) -> Tensor:
     """Returns the experts of each token [T, K], int32, in ascending order, from a mask [T, E]. -1 fills slots that are
     left; experts beyond the first K are left out."""

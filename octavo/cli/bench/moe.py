@@ -1,0 +1,214 @@
+"""Time forward and backward of a whole mixture of experts: router, permutation, SwiGLU experts, weighted sum.
+
+The router is a matrix product, softmax and top-k in torch, for all cases. It prefers some experts: the largest gets
+about three times the tokens of the smallest. "grouped_mm bf16" is torch's grouped matrix product with permutation,
+activation and sum in torch; "octavo" is `octavo.moe.Experts`.
+
+ms             one step after another, gradients dropped between them, as training runs it
+of bf16        ms / that of compiled bf16
+of floor       ms / the least it can take: matrix products at 1250 TFLOP/s, bytes that must be moved at 4.2 TB/s
+kept MiB       memory that forward allocates and keeps for backward, without the weights' codes
+weight codes   MiB of the weights' codes that forward keeps besides
+
+"cached" reuses the quantized weights, as every microbatch after the first does. A second table lists the GPU kernels of
+one eager step of each recipe, the longest first.
+
+example: octavo bench moe --shape 8192,64,6,2048,1408 --recipes fp8-delayed
+"""
+
+import math
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo._torch.gemm import grouped_mm
+from octavo.cli import machine, options, table
+from octavo.cli.bench.step import kept_mib, kernels_ms, settled_step
+from octavo.cli.timing import REPEATS, WARMUP, eager_ms
+from octavo.moe.experts import Experts
+from octavo.recipes import recipe
+
+SHAPES = ((8192, 8, 2, 4096, 14336), (8192, 128, 8, 4096, 1536), (16384, 64, 6, 2048, 1408))
+NAMES = ("tokens", "experts", "slots", "hidden", "feed-forward")
+RECIPES = ("fp8-delayed", "fp8-block")
+FLOOR = (1250e9, 4.2e9)  # FLOPs and bytes in a millisecond
+
+Shape = tuple[int, int, int, int, int]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    options.add_shapes(parser, NAMES, SHAPES)
+    options.add_recipes(parser, RECIPES)
+    parser.add_argument("--no-compile", action="store_true", help="leave the compiled cases out, but for bf16")
+
+
+def measure(arguments: Namespace, report: dict[str, Any]) -> None:
+    report |= {
+        "suite": "moe",
+        "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
+        "dtype": "bfloat16",
+        "bias": False,
+        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
+        "shapes": [],
+    }
+    for shape in arguments.shape or SHAPES:
+        _measure_shape(shape, arguments.recipes, not arguments.no_compile, report["shapes"])
+
+
+class Router(nn.Module):
+    """Softmax over the experts, and the largest of each token."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        _, experts, self.slots, hidden, _ = shape
+        self.weight = nn.Parameter(torch.randn(experts, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5)
+        preference = torch.rand(experts, generator=torch.Generator().manual_seed(0)) - 0.5
+        self.preference = preference.cuda()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x, self.weight).float() + self.preference
+        probs, indices = logits.softmax(-1).topk(self.slots)
+        return probs, indices
+
+
+class Stock(nn.Module):
+    """The layer in plain torch, in bf16."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        _, self.experts, self.slots, hidden, ffn = shape
+        self.router = Router(shape)
+        self.up = nn.Parameter(_weights(self.experts, 2 * ffn, hidden))
+        self.down = nn.Parameter(_weights(self.experts, hidden, ffn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs, indices = self.router(x)
+        flat = indices.flatten()
+        order = flat.argsort(stable=True)
+        ends = torch.bincount(flat, minlength=self.experts).cumsum(0).to(torch.int32)
+        tokens = order // self.slots
+        h = grouped_mm(x[tokens], self.up.transpose(1, 2), ends)
+        a, b = h.chunk(2, -1)
+        y = grouped_mm(F.silu(a) * b, self.down.transpose(1, 2), ends)
+        weighted = y * probs.flatten()[order, None].to(y.dtype)
+        return torch.zeros_like(x).index_add(0, tokens, weighted)
+
+
+class Ours(nn.Module):
+    """The layer with `octavo.moe.Experts`."""
+
+    def __init__(self, shape: Shape, recipe: str, cached: bool = False) -> None:
+        super().__init__()
+        _, experts, _, hidden, ffn = shape
+        self.router, self.first = Router(shape), False if cached else None
+        self.experts = Experts(experts, hidden, ffn, recipe=recipe, device="cuda", dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs, indices = self.router(x)
+        y: Tensor = self.experts(x, indices, probs, is_first_microbatch=self.first)
+        return y
+
+
+def _weights(experts: int, n: int, k: int) -> Tensor:
+    return torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) * (1 / math.sqrt(k))
+
+
+def _measure_shape(shape: Shape, recipes: list[str], compiles: bool, shapes: list[dict[str, Any]]) -> None:
+    results: list[dict[str, Any]] = []
+    kernels: dict[str, list[dict[str, Any]]] = {}
+    entry = {"shape": list(shape), "floor_ms": floors(shape), "results": results, "kernels": kernels}
+    shapes.append(entry)
+    stock = partial(Stock, shape)
+    results.append(_case("grouped_mm bf16, compiled", stock, shape, compiled=True))
+    results.append(_case("grouped_mm bf16", stock, shape))
+    for name in recipes:
+        quantized = recipe(name).linear().fprop.right is not None
+        for cached in (False, True) if quantized else (False,):
+            make = partial(Ours, shape, name, cached)
+            case = f"octavo {name}" + (", cached" if cached else "")
+            results.append(_case(case, make, shape))
+            if compiles:
+                results.append(_case(f"{case}, compiled", make, shape, compiled=True))
+        kernels[name] = kernels_ms(_step(Ours(shape, name), shape))
+    for row in results:
+        row["of_bf16"] = row["ms"] / results[0]["ms"]
+        kind = "bf16" if "bf16" in row["case"] else "cached" if "cached" in row["case"] else "fp8"
+        row["of_floor"] = row["ms"] / entry["floor_ms"][kind]  # type: ignore[index]
+
+
+def _tensors(shape: Shape) -> tuple[Tensor, Tensor]:
+    tokens, hidden = shape[0], shape[3]
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    return x, torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16) * 1e-2
+
+
+def _step(module: nn.Module, shape: Shape) -> Callable[[], None]:
+    return settled_step(module, *_tensors(shape))
+
+
+def _case(name: str, make: Callable[[], nn.Module], shape: Shape, compiled: bool = False) -> dict[str, Any]:
+    module = make()
+    if compiled:
+        module.compile(fullgraph=True)  # type: ignore[no-untyped-call]
+    step = _step(module, shape)
+    ms, readings = eager_ms(step)
+    kept = kept_mib(module, _tensors(shape)[0])
+    codes = _codes_mib(module)
+    del module, step
+    torch.cuda.empty_cache()
+    return {"case": name, "ms": ms, "readings_ms": readings, "kept_mib": kept - codes, "codes_mib": codes}
+
+
+def _codes_mib(module: nn.Module) -> float:
+    """Returns the MiB of the column codes of weights that a forward keeps: a byte for each weight, unless cached."""
+    if not isinstance(module, Ours) or module.first is not None:
+        return 0.0
+    return float(sum(p.numel() for p in module.experts.parameters()) / 2**20)
+
+
+def floors(shape: Shape) -> dict[str, float]:
+    """Returns the least milliseconds of a step: in bf16, in FP8, and in FP8 with cached weights."""
+    tokens, experts, slots, hidden, ffn = shape
+    rows = tokens * slots
+    gemms = 3 * 3 * 2 * rows * hidden * ffn
+    # x and dy into codes both ways; h activated into codes; h and da into codes of dh both ways and of a; sums of y, dx
+    moved = rows * (hidden * (4 + 4) + ffn * (5 + 11) + hidden * 4) + tokens * hidden * 8
+    weights = 3 * experts * hidden * ffn * 4
+    fast = gemms / FLOOR[0]
+    plain = rows * (hidden * 16 + ffn * 20)
+    return {
+        "bf16": 2 * fast + plain / FLOOR[1],
+        "fp8": fast + (moved + weights) / FLOOR[1],
+        "cached": fast + moved / FLOOR[1],
+    }
+
+
+def render(report: dict[str, Any]) -> str:
+    if not any(entry["results"] for entry in report.get("shapes", ())):
+        return ""
+    facts = report["machine"]
+    parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
+    for entry in report["shapes"]:
+        rows = [
+            [
+                r["case"],
+                f"{r['ms']:.3f}",
+                f"{r['of_bf16']:.2f}" if "of_bf16" in r else "-",
+                f"{r['of_floor']:.2f}" if "of_floor" in r else "-",
+                f"{r['kept_mib']:.0f}",
+                f"{r['codes_mib']:.0f}",
+            ]
+            for r in entry["results"]
+        ]
+        title = ", ".join(f"{n} {name}" for n, name in zip(entry["shape"], NAMES, strict=True))
+        header = ("case", "ms", "of bf16", "of floor", "kept MiB", "weight codes")
+        parts.append(f"{title}\n{table.render(header, rows)}")
+        for name, kernels in entry["kernels"].items():
+            listed = [[e["kernel"][:72], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in kernels[:24]]
+            parts.append(table.render((f"kernel, {name}", "calls", "ms a step"), listed))
+    return "\n\n".join(parts)

@@ -1,0 +1,148 @@
+"""Permute, GroupedLinear, activation, GroupedLinear, Unpermute: the whole of a mixture's experts.
+
+Rows are never moved on their own: casts read the rows of their experts from x and from dy (`CastArgs.source`). Forward
+keeps x, the output h of the first layer, the probabilities and the permutation; backward makes column codes of x and of
+the activated values again.
+
+    forward     x -> codes by expert      h = x · w1ᵀ      h -> codes of a = act(h)      y = Σ p · (a · w2ᵀ)
+    backward    dy -> codes by expert     g = dy · w2
+                g, h, p -> codes of dh = p · g · act'(h), d(p) = ⟨g, a⟩, column codes of p · a
+                dw2 = dyᵀ · (p · a)       dx = Σ dh · w1       dw1 = dhᵀ · x
+
+The probabilities enter backward at the activation rather than at dy. Gradients are those of the operations one by one,
+up to the rounding of codes: there, p · dy is quantized, here dy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from octavo._torch.operators import unsafe_view
+from octavo.delayed_scaling.casts import observed_amaxes
+from octavo.fused import conditions
+from octavo.fused.grouped_mlp import (
+    ActivationGradient,
+    ActivationGroupedLinear,
+    backward_conditions,
+    forward_conditions,
+    one_recipe,
+    quantized_wgrad,
+    target,
+)
+from octavo.fuser.pattern import FusedOperation, Joint, Rule
+from octavo.kernels import permute as moves
+from octavo.kernels.permute import Slots
+from octavo.layers import activation, grouped_linear, matmul, permute, unpermute
+from octavo.layers.contract import DTYPE_NAMES, ForwardResult
+from octavo.modules.activation import Activation
+from octavo.modules.grouped_linear import GroupedLinear
+from octavo.modules.permutation import Permute, Unpermute
+from octavo.quant.groups import split
+from octavo.quant.proto import TensorProto
+
+Grads = tuple[Tensor | None, ...]
+
+
+class Experts(FusedOperation):
+    op_name = "experts"
+
+    @staticmethod
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+        _, first, act, second, _ = configs
+        moved, own, last = inputs[0], inputs[1], inputs[4]
+        groups = split(own.splits, moved.slots.shape[0])
+        amaxes = observed_amaxes(first.observe, own.seen, groups.number, moved.x.device)
+        x, source = activation.matrix(moved.x), moves.tokens(moved.slots, moved.positions)
+        codes = grouped_linear.quantized_x(first, own, x, groups, amaxes.x, source)
+        up = grouped_linear.forward_from(first, own, codes, groups, amaxes)
+        pair = (inputs[2]._replace(x=up.outputs[0]), inputs[3])
+        activated, down = ActivationGroupedLinear.step_forward((act, second), pair)
+        y = moves.combine(down.outputs[0], unpermute.slots_of(last), activation.matrix(last.probs))
+        y = unsafe_view(y, (*last.positions.shape[:-1], y.shape[1]))
+        nothing = ForwardResult((None,), (), ())
+        return [nothing, up, activated, down._replace(outputs=(None,)), ForwardResult((y,), (), ())]
+
+    @staticmethod
+    def step_backward(
+        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
+    ) -> list[Grads]:
+        _, first, act, second, back = configs
+        moved, kept = permute.Saved._make(saved[0]), unpermute.Saved._make(saved[4])
+        dy, slots = grads[-1][0], kept.slots
+        assert dy is not None and slots is not None and kept.positions is not None and kept.probs is not None
+        dy, of_token = activation.matrix(dy).contiguous(), unpermute.slots_of(kept)
+        probs, source = activation.matrix(kept.probs), moves.tokens(slots, kept.positions)
+        last = matmul.Backward(second, grouped_linear.Saved._make(saved[3]), buffers[3], writes)
+        call = matmul.Backward(first, grouped_linear.Saved._make(saved[1]), buffers[1], writes)
+        groups = last.kept.groups(slots.shape[0])
+        like = TensorProto((groups.rows, dy.shape[1]), dy.dtype, dy.device)
+        row, column = grouped_linear.quantized_dy(last, dy, groups, source)
+        g = grouped_linear.input_gradient(last, like, row, groups)
+        again, given = grouped_linear.x_column_buffer(last, TensorProto.of(g), groups)
+        scaled = activation.Saved._make(saved[2])._replace(scales=moves.take(probs, of_token, slots))
+        act = _scaled(act, DTYPE_NAMES[probs.dtype], "p" in back.grads)
+        cast = ActivationGradient(call, act, scaled, g, groups, target((None, again), given))
+        dw = grouped_linear.finish(last, like, column, groups, again)
+        x_column = None
+        if "w" in first.grads:
+            assert moved.x is not None
+            x_column = grouped_linear.x_columns_again(call, activation.matrix(moved.x), groups, source)
+        dx, *rest = cast.gradients(x_column)
+        if dx is not None:
+            dx = moves.combine(dx, Slots(of_token.positions), None)
+            dx = unsafe_view(dx, (*kept.positions.shape[:-1], dx.shape[1]))
+        dprobs = None
+        if cast.sums.scales is not None:
+            dprobs = unsafe_view(
+                moves.take_backward(cast.sums.scales, of_token, tuple(probs.shape)), tuple(kept.probs.shape)
+            )
+        empty = (None,) * len(activation.Inputs._fields)
+        return [
+            (dx, None, None), (None, *rest), empty, grouped_linear.gradients(None, dw, None, None),
+            (None, None, None, dprobs, None),
+        ]  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _scaled(act: activation.Config, dtype: str, wanted: bool) -> activation.Config:
+    """The activation's config with row scales, and whether their gradient is wanted."""
+    return replace(act, scales_dtype=dtype, grads="xs" if wanted else "x")
+
+
+CONDITIONS = (
+    *forward_conditions(1),
+    *forward_conditions(3),
+    one_recipe(1, 3),
+    *backward_conditions(1),
+    *backward_conditions(3),
+    conditions.of(3, "dx is wanted", lambda c: "x" in c.grads, "nothing before the second layer wants a gradient"),
+    quantized_wgrad(1),
+    quantized_wgrad(3),
+    conditions.of(
+        3, "no second bias", lambda c: not c.bias_dtype,
+        "the second layer has a bias, and the gradient of a probability is then more than a sum over activated values",
+    ),
+    conditions.of(
+        2, "the activation is plain", lambda c: c.keeps_x and not c.bias_dtype and not c.scales_dtype,
+        "the activation has a bias or scales of its own, or keeps nothing that its value could be made of",
+    ),
+)  # fmt: skip
+
+
+def _changed(configs: Sequence[Any]) -> list[Any]:
+    """What is kept: x instead of its codes, and no row of y."""
+    move, first, act, second, back = configs
+    return [
+        replace(move, keeps_x="w" in first.grads),
+        replace(first, x_columns="backward"),
+        act,
+        replace(second, x_columns="backward"),
+        replace(back, keeps_rows=False),
+    ]
+
+
+PATTERN = (Permute, GroupedLinear, Activation, GroupedLinear, Unpermute)
+RULES = (Joint(Rule("experts", PATTERN, Experts, CONDITIONS, changes=_changed)),)

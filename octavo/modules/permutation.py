@@ -1,0 +1,60 @@
+"""Permute and Unpermute as operations of a Sequential: tokens to the rows of their experts, and back.
+
+`octavo.moe.Experts` is built of them. Outside of a Sequential use `octavo.moe.permute` and `octavo.moe.unpermute`.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.fuser.inputs import check_input
+from octavo.fuser.operation import Edge, FusibleOperation
+from octavo.layers import permute, unpermute
+from octavo.lower.call import Stage
+from octavo.values import Value
+
+
+class Permute(FusibleOperation, nn.Module):
+    """Copies each token to the rows of its slots. Its extra inputs are the positions [..., K] of a permutation and the
+    slots [rows]. Rows after the last expert are left as the memory was."""
+
+    num_extra_inputs = 2
+
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        return isinstance(config, permute.Config)
+
+    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        check_input("Permute", x)
+        positions, slots = extras
+        grads = "x" if x.requires_grad else ""
+        y = Edge((slots.shape[0], x.shape[-1]), x.dtype, x.device, grads != "")
+        key = "permute(tail='untouched',grads='" + grads + "')"
+        return Stage("permute", key, (positions, slots), (), grads != "", outputs=(y,))
+
+    def forward(self, input: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        y: Tensor = self.op_run(input, positions, slots)
+        return y
+
+
+class Unpermute(FusibleOperation, nn.Module):
+    """Sums the rows of each token's slots, each multiplied by its probability. Its extra inputs are the positions
+    [..., K] of a permutation, the slots [rows] and the probabilities [..., K]."""
+
+    num_extra_inputs = 3
+
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        return isinstance(config, unpermute.Config)
+
+    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        check_input("Unpermute", x)
+        positions, slots, probs = extras
+        grads = ("x" if x.requires_grad else "") + ("p" if probs.requires_grad else "")
+        y = Edge((*positions.shape[:-1], x.shape[-1]), x.dtype, x.device, grads != "")
+        key = "unpermute(tail='untouched',grads='" + grads + "')"
+        return Stage("unpermute", key, (positions, slots, probs, None), (), grads != "", outputs=(y,))
+
+    def forward(self, input: Tensor, positions: Tensor, slots: Tensor, probs: Tensor) -> Tensor:
+        y: Tensor = self.op_run(input, positions, slots, probs)
+        return y

@@ -1,0 +1,147 @@
+"""`octavo.moe.Experts`: the experts of a mixture, from routed tokens to their weighted sum."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.errors import UnsupportedShape, check_choice
+from octavo.fused.blocks import KINDS
+from octavo.fuser.sequential import Explanation, Sequential
+from octavo.kernels.activation import ACTIVATIONS
+from octavo.modules.grouped_linear import GroupedLinear
+from octavo.modules.permutation import Permute, Unpermute
+from octavo.moe.permutation import sort
+from octavo.recipes import Recipe
+
+
+class Experts(Sequential):
+    """The experts of a mixture: each token goes through the experts that a router chose for it, and y is the sum of
+    their outputs, weighted by the router's probabilities.
+
+    It is a `Sequential` of `permute`, `fc1`, `activation`, `fc2` and `unpermute`. In a recipe that quantizes they run
+    as one operation each way: rows are never copied to their experts, casts read them where they are; backward keeps x
+    and the output of `fc1`, and computes the rest again. The fused operation (rule `experts`) needs layers without a
+    second bias, and a known scale, which fp8-delayed has from its second step on. Otherwise the same operations run one
+    after the other; `explain` says why.
+
+    No token is dropped, and no size is read on the host, so that a CUDA graph follows a changing routing.
+
+    Args:
+        num_experts: the number of experts, 1 to 4096.
+        hidden_size: the size of the last dim of x and of y.
+        ffn_hidden_size: the size of the activated values. A gated activation makes `fc1` twice as wide.
+        activation: as in `LayerNormMLP`: "swiglu", "gelu", "clamped-swiglu" and so on.
+        bias: whether the layers have biases. With a bias the experts run as separate operations.
+        recipe: the recipe of both layers: a name, a canonical string or a `Recipe`. None follows `octavo.autocast`.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        **settings: further keywords of `octavo.GroupedLinear`, for both layers, such as `keep_weight_codes`.
+
+    Raises:
+        UnsupportedConfig: `activation` or the recipe is unknown.
+        UnsupportedShape: `num_experts` is out of range.
+
+    Example:
+        >>> experts = octavo.moe.Experts(4, 64, 96, recipe="fp8-block")
+        >>> x, logits = torch.randn(10, 64), torch.randn(10, 4)
+        >>> probs, indices = logits.softmax(-1).topk(2)
+        >>> experts(x, indices, probs).shape
+        torch.Size([10, 64])
+        >>> experts.fc1.weight.shape
+        torch.Size([4, 192, 64])
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        activation: str = "swiglu",
+        bias: bool = False,
+        recipe: str | Recipe | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: Any,
+    ) -> None:
+        check_choice(activation, tuple(KINDS), what="activation")
+        self.num_experts = num_experts
+        wide = ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
+        common = {"recipe": recipe, "device": device, "dtype": dtype, "tail": "untouched", **settings}
+        super().__init__({
+            "permute": Permute(),
+            "fc1": GroupedLinear(num_experts, hidden_size, wide, bias, **common),
+            "activation": KINDS[activation](),
+            "fc2": GroupedLinear(num_experts, ffn_hidden_size, hidden_size, bias, **common),
+            "unpermute": Unpermute(),
+        })  # fmt: skip
+
+    def forward(  # type: ignore[override]
+        self, input: Tensor, indices: Tensor, probs: Tensor, *, is_first_microbatch: bool | Tensor | None = None
+    ) -> Tensor:
+        """Runs the experts.
+
+        Args:
+            input: x [..., hidden_size], in float32, bfloat16 or float16.
+            indices: the experts of each token [..., K], int32 or int64. An index out of range, such as -1, drops the
+                slot: it adds nothing to y.
+            probs: the weight of each slot [..., K], in float32 or in x's dtype. It receives a gradient.
+            is_first_microbatch: True quantizes the weights into a cache, False uses the cache, None does neither, as in
+                `octavo.GroupedLinear`.
+
+        Returns:
+            y [..., hidden_size], in the dtype of x.
+
+        Raises:
+            UnsupportedShape: `probs` has another shape than `indices`, or x other tokens.
+            UnsupportedDtype: x, `indices` or `probs` has the wrong dtype.
+
+        Example:
+            >>> experts = octavo.moe.Experts(4, 64, 96, activation="gelu", recipe="fp8-current")
+            >>> x = torch.randn(2, 5, 64, requires_grad=True)
+            >>> y = experts(x, torch.randint(0, 4, (2, 5, 2)), torch.rand(2, 5, 2))
+            >>> y.sum().backward()
+            >>> x.grad.shape
+            torch.Size([2, 5, 64])
+        """
+        extras = self._extras(input, indices, probs)
+        flag = {"is_first_microbatch": is_first_microbatch}
+        kwargs: Any = None if is_first_microbatch is None else {1: flag, 3: dict(flag)}
+        rows = input if input.dim() == 2 else input.flatten(0, -2)
+        y = super().forward(rows, *extras, op_kwargs=kwargs)
+        assert isinstance(y, Tensor)
+        return y if y.shape == input.shape else y.view(input.shape)
+
+    def explain(self, input: Tensor, indices: Tensor, probs: Tensor) -> Explanation:  # type: ignore[override]
+        """Reports how a call runs: which operations run together, which rules apply, and why others do not. It changes
+        no state.
+
+        Args:
+            input: x, as in a call.
+            indices: the experts of each token.
+            probs: the weight of each slot.
+
+        Returns:
+            An `octavo.ops.Explanation`, which prints as text.
+
+        Example:
+            >>> experts = octavo.moe.Experts(4, 64, 96, recipe="fp8-block")
+            >>> x, indices = torch.randn(10, 64), torch.randint(0, 4, (10, 2))
+            >>> experts.explain(x, indices, torch.rand(10, 2)).fired
+            ('experts',)
+        """
+        rows = input if input.dim() == 2 else input.flatten(0, -2)
+        return super().explain(rows, *self._extras(input, indices, probs))
+
+    def _extras(self, x: Tensor, indices: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+        """Returns the extra inputs of the operations, in order, with all leading dims flattened."""
+        if probs.shape != indices.shape or indices.shape[:-1] != x.shape[:-1]:
+            raise UnsupportedShape(
+                f"indices and probs have a number for each slot of each token of x {tuple(x.shape)}, so shape "
+                f"{(*x.shape[:-1], 'K')}; got {tuple(indices.shape)} and {tuple(probs.shape)}."
+            )
+        slots = indices.shape[-1]
+        permutation = sort(indices.reshape(-1, slots), self.num_experts)
+        sizes, positions, rows = permutation.sizes, permutation.positions, permutation.slots
+        return positions, rows, sizes, sizes, positions, rows, probs.reshape(-1, slots)

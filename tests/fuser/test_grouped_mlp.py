@@ -1,0 +1,396 @@
+"""GroupedLinear, activation, GroupedLinear in a Sequential: one node each way, fused, with the bits of its layers."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo import ops
+from octavo.recipes import SHIPPED
+from tests.fuser.models import FUSED_AT_ONCE, Graphs, assert_equal, assert_state, compiled, fill, recipes, step
+from tests.modules.oracle import QUANTIZED, assert_same, spiky
+
+G, H, FFN = 3, 48, 32
+SIZES, SPARE = (30, 0, 17), 6
+USED = sum(SIZES)
+ROWS = USED + SPARE
+RULES = ("grouped-mlp",)
+SCALED = {
+    "swiglu": ops.ScaledSwiGLU,
+    "clamped": ops.ScaledClampedSwiGLU,
+    "clamped, other settings": lambda: ops.ScaledClampedSwiGLU(limit=5.0, alpha=1.5, glu_linear_offset=0.5),
+    "srelu": ops.ScaledSReLU,
+    "situglu": ops.ScaledSiTUGLU,
+    "interleaved": lambda: ops.ScaledSwiGLU(glu_interleave_size=16),
+}
+PLAIN = {"swiglu": ops.SwiGLU, "gelu": ops.GELU}
+ONE = FUSED_AT_ONCE["fp8-delayed"]  # delayed scaling whose first step fuses
+
+
+def gated(act):
+    return not isinstance(act, ops.SReLU | ops.GELU)
+
+
+def mlp(recipe, make=ops.ScaledSwiGLU, *, rules=(), bias=False, groups=G, hidden=H, second=None, **settings):
+    """The experts of a mixture; `second`: settings of the second layer alone."""
+    act = make()
+    common = {"bias": bias, "recipe": recipe, **settings}
+    layers = (
+        octavo.GroupedLinear(groups, hidden, FFN * (2 if gated(act) else 1), **common),
+        act,
+        octavo.GroupedLinear(groups, FFN, hidden, **(common | (second or {}))),
+    )
+    return fill(octavo.Sequential(*layers, rules=rules))
+
+
+def unfused(model):
+    return octavo.Sequential(*copy.deepcopy(list(model)), rules=None)
+
+
+def sizes(of=SIZES):
+    return torch.tensor(of)
+
+
+def batch(of=SIZES, spare=SPARE, seed=1, scaled=True, hidden=H, dtype=torch.float32, poison=float("nan")):
+    """x, sizes, probabilities (where the activation takes them), sizes; and dy. The tails hold NaN."""
+    rows = sum(of) + spare
+    x, dy = (spiky(rows, hidden, seed=seed + i, size=8.0, dtype=dtype) for i in (0, 50))
+    probs = torch.rand(rows, generator=torch.Generator().manual_seed(seed)) + 0.1
+    x[sum(of) :] = dy[sum(of) :] = poison
+    probs[sum(of) :] = poison
+    return (x, sizes(of), *((probs,) if scaled else ()), sizes(of)), dy
+
+
+def assert_alike(model, inputs, dy, **given):
+    """A step equals that of a twin without rules. Sums for a bias are added in another order."""
+    twin = unfused(model)
+    found, want = step(model, inputs, dy, **given), step(twin, inputs, dy, **given)
+    names = [*[None] * (len(found) - len(list(model.parameters()))), *[n for n, _ in model.named_parameters()]]
+    for i, (a, b, name) in enumerate(zip(found, want, names, strict=True)):
+        if name is not None and "bias" in name and a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        else:
+            assert_same(a, b, f"{i} {name}")
+    assert_state(model, twin)
+    return found
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@recipes(QUANTIZED)
+@pytest.mark.parametrize("make", SCALED.values(), ids=SCALED)
+def test_a_scaled_mlp_has_the_bits_of_its_layers(recipe, make):
+    model = mlp(recipe, make)
+    inputs, dy = batch()
+    assert model.explain(*inputs).fired == RULES
+    found = assert_alike(model, inputs, dy)
+    assert all(t is None or t.isfinite().all() for t in found)
+    assert found[3][:USED].abs().sum() > 0 and not found[3][USED:].any()  # gradients of the probabilities
+
+
+@recipes(["fp8-current", "fp8-delayed", "nvfp4"])
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
+def test_an_mlp_without_probabilities(recipe, make):
+    model = mlp(recipe, make)
+    inputs, dy = batch(scaled=False)
+    assert model.explain(*inputs).fired == RULES
+    assert_alike(model, inputs, dy)
+
+
+@recipes(["fp8-block", "fp8-delayed", "mxfp8"])
+def test_biases_and_a_bias_scaled_by_probabilities(recipe):
+    model = mlp(recipe, bias=True, second={"scale_bias": True})
+    (x, of, probs, _), dy = batch()
+    inputs = (x, of, probs, of, probs)
+    assert model.explain(*inputs).fired == RULES
+    assert_alike(model, inputs, dy)
+
+
+@pytest.mark.parametrize(
+    "of", [(0, 0, 0), (0, 0, 47), (47, 0, 0), (1, 1, 1), (128, 0, 129)], ids=lambda of: "-".join(map(str, of))
+)
+@recipes(["fp8-current", "fp8-delayed", "fp8-block", "nvfp4"])
+def test_empty_and_odd_groups(recipe, of):
+    model = mlp(recipe)
+    assert_alike(model, *batch(of))
+
+
+@pytest.mark.parametrize("spare", [0, 130])
+@pytest.mark.parametrize("groups", [1, 4, 65])
+def test_any_number_of_groups_with_and_without_a_tail(groups, spare):
+    of = (*[3 * g % 7 for g in range(groups - 1)], 9)
+    model = mlp("fp8-block", groups=groups)
+    assert_alike(model, *batch(of, spare))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@recipes(["fp8-delayed", "fp8-block"])
+def test_dtypes(recipe, dtype):
+    model = mlp(recipe, dtype=dtype)
+    (x, of, probs, again), dy = batch(dtype=dtype)
+    assert_alike(model, (x, of, probs, again), dy)
+
+
+def test_sizes_in_another_tensor_and_dtype_are_accepted():
+    model, twin = mlp("fp8-block"), mlp("fp8-block")
+    (x, of, probs, _), dy = batch()
+    found = step(model, (x, of.int(), probs, of.clone()), dy)
+    want = step(twin, (x, of, probs, of), dy)
+    assert_equal(
+        [t for i, t in enumerate(found) if i not in (2, 4)], [t for i, t in enumerate(want) if i not in (2, 4)]
+    )
+
+
+def test_sizes_that_differ_are_an_error_that_says_so():
+    model = mlp("fp8-block")
+    (x, of, probs, _), dy = batch()
+    y = model(x.requires_grad_(), of, probs, torch.tensor([17, 0, 30]))
+    with pytest.raises(RuntimeError, match="sizes that differ"):
+        y.backward(dy)
+
+
+# -- settings of the layers --------------------------------------------------------------------------------------------
+
+
+LAYOUTS = {
+    "a weight for each group": {"single_grouped_weight": False},
+    "codes made again": {"keep_weight_codes": False},
+    "an untouched tail": {"tail": "untouched"},
+}
+
+
+@recipes(["fp8-delayed", "fp8-block", "nvfp4"])
+@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS)
+def test_settings_of_the_layers(recipe, settings):
+    model, twin = mlp(recipe, **settings), mlp(recipe, rules=None, tail=settings.get("tail", "zero"))
+    model.load_state_dict(twin.state_dict())
+    inputs, dy = batch()
+    found, want = step(model, inputs, dy), step(twin, inputs, dy)
+    n = USED if "tail" in settings else ROWS
+    assert_same(found[0][:n], want[0][:n], "y")
+    assert_same(found[1][:n], want[1][:n], "dx")
+    if "single_grouped_weight" in settings:
+        grads = [torch.stack([p.grad for p in layer.parameters()]) for layer in (model[0], model[2])]
+    else:
+        grads = found[5:]
+    assert_equal(grads, want[5:])
+
+
+@pytest.mark.parametrize("frozen", [(0,), (2,), (0, 2)], ids=str)
+@recipes(["fp8-delayed", "fp8-block"])
+def test_frozen_experts(recipe, frozen):
+    model = mlp(recipe)
+    for i in frozen:
+        model[i].requires_grad_(False)
+    inputs, dy = batch()
+    found = assert_alike(model, inputs, dy)
+    assert found[1] is not None and found[3] is not None
+
+
+def test_without_gradients_nothing_is_kept_and_y_is_the_same():
+    model = mlp("fp8-block")
+    inputs, _ = batch()
+    with torch.no_grad():
+        y = model(*inputs)
+    assert_same(y, model(*inputs).detach())
+    assert y.grad_fn is None
+
+
+@recipes(["fp8-delayed", "fp8-block"])
+@pytest.mark.parametrize("flag", ["on the host", "on the device"])
+def test_the_weight_cache(recipe, flag):
+    model, twin = mlp(recipe), mlp(recipe, rules=None)
+    for i, first in enumerate((True, False)):
+        inputs, dy = batch(seed=i)
+        given = {j: {"is_first_microbatch": torch.tensor(first) if "device" in flag else first} for j in (0, 2)}
+        assert_equal(step(model, inputs, dy, op_kwargs=given), step(twin, inputs, dy), f"microbatch {i}")
+
+
+@recipes(["fp8-delayed", "fp8-block"])
+def test_weights_held_as_codes(recipe):
+    model = mlp(recipe)
+    octavo.quantize_weights(model)
+    assert_alike(model, *batch())
+
+
+@recipes(["fp8-delayed", "fp8-block"])
+def test_weight_gradients_that_wait(recipe):
+    model, twin = mlp(recipe, delay_wgrad_compute=True), mlp(recipe, rules=None)
+    inputs, dy = batch()
+    assert model.explain(*inputs).fired == RULES
+    found, want = step(model, inputs, dy), step(twin, inputs, dy)
+    assert_equal(found[:5], want[:5])
+    assert all(p.grad is None for p in model.parameters())
+    for layer in (model[0], model[2]):
+        layer.backward_dw()
+    assert_equal([p.grad for p in model.parameters()], want[5:])
+
+
+@recipes(["fp8-delayed", "fp8-block", "nvfp4"])
+def test_main_grad_is_added_to_in_place(recipe):
+    model, twin = mlp(recipe, fuse_wgrad_accumulation=True), mlp(recipe, rules=None)
+    inputs, dy = batch()
+    for p in model.parameters():
+        p.main_grad = torch.full_like(p, 0.25)
+    found, want = step(model, inputs, dy), step(twin, inputs, dy)
+    assert_equal(found[:5], want[:5])
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p.main_grad, q.grad + 0.25, rtol=1e-5, atol=1e-5)
+
+
+def test_a_backward_that_fails_has_not_written_to_main_grad():
+    model = mlp("fp8-block", fuse_wgrad_accumulation=True)
+    inputs, dy = batch()
+    model[2].weight.main_grad = torch.zeros_like(model[2].weight)
+    y = model(*inputs)
+    with pytest.raises(ValueError, match="main_grad"):  # the first layer's is missing
+        y.backward(dy)
+    assert not model[2].weight.main_grad.any()
+
+
+def test_an_activation_checkpoint_recomputes_the_same_bits():
+    model, twin = mlp("fp8-block"), mlp("fp8-block")
+    inputs, dy = batch()
+    again = step(model, inputs, dy, call=lambda *a: checkpoint(model, *a, use_reentrant=False))
+    assert_equal(again, step(twin, inputs, dy))
+
+
+# -- what fires --------------------------------------------------------------------------------------------------------
+
+
+def test_two_recipes_are_refused_in_a_sentence_and_run_as_they_are():
+    model = mlp("fp8-block", second={"recipe": "fp8-current"})
+    inputs, dy = batch()
+    told = model.explain(*inputs)
+    assert "grouped-mlp" not in told.fired
+    assert any(r.rule == "grouped-mlp" and "different recipes" in r.sentence for r in told.refused)
+    assert_alike(model, inputs, dy)
+
+
+def test_bf16_has_no_cast_to_fuse():
+    model = mlp("bf16")
+    inputs, dy = batch()
+    assert model.explain(*inputs).fired == ()
+    assert_alike(model, inputs, dy)
+
+
+def test_the_first_step_of_delayed_scaling_is_unfused_and_later_ones_fuse():
+    model, twin = mlp("fp8-delayed"), mlp("fp8-delayed", rules=None)
+    for seed in range(3):
+        inputs, dy = batch((20, 10, 17), seed=seed)  # a group without rows would go on being measured
+        assert ("grouped-mlp" in model.explain(*inputs).fired) == (seed > 0)
+        assert_equal(step(model, inputs, dy), step(twin, inputs, dy), f"step {seed}")
+        octavo.step(model), octavo.step(twin)
+        assert_state(model, twin)
+
+
+@recipes(["fp8-delayed", "fp8-block"])
+def test_one_grouped_layer_and_an_activation(recipe):
+    before = fill(octavo.Sequential(octavo.GroupedLinear(G, H, 2 * FFN, recipe=recipe), ops.ScaledSwiGLU()))
+    after = fill(octavo.Sequential(ops.ScaledSwiGLU(), octavo.GroupedLinear(G, H // 2, FFN, recipe=recipe)))
+    (x, of, probs, _), _ = batch()
+    dy = spiky(ROWS, FFN, seed=4)
+    assert before.explain(x, of, probs).fired == ("grouped-linear-activation",)
+    assert_alike(before, (x, of, probs), dy)
+    assert after.explain(x, probs, of).fired == ("activation-grouped-linear",)
+    assert_alike(after, (x, probs, of), dy)
+
+
+# -- the caller's memory -----------------------------------------------------------------------------------------------
+
+
+def memory(width=H):
+    return torch.full((ROWS, width), 7.0)
+
+
+@recipes(SHIPPED)
+@pytest.mark.parametrize("given", [("out",), ("dgrad_out",), ("out", "dgrad_out")], ids=" and ".join)
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_memory_for_y_and_dx_is_written_in_place(recipe, given, how):
+    model, twin = mlp(recipe), mlp(recipe)
+    (x, of, probs, again), dy = batch()
+    want = step(twin, (x, of, probs, again), dy)
+    out, dgrad = memory(), memory()
+    kwargs = ({-1: {"out": out}} if "out" in given else {}) | (
+        {0: {"dgrad_out": dgrad}} if "dgrad_out" in given else {}
+    )
+    leaf = x.clone().requires_grad_()
+
+    def call(*inputs):
+        return model(*inputs, op_kwargs=kwargs)
+
+    y = (compiled(call) if how == "compiled" else call)(leaf, of, probs, again)
+    if how == "eager":  # aot_eager returns a copy; Inductor does not
+        assert (y.data_ptr() == out.data_ptr()) == ("out" in given)
+    assert_same(y.detach()[:USED], want[0][:USED], "y")
+    y.backward(dy)
+    assert_same(leaf.grad[:USED], want[1][:USED], "dx")
+    assert_equal([p.grad for p in model.parameters()], want[5:])
+    for name, buffer in (("out", out), ("dgrad_out", dgrad)):
+        assert (buffer[USED:] == 7.0).all(), name
+        assert (buffer[:USED] == 7.0).all() != (name in given), name
+
+
+def test_inductor_returns_the_memory_itself():
+    model, twin, out = mlp("fp8-block"), mlp("fp8-block"), memory()
+    (x, of, probs, again), dy = batch()
+    want = step(twin, (x, of, probs, again), dy)
+    call = compiled(lambda *inputs: model(*inputs, op_kwargs={-1: {"out": out}}), backend="inductor")
+    y = call(x.clone().requires_grad_(), of, probs, again)
+    assert y.data_ptr() == out.data_ptr()
+    assert_same(out[:USED], want[0][:USED])
+    y.backward(dy)
+    assert_equal([p.grad for p in model.parameters()], want[5:])
+
+
+@pytest.mark.parametrize(("place", "name", "width"), [(0, "out", 2 * FFN), (2, "dgrad_out", FFN)])
+def test_memory_for_a_value_inside_the_fused_operation_is_a_value_error(place, name, width):
+    (x, of, probs, again), dy = batch()
+    model = mlp("fp8-block")
+    with pytest.raises(ValueError, match=r"grouped-mlp.*rules=None"):
+        model(x, of, probs, again, op_kwargs={place: {name: memory(width)}})
+    plain = mlp("fp8-block", rules=None)  # each layer keeps its own
+    buffer = memory(width)
+    leaf = x.clone().requires_grad_()
+    plain(leaf, of, probs, again, op_kwargs={place: {name: buffer}}).backward(dy)
+    assert not (buffer[:USED] == 7.0).all() and (buffer[USED:] == 7.0).all()
+    assert_same(leaf.grad, step(mlp("fp8-block", rules=None), (x, of, probs, again), dy)[1])
+
+
+def test_memory_that_overlaps_dy_is_refused():
+    model = mlp("fp8-block")
+    inputs, dy = batch()
+    leaf = inputs[0].clone().requires_grad_()
+    y = model(leaf, *inputs[1:], op_kwargs={0: {"dgrad_out": dy}})
+    with pytest.raises(ValueError, match="dgrad_out"):
+        y.backward(dy)
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+@recipes(["bf16", "fp8-delayed", "fp8-current", "fp8-block", "nvfp4"])
+def test_compiled_it_is_one_node_each_way_with_the_bits_of_eager(recipe):
+    model, twin, graphs = mlp(recipe), mlp(recipe), Graphs()
+    call = compiled(model, backend=graphs)
+    for seed, of in enumerate([SIZES, (0, 47, 0), (10, 20, 17)]):
+        inputs, dy = batch(of, seed=seed)
+        assert_equal(step(model, inputs, dy, call=call), step(twin, inputs, dy), f"step {seed}")
+        octavo.step(model), octavo.step(twin)
+    assert graphs.runs() == ((1, 1) if recipe != "fp8-delayed" else graphs.runs())
+    assert_state(model, twin)
+
+
+def test_compiled_a_delayed_weight_gradient_leaves_the_run_and_says_so():
+    model = mlp("fp8-block", delay_wgrad_compute=True)
+    twin = mlp("fp8-block", rules=None)
+    inputs, dy = batch()
+    found = step(model, inputs, dy, call=compiled(model))
+    want = step(twin, inputs, dy)
+    assert_equal(found[:5], want[:5])
+    for layer in (model[0], model[2]):
+        layer.backward_dw()
+    assert_equal([p.grad for p in model.parameters()], want[5:])
