@@ -63,12 +63,12 @@ class Experts(Sequential):
         recipe: str | Recipe | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **settings: Any,
+        **settings: bool | str,
     ) -> None:
         check_choice(activation, tuple(KINDS), what="activation")
         self.num_experts = num_experts
         wide = ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
-        common = {"recipe": recipe, "device": device, "dtype": dtype, "tail": "untouched", **settings}
+        common: dict[str, Any] = {"recipe": recipe, "device": device, "dtype": dtype, "tail": "untouched", **settings}
         super().__init__({
             "permute": Permute(),
             "fc1": GroupedLinear(num_experts, hidden_size, wide, bias, **common),

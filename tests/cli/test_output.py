@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 import octavo
 from octavo import cli
 from octavo.cli import bench, doctor, main, output, train
-from octavo.cli.bench import block, grouped, linear, mlp, quantize
+from octavo.cli.bench import block, grouped, linear, mlp, moe, quantize
 from octavo.cli.gpt import Shape
 from octavo.errors import Unsupported
 from octavo.recipes import SHIPPED
 
-SUITES = {"quantize": quantize, "linear": linear, "grouped": grouped, "mlp": mlp}
+SUITES = {"quantize": quantize, "linear": linear, "grouped": grouped, "mlp": mlp, "moe": moe}
 
 
 @pytest.fixture(autouse=True)
@@ -194,6 +194,7 @@ ARGUMENTS = {
     "linear": ["--shape", "16,32,32", "--shape", "16,32,64", "--recipes", "fp8-block", "--no-peers"],
     "grouped": ["--shape", "2,256,128,128", "--recipes", "bf16,fp8-block", "--no-peers"],
     "mlp": ["--shape", "16,32,64", "--recipes", "fp8-block", "--no-peers"],
+    "moe": ["--shape", "16,4,2,32,64", "--recipes", "fp8-block"],
 }
 
 
@@ -216,8 +217,8 @@ def measured(monkeypatch):
         names = ("as it is", "one thread", "one core")
         timers = {
             "device_ms": (1.0, [1.0]), "eager_ms": (1.0, [1.0]), "host_us": 1.0, "hosts_us": dict.fromkeys(names, 1.0),
-            "peak_mib": 1.0, "_memory": {"saved_mib": 1.0, "peak_mib": 1.0}, "_kept_mib": 1.0,
-            "_kernels": [{"kernel": "k", "calls": 1.0, "ms": 1.0}],
+            "peak_mib": 1.0, "_memory": {"saved_mib": 1.0, "peak_mib": 1.0}, "kept_mib": 1.0,
+            "kernels_ms": [{"kernel": "k", "calls": 1.0, "ms": 1.0}],
         }  # fmt: skip
         for module in SUITES.values():
             for timer, value in timers.items():

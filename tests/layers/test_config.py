@@ -44,7 +44,8 @@ def test_every_layer_answers_the_whole_contract():
     assert all(member.__doc__ for member in members if member.__name__ != "__init__")
     layers = {name: layer for name, layer in LAYERS.items() if isinstance(layer, Layer)}
     assert {name for name in layers if not name.startswith(("custom.", "fused."))} == {
-        "activation", "add", "chain", "fork", "grouped-linear", "linear", "norm", "rounding",
+        "activation", "add", "chain", "fork", "grouped-linear", "linear", "norm", "permute",
+        "permute-probs", "rounding", "token-sort", "unpermute",
     }  # fmt: skip
     assert all(layer.title and layer.config(layer.Config().key) == layer.Config() for layer in layers.values())
 

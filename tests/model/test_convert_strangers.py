@@ -277,9 +277,10 @@ def test_settings_of_layers_go_through(name):
         octavo.convert(model, "fp8-current", **{name: "no"})
 
 
-def test_a_setting_that_a_layer_does_not_have_is_refused():
-    with pytest.raises(UnsupportedConfig, match="a GroupedLinear has no keep_weight_codes"):
-        octavo.convert(nn.ModuleList([octavo.GroupedLinear(3, 32, 16)]), "fp8-current", keep_weight_codes=False)
+def test_a_setting_reaches_grouped_layers():
+    model = nn.ModuleList([octavo.GroupedLinear(3, 32, 16)])
+    octavo.convert(model, "fp8-current", keep_weight_codes=False)
+    assert model[0].keep_weight_codes is False
 
 
 def test_a_delayed_weight_gradient_by_convert():

@@ -117,13 +117,14 @@ def test_a_captured_step_follows_fifty_routings(recipe):
 @recipes(["fp8-delayed", "fp8-block"])
 def test_no_value_is_read_on_the_host(recipe):
     model, data = warmed(experts(recipe)), batch(1)
-    step(model, *data)
+    want = step(model, *data)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step(model, *data)
+        found = step(model, *data)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert_same(found[0], want[0])
 
 
 @recipes(["fp8-delayed", "fp8-block"])

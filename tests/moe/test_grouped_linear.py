@@ -90,7 +90,7 @@ REFUSED = {
     "stochastic": (UnsupportedConfig, "stochastic=False", (X, W, TWO), {"recipe": "nvfp4"}),
     "dequantized": (UnsupportedConfig, "backward=", (X, W, TWO), {"recipe": "fp8-block(backward='dequantized')"}),
     "a tail": (UnsupportedConfig, "tail", (X, W, TWO), {"tail": "nan"}),
-    "sizes": (UnsupportedShape, "sizes has one size for each of the 2 groups", (X, W, TWO[:1]), {}),
+    "sizes": (UnsupportedShape, "sizes must have one size for each of the 2 groups", (X, W, TWO[:1]), {}),
     "features": (UnsupportedShape, r"\[\.\.\., 8\]", (X[:, :4], W, TWO), {}),
     "one weight": (UnsupportedShape, r"\[groups, N, K\]", (X, W[0], TWO), {}),
     "bias": (UnsupportedShape, r"\(2, 3\), got \(3,\)", (X, W, TWO, torch.ones(3)), {}),

@@ -7,8 +7,8 @@ activation and sum in torch; "octavo" is `octavo.moe.Experts`.
 ms             one step after another, gradients dropped between them, as training runs it
 of bf16        ms / that of compiled bf16
 of floor       ms / the least it can take: matrix products at 1250 TFLOP/s, bytes that must be moved at 4.2 TB/s
-kept MiB       memory that forward allocates and keeps for backward, without the weights' codes
-weight codes   MiB of the weights' codes that forward keeps besides
+kept MiB       memory that forward allocates and keeps for backward, without quantized weights
+weights MiB    memory of the quantized weights that forward keeps besides
 
 "cached" reuses the quantized weights, as every microbatch after the first does. A second table lists the GPU kernels of
 one eager step of each recipe, the longest first.
@@ -44,7 +44,9 @@ Shape = tuple[int, int, int, int, int]
 def add_arguments(parser: ArgumentParser) -> None:
     options.add_shapes(parser, NAMES, SHAPES)
     options.add_recipes(parser, RECIPES)
-    parser.add_argument("--no-compile", action="store_true", help="leave the compiled cases out, but for bf16")
+    parser.add_argument(
+        "--no-compile", action="store_true", help="leave compiled cases of recipes out; default: timed too"
+    )
 
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
@@ -206,7 +208,7 @@ def render(report: dict[str, Any]) -> str:
             for r in entry["results"]
         ]
         title = ", ".join(f"{n} {name}" for n, name in zip(entry["shape"], NAMES, strict=True))
-        header = ("case", "ms", "of bf16", "of floor", "kept MiB", "weight codes")
+        header = ("case", "ms", "of bf16", "of floor", "kept MiB", "weights MiB")
         parts.append(f"{title}\n{table.render(header, rows)}")
         for name, kernels in entry["kernels"].items():
             listed = [[e["kernel"][:72], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in kernels[:24]]

@@ -276,7 +276,10 @@ def _backward_kernel(
         _store_sums(parts, da, pm, columns, H, N)
     if PUT is not None:
         if owner is not None:
-            _store_group_scales(row_scale, None, encode, measured, pm, pk, M, G, RULE, ROWS)
+            if GATED:
+                _store_group_scales(row_scale, None, encode, measured, pm, pk, M, G, RULE, ROWS)
+            else:
+                _store_group_scales(row_scale, column_scale, encode, measured, pm, pk, M, G, RULE, ROWS)
         PUT(
             da, row, column, row_scale, column_scale, s, observed, M, H, N, pm * ROWS, pk * COLUMNS,
             row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
