@@ -13,6 +13,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.fuser import pattern
 from octavo.fuser.basic import BasicOperation
 from octavo.fuser.inputs import arrived, check_layout
+from octavo.fuser.ledger import KeptMemory, ledger_of
 from octavo.fuser.legacy import find_fused, fused_refusal, outside_for_fused, run_fused, run_legacy
 from octavo.fuser.operation import Edge, FusibleOperation, has_hooks
 from octavo.fuser.plan import (
@@ -49,6 +50,14 @@ class Step(NamedTuple):
     kwargs: dict[str, Any]
     number: int  # its index in the Sequential
     drains: tuple[tuple[str, bool], ...]  # per extra output: its channel, whether it leaves the group
+
+
+class Told(NamedTuple):
+    """What happened to operations in a call, for explain and require."""
+
+    steps: Sequence[Step]
+    plan: Planned | str  # of their run; or why an operation ran by itself
+    ledger: Sequence[KeptMemory] = ()
 
 
 class OperationFuser:
@@ -134,7 +143,7 @@ class OperationFuser:
             x, before = OperationFuser(self.ops[:first], self.rules).run(x, steps[:first], channels, told)
         x = run_fused(rule, self.ops[first:last], x)
         if told is not None:
-            told.append((steps[first:last], Planned("", (), (rule.name,), ())))
+            told.append(Told(steps[first:last], Planned("", (), (rule.name,), ())))
         if last < len(steps):
             x, after = OperationFuser(self.ops[last:], self.rules).run(x, steps[last:], channels, told)
         return x, [*before, *[()] * (last - first), *after]
@@ -197,7 +206,7 @@ class OperationFuser:
             if end <= at + 1 and not (end > at and isinstance(steps[at].op, BasicOperation)):
                 step = _connected(steps[at], channels)
                 if told is not None:
-                    told.append((steps[at : at + 1], _why_alone(steps[at].op, x) if end == at else ""))
+                    told.append(Told(steps[at : at + 1], _why_alone(steps[at].op, x) if end == at else ""))
                 x, own = _alone(step, x)
                 given.append(own)
                 end = at + 1
@@ -335,7 +344,7 @@ def _run(
     as_nodes = takes_nodes([step.op for step in steps])
     stages, hidden, fields, plan = _planned_run(steps, x, rules, later, as_nodes, fuser)
     if told is not None:
-        told.append((steps, plan))
+        told.append(Told(steps, plan, ledger_of(_names(steps), plan.key, fields)))
     buffers = tuple([t for stage in stages for t in stage.buffers])
     needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
     watched = [t for stage in stages for t in stage.watched]

@@ -22,11 +22,12 @@ from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.fuser.inputs import refuse_symbol
 from octavo.fuser.layout import Layout, Part, check_there, routed, taken_apart
+from octavo.fuser.ledger import Ledger
 from octavo.fuser.legacy import outside, run_legacy
 from octavo.fuser.operation import FusibleOperation, NoTorchScript, has_hooks
 from octavo.fuser.pattern import FREE, KNOWN_SCALE, SIDES, NotFired, Rule, check_name, global_rules
 from octavo.fuser.plan import Planned, Run
-from octavo.fuser.runs import Step, Wire, told_run
+from octavo.fuser.runs import Step, Told, Wire, told_run
 from octavo.quant import QTensor
 
 OUTPUT_BUFFER_KEY = "out"
@@ -44,12 +45,14 @@ class Explanation(NamedTuple):
         fired: names of the fusion rules that apply.
         refused: rules whose pattern is present and that do not apply, and why.
         alone: modules and operations that join no run, and why.
+        ledger: the memory that the operations of runs keep for backward; it prints as a table of its own.
     """
 
     runs: tuple[Run, ...]
     fired: tuple[str, ...]
     refused: tuple[NotFired, ...]
     alone: tuple[str, ...] = ()  # operations that join no run, and why
+    ledger: Ledger = Ledger()
 
     def __str__(self) -> str:
         lines = []
@@ -320,11 +323,11 @@ class Sequential(NoTorchScript, nn.Sequential):
         return _Call(layout, extra_inputs, routed(self, layout, op_kwargs), {}, [], told)
 
     def _check_required(self, layout: Layout, told: list[Any]) -> None:
-        plans = [plan for _, plan in told if isinstance(plan, Planned)]
+        plans = [plan for _, plan, _ in told if isinstance(plan, Planned)]
         fired = [name for plan in plans for name in plan.fired]
         refused = [r for plan in plans for r in plan.refused]
         excused = [r[0] for r in refused if r[2] in layout.excused or r[4] in fired]
-        alone = [(type(steps[0].op).__name__, plan) for steps, plan in told if _is_reason(plan)]
+        alone = [(type(steps[0].op).__name__, plan) for steps, plan, _ in told if _is_reason(plan)]
         for name in layout.require:
             own = [r[3] for r in refused if r[0] == name and r[2] not in (*layout.excused, FREE)]
             if own or (name not in fired and name not in excused):
@@ -391,25 +394,29 @@ class Sequential(NoTorchScript, nn.Sequential):
         gpus = {t.device for t in args if isinstance(t, Tensor) and t.device.type == "cuda"}
         with torch.random.fork_rng(devices=list(gpus)):
             subject._tell(args[0], tuple(args[1:]), given or None, told)
-        runs = tuple(told_run(steps, plan) for steps, plan in told if isinstance(plan, Planned) or _makes_node(steps))
-        alone = tuple(f"{type(steps[0].op).__name__}: {plan}" for steps, plan in told if _is_reason(plan))
-        plans = [plan for _, plan in told if isinstance(plan, Planned)]
+        runs = tuple(
+            told_run(steps, plan) for steps, plan, _ in told if isinstance(plan, Planned) or _makes_node(steps)
+        )
+        alone = tuple(f"{type(steps[0].op).__name__}: {plan}" for steps, plan, _ in told if _is_reason(plan))
+        plans = [plan for _, plan, _ in told if isinstance(plan, Planned)]
         fired = dict.fromkeys(name for plan in plans for name in plan.fired)
-        return Explanation(runs, tuple(fired), tuple(dict.fromkeys(r for plan in plans for r in plan.refused)), alone)
+        refused = tuple(dict.fromkeys(r for plan in plans for r in plan.refused))
+        ledger = Ledger(entry for one in told for entry in one.ledger)
+        return Explanation(runs, tuple(fired), refused, alone, ledger)
 
     def _tell(self, x: Any, extra_inputs: tuple[Any, ...], op_kwargs: Any, told: list[Any]) -> Any:
         """Run forward and record in `told` everything that is called, also in Sequentials inside."""
         call = self._begun(extra_inputs, op_kwargs, told)
         for part in call.layout.parts:
             if part.legacy is not None:
-                told.append(([Step(part.legacy, (), {}, part.first, ())], part.legacy.why_not_fusible(x)))
+                told.append(Told([Step(part.legacy, (), {}, part.first, ())], part.legacy.why_not_fusible(x)))
                 x = run_legacy(part.legacy, x, call.kwargs[part.first])
             elif isinstance(part.module, Sequential):
                 made = part.module._tell(x, _extras_of(part, call), call.kwargs[part.first] or None, told)
                 x = _published(part, call, made)
             else:
                 if part.fuser is None:
-                    told.append(([Step(part.module, (), {}, part.first, ())], NO_OPERATION))
+                    told.append(Told([Step(part.module, (), {}, part.first, ())], NO_OPERATION))
                 x = _through(part, call, x)
         return (x, *call.public) if call.public else x
 

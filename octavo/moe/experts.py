@@ -123,7 +123,7 @@ class Experts(Sequential):
             probs: the weight of each slot.
 
         Returns:
-            An `octavo.ops.Explanation`, which prints as text.
+            The report of `Sequential.explain`, which prints as text.
 
         Example:
             >>> experts = octavo.moe.Experts(4, 64, 96, recipe="fp8-block")

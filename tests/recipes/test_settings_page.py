@@ -24,7 +24,10 @@ def tables():
 
 
 def on_the_page(name):
-    return {} if name == "bf16" else tables()[COMMON] | tables()[name]
+    if name == "bf16":
+        return {}
+    assert name in tables(), f"docs/recipe-settings.md has no section '## {name}' with a table of its settings."
+    return tables()[COMMON] | tables()[name]
 
 
 def written(setting, value):

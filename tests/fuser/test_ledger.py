@@ -1,0 +1,67 @@
+"""The ledger of explain: the bytes that operations keep are those that autograd saves."""
+
+import pytest
+import torch
+
+import octavo
+from octavo import moe, ops
+from tests.fuser.models import fill, mlp, recipes
+from tests.modules.oracle import spiky
+
+
+def saved(call):
+    """Bytes of each allocation that autograd saves, without those that existed before."""
+    found = {}
+
+    def pack(t):
+        if not isinstance(t, torch.nn.Parameter):
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        call()
+    return found
+
+
+@recipes(["bf16", "fp8-current", "fp8-block", "mxfp8"])
+def test_a_run_keeps_what_the_ledger_says(recipe):
+    model, x = mlp(recipe), spiky(24, 32).requires_grad_()
+    ledger = model.explain(x).ledger
+    found = saved(lambda: model(x))
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    total = sum(n for at, n in found.items() if at not in weights)
+    said = sum(e.activations + e.inputs + e.weight_codes for e in ledger)
+    assert abs(total - said) <= 0.02 * total + 64
+    assert [e.op for e in ledger] == ["RMSNorm", "Linear", "SwiGLU", "Linear"]
+
+
+def test_weights_codes_have_a_column_of_their_own():
+    groups, hidden, ffn = 3, 256, 128
+    for keeps in (True, False):
+        model = fill(moe.Experts(groups, hidden, ffn, recipe="fp8-block", keep_weight_codes=keeps))
+        x, index = spiky(40, hidden).requires_grad_(), torch.arange(80).view(40, 2) % groups
+        ledger = model.explain(x, index, torch.rand(40, 2, requires_grad=True)).ledger
+        codes = sum(e.weight_codes for e in ledger)
+        assert (codes >= groups * hidden * ffn * 3) if keeps else codes == 0
+        assert sum(e.inputs for e in ledger) == 4 * 40 * hidden
+        h = 4 * 80 * 2 * ffn
+        assert h <= sum(e.activations for e in ledger) <= h + 8192
+
+
+@pytest.mark.parametrize("wants", [True, False])
+def test_a_call_without_gradients_keeps_nothing(wants):
+    model, x = mlp("fp8-block"), spiky(24, 32)
+    if wants:
+        assert any(e.activations for e in model.explain(x).ledger)
+        return
+    with torch.no_grad():
+        ledger = model.explain(x).ledger
+    assert not any(e.activations or e.inputs or e.weight_codes for e in ledger)
+
+
+def test_it_prints_as_a_table():
+    model = octavo.Sequential(octavo.Linear(64, 128, recipe="fp8-block"), ops.GELU())
+    lines = str(model.explain(torch.ones(8, 64, requires_grad=True)).ledger).splitlines()
+    assert lines[0].split("  ")[0] == "kept for backward, bytes"
+    assert lines[1].startswith("Linear ") and lines[2].startswith("GELU ") and lines[3].startswith("in all ")
+    assert len({len(line) for line in lines}) == 1
