@@ -34,6 +34,7 @@ from octavo.layers.matmul import (
     weight_cast_args,
 )
 from octavo.memory import overlap, refuse_dgrad_out, refuse_overlap
+from octavo.quant.blocks import is_square
 from octavo.quant.grouped import (
     GroupedTensor,
     fill_groups,
@@ -42,6 +43,7 @@ from octavo.quant.grouped import (
     groups_amax,
     quantize_groups,
     scale_strides,
+    transposed,
 )
 from octavo.quant.groups import BLOCK, Groups, equal, split
 from octavo.quant.groups import abstract as abstract_groups
@@ -49,7 +51,7 @@ from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Parts, QProto, QTensor
 from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair, in_order
 from octavo.quant.tensorwise import Tensorwise
-from octavo.recipes import Recipe
+from octavo.recipes import LinearQuant, Recipe
 from octavo.values import register
 from octavo.wgrad.deferred import abstract_dy_buffers
 from octavo.wgrad.targets import LazyTarget, Mail, Target, Writes
@@ -85,11 +87,14 @@ class Config(LinearSettings):
 
     @cached_property
     def kept_w(self) -> str:
-        """The form in which backward needs w; "row" where only row codes hold its values."""
+        """The form in which backward needs w; "row" where only row codes hold its values, "turned" where backward turns
+        cached row codes around."""
         if "x" not in self.grads:
             return ""
         if self.quant.dgrad.left is not None:
-            return "again" if self.makes_w_again else "column"
+            if self.makes_w_again:
+                return "again"
+            return "turned" if self.weight == "codes" and self.recompute_w_columns and turns(self.quant) else "column"
         return "row" if self.weight == "held" else "plain"
 
     @cached_property
@@ -102,6 +107,13 @@ class Config(LinearSettings):
     @cached_property
     def group_tensors(self) -> int:
         return len(Groups._fields) - 1  # all but the number of rows
+
+
+def turns(quant: LinearQuant) -> bool:
+    """Whether the weight's column codes are its row codes turned around, byte for byte: one quantizer with square
+    blocks, and no rotation along the contraction."""
+    row, column = quant.fprop.right, quant.dgrad.right
+    return row is not None and row == column and is_square(row.block) and row.basis == ""
 
 
 def refusal(recipe: Recipe) -> str:
@@ -590,15 +602,21 @@ def input_gradient(call: Backward, dy: Any, row: GroupedTensor | None, groups: G
         assert weight is not None
         grouped_gemm.plain_rows(dy, weight.to(dy.dtype).transpose(1, 2), dx, groups)
     else:
-        w = _weight_columns(config, kept, number, k, dy.dtype)
+        w = _weight_columns(config, kept, number, n, k, dy.dtype)
         grouped_gemm.rows(row, w, dx, height=-(-n // BLOCK) * BLOCK, along="columns")
     return _finished(config, dx, groups) if out is None else dx
 
 
-def _weight_columns(config: Config, kept: Saved, number: int, k: int, dtype: torch.dtype) -> QTensor:
-    """The weight's column codes: kept, or made again from the weight as forward would have made them."""
+def _weight_columns(config: Config, kept: Saved, number: int, height: int, k: int, dtype: torch.dtype) -> QTensor:
+    """The column codes of weights of `height` rows: kept, or made as forward would have made them, from cached row
+    codes or from the weights."""
     spec = config.quant.dgrad.right
     assert spec is not None
+    if config.kept_w == "turned":
+        assert config.quant.fprop.right is not None
+        q = grouped_assemble(config.quant.fprop.right, kept.w, number, "row", _wide(k), dtype)
+        rows = GroupedTensor(q, equal(number, height, q.device), "row")
+        return transposed(rows).q
     if config.kept_w != "again":
         return _saved_columns(spec, kept.w, number, _wide(k), dtype)
     assert kept.w_codes is not None

@@ -90,8 +90,8 @@ class LinearSettings(Value):
 
     @cached_property
     def kept_w(self) -> str:
-        """The form in which backward needs w: "" (not at all), "plain", "row", "column", or "again": the weight itself,
-        to make its column codes once more."""
+        """The form in which backward needs w: "" (not at all), "plain", "row", "column"; "again": the weight itself, to
+        make its column codes once more; or "turned": row codes, to be turned around."""
         raise NotImplementedError
 
     @cached_property

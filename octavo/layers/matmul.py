@@ -152,7 +152,7 @@ def saved_operands(config: LinearSettings, inputs: Any, fresh: Any) -> tuple[Any
     if config.kept_w in ("plain", "again"):
         w = Kept(inputs.weight)
     elif config.kept_w and not config.made_w:
-        w = Kept(*(inputs.w_row if config.kept_w == "row" else inputs.w_column))
+        w = Kept(*(inputs.w_column if config.kept_w == "column" else inputs.w_row))
     return *x, *w
 
 

@@ -16,7 +16,7 @@ from octavo.fuser.inputs import arrived, check_input, check_weight
 from octavo.fuser.operation import Edge, has_shape
 from octavo.kernels import grouped_gemm
 from octavo.layers.contract import DTYPE_NAMES
-from octavo.layers.grouped_linear import Config, layer
+from octavo.layers.grouped_linear import Config, layer, turns
 from octavo.layers.grouped_linear import refusal as grouped_refusal
 from octavo.layers.linear_config import call_key
 from octavo.lower.call import Stage, call, takes_nodes
@@ -26,7 +26,7 @@ from octavo.modules.quantized import Quantized, outside, wanted
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS
 from octavo.quant.quantizer import Quantizer
-from octavo.recipes import Recipe
+from octavo.recipes import LinearQuant, Recipe
 from octavo.values import Value
 from octavo.weights.held import HeldWeight, linked_token, parameter
 from octavo.wgrad.refusals import graph_refusal
@@ -57,7 +57,8 @@ class GroupedLinear(Quantized):
         tail: rows of y and dx after the last group: "zero" writes zeros, "untouched" leaves any values there, which
             saves the write.
         keep_weight_codes: whether forward keeps the weights' column codes for backward, one byte for each weight. With
-            False backward makes them again from the weights: more time, less memory.
+            False backward makes them again: from the weights, or where a scale covers a weight or 128 x 128 blocks by
+            turning cached row codes around, so that a cache holds row codes alone. More time, less memory.
         strict: raise if torch.compile cannot take the layer with these settings. With False the layer warns and runs
             outside of the graph.
 
@@ -188,6 +189,9 @@ class GroupedLinear(Quantized):
 
     def refusal(self, recipe: Recipe | None) -> str:
         return ("" if recipe is None else grouped_refusal(recipe)) or super().refusal(recipe)
+
+    def caches_columns(self, quant: LinearQuant) -> bool:
+        return self.keep_weight_codes or not turns(quant)
 
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         return grouped_gemm.route(left, right, device)

@@ -26,7 +26,7 @@ from octavo.formats import FLOATS
 from octavo.fuser.operation import FusibleOperation
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
-from octavo.recipes import BF16, Recipe
+from octavo.recipes import BF16, LinearQuant, Recipe
 from octavo.recipes import recipe as resolve
 from octavo.weights import optimizer_hooks
 from octavo.weights.held import HeldWeight, moved
@@ -97,6 +97,10 @@ class Quantized(FusibleOperation, nn.Module):
     def op_describe(self) -> str:
         """Part of the layer contract. Returns the class, the sizes and the path of this layer, for messages."""
         raise NotImplementedError
+
+    def caches_columns(self, quant: LinearQuant) -> bool:
+        """Part of the layer contract. Whether a cache of the weight has column codes besides row codes."""
+        return True
 
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         """Part of the layer contract. Returns how the device multiplies operands of these quantizers: "native",

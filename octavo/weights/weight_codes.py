@@ -59,7 +59,7 @@ class WeightCodes(WeightCache):
         quant = recipe.linear()
         if quant.fprop.right is None and quant.dgrad.right is None:
             return "plain"
-        column = "x" in grads and quant.dgrad.right is not None
+        column = "x" in grads and quant.dgrad.right is not None and layer.caches_columns(quant)
         first, skip = _decided(first)
         if tracing:
             if again and column and not layer._now("_codes.has_columns"):

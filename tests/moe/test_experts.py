@@ -199,6 +199,7 @@ def test_it_keeps_x_and_h_and_no_codes_of_them():
     assert sum(kept.values()) - weights <= limit
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @recipes(["bf16", "fp8-current", "fp8-block", "nvfp4"])
 def test_compiled_with_changing_routing(recipe):
     model, twin, graphs = experts(recipe), experts(recipe), Graphs()
