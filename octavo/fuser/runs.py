@@ -85,7 +85,7 @@ class OperationFuser:
             raise UnsupportedConfig("An OperationFuser takes at least one operation, got none.")
         self.ops, self.rules = tuple(ops), rules
         self._logged: set[str] = set()
-        self._quiet = False
+        self.is_quiet = False
         self._known: tuple[Any, ...] = (None,)  # the global rules at the last lookup, and its result
 
     def op_describe(self) -> str:
@@ -114,7 +114,7 @@ class OperationFuser:
 
     def _has_news(self, plan: Planned) -> bool:
         """Whether a plan has not been logged yet."""
-        return plan.key not in self._logged and not self._quiet
+        return plan.key not in self._logged and not self.is_quiet
 
     def _tell(self, names: Sequence[str], plan: Planned) -> None:
         self._logged.add(plan.key)
@@ -122,7 +122,7 @@ class OperationFuser:
 
     def keep_quiet(self) -> None:
         """Part of the layer contract: stop logging plans, as `explain` needs."""
-        self._quiet = True
+        self.is_quiet = True
 
     @while_tracing
     def _tell_now(self, names: Sequence[str], *at: Any) -> None:
@@ -198,10 +198,10 @@ class OperationFuser:
         at = 0
         while at < len(steps):
             end = _run_end(steps, at, x)
-            if cut := _memory_cut(steps[at:end]):
+            if any([step.kwargs for step in steps[at:end]]) and (cut := _memory_cut(steps[at:end])):
                 _refuse_across(cut, [_connected(step, channels) for step in steps[at:end]], x, number)
                 end = at + cut
-            if torch.compiler.is_compiling() and end > at + 1:
+            if end > at + 1 and torch.compiler.is_compiling():
                 end = _without_refused_memory(steps, at, end)
             if end <= at + 1 and not (end > at and isinstance(steps[at].op, BasicOperation)):
                 step = _connected(steps[at], channels)
@@ -344,7 +344,8 @@ def _run(
     as_nodes = takes_nodes([step.op for step in steps])
     stages, hidden, fields, plan = _planned_run(steps, x, rules, later, as_nodes, fuser)
     if told is not None:
-        told.append(Told(steps, plan, ledger_of(_names(steps), plan.key, fields)))
+        explains = fuser is not None and fuser.is_quiet
+        told.append(Told(steps, plan, ledger_of(_names(steps), plan.key, fields) if explains else ()))
     buffers = tuple([t for stage in stages for t in stage.buffers])
     needs, anchored = any([stage.needs for stage in stages]), any([stage.anchored for stage in stages])
     watched = [t for stage in stages for t in stage.watched]
