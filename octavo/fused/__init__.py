@@ -9,7 +9,6 @@ from typing import Any
 from octavo.fused import (
     activation_bias,
     activation_linear,
-    experts,
     fork_sum,
     grouped_mlp,
     linear_epilogue,
@@ -19,7 +18,7 @@ from octavo.fused import (
 from octavo.fuser import pattern
 
 PACKAGES: tuple[Any, ...] = (
-    experts, mlp, grouped_mlp, norm_linear, linear_epilogue, activation_linear, activation_bias, fork_sum
+    mlp, grouped_mlp, norm_linear, linear_epilogue, activation_linear, activation_bias, fork_sum
 )  # fmt: skip
 
 if not pattern.global_rules():

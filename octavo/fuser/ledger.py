@@ -1,11 +1,11 @@
 """The ledger of a call: the bytes that forward keeps for backward, by operation."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from octavo.layers import chain
 from octavo.layers.dry_run import abstract, without_data
-from octavo.quant.proto import TensorProto
 
 
 class KeptMemory(NamedTuple):
@@ -86,8 +86,4 @@ def _flat(fields: Any) -> Iterator[Any]:
 
 
 def _bytes(t: Any) -> int:
-    count = 1
-    for n in t.shape:
-        count *= n
-    size: int = t.dtype.itemsize
-    return count * size if isinstance(t, TensorProto) else t.numel() * size
+    return int(math.prod(t.shape) * t.dtype.itemsize)

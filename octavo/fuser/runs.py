@@ -21,6 +21,7 @@ from octavo.fuser.plan import (
     Planned,
     Routes,
     Run,
+    has_rules,
     known_plan,
     planned,
     planned_now,
@@ -239,6 +240,8 @@ def _run_end(steps: list[Step], at: int, x: Any) -> int:
     while end < len(steps) and not _why_not(steps[end].op, x):
         if end > at and steps[end].op.op_forks and steps[end - 1].op.op_forks:
             break  # a node would return one value twice
+        if steps[end].op.op_needs_shape and any([isinstance(step.op, BasicOperation) for step in steps[at:end]]):
+            break  # the shape of a user's output is not known inside a run
         end += 1
     while end > at and steps[end - 1].op.op_forks:  # a fork at the end only aliases y
         end -= 1
@@ -269,10 +272,15 @@ def _memory_cut(steps: Sequence[Step]) -> int:
 
 def _refuse_across(cut: int, steps: Sequence[Step], x: Tensor, rules: int) -> None:
     """Raise if a rule would fuse operations on both sides of a cut: the fused operation writes no value between."""
+    if not has_rules(rules):
+        return
     bare = []
     for step in steps:
         left_out = (*(step.op.op_memory or ()), "is_first_microbatch")
-        bare.append(step._replace(kwargs={k: v for k, v in step.kwargs.items() if k not in left_out}))
+        kwargs = {k: v for k, v in step.kwargs.items() if k not in left_out}
+        if "seed" in step.op.op_keywords:  # or its stage would draw one, and change what is drawn after
+            kwargs["seed"] = torch.zeros(2, dtype=torch.int64, device=x.device)
+        bare.append(step._replace(kwargs=kwargs))
     plan = _planned_run(bare, x, rules, (), takes_nodes([step.op for step in steps]), None).plan
     for name, (first, last) in zip(plan.fired, plan.spans, strict=True):
         if first < cut < last:
@@ -286,10 +294,11 @@ def _refuse_across(cut: int, steps: Sequence[Step], x: Tensor, rules: int) -> No
 def _without_refused_memory(steps: Sequence[Step], at: int, end: int) -> int:
     """Return the end of a run of steps whose memory the graph being traced can write to. Any other step is called by
     itself, and says why."""
-    if any(_memory(steps[at])) and steps[at].op.op_refuses_memory(steps[at].kwargs):
-        return at + 1
+    # the last one first: the question takes a buffer for this graph, and a step called by itself asks once more
     if any(_memory(steps[end - 1])) and steps[end - 1].op.op_refuses_memory(steps[end - 1].kwargs):
-        return end - 1
+        end -= 1
+    if end > at + 1 and any(_memory(steps[at])) and steps[at].op.op_refuses_memory(steps[at].kwargs):
+        return at + 1
     return end
 
 

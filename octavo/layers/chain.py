@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.layers.contract import LAYERS, ForwardResult, Layer, Tensors
 from octavo.layers.dry_run import Miscounted
-from octavo.memory import refuse_dgrad_out
+from octavo.memory import overlap, refuse_dgrad_out, refuse_overlap
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 from octavo.wgrad.targets import Writes
@@ -270,7 +270,18 @@ class ChainLayer(Layer):
                 stages[i] = None
                 if i not in producers:
                     made[i] = None
+        if saving:
+            self._check_out(config, inputs, saved)
         return ForwardResult((x, *sides), tuple(extras), ()), tuple(saved)
+
+    def _check_out(self, config: Config, inputs: Sequence[Any], saved: Sequence[Tensor | None]) -> None:
+        """Refuse a caller's memory for y that overlaps a tensor which a stage keeps for backward."""
+        place = self.out_place(config)
+        if place is None or inputs[place] is None:
+            return
+        for t in saved:
+            if t is not None and overlap(inputs[place], t):
+                refuse_overlap("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run needs in backward")
 
     def abstract(self, config: Config, inputs: Sequence[Any]) -> ForwardResult:
         return _joined(config, *abstract_stages(config, inputs))

@@ -59,6 +59,8 @@ from octavo.lower.modified import explain_modified, title_of
 from octavo.lower.packing import pack, packing
 from octavo.lower.stage import Stage
 from octavo.lower.transforms import why_active
+from octavo.memory import refuse_overlap as out_overlaps
+from octavo.memory import span
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 
@@ -111,6 +113,7 @@ class _NodeCall:
 
     def __init__(self, text: str) -> None:
         _, name, presence, buffers, key = text.split("|", 4)
+        self.is_chain = name == "chain"
         self.layer = _node(name)
         self.config = self.layer.config(key)
         self.presence, self.buffers = packing(presence), packing(buffers)  # of the layer's inputs, and of its buffers
@@ -133,6 +136,16 @@ class _NodeCall:
         assert at is not None
         fields[at] = out
         return self.layer.Inputs._make(fields)
+
+    def refuse_out(self, tensors: Sequence[Tensor], nbytes: int) -> None:
+        """Refuse memory for y, `nbytes` bytes from where the last tensor begins, that overlaps an input of a chain: any
+        stage may keep its inputs for backward. A single layer knows what it keeps."""
+        place = tensors[-1]
+        first = place.untyped_storage().data_ptr() + int(place.storage_offset()) * place.element_size()
+        for t in tensors[: self.count] if self.is_chain else ():
+            start, end = span(t)
+            if start < first + nbytes and first < end:
+                out_overlaps("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run takes")
 
     def refuse_overlaps(self, tensors: Sequence[Tensor]) -> None:
         """Refuse gradient buffers that overlap inputs; `tensors` lists both."""
@@ -316,6 +329,7 @@ def _define_into(name: str, places: int) -> Any:
         if parsed.writes:
             _refuse_hooks(parsed)
             parsed.refuse_overlaps(tensors)
+        parsed.refuse_out(tensors, out.nbytes)
         begin_write_at(tensors[-1], out.nbytes)
         begin_write(out)
         made = parsed.layer.forward(parsed.config, parsed.inputs_into(tensors, out))
@@ -505,7 +519,13 @@ def _into_chain(key: str) -> str:
     """The operator that has a place for each tensor that this chain makes."""
     config = chain.layer.config(key)
     count = chain.layer.extras(config) + chain.layer.fresh_size(config)
-    return next(name for name, places in INTO.items() if count <= places)
+    found = next((name for name, places in INTO.items() if count <= places), None)
+    if found is None:
+        raise UnsupportedConfig(
+            f"In a graph, a run with memory for y hands at most {max(INTO.values())} tensors to backward, and this run "
+            f"of {len(config.stages)} operations {count}. Cut the Sequential into two, or pass no out."
+        )
+    return found
 
 
 def sac_save_ops() -> tuple[Callable[..., Any], ...]:

@@ -200,6 +200,7 @@ class GroupedLinear(Quantized):
 
     op_keywords = ("is_first_microbatch", "out", "dgrad_out")
     op_memory = ("dgrad_out", "out")
+    op_needs_shape = True
 
     @property
     def num_extra_inputs(self) -> int:  # type: ignore[override]

@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.errors import UnsupportedShape, check_choice
+from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.fused.blocks import KINDS
+from octavo.fused.experts import RULES
+from octavo.fuser.inputs import check_input
 from octavo.fuser.sequential import Explanation, Sequential
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.modules.grouped_linear import GroupedLinear
@@ -20,10 +22,10 @@ class Experts(Sequential):
     their outputs, weighted by the router's probabilities.
 
     It is a `Sequential` of `permute`, `fc1`, `activation`, `fc2` and `unpermute`. In a recipe that quantizes they run
-    as one operation each way: rows are never copied to their experts, casts read them where they are; backward keeps x
-    and the output of `fc1`, and computes the rest again. The fused operation (rule `experts`) needs layers without a
-    second bias, and a known scale, which fp8-delayed has from its second step on. Otherwise the same operations run one
-    after the other; `explain` says why.
+    as one operation each way (rule `experts`). Backward keeps x and the output of `fc1`, and computes the rest again.
+    In fp8-delayed, fp8-current and fp8-block no row is copied to its expert: casts read rows where they are. The rule
+    needs layers without a bias in `fc2`, and a known scale, which fp8-delayed has once each expert has had rows and a
+    step has ended. Otherwise the operations run by other rules, or one after the other; `explain` says why.
 
     No token is dropped, and no size is read on the host, so that a CUDA graph follows a changing routing.
 
@@ -32,7 +34,7 @@ class Experts(Sequential):
         hidden_size: the size of the last dim of x and of y.
         ffn_hidden_size: the size of the activated values. A gated activation makes `fc1` twice as wide.
         activation: as in `LayerNormMLP`: "swiglu", "gelu", "clamped-swiglu" and so on.
-        bias: whether the layers have biases. With a bias the experts run as separate operations.
+        bias: whether the layers have biases. With biases the permutation and the sum are operations of their own.
         recipe: the recipe of both layers: a name, a canonical string or a `Recipe`. None follows `octavo.autocast`.
         device: the device of the parameters.
         dtype: the dtype of the parameters.
@@ -75,7 +77,7 @@ class Experts(Sequential):
             "activation": KINDS[activation](),
             "fc2": GroupedLinear(num_experts, ffn_hidden_size, hidden_size, bias, **common),
             "unpermute": Unpermute(),
-        })  # fmt: skip
+        }, rules=RULES)  # fmt: skip
 
     def forward(  # type: ignore[override]
         self, input: Tensor, indices: Tensor, probs: Tensor, *, is_first_microbatch: bool | Tensor | None = None
@@ -136,6 +138,19 @@ class Experts(Sequential):
 
     def _extras(self, x: Tensor, indices: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """Returns the extra inputs of the operations, in order, with all leading dims flattened."""
+        check_input("Experts", x)
+        check_input("Experts", probs, "probs")
+        if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
+            got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+            raise UnsupportedDtype(f"Experts takes indices as a tensor of int32 or int64, got {got}. Use .long().")
+        for name, t in (("indices", indices), ("probs", probs)):
+            if t.device != x.device:
+                raise UnsupportedDevice(f"x is on {x.device} and {name} on {t.device}. Move them together.")
+        if x.dim() < 2 or indices.dim() < 2 or indices.shape[-1] < 1:
+            raise UnsupportedShape(
+                f"Experts takes x [..., hidden] and indices [..., K] of two dims or more, K from 1 up; got "
+                f"{tuple(x.shape)} and {tuple(indices.shape)}."
+            )
         if probs.shape != indices.shape or indices.shape[:-1] != x.shape[:-1]:
             raise UnsupportedShape(
                 f"indices and probs have a number for each slot of each token of x {tuple(x.shape)}, so shape "

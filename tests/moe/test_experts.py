@@ -20,7 +20,8 @@ ONE = FUSED_AT_ONCE["fp8-delayed"]
 
 def experts(recipe, *, rules=(), **settings):
     model = fill(moe.Experts(E, D, N, recipe=recipe, **settings))
-    model.rules = rules
+    if rules is None:
+        model.rules = None
     return model
 
 
@@ -225,5 +226,17 @@ def test_shapes_that_do_not_fit_are_refused():
         model(x, indices, probs[:, :1])
     with pytest.raises(ValueError, match="slot of each token"):
         model(x[:-1], indices, probs)
+    with pytest.raises(ValueError, match="two dims or more"):
+        model(x[0], indices[0], probs[0])
+    with pytest.raises(ValueError, match="two dims or more"):
+        model(x, indices[:, :0], probs[:, :0])
+    for wrong in (indices.float(), indices.tolist(), indices == 0):
+        with pytest.raises(TypeError, match="indices as a tensor of int32 or int64"):
+            model(x, wrong, probs)
+    for wrong in (probs.double(), probs.long()):
+        with pytest.raises(TypeError, match="probs"):
+            model(x, indices, wrong)
+    with pytest.raises(ValueError, match="indices on meta"):
+        model(x, indices.to("meta"), probs)
     with pytest.raises(ValueError, match="activation"):
         moe.Experts(E, D, N, activation="swish")

@@ -20,7 +20,8 @@ def experts(recipe, rules=(), **settings):
     for name, buffer in model.named_buffers():
         if name.endswith("rounding_seed"):
             buffer.copy_(torch.tensor([7, 0]))
-    model.rules = rules
+    if rules is None:
+        model.rules = None
     return model
 
 

@@ -1,6 +1,7 @@
 """Permute, GroupedLinear, activation, GroupedLinear, Unpermute: the whole of a mixture's experts.
 
-Rows are never moved on their own: casts read the rows of their experts from x and from dy (`CastArgs.source`). Forward
+Casts read the rows of their experts from x and from dy (`CastArgs.source`): with one scale or blocks, no row is copied;
+other quantizers copy the rows first. Forward
 keeps x, the output h of the first layer, the probabilities and the permutation; backward makes column codes of x and of
 the activated values again.
 
@@ -46,7 +47,7 @@ from octavo.quant.proto import TensorProto
 Grads = tuple[Tensor | None, ...]
 
 
-class Experts(FusedOperation):
+class RoutedExperts(FusedOperation):
     op_name = "experts"
 
     @staticmethod
@@ -85,6 +86,7 @@ class Experts(FusedOperation):
         scaled = activation.Saved._make(saved[2])._replace(scales=moves.take(probs, of_token, slots))
         act = _scaled(act, DTYPE_NAMES[probs.dtype], "p" in back.grads)
         cast = ActivationGradient(call, act, scaled, g, groups, target((None, again), given))
+        del g, row  # before the last GEMMs
         dw = grouped_linear.finish(last, like, column, groups, again)
         x_column = None
         if "w" in first.grads:
@@ -145,4 +147,5 @@ def _changed(configs: Sequence[Any]) -> list[Any]:
 
 
 PATTERN = (Permute, GroupedLinear, Activation, GroupedLinear, Unpermute)
-RULES = (Joint(Rule("experts", PATTERN, Experts, CONDITIONS, changes=_changed)),)
+# given to `octavo.moe.Experts` alone: both ends of it must have one permutation
+RULES = (Joint(Rule("experts", PATTERN, RoutedExperts, CONDITIONS, changes=_changed)),)

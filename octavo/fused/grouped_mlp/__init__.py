@@ -1,9 +1,9 @@
 """GroupedLinear, activation, GroupedLinear: the experts of a mixture.
 
-The kernels write the activated values, and in backward their gradients, as codes only
-(`octavo.kernels.activation_quantize`). Backward makes the column codes of the activated values again, in the pass that
-reads the activation's x anyway, so that none are saved. The same pass sums the gradients of row scales, such as the
-probabilities of a router.
+Where `octavo.kernels.activation_quantize` fuses the cast, kernels write the activated values, and in backward their
+gradients, as codes only; elsewhere they write the values and then cast them, to the same bits. Backward makes the
+column codes of the activated values again, in the pass that reads the activation's x anyway, so that none are saved.
+The same pass sums the gradients of row scales, such as the probabilities of a router.
 
     dy -> codes                 da = dy · w2
     da, h -> dh codes, sums of dh for the bias, gradients of the scales, column codes of a = act(h) · scales
@@ -167,7 +167,14 @@ def backward_conditions(place: int) -> tuple[Condition, ...]:
     """Return the conditions on a GroupedLinear whose dy is written as codes."""
     return (
         conditions.wants_gradients(place), conditions.quantizes_dy(place), conditions.knows_scale_of_dy(place),
-        conditions.runs_now(place),
+        conditions.runs_now(place), no_scaled_bias(place),
+    )  # fmt: skip
+
+
+def no_scaled_bias(place: int) -> Condition:
+    return conditions.of(
+        place, "the bias is not scaled", lambda c: not c.scales_dtype,
+        "its bias is scaled row by row, and the gradients of the bias and of its scales need dy itself",
     )  # fmt: skip
 
 
