@@ -18,7 +18,7 @@ from octavo._torch import compilation
 from octavo._torch.operators import operator_name
 from octavo.fuser.plan import refusals_of, steps_of
 from octavo.inspection.report import Break, Fused, Graph, Recompile
-from octavo.layers import chain, linear
+from octavo.layers import chain, grouped_linear, linear
 from octavo.recipes import Recipe
 
 OURS = "octavo::"
@@ -175,7 +175,7 @@ def _recipes_of(config: Any, node: Any, presence: list[str]) -> Iterator[tuple[R
         sizes = [int(mark.removeprefix("t")) for mark in presence]
         owner = [None, *[stage for stage, n in zip(config.stages, config.fields, strict=True) for _ in range(n)]]
         for i, stage in enumerate(owner):
-            if isinstance(stage, linear.Config):
+            if isinstance(stage, linear.Config | grouped_linear.Config):
                 start = sum(sizes[:i])
                 yield stage.recipe, list(node.args[0][::-1][start : start + sizes[i]])  # a run's tensors, reversed
 

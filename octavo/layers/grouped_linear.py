@@ -75,6 +75,7 @@ class Config(LinearSettings):
 
     scales_dtype: str = ""  # of the bias' scales; empty: the bias is added as it is
     dgrad_out: bool = False  # dx goes to a buffer of the caller's
+    scales_dy_alone: bool = False  # by its own amax, not observed: a fused operation, and its history, has another dy
     tail: str = "zero"  # rows of y and dx after the last group are zeros; or "untouched": whatever is there
 
     @cached_property
@@ -568,13 +569,14 @@ def quantized_dy(
     deferred dw if there are any."""
     config, kept, buffers, _ = call
     pair, seed = config.dy_pair, call.seed()
+    scaling, observed = ((), None) if config.scales_dy_alone else (kept.dy_scaling, buffers.amax)
     if config.dy_buffers < 2:
-        return _quantize(config, dy, pair, groups, kept.dy_scaling, buffers.amax, seed, source)
+        return _quantize(config, dy, pair, groups, scaling, observed, seed, source)
     assert source is None
     row, _ = _empty_pair(TensorProto.of(dy), (pair[0], None), groups)
     codes = row, _dy_columns(config, kept.dy_buffers, groups)
-    part = [t.view(groups.number) for t in kept.dy_scaling]
-    arguments = cast_args(config.recipe, pair, part, partial(_amaxes, dy, groups, None), buffers.amax, seed)
+    part = [t.view(groups.number) for t in scaling]
+    arguments = cast_args(config.recipe, pair, part, partial(_amaxes, dy, groups, None), observed, seed)
     fill_groups(_aligned(dy), codes, arguments)
     return codes
 

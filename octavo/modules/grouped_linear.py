@@ -200,6 +200,7 @@ class GroupedLinear(Quantized):
 
     op_keywords = ("is_first_microbatch", "out", "dgrad_out")
     op_memory = ("dgrad_out", "out")
+    scales_dy_alone: bool = False  # dy has a history of amaxes only in a fused operation, which takes another dy
     op_needs_shape = True
 
     @property
@@ -329,7 +330,7 @@ class GroupedLinear(Quantized):
             bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype],
             scales_dtype="" if scales is None else DTYPE_NAMES[scales.dtype], grads=grads,
             dgrad_out=buffers.dgrad_out is not None, tail=self.tail,
-            recompute_w_columns=not self.keep_weight_codes, **side.settings,
+            recompute_w_columns=not self.keep_weight_codes, scales_dy_alone=self.scales_dy_alone, **side.settings,
         )  # fmt: skip
         kind = side.settings["weight"]
         joined = not (as_nodes or self._is_single or kind == "held") and weight.data_ptr() == weights[0].data_ptr()

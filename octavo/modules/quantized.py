@@ -228,7 +228,7 @@ class Quantized(FusibleOperation, nn.Module):
     def _followed(self, recipe: Recipe | None) -> Recipe:
         """Returns the ambient recipe, or the unquantized one, for a layer without its own, and prepares its buffers."""
         if recipe is None:
-            if self._follows and current_graph_task() != -1:
+            if not torch.compiler.is_compiling() and self._follows and current_graph_task() != -1:
                 raise UnsupportedConfig(
                     "This layer takes its recipe from octavo.autocast, and a checkpoint runs it again in backward, "
                     "outside of the autocast block. Enter octavo.autocast inside the checkpointed function, or give "

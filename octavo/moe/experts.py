@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.fused.blocks import KINDS
 from octavo.fused.experts import RULES
 from octavo.fuser.inputs import check_input
@@ -68,14 +68,21 @@ class Experts(Sequential):
         **settings: bool | str,
     ) -> None:
         check_choice(activation, tuple(KINDS), what="activation")
+        if settings.get("scale_bias"):
+            raise UnsupportedConfig(
+                "Experts(scale_bias=True): the probabilities multiply the experts' outputs, biases too. Leave it out."
+            )
         self.num_experts = num_experts
         wide = ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
         common: dict[str, Any] = {"recipe": recipe, "device": device, "dtype": dtype, "tail": "untouched", **settings}
+        first = GroupedLinear(num_experts, hidden_size, wide, bias, **common)
+        second = GroupedLinear(num_experts, ffn_hidden_size, hidden_size, bias, **common)
+        second.scales_dy_alone = True
         super().__init__({
             "permute": Permute(),
-            "fc1": GroupedLinear(num_experts, hidden_size, wide, bias, **common),
+            "fc1": first,
             "activation": KINDS[activation](),
-            "fc2": GroupedLinear(num_experts, ffn_hidden_size, hidden_size, bias, **common),
+            "fc2": second,
             "unpermute": Unpermute(),
         }, rules=RULES)  # fmt: skip
 

@@ -122,6 +122,14 @@ def of(kind: Callable[..., nn.Module], *sizes: Any, **settings: Any) -> Callable
     return lambda _: kind(*sizes, **settings)
 
 
+def experts_of(n: int, k: int) -> Callable[[str], nn.Module]:
+    return lambda recipe: octavo.GroupedLinear(GROUPS, k, n, bias=False, recipe=recipe)
+
+
+def grouped_run(rule: str, *parts: Callable[[str], nn.Module], **others: Any) -> Kind:
+    return run_of(rule, *parts, lead=(ROWS,), **others)
+
+
 BLOCK = (
     of(ops.MakeExtraOutput, channel="residual", output_to_caller=False), of(ops.RMSNorm, K), plain(2 * N),
     of(ops.SwiGLU), plain(K, N), of(ops.AddExtraInput, source="residual"),
@@ -134,6 +142,18 @@ FUSIONS = {
     "scaled swiglu, linear": run_of("activation-linear", of(ops.ScaledSwiGLU), plain(k=K // 2), extra=("scales",)),
     "linear, swiglu, linear": run_of("mlp", plain(2 * N), of(ops.SwiGLU), plain(K, N)),
     "linear, gelu, linear with biases": run_of("mlp", plain(bias=True), of(ops.GELU), plain(K, N, bias=True)),
+    "grouped, scaled swiglu, grouped": grouped_run(
+        "grouped-mlp", experts_of(2 * N, K), of(ops.ScaledSwiGLU), experts_of(K, N), extra=("sizes", "scales", "sizes")
+    ),
+    "grouped, gelu, grouped": grouped_run(
+        "grouped-mlp", experts_of(N, K), of(ops.GELU), experts_of(K, N), extra=("sizes", "sizes")
+    ),
+    "swiglu, grouped": grouped_run(
+        "activation-grouped-linear", of(ops.SwiGLU), experts_of(N, K // 2), extra=("sizes",)
+    ),
+    "grouped, silu": grouped_run(
+        "grouped-linear-activation", experts_of(N, K), of(ops.SiLU), extra=("sizes",)
+    ),
     "linear, silu": run_of("activation-bias", plain(bias=True), of(ops.SiLU)),
     "linear, bias, geglu": run_of("activation-bias", plain(), of(ops.Bias, N), of(ops.GEGLU)),
     "linear, scale": run_of("linear-scale", plain(), of(ops.ConstantScale, 3.5)),

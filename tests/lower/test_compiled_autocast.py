@@ -142,3 +142,11 @@ def test_recipes_around_the_calls_each_keep_their_own_backward():
         )
     for found, want in zip(*gradients, strict=True):
         assert_same(found, want)
+
+
+def test_a_layer_that_followed_a_recipe_in_eager_mode_is_compiled_outside_of_it():
+    layer, x = octavo.Linear(64, 96), torch.randn(8, 64)
+    with octavo.autocast("fp8-block"):
+        layer(x)
+    call = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(call(x), layer(x))

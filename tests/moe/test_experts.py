@@ -240,3 +240,30 @@ def test_shapes_that_do_not_fit_are_refused():
         model(x, indices.to("meta"), probs)
     with pytest.raises(ValueError, match="activation"):
         moe.Experts(E, D, N, activation="swish")
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_the_first_fused_step_of_delayed_scaling_is_no_worse_than_others(how):
+    """Small probabilities: a history of p · dy would saturate dy."""
+    model = experts("fp8-delayed")
+    call = compiled(lambda *data: model(*data)) if how == "compiled" else None
+    for seed in range(4):
+        x, indices, probs, dy = batch(0)
+        data = x, indices, torch.full_like(probs, 0.02), dy
+        for name, a, b in zip(NAMES, step(model, *data, call=call), in_float64(model, *data), strict=True):
+            assert error(a, b) < 0.2, f"step {seed}, {name}: {error(a, b):.3g}"
+        octavo.step(model)
+    assert model.explain(*data[:3]).fired == ("experts",)
+
+
+def test_a_dropped_slot_has_no_gradient_even_of_nan():
+    model, twin = experts("fp8-block"), experts("fp8-block", rules=None)
+    x, indices, probs, dy = batch()
+    indices[3], dy[3] = -1, float("nan")
+    for each in (model, twin):
+        assert not step(each, x, indices, probs, dy)[2][3].any()
+
+
+def test_a_bias_that_is_scaled_is_refused():
+    with pytest.raises(ValueError, match="scale_bias"):
+        moe.Experts(E, D, N, bias=True, scale_bias=True)

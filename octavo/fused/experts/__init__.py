@@ -11,7 +11,8 @@ the activated values again.
                 dw2 = dyᵀ · (p · a)       dx = Σ dh · w1       dw1 = dhᵀ · x
 
 The probabilities enter backward at the activation rather than at dy. Gradients are those of the operations one by one,
-up to the rounding of codes: there, p · dy is quantized, here dy.
+up to the rounding of codes: there, p · dy is quantized, here dy. Delayed scaling therefore remembers the amaxes of dy
+only from here (`scales_dy_alone`), and measures dy in the first step that is fused.
 """
 
 from collections.abc import Sequence
@@ -119,7 +120,9 @@ CONDITIONS = (
     *forward_conditions(3),
     one_recipe(1, 3),
     *backward_conditions(1),
-    *backward_conditions(3),
+    conditions.wants_gradients(3),
+    conditions.quantizes_dy(3),
+    conditions.runs_now(3),
     conditions.of(3, "dx is wanted", lambda c: "x" in c.grads, "nothing before the second layer wants a gradient"),
     quantized_wgrad(1),
     quantized_wgrad(3),
@@ -141,7 +144,7 @@ def _changed(configs: Sequence[Any]) -> list[Any]:
         replace(move, keeps_x="w" in first.grads),
         replace(first, x_columns="backward"),
         act,
-        replace(second, x_columns="backward"),
+        replace(second, x_columns="backward", scales_dy_alone=False),
         replace(back, keeps_rows=False),
     ]
 

@@ -67,7 +67,9 @@ def combine_backward(
         scatter(dy, drows, slots, sources, probs, zero_tail)
     for k in range(slots.positions.shape[1]):
         found = _rows_of(rows, slots, k)
-        _write_slot(dprobs, slots, k, (dy.double() * found.double()).sum(1).to(dprobs.dtype))
+        sums = (dy.double() * found.double()).sum(1)
+        there = slots.positions[:, k] >= 0  # of a slot without a row, even where dy is no number
+        _write_slot(dprobs, slots, k, torch.where(there, sums, 0).to(dprobs.dtype))
 
 
 def take(probs: Tensor, out: Tensor, slots: Slots, sources: Tensor) -> None:
