@@ -25,7 +25,7 @@ class KeptMemory(NamedTuple):
 
 
 class Ledger(tuple[KeptMemory, ...]):
-    """What the operations of a call keep for backward: a tuple of `KeptMemory`. It prints as a table.
+    """The memory that the operations of a call keep for backward: a tuple of `KeptMemory`. It prints as a table.
 
     Parameters, and codes of weights that are cached or held, exist anyway, and do not count.
 

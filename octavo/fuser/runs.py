@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What happened to operations in a call, for explain and require."""
+    """The fate of operations in a call, for explain and require."""
 
     steps: Sequence[Step]
     plan: Planned | str  # of their run; or why an operation ran by itself

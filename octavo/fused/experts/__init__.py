@@ -138,7 +138,7 @@ CONDITIONS = (
 
 
 def _changed(configs: Sequence[Any]) -> list[Any]:
-    """What is kept: x instead of its codes, and no row of y."""
+    """Keep x instead of its codes, and no row of y."""
     move, first, act, second, back = configs
     return [
         replace(move, keeps_x="w" in first.grads),

@@ -366,7 +366,7 @@ _Pointers = tuple[Tensor | None, ...]
 
 
 class _Kind(NamedTuple):
-    """What a kernel is compiled to do with the values of a tile."""
+    """The use that a kernel is compiled to make of the values of a tile."""
 
     spec: Quantizer
     dtype: torch.dtype

@@ -33,7 +33,7 @@ class Sorted(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Which probability belongs to which slot, and which row the slot has."""
+    """The row of each slot, and the place of its probability."""
 
     positions: Tensor  # [T, K]
     experts: Tensor | None = None  # [T, K] int32; None: probabilities are [T, K] themselves
