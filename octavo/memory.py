@@ -24,7 +24,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return first < other_end and other < end
 
 
-def refuse_overlap(name: str, what: str) -> NoReturn:
+def refuse_shared_memory(name: str, what: str) -> NoReturn:
     """Raises the error for a caller's buffer of this name that overlaps a tensor that is still needed."""
     raise UnsupportedConfig(f"{name} lies in the memory of {what}. Give it memory of its own.")
 
@@ -32,7 +32,7 @@ def refuse_overlap(name: str, what: str) -> NoReturn:
 def refuse_dgrad_out(dgrad_out: Tensor, dys: Sequence[Tensor | None]) -> None:
     """Raises if a buffer for dx overlaps a gradient that arrives."""
     if any([dy is not None and overlap(dgrad_out, dy) for dy in dys]):
-        refuse_overlap("dgrad_out", "dy, which this layer and others may still have to read")
+        refuse_shared_memory("dgrad_out", "dy, which this layer and others may still have to read")
 
 
 def joined_rows(parts: Sequence[Tensor]) -> Tensor | None:

@@ -19,7 +19,7 @@ def of(place: int, name: str, holds: Any, sentence: str) -> Condition:
 
 def quantizes_x(place: int) -> Condition:
     return of(
-        place, QUANTIZED, lambda c: c.quant.fprop.left is not None and c.x == "plain",
+        place, QUANTIZED, lambda c: c.casts_x,
         "the recipe multiplies x as it is in fprop, so there is no cast to fuse",
     )  # fmt: skip
 

@@ -61,7 +61,7 @@ def ledger_of(names: Sequence[str], key: str, fields: Sequence[Any]) -> list[Kep
     found, seen = list[KeptMemory](), set[int]()
     for (layer, _), saved in zip(config.pairs, kept, strict=True):
         sums = {"activations": 0, "inputs": 0, "weight_codes": 0}
-        columns = getattr(layer.Saved, "_fields", ())
+        columns = layer.Saved._fields
         for i, t in enumerate(saved):
             if t is None or id(t) in seen:
                 continue

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from octavo.layers.contract import LAYERS, ForwardResult, Layer, Tensors
 from octavo.layers.dry_run import Miscounted
-from octavo.memory import overlap, refuse_dgrad_out, refuse_overlap
+from octavo.memory import overlap, refuse_dgrad_out, refuse_shared_memory
 from octavo.quant.proto import TensorProto
 from octavo.values import Value, register
 from octavo.wgrad.targets import Writes
@@ -281,7 +281,9 @@ class ChainLayer(Layer):
             return
         for t in saved:
             if t is not None and overlap(inputs[place], t):
-                refuse_overlap("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run needs in backward")
+                refuse_shared_memory(
+                    "out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run needs in backward"
+                )
 
     def abstract(self, config: Config, inputs: Sequence[Any]) -> ForwardResult:
         return _joined(config, *abstract_stages(config, inputs))

@@ -33,7 +33,7 @@ from octavo.layers.matmul import (
     saved_scaling,
     weight_cast_args,
 )
-from octavo.memory import overlap, refuse_dgrad_out, refuse_overlap
+from octavo.memory import overlap, refuse_dgrad_out, refuse_shared_memory
 from octavo.quant.blocks import is_square
 from octavo.quant.grouped import (
     GroupedTensor,
@@ -487,11 +487,11 @@ def _check_out(config: Config, inputs: Inputs, out: Tensor) -> None:
     """Refuse an `out` that overlaps tensors that are still to be read."""
     x: Tensor | None = inputs.x
     if x is not None and overlap(out, x) and (config.kept_x == "plain" or config.quant.fprop.left is None):
-        refuse_overlap("out", "x, which is multiplied as it is, now or for the weight's gradient")
+        refuse_shared_memory("out", "x, which is multiplied as it is, now or for the weight's gradient")
     for name in ("weight", "bias", "splits", "scales"):
         tensor = getattr(inputs, name)
         if tensor is not None and overlap(out, tensor):
-            refuse_overlap("out", f"{name}, which the layer needs as it is")
+            refuse_shared_memory("out", f"{name}, which the layer needs as it is")
 
 
 def _finished(config: Config, out: Tensor, groups: Groups) -> Tensor:

@@ -81,6 +81,11 @@ class LinearSettings(Value):
     def y_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
+    @cached_property
+    def casts_x(self) -> bool:
+        """Whether forward quantizes x."""
+        return self.quant.fprop.left is not None
+
     # -- operands that backward keeps ----------------------------------------------------------------------------------
 
     @cached_property
@@ -198,6 +203,10 @@ class Config(LinearSettings):
 
     x: str = "plain"  # or "codes"
     quantize_output: bool = False
+
+    @cached_property
+    def casts_x(self) -> bool:
+        return self.x == "plain" and super().casts_x
 
     @cached_property
     def wgrad_mode(self) -> str:

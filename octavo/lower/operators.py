@@ -59,8 +59,7 @@ from octavo.lower.modified import explain_modified, title_of
 from octavo.lower.packing import pack, packing
 from octavo.lower.stage import Stage
 from octavo.lower.transforms import why_active
-from octavo.memory import refuse_overlap as out_overlaps
-from octavo.memory import span
+from octavo.memory import refuse_shared_memory, span
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import Join
 
@@ -145,7 +144,7 @@ class _NodeCall:
         for t in tensors[: self.count] if self.is_chain else ():
             start, end = span(t)
             if start < first + nbytes and first < end:
-                out_overlaps("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run takes")
+                refuse_shared_memory("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run takes")
 
     def refuse_overlaps(self, tensors: Sequence[Tensor]) -> None:
         """Refuse gradient buffers that overlap inputs; `tensors` lists both."""

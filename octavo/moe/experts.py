@@ -41,7 +41,7 @@ class Experts(Sequential):
         **settings: further keywords of `octavo.GroupedLinear`, for both layers, such as `keep_weight_codes`.
 
     Raises:
-        UnsupportedConfig: `activation` or the recipe is unknown.
+        UnsupportedConfig: `activation` or the recipe is unknown, or `scale_bias` is True.
         UnsupportedShape: `num_experts` is out of range.
 
     Example:
@@ -105,6 +105,7 @@ class Experts(Sequential):
         Raises:
             UnsupportedShape: `probs` has another shape than `indices`, or x other tokens.
             UnsupportedDtype: x, `indices` or `probs` has the wrong dtype.
+            UnsupportedDevice: `indices` or `probs` is on another device than x.
 
         Example:
             >>> experts = octavo.moe.Experts(4, 64, 96, activation="gelu", recipe="fp8-current")

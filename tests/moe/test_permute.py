@@ -42,7 +42,7 @@ def routed(is_mask, top_k, experts, device="cpu", tokens=TOKENS):
 
 
 def by_torch(x, permutation, probs, factor):
-    """What `by_octavo` computes, on values in float64: rows by gather, the sum by index_add."""
+    """The results of `by_octavo`, computed on values in float64: rows by gather, the sum by index_add."""
     kept = (permutation.slots >= 0).nonzero().flatten()
     slot = permutation.slots[kept].long()
     token = slot // permutation.positions.shape[-1]

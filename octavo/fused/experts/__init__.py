@@ -1,9 +1,8 @@
 """Permute, GroupedLinear, activation, GroupedLinear, Unpermute: the whole of a mixture's experts.
 
 Casts read the rows of their experts from x and from dy (`CastArgs.source`): with one scale or blocks, no row is copied;
-other quantizers copy the rows first. Forward
-keeps x, the output h of the first layer, the probabilities and the permutation; backward makes column codes of x and of
-the activated values again.
+other quantizers copy the rows first. Forward keeps x, the output h of the first layer, the probabilities and the
+permutation; backward makes column codes of x and of the activated values again.
 
     forward     x -> codes by expert      h = x · w1ᵀ      h -> codes of a = act(h)      y = Σ p · (a · w2ᵀ)
     backward    dy -> codes by expert     g = dy · w2
@@ -25,11 +24,11 @@ from torch import Tensor
 from octavo._torch.operators import unsafe_view
 from octavo.delayed_scaling.casts import observed_amaxes
 from octavo.fused import conditions
+from octavo.fused.activation_linear import conditions_at
 from octavo.fused.grouped_mlp import (
     ActivationGradient,
     ActivationGroupedLinear,
     backward_conditions,
-    forward_conditions,
     one_recipe,
     quantized_wgrad,
     target,
@@ -116,8 +115,8 @@ def _scaled(act: activation.Config, dtype: str, wanted: bool) -> activation.Conf
 
 
 CONDITIONS = (
-    *forward_conditions(1),
-    *forward_conditions(3),
+    *conditions_at(1),
+    *conditions_at(3),
     one_recipe(1, 3),
     *backward_conditions(1),
     conditions.wants_gradients(3),

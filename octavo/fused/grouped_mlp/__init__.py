@@ -20,6 +20,7 @@ from octavo._torch.operators import assert_async
 from octavo.delayed_scaling.casts import observed_amaxes
 from octavo.fused import conditions
 from octavo.fused.activation_bias import own_bias
+from octavo.fused.activation_linear import conditions_at
 from octavo.fuser.pattern import Backward, Condition, Forward, FusedOperation, Joint, Rule
 from octavo.kernels import activation_quantize
 from octavo.kernels.activation import Inputs as ActInputs
@@ -144,23 +145,11 @@ def refuse_other_sizes(first: Tensor, second: Tensor) -> None:
 # -- conditions --------------------------------------------------------------------------------------------------------
 
 
-def quantizes_x(place: int) -> Condition:
-    return conditions.of(
-        place, conditions.QUANTIZED, lambda c: c.quant.fprop.left is not None,
-        "the recipe multiplies x as it is in fprop, so there is no cast to fuse",
-    )  # fmt: skip
-
-
 def one_recipe(first: int, second: int) -> Condition:
     return Condition(
         "one recipe", lambda configs: configs[first].recipe == configs[second].recipe,
         "the two grouped layers have different recipes, and one pass casts for both. Give them one recipe",
     )  # fmt: skip
-
-
-def forward_conditions(place: int) -> tuple[Condition, ...]:
-    """Return the conditions on a GroupedLinear whose x is written as codes."""
-    return quantizes_x(place), conditions.keeps_codes_of_x(place), conditions.knows_scale_of_x(place)
 
 
 def backward_conditions(place: int) -> tuple[Condition, ...]:
@@ -192,7 +181,7 @@ def no_own_bias(place: int) -> Condition:
 
 
 MLP_CONDITIONS = (
-    *forward_conditions(2),
+    *conditions_at(2),
     one_recipe(0, 2),
     *backward_conditions(0),
     conditions.runs_now(2),
@@ -214,7 +203,7 @@ _MLP = Rule(
     "grouped-mlp", (GroupedLinear, Activation, GroupedLinear), GroupedMLP, MLP_CONDITIONS, forward_from=1,
     changes=columns_in_backward,
 )  # fmt: skip
-_AFTER = Rule("activation-grouped-linear", (Activation, GroupedLinear), ActivationGroupedLinear, forward_conditions(1))
+_AFTER = Rule("activation-grouped-linear", (Activation, GroupedLinear), ActivationGroupedLinear, conditions_at(1))
 _BEFORE = Rule(
     "grouped-linear-activation", (GroupedLinear, Activation), GroupedLinearActivation,
     (*backward_conditions(0), no_own_bias(1)),
