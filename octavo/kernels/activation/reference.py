@@ -23,7 +23,8 @@ def gelu(x: Tensor, alpha: float) -> Curve:
 def swish(x: Tensor, alpha: float) -> Curve:
     """x · σ(αx)"""
     s = torch.sigmoid(alpha * x)
-    return x * s, s * (1 + (alpha * x).clamp(-1000, 1000) * (1 - s))
+    slope = s * (1 + (alpha * x).clamp(-1000, 1000) * (1 - s))
+    return x * s, torch.where(x.isinf(), torch.nan, slope)  # as torch's own slope, and the kernel's
 
 
 def sigmoid(x: Tensor, alpha: float) -> Curve:

@@ -20,6 +20,15 @@ WARPS = 4
 _STREAM = tl.constexpr(STREAM)
 _UNUSED_BITS = tl.constexpr(32 - DRAWN_BITS)
 _GELU = tl.constexpr(2 * math.sqrt(2 / math.pi))
+_LOGISTIC = tl.constexpr("""
+{
+    .reg .f32 t;
+    mul.f32 t, $1, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 t, t;
+    add.f32 t, t, 0f3F800000;
+    rcp.approx.ftz.f32 $0, t;
+}
+""")  # 0fBFB8AA3B: -log2(e)
 
 
 @triton.jit
@@ -28,26 +37,34 @@ def _within(x, LIMIT: tl.constexpr):
     return tl.where(x > LIMIT, LIMIT, tl.where(x < -LIMIT, -LIMIT, x))
 
 
+@triton.jit
+def _logistic(x):
+    """1 / (1 + e^-x), off by two units in the last place; a subnormal result is zero. `tl.sigmoid` takes twice the
+    instructions, for results that are subnormal and for divisors above 2^126."""
+    return tl.inline_asm_elementwise(_LOGISTIC, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
 # A slope is a product in which one factor vanishes before the other overflows. The curve clamps the other factor there,
 # which changes no bit of a finite product.
 
 
 @triton.jit
 def gelu(x, ALPHA: tl.constexpr):
-    s = tl.sigmoid(_GELU * x * (1.0 + 0.044715 * x * x))
+    s = _logistic(_GELU * x * (1.0 + 0.044715 * x * x))
     near = _within(x, 30.0)
     return x * s, s + near * s * (1.0 - s) * (_GELU * (1.0 + 0.134145 * near * near))
 
 
 @triton.jit
 def swish(x, ALPHA: tl.constexpr):
-    s = tl.sigmoid(x * ALPHA)
-    return x * s, s * (1.0 + _within(x * ALPHA, 1000.0) * (1.0 - s))
+    s = _logistic(x * ALPHA)
+    value = x * s
+    return value, s + value * (1.0 - s) * ALPHA  # NaN at Inf, as torch's; finite elsewhere: no factor exceeds x
 
 
 @triton.jit
 def sigmoid(x, ALPHA: tl.constexpr):
-    s = tl.sigmoid(x)
+    s = _logistic(x)
     return s, s * (1.0 - s)
 
 
@@ -84,7 +101,7 @@ def softcap(x, ALPHA: tl.constexpr):
 
 @triton.jit
 def situ(x, ALPHA: tl.constexpr):
-    s = tl.sigmoid(x)
+    s = _logistic(x)
     cap, slope = softcap(x, ALPHA)
     return cap * s, s * (slope + cap * (1.0 - s))  # slope is a quotient: one product is added, not two
 
@@ -141,7 +158,9 @@ def gate_of(b, LIMIT: tl.constexpr, GATE: tl.constexpr, BETA: tl.constexpr, OFFS
     if LIMIT is not None:
         b = _within(b, LIMIT)
     value, slope = GATE(b, BETA)
-    return value + OFFSET, slope
+    if OFFSET != 0.0:
+        value += OFFSET
+    return value, slope
 
 
 @triton.jit

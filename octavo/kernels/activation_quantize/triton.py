@@ -48,9 +48,9 @@ from octavo.quant.tile import Config, Variant, encode_scale, group_of, group_til
 # fastest first, measured on an H200 with [8192, 28672] into both orientations; blocks take the first of 128 x 128
 CONFIGS = (Config(64, 64, 4), Config(128, 128, 16), Config(64, 128, 8))  # forward, and backward of one tile
 GATED_CONFIGS = (Config(64, 64, 4), Config(64, 64, 8), Config(64, 128, 8))  # backward of da and db
-# backward of da and db in groups, or with the gradient of scales: not measured, but chosen by what ptxas makes of it.
-# The first takes 87 instructions an element, the last 105. `python3 -m benchmarks.fused_kernels groups` times them.
-GROUP_CONFIGS = (Config(64, 64, 4), Config(64, 128, 8), Config(128, 64, 8), Config(64, 64, 8))
+# backward of da and db in groups, or with the gradient of scales, of [16384, 28672] in 8 groups: 0.88 ms, 1.00, 1.03
+# (`python3 -m benchmarks.fused_kernels groups`); a small tile leaves room for more programs, which wait in turn
+GROUP_CONFIGS = (Config(32, 64, 4), Config(64, 64, 4), Config(64, 64, 8))
 MEASURING = Config(64, 64, 8)  # the pass before that: on four warps it would spill for situglu
 ROWS_ALONE = Config(64, 128, 8)  # forward into row codes only: 0.164 ms, against 0.172 with the first of 128 x 128
 _STREAM = gl.constexpr(STREAM)
@@ -64,6 +64,26 @@ def _places_of_tile(first_row, first_column, R: gl.constexpr, C: gl.constexpr, W
     rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
     columns = first_column + gl.arange(0, C, layout=gl.SliceLayout(0, layout))
     return rows, columns
+
+
+@gluon.jit
+def _live(rows, columns, end, H, WHOLE: gl.constexpr):
+    """Which elements of a tile exist; where tiles cover the columns exactly (WHOLE), that is said of rows alone."""
+    if WHOLE:
+        return (rows < end)[:, None]
+    else:
+        return (rows < end)[:, None] & (columns < H)[None, :]
+
+
+@gluon.jit
+def _times_scales(value, scales, rows, live, end, WHOLE: gl.constexpr):
+    """value by the scales of its rows; zero outside, where a scale of Inf meets the zeros of columns that do not exist.
+    The scales of rows that do not exist are zero."""
+    value = value * _scales_of(scales, rows, end)
+    if WHOLE:
+        return value
+    else:
+        return gl.where(live, value, 0.0)
 
 
 @gluon.jit
@@ -129,13 +149,13 @@ def _store_group_scales(
 @gluon.jit
 def _finished(
     value, like, scales, seed, rows, columns, live, end, H,
-    DROP: gl.constexpr, KEPT: gl.constexpr, AT_ZERO: gl.constexpr,
+    DROP: gl.constexpr, KEPT: gl.constexpr, AT_ZERO: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """y of the function's own value, as it would have been written; zero outside, where the function need not be."""
     if AT_ZERO:
         value = gl.where(live, value, 0.0)
     if scales is not None:
-        value = gl.where(live, value * _scales_of(scales, rows, end), 0.0)  # a scale of Inf, times zero
+        value = _times_scales(value, scales, rows, live, end, WHOLE)
     if seed is not None:
         value = _kept(value, seed, rows, columns, H, DROP, KEPT)
     return value.to(like.dtype.element_ty)
@@ -151,10 +171,10 @@ def _begun(dy, seed, rows, columns, H, DROP: gl.constexpr, KEPT: gl.constexpr):
 
 
 @gluon.jit
-def _unscaled(g, scales, rows, live, end):
+def _unscaled(g, scales, rows, live, end, WHOLE: gl.constexpr):
     """The gradient of the function's own value."""
     if scales is not None:
-        g = gl.where(live, g * _scales_of(scales, rows, end), 0.0)
+        g = _times_scales(g, scales, rows, live, end, WHOLE)
     return g
 
 
@@ -180,7 +200,7 @@ def _forward_kernel(
     CURVE: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, GATE: gl.constexpr,
     BETA: gl.constexpr, OFFSET: gl.constexpr, INTERLEAVE: gl.constexpr, DROP: gl.constexpr, KEPT: gl.constexpr,
     AT_ZERO: gl.constexpr, PUT: gl.constexpr, RULE: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     pm, pk = tile_index(H, COLUMNS)
     first, end, g = pm * ROWS, M, 0
@@ -193,7 +213,7 @@ def _forward_kernel(
         if observed is not None:
             observed += g
     rows, columns = _places_of_tile(first, pk * COLUMNS, ROWS, COLUMNS, W)
-    live = (rows < end)[:, None] & (columns < H)[None, :]
+    live = _live(rows, columns, end, H, WHOLE)
     s = _multiplier_of(encode, measured, g, RULE)
     if GATED:
         at_a, at_b = places(columns, H, INTERLEAVE)
@@ -204,7 +224,7 @@ def _forward_kernel(
         value *= gate
     else:
         value, _ = CURVE(_added(_raw(x, rows, columns, live, stride_m, stride_k), bias, columns, H, live), ALPHA)
-    y = _finished(value, x, scales, seed, rows, columns, live, end, H, DROP, KEPT, AT_ZERO)
+    y = _finished(value, x, scales, seed, rows, columns, live, end, H, DROP, KEPT, AT_ZERO, WHOLE)
     PUT(
         y, row, column, row_scale, column_scale, s, observed, M, H, H, pm * ROWS, pk * COLUMNS,
         row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
@@ -220,7 +240,7 @@ def _backward_kernel(
     CURVE: gl.constexpr, GATED: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, GATE: gl.constexpr,
     BETA: gl.constexpr, OFFSET: gl.constexpr, INTERLEAVE: gl.constexpr, DROP: gl.constexpr, KEPT: gl.constexpr,
     AT_ZERO: gl.constexpr, PUT: gl.constexpr, RULE: gl.constexpr, AGAIN_PUT: gl.constexpr, AGAIN_RULE: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """A tile of dy, and all that follows from it."""
     pm, pk = tile_index(H, COLUMNS)
@@ -237,7 +257,7 @@ def _backward_kernel(
         if again_observed is not None:
             again_observed += group
     rows, columns = _places_of_tile(first, pk * COLUMNS, ROWS, COLUMNS, W)
-    live = (rows < end)[:, None] & (columns < H)[None, :]
+    live = _live(rows, columns, end, H, WHOLE)
     s = _multiplier_of(encode, measured, group, RULE)
     again_s = _multiplier_of(again_encode, again_measured, group, AGAIN_RULE)
     g = _raw(dy, rows, columns, live, dy_stride_m, dy_stride_k)
@@ -248,7 +268,7 @@ def _backward_kernel(
         value, slope = CURVE(clamped_a(a, LIMIT), ALPHA)
         gate, gate_slope = gate_of(b, LIMIT, GATE, BETA, OFFSET)
         begun = _begun(g, seed, rows, columns, H, DROP, KEPT)
-        g = _unscaled(begun, scales, rows, live, end)
+        g = _unscaled(begun, scales, rows, live, end, WHOLE)
         da, db = gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT)
         value *= gate
         da, db = da.to(dy.dtype.element_ty), db.to(dy.dtype.element_ty)
@@ -259,13 +279,13 @@ def _backward_kernel(
             v = gl.zeros((ROWS, COLUMNS), gl.float32, dual.row_layout(COLUMNS, W))
         value, slope = CURVE(v, ALPHA)
         begun = _begun(g, seed, rows, columns, H, DROP, KEPT)
-        g = _unscaled(begun, scales, rows, live, end)
+        g = _unscaled(begun, scales, rows, live, end, WHOLE)
         da = (g * slope).to(dy.dtype.element_ty)
     N = 2 * H if GATED else H
     if ds_parts is not None:
         _store_row_sums(ds_parts, begun * value, pm * ROWS, pk, M, ROWS, COLUMNS, W)
     if AGAIN_PUT is not None:
-        y = _finished(value, x, scales, seed, rows, columns, live, end, H, DROP, KEPT, AT_ZERO)
+        y = _finished(value, x, scales, seed, rows, columns, live, end, H, DROP, KEPT, AT_ZERO, WHOLE)
         if owner is not None:
             _store_group_scales(None, again_scale, again_encode, again_measured, pm, pk, M, G, AGAIN_RULE, ROWS)
         AGAIN_PUT(
@@ -316,7 +336,8 @@ def _woven_kernel(
     row_stride, row_block_stride, column_stride, column_block_stride, G,
     CURVE: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr, GATE: gl.constexpr, BETA: gl.constexpr,
     OFFSET: gl.constexpr, INTERLEAVE: gl.constexpr, DROP: gl.constexpr, KEPT: gl.constexpr, AT_ZERO: gl.constexpr,
-    PUT: gl.constexpr, RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+    PUT: gl.constexpr, RULE: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """A tile of dx of a gated function, wherever its a and b are."""
     N = 2 * H
@@ -331,7 +352,7 @@ def _woven_kernel(
         if observed is not None:
             observed += group
     rows, columns = _places_of_tile(first, pk * COLUMNS, ROWS, COLUMNS, W)
-    live = (rows < end)[:, None] & (columns < N)[None, :]
+    live = _live(rows, columns, end, N, WHOLE)
     s = _multiplier_of(encode, measured, group, RULE)
     of_y, at_a, at_b, is_a = _pairs_of(columns, H, INTERLEAVE)
     g = _raw(dy, rows, of_y, live, dy_stride_m, dy_stride_k)
@@ -340,7 +361,7 @@ def _woven_kernel(
     value, slope = CURVE(clamped_a(a, LIMIT), ALPHA)
     gate, gate_slope = gate_of(b, LIMIT, GATE, BETA, OFFSET)
     begun = _begun(g, seed, rows, of_y, H, DROP, KEPT)
-    g = _unscaled(begun, scales, rows, live, end)
+    g = _unscaled(begun, scales, rows, live, end, WHOLE)
     da, db = gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT)
     d = gl.where(is_a[None, :], da, db).to(dy.dtype.element_ty)
     if ds_parts is not None:
@@ -514,8 +535,8 @@ def _backward_configs(by_halves: bool, more: bool, dtype: torch.dtype) -> tuple[
 
 
 def _gated_configs(dtype: torch.dtype, configs: tuple[Config, ...] = GATED_CONFIGS) -> tuple[Config, ...]:
-    """Returns the tiles for this dtype. float32 skips those of four warps, which would spill."""
-    return tuple(c for c in configs if dtype != torch.float32 or c.warps > 4)
+    """Returns the tiles for this dtype. float32 skips those of more than 16 elements a thread, which may spill."""
+    return tuple(c for c in configs if dtype != torch.float32 or c.rows * c.columns <= 512 * c.warps)
 
 
 def _by_halves(fn: Function, spec: Quantizer | None) -> bool:
@@ -537,15 +558,17 @@ def _constants(fn: Function) -> dict[str, Any]:
     return {**constants(fn), "AT_ZERO": gate and fn.curve not in _ZERO_AT_ZERO}
 
 
-def _tile(config: Config) -> dict[str, int]:
-    return {"ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps}
+def _tile(config: Config, width: int) -> dict[str, int]:
+    return {
+        "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps, "WHOLE": width % config.columns == 0,
+    }  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def _forward_launch(fn: Function, kind: _Kind | None, sizes: tuple[int, ...], config: Config) -> Launch:
     return Launch(
         _forward_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps,
-        **_constants(fn), **_cast_constants(kind), **_tile(config),
+        **_constants(fn), **_cast_constants(kind), **_tile(config, sizes[1]),
     )  # fmt: skip
 
 
@@ -555,15 +578,17 @@ def _backward_launch(
 ) -> Launch:
     return Launch(
         _backward_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps,
-        **_constants(fn), **_cast_constants(kind), **_again(again), **_tile(config),
+        **_constants(fn), **_cast_constants(kind), **_again(again), **_tile(config, sizes[1]),
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def _woven_launch(fn: Function, kind: _Kind | None, sizes: tuple[int, ...], config: Config) -> Launch:
     own = {name: value for name, value in _constants(fn).items() if name != "GATED"}
-    grid = tile.tiles((sizes[0], 2 * sizes[1]), config)
-    return Launch(_woven_kernel, grid, sizes, num_warps=config.warps, **own, **_cast_constants(kind), **_tile(config))
+    return Launch(
+        _woven_kernel, tile.tiles((sizes[0], 2 * sizes[1]), config), sizes, num_warps=config.warps,
+        **own, **_cast_constants(kind), **_tile(config, 2 * sizes[1]),
+    )  # fmt: skip
 
 
 def _cast_constants(kind: _Kind | None) -> dict[str, Any]:
@@ -711,7 +736,7 @@ def _forward_variant(name, fn, spec, dtype, extra="", config=None, sides="", way
     config = config or tile_casts.fitting(CONFIGS, spec)
     kinds, fixed = _kinds(fn, spec, dtype, extra, sides, way)
     title = _title(f"activation quantize {name}", spec, dtype, extra, sides, way)
-    return _variant(title, _forward_kernel, kinds, fixed | _tile(config), config)
+    return _variant(title, _forward_kernel, kinds, fixed | _tile(config, config.columns), config)
 
 
 def _backward_variant(name, fn, spec, dtype, config=None, extra="", again=None, sides="", way=""):
@@ -728,11 +753,11 @@ def _backward_variant(name, fn, spec, dtype, config=None, extra="", again=None, 
         kinds |= {f"again_{n}": there.get(n) for n in ("encode", "observed", "measured")}
         kinds |= {f"again{n[6:]}": there.get(n) for n in tile_casts.STRIDES[2:]}
         fixed |= {f"again{n[6:]}": steps.get(n) for n in tile_casts.STRIDES[2:]}
-    return _variant(title, _backward_kernel, kinds, fixed | _tile(config), config)
+    return _variant(title, _backward_kernel, kinds, fixed | _tile(config, config.columns), config)
 
 
 def _woven_variant(name, fn, spec, dtype, extra="", way=""):
     config = tile_casts.fitting(CONFIGS, spec)
     kinds, fixed = _kinds(fn, spec, dtype, extra, "", way)
     title = _title(f"activation quantize backward, woven {name}", spec, dtype, extra, "", way)
-    return _variant(title, _woven_kernel, kinds, fixed | _tile(config), config)
+    return _variant(title, _woven_kernel, kinds, fixed | _tile(config, config.columns), config)

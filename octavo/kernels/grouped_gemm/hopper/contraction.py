@@ -16,13 +16,14 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     STAGES,
     add_products,
     barriers,
+    begun,
     can_be_copied,
     flat_layout,
     following,
     processors,
-    product,
     room_for_codes,
     scaled,
+    scales_ahead,
     sum_layout,
     tiles_of,
 )
@@ -33,9 +34,27 @@ from octavo.quant.groups import BLOCK
 
 
 @gluon.jit
-def _depth_of(t, tiles, block, each):
-    """The blocks that a tile is contracted over; of any number, as `tile_of_rows`."""
-    group = gl.minimum(t, tiles - 1) // each
+def _place_of(t, down, across):
+    """Tile number -> (group, tile down, tile across)."""
+    return t // (down * across), t // across % down, t % across
+
+
+@gluon.jit
+def _place_after(group, m, n, step_group, step_m, step_n, down, across):
+    """The place so many groups, tiles down and tiles across further on, without a division: four of them took as long
+    as two products."""
+    n += step_n
+    carry = (n >= across).to(gl.int32)
+    n -= carry * across
+    m += step_m + carry
+    carry = (m >= down).to(gl.int32)
+    return group + step_group + carry, m - carry * down, n
+
+
+@gluon.jit
+def _depth_of(group, block, G):
+    """The blocks that a tile of a group is contracted over; of any group, since it is asked for one tile ahead."""
+    group = gl.minimum(group, G - 1)
     return gl.load(block + group), gl.load(block + group + 1)
 
 
@@ -44,11 +63,14 @@ def _load_depth(a, b, lines, left, right, scales, ready, empty, block, G, N, K):
     down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     tiles = G * down * across
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        m, n = (t // across) % down, t % across
-        # asked one tile ahead, as everywhere else, this loop never ended on an H200 (triton 3.6)
-        first, end = _depth_of(t, tiles, block, down * across)
-        for step in range(first, end):
+    group, m, n = _place_of(gl.program_id(0), down, across)
+    step_group, step_m, step_n = _place_of(gl.num_programs(0), down, across)
+    for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        first, end = _depth_of(group, block, G)
+        # Triton 3.6 drops a carried value that only bounds an inner loop, and then this one never ends: `first` is used
+        # for coordinates too, so that `group` is kept
+        for i in range(0, end - first):
+            step = first + i
             mbarrier.wait(empty.index(stage), phase)
             bar = ready.index(stage)
             if lines is not None:
@@ -60,6 +82,7 @@ def _load_depth(a, b, lines, left, right, scales, ready, empty, block, G, N, K):
             if lines is not None:
                 tma.async_copy_global_to_shared(lines, [step, n * SIZE], bar, scales.index(stage))
             stage, phase = following(stage, phase)
+        group, m, n = _place_after(group, m, n, step_group, step_m, step_n, down, across)
 
 
 @gluon.jit
@@ -94,6 +117,14 @@ def _give_back(empty, stage):
 
 
 @gluon.jit
+def _two_scales(a_scale, a_scale_stride, rows, step, end, N):
+    """The scales of these rows in a block and in the next, where there are such blocks, asked for a product ahead."""
+    at = a_scale + gl.cast(step, gl.int64) * a_scale_stride + rows
+    now = gl.load(at, mask=(rows < N) & (step < end), other=0.0)
+    return now, gl.load(at + a_scale_stride, mask=(rows < N) & (step + 1 < end), other=0.0)
+
+
+@gluon.jit
 def _multiply_depth(
     HALF: gl.constexpr, left, right, scales, ready, empty, out, whole, a_scale, block, G, N, K, a_scale_stride,
     ADD: gl.constexpr,
@@ -105,51 +136,60 @@ def _multiply_depth(
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     tiles = G * down * across
     lanes = HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
-    first, end = _depth_of(gl.program_id(0), tiles, block, down * across)
-    rows = (gl.program_id(0) // across) % down * SIZE + lanes
-    scale = gl.load(a_scale + first.to(gl.int64) * a_scale_stride + rows, mask=(rows < N) & (first < end), other=0.0)
+    group, m, n = _place_of(gl.program_id(0), down, across)
+    step_group, step_m, step_n = _place_of(gl.num_programs(0), down, across)
+    first, end = _depth_of(group, block, G)
+    rows = m * SIZE + lanes
+    now, then = _two_scales(a_scale, a_scale_stride, rows, first, end, N)
     if whole is not None:
         room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, m, n = t // (down * across), (t // across) % down, t % across
-        next_first, next_end = _depth_of(t + gl.num_programs(0), tiles, block, down * across)
+    for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        next_group, next_m, next_n = _place_after(group, m, n, step_group, step_m, step_n, down, across)
+        next_first, next_end = _depth_of(next_group, block, G)
         total = gl.zeros((H, SIZE), gl.float32, layout=SUM)
-        for step in range(first + 1, end, 2):
-            mbarrier.wait(ready.index(stage), phase)
-            part = product(HALF, left, right, stage)
-            second, second_phase = following(stage, phase)
-            mbarrier.wait(ready.index(second), second_phase)
-            other = product(HALF, left, right, second)
-            now = scale
-            at_a = a_scale + gl.cast(step, gl.int64) * a_scale_stride + rows
-            then = gl.load(at_a, mask=rows < N, other=0.0)
-            later = gl.minimum(step + 1, end - 1).to(gl.int64)
-            scale = gl.load(a_scale + later * a_scale_stride + rows, mask=rows < N, other=0.0)
-            done = warpgroup_mma_wait(1, deps=[part])
-            across_scale = scales.index(stage).load(SUM)  # [1, SIZE]
-            _give_back(empty, stage)
-            total += (done * now[:, None]) * across_scale
-            done = warpgroup_mma_wait(0, deps=[other])
-            across_scale = scales.index(second).load(SUM)
-            _give_back(empty, second)
-            total += (done * then[:, None]) * across_scale
-            stage, phase = following(second, second_phase)
-        if (end - first) % 2 == 1:
-            mbarrier.wait(ready.index(stage), phase)
-            part = product(HALF, left, right, stage)
-            across_scale = scales.index(stage).load(SUM)
-            done = warpgroup_mma_wait(0, deps=[part])
-            _give_back(empty, stage)
-            total += (done * scale[:, None]) * across_scale
-            stage, phase = following(stage, phase)
+        if first < end:
+            one = begun(HALF, left, right, ready, stage, phase)
+            for step in range(first + 2, end, 2):
+                second, second_phase = following(stage, phase)
+                other = begun(HALF, left, right, ready, second, second_phase)
+                later, last = _two_scales(a_scale, a_scale_stride, rows, step, end, N)
+                done = warpgroup_mma_wait(1, deps=[one])
+                of_columns = scales.index(stage).load(SUM)  # [1, SIZE]
+                _give_back(empty, stage)
+                total += (done * now[:, None]) * of_columns
+                stage, phase = following(second, second_phase)
+                one = begun(HALF, left, right, ready, stage, phase)
+                done = warpgroup_mma_wait(1, deps=[other])
+                of_columns = scales.index(second).load(SUM)
+                _give_back(empty, second)
+                total += (done * then[:, None]) * of_columns
+                now, then = later, last
+            if (end - first) % 2 == 0:
+                second, second_phase = following(stage, phase)
+                other = begun(HALF, left, right, ready, second, second_phase)
+                done = warpgroup_mma_wait(1, deps=[one])
+                of_columns = scales.index(stage).load(SUM)
+                _give_back(empty, stage)
+                total += (done * now[:, None]) * of_columns
+                done = warpgroup_mma_wait(0, deps=[other])
+                of_columns = scales.index(second).load(SUM)
+                _give_back(empty, second)
+                total += (done * then[:, None]) * of_columns
+                stage, phase = following(second, second_phase)
+            else:
+                of_columns = scales.index(stage).load(SUM)
+                done = warpgroup_mma_wait(0, deps=[one])
+                _give_back(empty, stage)
+                total += (done * now[:, None]) * of_columns
+                stage, phase = following(stage, phase)
         first, end = next_first, next_end
-        rows = ((t + gl.num_programs(0)) // across) % down * SIZE + lanes
-        at_a = a_scale + first.to(gl.int64) * a_scale_stride + rows
-        scale = gl.load(at_a, mask=(rows < N) & (first < end), other=0.0)
+        rows = next_m * SIZE + lanes
+        now, then = _two_scales(a_scale, a_scale_stride, rows, first, end, N)
         if whole is not None:
             _hand_over(HALF, total, whole, room, group, m, n, N)
         else:
             _write_depth(HALF, total, out, group, m, n, N, K, ADD)
+        group, m, n = next_group, next_m, next_n
     if whole is not None:
         tma.store_wait(0)
 
@@ -166,23 +206,27 @@ def _multiply_whole_depth(
     down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     tiles = G * down * across
-    first, end = _depth_of(gl.program_id(0), tiles, block, down * across)
+    group, m, n = _place_of(gl.program_id(0), down, across)
+    step_group, step_m, step_n = _place_of(gl.num_programs(0), down, across)
+    first, end = _depth_of(group, block, G)
     if whole is not None:
         room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, m, n = t // (down * across), (t // across) % down, t % across
-        next_first, next_end = _depth_of(t + gl.num_programs(0), tiles, block, down * across)
-        total, stage, phase = add_products(HALF, left, right, ready, empty, stage, phase, end - first)
+    for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        next_group, next_m, next_n = _place_after(group, m, n, step_group, step_m, step_n, down, across)
+        next_first, next_end = _depth_of(next_group, block, G)
         rows = m * SIZE + HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
-        columns = n * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, SUM))
         at_a, at_b = a_scale + group * a_scale_group, b_scale + group * b_scale_group
         some = (first < end).to(gl.int32)
-        total = scaled(total, at_a, at_b, rows, columns, N * some, K * some, A_EACH, B_EACH)
+        of_rows, of_columns = scales_ahead(at_a, at_b, rows, N * some, K * some, A_EACH, B_EACH)
+        total, stage, phase = add_products(HALF, left, right, ready, empty, stage, phase, end - first)
+        columns = n * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, SUM))
+        total = scaled(total, of_rows, of_columns, at_b, columns, K * some, B_EACH)
         first, end = next_first, next_end
         if whole is not None:
             _hand_over(HALF, total, whole, room, group, m, n, N)
         else:
             _write_depth(HALF, total, out, group, m, n, N, K, ADD)
+        group, m, n = next_group, next_m, next_n
     if whole is not None:
         tma.store_wait(0)
 

@@ -22,6 +22,7 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     product,
     room_for_codes,
     scaled,
+    scales_ahead,
     sum_layout,
     tile_of_rows,
     tiles_of,
@@ -115,9 +116,10 @@ def _load_rows(a, b, left, right, ready, empty, owner, block, G, N, K, group_row
 def _add_scaled_products(
     HALF: gl.constexpr, left, right, ready, empty, stage, phase, steps, scale, at_a, at_b, a_scale_step, b_scale_step
 ):
-    """The sum of so many products, each by the scales of its 128; the first one's is given. And the buffer after."""
+    """The sum of so many products, each by the scales of its 128; the first one's is given. And the buffer after. Two at
+    a time, which ends with none begun: as in `add_products`, it would need more registers than there are."""
     total = gl.zeros((SIZE // 2, SIZE), gl.float32, layout=sum_layout())
-    for step in range(1, steps, 2):  # two at a time: the second is made while the first is scaled and added
+    for step in range(1, steps, 2):  # the second is made while the first is scaled and added
         mbarrier.wait(ready.index(stage), phase)
         part = product(HALF, left, right, stage)
         second, second_phase = following(stage, phase)
@@ -201,15 +203,16 @@ def _multiply_whole_rows(
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), tiles, owner, block, across)
         start, count = gl.load(source + row), gl.load(live + row)
+        if A_EACH:
+            at_a = a_scale + row * SIZE
+        else:
+            at_a = a_scale + group * a_scale_group
+        at_b = b_scale + group * b_scale_group
+        of_rows, of_columns = scales_ahead(at_a, at_b, lanes, SIZE, N, A_EACH, B_EACH)
         if count > HALF * H:
             total, stage, phase = add_products(HALF, left, right, ready, empty, stage, phase, steps)
             columns = column * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, SUM))
-            if A_EACH:
-                at_a = a_scale + row * SIZE
-            else:
-                at_a = a_scale + group * a_scale_group
-            at_b = b_scale + group * b_scale_group
-            total = scaled(total, at_a, at_b, lanes, columns, SIZE, N, A_EACH, B_EACH)
+            total = scaled(total, of_rows, of_columns, at_b, columns, N, B_EACH)
             write_rows(HALF, total, out, whole, room, bias, scales, start, count, group, column, N)
         else:
             stage, phase = _pass_over(ready, empty, stage, phase, steps)

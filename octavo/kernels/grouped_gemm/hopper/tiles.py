@@ -39,16 +39,17 @@ def flat_layout(width=BLOCK):
 @gluon.jit
 def tile_of_rows(t, total, owner, block, across):
     """Tile number -> (group, row block, column tile). Within a group, SPAN row blocks at a time, columns outermost.
-    Any number will do: it is asked for one tile ahead, so that nobody waits for the answer."""
+    Any number will do: it is asked for one tile ahead. Two divisions, since each takes about as long as a product."""
     t = gl.maximum(gl.minimum(t, total - 1), 0)
-    group = gl.maximum(gl.load(owner + t // across), 0)
+    at = t // across  # the row block, if tiles went row by row: of the same group, and of the same SPAN
+    group = gl.maximum(gl.load(owner + at), 0)
     first = gl.load(block + group)
-    count = gl.load(block + group + 1) - first
-    local = t - first * across
-    lead = (local // (SPAN * across)) * SPAN
-    height = gl.maximum(gl.minimum(count - lead, SPAN), 1)
-    within = local % (SPAN * across)
-    return group, first + lead + within % height, within // height
+    end = gl.load(block + group + 1)
+    lead = first + (at - first) // SPAN * SPAN
+    height = gl.maximum(gl.minimum(end - lead, SPAN), 1)
+    within = t - lead * across
+    column = within // height
+    return group, lead + within - column * height, column
 
 
 @gluon.jit
@@ -89,44 +90,72 @@ def product(HALF: gl.constexpr, left, right, stage):
 
 
 @gluon.jit
+def begun(HALF: gl.constexpr, left, right, ready, stage, phase):
+    """A product, begun once its operands are there."""
+    mbarrier.wait(ready.index(stage), phase)
+    return product(HALF, left, right, stage)
+
+
+@gluon.jit
 def add_products(HALF: gl.constexpr, left, right, ready, empty, stage, phase, steps):
-    """The sum of so many products, unscaled; and the buffer after them."""
+    """The sum of so many products, unscaled; and the buffer after them. The next product is begun before one is added:
+    two are kept in turn, so that neither is moved while it is computed."""
     total = gl.zeros((SIZE // 2, SIZE), gl.float32, layout=sum_layout())
-    for _ in range(1, steps, 2):  # two at a time: the second is made while the first is added
-        mbarrier.wait(ready.index(stage), phase)
-        part = product(HALF, left, right, stage)
-        second, second_phase = following(stage, phase)
-        mbarrier.wait(ready.index(second), second_phase)
-        other = product(HALF, left, right, second)
-        done = warpgroup_mma_wait(1, deps=[part])
-        mbarrier.arrive(empty.index(stage), count=1)
-        total += done
-        done = warpgroup_mma_wait(0, deps=[other])
-        mbarrier.arrive(empty.index(second), count=1)
-        total += done
-        stage, phase = following(second, second_phase)
-    if steps % 2 == 1:
-        mbarrier.wait(ready.index(stage), phase)
-        done = warpgroup_mma_wait(0, deps=[product(HALF, left, right, stage)])
-        mbarrier.arrive(empty.index(stage), count=1)
-        total += done
-        stage, phase = following(stage, phase)
+    if steps > 0:
+        one = begun(HALF, left, right, ready, stage, phase)
+        for _ in range(2, steps, 2):
+            second, second_phase = following(stage, phase)
+            other = begun(HALF, left, right, ready, second, second_phase)
+            done = warpgroup_mma_wait(1, deps=[one])
+            mbarrier.arrive(empty.index(stage), count=1)
+            total += done
+            stage, phase = following(second, second_phase)
+            one = begun(HALF, left, right, ready, stage, phase)
+            done = warpgroup_mma_wait(1, deps=[other])
+            mbarrier.arrive(empty.index(second), count=1)
+            total += done
+        if steps % 2 == 0:
+            second, second_phase = following(stage, phase)
+            other = begun(HALF, left, right, ready, second, second_phase)
+            done = warpgroup_mma_wait(1, deps=[one])
+            mbarrier.arrive(empty.index(stage), count=1)
+            total += done
+            done = warpgroup_mma_wait(0, deps=[other])
+            mbarrier.arrive(empty.index(second), count=1)
+            total += done
+            stage, phase = following(second, second_phase)
+        else:
+            done = warpgroup_mma_wait(0, deps=[one])
+            mbarrier.arrive(empty.index(stage), count=1)
+            total += done
+            stage, phase = following(stage, phase)
     return total, stage, phase
 
 
 @gluon.jit
-def scaled(total, a_scale, b_scale, rows, columns, M, N, A_EACH: gl.constexpr, B_EACH: gl.constexpr):
-    """A sum by the scales of its rows and its columns; or by one of all rows, or columns, unless EACH has its own.
+def scales_ahead(a_scale, b_scale, rows, M, N, A_EACH: gl.constexpr, B_EACH: gl.constexpr):
+    """The scales of a tile's rows and of its columns, asked for before its products; one of all rows, or columns,
+    unless EACH has its own. Those of each column wait for `scaled`: they would need too many registers until then.
     Where there are no rows or columns, nothing is read."""
     if A_EACH:
-        total = total * gl.load(a_scale + rows, mask=rows < M, other=0.0)[:, None]
+        of_rows = gl.load(a_scale + rows, mask=rows < M, other=0.0)[:, None]
     else:
-        total = total * gl.load(a_scale, mask=M > 0, other=0.0)
+        of_rows = gl.load(a_scale, mask=M > 0, other=0.0)
     if B_EACH:
-        total = total * gl.load(b_scale + columns, mask=columns < N, other=0.0)[None, :]
+        of_columns = 1.0
     else:
-        total = total * gl.load(b_scale, mask=N > 0, other=0.0)
-    return total
+        of_columns = gl.load(b_scale, mask=N > 0, other=0.0)
+    return of_rows, of_columns
+
+
+@gluon.jit
+def scaled(total, of_rows, of_columns, b_scale, columns, N, B_EACH: gl.constexpr):
+    """A sum by the scales of its rows and its columns, as `scales_ahead` returned them."""
+    total = total * of_rows
+    if B_EACH:
+        return total * gl.load(b_scale + columns, mask=columns < N, other=0.0)[None, :]
+    else:
+        return total * of_columns
 
 
 TILE = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], gl.float8e4nv)
