@@ -26,8 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo._torch.compilation import reset
 from octavo._torch.gemm import grouped_mm
 from octavo.cli import machine, options, table
+from octavo.cli.bench import cases
 from octavo.cli.bench.step import kept_mib, kernels_ms, settled_step
 from octavo.cli.timing import REPEATS, WARMUP, eager_ms
 from octavo.moe.experts import Experts
@@ -65,12 +67,12 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 class Router(nn.Module):
     """Softmax over the experts, and the largest of each token."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: str) -> None:
         super().__init__()
         _, experts, self.slots, hidden, _ = shape
-        self.weight = nn.Parameter(torch.randn(experts, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5)
+        self.weight = nn.Parameter(torch.randn(experts, hidden, device=device, dtype=torch.bfloat16) * hidden**-0.5)
         preference = torch.rand(experts, generator=torch.Generator().manual_seed(0)) - 0.5
-        self.preference = preference.cuda()
+        self.preference = preference.to(device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(x, self.weight).float() + self.preference
@@ -81,12 +83,12 @@ class Router(nn.Module):
 class Stock(nn.Module):
     """The layer in plain torch, in bf16."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: str = "cuda") -> None:
         super().__init__()
         _, self.experts, self.slots, hidden, ffn = shape
-        self.router = Router(shape)
-        self.up = nn.Parameter(_weights(self.experts, 2 * ffn, hidden))
-        self.down = nn.Parameter(_weights(self.experts, hidden, ffn))
+        self.router = Router(shape, device)
+        self.up = nn.Parameter(_weights(self.experts, 2 * ffn, hidden, device))
+        self.down = nn.Parameter(_weights(self.experts, hidden, ffn, device))
 
     def forward(self, x: Tensor) -> Tensor:
         probs, indices = self.router(x)
@@ -104,11 +106,11 @@ class Stock(nn.Module):
 class Ours(nn.Module):
     """The layer with `octavo.moe.Experts`."""
 
-    def __init__(self, shape: Shape, recipe: str, cached: bool = False) -> None:
+    def __init__(self, shape: Shape, recipe: str, cached: bool = False, device: str = "cuda") -> None:
         super().__init__()
         _, experts, _, hidden, ffn = shape
-        self.router, self.first = Router(shape), False if cached else None
-        self.experts = Experts(experts, hidden, ffn, recipe=recipe, device="cuda", dtype=torch.bfloat16)
+        self.router, self.first = Router(shape, device), False if cached else None
+        self.experts = Experts(experts, hidden, ffn, recipe=recipe, device=device, dtype=torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         probs, indices = self.router(x)
@@ -116,54 +118,65 @@ class Ours(nn.Module):
         return y
 
 
-def _weights(experts: int, n: int, k: int) -> Tensor:
-    return torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) * (1 / math.sqrt(k))
+def _weights(experts: int, n: int, k: int, device: str) -> Tensor:
+    return torch.randn(experts, n, k, device=device, dtype=torch.bfloat16) * (1 / math.sqrt(k))
 
 
 def _measure_shape(shape: Shape, recipes: list[str], compiles: bool, shapes: list[dict[str, Any]]) -> None:
     results: list[dict[str, Any]] = []
     kernels: dict[str, list[dict[str, Any]]] = {}
-    entry = {"shape": list(shape), "floor_ms": floors(shape), "results": results, "kernels": kernels}
-    shapes.append(entry)
+    floor = floors(shape)
+    shapes.append({"shape": list(shape), "floor_ms": floor, "results": results, "kernels": kernels})
+
+    def case(name: str, make: Callable[[], nn.Module], compiled: bool = False) -> None:
+        row = cases.attempt(name, partial(_case, make, shape, compiled))
+        results.append(row | _ratios(row, results[0] if results else row, floor))
+
     stock = partial(Stock, shape)
-    results.append(_case("grouped_mm bf16, compiled", stock, shape, compiled=True))
-    results.append(_case("grouped_mm bf16", stock, shape))
+    case("grouped_mm bf16, compiled", stock, compiled=True)
+    case("grouped_mm bf16", stock)
     for name in recipes:
         quantized = recipe(name).linear().fprop.right is not None
         for cached in (False, True) if quantized else (False,):
             make = partial(Ours, shape, name, cached)
-            case = f"octavo {name}" + (", cached" if cached else "")
-            results.append(_case(case, make, shape))
+            title = f"octavo {name}" + (", cached" if cached else "")
+            case(title, make)
             if compiles:
-                results.append(_case(f"{case}, compiled", make, shape, compiled=True))
-        kernels[name] = kernels_ms(_step(Ours(shape, name), shape))
-    for row in results:
-        row["of_bf16"] = row["ms"] / results[0]["ms"]
-        kind = "bf16" if "bf16" in row["case"] else "cached" if "cached" in row["case"] else "fp8"
-        row["of_floor"] = row["ms"] / entry["floor_ms"][kind]  # type: ignore[index]
+                case(f"{title}, compiled", make, compiled=True)
+        row = cases.attempt(name, partial(_kernels, shape, name))
+        kernels[name] = row.get("kernels", [row])
 
 
-def _tensors(shape: Shape) -> tuple[Tensor, Tensor]:
-    tokens, hidden = shape[0], shape[3]
-    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    return x, torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16) * 1e-2
+def _kernels(shape: Shape, recipe: str) -> dict[str, Any]:
+    return {"kernels": kernels_ms(_step(Ours(shape, recipe), shape)[0])}
 
 
-def _step(module: nn.Module, shape: Shape) -> Callable[[], None]:
-    return settled_step(module, *_tensors(shape))
+def _ratios(row: dict[str, Any], bf16: dict[str, Any], floor: dict[str, float]) -> dict[str, float]:
+    """Returns the ratios of a row that has a time: to compiled bf16, if that has one, and to the floor."""
+    if "ms" not in row:
+        return {}
+    kind = "bf16" if "bf16" in row["case"] else "cached" if "cached" in row["case"] else "fp8"
+    of_bf16 = {"of_bf16": row["ms"] / bf16["ms"]} if "ms" in bf16 else {}
+    return {**of_bf16, "of_floor": row["ms"] / floor[kind]}
 
 
-def _case(name: str, make: Callable[[], nn.Module], shape: Shape, compiled: bool = False) -> dict[str, Any]:
+def _step(module: nn.Module, shape: Shape) -> tuple[Callable[[], None], Tensor]:
+    """Returns a settled step of the module, and its x."""
+    tokens, hidden, device = shape[0], shape[3], next(module.parameters()).device
+    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16) * 1e-2
+    return settled_step(module, x, dy), x
+
+
+def _case(make: Callable[[], nn.Module], shape: Shape, compiled: bool) -> dict[str, Any]:
     module = make()
     if compiled:
+        reset()  # all cases share the code of one forward, and torch compiles that only so many times
         module.compile(fullgraph=True)  # type: ignore[no-untyped-call]
-    step = _step(module, shape)
+    step, x = _step(module, shape)
     ms, readings = eager_ms(step)
-    kept = kept_mib(module, _tensors(shape)[0])
-    codes = _codes_mib(module)
-    del module, step
-    torch.cuda.empty_cache()
-    return {"case": name, "ms": ms, "readings_ms": readings, "kept_mib": kept - codes, "codes_mib": codes}
+    codes, kept = _codes_mib(module), kept_mib(module, x)
+    return {"ms": ms, "readings_ms": readings, "kept_mib": kept - codes, "codes_mib": codes}
 
 
 def _codes_mib(module: nn.Module) -> float:
@@ -196,21 +209,26 @@ def render(report: dict[str, Any]) -> str:
     facts = report["machine"]
     parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
     for entry in report["shapes"]:
-        rows = [
-            [
-                r["case"],
-                f"{r['ms']:.3f}",
-                f"{r['of_bf16']:.2f}" if "of_bf16" in r else "-",
-                f"{r['of_floor']:.2f}" if "of_floor" in r else "-",
-                f"{r['kept_mib']:.0f}",
-                f"{r['codes_mib']:.0f}",
-            ]
-            for r in entry["results"]
-        ]
         title = ", ".join(f"{n} {name}" for n, name in zip(entry["shape"], NAMES, strict=True))
         header = ("case", "ms", "of bf16", "of floor", "kept MiB", "weights MiB")
-        parts.append(f"{title}\n{table.render(header, rows)}")
+        parts.append(f"{title}\n{cases.render(header, entry['results'], _cells)}")
         for name, kernels in entry["kernels"].items():
-            listed = [[e["kernel"][:72], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in kernels[:24]]
-            parts.append(table.render((f"kernel, {name}", "calls", "ms a step"), listed))
+            parts.append(_kernel_table(name, kernels))
     return "\n\n".join(parts)
+
+
+def _cells(r: dict[str, Any]) -> list[str]:
+    return [
+        f"{r['ms']:.3f}",
+        f"{r['of_bf16']:.2f}" if "of_bf16" in r else "-",
+        f"{r['of_floor']:.2f}",
+        f"{r['kept_mib']:.0f}",
+        f"{r['codes_mib']:.0f}",
+    ]
+
+
+def _kernel_table(name: str, kernels: list[dict[str, Any]]) -> str:
+    if any("error" in e for e in kernels):
+        return f"kernels, {name}  failed: {kernels[0]['error']}"
+    listed = [[e["kernel"][:72], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in kernels[:24]]
+    return table.render((f"kernel, {name}", "calls", "ms a step"), listed)
