@@ -194,7 +194,7 @@ ARGUMENTS = {
     "linear": ["--shape", "16,32,32", "--shape", "16,32,64", "--recipes", "fp8-block", "--no-peers"],
     "grouped": ["--shape", "2,256,128,128", "--recipes", "bf16,fp8-block", "--no-peers"],
     "mlp": ["--shape", "16,32,64", "--recipes", "fp8-block", "--no-peers"],
-    "moe": ["--shape", "16,4,2,32,64", "--recipes", "fp8-block"],
+    "moe": ["--shape", "16,4,2,32,64", "--recipes", "fp8-block", "--no-peers"],
 }
 
 

@@ -2,20 +2,24 @@
 
 The router is a matrix product, softmax and top-k in torch, for all cases. It prefers some experts: the largest gets
 about three times the tokens of the smallest. "grouped_mm bf16" is torch's grouped matrix product with permutation,
-activation and sum in torch; "octavo" is `octavo.moe.Experts`.
+activation and sum in torch; "octavo" is `octavo.moe.Experts`; "torchao" is as grouped_mm, with its own product in FP8.
 
 ms             one step after another, gradients dropped between them, as training runs it
+tokens/s       tokens of a step / ms
 of bf16        ms / that of compiled bf16
 of floor       ms / the least it can take: matrix products at 1250 TFLOP/s, bytes that must be moved at 4.2 TB/s
 kept MiB       memory that forward allocates and keeps for backward, without quantized weights
 weights MiB    memory of the quantized weights that forward keeps besides
+peak MiB       the most that one step allocates beyond what stays allocated between steps
 
 "cached" reuses the quantized weights, as every microbatch after the first does. A second table lists the GPU kernels of
-one eager step of each recipe, the longest first.
+one eager step of each recipe, the longest first. A case that fails is listed with its error, and the others go on.
+Other libraries come last, each case in a process of its own.
 
 example: octavo bench moe --shape 8192,64,6,2048,1408 --recipes fp8-delayed
 """
 
+import argparse
 import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -29,8 +33,8 @@ from torch import Tensor, nn
 from octavo._torch.compilation import reset
 from octavo._torch.gemm import grouped_mm
 from octavo.cli import machine, options, table
-from octavo.cli.bench import cases
-from octavo.cli.bench.step import kept_mib, kernels_ms, settled_step
+from octavo.cli.bench import cases, isolated, peers
+from octavo.cli.bench.step import kept_mib, kernels_ms, peak_mib, settled_step
 from octavo.cli.timing import REPEATS, WARMUP, eager_ms
 from octavo.moe.experts import Experts
 from octavo.recipes import recipe
@@ -49,6 +53,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--no-compile", action="store_true", help="leave compiled cases of recipes out; default: timed too"
     )
+    options.add_no_peers(parser)
+    parser.add_argument("--peer", default=None, help=argparse.SUPPRESS)  # one case of another library, and nothing else
 
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
@@ -57,11 +63,18 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
         "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
         "dtype": "bfloat16",
         "bias": False,
+        "peers": peers.versions(),
         "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
         "shapes": [],
     }
-    for shape in arguments.shape or SHAPES:
+    shapes = arguments.shape or SHAPES
+    if arguments.peer is not None:
+        _measure_peer(arguments.peer, shapes[0], report["shapes"])
+        return
+    for shape in shapes:
         _measure_shape(shape, arguments.recipes, not arguments.no_compile, report["shapes"])
+    if not arguments.no_peers:
+        _add_peers(report["shapes"])
 
 
 class Router(nn.Module):
@@ -81,10 +94,11 @@ class Router(nn.Module):
 
 
 class Stock(nn.Module):
-    """The layer in plain torch, in bf16."""
+    """The layer in plain torch, with torch's product of groups in bf16 or another one."""
 
-    def __init__(self, shape: Shape, device: str = "cuda") -> None:
+    def __init__(self, shape: Shape, device: str = "cuda", product: peers.Product = grouped_mm) -> None:
         super().__init__()
+        self.product = product
         _, self.experts, self.slots, hidden, ffn = shape
         self.router = Router(shape, device)
         self.up = nn.Parameter(_weights(self.experts, 2 * ffn, hidden, device))
@@ -96,9 +110,9 @@ class Stock(nn.Module):
         order = flat.argsort(stable=True)
         ends = torch.bincount(flat, minlength=self.experts).cumsum(0).to(torch.int32)
         tokens = order // self.slots
-        h = grouped_mm(x[tokens], self.up.transpose(1, 2), ends)
+        h = self.product(x[tokens], self.up.transpose(1, 2), ends)
         a, b = h.chunk(2, -1)
-        y = grouped_mm(F.silu(a) * b, self.down.transpose(1, 2), ends)
+        y = self.product(F.silu(a) * b, self.down.transpose(1, 2), ends)
         weighted = y * probs.flatten()[order, None].to(y.dtype)
         return torch.zeros_like(x).index_add(0, tokens, weighted)
 
@@ -123,28 +137,70 @@ def _weights(experts: int, n: int, k: int, device: str) -> Tensor:
 
 
 def _measure_shape(shape: Shape, recipes: list[str], compiles: bool, shapes: list[dict[str, Any]]) -> None:
+    """Measures the cases of a shape, those that matter most first: a run may be cut off."""
     results: list[dict[str, Any]] = []
     kernels: dict[str, list[dict[str, Any]]] = {}
-    floor = floors(shape)
-    shapes.append({"shape": list(shape), "floor_ms": floor, "results": results, "kernels": kernels})
+    entry = {"shape": list(shape), "floor_ms": floors(shape), "results": results, "kernels": kernels}
+    shapes.append(entry)
 
     def case(name: str, make: Callable[[], nn.Module], compiled: bool = False) -> None:
-        row = cases.attempt(name, partial(_case, make, shape, compiled))
-        results.append(row | _ratios(row, results[0] if results else row, floor))
+        _add(entry, cases.attempt(name, partial(_case, make, shape, compiled)))
 
-    stock = partial(Stock, shape)
-    case("grouped_mm bf16, compiled", stock, compiled=True)
-    case("grouped_mm bf16", stock)
+    case("grouped_mm bf16, compiled", partial(Stock, shape), compiled=True)
     for name in recipes:
         quantized = recipe(name).linear().fprop.right is not None
-        for cached in (False, True) if quantized else (False,):
-            make = partial(Ours, shape, name, cached)
-            title = f"octavo {name}" + (", cached" if cached else "")
+        makes = {f"octavo {name}": partial(Ours, shape, name)}
+        if quantized:
+            makes[f"octavo {name}, cached"] = partial(Ours, shape, name, cached=True)
+        for title, make in makes.items():
             case(title, make)
-            if compiles:
-                case(f"{title}, compiled", make, compiled=True)
+        for title, make in makes.items() if compiles else ():
+            case(f"{title}, compiled", make, compiled=True)
+    case("grouped_mm bf16", partial(Stock, shape))
+    for name in recipes:
         row = cases.attempt(name, partial(_kernels, shape, name))
         kernels[name] = row.get("kernels", [row])
+
+
+def _add(entry: dict[str, Any], row: dict[str, Any]) -> None:
+    """Appends a row to those of a shape, with its ratios to compiled bf16 and to the floor."""
+    results = entry["results"]
+    results.append(row | _ratios(row, results[0] if results else row, entry["floor_ms"]))
+
+
+# -- other libraries -------------------------------------------------------------------------------------------------
+
+
+def _add_peers(shapes: list[dict[str, Any]]) -> None:
+    for entry in shapes:
+        for name in peers.products():
+            for title in (f"{name}, compiled", name):
+                _add(entry, cases.attempt(title, partial(_peer_row, title, entry["shape"])))
+
+
+def _peer_row(title: str, shape: list[int]) -> dict[str, Any]:
+    """Returns the row of another library's case, measured in a process of its own."""
+    report = isolated.report_of(["bench", "moe", "--shape", ",".join(map(str, shape)), "--peer", title])
+    found: dict[str, Any] = report["shapes"][0]["results"][0]
+    row = {key: value for key, value in found.items() if key not in ("case", "of_bf16")}  # that one is to itself
+    if "error" in row and report["said"]:
+        row["error"] += f" ({report['said']})"
+    return row
+
+
+def _measure_peer(title: str, shape: Shape, shapes: list[dict[str, Any]]) -> None:
+    name, _, way = title.partition(", ")
+    entry: dict[str, Any] = {"shape": list(shape), "floor_ms": floors(shape), "results": [], "kernels": {}}
+    shapes.append(entry)
+
+    def measured() -> dict[str, Any]:
+        make = partial(Stock, shape, product=peers.products()[name]())
+        return _case(make, shape, compiled=way == "compiled", fullgraph=False)
+
+    _add(entry, cases.attempt(title, measured))
+
+
+# -- one case --------------------------------------------------------------------------------------------------------
 
 
 def _kernels(shape: Shape, recipe: str) -> dict[str, Any]:
@@ -168,15 +224,22 @@ def _step(module: nn.Module, shape: Shape) -> tuple[Callable[[], None], Tensor]:
     return settled_step(module, x, dy), x
 
 
-def _case(make: Callable[[], nn.Module], shape: Shape, compiled: bool) -> dict[str, Any]:
+def _case(make: Callable[[], nn.Module], shape: Shape, compiled: bool, fullgraph: bool = True) -> dict[str, Any]:
     module = make()
     if compiled:
         reset()  # all cases share the code of one forward, and torch compiles that only so many times
-        module.compile(fullgraph=True)  # type: ignore[no-untyped-call]
+        module.compile(fullgraph=fullgraph)  # type: ignore[no-untyped-call]
     step, x = _step(module, shape)
     ms, readings = eager_ms(step)
     codes, kept = _codes_mib(module), kept_mib(module, x)
-    return {"ms": ms, "readings_ms": readings, "kept_mib": kept - codes, "codes_mib": codes}
+    return {
+        "ms": ms,
+        "readings_ms": readings,
+        "tokens_per_s": shape[0] / ms * 1e3,
+        "kept_mib": kept - codes,
+        "codes_mib": codes,
+        "peak_mib": peak_mib(step),
+    }
 
 
 def _codes_mib(module: nn.Module) -> float:
@@ -203,6 +266,9 @@ def floors(shape: Shape) -> dict[str, float]:
     }
 
 
+# -- as text ---------------------------------------------------------------------------------------------------------
+
+
 def render(report: dict[str, Any]) -> str:
     if not any(entry["results"] for entry in report.get("shapes", ())):
         return ""
@@ -210,7 +276,7 @@ def render(report: dict[str, Any]) -> str:
     parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
     for entry in report["shapes"]:
         title = ", ".join(f"{n} {name}" for n, name in zip(entry["shape"], NAMES, strict=True))
-        header = ("case", "ms", "of bf16", "of floor", "kept MiB", "weights MiB")
+        header = ("case", "ms", "tokens/s", "of bf16", "of floor", "kept MiB", "weights MiB", "peak MiB")
         parts.append(f"{title}\n{cases.render(header, entry['results'], _cells)}")
         for name, kernels in entry["kernels"].items():
             parts.append(_kernel_table(name, kernels))
@@ -220,10 +286,12 @@ def render(report: dict[str, Any]) -> str:
 def _cells(r: dict[str, Any]) -> list[str]:
     return [
         f"{r['ms']:.3f}",
+        f"{r['tokens_per_s']:.0f}",
         f"{r['of_bf16']:.2f}" if "of_bf16" in r else "-",
         f"{r['of_floor']:.2f}",
         f"{r['kept_mib']:.0f}",
         f"{r['codes_mib']:.0f}",
+        f"{r['peak_mib']:.0f}",
     ]
 
 
