@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 import octavo
 from octavo import cli
 from octavo.cli import bench, doctor, main, output, train
-from octavo.cli.bench import block, grouped, linear, mlp, moe, quantize
+from octavo.cli.bench import block, grouped, linear, mlp, moe, permute, quantize
 from octavo.cli.gpt import Shape
 from octavo.errors import Unsupported
 from octavo.recipes import SHIPPED
 
-SUITES = {"quantize": quantize, "linear": linear, "grouped": grouped, "mlp": mlp, "moe": moe}
+SUITES = {"quantize": quantize, "linear": linear, "grouped": grouped, "mlp": mlp, "moe": moe, "permute": permute}
 
 
 @pytest.fixture(autouse=True)
@@ -195,6 +195,7 @@ ARGUMENTS = {
     "grouped": ["--shape", "2,256,128,128", "--recipes", "bf16,fp8-block", "--no-peers"],
     "mlp": ["--shape", "16,32,64", "--recipes", "fp8-block", "--no-peers"],
     "moe": ["--shape", "16,4,2,32,64", "--recipes", "fp8-block", "--no-peers"],
+    "permute": ["--shape", "16,4,2,32"],
 }
 
 
