@@ -41,6 +41,7 @@ FLOOR = (1250e9, 4.2e9)  # FLOPs and bytes in a millisecond
 
 Shape = tuple[int, int, int, int]
 Layer = Callable[[Tensor], Tensor]
+Calls = dict[str, Callable[[], object]]
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -139,13 +140,13 @@ def _measure_shape(
         results.append(row)
         del module, step
         torch.cuda.empty_cache()
-    parts["octavo bf16"] = _timed(_plain_parts(shape, splits, x.detach(), dy))
+    parts["octavo bf16"] = _timed(plain_parts(shape, splits, x.detach(), dy))
     for name in recipes:
-        parts[f"octavo {name}"] = _timed(_parts(recipe(name).linear(), shape, splits, x.detach(), dy))
+        parts[f"octavo {name}"] = _timed(parts_of(recipe(name).linear(), shape, splits, x.detach(), dy))
         torch.cuda.empty_cache()
 
 
-def _timed(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+def _timed(calls: Calls) -> dict[str, float]:
     return {name: device_ms(call)[0] for name, call in calls.items()}
 
 
@@ -156,10 +157,10 @@ def _floor_ms(shape: Shape) -> float:
     return 3 * 2 * tokens * k * n / FLOOR[0] + moved / FLOOR[1]
 
 
-def _parts(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> dict[str, Callable[[], object]]:
+def parts_of(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> Calls:
     """Returns the parts of a step as functions; the GEMMs write to buffers allocated here."""
     experts, tokens, k, n = shape
-    w = torch.randn(experts * n, k, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(experts * n, k, device=x.device, dtype=torch.bfloat16)
     groups, stacked = split(splits, tokens), equal(experts, n, x.device)
     of_x, of_w, of_dy = (
         (quant.fprop.left, quant.wgrad.right), (quant.fprop.right, quant.dgrad.right),
@@ -171,7 +172,7 @@ def _parts(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Tens
 
     # only delayed scaling takes its multipliers as an argument, and measures amaxes in the cast
     delayed = quant.dgrad.left is not None and quant.dgrad.left.takes_encode and "E5M2" in quant.dgrad.left.key
-    one = torch.ones(experts, device="cuda")
+    one = torch.ones(experts, device=x.device)
     given = CastArgs(encode=one, observed=torch.zeros_like(one)) if delayed else CastArgs()
     (xr, xc), (wr, wc), (dr, dc) = cast(x, of_x, groups), cast(w, of_w, stacked), cast(dy, of_dy, groups)
     y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w).view(experts, n, k)
@@ -187,9 +188,10 @@ def _parts(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Tens
     }
 
 
-def _plain_parts(shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> dict[str, Callable[[], object]]:
+def plain_parts(shape: Shape, splits: Tensor, x: Tensor, dy: Tensor) -> Calls:
+    """Returns the parts of a step in bf16."""
     experts, tokens, k, n = shape
-    w = torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(experts, n, k, device=x.device, dtype=torch.bfloat16)
     groups = split(splits, tokens)
     y, dx = torch.empty_like(dy), torch.empty_like(x)
     return {

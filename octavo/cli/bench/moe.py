@@ -2,20 +2,24 @@
 
 The router is a matrix product, softmax and top-k in torch, for all cases. It prefers some experts: the largest gets
 about three times the tokens of the smallest. "grouped_mm bf16" is torch's grouped matrix product with permutation,
-activation and sum in torch; "octavo" is `octavo.moe.Experts`.
+activation and sum in torch; "octavo" is `octavo.moe.Experts`; "torchao" is as grouped_mm, with its own product in FP8.
 
 ms             one step after another, gradients dropped between them, as training runs it
+tokens/s       tokens of a step / ms
 of bf16        ms / that of compiled bf16
 of floor       ms / the least it can take: matrix products at 1250 TFLOP/s, bytes that must be moved at 4.2 TB/s
 kept MiB       memory that forward allocates and keeps for backward, without quantized weights
 weights MiB    memory of the quantized weights that forward keeps besides
+peak MiB       the most that one step allocates beyond what stays allocated between steps
 
 "cached" reuses the quantized weights, as every microbatch after the first does. A second table lists the GPU kernels of
-one eager step of each recipe, the longest first.
+one eager step of each recipe, the longest first. A case that fails is listed with its error, and the others go on.
+Other libraries come last, each case in a process of its own.
 
 example: octavo bench moe --shape 8192,64,6,2048,1408 --recipes fp8-delayed
 """
 
+import argparse
 import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -26,9 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo._torch.compilation import reset
 from octavo._torch.gemm import grouped_mm
 from octavo.cli import machine, options, table
-from octavo.cli.bench.step import kept_mib, kernels_ms, settled_step
+from octavo.cli.bench import cases, isolated, peers
+from octavo.cli.bench.step import kept_mib, kernels_ms, peak_mib, settled_step
 from octavo.cli.timing import REPEATS, WARMUP, eager_ms
 from octavo.moe.experts import Experts
 from octavo.recipes import recipe
@@ -47,6 +53,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--no-compile", action="store_true", help="leave compiled cases of recipes out; default: timed too"
     )
+    options.add_no_peers(parser)
+    parser.add_argument("--peer", default=None, help=argparse.SUPPRESS)  # one case of another library, and nothing else
 
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
@@ -55,22 +63,29 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
         "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
         "dtype": "bfloat16",
         "bias": False,
+        "peers": peers.versions(),
         "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
         "shapes": [],
     }
-    for shape in arguments.shape or SHAPES:
+    shapes = arguments.shape or SHAPES
+    if arguments.peer is not None:
+        _measure_peer(arguments.peer, shapes[0], report["shapes"])
+        return
+    for shape in shapes:
         _measure_shape(shape, arguments.recipes, not arguments.no_compile, report["shapes"])
+    if not arguments.no_peers:
+        _add_peers(report["shapes"])
 
 
 class Router(nn.Module):
     """Softmax over the experts, and the largest of each token."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: str) -> None:
         super().__init__()
         _, experts, self.slots, hidden, _ = shape
-        self.weight = nn.Parameter(torch.randn(experts, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5)
+        self.weight = nn.Parameter(torch.randn(experts, hidden, device=device, dtype=torch.bfloat16) * hidden**-0.5)
         preference = torch.rand(experts, generator=torch.Generator().manual_seed(0)) - 0.5
-        self.preference = preference.cuda()
+        self.preference = preference.to(device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(x, self.weight).float() + self.preference
@@ -79,14 +94,15 @@ class Router(nn.Module):
 
 
 class Stock(nn.Module):
-    """The layer in plain torch, in bf16."""
+    """The layer in plain torch, with torch's product of groups in bf16 or another one."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: str = "cuda", product: peers.Product = grouped_mm) -> None:
         super().__init__()
+        self.product = product
         _, self.experts, self.slots, hidden, ffn = shape
-        self.router = Router(shape)
-        self.up = nn.Parameter(_weights(self.experts, 2 * ffn, hidden))
-        self.down = nn.Parameter(_weights(self.experts, hidden, ffn))
+        self.router = Router(shape, device)
+        self.up = nn.Parameter(_weights(self.experts, 2 * ffn, hidden, device))
+        self.down = nn.Parameter(_weights(self.experts, hidden, ffn, device))
 
     def forward(self, x: Tensor) -> Tensor:
         probs, indices = self.router(x)
@@ -94,9 +110,9 @@ class Stock(nn.Module):
         order = flat.argsort(stable=True)
         ends = torch.bincount(flat, minlength=self.experts).cumsum(0).to(torch.int32)
         tokens = order // self.slots
-        h = grouped_mm(x[tokens], self.up.transpose(1, 2), ends)
+        h = self.product(x[tokens], self.up.transpose(1, 2), ends)
         a, b = h.chunk(2, -1)
-        y = grouped_mm(F.silu(a) * b, self.down.transpose(1, 2), ends)
+        y = self.product(F.silu(a) * b, self.down.transpose(1, 2), ends)
         weighted = y * probs.flatten()[order, None].to(y.dtype)
         return torch.zeros_like(x).index_add(0, tokens, weighted)
 
@@ -104,11 +120,11 @@ class Stock(nn.Module):
 class Ours(nn.Module):
     """The layer with `octavo.moe.Experts`."""
 
-    def __init__(self, shape: Shape, recipe: str, cached: bool = False) -> None:
+    def __init__(self, shape: Shape, recipe: str, cached: bool = False, device: str = "cuda") -> None:
         super().__init__()
         _, experts, _, hidden, ffn = shape
-        self.router, self.first = Router(shape), False if cached else None
-        self.experts = Experts(experts, hidden, ffn, recipe=recipe, device="cuda", dtype=torch.bfloat16)
+        self.router, self.first = Router(shape, device), False if cached else None
+        self.experts = Experts(experts, hidden, ffn, recipe=recipe, device=device, dtype=torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         probs, indices = self.router(x)
@@ -116,54 +132,114 @@ class Ours(nn.Module):
         return y
 
 
-def _weights(experts: int, n: int, k: int) -> Tensor:
-    return torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) * (1 / math.sqrt(k))
+def _weights(experts: int, n: int, k: int, device: str) -> Tensor:
+    return torch.randn(experts, n, k, device=device, dtype=torch.bfloat16) * (1 / math.sqrt(k))
 
 
 def _measure_shape(shape: Shape, recipes: list[str], compiles: bool, shapes: list[dict[str, Any]]) -> None:
+    """Measures the cases of a shape, those that matter most first: a run may be cut off."""
     results: list[dict[str, Any]] = []
     kernels: dict[str, list[dict[str, Any]]] = {}
     entry = {"shape": list(shape), "floor_ms": floors(shape), "results": results, "kernels": kernels}
     shapes.append(entry)
-    stock = partial(Stock, shape)
-    results.append(_case("grouped_mm bf16, compiled", stock, shape, compiled=True))
-    results.append(_case("grouped_mm bf16", stock, shape))
+
+    def case(name: str, make: Callable[[], nn.Module], compiled: bool = False) -> None:
+        _add(entry, cases.attempt(name, partial(_case, make, shape, compiled)))
+
+    case("grouped_mm bf16, compiled", partial(Stock, shape), compiled=True)
     for name in recipes:
         quantized = recipe(name).linear().fprop.right is not None
-        for cached in (False, True) if quantized else (False,):
-            make = partial(Ours, shape, name, cached)
-            case = f"octavo {name}" + (", cached" if cached else "")
-            results.append(_case(case, make, shape))
-            if compiles:
-                results.append(_case(f"{case}, compiled", make, shape, compiled=True))
-        kernels[name] = kernels_ms(_step(Ours(shape, name), shape))
-    for row in results:
-        row["of_bf16"] = row["ms"] / results[0]["ms"]
-        kind = "bf16" if "bf16" in row["case"] else "cached" if "cached" in row["case"] else "fp8"
-        row["of_floor"] = row["ms"] / entry["floor_ms"][kind]  # type: ignore[index]
+        makes = {f"octavo {name}": partial(Ours, shape, name)}
+        if quantized:
+            makes[f"octavo {name}, cached"] = partial(Ours, shape, name, cached=True)
+        for title, make in makes.items():
+            case(title, make)
+        for title, make in makes.items() if compiles else ():
+            case(f"{title}, compiled", make, compiled=True)
+    case("grouped_mm bf16", partial(Stock, shape))
+    for name in recipes:
+        row = cases.attempt(name, partial(_kernels, shape, name))
+        kernels[name] = row.get("kernels", [row])
 
 
-def _tensors(shape: Shape) -> tuple[Tensor, Tensor]:
-    tokens, hidden = shape[0], shape[3]
-    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    return x, torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16) * 1e-2
+def _add(entry: dict[str, Any], row: dict[str, Any]) -> None:
+    """Appends a row to those of a shape, with its ratios to compiled bf16 and to the floor."""
+    results = entry["results"]
+    results.append(row | _ratios(row, results[0] if results else row, entry["floor_ms"]))
 
 
-def _step(module: nn.Module, shape: Shape) -> Callable[[], None]:
-    return settled_step(module, *_tensors(shape))
+# -- other libraries -------------------------------------------------------------------------------------------------
 
 
-def _case(name: str, make: Callable[[], nn.Module], shape: Shape, compiled: bool = False) -> dict[str, Any]:
+def _add_peers(shapes: list[dict[str, Any]]) -> None:
+    for entry in shapes:
+        for name in peers.products():
+            for title in (f"{name}, compiled", name):
+                _add(entry, cases.attempt(title, partial(_peer_row, title, entry["shape"])))
+
+
+def _peer_row(title: str, shape: list[int]) -> dict[str, Any]:
+    """Returns the row of another library's case, measured in a process of its own."""
+    report = isolated.report_of(["bench", "moe", "--shape", ",".join(map(str, shape)), "--peer", title])
+    found: dict[str, Any] = report["shapes"][0]["results"][0]
+    row = {key: value for key, value in found.items() if key not in ("case", "of_bf16")}  # that one is to itself
+    if "error" in row and report["said"]:
+        row["error"] += f" ({report['said']})"
+    return row
+
+
+def _measure_peer(title: str, shape: Shape, shapes: list[dict[str, Any]]) -> None:
+    name, _, way = title.partition(", ")
+    entry: dict[str, Any] = {"shape": list(shape), "floor_ms": floors(shape), "results": [], "kernels": {}}
+    shapes.append(entry)
+
+    def measured() -> dict[str, Any]:
+        make = partial(Stock, shape, product=peers.products()[name]())
+        return _case(make, shape, compiled=way == "compiled", fullgraph=False)
+
+    _add(entry, cases.attempt(title, measured))
+
+
+# -- one case --------------------------------------------------------------------------------------------------------
+
+
+def _kernels(shape: Shape, recipe: str) -> dict[str, Any]:
+    return {"kernels": kernels_ms(_step(Ours(shape, recipe), shape)[0])}
+
+
+def _ratios(row: dict[str, Any], bf16: dict[str, Any], floor: dict[str, float]) -> dict[str, float]:
+    """Returns the ratios of a row that has a time: to compiled bf16, if that has one, and to the floor."""
+    if "ms" not in row:
+        return {}
+    kind = "bf16" if "bf16" in row["case"] else "cached" if "cached" in row["case"] else "fp8"
+    of_bf16 = {"of_bf16": row["ms"] / bf16["ms"]} if "ms" in bf16 else {}
+    return {**of_bf16, "of_floor": row["ms"] / floor[kind]}
+
+
+def _step(module: nn.Module, shape: Shape) -> tuple[Callable[[], None], Tensor]:
+    """Returns a settled step of the module, and its x."""
+    tokens, hidden, device = shape[0], shape[3], next(module.parameters()).device
+    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16) * 1e-2
+    return settled_step(module, x, dy), x
+
+
+def _case(make: Callable[[], nn.Module], shape: Shape, compiled: bool, fullgraph: bool = True) -> dict[str, Any]:
     module = make()
     if compiled:
-        module.compile(fullgraph=True)  # type: ignore[no-untyped-call]
-    step = _step(module, shape)
+        reset()  # all cases share the code of one forward, and torch compiles that only so many times
+        module.compile(fullgraph=fullgraph)  # type: ignore[no-untyped-call]
+    step, x = _step(module, shape)
     ms, readings = eager_ms(step)
-    kept = kept_mib(module, _tensors(shape)[0])
-    codes = _codes_mib(module)
-    del module, step
-    torch.cuda.empty_cache()
-    return {"case": name, "ms": ms, "readings_ms": readings, "kept_mib": kept - codes, "codes_mib": codes}
+    codes, kept = _codes_mib(module), kept_mib(module, x)
+    return {
+        "ms": ms,
+        "readings_ms": readings,
+        "tokens_per_s": shape[0] / ms * 1e3,
+        "kept_mib": kept - codes,
+        "codes_mib": codes,
+        "peak_mib": peak_mib(step),
+    }
 
 
 def _codes_mib(module: nn.Module) -> float:
@@ -190,27 +266,37 @@ def floors(shape: Shape) -> dict[str, float]:
     }
 
 
+# -- as text ---------------------------------------------------------------------------------------------------------
+
+
 def render(report: dict[str, Any]) -> str:
     if not any(entry["results"] for entry in report.get("shapes", ())):
         return ""
     facts = report["machine"]
     parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
     for entry in report["shapes"]:
-        rows = [
-            [
-                r["case"],
-                f"{r['ms']:.3f}",
-                f"{r['of_bf16']:.2f}" if "of_bf16" in r else "-",
-                f"{r['of_floor']:.2f}" if "of_floor" in r else "-",
-                f"{r['kept_mib']:.0f}",
-                f"{r['codes_mib']:.0f}",
-            ]
-            for r in entry["results"]
-        ]
         title = ", ".join(f"{n} {name}" for n, name in zip(entry["shape"], NAMES, strict=True))
-        header = ("case", "ms", "of bf16", "of floor", "kept MiB", "weights MiB")
-        parts.append(f"{title}\n{table.render(header, rows)}")
+        header = ("case", "ms", "tokens/s", "of bf16", "of floor", "kept MiB", "weights MiB", "peak MiB")
+        parts.append(f"{title}\n{cases.render(header, entry['results'], _cells)}")
         for name, kernels in entry["kernels"].items():
-            listed = [[e["kernel"][:72], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in kernels[:24]]
-            parts.append(table.render((f"kernel, {name}", "calls", "ms a step"), listed))
+            parts.append(_kernel_table(name, kernels))
     return "\n\n".join(parts)
+
+
+def _cells(r: dict[str, Any]) -> list[str]:
+    return [
+        f"{r['ms']:.3f}",
+        f"{r['tokens_per_s']:.0f}",
+        f"{r['of_bf16']:.2f}" if "of_bf16" in r else "-",
+        f"{r['of_floor']:.2f}",
+        f"{r['kept_mib']:.0f}",
+        f"{r['codes_mib']:.0f}",
+        f"{r['peak_mib']:.0f}",
+    ]
+
+
+def _kernel_table(name: str, kernels: list[dict[str, Any]]) -> str:
+    if any("error" in e for e in kernels):
+        return f"kernels, {name}  failed: {kernels[0]['error']}"
+    listed = [[e["kernel"][:72], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in kernels[:24]]
+    return table.render((f"kernel, {name}", "calls", "ms a step"), listed)

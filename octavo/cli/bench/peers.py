@@ -12,6 +12,8 @@ from octavo.cli import machine
 
 PACKAGES = ("torchao", "transformer_engine")
 
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows [rows, K], weights [experts, K, N], where each group ends
+
 
 def versions() -> dict[str, str | None]:
     return {name: machine.installed(name) for name in PACKAGES}
@@ -38,6 +40,18 @@ def grouped() -> dict[str, Callable[[Tensor, int, int], nn.Module]]:
     if importlib.util.find_spec("torchao") is None:
         return {}
     return {"torchao rowwise, sizes in 16s": _TorchaoExperts}
+
+
+def products() -> dict[str, Callable[[], Product]]:
+    """Returns functions that import another library's product of groups of any sizes."""
+    return {} if importlib.util.find_spec("torchao") is None else {"torchao rowwise": _torchao_product}
+
+
+def _torchao_product() -> Product:
+    from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm
+
+    product: Product = _to_fp8_rowwise_then_scaled_grouped_mm  # pads the groups itself where its version can
+    return product
 
 
 class _TorchaoExperts(nn.Module):

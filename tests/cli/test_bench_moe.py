@@ -1,0 +1,176 @@
+"""`octavo bench moe`: its order, compiled cases beyond torch's limit, cases that fail, and other libraries."""
+
+import json
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from octavo.cli.bench import cases, isolated, moe, peers
+
+TINY = (16, 4, 2, 32, 64)
+ROW = {"ms": 2.0, "readings_ms": [2.0], "tokens_per_s": 8000.0, "kept_mib": 3.0, "codes_mib": 1.0, "peak_mib": 4.0}
+FACTS = {"gpu": "a GPU", "torch": "2", "triton": "3"}
+WAYS = ("", ", cached", ", compiled", ", cached, compiled")
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """A timer that runs one step, no measurement of GPU memory, and graphs without generated code."""
+    compile_ = nn.Module.compile
+    monkeypatch.setattr(moe, "eager_ms", lambda step: (step(), (2.0, [2.0]))[1])
+    monkeypatch.setattr(moe, "kept_mib", lambda module, x: 3.0)
+    monkeypatch.setattr(moe, "peak_mib", lambda step: 4.0)
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **settings: compile_(self, backend="aot_eager", **settings))
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """The results of one shape and two recipes, of which fp8-block fails."""
+
+    def case(make, shape, compiled):
+        if "fp8-block" in make.args:
+            raise RuntimeError("\nrecompile_limit reached\nmore")
+        return ROW
+
+    def kernels(shape, name):
+        if name == "fp8-block":
+            raise ZeroDivisionError
+        return {"kernels": [{"kernel": "k", "calls": 1.0, "ms": 1.0}]}
+
+    monkeypatch.setattr(moe, "_case", case)
+    monkeypatch.setattr(moe, "_kernels", kernels)
+    found = []
+    moe._measure_shape(TINY, ["fp8-delayed", "fp8-block"], True, found)
+    return found
+
+
+# -- cases -----------------------------------------------------------------------------------------------------------
+
+
+@torch._dynamo.config.patch(recompile_limit=3)
+def test_more_compiled_cases_run_than_torch_compiles_one_forward(on_a_cpu):
+    for name in ("fp8-delayed", "fp8-block", "fp8-current"):
+        for cached in (False, True):
+            make = partial(moe.Ours, TINY, name, cached, device="cpu")
+            row = cases.attempt(name, partial(moe._case, make, TINY, True))
+            assert row["ms"] == 2.0 and row["tokens_per_s"] == 8000.0 and row["peak_mib"] == 4.0, row
+
+
+def test_the_plain_layer_compiles_as_one_graph(on_a_cpu):
+    assert "error" not in cases.attempt("bf16", partial(moe._case, partial(moe.Stock, TINY, "cpu"), TINY, True))
+
+
+def test_the_cases_that_matter_most_come_first(shapes):
+    ours = [f"octavo {name}{way}" for name in ("fp8-delayed", "fp8-block") for way in WAYS]
+    assert [row["case"] for row in shapes[0]["results"]] == ["grouped_mm bf16, compiled", *ours, "grouped_mm bf16"]
+
+
+def test_a_case_that_fails_is_a_row_and_the_others_are_measured(shapes):
+    (entry,) = shapes
+    failed = [row for row in entry["results"] if "error" in row]
+    assert [row["case"] for row in failed] == [f"octavo fp8-block{way}" for way in WAYS]
+    assert {row["error"] for row in failed} == {"RuntimeError: recompile_limit reached"}
+    measured = [row for row in entry["results"] if row not in failed]
+    assert [row["of_bf16"] for row in measured] == [1.0] * 6
+    assert measured[2]["of_floor"] == 2.0 / moe.floors(TINY)["cached"]
+    assert entry["kernels"]["fp8-block"] == [{"case": "fp8-block", "error": "ZeroDivisionError"}]
+    text = moe.render({"machine": FACTS, "shapes": shapes})
+    assert "\noctavo fp8-delayed, cached            2.000  8000      1.00     " in text
+    assert "\noctavo fp8-block, cached  failed: RuntimeError: recompile_limit reached\n" in text
+    assert "\nkernels, fp8-block  failed: ZeroDivisionError" in text
+
+
+def test_without_a_time_of_bf16_there_is_no_ratio_to_it(monkeypatch):
+    entry = {"shape": list(TINY), "floor_ms": moe.floors(TINY), "results": [], "kernels": {}}
+    moe._add(entry, {"case": "grouped_mm bf16, compiled", "error": "no"})
+    moe._add(entry, {"case": "octavo fp8-block", **ROW})
+    assert "of_bf16" not in entry["results"][1] and entry["results"][1]["of_floor"] > 0
+    assert "failed: no" in moe.render({"machine": FACTS, "shapes": [entry]})
+
+
+def test_ctrl_c_is_no_failed_case():
+    with pytest.raises(KeyboardInterrupt):
+        cases.attempt("a case", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+
+
+def test_a_long_error_is_cut():
+    assert len(cases.first_line(RuntimeError("x" * 5000))) == cases.LONGEST
+    assert cases.first_line(RuntimeError()) == "RuntimeError"
+
+
+# -- other libraries -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """Other processes end with this report, or none, and this text on stderr."""
+    ending = SimpleNamespace(report=None, stderr="", commands=[])
+
+    def run(command, **settings):
+        ending.commands.append(command)
+        if ending.report is not None:
+            Path(command[-1]).write_text(json.dumps(ending.report))
+        return SimpleNamespace(stderr=ending.stderr, returncode=134)
+
+    monkeypatch.setattr(isolated.subprocess, "run", run)
+    monkeypatch.setattr(peers, "products", lambda: {"torchao rowwise": lambda: None})
+    return ending
+
+
+ASSERTION = "Assertion `delta % 16 == 0` failed."
+
+
+def test_other_libraries_are_measured_in_processes_of_their_own(shapes, process):
+    process.report = {"shapes": [{"results": [{"case": "torchao rowwise", **ROW, "of_bf16": 1.0, "of_floor": 1.0}]}]}
+    shapes[0]["results"][0]["ms"] = 4.0
+    moe._add_peers(shapes)
+    *_, first, second = shapes[0]["results"]
+    assert (first["case"], second["case"]) == ("torchao rowwise, compiled", "torchao rowwise")
+    assert second["of_bf16"] == 0.5 and second["of_floor"] == 2.0 / moe.floors(TINY)["fp8"]
+    assert process.commands[0][2:-1] == [
+        "octavo", "bench", "moe", "--shape", "16,4,2,32,64", "--peer", "torchao rowwise, compiled", "--json",
+    ]  # fmt: skip
+
+
+def test_an_assertion_on_the_gpu_is_in_the_row(shapes, process):
+    process.stderr = f"warning\nGroupMM.cu:90: block: [0,0,0], thread: [3,0,0] {ASSERTION}\nmore {ASSERTION}\n"
+    process.report = {"shapes": [{"results": [{"case": "torchao rowwise", "error": "RuntimeError: CUDA error"}]}]}
+    moe._add_peers(shapes)
+    assert shapes[0]["results"][-1]["error"] == f"RuntimeError: CUDA error ({ASSERTION})"
+    assert "\ntorchao rowwise  failed: RuntimeError: CUDA error (" in moe.render({"machine": FACTS, "shapes": shapes})
+
+
+def test_a_process_that_dies_is_a_row(shapes, process):
+    process.stderr = "Traceback\nlibtorch: Aborted\n\n"
+    moe._add_peers(shapes)
+    assert shapes[0]["results"][-1] == {"case": "torchao rowwise", "error": "RuntimeError: libtorch: Aborted"}
+
+
+def test_the_process_of_another_library_measures_one_case(on_a_cpu, monkeypatch):
+    stock = partial(moe.Stock, device="cpu")
+    monkeypatch.setattr(moe, "Stock", stock)
+    monkeypatch.setattr(peers, "products", lambda: {"torchao rowwise": lambda: moe.grouped_mm})
+    found = []
+    moe._measure_peer("torchao rowwise, compiled", TINY, found)
+    moe._measure_peer("unheard of", TINY, found)
+    assert found[0]["results"][0]["case"] == "torchao rowwise, compiled" and found[0]["results"][0]["ms"] == 2.0
+    assert found[1]["results"] == [{"case": "unheard of", "error": "KeyError: 'unheard of'"}]
+
+
+def test_a_real_process_hands_over_its_report_or_its_last_words():
+    report = isolated.report_of(["train", "--device", "cpu", "--steps", "1", "--batch", "1"])
+    assert len(report["recipe"]["losses"]) == 1 and report["said"] == ""
+    with pytest.raises(RuntimeError, match="octavo train: There is no device called 'abacus'"):
+        isolated.report_of(["train", "--device", "abacus"])
+
+
+def test_a_process_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(isolated, "SECONDS", 0.5)
+    with pytest.raises(RuntimeError, match=r"The process was ended after 0\.5 seconds\."):
+        isolated.report_of(["train", "--device", "cpu"])
