@@ -98,12 +98,12 @@ def grouped_for_hopper() -> list:
         for way, adds, whole in (("", False, None), (", added", True, None), (", by halves", False, half)):
             if whole is None or out != "fp32":
                 pointers = {**codes, "lines": line, "whole": whole, "a_scale": "*fp32", "block": "*i32"}
-                numbers = sizes | {"a_scale_stride": "i32"}
+                numbers = sizes | {"a_scale_stride": "i32", "span": "i32"}
                 add(f"grouped depth {name}{way}", contraction.depth_kernel, pointers, numbers, ADD=adds)
                 pointers = {**codes, "whole": whole, **scales, "block": "*i32"}
                 for each in (False, True):
                     kind, own = ("rowwise" if each else "tensorwise"), {"A_EACH": each, "B_EACH": each}
-                    kernel, numbers = contraction.whole_depth_kernel, sizes | groups
+                    kernel, numbers = contraction.whole_depth_kernel, sizes | groups | {"span": "i32"}
                     add(f"grouped {kind} depth {name}{way}", kernel, pointers, numbers, ADD=adds, **own)
     for kind, out, across, stages in (("bf16", "bf16", 256, 4), ("fp16", "fp16", 128, 6), ("bf16", "fp32", 128, 6)):
         for turned in (False, True):

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from octavo.kernels.grouped_gemm.hopper.tiles import (
     HALF_TILE,
     SIZE,
+    SPAN,
     STAGES,
     add_products,
     barriers,
@@ -34,21 +35,28 @@ from octavo.quant.groups import BLOCK
 
 
 @gluon.jit
-def _place_of(t, down, across):
-    """Tile number -> (group, tile down, tile across)."""
-    return t // (down * across), t // across % down, t % across
+def _place_of(t, span, down, across):
+    """Tile number -> (group, tile down at which its span begins, tile across, tile down within the span). A span of
+    tiles down goes all the way across before the next one begins, so that both operands stay in the cache."""
+    at = t // span
+    line = at // across
+    tall = down // span
+    return line // tall, line % tall * span, at % across, t % span
 
 
 @gluon.jit
-def _place_after(group, m, n, step_group, step_m, step_n, down, across):
-    """The place so many groups, tiles down and tiles across further on, without a division: four of them took as long
-    as two products."""
-    n += step_n
+def _place_after(group, top, n, low, step_group, step_top, step_n, step_low, span, down, across):
+    """The place so many groups, tiles down, across and within a span further on, without a division: those of a tile
+    took as long as two products."""
+    low += step_low
+    carry = (low >= span).to(gl.int32)
+    low -= carry * span
+    n += step_n + carry
     carry = (n >= across).to(gl.int32)
     n -= carry * across
-    m += step_m + carry
-    carry = (m >= down).to(gl.int32)
-    return group + step_group + carry, m - carry * down, n
+    top += step_top + carry * span
+    carry = (top >= down).to(gl.int32)
+    return group + step_group + carry, top - carry * down, n, low
 
 
 @gluon.jit
@@ -59,12 +67,12 @@ def _depth_of(group, block, G):
 
 
 @gluon.jit
-def _load_depth(a, b, lines, left, right, scales, ready, empty, block, G, N, K):
+def _load_depth(a, b, lines, left, right, scales, ready, empty, block, G, N, K, span):
     down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     tiles = G * down * across
-    group, m, n = _place_of(gl.program_id(0), down, across)
-    step_group, step_m, step_n = _place_of(gl.num_programs(0), down, across)
+    group, top, n, low = _place_of(gl.program_id(0), span, down, across)
+    step_group, step_top, step_n, step_low = _place_of(gl.num_programs(0), span, down, across)
     for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first, end = _depth_of(group, block, G)
         # Triton 3.6 drops a carried value that only bounds an inner loop, and then this one never ends: `first` is used
@@ -77,12 +85,14 @@ def _load_depth(a, b, lines, left, right, scales, ready, empty, block, G, N, K):
                 mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes + lines.block_type.nbytes)
             else:
                 mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
-            tma.async_copy_global_to_shared(a, [m * SIZE, step * SIZE], bar, left.index(stage))
+            tma.async_copy_global_to_shared(a, [(top + low) * SIZE, step * SIZE], bar, left.index(stage))
             tma.async_copy_global_to_shared(b, [n * SIZE, step * SIZE], bar, right.index(stage))
             if lines is not None:
                 tma.async_copy_global_to_shared(lines, [step, n * SIZE], bar, scales.index(stage))
             stage, phase = following(stage, phase)
-        group, m, n = _place_after(group, m, n, step_group, step_m, step_n, down, across)
+        group, top, n, low = _place_after(
+            group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
+        )
 
 
 @gluon.jit
@@ -127,7 +137,7 @@ def _two_scales(a_scale, a_scale_stride, rows, step, end, N):
 @gluon.jit
 def _multiply_depth(
     HALF: gl.constexpr, left, right, scales, ready, empty, out, whole, a_scale, block, G, N, K, a_scale_stride,
-    ADD: gl.constexpr,
+    span, ADD: gl.constexpr,
 ):  # fmt: skip
     """One half of each tile's rows, where a scale reaches 128 far."""
     H: gl.constexpr = SIZE // 2
@@ -136,15 +146,17 @@ def _multiply_depth(
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     tiles = G * down * across
     lanes = HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
-    group, m, n = _place_of(gl.program_id(0), down, across)
-    step_group, step_m, step_n = _place_of(gl.num_programs(0), down, across)
+    group, top, n, low = _place_of(gl.program_id(0), span, down, across)
+    step_group, step_top, step_n, step_low = _place_of(gl.num_programs(0), span, down, across)
     first, end = _depth_of(group, block, G)
-    rows = m * SIZE + lanes
+    rows = (top + low) * SIZE + lanes
     now, then = _two_scales(a_scale, a_scale_stride, rows, first, end, N)
     if whole is not None:
         room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
     for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        next_group, next_m, next_n = _place_after(group, m, n, step_group, step_m, step_n, down, across)
+        next_group, next_top, next_n, next_low = _place_after(
+            group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
+        )
         next_first, next_end = _depth_of(next_group, block, G)
         total = gl.zeros((H, SIZE), gl.float32, layout=SUM)
         if first < end:
@@ -183,13 +195,13 @@ def _multiply_depth(
                 total += (done * now[:, None]) * of_columns
                 stage, phase = following(stage, phase)
         first, end = next_first, next_end
-        rows = next_m * SIZE + lanes
+        rows = (next_top + next_low) * SIZE + lanes
         now, then = _two_scales(a_scale, a_scale_stride, rows, first, end, N)
         if whole is not None:
-            _hand_over(HALF, total, whole, room, group, m, n, N)
+            _hand_over(HALF, total, whole, room, group, top + low, n, N)
         else:
-            _write_depth(HALF, total, out, group, m, n, N, K, ADD)
-        group, m, n = next_group, next_m, next_n
+            _write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
+        group, top, n, low = next_group, next_top, next_n, next_low
     if whole is not None:
         tma.store_wait(0)
 
@@ -197,7 +209,7 @@ def _multiply_depth(
 @gluon.jit
 def _multiply_whole_depth(
     HALF: gl.constexpr, left, right, ready, empty, out, whole, a_scale, b_scale, block,
-    G, N, K, a_scale_group, b_scale_group, A_EACH: gl.constexpr, B_EACH: gl.constexpr, ADD: gl.constexpr,
+    G, N, K, a_scale_group, b_scale_group, span, A_EACH: gl.constexpr, B_EACH: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """The same, where a scale reaches over all rows of a group. Those of an empty group are not read: its sum is zero
     whatever they hold."""
@@ -206,15 +218,17 @@ def _multiply_whole_depth(
     down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     tiles = G * down * across
-    group, m, n = _place_of(gl.program_id(0), down, across)
-    step_group, step_m, step_n = _place_of(gl.num_programs(0), down, across)
+    group, top, n, low = _place_of(gl.program_id(0), span, down, across)
+    step_group, step_top, step_n, step_low = _place_of(gl.num_programs(0), span, down, across)
     first, end = _depth_of(group, block, G)
     if whole is not None:
         room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
     for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        next_group, next_m, next_n = _place_after(group, m, n, step_group, step_m, step_n, down, across)
+        next_group, next_top, next_n, next_low = _place_after(
+            group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
+        )
         next_first, next_end = _depth_of(next_group, block, G)
-        rows = m * SIZE + HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
+        rows = (top + low) * SIZE + HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
         at_a, at_b = a_scale + group * a_scale_group, b_scale + group * b_scale_group
         some = (first < end).to(gl.int32)
         of_rows, of_columns = scales_ahead(at_a, at_b, rows, N * some, K * some, A_EACH, B_EACH)
@@ -223,26 +237,26 @@ def _multiply_whole_depth(
         total = scaled(total, of_rows, of_columns, at_b, columns, K * some, B_EACH)
         first, end = next_first, next_end
         if whole is not None:
-            _hand_over(HALF, total, whole, room, group, m, n, N)
+            _hand_over(HALF, total, whole, room, group, top + low, n, N)
         else:
-            _write_depth(HALF, total, out, group, m, n, N, K, ADD)
-        group, m, n = next_group, next_m, next_n
+            _write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
+        group, top, n, low = next_group, next_top, next_n, next_low
     if whole is not None:
         tma.store_wait(0)
 
 
 @gluon.jit
-def depth_kernel(a, b, lines, out, whole, a_scale, block, G, N, K, a_scale_stride, ADD: gl.constexpr):
+def depth_kernel(a, b, lines, out, whole, a_scale, block, G, N, K, a_scale_stride, span, ADD: gl.constexpr):
     left, right = room_for_codes(a, b)
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SIZE], lines.layout)
     ready, empty = barriers()
     gl.warp_specialize(
         [
             (_multiply_depth, (0, left, right, scales, ready, empty, out, whole, a_scale, block, G, N, K,
-                               a_scale_stride, ADD)),
+                               a_scale_stride, span, ADD)),
             (_multiply_depth, (1, left, right, scales, ready, empty, out, whole, a_scale, block, G, N, K,
-                               a_scale_stride, ADD)),
-            (_load_depth, (a, b, lines, left, right, scales, ready, empty, block, G, N, K)),
+                               a_scale_stride, span, ADD)),
+            (_load_depth, (a, b, lines, left, right, scales, ready, empty, block, G, N, K, span)),
         ],
         [4, 1],
         [232, 40],
@@ -252,17 +266,17 @@ def depth_kernel(a, b, lines, out, whole, a_scale, block, G, N, K, a_scale_strid
 @gluon.jit
 def whole_depth_kernel(
     a, b, out, whole, a_scale, b_scale, block,
-    G, N, K, a_scale_group, b_scale_group, A_EACH: gl.constexpr, B_EACH: gl.constexpr, ADD: gl.constexpr,
+    G, N, K, a_scale_group, b_scale_group, span, A_EACH: gl.constexpr, B_EACH: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     left, right = room_for_codes(a, b)
     ready, empty = barriers()
     gl.warp_specialize(
         [
             (_multiply_whole_depth, (0, left, right, ready, empty, out, whole, a_scale, b_scale, block,
-                                     G, N, K, a_scale_group, b_scale_group, A_EACH, B_EACH, ADD)),
+                                     G, N, K, a_scale_group, b_scale_group, span, A_EACH, B_EACH, ADD)),
             (_multiply_whole_depth, (1, left, right, ready, empty, out, whole, a_scale, b_scale, block,
-                                     G, N, K, a_scale_group, b_scale_group, A_EACH, B_EACH, ADD)),
-            (_load_depth, (a, b, None, left, right, None, ready, empty, block, G, N, K)),
+                                     G, N, K, a_scale_group, b_scale_group, span, A_EACH, B_EACH, ADD)),
+            (_load_depth, (a, b, None, left, right, None, ready, empty, block, G, N, K, span)),
         ],
         [4, 1],
         [232, 40],
@@ -281,6 +295,12 @@ def _halves(out: Tensor) -> Tiles | None:
     return Tiles(out.view(-1, out.shape[2]), [BLOCK // 2, BLOCK], HALF_TILE)
 
 
+def _span(n: int) -> int:
+    """Returns how many tiles down are computed together: as many as divide their number, SPAN at most."""
+    down = -(-n // BLOCK)
+    return next(span for span in range(SPAN.value, 0, -1) if down % span == 0)
+
+
 def takes_wgrad(a: GroupedTensor, b: GroupedTensor) -> bool:
     return can_be_copied(a.q.codes) and can_be_copied(b.q.codes) and (whole(a.q.spec) or can_be_copied(b.q.scale.T))
 
@@ -288,15 +308,15 @@ def takes_wgrad(a: GroupedTensor, b: GroupedTensor) -> bool:
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
     codes, halves = (tiles_of(a.q.codes), tiles_of(b.q.codes)), None if accumulate else _halves(out)
     block, sizes, programs = a.groups.block, (a.groups.number, *out.shape[1:]), processors(out.device)
-    left, right = grouped_strides(a), grouped_strides(b)
+    left, right, span = grouped_strides(a), grouped_strides(b), _span(out.shape[1])
     if whole(a.q.spec):
         launch = _whole_depth_launch(
-            programs, (*sizes, left.group, right.group), left.row == 1, right.row == 1, accumulate
+            programs, (*sizes, left.group, right.group, span), left.row == 1, right.row == 1, accumulate
         )
         launch(*codes, out, halves, a.q.scale, b.q.scale, block)
     else:
         lines = Tiles(b.q.scale.T, [1, BLOCK], LINE)  # [blocks, K], contiguous
-        _depth_launch(programs, (*sizes, left.block), accumulate)(*codes, lines, out, halves, a.q.scale, block)
+        _depth_launch(programs, (*sizes, left.block, span), accumulate)(*codes, lines, out, halves, a.q.scale, block)
 
 
 @lru_cache(maxsize=4096)
