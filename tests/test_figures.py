@@ -266,6 +266,17 @@ def test_the_spread_of_runs_on_file():
         assert cells == [f"{base:.3f}", f"{ours:.3f}", f"{base / ours:.2f}"], file
 
 
+def test_the_tables_of_the_output_of_fc1_in_fp8():
+    found = results("fc1-storage-cpu")
+    (_, *losses), (_, *errors) = tables(BENCHMARKS, "### Experts with the output of fc1 in FP8")
+    gaps = [[], *found["gaps_percent"].values()]
+    for row, loss, gap in zip(losses, found["losses"].values(), gaps, strict=True):
+        assert row[2:] == [" ".join(f"{x:.4f}" for x in loss), " ".join(f"{x:+.2f}" for x in gap)]
+    for row, measured in zip(errors, found["gradient_errors"].values(), strict=True):
+        assert row[1:] == [f"{100 * measured[name]:.2f} %" for name in ("dx", "dprobs", "dw1", "dw2")]
+    assert found["ok"]
+
+
 # -- verification ------------------------------------------------------------------------------------------------------
 
 

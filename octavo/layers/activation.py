@@ -10,6 +10,7 @@ import math
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from octavo._torch.operators import unsafe_view
@@ -69,9 +70,11 @@ class Saved(NamedTuple):
 
 def matrix(x: Tensor) -> Tensor:
     """Reshape [..., K] to [M, K], and a single number to [1, 1]."""
-    if x.dim() == 2:
-        return x
-    return x.reshape(1, 1) if x.dim() == 0 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(shape_of_matrix(tuple(x.shape)))
+
+
+def shape_of_matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (math.prod(shape[:-1]), shape[-1]) if shape else (1, 1)
 
 
 def vector(t: Tensor | None) -> Tensor | None:
@@ -88,7 +91,15 @@ class ActivationLayer(Layer):
         )
         if x.dim() != 2:
             y = unsafe_view(y, shape_of_y(config, tuple(x.shape)))  # fresh, and no view of anything
-        return ForwardResult((y,), (), ())
+        return ForwardResult((y,), (), self.fresh(config, x))
+
+    def fresh(self, config: Config, x: Tensor) -> Tensors:
+        """The tensors that forward makes for backward: none, since backward keeps x itself."""
+        return ()
+
+    def restored(self, config: Config, saved: Any, dtype: torch.dtype) -> Saved:
+        """The saved tensors, with the values of x, which have this dtype."""
+        return Saved._make(saved)
 
     def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
@@ -119,7 +130,7 @@ class ActivationLayer(Layer):
         dy = grads[0]
         if dy is None:
             return (None,) * len(Inputs._fields)
-        x, scales, bias, seed = Saved._make(saved)
+        x, scales, bias, seed = self.restored(config, saved, dy.dtype)
         wanted = self.wants(config)
         of_kernel = activation.backward(
             config.function,

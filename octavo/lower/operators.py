@@ -41,6 +41,7 @@ from octavo.layers import (
     activation,
     add,
     chain,
+    coded_activation,
     fork,
     grouped_linear,
     linear,
@@ -65,7 +66,8 @@ from octavo.quant.qtensor import Join
 
 # imported so that plans find them by name
 _KNOWN = (
-    activation, add, chain, fork, grouped_linear, linear, norm, permute, permute_probs, rounding, token_sort, unpermute
+    activation, add, chain, coded_activation, fork, grouped_linear, linear, norm, permute, permute_probs, rounding,
+    token_sort, unpermute,
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from tests.modules.oracle import assert_same
 pytestmark = pytest.mark.gpu
 E, D, N, T, K = 8, 256, 384, 300, 2
 RECIPES = ["fp8-delayed", "fp8-current", "fp8-block", "fp8-rowwise", "mxfp8", "nvfp4"]
+STORAGES = ["unquantized", "fp8"]
 NEAR = {**dict.fromkeys(RECIPES, 0.1), "fp8-current": 0.15, "fp8-delayed": 0.35, "nvfp4": 0.6}
 
 
@@ -80,10 +81,25 @@ def test_two_runs_have_the_same_bits(recipe):
         assert_same(a, b)
 
 
+@recipes(RECIPES)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_codes_of_the_output_of_fc1_leave_y_as_it_is_and_gradients_near(recipe, activation):
+    model, twin = (experts(recipe, activation=activation, fc1_output_storage=storage) for storage in STORAGES[::-1])
+    for seed in range(4):
+        data = batch(seed)
+        found, want = step(model, *data), step(twin, *data)
+        assert_same(found[0], want[0], f"y, routing {seed}")
+        for a, b in zip(found, want, strict=True):
+            assert a.isfinite().all()
+            assert error(a, b) < (0.15 if "nvfp4" in recipe else 0.1), f"routing {seed}: {error(a, b):.3g}"
+        assert error(found[2], want[2]) > 1e-3
+
+
 @recipes(["fp8-delayed", "fp8-current", "fp8-block", "nvfp4"])
-def test_a_captured_step_follows_fifty_routings(recipe):
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_captured_step_follows_fifty_routings(recipe, storage):
     """The graph's own memory holds what earlier replays left there; the routing changes in place."""
-    model, twin = warmed(experts(recipe)), warmed(experts(recipe))
+    model, twin = (warmed(experts(recipe, fc1_output_storage=storage)) for _ in range(2))
     x, indices, probs, dy = batch(0)
     x, probs = x.requires_grad_(), probs.requires_grad_()
 
@@ -116,8 +132,9 @@ def test_a_captured_step_follows_fifty_routings(recipe):
 
 
 @recipes(["fp8-delayed", "fp8-block"])
-def test_no_value_is_read_on_the_host(recipe):
-    model, data = warmed(experts(recipe)), batch(1)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_no_value_is_read_on_the_host(recipe, storage):
+    model, data = warmed(experts(recipe, fc1_output_storage=storage)), batch(1)
     want = step(model, *data)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -130,8 +147,9 @@ def test_no_value_is_read_on_the_host(recipe):
 
 @recipes(["fp8-delayed", "fp8-block"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_compiled_has_the_bits_of_eager(recipe, mode):
-    model, twin = warmed(experts(recipe)), warmed(experts(recipe))
+@pytest.mark.parametrize("storage", STORAGES)
+def test_compiled_has_the_bits_of_eager(recipe, mode, storage):
+    model, twin = (warmed(experts(recipe, fc1_output_storage=storage)) for _ in range(2))
     call = torch.compile(lambda *data: model(*data), fullgraph=True, mode=mode)
     for seed in range(4):
         data = batch(seed)

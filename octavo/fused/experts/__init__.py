@@ -2,7 +2,8 @@
 
 Casts read the rows of their experts from x and from dy (`CastArgs.source`): with one scale or blocks, no row is copied;
 other quantizers copy the rows first. Forward keeps x, the output h of the first layer, the probabilities and the
-permutation; backward makes column codes of x and of the activated values again.
+permutation; backward makes column codes of x and of the activated values again. h is kept as it is or, by another rule
+of the same name, as FP8 codes (`octavo.layers.coded_activation`), which backward decodes before the activation's pass.
 
     forward     x -> codes by expert      h = x · w1ᵀ      h -> codes of a = act(h)      y = Σ p · (a · w2ᵀ)
     backward    dy -> codes by expert     g = dy · w2
@@ -36,8 +37,8 @@ from octavo.fused.grouped_mlp import (
 from octavo.fuser.pattern import FusedOperation, Joint, Rule
 from octavo.kernels import permute as moves
 from octavo.kernels.permute import Slots
-from octavo.layers import activation, grouped_linear, matmul, permute, unpermute
-from octavo.layers.contract import DTYPE_NAMES, ForwardResult
+from octavo.layers import activation, coded_activation, grouped_linear, matmul, permute, unpermute
+from octavo.layers.contract import DTYPE_NAMES, LAYERS, ForwardResult
 from octavo.modules.activation import Activation
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.permutation import Permute, Unpermute
@@ -59,8 +60,9 @@ class RoutedExperts(FusedOperation):
         x, source = activation.matrix(moved.x), moves.tokens(moved.slots, moved.positions)
         codes = grouped_linear.quantized_x(first, own, x, groups, amaxes.x, source)
         up = grouped_linear.forward_from(first, own, codes, groups, amaxes)
-        pair = (inputs[2]._replace(x=up.outputs[0]), inputs[3])
-        activated, down = ActivationGroupedLinear.step_forward((act, second), pair)
+        h = up.outputs[0]
+        activated, down = ActivationGroupedLinear.step_forward((act, second), (inputs[2]._replace(x=h), inputs[3]))
+        activated = activated._replace(fresh=LAYERS[act.registered_name].fresh(act, h))
         y = moves.combine(down.outputs[0], unpermute.slots_of(last), activation.matrix(last.probs))
         y = unsafe_view(y, (*last.positions.shape[:-1], y.shape[1]))
         nothing = ForwardResult((None,), (), ())
@@ -83,10 +85,11 @@ class RoutedExperts(FusedOperation):
         row, column = grouped_linear.quantized_dy(last, dy, groups, source)
         g = grouped_linear.input_gradient(last, like, row, groups)
         again, given = grouped_linear.x_column_buffer(last, TensorProto.of(g), groups)
-        scaled = activation.Saved._make(saved[2])._replace(scales=moves.take(probs, of_token, slots))
+        scaled = LAYERS[act.registered_name].restored(act, saved[2], g.dtype)
+        scaled = scaled._replace(scales=moves.take(probs, of_token, slots))
         act = _scaled(act, DTYPE_NAMES[probs.dtype], "p" in back.grads)
         cast = ActivationGradient(call, act, scaled, g, groups, target((None, again), given))
-        del g, row  # before the last GEMMs
+        del g, scaled, row  # before the last GEMMs
         dw = grouped_linear.finish(last, like, column, groups, again)
         x_column = None
         if "w" in first.grads:
@@ -148,6 +151,15 @@ def _changed(configs: Sequence[Any]) -> list[Any]:
     ]
 
 
+def _changed_with_codes_of_h(configs: Sequence[Any]) -> list[Any]:
+    """Keep codes of h instead of h, besides."""
+    move, first, act, second, back = _changed(configs)
+    return [move, first, coded_activation.Config.of(act), second, back]
+
+
 PATTERN = (Permute, GroupedLinear, Activation, GroupedLinear, Unpermute)
-# given to `octavo.moe.Experts` alone: both ends of it must have one permutation
-RULES = (Joint(Rule("experts", PATTERN, RoutedExperts, CONDITIONS, changes=_changed)),)
+# by the form in which h is kept; given to `octavo.moe.Experts` alone: both ends of it must have one permutation
+RULES = {
+    storage: (Joint(Rule("experts", PATTERN, RoutedExperts, CONDITIONS, changes=changes)),)
+    for storage, changes in (("unquantized", _changed), ("fp8", _changed_with_codes_of_h))
+}

@@ -7,9 +7,13 @@ format's range instead. A 128x128 block is the same block in both orientations, 
 Never use it for gradients: training diverges.
 """
 
+import torch
+from torch import Tensor
+
 from octavo.errors import check_choice, check_not_negative
 from octavo.formats import E4M3, E5M2, Format, check_format
-from octavo.quant.quantizer import Quantizer
+from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Quantizer, check_float
 from octavo.values import register
 
 BLOCK = 128
@@ -61,6 +65,17 @@ class Block1D(_Blocks):
     eps: float = 0.0
 
     block = (1, BLOCK)
+
+    def dequantize(self, q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
+        if self.fmt.inf is not None:
+            return super().dequantize(q, dtype)
+        # the same bits without float32 temporaries: codes are exact in 16 bits, and a product is rounded once
+        dtype = check_float(q.dtype if dtype is None else dtype, "dequantize")
+        values, whole = q.codes.to(dtype, memory_format=torch.contiguous_format), q.columns // BLOCK
+        values[:, : whole * BLOCK].view(q.rows, whole, BLOCK).mul_(q.scale[:, :whole, None])
+        values[:, whole * BLOCK :].mul_(q.scale[:, whole:])
+        limit = torch.finfo(dtype).max
+        return values.clamp_(-limit, limit).view(q.shape)
 
 
 @register("block-2d")
