@@ -97,8 +97,8 @@ def grouped_for_hopper() -> list:
                 add(f"grouped {kind} rows {name}{way}", row_groups.whole_rows_kernel, pointers, numbers, **own)
         for way, adds, whole in (("", False, None), (", added", True, None), (", by halves", False, half)):
             if whole is None or out != "fp32":
-                pointers = {**codes, "lines": line, "whole": whole, "a_scale": "*fp32", "block": "*i32"}
-                numbers = sizes | {"a_scale_stride": "i32", "span": "i32"}
+                pointers = {**codes, "a_lines": line, "b_lines": line, "whole": whole, "block": "*i32"}
+                numbers = sizes | {"span": "i32"}
                 add(f"grouped depth {name}{way}", contraction.depth_kernel, pointers, numbers, ADD=adds)
                 pointers = {**codes, "whole": whole, **scales, "block": "*i32"}
                 for each in (False, True):

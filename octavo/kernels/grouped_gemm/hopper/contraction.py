@@ -67,7 +67,7 @@ def _depth_of(group, block, G):
 
 
 @gluon.jit
-def _load_depth(a, b, lines, left, right, scales, ready, empty, block, G, N, K, span):
+def _load_depth(a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, empty, block, G, N, K, span):
     down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     tiles = G * down * across
@@ -81,14 +81,15 @@ def _load_depth(a, b, lines, left, right, scales, ready, empty, block, G, N, K, 
             step = first + i
             mbarrier.wait(empty.index(stage), phase)
             bar = ready.index(stage)
-            if lines is not None:
-                mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes + lines.block_type.nbytes)
+            if a_lines is not None:
+                scales: gl.constexpr = a_lines.block_type.nbytes + b_lines.block_type.nbytes
+                mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes + scales)
+                tma.async_copy_global_to_shared(a_lines, [step, (top + low) * SIZE], bar, of_rows.index(stage))
+                tma.async_copy_global_to_shared(b_lines, [step, n * SIZE], bar, of_columns.index(stage))
             else:
                 mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
             tma.async_copy_global_to_shared(a, [(top + low) * SIZE, step * SIZE], bar, left.index(stage))
             tma.async_copy_global_to_shared(b, [n * SIZE, step * SIZE], bar, right.index(stage))
-            if lines is not None:
-                tma.async_copy_global_to_shared(lines, [step, n * SIZE], bar, scales.index(stage))
             stage, phase = following(stage, phase)
         group, top, n, low = _place_after(
             group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
@@ -119,38 +120,34 @@ def _hand_over(HALF: gl.constexpr, total, whole, room, group, m, n, N):
 
 
 @gluon.jit
-def _give_back(empty, stage):
-    """A buffer that threads have read themselves. Without the fence the copy unit, which does not wait for their reads,
-    was seen to put the next scales there before all of them were done."""
+def _added(HALF: gl.constexpr, total, done, of_rows, of_columns, empty, stage):
+    """The sum and a product by its scales, whose buffer is given back. Threads have read scales there themselves:
+    without the fence the copy unit, which does not wait for their reads, was seen to put the next ones there before all
+    were done. The fence waits for loads from global memory too, so that no scale comes from there."""
+    H: gl.constexpr = SIZE // 2
+    SUM: gl.constexpr = sum_layout()
+    line = of_rows.index(stage)._reinterpret(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rows = line.slice(HALF * H, H).load(gl.SliceLayout(1, SUM))
+    columns = of_columns.index(stage).load(SUM)  # [1, SIZE]
     fence_async_shared()
     mbarrier.arrive(empty.index(stage), count=1)
-
-
-@gluon.jit
-def _two_scales(a_scale, a_scale_stride, rows, step, end, N):
-    """The scales of these rows in a block and in the next, where there are such blocks, asked for a product ahead."""
-    at = a_scale + gl.cast(step, gl.int64) * a_scale_stride + rows
-    now = gl.load(at, mask=(rows < N) & (step < end), other=0.0)
-    return now, gl.load(at + a_scale_stride, mask=(rows < N) & (step + 1 < end), other=0.0)
+    return total + (done * rows[:, None]) * columns
 
 
 @gluon.jit
 def _multiply_depth(
-    HALF: gl.constexpr, left, right, scales, ready, empty, out, whole, a_scale, block, G, N, K, a_scale_stride,
-    span, ADD: gl.constexpr,
+    HALF: gl.constexpr, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
+    ADD: gl.constexpr,
 ):  # fmt: skip
-    """One half of each tile's rows, where a scale reaches 128 far."""
+    """One half of each tile's rows, where a scale reaches 128 far. Products are begun in turn, as in `add_products`."""
     H: gl.constexpr = SIZE // 2
     SUM: gl.constexpr = sum_layout()
     down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     tiles = G * down * across
-    lanes = HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
     group, top, n, low = _place_of(gl.program_id(0), span, down, across)
     step_group, step_top, step_n, step_low = _place_of(gl.num_programs(0), span, down, across)
     first, end = _depth_of(group, block, G)
-    rows = (top + low) * SIZE + lanes
-    now, then = _two_scales(a_scale, a_scale_stride, rows, first, end, N)
     if whole is not None:
         room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
     for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -158,49 +155,36 @@ def _multiply_depth(
             group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
         )
         next_first, next_end = _depth_of(next_group, block, G)
+        steps = end - first
         total = gl.zeros((H, SIZE), gl.float32, layout=SUM)
-        if first < end:
+        if steps > 0:
             one = begun(HALF, left, right, ready, stage, phase)
-            for step in range(first + 2, end, 2):
+            for _ in range(2, steps, 2):
                 second, second_phase = following(stage, phase)
                 other = begun(HALF, left, right, ready, second, second_phase)
-                later, last = _two_scales(a_scale, a_scale_stride, rows, step, end, N)
                 done = warpgroup_mma_wait(1, deps=[one])
-                of_columns = scales.index(stage).load(SUM)  # [1, SIZE]
-                _give_back(empty, stage)
-                total += (done * now[:, None]) * of_columns
+                total = _added(HALF, total, done, of_rows, of_columns, empty, stage)
                 stage, phase = following(second, second_phase)
                 one = begun(HALF, left, right, ready, stage, phase)
                 done = warpgroup_mma_wait(1, deps=[other])
-                of_columns = scales.index(second).load(SUM)
-                _give_back(empty, second)
-                total += (done * then[:, None]) * of_columns
-                now, then = later, last
-            if (end - first) % 2 == 0:
+                total = _added(HALF, total, done, of_rows, of_columns, empty, second)
+            if steps % 2 == 0:
                 second, second_phase = following(stage, phase)
                 other = begun(HALF, left, right, ready, second, second_phase)
                 done = warpgroup_mma_wait(1, deps=[one])
-                of_columns = scales.index(stage).load(SUM)
-                _give_back(empty, stage)
-                total += (done * now[:, None]) * of_columns
+                total = _added(HALF, total, done, of_rows, of_columns, empty, stage)
                 done = warpgroup_mma_wait(0, deps=[other])
-                of_columns = scales.index(second).load(SUM)
-                _give_back(empty, second)
-                total += (done * then[:, None]) * of_columns
+                total = _added(HALF, total, done, of_rows, of_columns, empty, second)
                 stage, phase = following(second, second_phase)
             else:
-                of_columns = scales.index(stage).load(SUM)
                 done = warpgroup_mma_wait(0, deps=[one])
-                _give_back(empty, stage)
-                total += (done * now[:, None]) * of_columns
+                total = _added(HALF, total, done, of_rows, of_columns, empty, stage)
                 stage, phase = following(stage, phase)
-        first, end = next_first, next_end
-        rows = (next_top + next_low) * SIZE + lanes
-        now, then = _two_scales(a_scale, a_scale_stride, rows, first, end, N)
         if whole is not None:
             _hand_over(HALF, total, whole, room, group, top + low, n, N)
         else:
             _write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
+        first, end = next_first, next_end
         group, top, n, low = next_group, next_top, next_n, next_low
     if whole is not None:
         tma.store_wait(0)
@@ -246,17 +230,19 @@ def _multiply_whole_depth(
 
 
 @gluon.jit
-def depth_kernel(a, b, lines, out, whole, a_scale, block, G, N, K, a_scale_stride, span, ADD: gl.constexpr):
+def depth_kernel(a, b, a_lines, b_lines, out, whole, block, G, N, K, span, ADD: gl.constexpr):
     left, right = room_for_codes(a, b)
-    scales = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SIZE], lines.layout)
+    of_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SIZE], a_lines.layout)
+    of_columns = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SIZE], b_lines.layout)
     ready, empty = barriers()
     gl.warp_specialize(
         [
-            (_multiply_depth, (0, left, right, scales, ready, empty, out, whole, a_scale, block, G, N, K,
-                               a_scale_stride, span, ADD)),
-            (_multiply_depth, (1, left, right, scales, ready, empty, out, whole, a_scale, block, G, N, K,
-                               a_scale_stride, span, ADD)),
-            (_load_depth, (a, b, lines, left, right, scales, ready, empty, block, G, N, K, span)),
+            (_multiply_depth, (0, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
+                               ADD)),
+            (_multiply_depth, (1, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
+                               ADD)),
+            (_load_depth, (a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, empty, block, G, N, K,
+                           span)),
         ],
         [4, 1],
         [232, 40],
@@ -276,7 +262,7 @@ def whole_depth_kernel(
                                      G, N, K, a_scale_group, b_scale_group, span, A_EACH, B_EACH, ADD)),
             (_multiply_whole_depth, (1, left, right, ready, empty, out, whole, a_scale, b_scale, block,
                                      G, N, K, a_scale_group, b_scale_group, span, A_EACH, B_EACH, ADD)),
-            (_load_depth, (a, b, None, left, right, None, ready, empty, block, G, N, K, span)),
+            (_load_depth, (a, b, None, None, left, right, None, None, ready, empty, block, G, N, K, span)),
         ],
         [4, 1],
         [232, 40],
@@ -302,21 +288,23 @@ def _span(n: int) -> int:
 
 
 def takes_wgrad(a: GroupedTensor, b: GroupedTensor) -> bool:
-    return can_be_copied(a.q.codes) and can_be_copied(b.q.codes) and (whole(a.q.spec) or can_be_copied(b.q.scale.T))
+    scales = whole(a.q.spec) or (can_be_copied(a.q.scale.T) and can_be_copied(b.q.scale.T))
+    return can_be_copied(a.q.codes) and can_be_copied(b.q.codes) and scales
 
 
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
     codes, halves = (tiles_of(a.q.codes), tiles_of(b.q.codes)), None if accumulate else _halves(out)
-    block, sizes, programs = a.groups.block, (a.groups.number, *out.shape[1:]), processors(out.device)
-    left, right, span = grouped_strides(a), grouped_strides(b), _span(out.shape[1])
+    block, programs = a.groups.block, processors(out.device)
+    sizes, span = (a.groups.number, *out.shape[1:]), _span(out.shape[1])
     if whole(a.q.spec):
+        left, right = grouped_strides(a), grouped_strides(b)
         launch = _whole_depth_launch(
             programs, (*sizes, left.group, right.group, span), left.row == 1, right.row == 1, accumulate
         )
         launch(*codes, out, halves, a.q.scale, b.q.scale, block)
     else:
-        lines = Tiles(b.q.scale.T, [1, BLOCK], LINE)  # [blocks, K], contiguous
-        _depth_launch(programs, (*sizes, left.block, span), accumulate)(*codes, lines, out, halves, a.q.scale, block)
+        lines = (Tiles(q.scale.T, [1, BLOCK], LINE) for q in (a.q, b.q))  # [blocks, N] and [blocks, K], contiguous
+        _depth_launch(programs, (*sizes, span), accumulate)(*codes, *lines, out, halves, block)
 
 
 @lru_cache(maxsize=4096)

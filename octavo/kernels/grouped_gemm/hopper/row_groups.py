@@ -113,22 +113,32 @@ def _load_rows(a, b, left, right, ready, empty, owner, block, G, N, K, group_row
 
 
 @gluon.jit
+def _two_scales(at_a, at_b, a_scale_step, b_scale_step, step, steps):
+    """The factors of the scales of two products, from this step on, asked for two products ahead. They are multiplied
+    only when they are needed: that waits for them."""
+    second = gl.minimum(step + 1, steps - 1)
+    first = gl.minimum(step, steps - 1)
+    a, b = gl.load(at_a + gl.cast(first, gl.int64) * a_scale_step), gl.load(at_b + first * b_scale_step)
+    return a, b, gl.load(at_a + gl.cast(second, gl.int64) * a_scale_step), gl.load(at_b + second * b_scale_step)
+
+
+@gluon.jit
 def _add_scaled_products(
-    HALF: gl.constexpr, left, right, ready, empty, stage, phase, steps, scale, at_a, at_b, a_scale_step, b_scale_step
-):
-    """The sum of so many products, each by the scales of its 128; the first one's is given. And the buffer after. Two at
-    a time, which ends with none begun: as in `add_products`, it would need more registers than there are."""
+    HALF: gl.constexpr, left, right, ready, empty, stage, phase, steps, a, b, c, d, at_a, at_b, a_scale_step,
+    b_scale_step,
+):  # fmt: skip
+    """The sum of so many products, each by the scales of its 128, a * b of the first and c * d of the second. And the
+    buffer after. Two at a time, which ends with none begun: in turn, as in `add_products`, they would need more
+    registers than there are."""
     total = gl.zeros((SIZE // 2, SIZE), gl.float32, layout=sum_layout())
-    for step in range(1, steps, 2):  # the second is made while the first is scaled and added
+    for step in range(1, steps, 2):
         mbarrier.wait(ready.index(stage), phase)
         part = product(HALF, left, right, stage)
         second, second_phase = following(stage, phase)
         mbarrier.wait(ready.index(second), second_phase)
         other = product(HALF, left, right, second)
-        now = scale
-        then = gl.load(at_a + gl.cast(step, gl.int64) * a_scale_step) * gl.load(at_b + step * b_scale_step)
-        later = gl.minimum(step + 1, steps - 1)
-        scale = gl.load(at_a + later.to(gl.int64) * a_scale_step) * gl.load(at_b + later * b_scale_step)
+        now, then = a * b, c * d
+        a, b, c, d = _two_scales(at_a, at_b, a_scale_step, b_scale_step, step + 1, steps)
         done = warpgroup_mma_wait(1, deps=[part])
         mbarrier.arrive(empty.index(stage), count=1)
         total += done * now[:, None]
@@ -138,9 +148,11 @@ def _add_scaled_products(
         stage, phase = following(second, second_phase)
     if steps % 2 == 1:
         mbarrier.wait(ready.index(stage), phase)
-        done = warpgroup_mma_wait(0, deps=[product(HALF, left, right, stage)])
+        part = product(HALF, left, right, stage)
+        now = a * b
+        done = warpgroup_mma_wait(0, deps=[part])
         mbarrier.arrive(empty.index(stage), count=1)
-        total += done * scale[:, None]
+        total += done * now[:, None]
         stage, phase = following(stage, phase)
     return total, stage, phase
 
@@ -163,22 +175,21 @@ def _multiply_rows(
     b_group = (group_rows // SIZE) * b_scale_row + (group_columns // SIZE) * b_scale_step
     group, row, column = tile_of_rows(gl.program_id(0), tiles, owner, block, across)
     at_a, at_b = a_scale + row * SIZE + lanes, b_scale + group * b_group + column * b_scale_row
-    scale = gl.load(at_a) * gl.load(at_b)
+    a, b, c, d = _two_scales(at_a, at_b, a_scale_step, b_scale_step, 0, steps)
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), tiles, owner, block, across)
         start, count = gl.load(source + row), gl.load(live + row)
-        next_a = a_scale + next_row * SIZE + lanes
-        next_b = b_scale + next_group * b_group + next_column * b_scale_row
         if count > HALF * H:
             total, stage, phase = _add_scaled_products(
-                HALF, left, right, ready, empty, stage, phase, steps, scale, at_a, at_b, a_scale_step, b_scale_step
+                HALF, left, right, ready, empty, stage, phase, steps, a, b, c, d, at_a, at_b, a_scale_step, b_scale_step
             )
-            scale = gl.load(next_a) * gl.load(next_b)
+            at_a, at_b = a_scale + next_row * SIZE + lanes, b_scale + next_group * b_group + next_column * b_scale_row
+            a, b, c, d = _two_scales(at_a, at_b, a_scale_step, b_scale_step, 0, steps)
             write_rows(HALF, total, out, whole, room, bias, scales, start, count, group, column, N)
         else:
             stage, phase = _pass_over(ready, empty, stage, phase, steps)
-            scale = gl.load(next_a) * gl.load(next_b)
-        at_a, at_b = next_a, next_b
+            at_a, at_b = a_scale + next_row * SIZE + lanes, b_scale + next_group * b_group + next_column * b_scale_row
+            a, b, c, d = _two_scales(at_a, at_b, a_scale_step, b_scale_step, 0, steps)
         group, row, column = next_group, next_row, next_column
     if whole is not None:
         tma.store_wait(0)
