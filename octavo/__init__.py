@@ -1,7 +1,7 @@
 """Octavo: low-precision training for PyTorch, in pure Python and Triton.
 
     Layers      Linear, GroupedLinear, LayerNormLinear, LayerNormMLP, Sequential; more operations are in `octavo.ops`
-    Experts     grouped_linear; rows sorted by expert and back are in `octavo.moe`
+    Experts     MoE, grouped_linear; the parts of a mixture are in `octavo.moe`
     Models      convert, revert, attach, step, refresh_weights, quantize_weights, state_dict, load_state_dict, explain
     Blocks      `with autocast(recipe):`, `with microbatch(first=...):`
     Recipes     recipe("fp8-current"); their classes are in `octavo.recipes`
@@ -28,6 +28,7 @@ from octavo.model.weights import quantize_weights, refresh_weights
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.linear import Linear
 from octavo.moe.grouped_linear import grouped_linear
+from octavo.moe.mixture import MoE
 from octavo.quant import GroupedTensor, QTensor
 from octavo.recipes import recipe
 
@@ -37,6 +38,7 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "MoE",
     "QTensor",
     "Sequential",
     "__version__",

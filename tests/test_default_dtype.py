@@ -53,6 +53,11 @@ def small_operations(recipe: str, settings: dict) -> tuple[nn.Module, list]:
     return filled(octavo.Sequential(*layers)), []
 
 
+def mixture(recipe: str, settings: dict) -> tuple[nn.Module, list]:
+    losses = {"score": "sqrtsoftplus", "expert_bias": True, "aux_loss_coef": 0.1, "z_loss_coef": 0.1}
+    return filled(octavo.MoE(144, 96, 4, 2, recipe=recipe, shared_ffn_size=32, **losses, **settings)), []
+
+
 def two_steps(make, recipe: str, device: str, compiled: bool = False) -> dict[str, Tensor]:
     """Everything that two steps leave behind."""
     torch.manual_seed(0)
@@ -65,6 +70,7 @@ def two_steps(make, recipe: str, device: str, compiled: bool = False) -> dict[st
         y = call(x, *extra)
         y.backward(torch.randn(y.shape, generator=generator, dtype=torch.float32).to(y) * 0.01)
         octavo.step(module)
+        left |= {f"aux_loss{step}": module.aux_loss.detach()} if isinstance(module, octavo.MoE) else {}
         left |= {f"y{step}": y.detach(), f"dx{step}": x.grad}
         left |= {f"{name}.grad{step}": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
     state = octavo.state_dict(module)
@@ -79,7 +85,7 @@ def assert_same(found: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", [linear, grouped, mlp, small_operations])
+@pytest.mark.parametrize("make", [linear, grouped, mlp, small_operations, mixture])
 @pytest.mark.parametrize("recipe", [*SHIPPED, *SETTINGS])
 def test_every_layer_and_recipe(recipe, make, device):
     want = two_steps(make, recipe, device)

@@ -180,7 +180,10 @@ def entries(text):
 
 
 def constructor(cls):
-    """The function of Octavo's that takes the arguments of a class; None if another library defines it."""
+    """The function of Octavo's that takes the arguments of a class; None if another library defines it, and for a
+    protocol, which is not constructed."""
+    if getattr(cls, "_is_protocol", False):
+        return None
     for owner in cls.__mro__:
         for name in ("__init__", "__new__"):
             if name in vars(owner):

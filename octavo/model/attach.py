@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from octavo._torch.optimizers import runs_hooks
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.model.layers import check_model, layers
+from octavo.model.overflow import warn_of_overflow
 from octavo.model.step import step_layers
 from octavo.model.weights import refresh_layers
 from octavo.modules.quantized import Quantized
@@ -72,6 +73,7 @@ class Attachment:
         claims = [_claims(layer, index) for layer in ours]
         served = [layer for layer, claim in zip(ours, claims, strict=True) if not claim or self in claim]
         step_layers(served, self.group)
+        warn_of_overflow(self.model)
         refresh_layers(served)
         for layer, claim in zip(ours, claims, strict=True):
             if not claim:  # an unattached optimizer may write its weight without raising torch's version counter

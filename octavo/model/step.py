@@ -10,6 +10,7 @@ from torch import nn
 from octavo._torch.cuda import is_capturing
 from octavo.delayed_scaling.memory import DIRECTIONS, look
 from octavo.model.layers import check_model, layers
+from octavo.model.overflow import warn_of_overflow
 from octavo.modules.quantized import Quantized
 from octavo.quant import DelayedState
 from octavo.quant.state import update_all
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 def step(model: nn.Module, group: "ProcessGroup | None" = None) -> None:
     """Ends a training step: updates delayed scales from the amaxes that the layers observed since the last call.
 
-    Call it after each `optimizer.step()`, or let `octavo.attach` call it. Only fp8-delayed has scales to update.
+    Call it after each `optimizer.step()`, or let `octavo.attach` call it. Only fp8-delayed has scales to update. The
+    call also warns of tokens that the dispatcher of an `octavo.MoE` dropped. It does not wait for a GPU to count them,
+    so the warning comes a step or more later.
 
     Args:
         model: a module with Octavo layers.
@@ -38,6 +41,7 @@ def step(model: nn.Module, group: "ProcessGroup | None" = None) -> None:
     """
     check_model(model, "step")
     step_layers([module for _, module in layers(model)], group)
+    warn_of_overflow(model)
 
 
 def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:

@@ -1,19 +1,46 @@
-"""Parts of mixtures of experts: rows sorted by expert, and back.
+"""Parts of mixtures of experts; `octavo.MoE` is the whole.
 
+    Router          a linear layer that computes logits in float32
+    route           the experts of each token and their weights, from logits
+    counts          the number of slots of each expert
+    update_bias     a step of the bias that balances the load
+    aux_loss        a loss for a balanced load
+    z_loss          a loss for small logits
     sort            which row each token's slots get, from an index or a mask
     permute         tokens copied to these rows, the rows of an expert one after the other
     unpermute       the rows of each token, summed, with probabilities or without
     permute_probs   the probability of each row
-    Experts         all of it: the experts of a mixture as one module
+    Experts         the experts of a mixture as one module, from routed tokens to their weighted sum
+    Dispatch        what a dispatcher of `octavo.MoE` has; LocalDispatch is one within a process
 
 Between `permute` and `unpermute` run `octavo.GroupedLinear` or `octavo.grouped_linear` with `Permutation.sizes`. No
 function reads a value on the host.
 """
 
+from octavo.moe.dispatch import Dispatch, Dispatched, LocalDispatch
 from octavo.moe.experts import Experts
+from octavo.moe.losses import aux_loss, z_loss
 from octavo.moe.permutation import Permutation, permute, permute_probs, sort, unpermute
+from octavo.moe.router import Router
+from octavo.moe.routing import counts, route, update_bias
 
-__all__ = ["Experts", "Permutation", "permute", "permute_probs", "sort", "unpermute"]
+__all__ = [
+    "Dispatch",
+    "Dispatched",
+    "Experts",
+    "LocalDispatch",
+    "Permutation",
+    "Router",
+    "aux_loss",
+    "counts",
+    "permute",
+    "permute_probs",
+    "route",
+    "sort",
+    "unpermute",
+    "update_bias",
+    "z_loss",
+]
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,7 @@ from octavo.fuser.sequential import Explanation, Sequential
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.permutation import Permute, Unpermute
-from octavo.moe.permutation import sort
+from octavo.moe.permutation import Permutation, sort
 from octavo.recipes import Recipe
 
 
@@ -91,35 +91,28 @@ class Experts(Sequential):
         dtype: torch.dtype | None = None,
         **settings: bool | str,
     ) -> None:
-        check_choice(activation, tuple(KINDS), what="activation")
         check_choice(fc1_output_storage, tuple(RULES), what="fc1_output_storage")
-        if settings.get("scale_bias"):
-            raise UnsupportedConfig(
-                "Experts(scale_bias=True): the probabilities multiply the experts' outputs, biases too. Leave it out."
-            )
         self.num_experts, self.fc1_output_storage = num_experts, fc1_output_storage
-        wide = ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
-        common: dict[str, Any] = {"recipe": recipe, "device": device, "dtype": dtype, "tail": "untouched", **settings}
-        first = GroupedLinear(num_experts, hidden_size, wide, bias, **common)
-        second = GroupedLinear(num_experts, ffn_hidden_size, hidden_size, bias, **common)
-        second.scales_dy_alone = True
-        super().__init__({
-            "permute": Permute(),
-            "fc1": first,
-            "activation": KINDS[activation](),
-            "fc2": second,
-            "unpermute": Unpermute(),
-        }, rules=RULES[fc1_output_storage])  # fmt: skip
+        common: dict[str, Any] = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype, **settings}
+        layers = expert_layers(num_experts, hidden_size, ffn_hidden_size, activation, common)
+        layers["fc2"].scales_dy_alone = True
+        rules = RULES[fc1_output_storage]
+        super().__init__({"permute": Permute(), **layers, "unpermute": Unpermute()}, rules=rules)
 
     def forward(  # type: ignore[override]
-        self, input: Tensor, indices: Tensor, probs: Tensor, *, is_first_microbatch: bool | Tensor | None = None
+        self,
+        input: Tensor,
+        indices: Tensor | Permutation,
+        probs: Tensor,
+        *,
+        is_first_microbatch: bool | Tensor | None = None,
     ) -> Tensor:
         """Runs the experts.
 
         Args:
             input: x [..., hidden_size], in float32, bfloat16 or float16.
             indices: the experts of each token [..., K], int32 or int64. An index out of range, such as -1, drops the
-                slot: it adds nothing to y.
+                slot: it adds nothing to y. Or a `Permutation` that `octavo.moe.sort` made of such an index.
             probs: the weight of each slot [..., K], in float32 or in x's dtype. It receives a gradient.
             is_first_microbatch: True quantizes the weights into a cache, False uses the cache, None does neither, as in
                 `octavo.GroupedLinear`.
@@ -128,7 +121,8 @@ class Experts(Sequential):
             y [..., hidden_size], in the dtype of x.
 
         Raises:
-            UnsupportedShape: `probs` has another shape than `indices`, or x other tokens.
+            UnsupportedShape: `probs` has another shape than `indices`, or x other tokens; or a permutation is of
+                another number of experts, or was made of a mask.
             UnsupportedDtype: x, `indices` or `probs` has the wrong dtype.
             UnsupportedDevice: `indices` or `probs` is on another device than x.
 
@@ -148,7 +142,9 @@ class Experts(Sequential):
         assert isinstance(y, Tensor)
         return y if y.shape == input.shape else y.view(input.shape)
 
-    def explain(self, input: Tensor, indices: Tensor, probs: Tensor) -> Explanation:  # type: ignore[override]
+    def explain(  # type: ignore[override]
+        self, input: Tensor, indices: Tensor | Permutation, probs: Tensor
+    ) -> Explanation:
         """Reports how a call runs: which operations run together, which rules apply, and why others do not. It changes
         no state.
 
@@ -172,27 +168,69 @@ class Experts(Sequential):
             return told
         return told._replace(refused=tuple(map(_with_storage, told.refused)))
 
-    def _extras(self, x: Tensor, indices: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
+    def _extras(self, x: Tensor, indices: Tensor | Permutation, probs: Tensor) -> tuple[Tensor, ...]:
         """Returns the extra inputs of the operations, in order, with all leading dims flattened."""
         check_input("Experts", x)
         check_input("Experts", probs, "probs")
-        if not isinstance(indices, Tensor) or indices.dtype not in (torch.int32, torch.int64):
-            got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
+        index = indices.positions if isinstance(indices, Permutation) else indices
+        if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
+            got = index.dtype if isinstance(index, Tensor) else type(index).__name__
             raise UnsupportedDtype(f"Experts takes indices as a tensor of int32 or int64, got {got}. Use .long().")
-        for name, t in (("indices", indices), ("probs", probs)):
+        for name, t in (("indices", index), ("probs", probs)):
             if t.device != x.device:
                 raise UnsupportedDevice(f"x is on {x.device} and {name} on {t.device}. Move them together.")
-        if x.dim() < 2 or indices.dim() < 2 or indices.shape[-1] < 1:
+        if x.dim() < 2 or index.dim() < 2 or index.shape[-1] < 1:
             raise UnsupportedShape(
                 f"Experts takes x [..., hidden] and indices [..., K] of two dims or more, K from 1 up; got "
-                f"{tuple(x.shape)} and {tuple(indices.shape)}."
+                f"{tuple(x.shape)} and {tuple(index.shape)}."
             )
-        if probs.shape != indices.shape or indices.shape[:-1] != x.shape[:-1]:
+        if probs.shape != index.shape or index.shape[:-1] != x.shape[:-1]:
             raise UnsupportedShape(
                 f"indices and probs have a number for each slot of each token of x {tuple(x.shape)}, so shape "
-                f"{(*x.shape[:-1], 'K')}; got {tuple(indices.shape)} and {tuple(probs.shape)}."
+                f"{(*x.shape[:-1], 'K')}; got {tuple(index.shape)} and {tuple(probs.shape)}."
             )
-        slots = indices.shape[-1]
-        permutation = sort(indices.reshape(-1, slots), self.num_experts)
-        sizes, positions, rows = permutation.sizes, permutation.positions, permutation.slots
+        slots = index.shape[-1]
+        if isinstance(indices, Permutation):
+            permutation = self._checked(indices)
+        else:
+            permutation = sort(index.reshape(-1, slots), self.num_experts)
+        sizes, positions, rows = permutation.sizes, permutation.positions.reshape(-1, slots), permutation.slots
         return positions, rows, sizes, sizes, positions, rows, probs.reshape(-1, slots)
+
+    def _checked(self, permutation: Permutation) -> Permutation:
+        if permutation.experts is not None or permutation.sizes.shape[0] != self.num_experts:
+            kind = "an index" if permutation.experts is None else "a mask"
+            raise UnsupportedShape(
+                f"Experts takes a permutation of an index of its {self.num_experts} experts, got one of {kind} of "
+                f"{permutation.sizes.shape[0]}. Make it with octavo.moe.sort(index, {self.num_experts})."
+            )
+        return permutation
+
+    def __getstate__(self) -> dict[str, Any]:
+        # pickled by name: the conditions of a rule are functions
+        own = RULES[self.fc1_output_storage]
+        rules: Any = self.rules and tuple([rule.name if rule in own else rule for rule in self.rules])
+        return {**super().__getstate__(), "rules": rules}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known = {rule.name: rule for rule in RULES[state["fc1_output_storage"]]}
+        rules = state["rules"] and tuple([known.get(rule, rule) for rule in state["rules"]])
+        super().__setstate__({**state, "rules": rules})  # type: ignore[no-untyped-call]
+
+
+def expert_layers(
+    num_experts: int, hidden_size: int, ffn_hidden_size: int, activation: str, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the layers of experts, `fc1`, `activation` and `fc2`; `settings` are keywords of GroupedLinear."""
+    check_choice(activation, tuple(KINDS), what="activation")
+    if settings.get("scale_bias"):
+        raise UnsupportedConfig(
+            "Experts(scale_bias=True): the probabilities multiply the experts' outputs, biases too. Leave it out."
+        )
+    wide = ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
+    settings = {"tail": "untouched", **settings}
+    return {
+        "fc1": GroupedLinear(num_experts, hidden_size, wide, **settings),
+        "activation": KINDS[activation](),
+        "fc2": GroupedLinear(num_experts, ffn_hidden_size, hidden_size, **settings),
+    }

@@ -1,6 +1,7 @@
 """octavo.moe.Experts: y and gradients against the operations one by one and against float64, memory, graphs."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -267,3 +268,34 @@ def test_a_dropped_slot_has_no_gradient_even_of_nan():
 def test_a_bias_that_is_scaled_is_refused():
     with pytest.raises(ValueError, match="scale_bias"):
         moe.Experts(E, D, N, bias=True, scale_bias=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity": 60}, {"capacity": 200}, {"align": 16}], ids=str)
+@recipes(["fp8-delayed", "fp8-block", "nvfp4"])
+def test_an_index_that_is_sorted_already(recipe, options):
+    """Rows may be fewer or more than slots, and pads take part in nothing."""
+    model, twin = experts(recipe), experts(recipe, rules=None)
+    x, indices, probs, dy = batch()
+    permutation = moe.sort(indices, E, **options)
+    assert model.explain(x, permutation, probs).fired == ("experts",)
+    found, want = step(model, x, permutation, probs, dy), step(twin, x, permutation, probs, dy)
+    assert_same(found[0], want[0])
+    assert all(error(a, b) < NEAR[recipe.split("(")[0]] for a, b in zip(found, want, strict=True))
+    kept = torch.where(permutation.positions >= 0, indices, -1)
+    assert_equal(found[:3], step(experts(recipe), x, kept, probs, dy)[:3])
+
+
+def test_a_permutation_that_does_not_fit_is_refused():
+    model, (x, indices, probs, _) = experts("fp8-block"), batch()
+    with pytest.raises(ValueError, match="an index of 7"):
+        model(x, moe.sort(indices, 7), probs)
+    mask = torch.zeros(T, E, dtype=torch.bool).scatter_(1, indices, True)
+    with pytest.raises(ValueError, match="a mask of 5"):
+        model(x, moe.sort(mask, top_k=K), probs)
+
+
+def test_a_pickled_module_keeps_its_rules():
+    model, data = experts("fp8-block"), batch()
+    assert pickle.loads(pickle.dumps(model)).explain(*data[:3]).fired == ("experts",)
+    model.rules = None
+    assert pickle.loads(pickle.dumps(model)).rules is None

@@ -1,0 +1,62 @@
+"""A warning of tokens that mixtures of experts dropped, which does not make the host wait for a GPU.
+
+A forward counts dropped slots on the device. The end of a step starts a copy of the count to the host, and the end of a
+later step, when the copy has arrived, reads it.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from octavo._torch.cuda import is_capturing
+from octavo._torch.fakes import FakeTensor
+from octavo.errors import warn_caller
+from octavo.moe.mixture import MoE
+
+
+class _Copy(NamedTuple):
+    """A count on its way to the host."""
+
+    dropped: Tensor
+    arrived: Any  # an event of the stream that copies; None for a count that is there
+
+
+_copies: "weakref.WeakKeyDictionary[MoE, _Copy]" = weakref.WeakKeyDictionary()
+
+
+def warn_of_overflow(model: nn.Module) -> None:
+    """Warns, for each mixture of the model, of slots that were dropped since the last warning and are known here."""
+    if torch.compiler.is_compiling() or is_capturing():  # a graph cannot read the device back
+        return
+    for path, module in model.named_modules():
+        if not isinstance(module, MoE) or module.dropped is None:
+            continue
+        if module.dropped.is_meta or isinstance(module.dropped, FakeTensor):
+            continue
+        if module not in _copies:
+            _copies[module] = _started(module.dropped)
+        copy = _copies[module]
+        if copy.arrived is None or copy.arrived.query():
+            del _copies[module]
+            if number := int(copy.dropped):
+                where = f"The MoE at {path!r}" if path else "This MoE"
+                warn_caller(
+                    f"{where} dropped up to {number} slots of tokens in one forward: its dispatcher, "
+                    f"{module.dispatcher!r}, had no rows for them. Give it more rows, or balance the load."
+                )
+
+
+def _started(dropped: Tensor) -> _Copy:
+    """Starts to copy the count, and to count anew."""
+    if dropped.device.type != "cuda":
+        copy = _Copy(dropped.clone(), None)
+    else:
+        count = torch.empty((), dtype=dropped.dtype, pin_memory=True)
+        count.copy_(dropped, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(dropped.device))  # type: ignore[no-untyped-call]
+        copy = _Copy(count, arrived)
+    dropped.zero_()
+    return copy

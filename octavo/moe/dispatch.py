@@ -1,0 +1,128 @@
+"""Dispatch and combine: how tokens get to the processes and rows of their experts, and how results get back.
+
+`octavo.MoE` calls a dispatcher's `dispatch` with the routed tokens, runs its experts on the rows, and calls `combine`
+with the rows that the second layer wrote. Without a dispatcher the experts read the tokens where they are, and none of
+this is copied.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from octavo.moe.permutation import permute, unpermute
+from octavo.moe.routing import counts
+
+
+class Dispatched(NamedTuple):
+    """The rows of one call, as a dispatcher's `dispatch` returns them.
+
+    Shapes must not depend on values on the device: a dispatcher has a fixed number of rows, and `sizes` say how many of
+    them are in use.
+
+    Attributes:
+        rows: the rows of the experts [rows, hidden], those of the first expert first. Rows after the last expert may
+            hold anything. Gradients flow through them.
+        sizes: the number of rows of each expert of this process, int32 or int64, on the device.
+        state: what `combine` needs to know of this call. `octavo.MoE` does not look at it.
+        dropped: how many slots got no row, as an int64 tensor without dims on the device; None if no slot can be
+            dropped. `MoE.overflow` and `octavo.step` report it.
+        out: a buffer [rows, hidden] in the dtype of x, which the experts' second layer writes; None lets the layer
+            allocate it.
+        dgrad_out: such a buffer for the gradient of the rows, which the first layer writes in backward; or None. Leave
+            it None if the rows require no gradient.
+
+    Example:
+        >>> index, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)
+        >>> sent = octavo.moe.LocalDispatch(capacity=4).dispatch(torch.randn(2, 16), index, weights, 2)
+        >>> sent.rows.shape, sent.sizes, sent.dropped
+        (torch.Size([4, 16]), tensor([1, 1]), tensor(0))
+    """
+
+    rows: Tensor
+    sizes: Tensor
+    state: object = None
+    dropped: Tensor | None = None
+    out: Tensor | None = None
+    dgrad_out: Tensor | None = None
+
+
+class Dispatch(Protocol):
+    """The two functions of a dispatcher. Any object that has them is one.
+
+    Both must be differentiable, and must not read values on the host. Between them `octavo.MoE` calls its experts with
+    `rows` and `sizes`. If `out` was handed over, `combine` gets a tensor in that memory, and no copy is made.
+
+    Example:
+        >>> class Sorted:
+        ...     def dispatch(self, x, index, weights, num_experts):
+        ...         rows, permutation = octavo.moe.permute(x, index, num_experts)
+        ...         return octavo.moe.Dispatched(rows, permutation.sizes, (permutation, weights))
+        ...
+        ...     def combine(self, rows, dispatched):
+        ...         return octavo.moe.unpermute(rows, *dispatched.state)
+        >>> moe = octavo.MoE(64, 96, 8, 2, dispatcher=Sorted(), recipe="fp8-block")
+        >>> moe(torch.randn(10, 64)).shape
+        torch.Size([10, 64])
+    """
+
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, num_experts: int) -> Dispatched:
+        """Part of the dispatcher contract. Copies tokens to the rows of their experts.
+
+        Args:
+            x: the tokens [T, hidden].
+            index: the experts of each token [T, K], int64; -1 for a slot without one.
+            weights: the weight of each slot [T, K], float32, with a gradient.
+            num_experts: the number of experts of all processes.
+
+        Returns:
+            The rows, and what goes with them.
+        """
+
+    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
+        """Part of the dispatcher contract. Sums the rows of each token, multiplied by the weights.
+
+        Args:
+            rows: the experts' outputs [rows, hidden], in `dispatched.out` if that is given.
+            dispatched: the result of `dispatch` of this call.
+
+        Returns:
+            y [T, hidden].
+        """
+
+
+class LocalDispatch:
+    """A dispatcher within one process, with a fixed number of rows if you like.
+
+    Use it to save memory if the load is known to be lower than the most possible, and as a model for a dispatcher of
+    your own. `octavo.MoE` without a dispatcher is faster: it copies no rows.
+
+    Args:
+        capacity: the number of rows. Slots beyond are dropped, from the last expert on, and counted. None, the default,
+            has a row for every slot.
+
+    Example:
+        >>> moe = octavo.MoE(64, 96, 8, 2, dispatcher=octavo.moe.LocalDispatch(capacity=16))
+        >>> y = moe(torch.randn(10, 64))
+        >>> moe.overflow()
+        4
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+
+    def __repr__(self) -> str:
+        return f"LocalDispatch(capacity={self.capacity})"
+
+    def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, num_experts: int) -> Dispatched:
+        """Part of the dispatcher contract. Sorts the tokens by expert, as `octavo.moe.permute` does."""
+        rows, permutation = permute(x, index, num_experts, capacity=self.capacity, tail="untouched")
+        dropped = None
+        if self.capacity is not None:
+            dropped = counts(index, num_experts).sum() - permutation.sizes.sum()
+        return Dispatched(rows, permutation.sizes, (permutation, weights), dropped)
+
+    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
+        """Part of the dispatcher contract. Sums the rows of each token, as `octavo.moe.unpermute` does."""
+        state: Any = dispatched.state
+        permutation, weights = state
+        return unpermute(rows, permutation, weights, tail="untouched")

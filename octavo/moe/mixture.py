@@ -1,0 +1,307 @@
+"""`octavo.MoE`: a mixture of experts, from tokens to tokens: router, experts, shared experts, losses, load."""
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
+from octavo.fused.blocks import KINDS
+from octavo.fuser.inputs import arrived, check_input
+from octavo.fuser.sequential import Sequential
+from octavo.kernels.activation import ACTIVATIONS
+from octavo.modules.linear import Linear
+from octavo.moe.dispatch import Dispatch
+from octavo.moe.experts import Experts, expert_layers
+from octavo.moe.losses import balance, z_loss
+from octavo.moe.permutation import sort
+from octavo.moe.router import Router
+from octavo.moe.routing import counts, first, group_size, route
+from octavo.recipes import Recipe
+
+# keywords of GroupedLinear that Linear has too
+COMMON = ("bias", "delay_wgrad_compute", "fuse_wgrad_accumulation", "keep_weight_codes", "strict")
+
+
+class MoE(nn.Module):
+    """A mixture of experts in place of a transformer's MLP: each token goes to the experts that a router chooses.
+
+    It consists of `router`, an `nn.Linear` without bias that computes in float32, `experts`, an `octavo.moe.Experts` in
+    the recipe, and, if asked for, `shared`, an MLP for all tokens, with `shared_gate`. In a recipe that quantizes the
+    experts are one operation each way. Memory is allocated for tokens · top_k rows, so that no token is dropped
+    whatever the routing is. Nothing is read on the host: a CUDA graph follows a changing routing.
+
+    After a forward `load` has the number of tokens that each expert got, and in training `aux_loss` the sum of the
+    losses with a coefficient, which you add to your own loss.
+
+    Args:
+        hidden_size: the size of the last dim of x and of y.
+        ffn_hidden_size: the size of the activated values of an expert. A gated activation makes `fc1` twice as wide.
+        num_experts: the number of experts, 1 to 4096.
+        top_k: the number of experts for each token.
+        recipe: the recipe of the experts and of the shared MLP: a name, a canonical string or a `Recipe`. None follows
+            `octavo.autocast`. The router has none.
+        activation: as in `LayerNormMLP`: "swiglu", "gelu", "clamped-swiglu" and so on.
+        score: "softmax", "sigmoid" or "sqrtsoftplus", as in `octavo.moe.route`.
+        normalize: divide the weights of a token by their sum, as in `octavo.moe.route`. None, the default, is True
+            unless `top_k` is 1.
+        groups: the number of groups of experts, as in `octavo.moe.route`, or None.
+        top_groups: the number of groups of a token, as in `octavo.moe.route`, or None.
+        group_best: groups are ranked by the sum of this number of their best scores.
+        scale: multiplies the weights of the experts' outputs.
+        expert_bias: whether there is a bias `expert_bias` for the choice of experts, a float32 buffer that is saved
+            with the parameters. `octavo.moe.update_bias(moe.expert_bias, moe.load)` moves it.
+        aux_loss_coef: the coefficient of `octavo.moe.aux_loss` in `aux_loss`.
+        z_loss_coef: the coefficient of `octavo.moe.z_loss` in `aux_loss`.
+        shared_ffn_size: the size of the activated values of the shared MLP. None, the default, is no shared MLP.
+        shared_gate: multiply the shared MLP's output by the sigmoid of a linear layer of x.
+        dispatcher: an `octavo.moe.Dispatch`, which moves tokens to their experts and back. `experts` is then a
+            `Sequential` of `fc1`, `activation` and `fc2`, with the same parameters. None, the default, leaves that to
+            `experts`, which is faster.
+        num_local_experts: with a dispatcher, the number of experts of this process. None, the default, is all.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        **settings: further keywords of `octavo.moe.Experts` and `octavo.GroupedLinear`, such as `keep_weight_codes`.
+            Those that `octavo.Linear` has too apply to the shared MLP as well.
+
+    Raises:
+        UnsupportedConfig: a setting is unknown or out of range, or does not fit the others.
+        UnsupportedShape: `num_experts` is out of range.
+
+    Example:
+        >>> moe = octavo.MoE(64, 96, num_experts=8, top_k=2, recipe="fp8-block", aux_loss_coef=0.01)
+        >>> y = moe(torch.randn(4, 10, 64))
+        >>> y.shape, moe.load.sum()
+        (torch.Size([4, 10, 64]), tensor(80))
+        >>> (y.square().mean() + moe.aux_loss).backward()
+        >>> sorted(moe.state_dict())
+        ['experts.fc1.weight', 'experts.fc2.weight', 'router.weight']
+    """
+
+    load: Tensor
+    expert_bias: Tensor | None
+    dropped: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        recipe: str | Recipe | None = None,
+        activation: str = "swiglu",
+        score: str = "softmax",
+        normalize: bool | None = None,
+        groups: int | None = None,
+        top_groups: int | None = None,
+        group_best: int = 2,
+        scale: float = 1.0,
+        expert_bias: bool = False,
+        aux_loss_coef: float = 0.0,
+        z_loss_coef: float = 0.0,
+        shared_ffn_size: int | None = None,
+        shared_gate: bool = False,
+        dispatcher: Dispatch | None = None,
+        num_local_experts: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **settings: bool | str,
+    ) -> None:
+        super().__init__()
+        group_size(num_experts, top_k, score, normalize, groups, top_groups, group_best)
+        if shared_gate and shared_ffn_size is None:
+            raise UnsupportedConfig("MoE(shared_gate=True) has no shared MLP to gate. Pass shared_ffn_size too.")
+        if num_local_experts is not None and dispatcher is None:
+            raise UnsupportedConfig(
+                f"MoE(num_local_experts={num_local_experts}) needs a dispatcher, which moves tokens to experts of "
+                "other processes. Pass dispatcher too, or leave it out."
+            )
+        self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
+        self.score, self.scale = score, scale
+        self.normalize, self.groups, self.top_groups, self.group_best = normalize, groups, top_groups, group_best
+        self.aux_loss_coef, self.z_loss_coef = aux_loss_coef, z_loss_coef
+        self.dispatcher = dispatcher
+        self._loss: Tensor | None = None
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        layers: dict[str, Any] = {"recipe": recipe, **place, **settings}
+        self.router = Router(hidden_size, num_experts, **place)
+        self.experts: Sequential
+        if dispatcher is None:
+            self.experts = Experts(num_experts, hidden_size, ffn_hidden_size, activation=activation, **layers)
+        else:
+            local = num_experts if num_local_experts is None else num_local_experts
+            common = {"bias": False, **layers}
+            self.experts = Sequential(expert_layers(local, hidden_size, ffn_hidden_size, activation, common))
+        self.shared: Sequential | None = None
+        self.shared_gate: Router | None = None
+        if shared_ffn_size is not None:
+            common = {"recipe": recipe, **place, "bias": False}
+            common |= {name: value for name, value in settings.items() if name in COMMON}
+            self.shared = _shared(hidden_size, shared_ffn_size, activation, common)
+        if shared_gate:
+            self.shared_gate = Router(hidden_size, 1, **place)
+        self.register_buffer(
+            "expert_bias", torch.zeros(num_experts, dtype=torch.float32, device=device) if expert_bias else None
+        )
+        self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
+        dropped = None if dispatcher is None else torch.zeros((), dtype=torch.int64, device=device)
+        self.register_buffer("dropped", dropped, persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Sets `expert_bias` and `load` to zero. The layers inside have a `reset_parameters` of their own.
+
+        Example:
+            >>> moe = octavo.MoE(64, 96, 8, 2, expert_bias=True, device="meta").to_empty(device="cpu")
+            >>> for module in moe.modules():
+            ...     if hasattr(module, "reset_parameters"):
+            ...         module.reset_parameters()
+            >>> moe.expert_bias.count_nonzero()
+            tensor(0)
+        """
+        for buffer in (self.expert_bias, self.load, self.dropped):
+            if buffer is not None:
+                buffer.zero_()
+
+    def forward(
+        self, input: Tensor, *, tokens: Tensor | int | None = None, is_first_microbatch: bool | Tensor | None = None
+    ) -> Tensor:
+        """Routes the tokens, runs their experts, and sums the weighted outputs.
+
+        Args:
+            input: x [..., hidden_size], in float32, bfloat16 or float16.
+            tokens: the number of tokens that count, in the order of the flattened leading dims: an int, or an integer
+                tensor of one element on the device, which a CUDA graph reads at every replay. The tokens after them are
+                padding: no expert sees them, their y is zero but for the shared MLP's, and `load` and `aux_loss` leave
+                them out. Their x must be finite. None, the default, counts all.
+            is_first_microbatch: True quantizes the weights into a cache, False uses the cache, None does neither, as in
+                `octavo.Linear`.
+
+        Returns:
+            y [..., hidden_size], in the dtype of x or of torch.autocast where that is on.
+
+        Raises:
+            UnsupportedShape: x has another last dim or fewer than two dims, or `tokens` more than one element.
+            UnsupportedDtype: x or `tokens` has the wrong dtype.
+        """
+        x = self._rows(input)
+        logits = self.router(x)
+        weights, index = route(
+            logits, self.top_k, score=self.score, normalize=self.normalize, bias=self.expert_bias, groups=self.groups,
+            top_groups=self.top_groups, group_best=self.group_best, scale=self.scale,
+        )  # fmt: skip
+        if (mask := first(tokens, x)) is not None:
+            index = torch.where(mask, index, -1)
+        flag = {} if is_first_microbatch is None else {"is_first_microbatch": is_first_microbatch}
+        if self.dispatcher is None:
+            permutation = sort(index, self.num_experts)
+            load = permutation.sizes
+            y = self.experts(x, permutation, weights, **flag)
+        else:
+            load = counts(index, self.num_experts)
+            y = self._dispatched(self.dispatcher, x, index, weights, flag)
+        self.load.copy_(load)
+        if self.aux_loss_coef or self.z_loss_coef:
+            self._loss = self._losses(logits, load, tokens) if self.training else None
+        y = self._with_shared(y, x, flag)
+        return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
+
+    def _dispatched(
+        self, dispatcher: Dispatch, x: Tensor, index: Tensor, weights: Tensor, flag: dict[str, Any]
+    ) -> Tensor:
+        sent = dispatcher.dispatch(x, index, weights, self.num_experts)
+        if sent.dropped is not None:
+            assert self.dropped is not None
+            self.dropped.copy_(torch.maximum(self.dropped, sent.dropped))  # the same if a checkpoint runs this again
+        dgrad_out = {} if sent.dgrad_out is None else {"dgrad_out": sent.dgrad_out}
+        out = {} if sent.out is None else {"out": sent.out}
+        kwargs: Any = {0: {**flag, **dgrad_out}, 2: {**flag, **out}} if flag or dgrad_out or out else None
+        rows: Any = self.experts(sent.rows, sent.sizes, sent.sizes, op_kwargs=kwargs)
+        return dispatcher.combine(rows, sent)
+
+    def _with_shared(self, y: Tensor, x: Tensor, flag: dict[str, Any]) -> Tensor:
+        if self.shared is None:
+            return y
+        shared: Tensor = self.shared(x, op_kwargs={0: flag, 2: dict(flag)} if flag else None)
+        if self.shared_gate is not None:
+            shared = shared * self.shared_gate(x).sigmoid().to(shared.dtype)
+        return y + shared
+
+    def _losses(self, logits: Tensor, load: Tensor, tokens: Tensor | int | None) -> Tensor:
+        loss = logits.new_zeros(())
+        if self.aux_loss_coef:
+            loss = loss + self.aux_loss_coef * balance(logits, load, self.top_k, self.score, tokens)
+        if self.z_loss_coef:
+            loss = loss + self.z_loss_coef * z_loss(logits, tokens=tokens)
+        return loss
+
+    def _rows(self, x: Any) -> Tensor:
+        x = arrived(x)
+        check_input("MoE", x)
+        if x.dim() < 2 or x.shape[-1] != self.hidden_size:
+            raise UnsupportedShape(
+                f"This MoE takes inputs [..., {self.hidden_size}] of two dims or more, got {tuple(x.shape)}. Check the "
+                "layer before it, or hidden_size."
+            )
+        rows: Tensor = x if x.dim() == 2 else x.flatten(0, -2)
+        return rows
+
+    # -- results of the last forward -----------------------------------------------------------------------------------
+
+    @property
+    def aux_loss(self) -> Tensor:
+        """The losses of the last forward, each multiplied by its coefficient, as a tensor without dims that you add to
+        your own loss. It is zero if no coefficient is set, before the first forward, and after one in eval mode."""
+        if self._loss is None:
+            return torch.zeros((), dtype=torch.float32, device=self.router.weight.device)
+        return self._loss
+
+    def overflow(self) -> int:
+        """Returns the most slots that one forward dropped since the last call, and starts to count anew.
+
+        Only a dispatcher with fewer rows than slots drops any; `octavo.step` warns of it too. The call waits for the
+        device.
+
+        Returns:
+            The number of slots.
+
+        Example:
+            >>> octavo.MoE(64, 96, 8, 2).overflow()
+            0
+        """
+        if self.dropped is None:
+            return 0
+        number = int(self.dropped.item())
+        self.dropped.zero_()
+        return number
+
+    # -- nn.Module -----------------------------------------------------------------------------------------------------
+
+    def extra_repr(self) -> str:
+        named = {"score": "softmax", "normalize": None, "groups": None, "top_groups": None, "scale": 1.0,
+                 "aux_loss_coef": 0.0, "z_loss_coef": 0.0, "dispatcher": None}  # fmt: skip
+        changed = [f"{name}={getattr(self, name)}" for name, usual in named.items() if getattr(self, name) != usual]
+        return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *changed])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Keeps the bias in float32: 16 bits would round its small steps away."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        moved = self.expert_bias
+        if bias is not None and moved is not None and moved.dtype != bias.dtype:
+            self.expert_bias = bias.to(moved.device)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_loss": None}  # a part of the graph of one forward
+
+
+def _shared(hidden: int, ffn: int, activation: str, settings: dict[str, Any]) -> Sequential:
+    check_choice(activation, tuple(KINDS), what="activation")
+    wide = ffn * (2 if ACTIVATIONS[activation].gated else 1)
+    return Sequential({
+        "fc1": Linear(hidden, wide, **settings),
+        "activation": KINDS[activation](),
+        "fc2": Linear(ffn, hidden, **settings),
+    })  # fmt: skip
