@@ -54,6 +54,11 @@ class Experts(Sequential):
         torch.Size([4, 192, 64])
     """
 
+    refuses_nesting = (
+        "Experts takes indices and probs besides x, and sorts them first, which a Sequential around it does not. Call "
+        "it between two Sequentials: after(experts(before(x), indices, probs))."
+    )
+
     def __init__(
         self,
         num_experts: int,
@@ -100,7 +105,7 @@ class Experts(Sequential):
                 `octavo.GroupedLinear`.
 
         Returns:
-            y [..., hidden_size], in the dtype of x.
+            y [..., hidden_size], in the dtype of x or of torch.autocast where that is on.
 
         Raises:
             UnsupportedShape: `probs` has another shape than `indices`, or x other tokens.
@@ -143,6 +148,16 @@ class Experts(Sequential):
         """
         rows = input if input.dim() == 2 else input.flatten(0, -2)
         return super().explain(rows, *self._extras(input, indices, probs))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # pickled by name: the conditions of a rule are lambdas
+        rules: Any = self.rules and tuple([rule.name if rule in RULES else rule for rule in self.rules])
+        return {**super().__getstate__(), "rules": rules}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known = {rule.name: rule for rule in RULES}
+        rules = state["rules"] and tuple([known.get(rule, rule) for rule in state["rules"]])
+        super().__setstate__({**state, "rules": rules})  # type: ignore[no-untyped-call]
 
     def _extras(self, x: Tensor, indices: Tensor, probs: Tensor) -> tuple[Tensor, ...]:
         """Returns the extra inputs of the operations, in order, with all leading dims flattened."""
