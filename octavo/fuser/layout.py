@@ -202,6 +202,8 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
             op.__dict__["_channels_locked"] = True
         elif is_container(op):
             container: Any = op
+            if container.refuses_nesting:
+                raise UnsupportedConfig(container.refuses_nesting)
             inner: Layout = container._layout()
             own = [Source(count + n) for n in range(inner.inputs)]
             count += inner.inputs

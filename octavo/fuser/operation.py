@@ -101,6 +101,7 @@ class FusibleOperation(NoTorchScript):
     op_keywords: ClassVar[tuple[str, ...]] = ()  # keywords of a call, passed through op_kwargs
     op_memory: ClassVar[tuple[str, str] | None] = None  # keywords for the caller's memory: dx's, y's
     op_needs_shape: ClassVar[bool] = False  # whether its stage needs x's shape: it follows no user's operation in a run
+    op_has_groups: ClassVar[bool] = False  # whether it reads sizes of groups, which meta and fake tensors do not have
     op_is_legacy: ClassVar[bool] = False
     # class attributes, not getattr with a default: a compiler guards on all attributes of a module that misses one
     op_forks: ClassVar[bool] = False

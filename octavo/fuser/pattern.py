@@ -561,16 +561,19 @@ def match(
     taken: dict[str, list[str]] = {"forward": [""] * len(configs), "backward": [""] * len(configs)}  # each stage's rule
     found: list[Match] = []
     refused: list[NotFired] = []
+    unchanged = list(configs)
     for rule in _in_order(rules):
         for first in range(len(configs) - len(rule.pattern) + 1):
             last = first + len(rule.pattern)
             if not rule.matches(configs[first:last]):
                 continue
             spans = _spans(rule, first, last)
-            settings = [c.settings if isinstance(c, OpConfig) else c for c in configs[first:last]]
-            failing = next((c for c in rule.conditions if not _holds(c, settings, rule)), None)
             names = [name for side, (a, b) in spans.items() for name in taken[side][a:b]]
             others = [name for name in names if name]
+            # a rule that comes too late is not refused for what the earlier one made of the configs
+            asked = (unchanged if others else configs)[first:last]
+            settings = [c.settings if isinstance(c, OpConfig) else c for c in asked]
+            failing = next((c for c in rule.conditions if not _holds(c, settings, rule)), None)
             if failing is None and rule.name in others:
                 continue  # the rule has fired here already
             if failing is None and others:

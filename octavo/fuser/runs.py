@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.fuser import pattern
@@ -281,7 +282,7 @@ def _refuse_across(cut: int, steps: Sequence[Step], x: Tensor, rules: int) -> No
         if "seed" in step.op.op_keywords:  # or its stage would draw one, and change what is drawn after
             kwargs["seed"] = torch.zeros(2, dtype=torch.int64, device=x.device)
         bare.append(step._replace(kwargs=kwargs))
-    plan = _planned_run(bare, x, rules, (), takes_nodes([step.op for step in steps]), None).plan
+    plan = _planned_run(bare, x, rules, (), _takes_nodes(steps, x), None).plan
     for name, (first, last) in zip(plan.fired, plan.spans, strict=True):
         if first < cut < last:
             raise UnsupportedConfig(
@@ -350,7 +351,7 @@ def _run(
 ) -> tuple[Tensor, list[tuple[Any, ...]]]:
     """Run the steps as one chain. `later` are the channels that steps after it read."""
     check_layout(type(steps[0].op).__name__, x)
-    as_nodes = takes_nodes([step.op for step in steps])
+    as_nodes = _takes_nodes(steps, x)
     stages, hidden, fields, plan = _planned_run(steps, x, rules, later, as_nodes, fuser)
     if told is not None:
         explains = fuser is not None and fuser.is_quiet
@@ -364,6 +365,17 @@ def _run(
         if stage.after is not None:
             stage.after(made[start:stop])
     return made[0], _given(steps, x, made, hidden)
+
+
+def _takes_nodes(steps: Sequence[Step], x: Tensor) -> bool:
+    """Whether the steps run as nodes of a graph. Groups of meta and fake tensors do, unless backward needs Python
+    objects: their sizes have no values."""
+    ops = [step.op for step in steps]
+    if takes_nodes(ops):
+        return True
+    if not (x.is_meta or isinstance(x, FakeTensor)) or any([op.op_holds_objects() for op in ops]):
+        return False
+    return any([op.op_has_groups for op in ops])
 
 
 class PlannedRun(NamedTuple):

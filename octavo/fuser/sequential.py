@@ -11,7 +11,7 @@ import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +101,7 @@ class Sequential(NoTorchScript, nn.Sequential):
 
     _allowed_refusals: tuple[str, ...] = (KNOWN_SCALE,)  # conditions that may keep a required rule from firing
     _way_out = "Leave it out of require=."
+    refuses_nesting: ClassVar[str] = ""  # why a Sequential around this one cannot call it
 
     def __init__(
         self,

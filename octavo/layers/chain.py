@@ -250,6 +250,10 @@ class ChainLayer(Layer):
 
     def forward_and_save(self, config: Config, inputs: Sequence[Any], saving: bool) -> tuple[ForwardResult, Tensors]:
         """Run forward and save. A value that no stage keeps is freed when the next stage has taken it."""
+        place = self.out_place(config)
+        out = None if place is None else inputs[place]
+        if out is not None:
+            _refuse_out_over_inputs(out, [t for i, t in enumerate(inputs) if i not in (0, place)])
         stages, made = stage_inputs(config, inputs), list[Any]()
         x, producers = inputs[0], {producer for _, _, producer, _ in config.routes}
         sides: list[Any] = []
@@ -270,20 +274,9 @@ class ChainLayer(Layer):
                 stages[i] = None
                 if i not in producers:
                     made[i] = None
-        if saving:
-            self._check_out(config, inputs, saved)
+        if saving and out is not None:
+            _refuse_out_over_saved(out, saved)
         return ForwardResult((x, *sides), tuple(extras), ()), tuple(saved)
-
-    def _check_out(self, config: Config, inputs: Sequence[Any], saved: Sequence[Tensor | None]) -> None:
-        """Refuse a caller's memory for y that overlaps a tensor which a stage keeps for backward."""
-        place = self.out_place(config)
-        if place is None or inputs[place] is None:
-            return
-        for t in saved:
-            if t is not None and overlap(inputs[place], t):
-                refuse_shared_memory(
-                    "out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run needs in backward"
-                )
 
     def abstract(self, config: Config, inputs: Sequence[Any]) -> ForwardResult:
         return _joined(config, *abstract_stages(config, inputs))
@@ -508,6 +501,20 @@ def _stage_values(config: Config, x: Any, made: ForwardResult) -> list[Any]:
             is_output = config.forks[i + 1] and len(after) > 0  # the next stage returned it
             values.append(after[0] if kept is None and is_output else kept)
     return [*values, made.outputs[0]]
+
+
+def _refuse_out_over_inputs(out: Tensor, inputs: Sequence[Any]) -> None:
+    """Refuse a caller's memory for y that overlaps an input of a stage besides x, such as a weight."""
+    for t in inputs:
+        if isinstance(t, Tensor) and overlap(out, t):
+            refuse_shared_memory("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run takes")
+
+
+def _refuse_out_over_saved(out: Tensor, saved: Sequence[Tensor | None]) -> None:
+    """Refuse a caller's memory for y that overlaps a tensor which a stage keeps for backward."""
+    for t in saved:
+        if t is not None and overlap(out, t):
+            refuse_shared_memory("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run needs in backward")
 
 
 # -- backward --------------------------------------------------------------------------------------------------------

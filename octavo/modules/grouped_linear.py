@@ -202,6 +202,7 @@ class GroupedLinear(Quantized):
     op_memory = ("dgrad_out", "out")
     scales_dy_alone: bool = False  # dy has a history of amaxes only in a fused operation, which takes another dy
     op_needs_shape = True
+    op_has_groups = True
 
     @property
     def num_extra_inputs(self) -> int:  # type: ignore[override]

@@ -77,6 +77,11 @@ class Experts(Sequential):
         [15360, 4000]
     """
 
+    refuses_nesting = (
+        "Experts takes indices and probs besides x, and sorts them first, which a Sequential around it does not. Call "
+        "it between two Sequentials: after(experts(before(x), indices, probs))."
+    )
+
     def __init__(
         self,
         num_experts: int,
@@ -118,7 +123,7 @@ class Experts(Sequential):
                 `octavo.GroupedLinear`.
 
         Returns:
-            y [..., hidden_size], in the dtype of x.
+            y [..., hidden_size], in the dtype of x or of torch.autocast where that is on.
 
         Raises:
             UnsupportedShape: `probs` has another shape than `indices`, or x other tokens; or a permutation is of

@@ -1,6 +1,6 @@
 """`octavo.grouped_linear`: the product of `octavo.GroupedLinear` as a function, of weights that the caller keeps."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -85,9 +85,20 @@ def _stacked(weight: Tensor | Sequence[Tensor]) -> Tensor:
     if isinstance(weight, Tensor):
         check_weight("grouped_linear", weight, "its weight")
         return weight
-    for part in weight:
+    parts = list(weight) if isinstance(weight, Iterable) else [weight]
+    for part in parts:
+        if not isinstance(part, Tensor):
+            raise UnsupportedDtype(
+                f"grouped_linear takes one weight [groups, N, K], or one [N, K] per group, got {type(part).__name__}."
+            )
         check_weight("grouped_linear", part, "its weight")
-    return torch.stack(list(weight))
+        if part.shape != parts[0].shape:
+            raise UnsupportedShape(
+                f"grouped_linear takes weights of one shape, got {tuple(parts[0].shape)} and {tuple(part.shape)}."
+            )
+    if not parts:
+        raise UnsupportedShape("grouped_linear takes a weight for each group, got none.")
+    return torch.stack(parts)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

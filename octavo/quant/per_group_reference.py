@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from octavo.errors import UnsupportedDevice
 from octavo.quant.grouped import member
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.groups.reference import gathered
@@ -42,6 +43,11 @@ class _Place(NamedTuple):
 
 
 def _places(groups: Groups) -> list[_Place]:
+    if groups.start.is_meta:
+        raise UnsupportedDevice(
+            "Groups on the meta device have no values, which a weight cache and weights held as codes need. Move the "
+            "layer to a CPU or a GPU first."
+        )
     packed, blocks = pairwise(groups.start.tolist()), groups.block[:-1].tolist()
     return [
         _Place(g, slice(start, end), slice(BLOCK * block, BLOCK * block + end - start))

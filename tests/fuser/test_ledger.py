@@ -35,6 +35,42 @@ def test_a_run_keeps_what_the_ledger_says(recipe):
     assert [e.op for e in ledger] == ["RMSNorm", "Linear", "SwiGLU", "Linear"]
 
 
+def grouped(recipe, **settings):
+    common = {"bias": False, "recipe": recipe, **settings}
+    first, second = octavo.GroupedLinear(3, 48, 64, **common), octavo.GroupedLinear(3, 32, 48, **common)
+    return fill(octavo.Sequential(first, ops.ScaledSwiGLU(), second))
+
+
+WAYS = [
+    "a grouped MLP",
+    "a grouped MLP, codes made again",
+    "a grouped MLP, cached",
+    "experts",
+    "experts, codes made again",
+]
+
+
+@recipes(["bf16", "fp8-delayed", "fp8-current", "fp8-block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("way", WAYS)
+def test_groups_keep_what_the_ledger_says_to_the_byte(recipe, way):
+    settings = {"keep_weight_codes": False} if "again" in way else {}
+    given = {"op_kwargs": {i: {"is_first_microbatch": True} for i in (0, 2)}} if "cached" in way else {}
+    x, sizes = spiky(40, 48).requires_grad_(), torch.tensor([20, 0, 17])
+    if "experts" in way:
+        model, probs = fill(moe.Experts(3, 48, 32, recipe=recipe, **settings)), torch.rand(40, 2, requires_grad=True)
+        data, permutation = (x, torch.arange(80).view(40, 2) % 3, probs), 2 * 4 * 80  # positions and slots
+    else:
+        model, probs = grouped(recipe, **settings), torch.rand(40, requires_grad=True)
+        data, permutation = (x, sizes, probs, sizes), 0
+    model(*data, **given)
+    ledger = model.explain(*data, **given).ledger
+    there = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), probs)}
+    total = sum(n for at, n in saved(lambda: model(*data, **given)).items() if at not in there)
+    assert total - permutation == sum(e.activations + e.inputs + e.weight_codes for e in ledger)
+    keeps_codes = recipe != "bf16" and not settings and not given
+    assert (sum(e.weight_codes for e in ledger) > 0) == keeps_codes
+
+
 def test_weights_codes_have_a_column_of_their_own():
     groups, hidden, ffn = 3, 256, 128
     for keeps in (True, False):

@@ -1,12 +1,15 @@
 """octavo.moe.Experts and the fused grouped MLP on a GPU: bits of the operations, graphs that follow the routing."""
 
+from collections import Counter
+
 import pytest
 import torch
 
 import octavo
-from octavo import moe
+from octavo import moe, ops
 from tests.fuser.models import error, recipes
 from tests.modules.oracle import assert_same
+from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 E, D, N, T, K = 8, 256, 384, 300, 2
@@ -170,3 +173,251 @@ def test_rows_are_not_moved_on_their_own(recipe):
     names = [e.key for e in profile.key_averages()]
     assert any("combine" in name for name in names)
     assert not any("scatter" in name for name in names), names
+
+
+# -- the fused grouped MLP, in the caller's memory ---------------------------------------------------------------------
+
+
+ROWS = T * K + 100  # a hundred of them are no expert's, or more
+SCALED = {"swiglu": ops.ScaledSwiGLU, "srelu": ops.ScaledSReLU}
+
+
+def mlp(recipe, rules=(), *, make=ops.ScaledSwiGLU, groups=E, dtype=torch.bfloat16, **settings):
+    torch.manual_seed(0)
+    act = make()
+    common = {"bias": False, "recipe": recipe, "device": "cuda", "dtype": dtype, **settings}
+    model = octavo.Sequential(
+        octavo.GroupedLinear(groups, D, N if isinstance(act, ops.SReLU) else 2 * N, **common), act,
+        octavo.GroupedLinear(groups, N, D, **common), rules=rules,
+    )  # fmt: skip
+    for name, buffer in model.named_buffers():
+        if name.endswith("rounding_seed"):
+            buffer.copy_(torch.tensor([7, 0]))
+    return model
+
+
+def packed(seed, groups=E, dtype=torch.bfloat16):
+    """x, sizes, probabilities and dy of rows by expert. A part of the tokens is dropped, so that the number of rows in
+    use changes; the rows after them hold NaN."""
+    generator = torch.Generator().manual_seed(seed + 200)
+    x, dy = (torch.randn(ROWS, D, generator=generator) for _ in range(2))
+    probs, index = torch.rand(ROWS, generator=generator) + 0.1, routed(seed)[0].cpu()
+    index[: 37 * seed % (T + 1)] = -1
+    sizes = moe.sort(index if groups == E else index.clamp_max(0), groups).sizes
+    for t in (x, dy, probs):
+        t[int(sizes.sum()) :] = float("nan")
+    return x.to("cuda", dtype), sizes.cuda(), probs.cuda(), dy.to("cuda", dtype)
+
+
+def mlp_step(model, x, sizes, probs, dy, **given):
+    """y and gradients; x is no leaf, of whose gradient torch may make a copy."""
+    model.zero_grad()
+    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    y = model(x * 1, sizes, probs, sizes, **given)
+    y.backward(dy)
+    return [y.detach(), x.grad, probs.grad, *(p.grad for p in model.parameters())]
+
+
+def memory(dtype=torch.bfloat16):
+    """Rows for y or dx in the middle of an allocation, and the allocation."""
+    room = torch.full((ROWS + 24, D), 7.0, device="cuda", dtype=dtype)
+    return room[8 : 8 + ROWS], room
+
+
+def assert_holds(room, want, used, value, what):
+    """The rows in use, and nothing else, were written."""
+    assert_same(room[8 : 8 + used], want[:used], what)
+    around = torch.cat((room[:8], room[8 + used :]))
+    assert_same(around, torch.full_like(around, value), f"around {what}")
+
+
+def in_memory(out, dgrad):
+    return {"op_kwargs": {2: {"out": out}, 0: {"dgrad_out": dgrad}}}
+
+
+def assert_near(found, want):
+    """Sums of one row, added in another order."""
+    torch.testing.assert_close(found, want, rtol=1e-3, atol=1e-3 * want.abs().max().item())
+
+
+@recipes(RECIPES)
+@pytest.mark.parametrize("activation", SCALED)
+@pytest.mark.parametrize(("groups", "dtype"), [(E, torch.bfloat16), (1, torch.float16)], ids=["eight", "one, float16"])
+def test_a_grouped_mlp_has_the_bits_of_its_layers(recipe, activation, groups, dtype):
+    settings = {"make": SCALED[activation], "groups": groups, "dtype": dtype}
+    model, twin = mlp(recipe, **settings), mlp(recipe, rules=None, **settings)
+    for seed in range(4):
+        x, sizes, probs, dy = packed(seed, groups, dtype)
+        leaves = x.clone().requires_grad_(), sizes, probs.clone().requires_grad_(), sizes
+        assert model.explain(*leaves).fired == ("grouped-mlp",)
+        found, want, used = mlp_step(model, x, sizes, probs, dy), mlp_step(twin, x, sizes, probs, dy), int(sizes.sum())
+        for i, (a, b) in enumerate(zip(found, want, strict=True)):
+            assert a.isfinite().all(), f"step {seed}, {i}"
+            if i == 2:
+                assert_near(a, b)
+                assert not a[used:].any()
+            else:
+                assert_same(a, b, f"step {seed}, {i}")
+
+
+@recipes(RECIPES)
+def test_a_captured_grouped_mlp_writes_to_the_callers_memory_in_fifty_replays(recipe):
+    """Sizes, the number of rows in use and the contents of the memory change in place; tails hold NaN."""
+    model, twin = mlp(recipe), mlp(recipe)
+    x, sizes, probs, dy = packed(0)
+    x, probs = x.requires_grad_(), probs.requires_grad_()
+    (out, out_room), (dgrad, dgrad_room) = memory(), memory()
+    given = in_memory(out, dgrad)
+    assert model.explain(x, sizes, probs, sizes, **given).fired == ("grouped-mlp",)
+
+    def run():
+        y = model(x, sizes, probs, sizes, **given)
+        assert y.data_ptr() == out.data_ptr()
+        return torch.autograd.grad(y, [x, probs, *model.parameters()], dy)
+
+    state = {key: value.clone() for key, value in octavo.state_dict(model).items()}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run()
+    octavo.load_state_dict(model, state)
+    for seed in range(50):
+        data, value = packed(seed), 7.0 if seed % 2 else float("nan")
+        with torch.no_grad():
+            for into, new in zip((x, sizes, probs, dy), data, strict=True):
+                into.copy_(new)
+            out_room.fill_(value), dgrad_room.fill_(value)
+        graph.replay()
+        want, used = mlp_step(twin, *data), int(data[1].sum())
+        assert_holds(out_room, want[0], used, value, f"y, replay {seed}")
+        assert_holds(dgrad_room, want[1], used, value, f"dx, replay {seed}")
+        for i, (a, b) in enumerate(zip(made[1:], want[2:], strict=True)):
+            assert_same(a, b, f"replay {seed}, {i}")
+            assert a.isfinite().all()
+
+
+def launches(step):
+    """How often each kernel and copy ran, by name."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    return Counter(e.name for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+
+
+@recipes(RECIPES)
+def test_memory_costs_a_grouped_mlp_no_launch_and_no_copy(recipe):
+    model, data = mlp(recipe), packed(0)
+    (out, _), (dgrad, _) = memory(), memory()
+    ways = ({}, {"op_kwargs": {2: {"out": out}}}, {"op_kwargs": {0: {"dgrad_out": dgrad}}}, in_memory(out, dgrad))
+    for given in ways:
+        for _ in range(3):
+            mlp_step(model, *data, **given)
+    plain, *with_memory = [launches(lambda given=given: mlp_step(model, *data, **given)) for given in ways]
+    assert plain.total() > 0
+    for given, found in zip(ways[1:], with_memory, strict=True):
+        assert found.total() <= plain.total(), f"{list(given['op_kwargs'])}: {found - plain}"
+        copies = [name for name in found - plain if "copy" in name.lower() or "memcpy" in name.lower()]
+        assert not copies, f"{list(given['op_kwargs'])}: {copies}"
+
+
+@recipes(["fp8-delayed", "fp8-block", "nvfp4"])
+def test_memory_is_checked_and_written_without_waiting(recipe):
+    model, data = mlp(recipe), packed(0)
+    (out, _), (dgrad, _) = memory(), memory()
+    x, sizes, probs, _ = data
+    leaf = x.clone().requires_grad_()
+    mlp_step(model, *data, **in_memory(out, dgrad))
+    turned = torch.empty(D, ROWS, device="cuda", dtype=out.dtype).T
+    wrong = (
+        out[:-1], out[:, :-1], out.half(), out.view(-1), turned, torch.empty(ROWS, D, dtype=out.dtype),
+        out.clone().requires_grad_(),
+    )  # fmt: skip
+    with no_waiting():
+        mlp_step(model, *data, **in_memory(out, dgrad))
+        for buffer in wrong:
+            for given in (in_memory(buffer, dgrad), in_memory(out, buffer)):
+                with pytest.raises(ValueError, match="must be"):
+                    model(leaf, sizes, probs, sizes, **given)
+
+
+@recipes(["fp8-delayed", "fp8-block"])
+def test_a_captured_grouped_mlp_adds_to_main_grad(recipe):
+    """With the caller's memory, and replays that find main_grad as the replay before left it."""
+    model, twin = (mlp(recipe, fuse_wgrad_accumulation=True) for _ in range(2))
+    for each in (model, twin):
+        for p in each.parameters():
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+    x, sizes, probs, dy = packed(0)
+    x, probs = x.requires_grad_(), probs.requires_grad_()
+    (out, _), (dgrad, _) = memory(), memory()
+
+    def run():
+        model(x, sizes, probs, sizes, **in_memory(out, dgrad)).backward(dy)
+        x.grad = probs.grad = None
+
+    state = {key: value.clone() for key, value in octavo.state_dict(model).items()}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    octavo.load_state_dict(model, state)
+    for p in model.parameters():
+        p.main_grad.zero_()
+    for seed in range(8):
+        data = packed(seed)
+        with torch.no_grad():
+            for into, new in zip((x, sizes, probs, dy), data, strict=True):
+                into.copy_(new)
+        graph.replay()
+        mlp_step(twin, *data)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert_same(p.main_grad, q.main_grad, f"replay {seed}")
+
+
+# -- experts: odd inputs -----------------------------------------------------------------------------------------------
+
+
+@recipes(["fp8-delayed", "fp8-current", "fp8-block"])
+def test_dropped_slots_are_read_nowhere(recipe):
+    """x and dy of a token without an expert, and the probability of a dropped slot, hold NaN."""
+    model, twin = warmed(experts(recipe)), warmed(experts(recipe))
+    x, indices, probs, dy = batch(0)
+    indices[::7], indices[3, 0] = -1, E
+    clean = step(twin, x, indices, probs, dy)
+    gone = (indices < 0) | (indices >= E)
+    x[::7] = dy[::7] = float("nan")
+    found = step(model, x, indices, probs.masked_fill(gone, float("nan")), dy)
+    for i, (a, b) in enumerate(zip(found, clean, strict=True)):
+        assert_same(a, b, f"{i}")
+        assert a.isfinite().all()
+
+
+@recipes(["fp8-delayed", "fp8-block"])
+@pytest.mark.parametrize("case", ["no tokens", "all dropped", "one slot"])
+def test_routings_of_next_to_nothing(recipe, case):
+    model, twin = warmed(experts(recipe)), warmed(experts(recipe, rules=None))
+    x, indices, probs, dy = batch(0)
+    if case == "no tokens":
+        x, indices, probs, dy = (t[:0] for t in (x, indices, probs, dy))
+    elif case == "all dropped":
+        indices = torch.full_like(indices, -1)
+    else:
+        indices, probs = indices[:, :1], probs[:, :1]
+    found, want = step(model, x, indices, probs, dy), step(twin, x, indices, probs, dy)
+    assert_same(found[0], want[0])
+    for a, b in zip(found, want, strict=True):
+        assert a.shape == b.shape and a.isfinite().all()
+        assert b.any() == a.any()

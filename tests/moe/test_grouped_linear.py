@@ -63,6 +63,8 @@ def test_a_weight_for_each_group_and_leading_dims():
     dy = torch.randn_like(y)
     (dw,) = torch.autograd.grad(whole, weight, dy.view(ROWS, OUT))
     assert torch.equal(torch.stack(torch.autograd.grad(y, parts, dy)), dw)
+    listed = octavo.grouped_linear(x, torch.nn.ParameterList(parts), SIZES, recipe="fp8-rowwise")
+    assert torch.equal(listed, whole)
 
 
 def test_it_follows_autocast():
@@ -93,6 +95,9 @@ REFUSED = {
     "sizes": (UnsupportedShape, "sizes must have one size for each of the 2 groups", (X, W, TWO[:1]), {}),
     "features": (UnsupportedShape, r"\[\.\.\., 8\]", (X[:, :4], W, TWO), {}),
     "one weight": (UnsupportedShape, r"\[groups, N, K\]", (X, W[0], TWO), {}),
+    "weights of two shapes": (UnsupportedShape, r"\(3, 8\) and \(4, 8\)", (X, [W[0], torch.ones(4, 8)], TWO), {}),
+    "no weights": (UnsupportedShape, "got none", (X, [], TWO), {}),
+    "a number as weight": (UnsupportedDtype, "got int", (X, 3, TWO), {}),
     "bias": (UnsupportedShape, r"\(2, 3\), got \(3,\)", (X, W, TWO, torch.ones(3)), {}),
     "float64": (UnsupportedDtype, "float64", (X, W.double(), TWO), {}),
     "device": (UnsupportedDevice, "meta", (X.to("meta"), W, TWO), {}),

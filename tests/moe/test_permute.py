@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 import octavo
 from octavo import moe
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
-from octavo.quant import Block1D, Rowwise
+from octavo.quant import MX, NVFP4, Block1D, Rowwise, Tensorwise
 from tests.lower.recorder import Recorder
 from tests.modules.oracle import assert_same
 from tests.waiting import no_waiting
@@ -204,6 +204,29 @@ def test_codes_of_permuted_rows_are_permuted_codes(quantizer, device):
     scale, _ = moe.permute(before.scale, permutation)
     assert torch.equal(codes.view(torch.uint8)[:used], after.codes.view(torch.uint8)[:used])
     assert torch.equal(scale[:used], after.scale.contiguous()[:used])
+
+
+@device
+@ways
+@pytest.mark.parametrize("quantizer", [Tensorwise(), Block1D(), Rowwise(), MX(), NVFP4()], ids=str)
+def test_quantizing_permuted_rows_is_permuting_and_quantizing(quantizer, way, device):
+    """Rows that a cast takes from the tokens, pads and a tail included, have the codes and scales of copied rows."""
+    routing, _, options = routed(False, 2, 7, device)
+    x = torch.randn(TOKENS, 64, device=device)
+    rows, permutation = moe.permute(x, routing, **options, **way)
+    found = quantizer.quantize_groups(x, permutation.sizes, source=permutation.sources)
+    want = quantizer.quantize_groups(rows, permutation.sizes)
+    for mine, theirs in zip(found.members(), want.members(), strict=True):
+        for a, b in zip(mine.tensors(), theirs.tensors(), strict=True):
+            assert torch.equal(*(t if t.dtype == torch.float32 else t.view(torch.uint8) for t in (a, b)))
+
+
+@device
+def test_an_index_of_either_integer(device):
+    routing, _, options = routed(False, 2, 7, device)
+    x = torch.randn(TOKENS, WIDTH, device=device)
+    for a, b in zip(moe.permute(x, routing.int(), **options)[1][:3], moe.sort(routing, **options)[:3], strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

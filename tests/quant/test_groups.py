@@ -173,7 +173,7 @@ def test_sizes_that_are_no_vector_are_refused(shape):
 
 def test_sizes_without_values_are_refused():
     with pytest.raises(
-        UnsupportedDevice, match=r"Group sizes on the meta device have no values\. Put them on the device of x\."
+        UnsupportedDevice, match=r"Group sizes on the meta device have no values\. Put them and x on a CPU or a GPU\."
     ):
         split(torch.ones(3, dtype=torch.int32, device="meta"), 10)
 

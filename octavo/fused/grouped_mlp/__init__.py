@@ -18,6 +18,7 @@ from torch import Tensor
 
 from octavo._torch.operators import assert_async
 from octavo.delayed_scaling.casts import observed_amaxes
+from octavo.errors import UnsupportedConfig
 from octavo.fused import conditions
 from octavo.fused.activation_bias import own_bias
 from octavo.fused.activation_linear import conditions_at
@@ -135,6 +136,11 @@ class GroupedMLP(ActivationGroupedLinear):
 
 def refuse_other_sizes(first: Tensor, second: Tensor) -> None:
     """Raise, on the device and without a wait, if the layers were given other sizes: one pass casts for both."""
+    if first.shape != second.shape:
+        raise UnsupportedConfig(
+            f"The GroupedLinear layers of a fused grouped-mlp have {first.shape[0] - 1} and {second.shape[0] - 1} "
+            "groups. Build the Sequential with rules=None."
+        )
     assert_async(
         (first == second).all(),
         "The GroupedLinear layers of a fused grouped-mlp were given sizes that differ. Give both the same, or "

@@ -120,7 +120,7 @@ def _check(splits: Tensor, rows: int) -> None:
             "Give one size for each group."
         )
     if splits.device.type == "meta":
-        raise UnsupportedDevice("Group sizes on the meta device have no values. Put them on the device of x.")
+        raise UnsupportedDevice("Group sizes on the meta device have no values. Put them and x on a CPU or a GPU.")
     _check_number(splits.shape[0], rows)
 
 
