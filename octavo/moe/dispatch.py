@@ -28,8 +28,8 @@ class Dispatched(NamedTuple):
             dropped. `MoE.overflow` and `octavo.step` report it.
         out: a buffer [rows, hidden] in the dtype of x, which the experts' second layer writes; None lets the layer
             allocate it.
-        dgrad_out: such a buffer for the gradient of the rows, which the first layer writes in backward; or None. Leave
-            it None if the rows require no gradient.
+        dgrad_out: such a buffer for the gradient of the rows, which the first layer writes in backward; or None. It is
+            not used if the rows require no gradient.
 
     Example:
         >>> index, weights = torch.tensor([[0], [1]]), torch.ones(2, 1)

@@ -186,6 +186,9 @@ class MoE(nn.Module):
             UnsupportedDtype: x or `tokens` has the wrong dtype.
         """
         x = self._rows(input)
+        if self.aux_loss_coef or self.z_loss_coef:
+            # the last loss would keep gradient accumulators of the stream it ran on, and a capture refuses those
+            self._loss = None
         logits = self.router(x)
         weights, index = route(
             logits, self.top_k, score=self.score, normalize=self.normalize, bias=self.expert_bias, groups=self.groups,
@@ -214,7 +217,8 @@ class MoE(nn.Module):
         if sent.dropped is not None:
             assert self.dropped is not None
             self.dropped.copy_(torch.maximum(self.dropped, sent.dropped))  # the same if a checkpoint runs this again
-        dgrad_out = {} if sent.dgrad_out is None else {"dgrad_out": sent.dgrad_out}
+        wanted = sent.dgrad_out is not None and sent.rows.requires_grad and torch.is_grad_enabled()
+        dgrad_out = {"dgrad_out": sent.dgrad_out} if wanted else {}
         out = {} if sent.out is None else {"out": sent.out}
         kwargs: Any = {0: {**flag, **dgrad_out}, 2: {**flag, **out}} if flag or dgrad_out or out else None
         rows: Any = self.experts(sent.rows, sent.sizes, sent.sizes, op_kwargs=kwargs)

@@ -141,6 +141,17 @@ def test_padding_takes_no_part(tokens):
 # -- losses and load ---------------------------------------------------------------------------------------------------
 
 
+def test_the_last_loss_is_dropped_before_a_forward():
+    """It would keep gradient accumulators of its stream, which a capture on another stream refuses."""
+    model, (x, _) = mixture(aux_loss_coef=0.5), batch()
+    model(x)
+    assert model.aux_loss.requires_grad
+    seen = []
+    model.router.register_forward_pre_hook(lambda *_: seen.append(model.aux_loss.requires_grad))
+    model(x)
+    assert seen == [False] and model.aux_loss.requires_grad
+
+
 def test_losses_are_those_of_the_functions():
     model, (x, _) = mixture(aux_loss_coef=0.5, z_loss_coef=0.25), batch()
     assert model.aux_loss.item() == 0
