@@ -288,8 +288,9 @@ def ptx_of(variant, architecture: int) -> str:
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options).asm["ptx"]
 
 
-def ptxas(ptx: str, architecture: int) -> tuple[int, int]:
-    """(registers, spilled bytes). Triton's own counters need a driver; the bundled assembler does not."""
+def ptxas(ptx: str, architecture: int) -> tuple[int, int, bool]:
+    """(registers, spilled bytes, whether products wait for each other). Triton's own counters need a driver; the
+    bundled assembler does not."""
     import triton.backends.nvidia
 
     tools = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -300,19 +301,21 @@ def ptxas(ptx: str, architecture: int) -> tuple[int, int]:
         command = [str(tool), "-v", f"-arch=sm_{architecture}a", file.name, "-o", "/dev/null"]
         said = subprocess.run(command, capture_output=True, text=True, check=True)
     text = said.stderr + said.stdout
-    return int(re.findall(r"Used (\d+) registers", text)[0]), int(re.findall(r"(\d+) bytes spill stores", text)[0])
+    registers, spilled = re.findall(r"Used (\d+) registers", text)[0], re.findall(r"(\d+) bytes spill stores", text)[0]
+    return int(registers), int(spilled), "instructions are serialized" in text
 
 
 def compile_one(job: tuple[int, int]) -> dict:
     index, architecture = job
     variant = variants()[index]
     ptx = ptx_of(variant, architecture)
-    registers, spilled = ptxas(ptx, architecture)
+    registers, spilled, serialized = ptxas(ptx, architecture)
     return {
         "name": variant.name,
         "architecture": architecture,
         "registers": registers,
         "spilled": spilled,
+        "serialized": serialized,
         "is_matmul": variant.is_matmul,
         "tensor_core": TENSOR_CORE[architecture] in ptx,
     }

@@ -14,6 +14,7 @@ from benchmarks import picture
 ROOT = Path(octavo.__file__).parents[1]
 LAYER = [8192, 4096, 14336]
 LINEAR, MLP, GROUPED = "linear-refactored-h200", "mlp-refactored-h200", "grouped-refactored-h200"
+MOE, GEMMS, PERMUTE = "moe-h200", "grouped-gemms-h200", "permute-h200"
 README, CHOOSING, FAQ, BENCHMARKS = "README.md", "docs/choosing-a-recipe.md", "docs/faq.md", "docs/benchmarks.md"
 
 
@@ -78,7 +79,7 @@ def both(row):
 def test_the_table_of_the_readme():
     ((head, *rows),) = tables(README, "## Measured")
     names = head[2:]
-    experts = shapes(GROUPED)[1]
+    experts, mixture = shapes(GROUPED)[1], shapes(MOE)[1]
 
     def row(found, first, field, form):
         return [format(found[key][field], form) if key in found else "–" for key in (first, *names)]
@@ -88,6 +89,8 @@ def test_the_table_of_the_readme():
         row(mlp(), "bf16 compiled", "ms", ".2f"),
         row(mlp(), "bf16 compiled", "kept_mib", ".0f"),
         row(experts, "grouped_mm bf16", "graph_ms", ".2f"),
+        row(mixture, "grouped_mm bf16, compiled", "ms", ".2f"),
+        row(mixture, "grouped_mm bf16, compiled", "kept_mib", ".0f"),
         ["", *map(gap, names)],
     ]
 
@@ -185,6 +188,7 @@ def test_the_summary_of_the_benchmarks():
         (mlp()["bf16 compiled"]["ms"], mlp()["fp8-delayed"]["ms"], ".3f"),
         (mlp("block-h200")["bf16"]["ms"], mlp("block-h200")["fp8-delayed"]["ms"], ".2f"),
         (shapes(GROUPED)[0]["grouped_mm bf16"]["ms"], shapes(GROUPED)[0]["fp8-delayed"]["ms"], ".3f"),
+        (shapes(MOE)[1]["grouped_mm bf16, compiled"]["ms"], shapes(MOE)[1]["fp8-delayed"]["ms"], ".3f"),
     ]
     want = [[f"{base:{form}} ms", f"{ours:{form}} ms", f"{base / ours:.2f}"] for base, ours, form in pairs]
     assert [row[1:4] for row in rows] == want
@@ -243,6 +247,59 @@ def test_the_table_of_the_mlp():
     older, text = mlp("mlp-h200"), section(BENCHMARKS, "## A norm and an MLP").replace("\n", " ")
     times = [older[case]["ms"] for case in ("bf16 compiled", "fp8-delayed", "torchao tensorwise compiled")]
     assert "bf16 compiled {:.3f} ms, fp8-delayed {:.3f}, torchao tensorwise compiled {:.3f}".format(*times) in text
+
+
+def test_the_tables_of_a_mixture():
+    heading = "## A mixture of experts"
+    (_, *times), (_, *memory), (_, *spent) = tables(BENCHMARKS, heading)[:3]
+    entries = results(MOE)["shapes"]
+    assert times.pop() == ["FP8 floor", *(f"{e['floor_ms']['fp8']:.3f}" for e in entries)]
+    assert len(times) == 6 and len(memory) == 4 and f"{MOE}.json" in section(BENCHMARKS, heading)
+
+    def named(label):
+        return {"torch, bf16, compiled": "grouped_mm bf16, compiled"}.get(label, label.replace("`", ""))
+
+    def kept(row):
+        codes = f" + {row['codes_mib']:.0f}" if row["codes_mib"] else ""
+        return f"{row['kept_mib']:.0f}{codes}"
+
+    for label, *cells in times:
+        assert cells == [f"{found[named(label)]['ms']:.3f}" for found in shapes(MOE)], label
+    for label, *cells in memory:
+        assert cells == [kept(found[named(label)]) for found in shapes(MOE)], label
+    kernels = [{k["kernel"]: k["ms"] for k in e["kernels"]["fp8-delayed"]} for e in entries]
+    rest = [sum(found.values()) for found in kernels]
+    for label, *cells in spent[:-1]:
+        name = re.search(r"`(\w+)`", label).group(1)
+        assert cells == [f"{found[name]:.3f}" for found in kernels], label
+        rest = [total - found[name] for total, found in zip(rest, kernels, strict=True)]
+    assert spent[-1][1:] == [f"{total:.3f}" for total in rest]
+
+
+def test_the_tables_of_grouped_gemms():
+    found = {
+        (tuple(e["shape"]), row["recipe"], row["gemm"]): row for e in results(GEMMS)["shapes"] for row in e["results"]
+    }
+    parts = ("fprop", "dgrad", "wgrad")
+    _, (_, *rates), (_, *spread) = tables(BENCHMARKS, "## Layers of experts")[:3]
+    layers = [tuple(e["shape"]) for e in results(GROUPED)["shapes"]]
+    for name, cells in keyed(rates).items():
+        want = [", ".join(f"{found[each, name, part]['tflops']:.0f}" for each in layers) for part in parts]
+        assert cells == want, name
+    for name, cells in keyed(spread).items():
+        ms = [sum(found[(n, 65536, 4096, 1536), name, part]["ms"] for part in parts) for n in (64, 128, 256)]
+        assert cells == [f"{each:.2f}" for each in (*ms, ms[2] / ms[0])], name
+    assert len(rates) == len(spread) == 2
+
+
+def test_the_table_of_moving_tokens():
+    (_, *rows), entries = tables(BENCHMARKS, "### Moving tokens")[0], results(PERMUTE)["shapes"]
+    assert len(rows) == 8
+    assert f"{results(PERMUTE)['copy']['gb_per_s'] / 1000:.2f} TB/s" in section(BENCHMARKS, "### Moving tokens")
+    for label, *cells in rows:
+        share = "of_copy" if label.startswith("cast") else "of_copy_once"
+        found = [cases(e["results"])[label] for e in entries]
+        assert cells == [f"{row['ms']:.3f} ({row[share]:.2f})" for row in found], label
 
 
 def test_the_table_of_few_tokens():

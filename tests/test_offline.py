@@ -43,6 +43,11 @@ def test_matrix_products_run_on_the_tensor_cores(results):
     assert [r["name"] for r in matmuls if not r["tensor_core"]] == []
 
 
+def test_no_product_waits_for_the_one_before(results):
+    """Where ptxas must move an accumulator that is being written, products wait for each other; it only says so."""
+    assert [r["name"] for r in results if r["serialized"]] == []
+
+
 def test_names_are_distinct():
     names = [v.name for v in offline.variants()]
     assert len(names) == len(set(names))

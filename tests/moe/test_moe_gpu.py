@@ -154,7 +154,19 @@ class Handed:
         return moe.unpermute(rows, *dispatched.state, tail="untouched")
 
 
+def launches(model):
+    """The kernels and copies of a forward, by name."""
+    x = batch(0)[0]
+    for _ in range(3):
+        model(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        model(x)
+        torch.cuda.synchronize()
+    return {e.key: e.count for e in profile.key_averages() if e.self_device_time_total > 0}
+
+
 def test_no_copy_between_the_second_layer_and_combine():
+    """Memory that is handed over costs no launch more than memory that the layer allocates."""
     dispatcher = Handed()
     model = mixture("fp8-block", dispatcher=dispatcher)
     for _ in range(3):
@@ -162,11 +174,7 @@ def test_no_copy_between_the_second_layer_and_combine():
         found = step(model, *batch(0))
     for a, b in zip(found, want, strict=True):
         assert_same(a, b)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        model(batch(0)[0])
-        torch.cuda.synchronize()
-    large = [e.key for e in profile.key_averages() if "memcpy" in e.key.lower() and "DtoD" in e.key]
-    assert sum(e.count for e in profile.key_averages() if e.key in large) <= 1  # the load's
+    assert launches(model) == launches(mixture("fp8-block", dispatcher=moe.LocalDispatch()))
 
 
 def test_a_warning_of_dropped_slots_comes_without_waiting():
