@@ -39,7 +39,7 @@ def flat_layout(width=BLOCK):
 @gluon.jit
 def tile_of_rows(t, total, owner, block, across):
     """Tile number -> (group, row block, column tile). Within a group, SPAN row blocks at a time, columns outermost.
-    Any number will do: it is asked for one tile ahead. Two divisions, since each takes about as long as a product."""
+    Any number will do: it is asked for one tile ahead, with two divisions, the slowest arithmetic between tiles."""
     t = gl.maximum(gl.minimum(t, total - 1), 0)
     at = t // across  # the row block, if tiles went row by row: of the same group, and of the same SPAN
     group = gl.maximum(gl.load(owner + at), 0)
