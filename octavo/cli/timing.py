@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 WARMUP, REPEATS = 10, 60
 
@@ -34,6 +35,14 @@ def device_ms(call: Callable[[], object], *, warmup: int = WARMUP, repeats: int 
     torch.cuda.synchronize()
     readings = [start.elapsed_time(end) for start, end in marks]
     return statistics.median(readings), readings
+
+
+def copy_ms(source: Tensor) -> tuple[float, list[float]]:
+    """Returns `device_ms` of a copy of this tensor: by the copy engine or by a kernel that changes signs on the way,
+    whichever is faster. Either is on some machine by a third."""
+    target = torch.empty_like(source)
+    ways: tuple[Callable[[], object], ...] = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
+    return min(device_ms(way) for way in ways)
 
 
 def host_us(call: Callable[[], object], *, repeats: int = REPEATS) -> float:

@@ -31,6 +31,12 @@ KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def fc1_width(activation: str, ffn_hidden_size: int) -> int:
+    """Returns the output features of a layer before this activation: a gated one takes twice as many as it returns."""
+    check_choice(activation, tuple(KINDS), what="activation")
+    return ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
+
+
 def _norm(kind: str, size: int, eps: float, zero_centered: bool, device: Any, dtype: Any) -> Any:
     check_choice(kind, tuple(NORMS), what="normalization")
     return NORMS[kind](size, eps=eps, zero_centered_gamma=zero_centered, device=device, dtype=dtype)
@@ -145,9 +151,8 @@ class LayerNormMLP(_Block):
         dtype: torch.dtype | None = None,
         **settings: bool,
     ) -> None:
-        check_choice(activation, tuple(KINDS), what="activation")
         settings = {"keep_weight_codes": False, **settings}
-        wide = ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
+        wide = fc1_width(activation, ffn_hidden_size)
         modules = {
             "norm": _norm(normalization, hidden_size, eps, zero_centered_gamma, device, dtype),
             "fc1": Linear(hidden_size, wide, bias, device, dtype, recipe=recipe, **settings),  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def warn_of_overflow(model: nn.Module) -> None:
         if module.dropped.is_meta or isinstance(module.dropped, FakeTensor):
             continue
         if module not in _copies:
-            _copies[module] = _started(module.dropped)
+            _copies[module] = _started(module.dropped[1])
         copy = _copies[module]
         if copy.arrived is None or copy.arrived.query():
             del _copies[module]
@@ -53,7 +53,7 @@ def _started(dropped: Tensor) -> _Copy:
     if dropped.device.type != "cuda":
         copy = _Copy(dropped.clone(), None)
     else:
-        count = torch.empty((), dtype=dropped.dtype, pin_memory=True)
+        count = torch.empty((), dtype=dropped.dtype, device="cpu", pin_memory=True)
         count.copy_(dropped, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         arrived.record(torch.cuda.current_stream(dropped.device))  # type: ignore[no-untyped-call]

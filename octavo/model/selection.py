@@ -11,6 +11,7 @@ from torch import nn
 
 from octavo.errors import UnsupportedConfig, did_you_mean
 from octavo.modules.quantized import Quantized
+from octavo.moe.router import Router
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 
@@ -90,7 +91,9 @@ def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]
                 f"high_precision takes kinds out of {HIGH_PRECISION}, got {kind!r}. An empty tuple converts them too; "
                 "exclude= leaves other layers out."
             )
-    spared: dict[int, tuple[str, str]] = {}
+    spared = {
+        id(m): ("router", "octavo.moe.Router computes in float32") for m in model.modules() if isinstance(m, Router)
+    }
     if "adapters" in kinds:
         for path, module in _linears(model):
             if factor := next((part for part in path.split(".") if part.lower().startswith("lora_")), ""):

@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
-from octavo.fused.blocks import KINDS
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape, check_choice
+from octavo.fused.blocks import KINDS, fc1_width
 from octavo.fused.experts import RULES
 from octavo.fuser.inputs import check_input
 from octavo.fuser.pattern import NotFired
 from octavo.fuser.sequential import Explanation, Sequential
-from octavo.kernels.activation import ACTIVATIONS
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.permutation import Permute, Unpermute
 from octavo.moe.permutation import Permutation, sort
+from octavo.moe.routing import checked_index
 from octavo.recipes import Recipe
 
 
@@ -178,9 +178,7 @@ class Experts(Sequential):
         check_input("Experts", x)
         check_input("Experts", probs, "probs")
         index = indices.positions if isinstance(indices, Permutation) else indices
-        if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
-            got = index.dtype if isinstance(index, Tensor) else type(index).__name__
-            raise UnsupportedDtype(f"Experts takes indices as a tensor of int32 or int64, got {got}. Use .long().")
+        checked_index("Experts", index)
         for name, t in (("indices", index), ("probs", probs)):
             if t.device != x.device:
                 raise UnsupportedDevice(f"x is on {x.device} and {name} on {t.device}. Move them together.")
@@ -227,12 +225,11 @@ def expert_layers(
     num_experts: int, hidden_size: int, ffn_hidden_size: int, activation: str, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the layers of experts, `fc1`, `activation` and `fc2`; `settings` are keywords of GroupedLinear."""
-    check_choice(activation, tuple(KINDS), what="activation")
+    wide = fc1_width(activation, ffn_hidden_size)
     if settings.get("scale_bias"):
         raise UnsupportedConfig(
             "Experts(scale_bias=True): the probabilities multiply the experts' outputs, biases too. Leave it out."
         )
-    wide = ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
     settings = {"tail": "untouched", **settings}
     return {
         "fc1": GroupedLinear(num_experts, hidden_size, wide, **settings),

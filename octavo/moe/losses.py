@@ -83,7 +83,7 @@ def _counted(logits: Tensor, tokens: Tensor | int | None) -> tuple[Tensor, Tenso
     rows = logits.reshape(-1, logits.shape[-1]).float()
     if tokens is None:
         return rows, None, max(rows.shape[0], 1)
-    mask, number = first(tokens, rows), checked_tokens(tokens)
+    mask, number = first(tokens, rows), checked_tokens(tokens, rows.device)
     assert mask is not None
     most = max(rows.shape[0], 1)
     number = number.clamp(1, most).float() if isinstance(number, Tensor) else min(max(number, 1), most)

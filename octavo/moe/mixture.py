@@ -6,11 +6,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
-from octavo.fused.blocks import KINDS
+from octavo.errors import UnsupportedConfig, UnsupportedShape
+from octavo.fused.blocks import KINDS, fc1_width
 from octavo.fuser.inputs import arrived, check_input
 from octavo.fuser.sequential import Sequential
-from octavo.kernels.activation import ACTIVATIONS
 from octavo.modules.linear import Linear
 from octavo.moe.dispatch import Dispatch
 from octavo.moe.experts import Experts, expert_layers
@@ -18,6 +17,7 @@ from octavo.moe.losses import balance, z_loss
 from octavo.moe.permutation import sort
 from octavo.moe.router import Router
 from octavo.moe.routing import counts, first, group_size, route
+from octavo.quant.groups import MAX_GROUPS
 from octavo.recipes import Recipe
 
 # keywords of GroupedLinear that Linear has too
@@ -32,7 +32,7 @@ class MoE(nn.Module):
     experts are one operation each way. Memory is allocated for tokens · top_k rows, so that no token is dropped
     whatever the routing is. Nothing is read on the host: a CUDA graph follows a changing routing.
 
-    After a forward `load` has the number of tokens that each expert got, and in training `aux_loss` the sum of the
+    After a forward `load` has the number of slots that chose each expert, and in training `aux_loss` the sum of the
     losses with a coefficient, which you add to your own loss.
 
     Args:
@@ -62,8 +62,9 @@ class MoE(nn.Module):
         num_local_experts: with a dispatcher, the number of experts of this process. None, the default, is all.
         device: the device of the parameters.
         dtype: the dtype of the parameters.
-        **settings: further keywords of `octavo.moe.Experts` and `octavo.GroupedLinear`, such as `keep_weight_codes`.
-            Those that `octavo.Linear` has too apply to the shared MLP as well.
+        **settings: further keywords of `octavo.moe.Experts` and `octavo.GroupedLinear`, such as `keep_weight_codes`;
+            with a dispatcher, of `octavo.GroupedLinear` alone. Those that `octavo.Linear` has too apply to the shared
+            MLP as well.
 
     Raises:
         UnsupportedConfig: a setting is unknown or out of range, or does not fit the others.
@@ -110,14 +111,10 @@ class MoE(nn.Module):
         **settings: bool | str,
     ) -> None:
         super().__init__()
+        _check_experts(num_experts, num_local_experts, dispatcher, settings)
         group_size(num_experts, top_k, score, normalize, groups, top_groups, group_best)
         if shared_gate and shared_ffn_size is None:
             raise UnsupportedConfig("MoE(shared_gate=True) has no shared MLP to gate. Pass shared_ffn_size too.")
-        if num_local_experts is not None and dispatcher is None:
-            raise UnsupportedConfig(
-                f"MoE(num_local_experts={num_local_experts}) needs a dispatcher, which moves tokens to experts of "
-                "other processes. Pass dispatcher too, or leave it out."
-            )
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
         self.score, self.scale = score, scale
         self.normalize, self.groups, self.top_groups, self.group_best = normalize, groups, top_groups, group_best
@@ -146,7 +143,8 @@ class MoE(nn.Module):
             "expert_bias", torch.zeros(num_experts, dtype=torch.float32, device=device) if expert_bias else None
         )
         self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64, device=device), persistent=False)
-        dropped = None if dispatcher is None else torch.zeros((), dtype=torch.int64, device=device)
+        # the most since `overflow` was called, and since a step has ended
+        dropped = None if dispatcher is None else torch.zeros(2, dtype=torch.int64, device=device)
         self.register_buffer("dropped", dropped, persistent=False)
 
     def reset_parameters(self) -> None:
@@ -227,7 +225,9 @@ class MoE(nn.Module):
     def _with_shared(self, y: Tensor, x: Tensor, flag: dict[str, Any]) -> Tensor:
         if self.shared is None:
             return y
-        shared: Tensor = self.shared(x, op_kwargs={0: flag, 2: dict(flag)} if flag else None)
+        # `octavo.revert` leaves plain layers here, which take no flag
+        flags = {i: dict(flag) for i in (0, 2) if flag and isinstance(self.shared[i], Linear)}
+        shared: Tensor = self.shared(x, op_kwargs=flags or None)
         if self.shared_gate is not None:
             shared = shared * self.shared_gate(x).sigmoid().to(shared.dtype)
         return y + shared
@@ -264,8 +264,8 @@ class MoE(nn.Module):
     def overflow(self) -> int:
         """Returns the most slots that one forward dropped since the last call, and starts to count anew.
 
-        Only a dispatcher with fewer rows than slots drops any; `octavo.step` warns of it too. The call waits for the
-        device.
+        Only a dispatcher with fewer rows than slots drops any; `octavo.step` warns of it too, by a count of its own.
+        The call waits for the device.
 
         Returns:
             The number of slots.
@@ -276,8 +276,8 @@ class MoE(nn.Module):
         """
         if self.dropped is None:
             return 0
-        number = int(self.dropped.item())
-        self.dropped.zero_()
+        number = int(self.dropped[0].item())
+        self.dropped[0].zero_()
         return number
 
     # -- nn.Module -----------------------------------------------------------------------------------------------------
@@ -301,11 +301,26 @@ class MoE(nn.Module):
         return {**self.__dict__, "_loss": None}  # a part of the graph of one forward
 
 
+def _check_experts(number: int, local: int | None, dispatcher: Dispatch | None, settings: dict[str, Any]) -> None:
+    if not 1 <= number <= MAX_GROUPS:
+        raise UnsupportedShape(f"MoE takes 1 to {MAX_GROUPS} experts, got num_experts={number}.")
+    if local is not None and dispatcher is None:
+        raise UnsupportedConfig(
+            f"MoE(num_local_experts={local}) needs a dispatcher, which moves tokens to experts of other processes. "
+            "Pass dispatcher too, or leave it out."
+        )
+    if local is not None and not 1 <= local <= number:
+        raise UnsupportedConfig(f"num_local_experts is a number from 1 to num_experts, {number}, got {local}.")
+    if dispatcher is not None and "fc1_output_storage" in settings:
+        raise UnsupportedConfig(
+            "MoE(fc1_output_storage=...) is for experts that are fused with their permutation, and a dispatcher takes "
+            "the place of that. Leave one of them out."
+        )
+
+
 def _shared(hidden: int, ffn: int, activation: str, settings: dict[str, Any]) -> Sequential:
-    check_choice(activation, tuple(KINDS), what="activation")
-    wide = ffn * (2 if ACTIVATIONS[activation].gated else 1)
     return Sequential({
-        "fc1": Linear(hidden, wide, **settings),
+        "fc1": Linear(hidden, fc1_width(activation, ffn), **settings),
         "activation": KINDS[activation](),
         "fc2": Linear(ffn, hidden, **settings),
     })  # fmt: skip

@@ -14,6 +14,7 @@ class Router(nn.Linear):
 
     Experts are chosen by small differences of logits, which 16 bits would round away. No recipe quantizes the layer,
     `torch.autocast` does not apply to it, and `octavo.convert` leaves it as it is. Backward keeps x in its own dtype.
+    Where `torch.set_float32_matmul_precision` allows TF32, a GPU uses it here too.
 
     Args:
         in_features: the size of the last dim of x.

@@ -141,6 +141,8 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
         >>> bias
         tensor([-0.1250,  0.0000,  0.1250])
     """
+    if not isinstance(counts, Tensor):
+        raise UnsupportedDtype(f"update_bias takes counts as a tensor, got {type(counts).__name__}.")
     if bias.shape != counts.shape or bias.dim() != 1:
         raise UnsupportedShape(
             f"update_bias takes a bias [E] and counts [E], got {tuple(bias.shape)} and {tuple(counts.shape)}."
@@ -174,10 +176,10 @@ def first(tokens: Tensor | int | None, rows: Tensor) -> Tensor | None:
     """Returns which rows [T, ...] are among the first `tokens`, as a mask [T, 1]; None if all count."""
     if tokens is None:
         return None
-    return torch.arange(rows.shape[0], device=rows.device)[:, None] < checked_tokens(tokens)
+    return torch.arange(rows.shape[0], device=rows.device)[:, None] < checked_tokens(tokens, rows.device)
 
 
-def checked_tokens(tokens: Tensor | int) -> Tensor | int:
+def checked_tokens(tokens: Tensor | int, device: torch.device) -> Tensor | int:
     if isinstance(tokens, int):
         return tokens
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
@@ -185,6 +187,8 @@ def checked_tokens(tokens: Tensor | int) -> Tensor | int:
         raise UnsupportedDtype(f"tokens is an int, or an int32 or int64 tensor of one element, got {got}.")
     if tokens.numel() != 1:
         raise UnsupportedShape(f"tokens is one number, got a tensor {tuple(tokens.shape)}. Sum it.")
+    if tokens.device != device:
+        raise UnsupportedDevice(f"tokens is on {tokens.device} and the data on {device}. Move it, or pass an int.")
     return tokens.reshape(())
 
 
@@ -230,8 +234,8 @@ def checked_index(title: str, index: Tensor) -> Tensor:
     if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
         got = index.dtype if isinstance(index, Tensor) else type(index).__name__
         raise UnsupportedDtype(f"{title} takes an index as a tensor of int32 or int64, got {got}. Use .long().")
-    if index.dim() < 1:
-        raise UnsupportedShape(f"{title} takes an index [..., K], got one without dims.")
+    if index.dim() < 1 or index.shape[-1] < 1:
+        raise UnsupportedShape(f"{title} takes an index [..., K] with K from 1 up, got {tuple(index.shape)}.")
     return index
 
 

@@ -222,7 +222,8 @@ def measured(monkeypatch):
 
         names = ("as it is", "one thread", "one core")
         timers = {
-            "device_ms": (1.0, [1.0]), "eager_ms": (1.0, [1.0]), "host_us": 1.0, "hosts_us": dict.fromkeys(names, 1.0),
+            "device_ms": (1.0, [1.0]), "copy_ms": (1.0, [1.0]), "eager_ms": (1.0, [1.0]), "host_us": 1.0,
+            "hosts_us": dict.fromkeys(names, 1.0),
             "peak_mib": 1.0, "_memory": {"saved_mib": 1.0, "peak_mib": 1.0}, "kept_mib": 1.0,
             "kernels_ms": [{"kernel": "k", "calls": 1.0, "ms": 1.0}],
         }  # fmt: skip

@@ -9,7 +9,7 @@ from torch import nn
 
 import octavo
 from octavo import moe
-from octavo.errors import UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedShape
 from tests.fuser.models import assert_equal, compiled, error
 from tests.modules.oracle import assert_same
 from tests.moe.test_experts import NEAR
@@ -111,6 +111,19 @@ def test_a_step_warns_of_dropped_slots_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         octavo.step(model)
+    assert [model[0].overflow(), model[0].overflow()] == [12, 0]  # a count of its own
+
+
+def test_memory_for_dx_is_left_alone_where_x_needs_no_gradient():
+    dispatcher = Handed()
+    model = mixture(dispatcher=dispatcher)
+    assert_same(model(batch()[0].detach()), mixture(dispatcher=moe.LocalDispatch())(batch()[0].detach()))
+    assert dispatcher.dgrad_out.isnan().all()
+
+
+def test_storage_in_fp8_needs_the_fused_experts():
+    with pytest.raises(UnsupportedConfig, match="a dispatcher takes the place"):
+        mixture(dispatcher=moe.LocalDispatch(), fc1_output_storage="fp8")
 
 
 def test_an_attached_optimizer_warns_too():

@@ -238,7 +238,7 @@ def test_shapes_that_do_not_fit_are_refused():
         model(x[:-1], indices, probs)
     with pytest.raises(ValueError, match="two dims or more"):
         model(x[0], indices[0], probs[0])
-    with pytest.raises(ValueError, match="two dims or more"):
+    with pytest.raises(ValueError, match="K from 1 up"):
         model(x, indices[:, :0], probs[:, :0])
     for wrong in (indices.float(), indices.tolist(), indices == 0):
         with pytest.raises(TypeError, match="indices as a tensor of int32 or int64"):

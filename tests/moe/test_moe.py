@@ -141,6 +141,28 @@ def test_padding_takes_no_part(tokens):
 # -- losses and load ---------------------------------------------------------------------------------------------------
 
 
+def test_numbers_of_experts_out_of_range_are_refused():
+    with pytest.raises(UnsupportedShape, match="1 to 4096 experts, got num_experts=0"):
+        octavo.MoE(D, N, 0, 1)
+    with pytest.raises(UnsupportedConfig, match="from 1 to num_experts, 8, got 100"):
+        octavo.MoE(D, N, E, K, dispatcher=moe.LocalDispatch(), num_local_experts=100)
+
+
+def test_convert_leaves_the_router_alone_whatever_it_is_called():
+    for model, settings in (
+        (nn.Sequential(mixture()), {"high_precision": ()}),
+        (nn.ModuleDict({"gate": moe.Router(D, E), "fc": nn.Linear(D, D)}), {}),
+    ):
+        octavo.convert(model, "fp8-block", **settings)
+        assert [type(m) for m in model.modules() if isinstance(m, moe.Router)] == [moe.Router]
+
+
+def test_a_reverted_shared_mlp_takes_no_flag():
+    model, (x, _) = mixture(shared_ffn_size=40), batch()
+    octavo.revert(model)
+    assert model(x, is_first_microbatch=True).isfinite().all()
+
+
 def test_the_last_loss_is_dropped_before_a_forward():
     """It would keep gradient accumulators of its stream, which a capture on another stream refuses."""
     model, (x, _) = mixture(aux_loss_coef=0.5), batch()

@@ -263,6 +263,15 @@ def test_losses_with_a_count_on_the_device(device, score):
     torch.testing.assert_close(torch.stack(got).double().cpu(), torch.tensor(whole).double())
 
 
+def test_an_index_without_slots_and_other_mistakes_are_refused():
+    with pytest.raises(UnsupportedShape, match="K from 1 up"):
+        moe.counts(torch.zeros(4, 0, dtype=torch.int64), 8)
+    with pytest.raises(UnsupportedDtype, match="counts as a tensor, got list"):
+        moe.update_bias(torch.zeros(3), [1, 2, 3])
+    with pytest.raises(UnsupportedDevice, match="tokens is on meta and the data on cpu"):
+        moe.counts(torch.zeros(4, 2, dtype=torch.int64), 8, tokens=torch.ones((), dtype=torch.int64, device="meta"))
+
+
 @scores
 def test_gradients_of_losses(score):
     logits = randn(20, 8).requires_grad_()
@@ -369,7 +378,7 @@ def test_tensors_that_do_not_fit_are_refused():
         moe.aux_loss(logits, index[:3])
     with pytest.raises(UnsupportedDtype, match="index as a tensor"):
         moe.aux_loss(logits, index.float())
-    with pytest.raises(UnsupportedShape, match="without dims"):
+    with pytest.raises(UnsupportedShape, match=r"K from 1 up, got \(\)"):
         moe.counts(index[0, 0], 8)
     for wrong, error in (
         (torch.ones(2).long(), UnsupportedShape),

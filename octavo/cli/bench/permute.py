@@ -33,7 +33,7 @@ from torch import Tensor
 
 from octavo.cli import machine, options
 from octavo.cli.bench import cases
-from octavo.cli.timing import REPEATS, WARMUP, device_ms
+from octavo.cli.timing import REPEATS, WARMUP, copy_ms, device_ms
 from octavo.kernels import permute as moves
 from octavo.kernels.permute import Slots
 from octavo.moe.permutation import Permutation, sort
@@ -83,10 +83,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 
 def _copy(device: torch.device) -> dict[str, Any]:
-    source, target = (torch.empty(COPY // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
-    # by the copy engine, which is the slower one on some machines, or by a kernel that changes signs on the way
-    ways = (lambda: target.copy_(source), lambda: torch.neg(source, out=target))
-    ms, readings = min(device_ms(way) for way in ways)
+    ms, readings = copy_ms(torch.empty(COPY // 2, dtype=torch.bfloat16, device=device))
     return {"ms": ms, "bytes": 2 * COPY, "gb_per_s": 2 * COPY / ms / 1e6, "ms_after": None, "readings_ms": readings}
 
 

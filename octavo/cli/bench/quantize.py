@@ -19,7 +19,7 @@ import torch
 
 from octavo.cli import machine, table
 from octavo.cli.options import count
-from octavo.cli.timing import REPEATS, WARMUP, device_ms, host_us
+from octavo.cli.timing import REPEATS, WARMUP, copy_ms, device_ms, host_us
 from octavo.formats import E4M3, E5M2
 from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, Tensorwise
 
@@ -34,10 +34,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
     rows, columns = arguments.rows, arguments.columns
     x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(x)
-    copy_ms, copy_all = device_ms(lambda: target.copy_(x))
-    copy_rate = 2 * x.numel() * x.element_size() / copy_ms / 1e9
-    copied = {"ms": copy_ms, "tb_per_s": copy_rate, "ms_after": None, "readings_ms": copy_all}
+    ms_of_copy, copy_all = copy_ms(x)
+    copy_rate = 2 * x.numel() * x.element_size() / ms_of_copy / 1e9
+    copied = {"ms": ms_of_copy, "tb_per_s": copy_rate, "ms_after": None, "readings_ms": copy_all}
     results: list[dict[str, Any]] = []
     report |= {
         "suite": "quantize",
@@ -63,7 +62,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
                 "readings_ms": readings,
             }
         )
-    copied["ms_after"], _ = device_ms(lambda: target.copy_(x))
+    copied["ms_after"], _ = copy_ms(x)
 
 
 def cases(x: torch.Tensor) -> dict[str, Callable[[], tuple[Any, ...]]]:

@@ -39,8 +39,8 @@ def _within(x, LIMIT: tl.constexpr):
 
 @triton.jit
 def _logistic(x):
-    """1 / (1 + e^-x), off by two units in the last place; a subnormal result is zero. `tl.sigmoid` takes twice the
-    instructions, for results that are subnormal and for divisors above 2^126."""
+    """1 / (1 + e^-x), with a relative error of about 1e-7, times |x| where x is below -1; a subnormal result is zero.
+    `tl.sigmoid` has more instructions, for subnormal results and for divisors above 2^126."""
     return tl.inline_asm_elementwise(_LOGISTIC, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 

@@ -647,6 +647,13 @@ def variants() -> list[Variant]:
         _backward_variant("situglu", situ, gradient, half, extra="bias", again=given),
         _backward_variant("situglu", situ, gradient, torch.float32, again=given),
     ]
+    ragged = {"width": 72}  # of no tile
+    found += [
+        _forward_variant("swiglu, ragged", swiglu, given, half, "scales", **ragged),
+        _backward_variant("swiglu, ragged", swiglu, gradient, half, again=given, **ragged),
+        _backward_variant("situglu, ragged", situ, gradient, half, None, "scales, of scales", given, **ragged),
+        _woven_variant("clamped-swiglu by 32, ragged", by_32, gradient, half, "scales", **ragged),
+    ]
     return found + _group_variants() + sum_variants()
 
 
@@ -655,7 +662,7 @@ def _group_variants() -> list[Variant]:
     swiglu, clamped, situ, srelu = (ACTIVATIONS[name] for name in ("swiglu", "clamped-swiglu", "situglu", "srelu"))
     given, gradient, rows, square = Tensorwise(), Tensorwise(E5M2), Block1D(), Block2D(E4M3, "fp32")
     half, ways = torch.bfloat16, ("given", "measure", "measured")
-    every = "scales, of scales, bias"
+    every, ragged = "scales, of scales, bias", {"way": "given", "width": 72}
     found = [_forward_variant("swiglu", swiglu, given, half, "scales", way=way) for way in ways]
     found += [_forward_variant("swiglu", swiglu, spec, half, "scales", way="given") for spec in (rows, square)]
     found += [_forward_variant("situglu", situ, spec, torch.float32, "scales", way="given") for spec in (given, rows)]
@@ -684,6 +691,12 @@ def _group_variants() -> list[Variant]:
         _backward_variant("srelu", srelu, rows, half, None, every, rows, way="given"),
         _backward_variant("srelu", srelu, rows, torch.float32, None, every, way="given"),
         _backward_variant("srelu", srelu, square, half, None, every, square, way="given"),
+    ]
+    found += [
+        _forward_variant("situglu, ragged", situ, given, half, "scales", **ragged),
+        _backward_variant("swiglu, ragged", swiglu, gradient, half, None, every, given, **ragged),
+        _backward_variant("situglu, ragged", situ, gradient, half, None, every, given, **ragged),
+        _backward_variant("situglu, ragged", situ, gradient, torch.float32, None, every, given, **ragged),
     ]
     by_32, situ_by_32 = clamped._replace(interleave=32), situ._replace(interleave=32)
     found += [_woven_variant("clamped-swiglu by 32", by_32, gradient, half, every, way) for way in ways[::2]]
@@ -732,14 +745,14 @@ def _title(what: str, spec: Quantizer, dtype: torch.dtype, extra: str, sides: st
     return ", ".join(filter(None, (f"{what} {dtype} to {spec}", extra, sides and f"{sides} alone", groups)))
 
 
-def _forward_variant(name, fn, spec, dtype, extra="", config=None, sides="", way=""):
+def _forward_variant(name, fn, spec, dtype, extra="", config=None, sides="", way="", width=0):
     config = config or tile_casts.fitting(CONFIGS, spec)
     kinds, fixed = _kinds(fn, spec, dtype, extra, sides, way)
     title = _title(f"activation quantize {name}", spec, dtype, extra, sides, way)
-    return _variant(title, _forward_kernel, kinds, fixed | _tile(config, config.columns), config)
+    return _variant(title, _forward_kernel, kinds, fixed | _tile(config, width or config.columns), config)
 
 
-def _backward_variant(name, fn, spec, dtype, config=None, extra="", again=None, sides="", way=""):
+def _backward_variant(name, fn, spec, dtype, config=None, extra="", again=None, sides="", way="", width=0):
     more = way != "" or "of scales" in extra
     config = config or tile_casts.fitting(_backward_configs(fn.gated, more, dtype), spec, again)
     kinds, fixed = _kinds(fn, spec, dtype, extra, sides, way)
@@ -753,11 +766,11 @@ def _backward_variant(name, fn, spec, dtype, config=None, extra="", again=None, 
         kinds |= {f"again_{n}": there.get(n) for n in ("encode", "observed", "measured")}
         kinds |= {f"again{n[6:]}": there.get(n) for n in tile_casts.STRIDES[2:]}
         fixed |= {f"again{n[6:]}": steps.get(n) for n in tile_casts.STRIDES[2:]}
-    return _variant(title, _backward_kernel, kinds, fixed | _tile(config, config.columns), config)
+    return _variant(title, _backward_kernel, kinds, fixed | _tile(config, width or config.columns), config)
 
 
-def _woven_variant(name, fn, spec, dtype, extra="", way=""):
+def _woven_variant(name, fn, spec, dtype, extra="", way="", width=0):
     config = tile_casts.fitting(CONFIGS, spec)
     kinds, fixed = _kinds(fn, spec, dtype, extra, "", way)
     title = _title(f"activation quantize backward, woven {name}", spec, dtype, extra, "", way)
-    return _variant(title, _woven_kernel, kinds, fixed | _tile(config, config.columns), config)
+    return _variant(title, _woven_kernel, kinds, fixed | _tile(config, width or config.columns), config)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from octavo.kernels.grouped_gemm.hopper.tiles import (
     HALF_TILE,
@@ -16,8 +16,8 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     SPAN,
     STAGES,
     add_products,
+    add_unscaled,
     barriers,
-    begun,
     can_be_copied,
     flat_layout,
     following,
@@ -120,18 +120,18 @@ def _hand_over(HALF: gl.constexpr, total, whole, room, group, m, n, N):
 
 
 @gluon.jit
-def _added(HALF: gl.constexpr, total, done, of_rows, of_columns, empty, stage):
+def _add_scaled(HALF: gl.constexpr, total, done, of_rows, of_columns, empty, stage):
     """The sum and a product by its scales, whose buffer is given back. Threads have read scales there themselves:
     without the fence the copy unit, which does not wait for their reads, was seen to put the next ones there before all
     were done. The fence waits for loads from global memory too, so that no scale comes from there."""
     H: gl.constexpr = SIZE // 2
     SUM: gl.constexpr = sum_layout()
-    line = of_rows.index(stage)._reinterpret(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    rows = line.slice(HALF * H, H).load(gl.SliceLayout(1, SUM))
+    line = of_rows.index(stage).slice(HALF * H, H, dim=1).permute((1, 0))  # [H, 1]
+    rows = line.load(SUM)
     columns = of_columns.index(stage).load(SUM)  # [1, SIZE]
     fence_async_shared()
     mbarrier.arrive(empty.index(stage), count=1)
-    return total + (done * rows[:, None]) * columns
+    return total + (done * rows) * columns
 
 
 @gluon.jit
@@ -139,9 +139,8 @@ def _multiply_depth(
     HALF: gl.constexpr, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
     ADD: gl.constexpr,
 ):  # fmt: skip
-    """One half of each tile's rows, where a scale reaches 128 far. Products are begun in turn, as in `add_products`."""
+    """One half of each tile's rows, where a scale reaches 128 far."""
     H: gl.constexpr = SIZE // 2
-    SUM: gl.constexpr = sum_layout()
     down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     tiles = G * down * across
@@ -155,31 +154,9 @@ def _multiply_depth(
             group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
         )
         next_first, next_end = _depth_of(next_group, block, G)
-        steps = end - first
-        total = gl.zeros((H, SIZE), gl.float32, layout=SUM)
-        if steps > 0:
-            one = begun(HALF, left, right, ready, stage, phase)
-            for _ in range(2, steps, 2):
-                second, second_phase = following(stage, phase)
-                other = begun(HALF, left, right, ready, second, second_phase)
-                done = warpgroup_mma_wait(1, deps=[one])
-                total = _added(HALF, total, done, of_rows, of_columns, empty, stage)
-                stage, phase = following(second, second_phase)
-                one = begun(HALF, left, right, ready, stage, phase)
-                done = warpgroup_mma_wait(1, deps=[other])
-                total = _added(HALF, total, done, of_rows, of_columns, empty, second)
-            if steps % 2 == 0:
-                second, second_phase = following(stage, phase)
-                other = begun(HALF, left, right, ready, second, second_phase)
-                done = warpgroup_mma_wait(1, deps=[one])
-                total = _added(HALF, total, done, of_rows, of_columns, empty, stage)
-                done = warpgroup_mma_wait(0, deps=[other])
-                total = _added(HALF, total, done, of_rows, of_columns, empty, second)
-                stage, phase = following(second, second_phase)
-            else:
-                done = warpgroup_mma_wait(0, deps=[one])
-                total = _added(HALF, total, done, of_rows, of_columns, empty, stage)
-                stage, phase = following(stage, phase)
+        total, stage, phase = add_products(
+            HALF, left, right, of_rows, of_columns, ready, empty, stage, phase, end - first, _add_scaled
+        )
         if whole is not None:
             _hand_over(HALF, total, whole, room, group, top + low, n, N)
         else:
@@ -216,7 +193,9 @@ def _multiply_whole_depth(
         at_a, at_b = a_scale + group * a_scale_group, b_scale + group * b_scale_group
         some = (first < end).to(gl.int32)
         of_rows, of_columns = scales_ahead(at_a, at_b, rows, N * some, K * some, A_EACH, B_EACH)
-        total, stage, phase = add_products(HALF, left, right, ready, empty, stage, phase, end - first)
+        total, stage, phase = add_products(
+            HALF, left, right, None, None, ready, empty, stage, phase, end - first, add_unscaled
+        )
         columns = n * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, SUM))
         total = scaled(total, of_rows, of_columns, at_b, columns, K * some, B_EACH)
         first, end = next_first, next_end

@@ -14,6 +14,7 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     HALF_TILE,
     SIZE,
     add_products,
+    add_unscaled,
     barriers,
     can_be_copied,
     flat_layout,
@@ -221,7 +222,9 @@ def _multiply_whole_rows(
         at_b = b_scale + group * b_scale_group
         of_rows, of_columns = scales_ahead(at_a, at_b, lanes, SIZE, N, A_EACH, B_EACH)
         if count > HALF * H:
-            total, stage, phase = add_products(HALF, left, right, ready, empty, stage, phase, steps)
+            total, stage, phase = add_products(
+                HALF, left, right, None, None, ready, empty, stage, phase, steps, add_unscaled
+            )
             columns = column * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, SUM))
             total = scaled(total, of_rows, of_columns, at_b, columns, N, B_EACH)
             write_rows(HALF, total, out, whole, room, bias, scales, start, count, group, column, N)

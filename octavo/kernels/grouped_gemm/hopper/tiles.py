@@ -97,9 +97,19 @@ def begun(HALF: gl.constexpr, left, right, ready, stage, phase):
 
 
 @gluon.jit
-def add_products(HALF: gl.constexpr, left, right, ready, empty, stage, phase, steps):
-    """The sum of so many products, unscaled; and the buffer after them. The next product is begun before one is added:
-    two are kept in turn, so that neither is moved while it is computed."""
+def add_unscaled(HALF: gl.constexpr, total, done, of_rows, of_columns, empty, stage):
+    """The sum and a product, whose buffer is given back."""
+    mbarrier.arrive(empty.index(stage), count=1)
+    return total + done
+
+
+@gluon.jit
+def add_products(
+    HALF: gl.constexpr, left, right, of_rows, of_columns, ready, empty, stage, phase, steps, ADD: gl.constexpr
+):
+    """The sum of so many products, and the buffer after them. ADD adds one and gives its buffer back: `add_unscaled`,
+    or a function that multiplies it by the scales in `of_rows` and `of_columns`. The next product is begun before one
+    is added: two are kept in turn, so that neither is moved while it is computed."""
     total = gl.zeros((SIZE // 2, SIZE), gl.float32, layout=sum_layout())
     if steps > 0:
         one = begun(HALF, left, right, ready, stage, phase)
@@ -107,27 +117,22 @@ def add_products(HALF: gl.constexpr, left, right, ready, empty, stage, phase, st
             second, second_phase = following(stage, phase)
             other = begun(HALF, left, right, ready, second, second_phase)
             done = warpgroup_mma_wait(1, deps=[one])
-            mbarrier.arrive(empty.index(stage), count=1)
-            total += done
+            total = ADD(HALF, total, done, of_rows, of_columns, empty, stage)
             stage, phase = following(second, second_phase)
             one = begun(HALF, left, right, ready, stage, phase)
             done = warpgroup_mma_wait(1, deps=[other])
-            mbarrier.arrive(empty.index(second), count=1)
-            total += done
+            total = ADD(HALF, total, done, of_rows, of_columns, empty, second)
         if steps % 2 == 0:
             second, second_phase = following(stage, phase)
             other = begun(HALF, left, right, ready, second, second_phase)
             done = warpgroup_mma_wait(1, deps=[one])
-            mbarrier.arrive(empty.index(stage), count=1)
-            total += done
+            total = ADD(HALF, total, done, of_rows, of_columns, empty, stage)
             done = warpgroup_mma_wait(0, deps=[other])
-            mbarrier.arrive(empty.index(second), count=1)
-            total += done
+            total = ADD(HALF, total, done, of_rows, of_columns, empty, second)
             stage, phase = following(second, second_phase)
         else:
             done = warpgroup_mma_wait(0, deps=[one])
-            mbarrier.arrive(empty.index(stage), count=1)
-            total += done
+            total = ADD(HALF, total, done, of_rows, of_columns, empty, stage)
             stage, phase = following(stage, phase)
     return total, stage, phase
 
