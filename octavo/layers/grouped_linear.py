@@ -20,6 +20,7 @@ from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
 from octavo.delayed_scaling.casts import Amaxes, cast_args, known_scale, observed_amaxes
+from octavo.errors import UnsupportedShape
 from octavo.kernels import grouped_gemm
 from octavo.layers.contract import DTYPES, ForwardResult, Tensors, WeightCast
 from octavo.layers.linear_config import LinearSettings
@@ -36,6 +37,7 @@ from octavo.layers.matmul import (
 )
 from octavo.memory import overlap, refuse_dgrad_out, refuse_shared_memory
 from octavo.quant.blocks import is_square
+from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import (
     GroupedTensor,
     fill_groups,
@@ -164,6 +166,7 @@ class Buffers(NamedTuple):
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
     mail: Mail | None = None
     dgrad_out: Tensor | None = None  # [rows, K], the caller's: dx is written there, and its tail is left alone
+    dy_codes: GradientCodes | None = None  # dy may arrive there
 
 
 class Fresh(NamedTuple):
@@ -332,9 +335,13 @@ class GroupedLinearLayer(MatmulLayer):
         call = Backward(config, Saved._make(saved), buffers, writes)
         if buffers.dgrad_out is not None:
             refuse_dgrad_out(buffers.dgrad_out, grads)
-        dy = grads[0].contiguous()  # expanded and turned gradients too: every kernel reads rows
-        groups = call.kept.groups(dy.shape[0])
-        row, column = quantized_dy(call, dy, groups)
+        groups = call.kept.groups(grads[0].shape[0])
+        codes = None if buffers.dy_codes is None else buffers.dy_codes.take(grads[0])
+        if codes is None:
+            dy = grads[0].contiguous()  # expanded and turned gradients too: every kernel reads rows
+            row, column = quantized_dy(call, dy, groups)
+        else:
+            dy, row, column = given_dy(call, grads[0], codes, groups)
         dx = input_gradient(call, dy, row, groups) if "x" in config.grads else None
         db, ds = bias_gradients(call, dy, groups)
         return gradients(dx, finish(call, dy, column, groups), db, ds)  # buffers are written last
@@ -606,6 +613,45 @@ def quantized_dy(
     arguments = cast_args(config.recipe, pair, part, partial(_amaxes, dy, groups, None), observed, seed)
     fill_groups(_aligned(dy), codes, arguments)
     return codes
+
+
+def given_dy(
+    call: Backward, dy: Tensor, codes: GroupedTensor, groups: Groups
+) -> tuple[Tensor, GroupedTensor | None, GroupedTensor | None]:
+    """dy that arrived as codes: its values, if a gradient needs them, and codes of its rows and columns. Codes of the
+    right quantizer are used as they are, or turned around; others are made of the values."""
+    config = call.config
+    _check_given_dy(codes, dy, groups)
+    wants_row, wants_column = config.dy_pair
+    row = column = None
+    if wants_row is not None and wants_row == codes.q.spec:
+        row = given_rows(wants_row, tuple(codes.q.tensors()), groups, dy.shape[1], dy.dtype)
+    if wants_column is not None and codes.columns is not None and codes.columns.spec == wants_column:
+        column = GroupedTensor(_wider_columns(codes.columns), groups, "column")
+    elif wants_column is not None and _are_turned(codes.q.spec, wants_column):
+        rows = given_rows(wants_column, tuple(codes.q.tensors()), groups, dy.shape[1], dy.dtype)
+        column = transposed(rows)
+    missing = None if row is not None else wants_row, None if column is not None else wants_column
+    in_values = ("x" in config.grads and wants_row is None) or ("w" in config.grads and wants_column is None)
+    if in_values or missing != (None, None) or "b" in config.grads or "s" in config.grads:
+        dy = GroupedTensor(codes.q, groups, "row").dequantize(dy.dtype)
+    if missing != (None, None):
+        made = _quantize(config, dy, missing, groups, (), None, call.seed())
+        row, column = made[0] if row is None else row, made[1] if column is None else column
+    return dy, row, column
+
+
+def _check_given_dy(codes: GroupedTensor, dy: Tensor, groups: Groups) -> None:
+    """Refuse codes of another shape; on a CPU also those of other sizes, which elsewhere the host would wait for."""
+    if codes.shape != tuple(dy.shape) or codes.groups.number != groups.number or not codes.groups.is_ragged:
+        raise UnsupportedShape(
+            f"The gradient of y has {dy.shape[0]} rows of {dy.shape[1]} in {groups.number} groups, and the codes that "
+            f"arrived are {codes!r}. Quantize the rows of dy with the sizes of x."
+        )
+    if dy.device.type == "cpu" and not torch.equal(codes.groups.start, groups.start):
+        raise UnsupportedShape(
+            f"The codes of dy are in groups of {codes.groups.sizes()} rows, and x is in groups of {groups.sizes()}."
+        )
 
 
 def bias_gradients(call: Backward, dy: Tensor, groups: Groups) -> tuple[Tensor | None, Tensor | None]:

@@ -23,6 +23,7 @@ from octavo.lower.call import Stage, call, takes_nodes
 from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.memory import joined_rows
 from octavo.modules.quantized import Quantized, outside, wanted
+from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS, split
 from octavo.quant.qtensor import Parts
@@ -254,6 +255,7 @@ class GroupedLinear(Quantized):
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
         scales: Tensor | None = None,
+        dy_codes: GradientCodes | None = None,
     ) -> Tensor:
         """Multiplies each group of rows by its own weight.
 
@@ -277,6 +279,8 @@ class GroupedLinear(Quantized):
             dgrad_out: a buffer [rows, in_features] for dx, with the same properties.
             scales: a number for each row, which multiplies its bias. Required if the layer has `scale_bias=True` and a
                 bias, and refused otherwise.
+            dy_codes: where the operation after the layer may put the codes of y's gradient, which backward then uses
+                instead of casting: see `octavo.quant.GradientCodes`. If that is left empty, backward casts dy.
 
         Returns:
             y [..., out_features], in the dtype of x or of torch.autocast where that is on.
@@ -286,7 +290,7 @@ class GroupedLinear(Quantized):
             UnsupportedDtype: x, `m_splits` or the weight has the wrong dtype.
             UnsupportedDevice: x and the weight are on two devices.
             UnsupportedConfig: `scales` or `dgrad_out` does not fit this call, the cache of the weight is out of date,
-                or a graph cannot hold `m_splits` or a buffer.
+                or a graph cannot hold `m_splits`, a buffer or `dy_codes`.
 
         Example:
             >>> layer = octavo.GroupedLinear(2, 16, 8, single_grouped_weight=False)
@@ -295,11 +299,13 @@ class GroupedLinear(Quantized):
             >>> y.data_ptr() == out.data_ptr()
             True
         """
-        if torch.compiler.is_compiling() and (why := graph_refusal(self) or self._buffer_refusal(out, dgrad_out)):
+        if torch.compiler.is_compiling() and (
+            why := graph_refusal(self) or self._buffer_refusal(out, dgrad_out) or self._dy_refusal(dy_codes)
+        ):
             if is_inside_operator():
                 self._now("_refuse", why)
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
-            y: Tensor = outside(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales)
+            y: Tensor = outside(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales, dy_codes)
             return y
         if torch.compiler.is_compiling():
             self._now("_settle")
@@ -314,8 +320,9 @@ class GroupedLinear(Quantized):
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         scales = self._bias_scales(scales, rows)
         # fake and meta tensors have shapes only
-        as_nodes = takes_nodes([self]) or isinstance(rows, FakeTensor) or rows.is_meta
-        buffers = CallersMemory(out, dgrad_out)
+        shapes_only = isinstance(rows, FakeTensor) or rows.is_meta
+        as_nodes = shapes_only or (dy_codes is None and takes_nodes([self]))
+        buffers = CallersMemory(out, dgrad_out, None if shapes_only else dy_codes)
         stage = self._stage(rows, weights, splits, scales, buffers, is_first_microbatch, as_nodes, codes)
         tensors = call(stage, rows, as_nodes, self, shape)
         if stage.after is not None:
@@ -332,7 +339,7 @@ class GroupedLinear(Quantized):
         recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
         weight, bias = self._stacked_weight(weights), self._stacked_bias()
         grads = wanted(x.requires_grad, weights, bias, scales)
-        self._check_buffers(x, grads, *buffers)
+        self._check_buffers(x, grads, buffers.out, buffers.dgrad_out)
         side = self._weight_side(recipe, weights, grads, is_first_microbatch, as_nodes, len(codes.row) > 0)
         given: dict[str, Any] = {"x": "codes", "x_has_columns": len(codes.column) > 0} if codes.row else {}
         key = call_key(
@@ -349,8 +356,8 @@ class GroupedLinear(Quantized):
         weight = weight.detach() if side.elsewhere else weight
         return Stage(
             self.NAME, key, (weight, bias, splits, scales, None, *side.inputs, *codes),
-            (*side.buffers, buffers.dgrad_out), grads != "", self.out_features, anchored=side.elsewhere,
-            watched=watched, out=buffers.out,
+            (*side.buffers, buffers.dgrad_out, buffers.dy_codes), grads != "", self.out_features,
+            anchored=side.elsewhere, watched=watched, out=buffers.out,
             after=self._after(key, side, codes.column or codes.row) if side.has_extras else None,
         )  # fmt: skip
 
@@ -438,6 +445,15 @@ class GroupedLinear(Quantized):
                 way_out = "or build the layer with strict=False, to run outside."
                 return f"{self.op_describe()} does not compile: {why}, {way_out}"
         return ""
+
+    def _dy_refusal(self, dy_codes: GradientCodes | None) -> str:
+        """Returns why a graph that is being traced cannot take codes of dy; empty if there are none."""
+        if dy_codes is None:
+            return ""
+        return (
+            f"{self.op_describe()} does not compile: dy_codes passes codes to backward beside autograd, and a graph's "
+            "gradients are tensors. Leave dy_codes out, or build the layer with strict=False, to run outside."
+        )
 
     def _check_buffers(self, x: Tensor, grads: str, out: Tensor | None, dgrad_out: Tensor | None) -> None:
         """Checks the buffers' metadata, without reading their values."""
@@ -571,6 +587,7 @@ class CallersMemory(NamedTuple):
 
     out: Tensor | None  # for y
     dgrad_out: Tensor | None  # for dx
+    dy_codes: GradientCodes | None = None  # where dy may arrive as codes
 
 
 class _Joined(torch.autograd.Function):

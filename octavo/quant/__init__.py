@@ -14,6 +14,7 @@ A recipe chooses a quantizer for each operand of a layer: `octavo.recipe("mxfp8"
 """
 
 from octavo.quant.block import Block1D, Block2D
+from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.mx import MX
 from octavo.quant.nvfp4 import NVFP4
@@ -31,6 +32,7 @@ __all__ = [
     "Block1D",
     "Block2D",
     "DelayedState",
+    "GradientCodes",
     "GroupedTensor",
     "QProto",
     "QTensor",
