@@ -9,7 +9,7 @@ bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[t]
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -143,7 +143,9 @@ def refusal(recipe: Recipe) -> str:
     return ""
 
 
-class Inputs(NamedTuple):
+class InputTensors(NamedTuple):
+    """The tensors of a call. A caller without codes of x may leave the last two fields out."""
+
     x: Tensor  # [rows, K]; for codes, a token of that shape, which carries their gradient if they have one
     weight: Tensor  # [G, N, K]; for a held weight, the token that receives its gradient
     bias: Tensor | None  # [G, N]
@@ -158,8 +160,17 @@ class Inputs(NamedTuple):
     x_column_codes: Parts = ()  # ... and of its columns, if there are any
 
 
-class Buffers(NamedTuple):
-    """Tensors that backward writes to besides its results."""
+class Inputs(InputTensors):
+    __slots__ = ()
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> "Inputs":  # type: ignore[override]
+        return cls(*iterable)
+
+
+class WrittenTensors(NamedTuple):
+    """Tensors that backward writes to besides its results. A caller without codes of dy may leave the last field
+    out."""
 
     main_grad: Target | LazyTarget | None = None
     amax: Tensor | None = None  # [G]: the amaxes of dy, folded by maximum
@@ -167,6 +178,14 @@ class Buffers(NamedTuple):
     mail: Mail | None = None
     dgrad_out: Tensor | None = None  # [rows, K], the caller's: dx is written there, and its tail is left alone
     dy_codes: GradientCodes | None = None  # dy may arrive there
+
+
+class Buffers(WrittenTensors):
+    __slots__ = ()
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> "Buffers":  # type: ignore[override]
+        return cls(*iterable)
 
 
 class Fresh(NamedTuple):

@@ -49,6 +49,11 @@ class GradientCodes:
         Raises:
             UnsupportedDtype: this is no GroupedTensor.
             UnsupportedShape: it has columns alone.
+
+        Example:
+            >>> dy = octavo.quant.Block1D().quantize_groups(torch.ones(8, 16), torch.tensor([3, 5]))
+            >>> octavo.quant.GradientCodes().put(dy).shape
+            torch.Size([8, 16])
         """
         if not isinstance(codes, GroupedTensor):
             raise UnsupportedDtype(f"GradientCodes takes a GroupedTensor, got {type(codes).__name__}.")
@@ -69,6 +74,13 @@ class GradientCodes:
 
         Raises:
             UnsupportedConfig: there are codes, and dy is not their stand-in.
+
+        Example:
+            >>> slot, dy = octavo.quant.GradientCodes(), torch.ones(8, 16)
+            >>> stand_in = slot.put(octavo.quant.Block1D().quantize_groups(dy, torch.tensor([3, 5])))
+            >>> slot.take(stand_in)
+            GroupedTensor(8x16 in 2 groups, row, block-1d, cpu)
+            >>> slot.take(dy)
         """
         codes, stand_in = self._codes, self._stand_in
         if codes is None or stand_in is None:

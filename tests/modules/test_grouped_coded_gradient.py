@@ -7,11 +7,24 @@ import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.layers import grouped_linear
 from octavo.quant import GradientCodes, Tensorwise
-from tests.modules.experts import DTYPES, ROWS, STATELESS, G, N, batch, experts, grid, sizes, stacked, step
+from tests.modules.experts import (
+    DTYPES,
+    ROWS,
+    STATELESS,
+    TURNED,
+    G,
+    N,
+    batch,
+    casts,
+    experts,
+    grid,
+    sizes,
+    stacked,
+    step,
+)
 from tests.modules.oracle import assert_same
-from tests.modules.test_grouped_coded_input import TURNED, casts
 
-__all__ = ["casts"]
+__all__ = ["casts"]  # a fixture
 
 
 class Combine(torch.autograd.Function):

@@ -5,17 +5,18 @@ import torch
 
 import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedShape
-from octavo.layers import grouped_linear
 from tests.modules.experts import (
     DTYPES,
     ROWS,
     SPLITS,
     STATELESS,
+    TURNED,
     USED,
     G,
     K,
     N,
     batch,
+    casts,
     experts,
     grid,
     sizes,
@@ -25,20 +26,7 @@ from tests.modules.experts import (
 )
 from tests.modules.oracle import assert_same
 
-TURNED = ("fp8-current",)  # one scale for a group: its codes turned around are those of its columns
-
-
-@pytest.fixture
-def casts(monkeypatch):
-    """The shapes of all that the layer quantizes."""
-    shapes, real = [], grouped_linear.quantize_groups
-
-    def counted(x, *rest):
-        shapes.append(tuple(x.shape))
-        return real(x, *rest)
-
-    monkeypatch.setattr(grouped_linear, "quantize_groups", counted)
-    return shapes
+__all__ = ["casts"]  # a fixture
 
 
 def coded(recipe, x, *, columns):
