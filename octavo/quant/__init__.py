@@ -13,6 +13,7 @@
 A recipe chooses a quantizer for each operand of a layer: `octavo.recipe("mxfp8").linear()`.
 """
 
+from octavo.quant import grouped_cast as _grouped_cast  # noqa: F401  # a loaded graph finds its operator
 from octavo.quant.block import Block1D, Block2D
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor

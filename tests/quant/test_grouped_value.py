@@ -1,4 +1,4 @@
-"""A GroupedTensor as a value: its gradient, both orientations, shared memory, and what torch may not do with it."""
+"""A GroupedTensor as a value: its gradient, both orientations, shared memory, its node, and what torch refuses."""
 
 import copy
 
@@ -283,3 +283,8 @@ def test_save_and_restore_keep_both_orientations(spec, column):
     assert (back.shape, back.dtype, back.device, repr(back)) == (q.shape, q.dtype, q.device, repr(q))
     fill_groups(rows(), (back.detach(), None))
     assert torch.equal(back.dequantize(), q.dequantize())
+
+
+def test_the_node_keeps_what_it_declares():
+    arguments = (rows().float().requires_grad_(), sizes(), None, None, "block-1d", "nv")
+    assert set(torch.library.opcheck(torch.ops.octavo.quantize_groups.default, arguments).values()) == {"SUCCESS"}
