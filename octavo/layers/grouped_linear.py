@@ -9,7 +9,8 @@ bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[t]
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
 from octavo.delayed_scaling.casts import Amaxes, cast_args, known_scale, observed_amaxes
+from octavo.errors import UnsupportedShape
 from octavo.kernels import grouped_gemm
 from octavo.layers.contract import DTYPES, ForwardResult, Tensors, WeightCast
 from octavo.layers.linear_config import LinearSettings
@@ -35,6 +37,7 @@ from octavo.layers.matmul import (
 )
 from octavo.memory import overlap, refuse_dgrad_out, refuse_shared_memory
 from octavo.quant.blocks import is_square
+from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import (
     GroupedTensor,
     fill_groups,
@@ -73,6 +76,8 @@ class Operands(NamedTuple):
 class Config(LinearSettings):
     """The settings of a call: with its tensors, they decide what it does."""
 
+    x: str = "plain"  # or "codes" of fprop's quantizer, in groups; x itself is then a token
+    x_has_columns: bool = False  # these codes come with the columns that dw needs
     scales_dtype: str = ""  # of the bias' scales; empty: the bias is added as it is
     dgrad_out: bool = False  # dx goes to a buffer of the caller's
     scales_dy_alone: bool = False  # by its own amax, not observed: a fused operation, and its history, has another dy
@@ -82,6 +87,8 @@ class Config(LinearSettings):
     def kept_x(self) -> str:
         if "w" not in self.grads:
             return ""
+        if self.x == "codes":
+            return "column" if self.x_has_columns and self.quant.wgrad.left is not None else "row"
         if self.quant.wgrad.left is None:
             return "plain"
         return "" if self.x_columns == "backward" else "column"
@@ -99,6 +106,14 @@ class Config(LinearSettings):
         return "row" if self.weight == "held" else "plain"
 
     @cached_property
+    def casts_x(self) -> bool:
+        return self.x == "plain" and super().casts_x
+
+    @cached_property
+    def x_pair(self) -> QuantizerPair:
+        return (None, None) if self.x == "codes" else super().x_pair
+
+    @cached_property
     def dy_pair(self) -> QuantizerPair:
         return (
             self.quant.dgrad.left if "x" in self.grads else None,
@@ -113,7 +128,10 @@ class Config(LinearSettings):
 def turns(quant: LinearQuant) -> bool:
     """Whether the weight's column codes are its row codes turned around, byte for byte: one quantizer with square
     blocks, and no rotation along the contraction."""
-    row, column = quant.fprop.right, quant.dgrad.right
+    return _are_turned(quant.fprop.right, quant.dgrad.right)
+
+
+def _are_turned(row: Quantizer | None, column: Quantizer | None) -> bool:
     return row is not None and row == column and is_square(row.block) and row.basis == ""
 
 
@@ -125,8 +143,10 @@ def refusal(recipe: Recipe) -> str:
     return ""
 
 
-class Inputs(NamedTuple):
-    x: Tensor  # [rows, K]
+class InputTensors(NamedTuple):
+    """The tensors of a call. A caller without codes of x may leave the last two fields out."""
+
+    x: Tensor  # [rows, K]; for codes, a token of that shape, which carries their gradient if they have one
     weight: Tensor  # [G, N, K]; for a held weight, the token that receives its gradient
     bias: Tensor | None  # [G, N]
     splits: Tensor  # [G] int32 or int64
@@ -136,16 +156,36 @@ class Inputs(NamedTuple):
     w_column: Parts = ()
     scaling: Parts = ()  # delayed: multipliers [G] of x, w, dy; if one is measured also their amax counts
     seen: Parts = ()  # delayed, observed in place: running amaxes [G] of x and w
+    x_codes: Parts = ()  # of x given as codes: those of its rows ...
+    x_column_codes: Parts = ()  # ... and of its columns, if there are any
 
 
-class Buffers(NamedTuple):
-    """Tensors that backward writes to besides its results."""
+class Inputs(InputTensors):
+    __slots__ = ()
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> "Inputs":  # type: ignore[override]
+        return cls(*iterable)
+
+
+class WrittenTensors(NamedTuple):
+    """Tensors that backward writes to besides its results. A caller without codes of dy may leave the last field
+    out."""
 
     main_grad: Target | LazyTarget | None = None
     amax: Tensor | None = None  # [G]: the amaxes of dy, folded by maximum
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding; the step advances
     mail: Mail | None = None
     dgrad_out: Tensor | None = None  # [rows, K], the caller's: dx is written there, and its tail is left alone
+    dy_codes: GradientCodes | None = None  # dy may arrive there
+
+
+class Buffers(WrittenTensors):
+    __slots__ = ()
+
+    @classmethod
+    def _make(cls, iterable: Iterable[Any]) -> "Buffers":  # type: ignore[override]
+        return cls(*iterable)
 
 
 class Fresh(NamedTuple):
@@ -219,7 +259,11 @@ class GroupedLinearLayer(MatmulLayer):
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         groups = split(inputs.splits, inputs.x.shape[0])
         amaxes = observed_amaxes(config.observe, inputs.seen, groups.number, inputs.x.device)
-        codes = quantized_x(config, inputs, inputs.x, groups, amaxes.x)
+        if config.x == "codes":
+            codes: tuple[GroupedTensor | None, GroupedTensor | None]
+            codes = given_rows(config.quant.fprop.left, inputs.x_codes, groups, inputs.x.shape[1], config.y_dtype), None
+        else:
+            codes = quantized_x(config, inputs, inputs.x, groups, amaxes.x)
         return forward_from(config, inputs, codes, groups, amaxes)
 
     def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
@@ -249,10 +293,11 @@ class GroupedLinearLayer(MatmulLayer):
 
     def deferred_operands(self, config: Config, tensors: Parts, x: Parts, weight: Tensor) -> Operands:
         buffers, rest = tensors[: config.dy_buffers], tensors[config.dy_buffers :]
-        codes, where = rest[: -config.group_tensors], rest[-config.group_tensors :]
+        codes, where = rest[: -config.group_tensors] or x, rest[-config.group_tensors :]
         groups = Groups._make((*where, buffers[-1].shape[0]))
         dy: Operand = buffers[0] if len(buffers) == 1 else _dy_columns(config, buffers, groups)
-        return Operands(dy, _x_operand(config, codes, groups, config.y_dtype), groups, tuple(weight.shape))
+        right = _x_operand(config, codes, groups, weight.shape[2], config.y_dtype)
+        return Operands(dy, right, groups, tuple(weight.shape))
 
     def abstract_weight(self, config: Config, weight: TensorProto) -> tuple[QProto | None, QProto | None]:
         row, column = config.quant.fprop.right, config.quant.dgrad.right
@@ -285,6 +330,8 @@ class GroupedLinearLayer(MatmulLayer):
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Saved:
         fresh = Fresh._make(made.fresh)
+        if config.kept_x == "column" and config.x == "codes":
+            inputs = inputs._replace(x_codes=inputs.x_column_codes)
         return Saved(
             *saved_operands(config, inputs, fresh),
             fresh.width,
@@ -307,9 +354,13 @@ class GroupedLinearLayer(MatmulLayer):
         call = Backward(config, Saved._make(saved), buffers, writes)
         if buffers.dgrad_out is not None:
             refuse_dgrad_out(buffers.dgrad_out, grads)
-        dy = grads[0].contiguous()  # expanded and turned gradients too: every kernel reads rows
-        groups = call.kept.groups(dy.shape[0])
-        row, column = quantized_dy(call, dy, groups)
+        groups = call.kept.groups(grads[0].shape[0])
+        codes = None if buffers.dy_codes is None else buffers.dy_codes.take(grads[0])
+        if codes is None:
+            dy = grads[0].contiguous()  # expanded and turned gradients too: every kernel reads rows
+            row, column = quantized_dy(call, dy, groups)
+        else:
+            dy, row, column = given_dy(call, grads[0], codes, groups)
         dx = input_gradient(call, dy, row, groups) if "x" in config.grads else None
         db, ds = bias_gradients(call, dy, groups)
         return gradients(dx, finish(call, dy, column, groups), db, ds)  # buffers are written last
@@ -488,6 +539,8 @@ def _check_out(config: Config, inputs: Inputs, out: Tensor) -> None:
     x: Tensor | None = inputs.x
     if x is not None and overlap(out, x) and (config.kept_x == "plain" or config.quant.fprop.left is None):
         refuse_shared_memory("out", "x, which is multiplied as it is, now or for the weight's gradient")
+    if any(overlap(out, t) for t in (*inputs.x_codes, *inputs.x_column_codes)):
+        refuse_shared_memory("out", "the codes of x, which the layer multiplies as they are")
     for name in ("weight", "bias", "splits", "scales"):
         tensor = getattr(inputs, name)
         if tensor is not None and overlap(out, tensor):
@@ -581,6 +634,45 @@ def quantized_dy(
     return codes
 
 
+def given_dy(
+    call: Backward, dy: Tensor, codes: GroupedTensor, groups: Groups
+) -> tuple[Tensor, GroupedTensor | None, GroupedTensor | None]:
+    """dy that arrived as codes: its values, if a gradient needs them, and codes of its rows and columns. Codes of the
+    right quantizer are used as they are, or turned around; others are made of the values."""
+    config = call.config
+    _check_given_dy(codes, dy, groups)
+    wants_row, wants_column = config.dy_pair
+    row = column = None
+    if wants_row is not None and wants_row == codes.q.spec:
+        row = given_rows(wants_row, tuple(codes.q.tensors()), groups, dy.shape[1], dy.dtype)
+    if wants_column is not None and codes.columns is not None and codes.columns.spec == wants_column:
+        column = GroupedTensor(_wider_columns(codes.columns), groups, "column")
+    elif wants_column is not None and _are_turned(codes.q.spec, wants_column):
+        rows = given_rows(wants_column, tuple(codes.q.tensors()), groups, dy.shape[1], dy.dtype)
+        column = transposed(rows)
+    missing = None if row is not None else wants_row, None if column is not None else wants_column
+    in_values = ("x" in config.grads and wants_row is None) or ("w" in config.grads and wants_column is None)
+    if in_values or missing != (None, None) or "b" in config.grads or "s" in config.grads:
+        dy = GroupedTensor(codes.q, groups, "row").dequantize(dy.dtype)
+    if missing != (None, None):
+        made = _quantize(config, dy, missing, groups, (), None, call.seed())
+        row, column = made[0] if row is None else row, made[1] if column is None else column
+    return dy, row, column
+
+
+def _check_given_dy(codes: GroupedTensor, dy: Tensor, groups: Groups) -> None:
+    """Refuse codes of another shape; on a CPU also those of other sizes, which elsewhere the host would wait for."""
+    if codes.shape != tuple(dy.shape) or codes.groups.number != groups.number or not codes.groups.is_ragged:
+        raise UnsupportedShape(
+            f"The gradient of y has {dy.shape[0]} rows of {dy.shape[1]} in {groups.number} groups, and the codes that "
+            f"arrived are {codes!r}. Quantize the rows of dy with the sizes of x."
+        )
+    if dy.device.type == "cpu" and not torch.equal(codes.groups.start, groups.start):
+        raise UnsupportedShape(
+            f"The codes of dy are in groups of {codes.groups.sizes()} rows, and x is in groups of {groups.sizes()}."
+        )
+
+
 def bias_gradients(call: Backward, dy: Tensor, groups: Groups) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients of the bias and of its scales."""
     config, kept = call.config, call.kept
@@ -647,8 +739,8 @@ def _weight_gradient(
         if column is None and kept.dy_buffer is not None:  # codes are in their place already
             kept.dy_buffer.copy_(dy)
         return None
-    right = _x_operand(config, kept.x, groups, dy.dtype) if x_column is None else x_column
     shape = (groups.number, dy.shape[1], kept.width.shape[1])
+    right = _x_operand(config, kept.x, groups, shape[2], dy.dtype) if x_column is None else x_column
     operands = Operands(dy if column is None else column, right, groups, shape)
     if config.deferred_wgrad:
         assert buffers.mail is not None
@@ -657,13 +749,54 @@ def _weight_gradient(
     return layer.weight_gradient(config, operands, buffers.main_grad, writes)
 
 
-def _x_operand(config: Config, parts: Sequence[Tensor], groups: Groups, dtype: torch.dtype) -> Operand:
+def _x_operand(config: Config, parts: Sequence[Tensor], groups: Groups, k: int, dtype: torch.dtype) -> Operand:
+    """x as dw needs it. Row codes that arrived without columns are turned around if that is what a cast would write;
+    if not, their values are cast."""
     if config.kept_x == "plain":
         return parts[0].to(dtype)
     spec = config.quant.wgrad.right
+    if config.kept_x == "row":
+        rows = given_rows(config.quant.fprop.left, parts, groups, k, dtype)
+        if config.quant.wgrad.left is None:
+            return rows.dequantize(dtype)[:, :k]
+        if _are_turned(rows.q.spec, spec):
+            return transposed(rows)
+        column = quantize_groups(rows.dequantize(dtype), None, spec, groups)[1]
+        assert column is not None
+        return column
     assert spec is not None
-    q = _saved_columns(spec, parts, groups.number, parts[0].shape[0], dtype)
+    q = _wider_columns(_saved_columns(spec, parts, groups.number, parts[0].shape[0], dtype))
     return GroupedTensor(q, groups, "column")
+
+
+def given_rows(
+    spec: Quantizer | None, parts: Sequence[Tensor], groups: Groups, k: int, dtype: torch.dtype
+) -> GroupedTensor:
+    """Row codes that arrived, with zeros in the columns that GEMMs read besides: the bytes of a cast of wider rows."""
+    assert spec is not None
+    q = grouped_assemble(spec, parts, groups.number, "row", k, dtype)
+    q = in_order(q, scale_strides(spec, (q.scale.shape[0], q.scale.shape[1])))
+    wide = spec.code_columns(_wide(k))
+    if q.codes.shape[1] != wide:
+        codes = F.pad(q.codes.view(torch.uint8), (0, wide - q.codes.shape[1])).view(spec.fmt.dtype)
+        q = replace(q, codes=codes, shape=(q.rows, _wide(k)))
+    elif k != _wide(k):
+        q = replace(q, shape=(q.rows, _wide(k)))
+    return GroupedTensor(q, groups, "row")
+
+
+def _wider_columns(q: QTensor) -> QTensor:
+    """Column codes [K, padded] with as many rows as GEMMs read."""
+    more = _wide(q.rows) - q.rows
+    if not more:
+        return q
+    codes = F.pad(q.codes.view(torch.uint8), (0, 0, 0, more)).view(q.codes.dtype)
+    height = q.spec.block[0]
+    missing = 0 if height is None else -(-_wide(q.rows) // height) - q.scale.shape[0]
+    scale = F.pad(q.scale, (0, 0, 0, missing)) if missing else q.scale
+    strides = scale_strides(q.spec, (scale.shape[0], scale.shape[1]))
+    wider = QTensor(codes, scale, q.spec, (_wide(q.rows), q.shape[1]), q.dtype, q.global_scale)
+    return in_order(wider, strides)
 
 
 def _saved_columns(spec: Quantizer, parts: Sequence[Tensor], number: int, k: int, dtype: torch.dtype) -> QTensor:

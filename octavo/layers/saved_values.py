@@ -64,7 +64,7 @@ def _unpacked(kind: str, slots: Sequence[Any]) -> Any:
         return spec.assemble(parts, tuple(slots[3].shape[1:]), dtype)
     rows, *shape = slots[8].shape[1:]
     codes = parts[0] if parts[0].dtype == spec.fmt.dtype else parts[0].view(spec.fmt.dtype)
-    settings = (spec, tuple(shape), dtype, rows, rest[0])
+    settings = (spec, tuple(shape), dtype, rows, rest[0], None)
     return restore([codes, *parts[1:], *slots[3:8]], settings)
 
 

@@ -23,8 +23,10 @@ from octavo.lower.call import Stage, call, takes_nodes
 from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.memory import joined_rows
 from octavo.modules.quantized import Quantized, outside, wanted
+from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
-from octavo.quant.groups import MAX_GROUPS
+from octavo.quant.groups import MAX_GROUPS, split
+from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import LinearQuant, Recipe
 from octavo.values import Value
@@ -248,11 +250,12 @@ class GroupedLinear(Quantized):
     def forward(
         self,
         input: Tensor | GroupedTensor,
-        m_splits: Tensor | list[int],
+        m_splits: Tensor | list[int] | None = None,
         is_first_microbatch: bool | Tensor | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
         scales: Tensor | None = None,
+        dy_codes: GradientCodes | None = None,
     ) -> Tensor:
         """Multiplies each group of rows by its own weight.
 
@@ -262,10 +265,13 @@ class GroupedLinear(Quantized):
         only if x is used nowhere else.
 
         Args:
-            input: x [..., in_features], whose leading dims are flattened to rows; or a `GroupedTensor` of rows, which
-                the layer dequantizes and which carries no gradient.
+            input: x [..., in_features], whose leading dims are flattened to rows; or a `GroupedTensor` of rows. The
+                layer multiplies codes of its recipe's fprop as they are. For dw it uses columns that come with them;
+                it turns row codes around if one scale covers a group; it casts the values of other row codes in
+                backward. Codes of another quantizer are dequantized first.
             m_splits: the number of rows of each group, int32 or int64 on the device of the layer. A list, or a tensor
-                on another device, is copied there, except in a graph, where it raises.
+                on another device, is copied there, except in a graph, where it raises. A GroupedTensor has its own
+                sizes: leave them out, or pass the same.
             is_first_microbatch: True quantizes the weight into a cache, False uses the cache, None (the default) does
                 neither. A tensor of one element leaves the choice to the device: zero means False. A call without it
                 takes the value of `octavo.microbatch`.
@@ -273,6 +279,8 @@ class GroupedLinear(Quantized):
             dgrad_out: a buffer [rows, in_features] for dx, with the same properties.
             scales: a number for each row, which multiplies its bias. Required if the layer has `scale_bias=True` and a
                 bias, and refused otherwise.
+            dy_codes: where the operation after the layer may put the codes of y's gradient, which backward then uses
+                instead of casting: see `octavo.quant.GradientCodes`. If that is left empty, backward casts dy.
 
         Returns:
             y [..., out_features], in the dtype of x or of torch.autocast where that is on.
@@ -282,7 +290,7 @@ class GroupedLinear(Quantized):
             UnsupportedDtype: x, `m_splits` or the weight has the wrong dtype.
             UnsupportedDevice: x and the weight are on two devices.
             UnsupportedConfig: `scales` or `dgrad_out` does not fit this call, the cache of the weight is out of date,
-                or a graph cannot hold `m_splits` or a buffer.
+                or a graph cannot hold `m_splits`, a buffer or `dy_codes`.
 
         Example:
             >>> layer = octavo.GroupedLinear(2, 16, 8, single_grouped_weight=False)
@@ -291,25 +299,31 @@ class GroupedLinear(Quantized):
             >>> y.data_ptr() == out.data_ptr()
             True
         """
-        if torch.compiler.is_compiling() and (why := graph_refusal(self) or self._buffer_refusal(out, dgrad_out)):
+        if torch.compiler.is_compiling() and (
+            why := graph_refusal(self) or self._buffer_refusal(out, dgrad_out) or self._dy_refusal(dy_codes)
+        ):
             if is_inside_operator():
                 self._now("_refuse", why)
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
-            y: Tensor = outside(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales)
+            y: Tensor = outside(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales, dy_codes)
             return y
         if torch.compiler.is_compiling():
             self._now("_settle")
         elif self._unborn:
             self._settle()
         weights = self.weight_parts()  # read once: each read of a parametrized weight computes it
+        codes = NO_CODES
+        if isinstance(input, GroupedTensor):
+            input, m_splits, codes = self._codes_of(input, m_splits, weights[0])
         x = self._input(input, weights[0])
         splits = splits_on(weights[0].device, m_splits, self.num_groups)
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         scales = self._bias_scales(scales, rows)
         # fake and meta tensors have shapes only
-        as_nodes = takes_nodes([self]) or isinstance(rows, FakeTensor) or rows.is_meta
-        buffers = CallersMemory(out, dgrad_out)
-        stage = self._stage(rows, weights, splits, scales, buffers, is_first_microbatch, as_nodes)
+        shapes_only = isinstance(rows, FakeTensor) or rows.is_meta
+        as_nodes = shapes_only or (dy_codes is None and takes_nodes([self]))
+        buffers = CallersMemory(out, dgrad_out, None if shapes_only else dy_codes)
+        stage = self._stage(rows, weights, splits, scales, buffers, is_first_microbatch, as_nodes, codes)
         tensors = call(stage, rows, as_nodes, self, shape)
         if stage.after is not None:
             stage.after(tensors[1:])
@@ -318,45 +332,63 @@ class GroupedLinear(Quantized):
 
     def _stage(
         self, x: Tensor, weights: Sequence[Any], splits: Tensor, scales: Tensor | None, buffers: "CallersMemory",
-        is_first_microbatch: bool | Tensor | None, as_nodes: bool,
+        is_first_microbatch: bool | Tensor | None, as_nodes: bool, codes: "XCodes | None" = None,
     ) -> Stage:  # fmt: skip
-        """Returns the Stage of a call with the rows of x."""
+        """Returns the Stage of a call with the rows of x, or with a token and its codes."""
+        codes = codes or NO_CODES
         recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
         weight, bias = self._stacked_weight(weights), self._stacked_bias()
         grads = wanted(x.requires_grad, weights, bias, scales)
-        self._check_buffers(x, grads, *buffers)
-        side = self._weight_side(recipe, weights, grads, is_first_microbatch, as_nodes)
+        self._check_buffers(x, grads, buffers.out, buffers.dgrad_out)
+        side = self._weight_side(recipe, weights, grads, is_first_microbatch, as_nodes, len(codes.row) > 0)
+        given: dict[str, Any] = {"x": "codes", "x_has_columns": len(codes.column) > 0} if codes.row else {}
         key = call_key(
             self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
             bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype],
             scales_dtype="" if scales is None else DTYPE_NAMES[scales.dtype], grads=grads,
             dgrad_out=buffers.dgrad_out is not None, tail=self.tail,
             recompute_w_columns=not self.keep_weight_codes, scales_dy_alone=self.scales_dy_alone, **side.settings,
+            **given,
         )  # fmt: skip
         kind = side.settings["weight"]
         joined = not (as_nodes or self._is_single or kind == "held") and weight.data_ptr() == weights[0].data_ptr()
         watched = weights if joined and self.LAYER.config(key).kept_w in ("plain", "again") else ()
         weight = weight.detach() if side.elsewhere else weight
         return Stage(
-            self.NAME, key, (weight, bias, splits, scales, None, *side.inputs), (*side.buffers, buffers.dgrad_out),
-            grads != "", self.out_features, anchored=side.elsewhere, watched=watched, out=buffers.out,
-            after=self._after(key, side) if side.has_extras else None,
+            self.NAME, key, (weight, bias, splits, scales, None, *side.inputs, *codes),
+            (*side.buffers, buffers.dgrad_out, buffers.dy_codes), grads != "", self.out_features,
+            anchored=side.elsewhere, watched=watched, out=buffers.out,
+            after=self._after(key, side, codes.column or codes.row) if side.has_extras else None,
         )  # fmt: skip
 
-    def _input(self, x: Tensor | GroupedTensor, own: Tensor) -> Tensor:
-        if isinstance(x, GroupedTensor):
-            if x.orientation != "row":
-                raise UnsupportedShape(
-                    "GroupedLinear takes a GroupedTensor of rows as x, got one of columns. Quantize the rows of x."
-                )
-            x = x.dequantize()
-        x = x if type(x) is Tensor else arrived(x)
-        check_input("GroupedLinear", x)
-        kind = x.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
+    def _codes_of(self, x: GroupedTensor, splits: Any, own: Tensor) -> "tuple[Tensor, Any, XCodes]":
+        """Returns a token in place of x, the sizes of its groups, and its codes. If fprop takes other codes: x's
+        values, and the sizes that the caller passed."""
+        if x.orientation != "row":
+            raise UnsupportedShape(
+                "GroupedLinear takes a GroupedTensor of rows as x, got one of columns. Quantize the rows of x."
+            )
         self._check_fit(x, own)
-        return x
+        sizes = x.groups.start.diff()
+        quant = (self._recipe or self._allowed(self._followed(ambient.recipe))).linear()
+        if x.q.spec != quant.fprop.left or x.groups.number != self.num_groups or not x.groups.is_ragged:
+            return x.dequantize(), sizes if splits is None else splits, NO_CODES
+        if splits is not None:
+            _check_same_sizes(sizes, splits_on(own.device, splits, self.num_groups), x.groups.rows)
+        token = x.token
+        if token is None or not torch.is_grad_enabled():
+            token = torch.zeros(1, dtype=x.dtype, device=x.device).expand(x.shape)
+        column = () if x.columns is None or x.columns.spec != quant.wgrad.right else tuple(x.columns.tensors())
+        return token, sizes, XCodes(tuple(x.q.tensors()), column)
+
+    def _input(self, x: Any, own: Tensor) -> Tensor:
+        rows: Tensor = x if type(x) is Tensor else arrived(x)
+        check_input("GroupedLinear", rows)
+        kind = rows.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            rows = rows.to(torch.get_autocast_dtype(kind))
+        self._check_fit(rows, own)
+        return rows
 
     def _check_fit(self, x: Any, own: Tensor) -> None:
         """Raises if x (anything with a shape and a device) does not fit the weight. A shape of () is unknown."""
@@ -413,6 +445,15 @@ class GroupedLinear(Quantized):
                 way_out = "or build the layer with strict=False, to run outside."
                 return f"{self.op_describe()} does not compile: {why}, {way_out}"
         return ""
+
+    def _dy_refusal(self, dy_codes: GradientCodes | None) -> str:
+        """Returns why a graph that is being traced cannot take codes of dy; empty if there are none."""
+        if dy_codes is None:
+            return ""
+        return (
+            f"{self.op_describe()} does not compile: dy_codes passes codes to backward beside autograd, and a graph's "
+            "gradients are tensors. Leave dy_codes out, or build the layer with strict=False, to run outside."
+        )
 
     def _check_buffers(self, x: Tensor, grads: str, out: Tensor | None, dgrad_out: Tensor | None) -> None:
         """Checks the buffers' metadata, without reading their values."""
@@ -520,11 +561,33 @@ def splits_on(device: torch.device, splits: Any, number: int, name: str = "m_spl
     return splits
 
 
+def _check_same_sizes(sizes: Tensor, splits: Tensor, rows: int) -> None:
+    """Raises if a GroupedTensor was made for other sizes. Only on a CPU: on a GPU the host would wait for them."""
+    if sizes.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(sizes, FakeTensor):
+        return
+    if not torch.equal(split(splits, rows).start.diff(), sizes):
+        raise UnsupportedShape(
+            f"x was quantized in groups of {sizes.tolist()} rows, and m_splits is {splits.tolist()}. Leave m_splits "
+            "out, or pass x.dequantize()."
+        )
+
+
+class XCodes(NamedTuple):
+    """The tensors of x given as codes."""
+
+    row: Parts = ()
+    column: Parts = ()  # for dw, if the caller has them
+
+
+NO_CODES = XCodes()
+
+
 class CallersMemory(NamedTuple):
     """The buffers that the caller passed."""
 
     out: Tensor | None  # for y
     dgrad_out: Tensor | None  # for dx
+    dy_codes: GradientCodes | None = None  # where dy may arrive as codes
 
 
 class _Joined(torch.autograd.Function):

@@ -13,7 +13,9 @@
 A recipe chooses a quantizer for each operand of a layer: `octavo.recipe("mxfp8").linear()`.
 """
 
+from octavo.quant import grouped_cast as _grouped_cast  # noqa: F401  # a loaded graph finds its operator
 from octavo.quant.block import Block1D, Block2D
+from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.mx import MX
 from octavo.quant.nvfp4 import NVFP4
@@ -31,6 +33,7 @@ __all__ = [
     "Block1D",
     "Block2D",
     "DelayedState",
+    "GradientCodes",
     "GroupedTensor",
     "QProto",
     "QTensor",

@@ -7,7 +7,7 @@ with every group, since the padded layout starts each group at a multiple of 128
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -34,12 +34,29 @@ from octavo.quant.quantizer import (
 )
 
 
+class GroupedJoin(torch.autograd.Function):
+    """Returns the values and sends their gradient to a token; that of rows from `end` on is zero, as their values
+    are."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, token: Tensor, end: Tensor) -> Tensor:
+        ctx.dtype = token.dtype
+        ctx.save_for_backward(end)
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
+        (end,) = ctx.saved_tensors
+        tail = torch.arange(dy.shape[0], device=dy.device) >= end
+        return None, dy.to(ctx.dtype).masked_fill(tail[:, None], 0), None
+
+
 @dataclass(frozen=True, eq=False)
 class GroupedTensor:
     """A quantized matrix whose rows come in groups, each group quantized as if it were alone.
 
-    `Quantizer.quantize_groups(x, sizes)` makes one; GroupedLinear takes one of rows as its input. It is not a
-    torch.Tensor.
+    `Quantizer.quantize_groups(x, sizes)` makes one. GroupedLinear takes one of rows as its input and multiplies its
+    codes as they are. It is not a torch.Tensor: a function of torch that gets one raises.
 
     The padded layout starts each group at a multiple of 128 rows (`octavo.quant.groups`). Padding is zero within a
     group's last block, and undefined past the last group.
@@ -49,6 +66,10 @@ class GroupedTensor:
             Its grid of scales has an entry for each group if the scheme has one scale for all rows.
         groups: the rows of each group, and their places in the padded layout.
         orientation: "row" for codes [padded, K], "column" for codes [K, padded].
+        columns: codes [K, padded] of the same rows beside those of orientation "row", for the weight gradient; None
+            if there are none.
+        token: a tensor that receives the gradient of the values, if there is one. It has the shape and dtype of the
+            values, in one stored element.
 
     Example:
         >>> rows = octavo.quant.Block1D().quantize_groups(torch.ones(10, 64), torch.tensor([4, 0, 5]))
@@ -63,12 +84,34 @@ class GroupedTensor:
     q: QTensor
     groups: Groups
     orientation: str
+    columns: QTensor | None = None
+    token: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the values: all rows, tail included, and K."""
+        return self.groups.rows, self.q.columns if self.orientation == "row" else self.q.rows
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor that was quantized."""
+        return self.q.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the codes."""
+        return self.q.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the values take a gradient."""
+        return self.token is not None and self.token.requires_grad
 
     def tensors(self) -> Iterator[Tensor]:
         """Iterates over the tensors inside, in a fixed order.
 
         Yields:
-            The tensors of the QTensor, then those of the groups.
+            The tensors of the QTensor, those of `columns`, then those of the groups.
 
         Example:
             >>> rows = octavo.quant.Block1D().quantize_groups(torch.ones(10, 64), torch.tensor([4, 6]))
@@ -76,6 +119,8 @@ class GroupedTensor:
             7
         """
         yield from self.q.tensors()
+        if self.columns is not None:
+            yield from self.columns.tensors()
         yield from self.groups.tensors()
 
     def nbytes(self) -> int:
@@ -92,13 +137,14 @@ class GroupedTensor:
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the values that the codes stand for, packed as they came. The host reads nothing from the device.
+        """Returns the values that the codes stand for, packed as they came, with a gradient if there is a token. The
+        host reads nothing from the device.
 
         Args:
             dtype: float32, bfloat16 or float16; None is the dtype of the tensor that was quantized.
 
         Returns:
-            A tensor [rows, K], with zeros in the rows after the last group.
+            A tensor [rows, K], with zeros in the rows after the last group. Those rows pass no gradient on.
 
         Raises:
             UnsupportedDtype: `dtype` is none of these.
@@ -114,20 +160,49 @@ class GroupedTensor:
         if q.global_scale is not None:
             values = values * q.global_scale[owner].unsqueeze(1 - dim)
         values = spec.finished(values, q.codes, q.columns, dtype)
-        return pack(values.T if dim else values, self.groups)
+        values = pack(values.T if dim else values, self.groups)
+        if self.token is None:
+            return values
+        return GroupedJoin.apply(values, self.token, self.groups.start[-1])  # type: ignore[no-untyped-call, no-any-return]
 
     def members(self) -> list[QTensor]:
         """Returns the groups by themselves. The host reads the sizes, and so waits for the device.
 
         Returns:
-            A QTensor for each group, as views of this one.
+            A QTensor for each group, as views of this one: `Quantizer.quantize_into` of one changes both. Those of rows
+            carry the gradient that this object carries.
+
+        Example:
+            >>> rows = octavo.quant.Block1D().quantize_groups(torch.ones(10, 64), torch.tensor([4, 6]))
+            >>> octavo.quant.Block1D().quantize_into(rows.members()[1], torch.full((6, 64), 2.0))
+            >>> rows.dequantize()[:, 0]
+            tensor([1., 1., 1., 1., 2., 2., 2., 2., 2., 2.])
         """
         sizes, firsts = self.groups.sizes(), self.groups.block[:-1].tolist()
         places = enumerate(zip(firsts, sizes, strict=True))
-        return [member(self.q, self.orientation, g, BLOCK * first, size) for g, (first, size) in places]
+        found = [member(self.q, self.orientation, g, BLOCK * first, size) for g, (first, size) in places]
+        if self.token is None or self.orientation != "row":
+            return found
+        tokens = torch.split(self.token[: sum(sizes)], sizes)
+        return [replace(q, token=token) for q, token in zip(found, tokens, strict=True)]
+
+    def detach(self) -> "GroupedTensor":
+        """Returns the same codes without a gradient.
+
+        Returns:
+            A GroupedTensor that shares the memory of this one.
+
+        Example:
+            >>> x = torch.ones(10, 64, requires_grad=True)
+            >>> rows = octavo.quant.Block1D().quantize_groups(x, torch.tensor([4, 6]))
+            >>> rows.requires_grad, rows.detach().requires_grad
+            (True, False)
+        """
+        return replace(self, token=None)
 
     def save(self) -> "tuple[tuple[Tensor, ...], Settings]":
-        """Splits this object into plain tensors, for autograd's `save_for_backward`, and settings.
+        """Splits this object into plain tensors, for autograd's `save_for_backward`, and settings. The gradient is not
+        part of either.
 
         Returns:
             The tensors, and the settings that `octavo.quant.grouped.restore(tensors, settings)` needs beside them.
@@ -137,40 +212,61 @@ class GroupedTensor:
             >>> octavo.quant.grouped.restore(*rows.save())
             GroupedTensor(10x64 in 2 groups, row, block-1d, cpu)
         """
-        return tuple(self.tensors()), (self.q.spec, self.q.shape, self.q.dtype, self.groups.rows, self.orientation)
+        columns = None if self.columns is None else self.columns.spec
+        settings = self.q.spec, self.q.shape, self.q.dtype, self.groups.rows, self.orientation, columns
+        return tuple(self.tensors()), settings
 
     def __reduce__(self) -> Any:
         raise TypeError("A GroupedTensor is not pickled: pickle what save() gives, with str(spec), and restore() it.")
+
+    def __copy__(self) -> "GroupedTensor":
+        return replace(self)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", str(function))
+        raise TypeError(
+            f"torch's {name} does not take a GroupedTensor, whose codes and scales belong together. Call it on "
+            "dequantize(), or on each of members()."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupedTensor":
         tensors, settings = self.save()
         return restore([t.clone() for t in tensors], settings)
 
     def __repr__(self) -> str:
-        width = self.q.columns if self.orientation == "row" else self.q.rows
-        size = f"{self.groups.rows}x{width} in {self.groups.number} groups"
-        return f"GroupedTensor({size}, {self.orientation}, {self.q.spec.key}, {self.q.device})"
+        rows, width = self.shape
+        size = f"{rows}x{width} in {self.groups.number} groups"
+        side = self.orientation if self.columns is None else "row and column"
+        return f"GroupedTensor({size}, {side}, {self.q.spec.key}, {self.q.device})"
 
 
-Settings = tuple[Quantizer, tuple[int, ...], torch.dtype, int, str]
+Settings = tuple[Quantizer, tuple[int, ...], torch.dtype, int, str, Quantizer | None]
 
 
 def restore(tensors: Sequence[Tensor], settings: Settings) -> GroupedTensor:
     """Returns the GroupedTensor whose `save` returned these."""
-    spec, shape, dtype, rows, orientation = settings
-    codes, scale, *more = tensors
-    level2 = more.pop(0) if spec.two_level else None
-    return GroupedTensor(QTensor(codes, scale, spec, shape, dtype, level2), Groups._make((*more, rows)), orientation)
+    spec, shape, dtype, rows, orientation, column = settings
+    rest = list(tensors)
+    q = _taken(rest, spec, shape, dtype)
+    columns = None if column is None else _taken(rest, column, shape[::-1], dtype)
+    return GroupedTensor(q, Groups._make((*rest, rows)), orientation, columns)
+
+
+def _taken(rest: list[Tensor], spec: Quantizer, shape: tuple[int, ...], dtype: torch.dtype) -> QTensor:
+    """Removes the tensors of a QTensor from the head of a list, and returns it."""
+    codes, scale = rest.pop(0), rest.pop(0)
+    return QTensor(codes, scale, spec, shape, dtype, rest.pop(0) if spec.two_level else None)
 
 
 def _flatten(t: GroupedTensor) -> tuple[list[Any], tuple[Any, ...]]:
-    return [t.q, *t.groups.tensors()], (t.groups.rows, t.orientation)
+    return [t.q, t.columns, *t.groups.tensors(), t.token], (t.groups.rows, t.orientation)
 
 
 def _unflatten(parts: Iterable[Any], settings: tuple[Any, ...]) -> GroupedTensor:
-    q, *groups = parts
+    q, columns, *groups, token = parts
     rows, orientation = settings
-    return GroupedTensor(q, Groups._make((*groups, rows)), orientation)
+    return GroupedTensor(q, Groups._make((*groups, rows)), orientation, columns, token)
 
 
 register_pytree_node(GroupedTensor, _flatten, _unflatten)  # a tree of tensors, as a QTensor is
@@ -297,6 +393,14 @@ def _read_by(
     if source is None or groups is None or all(spec is None or spec.gathers for spec in specs):
         return x, source
     return gathered(x, source, groups), None
+
+
+def both_orientations(t: GroupedTensor) -> tuple[GroupedTensor | None, GroupedTensor | None]:
+    """Returns the row and the column codes of t, without a gradient."""
+    if t.orientation == "column":
+        return None, t.detach()
+    columns = None if t.columns is None else GroupedTensor(t.columns, t.groups, "column")
+    return replace(t, columns=None, token=None), columns
 
 
 def transposed(t: GroupedTensor) -> GroupedTensor:

@@ -30,7 +30,7 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.formats import FLOATS, Format, unpack_nibbles
 from octavo.quant import blocks
 from octavo.quant.byte_transpose import transpose_bytes
-from octavo.quant.groups import Groups, split
+from octavo.quant.groups import Groups
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
 from octavo.values import Value
@@ -272,8 +272,12 @@ class Quantizer(Value):
         *,
         seed: Tensor | None = None,
         source: Tensor | None = None,
+        column: "Quantizer | None" = None,
     ) -> "GroupedTensor":
         """Returns codes and scales of rows in ragged groups, each group quantized as if it were alone.
+
+        If x requires a gradient, the result carries it: the gradient of the values is that of the rows of x. In a graph
+        the cast is one node.
 
         Args:
             x: [..., K], leading dims are rows: one group's after another's, then a tail, which is not read.
@@ -282,7 +286,11 @@ class Quantizer(Value):
             seed: int64 [seed, step] on the device of x, for a quantizer that rounds stochastically.
             source: int32 [rows] on the device of x: quantizes x[source], rows in the order of their groups. -1 makes a
                 row of zeros. Entries in the tail are not used. Tensorwise, Block1D and Block2D read x directly; other
-                quantizers copy the rows first. None takes the rows of x as they are.
+                quantizers copy the rows first. None takes the rows of x as they are. A row's gradient goes to the row
+                of x that it was copied from.
+            column: a quantizer for the columns as well, from the same read of x: the result then holds both
+                orientations, and a GroupedLinear casts nothing for its weight gradient. For a recipe that is
+                `recipe.linear().wgrad.right`. Only with axis -1.
 
         Returns:
             A GroupedTensor. Its `dequantize()` returns values [rows, K], zero in the tail; `members()` returns each
@@ -292,13 +300,14 @@ class Quantizer(Value):
             UnsupportedShape: sizes or source has more than one dim, or there are no groups or more than 4096.
             UnsupportedDtype: sizes is no tensor of int32 or int64, source none of int32, or x no tensor of floats.
             UnsupportedDevice: sizes or source is not on x's device.
-            UnsupportedConfig: the quantizer rounds stochastically without a seed, or to nearest with one.
+            UnsupportedConfig: a quantizer rounds stochastically without a seed, or none does and there is one; or
+                `column` is given with axis 0.
 
         Example:
             >>> q = octavo.quant.Block1D().quantize_groups(torch.ones(300, 256), torch.tensor([100, 0, 180]))
             >>> q
             GroupedTensor(300x256 in 3 groups, row, block-1d, cpu)
-            >>> octavo.GroupedLinear(3, 256, 512, recipe="fp8-block")(q, torch.tensor([100, 0, 180])).shape
+            >>> octavo.GroupedLinear(3, 256, 512, recipe="fp8-block")(q).shape
             torch.Size([300, 512])
 
             The rows of two experts, from four tokens: the first expert gets tokens 2 and 0, the second token 2.
@@ -308,20 +317,18 @@ class Quantizer(Value):
             >>> rows.dequantize()[:, 0]
             tensor([2., 0., 2.])
         """
-        from octavo.quant import grouped  # grouped imports this file
+        from octavo.quant.grouped_cast import cast_groups  # it imports this file
 
-        column = is_column(check_tensor(x).dim(), axis)
-        cast_args = CastArgs(seed=seed, source=source)
-        self._check_seed(cast_args, x, self.draws)
-        row, other = (None, self) if column else (self, None)
-        rows = math.prod(x.shape[:-1]) if source is None else grouped.check_source(source, x)
-        made = grouped.quantize_groups(x, row, other, split(sizes, rows), cast_args)[column]
-        assert made is not None
-        return made
+        is_columns = is_column(check_tensor(x).dim(), axis)
+        if is_columns and column is not None:
+            raise UnsupportedConfig("column= adds columns to the codes of rows, and axis=0 asks for columns. Give one.")
+        pair = (None, self) if is_columns else (self, column)
+        self._check_seed(CastArgs(seed=seed), x, any([spec is not None and spec.draws for spec in pair]))
+        return cast_groups(x, sizes, pair, seed, source)
 
     def quantize_into(
         self,
-        out: QTensor | tuple[QTensor, QTensor],
+        out: "QTensor | tuple[QTensor, QTensor] | GroupedTensor",
         x: Tensor,
         skip: Tensor | None = None,
         *,
@@ -330,10 +337,12 @@ class Quantizer(Value):
         encode: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> None:
-        """Quantizes x into the memory of an existing QTensor, or of a pair.
+        """Quantizes x into the memory of an existing QTensor, of a pair, or of a GroupedTensor.
 
         Args:
-            out: the QTensor to overwrite, or a pair of them for x and x.T. `proto(...).empty()` allocates one.
+            out: the QTensor to overwrite, or a pair of them for x and x.T. `proto(...).empty()` allocates one. A
+                GroupedTensor keeps its groups and takes neither `axis` nor `amax` nor `encode`. A member of one may
+                have strides of the whole: its codes are cast aside and copied.
             x: float32, bfloat16 or float16, of the shape that `out` was made for.
             skip: one element on x's device. If it is not zero, `out` stays as it is: a captured CUDA graph thereby
                 reuses a cached weight. None always writes.
@@ -356,6 +365,16 @@ class Quantizer(Value):
             True
         """
         matrix, like = as_matrix(x), TensorProto.of(x)
+        if not isinstance(out, (QTensor, tuple)):
+            self._quantize_into_groups(out, matrix, CastArgs((amax, None), encode, seed, check_flag(skip, x)))  # type: ignore[arg-type]
+            return
+        if isinstance(out, QTensor) and _is_part(out, self.proto(like, axis)):
+            aside = self.proto(like, axis).empty()
+            if skip is not None:
+                _copy_codes(out, aside)
+            self.quantize_into(aside, x, skip, axis=axis, amax=amax, encode=encode, seed=seed)
+            _copy_codes(aside, out)
+            return
         if isinstance(out, tuple):
             row, column = out
             _check_fits(row, self.proto(like))
@@ -369,6 +388,22 @@ class Quantizer(Value):
             amax = (None, amax) if pair[0] is None else (amax, None)
         specs = [None if q is None else q.spec for q in pair]
         self.fill(matrix, pair, self.checked(CastArgs(amax, encode, seed, check_flag(skip, x)), matrix, *specs))
+
+    def _quantize_into_groups(self, out: "GroupedTensor", x: Tensor, cast_args: CastArgs) -> None:
+        from octavo.quant import grouped  # grouped imports this file
+
+        if not isinstance(out, grouped.GroupedTensor):
+            raise UnsupportedConfig(
+                f"quantize_into writes to a QTensor, a pair of them or a GroupedTensor, got {type(out).__name__}."
+            )
+        if cast_args.amax[0] is not None or cast_args.encode is not None:
+            raise UnsupportedConfig("quantize_into measures each group of a GroupedTensor. Leave out amax and encode.")
+        if out.q.spec != self:
+            raise UnsupportedShape(f"{self} cannot write into {out!r}, which {out.q.spec} made. Use out.q.spec.")
+        row, column = grouped.both_orientations(out)
+        specs = [t.q.spec for t in (row, column) if t is not None]
+        self._check_seed(cast_args, x, any([spec.draws for spec in specs]))
+        grouped.fill_groups(x, (row, column), cast_args._replace(amax=(None, None)))
 
     def amax(self, x: Tensor, axis: int = -1, *, skip: Tensor | None = None) -> Tensor:
         """Returns the largest magnitudes of x, for `quantize(x, axis, amax=...)`.
@@ -800,6 +835,25 @@ def check_flag(skip: Tensor | None, x: Tensor) -> Tensor | None:
             f"got {skip.numel()} on {skip.device}."
         )
     return skip
+
+
+def _is_part(q: QTensor, proto: QProto) -> bool:
+    """Whether q fits but for larger strides of its rows, or of its columns if those are slower: a view of a larger one,
+    as the members of a GroupedTensor are."""
+    why = proto.refusal(q)
+    if why == "" or not all(" with strides " in part for part in why.split("; ")):
+        return False
+    wanted = [(proto.codes.shape[1], 1), q.spec.scale_strides(*q.scale.shape) or (q.scale.shape[1], 1)]
+    return all(
+        n < 2 or has == want or has > want > 1
+        for t, strides in zip((q.codes, q.scale), wanted, strict=True)
+        for n, has, want in zip(t.shape, t.stride(), strides, strict=True)
+    )
+
+
+def _copy_codes(q: QTensor, out: QTensor) -> None:
+    for source, target in zip(q.tensors(), out.tensors(), strict=True):
+        target.copy_(source)
 
 
 def _check_fits(q: QTensor, proto: QProto) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import octavo
+from octavo.layers import grouped_linear
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import QUANTIZED, assert_same, randn, spiky
 
@@ -19,6 +20,7 @@ ROWS = USED + SPARE
 NAN = float("nan")
 STATELESS = [r for r in QUANTIZED if r != "fp8-delayed"]
 SAMPLE = ("bf16", "fp8-current", "fp8-delayed", "nvfp4")
+TURNED = ("fp8-current",)  # one scale for a group: its codes turned around are those of its columns
 LAYOUTS = {"single": {}, "per group": {"single_grouped_weight": False, "single_grouped_bias": False}}
 MIXED = {
     f"{'one' if w else 'each'} weight, {'one' if b else 'each'} bias": {
@@ -52,6 +54,19 @@ every, quantized, stateless, sample = (grid(recipes) for recipes in (SHIPPED, QU
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 mixed = pytest.mark.parametrize("layout", MIXED.values(), ids=MIXED)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """The shapes of all that grouped layers quantize."""
+    shapes, real = [], grouped_linear.quantize_groups
+
+    def counted(x, *rest):
+        shapes.append(tuple(x.shape))
+        return real(x, *rest)
+
+    monkeypatch.setattr(grouped_linear, "quantize_groups", counted)
+    return shapes
 
 
 # -- parameters by group -----------------------------------------------------------------------------------------------

@@ -58,6 +58,11 @@ class Groups(NamedTuple):
         """The number of rows in the padded layout."""
         return self.owner.shape[0] * BLOCK
 
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the padded layout has room for any sizes, as that of `split` has; that of `equal` may have less."""
+        return self.owner.shape[0] == blocks_for(self.rows, self.number)
+
     def tensors(self) -> tuple[Tensor, ...]:
         """Returns the tensors inside.
 
