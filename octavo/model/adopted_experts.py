@@ -1,0 +1,301 @@
+"""Experts of transformers' models: modules that hold stacked weights and dispatch their forward by a registry.
+
+A converted module keeps its class, its parameters and their names. It gets a submodule `octavo`, an
+`octavo.moe.Experts` whose layers read the parameters from the module's own table and hold only the state of the recipe,
+and a copy of its config that chooses the entry "octavo" of the registry. Other modules share the original config, so a
+conversion of some experts leaves the others alone.
+"""
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from octavo._torch.tensors import is_sharded
+from octavo.errors import UnsupportedConfig
+from octavo.fused.blocks import KINDS
+from octavo.fused.experts import RULES
+from octavo.fuser.inputs import strange
+from octavo.fuser.sequential import Sequential
+from octavo.layers.grouped_linear import refusal as grouped_refusal
+from octavo.modules.activation import Activation
+from octavo.modules.grouped_linear import GroupedLinear
+from octavo.modules.permutation import Permute, Unpermute
+from octavo.modules.quantized import Quantized, dtype_refusal
+from octavo.moe.experts import Experts
+from octavo.quant.groups import MAX_GROUPS
+from octavo.recipes import Recipe
+
+NAME = "octavo"  # of the entry in the registry, and of the submodule
+_PACKAGE, _REGISTRY = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # set by the decorator of such classes
+# the flag that must not be set, the value that is refused, why
+_UNSUPPORTED = (
+    ("is_transposed", True, "its weights are [in, out], and Octavo multiplies by [out, in]"),
+    ("is_concatenated", False, "gate and up alternate in its weights, and Octavo takes two halves here"),
+    ("has_bias", True, "its experts have biases"),
+    ("has_post_expert_norm", True, "it normalizes the output of each expert"),
+    ("_is_expert_parallel", True, "its experts are distributed over several processes"),
+)
+_GATE = "_apply_gate"  # the method of gated experts that activates the output of the first layer
+_GATED = ("swiglu", "geglu", "reglu", "sreglu", "qgeglu")
+_UNGATED = ("silu", "gelu", "relu", "srelu", "qgelu")
+_LIMITS, _SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")  # attributes of experts that clamp
+
+
+class AdoptedGroupedLinear(GroupedLinear):
+    """A GroupedLinear whose weight is a parameter of another module; it holds the state of its recipe alone.
+
+    It keeps that module's table of parameters, not the module: a reference to the module would keep a deleted model in
+    memory until Python's garbage collector runs.
+
+    Args:
+        owner: the module.
+        key: the name of the parameter, of shape [groups, out, in].
+        recipe: the recipe.
+        strict: as in GroupedLinear.
+        path: the parameter's name in the model, for messages.
+    """
+
+    def __init__(self, owner: nn.Module, key: str, recipe: Recipe, strict: bool, path: str) -> None:
+        nn.Module.__init__(self)
+        self._table, self._key = owner._parameters, key
+        self.num_groups, self.out_features, self.in_features = owner.get_parameter(key).shape
+        self.scales_per_operand = self.num_groups
+        self.tail, self.scale_bias, self.keep_weight_codes = "untouched", False, True
+        self._weight_names, self._bias_names = ["weight"], []
+        self.register_parameter("bias", None)
+        self.train(owner.training)
+        self._set_up(recipe, strict=strict, path=path)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The other module's parameter."""
+        found = self._table.get(self._key)
+        if found is None:
+            raise UnsupportedConfig(
+                f"{self._path} is no longer a parameter of the experts that octavo.convert took. Call "
+                "octavo.revert(model) before it is removed or parametrized."
+            )
+        return found
+
+    def trained_by(self) -> list[nn.Parameter]:
+        return [self.weight]
+
+    def parametrized_weights(self) -> list[str]:
+        return []
+
+    def check_holdable(self) -> None:
+        raise UnsupportedConfig(
+            f"quantize_weights does not take {self._path}, a parameter of another module's experts. Leave them out of "
+            "octavo.convert, with exclude=."
+        )
+
+    def _place(self) -> torch.device:
+        return self.weight.device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "AdoptedGroupedLinear":
+        new = Quantized.__deepcopy__(self, memo)
+        assert isinstance(new, AdoptedGroupedLinear)
+        return new
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._scaling.weights_loaded()  # by the other module, just before
+
+
+class AdoptedExperts(Experts):
+    """The `octavo.moe.Experts` of a converted module: layers on that module's parameters, without any of its own.
+
+    Args:
+        owner: the module.
+        recipe: the recipe of both layers.
+        strict: as in GroupedLinear.
+        path: the module's name in the model, for messages.
+    """
+
+    def __init__(self, owner: nn.Module, recipe: Recipe, strict: bool, path: str) -> None:
+        activation = activation_of(owner)
+        assert activation is not None
+        keys = [f"{path}.{name}" if path else name for name in weight_names(owner)]
+        fc1, fc2 = (
+            AdoptedGroupedLinear(owner, name, recipe, strict, key)
+            for name, key in zip(weight_names(owner), keys, strict=True)
+        )
+        fc2.scales_dy_alone = True
+        self.num_experts, self.fc1_output_storage = fc1.num_groups, "unquantized"
+        modules: dict[str, nn.Module] = {
+            "permute": Permute(),
+            "fc1": fc1,
+            "activation": activation,
+            "fc2": fc2,
+            "unpermute": Unpermute(),
+        }
+        Sequential.__init__(self, modules, rules=RULES[self.fc1_output_storage])
+        self.train(owner.training)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        register()  # the unpickling process may have converted nothing yet
+
+
+# -- recognising -------------------------------------------------------------------------------------------------------
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module's forward is dispatched by transformers' registry of experts."""
+    return (
+        _registry() is not None
+        and all(flag in module.__dict__ for flag in _FLAGS)
+        and hasattr(module.__dict__.get("config"), "_experts_implementation")
+        and all(hasattr(module, name) for name in weight_names(module))
+    )
+
+
+def is_adopted(module: nn.Module) -> bool:
+    """Whether a module's experts were converted."""
+    return isinstance(module._modules.get(NAME), AdoptedExperts)
+
+
+def weight_names(module: nn.Module) -> list[str]:
+    """Returns the names of the stacked weights, in order of use."""
+    return ["gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"]
+
+
+def layers_of(module: nn.Module) -> list[AdoptedGroupedLinear]:
+    """Returns the layers of a converted module; none if it is not converted."""
+    if not is_adopted(module):
+        return []
+    return [layer for layer in module._modules[NAME].modules() if isinstance(layer, AdoptedGroupedLinear)]  # type: ignore[union-attr]
+
+
+def refusal(module: nn.Module, recipe: Recipe) -> str:
+    """Returns why experts cannot be converted; empty if they can."""
+    name = type(module).__name__
+    for flag, value, why in _UNSUPPORTED:
+        if getattr(module, flag, not value) is value:
+            return f"it is a {name}: {why}"
+    if is_parametrized(module):
+        return "it is parametrized. Convert it first, then register the parametrization"
+    if "forward" in module.__dict__ or not hasattr(type(module).forward, "__wrapped__"):
+        return f"its forward is not the one that transformers' registry of experts dispatches, but a {name}'s own"
+    if not is_adopted(module) and hasattr(module, NAME):
+        return f"it is a {name}, and has an attribute {NAME!r} of its own"
+    if why := _shape_refusal(module):
+        return why
+    if not is_adopted(module) and activation_of(module) is None:
+        return f"it is a {name} whose activation is none of Octavo's: {', '.join(_GATED + _UNGATED)}, clamped SwiGLU"
+    return next((why for layer in layers_of(module) if (why := layer.refusal(recipe))), grouped_refusal(recipe))
+
+
+def _shape_refusal(module: nn.Module) -> str:
+    first, second = weights = [module.get_parameter(name) for name in weight_names(module)]
+    for name, weight in zip(weight_names(module), weights, strict=True):
+        if is_sharded(weight):
+            return f"{name} is sharded. Convert the model before fully_shard and tensor parallelism"
+        if why := strange(weight):
+            return f"{name} is {why}"
+        if why := dtype_refusal(weight.dtype):
+            return why
+    wide = 2 if getattr(module, "has_gate", True) else 1
+    shapes = ", ".join(f"{name} {list(w.shape)}" for name, w in zip(weight_names(module), weights, strict=True))
+    if first.dim() != 3 or second.shape != (first.shape[0], first.shape[2], first.shape[1] // wide):
+        return f"it has {shapes}, and Octavo takes [experts, {wide} · ffn, hidden] and [experts, hidden, ffn]"
+    if not 1 <= first.shape[0] <= MAX_GROUPS:
+        return f"it has {first.shape[0]} experts, and Octavo takes 1 to {MAX_GROUPS}"
+    return ""
+
+
+# -- the activation ----------------------------------------------------------------------------------------------------
+
+
+def activation_of(module: Any) -> Activation | None:
+    """Returns the activation that computes what the module's own does; None if there is none. It calls the module's
+    own on numbers up to 1000 in magnitude, which also reach clamps."""
+    gate = torch.cat([torch.linspace(-12, 12, 97), torch.tensor([-1000.0, -100.0, 40.0, 200.0, 1000.0])])
+    with torch.no_grad(), torch.device("cpu"):
+        x = gate.cpu()
+        if module.has_gate:
+            x = torch.cat([x.repeat(4), torch.tensor([-500.0, -0.7, 1.3, 30.0]).repeat_interleave(len(gate))])
+        try:
+            wanted = getattr(module, _GATE if module.has_gate else "act_fn")(x[None])
+        except Exception:  # it may need tensors elsewhere
+            return None
+        for candidate in _candidates(module):
+            if torch.allclose(candidate(x[None]), wanted, rtol=2e-5, atol=2e-5):
+                return candidate
+    return None
+
+
+def _candidates(module: Any) -> list[Activation]:
+    """Returns the activations that a module may have."""
+    found: list[Activation] = [KINDS[name]() for name in (_GATED if module.has_gate else _UNGATED)]
+    if module.has_gate:
+        limit, alpha = (_first_number(module, names) for names in (_LIMITS, _SLOPES))
+        if limit is not None and limit > 0:
+            kind = KINDS["clamped-swiglu"]
+            found.append(kind(limit=limit, alpha=1.0, glu_linear_offset=0.0))
+            if alpha is not None:
+                found.append(kind(limit=limit, alpha=alpha, glu_linear_offset=1.0))
+    return found
+
+
+def _first_number(module: Any, names: tuple[str, ...]) -> float | None:
+    values = (getattr(module, name, None) for name in names)
+    return next((float(value) for value in values if isinstance(value, (int, float))), None)
+
+
+# -- converting --------------------------------------------------------------------------------------------------------
+
+
+def adopt(module: Any, path: str, recipe: Recipe, strict: bool) -> None:
+    """Converts experts, or changes the recipe of converted ones."""
+    if is_adopted(module):
+        for layer in layers_of(module):
+            layer.recipe = recipe  # type: ignore[assignment]
+            layer.strict = strict
+        return
+    register()
+    module.add_module(NAME, AdoptedExperts(module, recipe, strict, path))
+    module._octavo_config = module.config
+    module.config = copy.copy(module.config)
+    nested = {key: getattr(module.config, key, None) for key in getattr(module.config, "sub_configs", ())}
+    for key, inner in nested.items():  # the setter also changes the configs inside
+        setattr(module.config, key, copy.copy(inner))
+    module.config._experts_implementation = NAME
+
+
+def release(module: Any) -> None:
+    """Undoes `adopt`."""
+    del module._modules[NAME]
+    module.config = module.__dict__.pop("_octavo_config")
+
+
+def register() -> None:
+    """Adds the entry "octavo" to transformers' registry of experts, if transformers is imported."""
+    registry = _registry()
+    if registry is not None and NAME not in registry:
+        registry.register(NAME, experts_forward)
+
+
+def _registry() -> Any:
+    return getattr(sys.modules.get(_PACKAGE), _REGISTRY, None)
+
+
+def experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
+) -> Tensor:
+    """The entry of the registry: runs the converted experts of a module."""
+    experts = module._modules.get(NAME)
+    if experts is None:
+        raise UnsupportedConfig(
+            f"This {type(module).__name__} has no recipe yet. octavo.convert(model, recipe) gives it one, and chooses "
+            f"the experts implementation {NAME!r} itself."
+        )
+    if top_k_weights.dtype != hidden_states.dtype:
+        top_k_weights = top_k_weights.float()
+    y: Tensor = experts(hidden_states, top_k_index, top_k_weights)
+    return y.to(hidden_states.dtype)
