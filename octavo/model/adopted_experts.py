@@ -97,6 +97,13 @@ class AdoptedGroupedLinear(GroupedLinear):
     def _place(self) -> torch.device:
         return self.weight.device
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "AdoptedGroupedLinear":
+        unborn = self._unborn
+        super()._apply(fn, recurse)
+        # the other module moves its parameters after those of its submodules
+        self._unborn = self._unborn or (unborn and self._place().type == "meta")
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "AdoptedGroupedLinear":
         new = Quantized.__deepcopy__(self, memo)
         assert isinstance(new, AdoptedGroupedLinear)
@@ -215,19 +222,18 @@ def _shape_refusal(module: nn.Module) -> str:
 def activation_of(module: Any) -> Activation | None:
     """Returns the activation that computes what the module's own does; None if there is none. It calls the module's
     own on numbers up to 1000 in magnitude, which also reach clamps."""
-    gate = torch.cat([torch.linspace(-12, 12, 97), torch.tensor([-1000.0, -100.0, 40.0, 200.0, 1000.0])])
     with torch.no_grad(), torch.device("cpu"):
-        x = gate.cpu()
+        x = torch.cat([torch.linspace(-12, 12, 97), torch.tensor([-1000.0, -100.0, 40.0, 200.0, 1000.0])])
+        up = torch.ones(1)
         if module.has_gate:
-            x = torch.cat([x.repeat(4), torch.tensor([-500.0, -0.7, 1.3, 30.0]).repeat_interleave(len(gate))])
+            up = torch.tensor([-500.0, -0.7, 1.3, 30.0]).repeat_interleave(len(x))
+            x = torch.cat([x.repeat(4), up])
         try:
             wanted = getattr(module, _GATE if module.has_gate else "act_fn")(x[None])
         except Exception:  # it may need tensors elsewhere
             return None
-        for candidate in _candidates(module):
-            if torch.allclose(candidate(x[None]), wanted, rtol=2e-5, atol=2e-5):
-                return candidate
-    return None
+        bound = 1e-5 * (wanted.abs() + up.abs())
+        return next((one for one in _candidates(module) if bool(((one(x[None]) - wanted).abs() <= bound).all())), None)
 
 
 def _candidates(module: Any) -> list[Activation]:
