@@ -1,6 +1,7 @@
 """`octavo.convert` and `octavo.revert`: from `nn.Linear` to `octavo.Linear` and back, in place.
 
-A module changes its class, not its identity: parameters, hooks, references and optimizer states all stay.
+A module changes its class, not its identity: parameters, hooks, references and optimizer states all stay. Experts of
+transformers' models are converted by `octavo.model.adopted_experts`.
 """
 
 import warnings
@@ -73,7 +74,8 @@ def convert(
 ) -> ConversionReport:
     """Makes every `nn.Linear` of a model an `octavo.Linear` in this recipe, in place.
 
-    It also gives the recipe to every Octavo layer without one. Parameters, hooks, references and optimizer states stay.
+    It also gives the recipe to every Octavo layer without one, and to the experts of transformers' mixtures, which
+    then run as `octavo.moe.Experts`. Parameters, hooks, references and optimizer states stay.
     A subclass of `nn.Linear` that inherits its forward is converted and stays an instance of its class.
 
     Args:
@@ -137,7 +139,8 @@ def convert(
 def revert(model: nn.Module) -> None:
     """Undoes `convert`: makes every `octavo.Linear` of a model an `nn.Linear` again, in place.
 
-    A layer that was a subclass of `nn.Linear` becomes that subclass again. Other Octavo layers, and those in a
+    A layer that was a subclass of `nn.Linear` becomes that subclass again. Experts of transformers' mixtures run as
+    before the conversion. Other Octavo layers, and those in a
     `LayerNormLinear` or `LayerNormMLP`, keep their class and lose the recipe that `convert` gave them. Weights held as
     codes become their dequantized values.
 
