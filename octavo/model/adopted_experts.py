@@ -21,10 +21,10 @@ from octavo.fused.experts import RULES
 from octavo.fuser.inputs import strange
 from octavo.fuser.sequential import Sequential
 from octavo.layers.grouped_linear import refusal as grouped_refusal
+from octavo.model.adopted_grouped_linear import AdoptedGroupedLinear
 from octavo.modules.activation import Activation
-from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.permutation import Permute, Unpermute
-from octavo.modules.quantized import Quantized, dtype_refusal
+from octavo.modules.quantized import dtype_refusal
 from octavo.moe.experts import Experts
 from octavo.quant.groups import MAX_GROUPS
 from octavo.recipes import Recipe
@@ -46,74 +46,6 @@ _UNGATED = ("silu", "gelu", "relu", "srelu", "qgelu")
 _LIMITS, _SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")  # attributes of experts that clamp
 
 
-class AdoptedGroupedLinear(GroupedLinear):
-    """A GroupedLinear whose weight is a parameter of another module; it holds the state of its recipe alone.
-
-    It keeps that module's table of parameters, not the module: a reference to the module would keep a deleted model in
-    memory until Python's garbage collector runs.
-
-    Args:
-        owner: the module.
-        key: the name of the parameter, of shape [groups, out, in].
-        recipe: the recipe.
-        strict: as in GroupedLinear.
-        path: the parameter's name in the model, for messages.
-    """
-
-    def __init__(self, owner: nn.Module, key: str, recipe: Recipe, strict: bool, path: str) -> None:
-        nn.Module.__init__(self)
-        self._table, self._key = owner._parameters, key
-        self.num_groups, self.out_features, self.in_features = owner.get_parameter(key).shape
-        self.scales_per_operand = self.num_groups
-        self.tail, self.scale_bias, self.keep_weight_codes = "untouched", False, True
-        self._weight_names, self._bias_names = ["weight"], []
-        self.register_parameter("bias", None)
-        self.train(owner.training)
-        self._set_up(recipe, strict=strict, path=path)
-
-    @property
-    def weight(self) -> nn.Parameter:
-        """The other module's parameter."""
-        found = self._table.get(self._key)
-        if found is None:
-            raise UnsupportedConfig(
-                f"{self._path} is no longer a parameter of the experts that octavo.convert took. Call "
-                "octavo.revert(model) before it is removed or parametrized."
-            )
-        return found
-
-    def trained_by(self) -> list[nn.Parameter]:
-        return [self.weight]
-
-    def parametrized_weights(self) -> list[str]:
-        return []
-
-    def check_holdable(self) -> None:
-        raise UnsupportedConfig(
-            f"quantize_weights does not take {self._path}, a parameter of another module's experts. Leave them out of "
-            "octavo.convert, with exclude=."
-        )
-
-    def _place(self) -> torch.device:
-        return self.weight.device
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "AdoptedGroupedLinear":
-        unborn = self._unborn
-        super()._apply(fn, recurse)
-        # the other module moves its parameters after those of its submodules
-        self._unborn = self._unborn or (unborn and self._place().type == "meta")
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AdoptedGroupedLinear":
-        new = Quantized.__deepcopy__(self, memo)
-        assert isinstance(new, AdoptedGroupedLinear)
-        return new
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._scaling.weights_loaded()  # by the other module, just before
-
-
 class AdoptedExperts(Experts):
     """The `octavo.moe.Experts` of a converted module: layers on that module's parameters, without any of its own.
 
@@ -127,11 +59,7 @@ class AdoptedExperts(Experts):
     def __init__(self, owner: nn.Module, recipe: Recipe, strict: bool, path: str) -> None:
         activation = activation_of(owner)
         assert activation is not None
-        keys = [f"{path}.{name}" if path else name for name in weight_names(owner)]
-        fc1, fc2 = (
-            AdoptedGroupedLinear(owner, name, recipe, strict, key)
-            for name, key in zip(weight_names(owner), keys, strict=True)
-        )
+        fc1, fc2 = (AdoptedGroupedLinear(owner, name, recipe, strict, path) for name in weight_names(owner))
         fc2.scales_dy_alone = True
         self.num_experts, self.fc1_output_storage = fc1.num_groups, "unquantized"
         modules: dict[str, nn.Module] = {
