@@ -1,9 +1,11 @@
-"""Experts of transformers' models: modules that hold stacked weights and dispatch their forward by a registry.
+"""Experts of other libraries' models: modules that hold the weights of all experts as stacked parameters.
 
-A converted module keeps its class, its parameters and their names. It gets a submodule `octavo`, an
-`octavo.moe.Experts` whose layers read the parameters from the module's own table and hold only the state of the recipe,
-and a copy of its config that chooses the entry "octavo" of the registry. Other modules share the original config, so a
-conversion of some experts leaves the others alone.
+transformers' experts dispatch their forward by a registry. A converted module keeps its class, its parameters and their
+names. It gets a submodule `octavo`, an `octavo.moe.Experts` whose layers read the parameters from the module's table and
+hold only the state of the recipe, and a copy of its config that chooses the entry "octavo" of the registry. Other
+modules share the original config, so a conversion of some experts leaves the others alone.
+
+`octavo.model.titan_experts` converts torchtitan's experts.
 """
 
 import copy
@@ -21,6 +23,7 @@ from octavo.fused.experts import RULES
 from octavo.fuser.inputs import strange
 from octavo.fuser.sequential import Sequential
 from octavo.layers.grouped_linear import refusal as grouped_refusal
+from octavo.model import titan_experts
 from octavo.model.adopted_grouped_linear import AdoptedGroupedLinear
 from octavo.modules.activation import Activation
 from octavo.modules.permutation import Permute, Unpermute
@@ -81,8 +84,8 @@ class AdoptedExperts(Experts):
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module's forward is dispatched by transformers' registry of experts."""
-    return (
+    """Whether a module holds experts that may be converted: transformers' or torchtitan's."""
+    return titan_experts.is_experts(module) or (
         _registry() is not None
         and all(flag in module.__dict__ for flag in _FLAGS)
         and hasattr(module.__dict__.get("config"), "_experts_implementation")
@@ -92,11 +95,13 @@ def is_experts(module: nn.Module) -> bool:
 
 def is_adopted(module: nn.Module) -> bool:
     """Whether a module's experts were converted."""
-    return isinstance(module._modules.get(NAME), AdoptedExperts)
+    return isinstance(module._modules.get(NAME), (AdoptedExperts, titan_experts.AdoptedRows))
 
 
 def weight_names(module: nn.Module) -> list[str]:
     """Returns the names of the stacked weights, in order of use."""
+    if titan_experts.is_experts(module):
+        return list(titan_experts.WEIGHTS)
     return ["gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"]
 
 
@@ -115,32 +120,37 @@ def refusal(module: nn.Module, recipe: Recipe) -> str:
             return f"it is a {name}: {why}"
     if is_parametrized(module):
         return "it is parametrized. Convert it first, then register the parametrization"
-    if "forward" in module.__dict__ or not hasattr(type(module).forward, "__wrapped__"):
+    titan = titan_experts.is_experts(module)
+    if titan and (why := titan_experts.forward_refusal(module)):
+        return why
+    if not titan and ("forward" in module.__dict__ or not hasattr(type(module).forward, "__wrapped__")):
         return f"its forward is not the one that transformers' registry of experts dispatches, but a {name}'s own"
     if not is_adopted(module) and hasattr(module, NAME):
         return f"it is a {name}, and has an attribute {NAME!r} of its own"
     if why := _shape_refusal(module):
         return why
-    if not is_adopted(module) and activation_of(module) is None:
+    if not titan and not is_adopted(module) and activation_of(module) is None:
         return f"it is a {name} whose activation is none of Octavo's: {', '.join(_GATED + _UNGATED)}, clamped SwiGLU"
     return next((why for layer in layers_of(module) if (why := layer.refusal(recipe))), grouped_refusal(recipe))
 
 
 def _shape_refusal(module: nn.Module) -> str:
-    first, second = weights = [module.get_parameter(name) for name in weight_names(module)]
-    for name, weight in zip(weight_names(module), weights, strict=True):
+    names = weight_names(module)
+    weights = [module.get_parameter(name) for name in names]
+    for name, weight in zip(names, weights, strict=True):
         if is_sharded(weight):
             return f"{name} is sharded. Convert the model before fully_shard and tensor parallelism"
         if why := strange(weight):
             return f"{name} is {why}"
         if why := dtype_refusal(weight.dtype):
             return why
-    wide = 2 if getattr(module, "has_gate", True) else 1
-    shapes = ", ".join(f"{name} {list(w.shape)}" for name, w in zip(weight_names(module), weights, strict=True))
-    if first.dim() != 3 or second.shape != (first.shape[0], first.shape[2], first.shape[1] // wide):
+    *first, last = [tuple(weight.shape) for weight in weights]
+    wide = 2 if len(first) == 1 and getattr(module, "has_gate", True) else 1
+    if any(len(shape) != 3 or last != (shape[0], shape[2], shape[1] // wide) for shape in first):
+        shapes = ", ".join(f"{name} {list(weight.shape)}" for name, weight in zip(names, weights, strict=True))
         return f"it has {shapes}, and Octavo takes [experts, {wide} · ffn, hidden] and [experts, hidden, ffn]"
-    if not 1 <= first.shape[0] <= MAX_GROUPS:
-        return f"it has {first.shape[0]} experts, and Octavo takes 1 to {MAX_GROUPS}"
+    if not 1 <= last[0] <= MAX_GROUPS:
+        return f"it has {last[0]} experts, and Octavo takes 1 to {MAX_GROUPS}"
     return ""
 
 
@@ -192,6 +202,9 @@ def adopt(module: Any, path: str, recipe: Recipe, strict: bool) -> None:
             layer.recipe = recipe  # type: ignore[assignment]
             layer.strict = strict
         return
+    if titan_experts.is_experts(module):
+        titan_experts.adopt(module, path, recipe, strict)
+        return
     register()
     module.add_module(NAME, AdoptedExperts(module, recipe, strict, path))
     module._octavo_config = module.config
@@ -204,6 +217,9 @@ def adopt(module: Any, path: str, recipe: Recipe, strict: bool) -> None:
 
 def release(module: Any) -> None:
     """Undoes `adopt`."""
+    if titan_experts.is_experts(module):
+        titan_experts.release(module)
+        return
     del module._modules[NAME]
     module.config = module.__dict__.pop("_octavo_config")
 

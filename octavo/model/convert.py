@@ -1,7 +1,7 @@
 """`octavo.convert` and `octavo.revert`: from `nn.Linear` to `octavo.Linear` and back, in place.
 
 A module changes its class, not its identity: parameters, hooks, references and optimizer states all stay. Experts of
-transformers' models are converted by `octavo.model.adopted_experts`.
+other libraries' models are converted by `octavo.model.adopted_experts`.
 """
 
 import warnings
@@ -74,8 +74,8 @@ def convert(
 ) -> ConversionReport:
     """Makes every `nn.Linear` of a model an `octavo.Linear` in this recipe, in place.
 
-    It also gives the recipe to every Octavo layer without one, and to the experts of transformers' mixtures, which
-    then run as `octavo.moe.Experts`. Parameters, hooks, references and optimizer states stay.
+    It also gives the recipe to every Octavo layer without one, and to the experts of transformers' and torchtitan's
+    mixtures. Parameters, hooks, references and optimizer states stay.
     A subclass of `nn.Linear` that inherits its forward is converted and stays an instance of its class.
 
     Args:
@@ -139,8 +139,8 @@ def convert(
 def revert(model: nn.Module) -> None:
     """Undoes `convert`: makes every `octavo.Linear` of a model an `nn.Linear` again, in place.
 
-    A layer that was a subclass of `nn.Linear` becomes that subclass again. Experts of transformers' mixtures run as
-    before the conversion. Other Octavo layers, and those in a
+    A layer that was a subclass of `nn.Linear` becomes that subclass again. Experts of transformers' and
+    torchtitan's mixtures run as before the conversion. Other Octavo layers, and those in a
     `LayerNormLinear` or `LayerNormMLP`, keep their class and lose the recipe that `convert` gave them. Weights held as
     codes become their dequantized values.
 
@@ -165,13 +165,13 @@ def revert(model: nn.Module) -> None:
     linears = [(path, m) for path, m in model.named_modules() if isinstance(m, Linear) and id(m) not in bound]
     experts = [(path, module) for path, module in model.named_modules() if is_adopted(module)]
     inside = [(path, layer) for path, module in experts for layer in adopted_experts.layers_of(module)]
-    for path, module in linears:
+    for path, module in [*linears, *experts]:
         if is_patched(module):
             raise UnsupportedConfig(
                 f"{path or 'The model'}: its forward was replaced by {_name_of(module.forward)} on the instance, which "
-                "would go on calling octavo.Linear's. Remove it first (accelerate: remove_hook_from_module)."
+                "would go on calling Octavo's. Remove it first (accelerate: remove_hook_from_module)."
             )
-        if is_parametrized(module):
+        if is_parametrized(module) and not is_adopted(module):
             raise UnsupportedConfig(
                 f"{path or 'The model'} has a parametrization, which made it a class of its own. Remove it first: "
                 "torch.nn.utils.parametrize.remove_parametrizations."

@@ -131,6 +131,8 @@ class Mixture(HuggingFace):
     """A mixture of experts: the converted experts have the gradients of the model's own, within bounds, and the saved
     files are those of the unconverted model."""
 
+    compiles_whole = True
+
     def __init__(self, *args: object, **options: object):
         super().__init__(*args, compiles=True, **options)
 
