@@ -1,8 +1,8 @@
 """Experts of other libraries' models: modules that hold the weights of all experts as stacked parameters.
 
 transformers' experts dispatch their forward by a registry. A converted module keeps its class, its parameters and their
-names. It gets a submodule `octavo`, an `octavo.moe.Experts` whose layers read the parameters from the module's table and
-hold only the state of the recipe, and a copy of its config that chooses the entry "octavo" of the registry. Other
+names. It gets a submodule `octavo`, an `octavo.moe.Experts` whose layers read the parameters from the module's table
+and hold only the state of the recipe, and a copy of its config that chooses the entry "octavo" of the registry. Other
 modules share the original config, so a conversion of some experts leaves the others alone.
 
 `octavo.model.titan_experts` converts torchtitan's experts.
