@@ -117,20 +117,21 @@ def refusal(module: nn.Module, recipe: Recipe) -> str:
     name = type(module).__name__
     for flag, value, why in _UNSUPPORTED:
         if getattr(module, flag, not value) is value:
-            return f"it is a {name}: {why}"
+            return f"its class is {name}, and {why}"
     if is_parametrized(module):
         return "it is parametrized. Convert it first, then register the parametrization"
     titan = titan_experts.is_experts(module)
     if titan and (why := titan_experts.forward_refusal(module)):
         return why
     if not titan and ("forward" in module.__dict__ or not hasattr(type(module).forward, "__wrapped__")):
-        return f"its forward is not the one that transformers' registry of experts dispatches, but a {name}'s own"
+        return f"its forward is not the one that transformers' registry of experts dispatches, but {name}'s own"
     if not is_adopted(module) and hasattr(module, NAME):
-        return f"it is a {name}, and has an attribute {NAME!r} of its own"
+        return f"its class is {name}, and it has an attribute {NAME!r} of its own"
     if why := _shape_refusal(module):
         return why
     if not titan and not is_adopted(module) and activation_of(module) is None:
-        return f"it is a {name} whose activation is none of Octavo's: {', '.join(_GATED + _UNGATED)}, clamped SwiGLU"
+        known = ", ".join((*_GATED, "clamped-swiglu") if module.has_gate else _UNGATED)
+        return f"its class is {name}, and its activation is none of Octavo's: {known}"
     return next((why for layer in layers_of(module) if (why := layer.refusal(recipe))), grouped_refusal(recipe))
 
 
