@@ -167,9 +167,10 @@ def revert(model: nn.Module) -> None:
     inside = [(path, layer) for path, module in experts for layer in adopted_experts.layers_of(module)]
     for path, module in [*linears, *experts]:
         if is_patched(module):
+            ours = "octavo.Linear" if isinstance(module, nn.Linear) else "the converted module"
             raise UnsupportedConfig(
                 f"{path or 'The model'}: its forward was replaced by {_name_of(module.forward)} on the instance, which "
-                "would go on calling Octavo's. Remove it first (accelerate: remove_hook_from_module)."
+                f"would go on calling {ours}'s. Remove it first (accelerate: remove_hook_from_module)."
             )
         if is_parametrized(module) and not is_adopted(module):
             raise UnsupportedConfig(
