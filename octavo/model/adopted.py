@@ -16,7 +16,7 @@ def is_plain(module: nn.Linear) -> bool:
     return type(module).forward is nn.Linear.forward
 
 
-def is_patched(module: nn.Linear) -> bool:
+def is_patched(module: nn.Module) -> bool:
     """Whether the instance has its own forward, which would hide the forward of its class."""
     own = module.__dict__.get("forward")
     return own is not None and getattr(own, "__func__", None) is not type(module).forward

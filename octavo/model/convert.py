@@ -1,6 +1,7 @@
 """`octavo.convert` and `octavo.revert`: from `nn.Linear` to `octavo.Linear` and back, in place.
 
-A module changes its class, not its identity: parameters, hooks, references and optimizer states all stay.
+A module changes its class, not its identity: parameters, hooks, references and optimizer states all stay. Experts of
+other libraries' models are converted by `octavo.model.adopted_experts`.
 """
 
 import warnings
@@ -18,11 +19,23 @@ from octavo.errors import UnsupportedConfig, check_choice
 from octavo.fuser.inputs import strange
 from octavo.fuser.sequential import Sequential
 from octavo.kernels.gemm import native, spec_route
+from octavo.model import adopted_experts
 from octavo.model.adopted import clashes, class_for, is_patched, is_plain, stock_class, unpatch
+from octavo.model.adopted_experts import is_adopted, is_experts
 from octavo.model.conversion import ConversionReport, Row
 from octavo.model.layers import check_model
 from octavo.model.matrices import holders, qualified, why_left
-from octavo.model.selection import CONVERT, HIGH_PRECISION, KEEP, Choice, Policy, Selection, is_swapped, select
+from octavo.model.selection import (
+    CONVERT,
+    HIGH_PRECISION,
+    KEEP,
+    Choice,
+    Policy,
+    Selection,
+    is_swapped,
+    recipe_of,
+    select,
+)
 from octavo.modules.linear import Linear
 from octavo.modules.quantized import Quantized, dtype_refusal
 from octavo.recipes import Recipe
@@ -61,7 +74,8 @@ def convert(
 ) -> ConversionReport:
     """Makes every `nn.Linear` of a model an `octavo.Linear` in this recipe, in place.
 
-    It also gives the recipe to every Octavo layer without one. Parameters, hooks, references and optimizer states stay.
+    It also gives the recipe to every Octavo layer without one, and to the experts of transformers' and torchtitan's
+    mixtures. Parameters, hooks, references and optimizer states stay.
     A subclass of `nn.Linear` that inherits its forward is converted and stays an instance of its class.
 
     Args:
@@ -125,7 +139,8 @@ def convert(
 def revert(model: nn.Module) -> None:
     """Undoes `convert`: makes every `octavo.Linear` of a model an `nn.Linear` again, in place.
 
-    A layer that was a subclass of `nn.Linear` becomes that subclass again. Other Octavo layers, and those in a
+    A layer that was a subclass of `nn.Linear` becomes that subclass again. Experts of transformers' and
+    torchtitan's mixtures run as before the conversion. Other Octavo layers, and those in a
     `LayerNormLinear` or `LayerNormMLP`, keep their class and lose the recipe that `convert` gave them. Weights held as
     codes become their dequantized values.
 
@@ -148,23 +163,29 @@ def revert(model: nn.Module) -> None:
     blocks = [m for m in model.modules() if isinstance(m, Sequential) and type(m) is not Sequential and m.require]
     bound = {id(module) for block in blocks for module in block.modules()}
     linears = [(path, m) for path, m in model.named_modules() if isinstance(m, Linear) and id(m) not in bound]
-    for path, module in linears:
+    experts = [(path, module) for path, module in model.named_modules() if is_adopted(module)]
+    inside = [(path, layer) for path, module in experts for layer in adopted_experts.layers_of(module)]
+    for path, module in [*linears, *experts]:
         if is_patched(module):
+            ours = "octavo.Linear" if isinstance(module, nn.Linear) else "the converted module"
             raise UnsupportedConfig(
                 f"{path or 'The model'}: its forward was replaced by {_name_of(module.forward)} on the instance, which "
-                "would go on calling octavo.Linear's. Remove it first (accelerate: remove_hook_from_module)."
+                f"would go on calling {ours}'s. Remove it first (accelerate: remove_hook_from_module)."
             )
-        if pending := len(module._wgrad.mailbox):
-            raise UnsupportedConfig(
-                f"{path or 'The model'} has {pending} weight gradients pending, which would be lost. "
-                "Call backward_dw() for each first, or discard_dw(captured=True)."
-            )
-        if is_parametrized(module):
+        if is_parametrized(module) and not is_adopted(module):
             raise UnsupportedConfig(
                 f"{path or 'The model'} has a parametrization, which made it a class of its own. Remove it first: "
                 "torch.nn.utils.parametrize.remove_parametrizations."
             )
-    changed = {id(module) for _, module in linears}
+    for path, layer in [*linears, *inside]:
+        if pending := len(layer._wgrad.mailbox):
+            raise UnsupportedConfig(
+                f"{path or 'The model'} has {pending} weight gradients pending, which would be lost. "
+                "Call backward_dw() for each first, or discard_dw(captured=True)."
+            )
+    changed = {id(module) for _, module in [*linears, *inside]}
+    for _, module in experts:
+        adopted_experts.release(module)
     for other in model.modules():
         if isinstance(other, Quantized) and id(other) not in changed:
             other.release_codes()
@@ -187,10 +208,12 @@ def revert(model: nn.Module) -> None:
 
 def _plan(model: nn.Module, chosen: Selection, settings: dict[str, bool]) -> list[_Planned]:
     """Returns a plan for every path to a linear layer or an Octavo layer; a shared layer has several paths."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    inside = {id(layer) for _, module in modules for layer in adopted_experts.layers_of(module)}
     layers = [
         (path, module)
-        for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, (nn.Linear, Quantized))
+        for path, module in modules
+        if (isinstance(module, (nn.Linear, Quantized)) and id(module) not in inside) or is_experts(module)
     ]
     planned = [_planned(path, module, chosen.choose(path, module), settings) for path, module in layers]
     if chosen.policy is not None and layers and all(plan.choice.reason == "policy" for plan in planned):
@@ -207,9 +230,10 @@ def _planned(path: str, module: nn.Module, choice: Choice, settings: dict[str, b
     if choice.recipe is not None and choice.reason == CONVERT:
         if isinstance(module, Quantized):
             why = module.refusal(choice.recipe) or _unknown_setting(module, settings)
-        else:
-            assert isinstance(module, nn.Linear)
+        elif isinstance(module, nn.Linear):
             why = _refusal(module, choice.forced)
+        else:
+            why = adopted_experts.refusal(module, choice.recipe)
     if why:
         choice = Choice(None, "cannot be converted", why)
     return _Planned(path, module, qualified(module), choice, refused=why != "")
@@ -271,7 +295,7 @@ def _agreed(planned: list[_Planned]) -> list[_Planned]:
 def _applied(plan: _Planned, strict: bool, settings: dict[str, bool]) -> Row:
     """Converts a layer as planned, and returns its row."""
     module: Any = plan.module
-    kind, names = plan.kind, module.weight_names() if isinstance(module, Quantized) else ["weight"]
+    kind, names = plan.kind, _weight_names(module)
     weights = [p for name in names if (p := module._parameters.get(name)) is not None and not is_lazy(p)]
     shape: Any = dict(weights=_count(weights, module), module=id(module), identities=tuple(id(p) for p in weights))
     choice = plan.choice
@@ -279,11 +303,18 @@ def _applied(plan: _Planned, strict: bool, settings: dict[str, bool]) -> Row:
         _set(module, settings)
     if choice.recipe is not None and choice.reason == CONVERT and not plan.refused:
         _change(module, plan.path, choice.recipe, strict, settings)
-    recipe = module.recipe if isinstance(module, Quantized) else None  # a layer left alone may have its own
+    recipe = recipe_of(module)  # a layer left alone may have its own
     if recipe is None:
         return Row(plan.path, kind, "", "skipped", choice.why, choice.reason, **shape)
     how, why = route(weights[0].device if weights else torch.device("cpu"), recipe)
     return Row(plan.path, kind, str(recipe), how, choice.why or why, choice.reason, **shape)
+
+
+def _weight_names(module: Any) -> list[str]:
+    if isinstance(module, nn.Linear):
+        return ["weight"]
+    names: list[str] = module.weight_names() if isinstance(module, Quantized) else adopted_experts.weight_names(module)
+    return names
 
 
 def _count(weights: Sequence[Any], module: Any) -> int:
@@ -296,6 +327,8 @@ def _change(module: Any, path: str, recipe: Recipe, strict: bool, settings: dict
         module._given_recipe = module.recipe is None or module._given_recipe
         module.recipe = recipe  # type: ignore[assignment]
         module.strict = strict
+    elif is_experts(module):
+        adopted_experts.adopt(module, path, recipe, strict)
     else:
         unpatch(module)
         module.__class__ = class_for(type(module))
@@ -304,8 +337,9 @@ def _change(module: Any, path: str, recipe: Recipe, strict: bool, settings: dict
 
 
 def _set(module: Any, settings: dict[str, bool]) -> None:
-    for name, value in settings.items():
-        setattr(module, name, value)
+    for layer in adopted_experts.layers_of(module) or [module]:
+        for name, value in settings.items():
+            setattr(layer, name, value)
 
 
 def _others(model: nn.Module) -> Iterator[Row]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from octavo.errors import UnsupportedConfig, did_you_mean
+from octavo.model.adopted_experts import layers_of
 from octavo.modules.quantized import Quantized
 from octavo.moe.router import Router
 from octavo.recipes import Recipe
@@ -53,7 +54,7 @@ class Selection:
             return Choice(wish, forced=True)
         if not wish:
             return Choice(None, "policy", "left alone by the policy")
-        recipe = module.recipe if isinstance(module, Quantized) else None
+        recipe = recipe_of(module)
         if id(module) in self.spared:
             reason, why = self.spared[id(module)]
             # a layer that already has a recipe is not in high precision
@@ -61,6 +62,12 @@ class Selection:
         if recipe is not None and not self.overwrite:
             return Choice(recipe, KEEP, "" if recipe == self.default else f"it {_OWN}: overwrite=True changes it")
         return Choice(self.default)
+
+
+def recipe_of(module: nn.Module) -> Recipe | None:
+    """Returns the recipe that a layer has now; None if it has none."""
+    layer = next(iter(layers_of(module)), module)
+    return layer.recipe if isinstance(layer, Quantized) else None
 
 
 def select(

@@ -1,6 +1,7 @@
 """torchtitan: its debug models, built and converted on the meta device, initialised as its trainer does, in its
 container of optimizers, with torch.distributed.checkpoint."""
 
+import copy
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torchtitan.models import llama3, qwen3
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
 from octavo.model.conversion import ConversionReport
-from tests.integration.subject import LEARNING_RATE, Subject, Watch, plain_loop, tokens
+from tests.integration.subject import LEARNING_RATE, Subject, Watch, expect, plain_loop, tokens
 
 VOCABULARY = 2048
 
@@ -55,6 +56,42 @@ class Titan(Subject):
         return model
 
 
+# how far a gradient of experts may be from that of torchtitan's own, which run in bfloat16
+EXPERTS_BOUNDS = {"bf16": 0.02, "nvfp4": 0.4}
+FP8_BOUND = 0.1
+
+
+class TitanMixture(Titan):
+    """A mixture of experts: the converted experts have the gradients of torchtitan's own, within bounds."""
+
+    def compare(self, recipe: str) -> None:
+        plain = self.build(0)
+        torch.manual_seed(1)
+        model, report = self.converted(0, recipe)
+        paths = [row.path for row in report if row.path.endswith(".inner_experts") and row.recipe == recipe]
+        expect(bool(paths), f"no experts have {recipe}")
+        bound = EXPERTS_BOUNDS.get(recipe, FP8_BOUND)
+        mine, theirs = (gradients(one.get_submodule(paths[0])) for one in (model, plain))
+        torch.compiler.reset()
+        compiled = copy.deepcopy(model.get_submodule(paths[0]))
+        compiled.compile(backend="aot_eager", fullgraph=True)
+        for kind, found in (("", mine), (", compiled,", gradients(compiled))):
+            for name, wanted in theirs.items():
+                error = ((found[name] - wanted).norm() / wanted.norm()).item()
+                expect(error < bound, f"the gradient of {name}{kind} has an error of {error:.3f}, bound {bound}")
+
+
+def gradients(experts: nn.Module) -> dict[str, Tensor]:
+    """The gradients of one call of experts, in its rows and its parameters."""
+    generator = torch.Generator().manual_seed(3)
+    number, _, width = experts.w1_EFD.shape
+    x = torch.randn(16 * number, width, generator=generator, requires_grad=True)
+    y = experts(x, torch.full((number,), 16))
+    trained = {"x": x, **dict(experts.named_parameters())}
+    dy = torch.randn(y.shape, generator=generator)
+    return dict(zip(trained, torch.autograd.grad(y, list(trained.values()), dy), strict=True))
+
+
 def initialised(model: nn.Module, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model.to_empty(device="cpu")
@@ -84,9 +121,10 @@ def with_experts(config: object, number: int) -> object:
 
 SUBJECTS = (
     Titan("titan-llama3", on_cpu(llama3.model_registry("debugmodel").model), left=("lm_head",), compiles=True),
-    Titan(
+    TitanMixture(
         "titan-qwen3-moe",
         with_experts(on_cpu(qwen3.model_registry("debugmodel_moe").model), 8),
         left=("lm_head", "*.router.gate"),
+        compiles=True,
     ),
 )

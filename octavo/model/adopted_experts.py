@@ -1,0 +1,252 @@
+"""Experts of other libraries' models: modules that hold the weights of all experts as stacked parameters.
+
+transformers' experts dispatch their forward by a registry. A converted module keeps its class, its parameters and their
+names. It gets a submodule `octavo`, an `octavo.moe.Experts` whose layers read the parameters from the module's table
+and hold only the state of the recipe, and a copy of its config that chooses the entry "octavo" of the registry. Other
+modules share the original config, so a conversion of some experts leaves the others alone.
+
+`octavo.model.titan_experts` converts torchtitan's experts.
+"""
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from octavo._torch.tensors import is_sharded
+from octavo.errors import UnsupportedConfig
+from octavo.fused.blocks import KINDS
+from octavo.fused.experts import RULES
+from octavo.fuser.inputs import strange
+from octavo.fuser.sequential import Sequential
+from octavo.layers.grouped_linear import refusal as grouped_refusal
+from octavo.model import titan_experts
+from octavo.model.adopted_grouped_linear import AdoptedGroupedLinear
+from octavo.modules.activation import Activation
+from octavo.modules.permutation import Permute, Unpermute
+from octavo.modules.quantized import dtype_refusal
+from octavo.moe.experts import Experts
+from octavo.quant.groups import MAX_GROUPS
+from octavo.recipes import Recipe
+
+NAME = "octavo"  # of the entry in the registry, and of the submodule
+_PACKAGE, _REGISTRY = "transformers.integrations.moe", "ALL_EXPERTS_FUNCTIONS"
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # set by the decorator of such classes
+# the flag that must not be set, the value that is refused, why
+_UNSUPPORTED = (
+    ("is_transposed", True, "its weights are [in, out], and Octavo multiplies by [out, in]"),
+    ("is_concatenated", False, "gate and up alternate in its weights, and Octavo takes two halves here"),
+    ("has_bias", True, "its experts have biases"),
+    ("has_post_expert_norm", True, "it normalizes the output of each expert"),
+    ("_is_expert_parallel", True, "its experts are distributed over several processes"),
+)
+_GATE = "_apply_gate"  # the method of gated experts that activates the output of the first layer
+_GATED = ("swiglu", "geglu", "reglu", "sreglu", "qgeglu")
+_UNGATED = ("silu", "gelu", "relu", "srelu", "qgelu")
+_LIMITS, _SLOPES = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")  # attributes of experts that clamp
+
+
+class AdoptedExperts(Experts):
+    """The `octavo.moe.Experts` of a converted module: layers on that module's parameters, without any of its own.
+
+    Args:
+        owner: the module.
+        recipe: the recipe of both layers.
+        strict: as in GroupedLinear.
+        path: the module's name in the model, for messages.
+    """
+
+    def __init__(self, owner: nn.Module, recipe: Recipe, strict: bool, path: str) -> None:
+        activation = activation_of(owner)
+        assert activation is not None
+        fc1, fc2 = (AdoptedGroupedLinear(owner, name, recipe, strict, path) for name in weight_names(owner))
+        fc2.scales_dy_alone = True
+        self.num_experts, self.fc1_output_storage = fc1.num_groups, "unquantized"
+        modules: dict[str, nn.Module] = {
+            "permute": Permute(),
+            "fc1": fc1,
+            "activation": activation,
+            "fc2": fc2,
+            "unpermute": Unpermute(),
+        }
+        Sequential.__init__(self, modules, rules=RULES[self.fc1_output_storage])
+        self.train(owner.training)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        register()  # the unpickling process may have converted nothing yet
+
+
+# -- recognising -------------------------------------------------------------------------------------------------------
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts that may be converted: transformers' or torchtitan's."""
+    return titan_experts.is_experts(module) or (
+        _registry() is not None
+        and all(flag in module.__dict__ for flag in _FLAGS)
+        and hasattr(module.__dict__.get("config"), "_experts_implementation")
+        and all(hasattr(module, name) for name in weight_names(module))
+    )
+
+
+def is_adopted(module: nn.Module) -> bool:
+    """Whether a module's experts were converted."""
+    return isinstance(module._modules.get(NAME), (AdoptedExperts, titan_experts.AdoptedRows))
+
+
+def weight_names(module: nn.Module) -> list[str]:
+    """Returns the names of the stacked weights, in order of use."""
+    if titan_experts.is_experts(module):
+        return list(titan_experts.WEIGHTS)
+    return ["gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"]
+
+
+def layers_of(module: nn.Module) -> list[AdoptedGroupedLinear]:
+    """Returns the layers of a converted module; none if it is not converted."""
+    if not is_adopted(module):
+        return []
+    return [layer for layer in module._modules[NAME].modules() if isinstance(layer, AdoptedGroupedLinear)]  # type: ignore[union-attr]
+
+
+def refusal(module: nn.Module, recipe: Recipe) -> str:
+    """Returns why experts cannot be converted; empty if they can."""
+    name = type(module).__name__
+    for flag, value, why in _UNSUPPORTED:
+        if getattr(module, flag, not value) is value:
+            return f"its class is {name}, and {why}"
+    if is_parametrized(module):
+        return "it is parametrized. Convert it first, then register the parametrization"
+    titan = titan_experts.is_experts(module)
+    if titan and (why := titan_experts.forward_refusal(module)):
+        return why
+    if not titan and ("forward" in module.__dict__ or not hasattr(type(module).forward, "__wrapped__")):
+        return f"its forward is not the one that transformers' registry of experts dispatches, but {name}'s own"
+    if not is_adopted(module) and hasattr(module, NAME):
+        return f"its class is {name}, and it has an attribute {NAME!r} of its own"
+    if why := _shape_refusal(module):
+        return why
+    if not titan and not is_adopted(module) and activation_of(module) is None:
+        known = ", ".join((*_GATED, "clamped-swiglu") if module.has_gate else _UNGATED)
+        return f"its class is {name}, and its activation is none of Octavo's: {known}"
+    return next((why for layer in layers_of(module) if (why := layer.refusal(recipe))), grouped_refusal(recipe))
+
+
+def _shape_refusal(module: nn.Module) -> str:
+    names = weight_names(module)
+    weights = [module.get_parameter(name) for name in names]
+    for name, weight in zip(names, weights, strict=True):
+        if is_sharded(weight):
+            return f"{name} is sharded. Convert the model before fully_shard and tensor parallelism"
+        if why := strange(weight):
+            return f"{name} is {why}"
+        if why := dtype_refusal(weight.dtype):
+            return why
+    *first, last = [tuple(weight.shape) for weight in weights]
+    wide = 2 if len(first) == 1 and getattr(module, "has_gate", True) else 1
+    if any(len(shape) != 3 or last != (shape[0], shape[2], shape[1] // wide) for shape in first):
+        shapes = ", ".join(f"{name} {list(weight.shape)}" for name, weight in zip(names, weights, strict=True))
+        return f"it has {shapes}, and Octavo takes [experts, {wide} · ffn, hidden] and [experts, hidden, ffn]"
+    if not 1 <= last[0] <= MAX_GROUPS:
+        return f"it has {last[0]} experts, and Octavo takes 1 to {MAX_GROUPS}"
+    return ""
+
+
+# -- the activation ----------------------------------------------------------------------------------------------------
+
+
+def activation_of(module: Any) -> Activation | None:
+    """Returns the activation that computes what the module's own does; None if there is none. It calls the module's
+    own on numbers up to 1000 in magnitude, which also reach clamps."""
+    with torch.no_grad(), torch.device("cpu"):
+        x = torch.cat([torch.linspace(-12, 12, 97), torch.tensor([-1000.0, -100.0, 40.0, 200.0, 1000.0])])
+        up = torch.ones(1)
+        if module.has_gate:
+            up = torch.tensor([-500.0, -0.7, 1.3, 30.0]).repeat_interleave(len(x))
+            x = torch.cat([x.repeat(4), up])
+        try:
+            wanted = getattr(module, _GATE if module.has_gate else "act_fn")(x[None])
+        except Exception:  # it may need tensors elsewhere
+            return None
+        bound = 1e-5 * (wanted.abs() + up.abs())
+        return next((one for one in _candidates(module) if bool(((one(x[None]) - wanted).abs() <= bound).all())), None)
+
+
+def _candidates(module: Any) -> list[Activation]:
+    """Returns the activations that a module may have."""
+    found: list[Activation] = [KINDS[name]() for name in (_GATED if module.has_gate else _UNGATED)]
+    if module.has_gate:
+        limit, alpha = (_first_number(module, names) for names in (_LIMITS, _SLOPES))
+        if limit is not None and limit > 0:
+            kind = KINDS["clamped-swiglu"]
+            found.append(kind(limit=limit, alpha=1.0, glu_linear_offset=0.0))
+            if alpha is not None:
+                found.append(kind(limit=limit, alpha=alpha, glu_linear_offset=1.0))
+    return found
+
+
+def _first_number(module: Any, names: tuple[str, ...]) -> float | None:
+    values = (getattr(module, name, None) for name in names)
+    return next((float(value) for value in values if isinstance(value, (int, float))), None)
+
+
+# -- converting --------------------------------------------------------------------------------------------------------
+
+
+def adopt(module: Any, path: str, recipe: Recipe, strict: bool) -> None:
+    """Converts experts, or changes the recipe of converted ones."""
+    if is_adopted(module):
+        for layer in layers_of(module):
+            layer.recipe = recipe  # type: ignore[assignment]
+            layer.strict = strict
+        return
+    if titan_experts.is_experts(module):
+        titan_experts.adopt(module, path, recipe, strict)
+        return
+    register()
+    module.add_module(NAME, AdoptedExperts(module, recipe, strict, path))
+    module._octavo_config = module.config
+    module.config = copy.copy(module.config)
+    nested = {key: getattr(module.config, key, None) for key in getattr(module.config, "sub_configs", ())}
+    for key, inner in nested.items():  # the setter also changes the configs inside
+        setattr(module.config, key, copy.copy(inner))
+    module.config._experts_implementation = NAME
+
+
+def release(module: Any) -> None:
+    """Undoes `adopt`."""
+    if titan_experts.is_experts(module):
+        titan_experts.release(module)
+        return
+    del module._modules[NAME]
+    module.config = module.__dict__.pop("_octavo_config")
+
+
+def register() -> None:
+    """Adds the entry "octavo" to transformers' registry of experts, if transformers is imported."""
+    registry = _registry()
+    if registry is not None and NAME not in registry:
+        registry.register(NAME, experts_forward)
+
+
+def _registry() -> Any:
+    return getattr(sys.modules.get(_PACKAGE), _REGISTRY, None)
+
+
+def experts_forward(
+    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
+) -> Tensor:
+    """The entry of the registry: runs the converted experts of a module."""
+    experts = module._modules.get(NAME)
+    if experts is None:
+        raise UnsupportedConfig(
+            f"This {type(module).__name__} has no recipe yet. octavo.convert(model, recipe) gives it one, and chooses "
+            f"the experts implementation {NAME!r} itself."
+        )
+    if top_k_weights.dtype != hidden_states.dtype:
+        top_k_weights = top_k_weights.float()
+    y: Tensor = experts(hidden_states, top_k_index, top_k_weights)
+    return y.to(hidden_states.dtype)

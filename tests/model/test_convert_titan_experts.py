@@ -1,0 +1,154 @@
+"""octavo.convert on torchtitan's experts, by a stand-in of the same attributes."""
+
+import copy
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import octavo
+from octavo.errors import UnsupportedConfig
+from octavo.recipes import SHIPPED
+
+HOME = "torchtitan.models.common.moe"
+BOUNDS = {"bf16": 1e-5, "nvfp4": 0.4}  # relative error of y and of each gradient; the others are FP8
+
+
+class Module(nn.Module):
+    """torchtitan's base class of modules, of which every module of a model is an instance."""
+
+
+class GroupedExperts(Module):
+    def __init__(self, experts=3, hidden=64, ffn=48, dtype=None):
+        super().__init__()
+        self.num_experts = experts
+        for name, out, width in (("w1_EFD", ffn, hidden), ("w2_EDF", hidden, ffn), ("w3_EFD", ffn, hidden)):
+            weight = torch.randn(experts, out, width, dtype=dtype) * width**-0.5
+            self.register_parameter(name, nn.Parameter(weight))
+
+    def forward(self, x_RD, num_tokens_per_expert_E):
+        parts = x_RD.split(num_tokens_per_expert_E.tolist())
+        rows = [self._grouped_mm(part, i) for i, part in enumerate(parts)]
+        return torch.cat(rows)
+
+    def _grouped_mm(self, x, i):
+        return (F.silu(x @ self.w1_EFD[i].mT) * (x @ self.w3_EFD[i].mT)) @ self.w2_EDF[i].mT
+
+
+GroupedExperts.__module__ = HOME
+
+
+class Replaced(GroupedExperts):
+    def _grouped_mm(self, x, i):
+        return x
+
+
+SIZES = torch.tensor([20, 0, 12])
+
+
+def experts(seed=0, kind=GroupedExperts, **settings):
+    torch.manual_seed(seed)
+    return kind(**settings)
+
+
+def gradients(module, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = (torch.randn(32, 64, generator=generator).to(dtype) for _ in range(2))
+    y = module(x.requires_grad_(), SIZES)
+    return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], dy)]
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_results_are_near_the_modules_own_in_float64(recipe):
+    module = experts()
+    exact = gradients(copy.deepcopy(module).double(), dtype=torch.float64)
+    octavo.convert(module, recipe)
+    for found, wanted in zip(gradients(module), exact, strict=True):
+        assert (found - wanted).norm() < BOUNDS.get(recipe, 0.1) * wanted.norm()
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-block"])
+def test_one_graph_computes_the_same(recipe, fresh_compiler):
+    eager, module = experts(), experts()
+    for one in (eager, module):
+        octavo.convert(one, recipe)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    for step in range(2):
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        torch.testing.assert_close(compiled(x, SIZES), eager(x, SIZES))
+
+
+def test_parameters_keys_and_class_stay():
+    module = nn.ModuleDict({"experts": experts()})
+    before, keys = dict(module.named_parameters()), list(module.state_dict())
+    report = octavo.convert(module, "fp8-delayed")
+    assert [(row.path, row.recipe, row.weights) for row in report] == [("experts", "fp8-delayed", 3 * 3 * 64 * 48)]
+    assert list(module.state_dict()) == keys
+    assert all(p is before[name] for name, p in module.named_parameters(remove_duplicate=False))
+    assert isinstance(module["experts"], GroupedExperts)
+    assert "experts.octavo.gate.scaling.forward.history" in octavo.state_dict(module)
+
+
+def test_every_module_inside_keeps_the_protocol():
+    module = experts()
+    octavo.convert(module, "fp8-block")
+    assert all(isinstance(one, Module) for one in module.modules())
+
+
+def test_revert_restores_class_and_results():
+    module, plain = experts(), experts()
+    octavo.convert(module, "fp8-block")
+    octavo.revert(module)
+    assert type(module) is GroupedExperts and vars(module).keys() == vars(plain).keys() and not module._modules
+    assert all(map(torch.equal, gradients(module), gradients(plain)))
+
+
+def test_copies_and_pickles_have_weights_of_their_own(monkeypatch):
+    for name in (HOME.split(".")[0], HOME):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(GroupedExperts=GroupedExperts))
+    module = experts()
+    octavo.convert(module, "fp8-block")
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert type(other) is type(module) and other.octavo.up.weight is other.w3_EFD
+        assert all(map(torch.equal, gradients(other), gradients(module)))
+        octavo.revert(other)
+        assert type(other) is GroupedExperts
+
+
+def test_a_second_conversion_overwrites():
+    module = experts()
+    octavo.convert(module, "fp8-block")
+    octavo.convert(module, "mxfp8", overwrite=True)
+    assert {str(layer.recipe) for layer in module.octavo.children()} == {"mxfp8"}
+
+
+def test_rows_after_the_last_expert_are_not_read():
+    module = experts()
+    octavo.convert(module, "fp8-block")
+    x = torch.randn(40, 64)
+    y = module(x.index_fill(0, torch.arange(32, 40), torch.nan), SIZES)
+    assert torch.equal(y[:32], module(x[:32], SIZES)) and y[32:].count_nonzero() == 0
+
+
+def test_what_cannot_be_converted_raises():
+    with pytest.raises(UnsupportedConfig, match="_grouped_mm of its own"):
+        octavo.convert(experts(kind=Replaced), "fp8-block")
+    with pytest.raises(UnsupportedConfig, match=r"torch\.float64"):
+        octavo.convert(experts(dtype=torch.float64), "fp8-block")
+    patched = experts()
+    patched.forward = lambda *_: None
+    with pytest.raises(UnsupportedConfig, match="forward of its own"):
+        octavo.convert(patched, "fp8-block")
+
+
+def test_a_forward_that_was_replaced_later_keeps_revert_away():
+    module = experts()
+    octavo.convert(module, "fp8-block")
+    inner = module.forward
+    module.forward = lambda *arguments: inner(*arguments)
+    with pytest.raises(UnsupportedConfig, match="its forward was replaced"):
+        octavo.revert(module)
