@@ -101,18 +101,37 @@ def test_the_gates_tell_a_worse_recipe_apart(checkpoints, exact):
 
 
 @pytest.mark.parity
-def test_losses_after_400_steps():
-    assert parity.main([]) == 0
+@pytest.mark.parametrize("model", train.MODELS)
+def test_losses_after_400_steps(model):
+    assert parity.main(["--model", model]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "limit"), [("fp8-delayed", 1.5), ("nvfp4", 3.0)])
+def test_a_mixture_follows_bf16_in_a_short_run(recipe, limit):
+    """-0.40 % and +0.58 % when this was written; the run of 400 steps and four seeds has the narrow limits."""
+    plan = train.Plan(steps=60, batch=4, shape=train.shape_of("moe"))
+    base, found = train.train(plan, None), train.train(plan, octavo.recipe(recipe))
+    assert base.losses[0] > 5 and base.loss < 2.7
+    assert abs(train.gap(found, base)) <= limit
+    for shares in (*base.load, *found.load):
+        assert max(shares) < 0.4, shares  # no expert has taken over
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_measured_parity_is_within_its_limits(path):
     report = json.loads(path.read_text())
     assert (report["steps"], tuple(report["seeds"])) == (parity.STEPS, parity.SEEDS)
+    for name, gaps in measured(report):
+        assert parity.limit_of(name, report.get("model", "gpt")).admits(gaps), name
+
+
+def measured(report):
+    """The name and the gaps of each recipe, which follow from the losses."""
     for row in report["results"]:
         gaps = [100 * (loss / base - 1) for loss, base in zip(row["losses"], report["bf16"]["losses"], strict=True)]
         assert gaps == pytest.approx(row["gaps_percent"])
-        assert parity.limit_of(row["recipe"]).admits(gaps), row["recipe"]
+        yield row["recipe"], gaps
 
 
 @pytest.mark.parametrize(
@@ -128,6 +147,22 @@ def test_measured_parity_is_within_its_limits(path):
 )
 def test_limits_on_gaps(name, gaps, ok):
     assert parity.limit_of(name).admits(gaps) is ok
+
+
+def test_limits_on_mixtures_are_narrower():
+    assert parity.limit_of("fp8-block", "moe").mean == 0.5 and parity.limit_of("nvfp4", "moe").mean == 1.5
+
+
+def test_parity_of_mixtures_records_the_load(tmp_path, monkeypatch):
+    text, held_out = corpus.load()
+    monkeypatch.setattr(corpus, "load", lambda: (text, held_out[:300]))
+    path = tmp_path / "parity.json"
+    small = ["--model", "moe", "--device", "cpu", "--steps", "1", "--batch", "1", "--seeds", "4", "7"]
+    assert parity.main([*small, "--recipes", "fp8-current", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["model"] == "moe"
+    for row in (report["bf16"], *report["results"]):
+        assert [[len(layer) for layer in seed] for seed in row["load"]] == [[8, 8], [8, 8]]
 
 
 def test_parity_measures_seed_by_seed(tmp_path, capsys, monkeypatch):
