@@ -2,7 +2,7 @@
 
 The model predicts the bytes of "Alice's Adventures in Wonderland", which the package contains. The table shows both
 losses on the last tenth of the book, which is held out, their difference in percent (gap), and the speed. The defaults
-take one to two minutes on a CPU, and --model moe two to three.
+take one to two minutes on a CPU, with either model.
 
 Both runs keep float32 master weights and bfloat16 activations (torch.autocast). The bf16 run is plain torch. The other
 run applies the recipe to every linear layer except the output head. With --model moe each MLP is a mixture of 8 experts
