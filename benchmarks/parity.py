@@ -2,11 +2,15 @@
 
     python3 -m benchmarks.parity --json benchmarks/results/parity-cpu.json
     python3 -m benchmarks.parity --device cuda --recipes fp8-block nvfp4
+    python3 -m benchmarks.parity --device cuda --model moe --json benchmarks/results/parity-moe-h200.json
 
 The runs are those of `octavo train`: a small GPT on a book, float32 master weights, the loss on text held out, and a
-baseline in plain torch bf16 of the same seed. One gap is noise of a percent either way; the mean over seeds is what is
-held against a limit, and single runs against a wider one. The recipe "bf16" is the control: the same arithmetic as the
-baseline but for the order of sums, so its gaps are what rounding alone does. Exit code 1 if a limit is passed.
+baseline in plain torch bf16 of the same seed. With `--model moe` its MLPs are mixtures of experts, the limits are
+narrower, and the file has the share of the held-out text that each expert of each layer got.
+
+One gap is noise of a percent either way; the mean over seeds is what is held against a limit, and single runs against a
+wider one. The recipe "bf16" is the control: the same arithmetic as the baseline but for the order of sums, so its gaps
+are what rounding alone does. Exit code 1 if a limit is passed.
 """
 
 import argparse
@@ -18,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli import machine, table
-from octavo.cli.train import Outcome, Plan, gap, train
+from octavo.cli.train import MODELS, Outcome, Plan, gap, shape_of, train
 from octavo.errors import Unsupported
 from octavo.recipes import SHIPPED, recipe
 
@@ -40,10 +44,12 @@ class Limit:
 
 
 FP8, NVFP4 = Limit(1.0, 2.0), Limit(3.0, 5.0, either_way=False)
+MOE_FP8, MOE_NVFP4 = Limit(0.5, 2.0), Limit(1.5, 3.0, either_way=False)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m benchmarks.parity", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="gpt", help="as in octavo train; default: %(default)s")
     parser.add_argument("--device", default=None, help="cpu or cuda[:index]; default: the GPU if there is one")
     parser.add_argument("--recipes", nargs="+", default=list(SHIPPED))
     parser.add_argument("--steps", type=int, default=STEPS)
@@ -68,28 +74,29 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     baselines: list[Outcome] = []
     report: dict[str, Any] = {}
     for seed in arguments.seeds:
-        plan = Plan(arguments.steps, arguments.batch, seed, device)
+        plan = Plan(arguments.steps, arguments.batch, seed, device, shape=shape_of(arguments.model))
         print(f"seed {seed}", file=sys.stderr)
         baselines.append(train(plan, None, show=True))
         for name, subject in chosen.items():
             outcomes[name].append(train(plan, subject, show=True))
         report = {
             "machine": machine.describe(device),
+            "model": arguments.model,
             "steps": plan.steps,
             "tokens_per_step": plan.tokens(),
             "seeds": arguments.seeds[: len(baselines)],
-            "bf16": {"losses": [b.loss for b in baselines]},
-            "results": [judge(name, found, baselines) for name, found in outcomes.items()],
+            "bf16": {"losses": [b.loss for b in baselines], **loads(baselines)},
+            "results": [judge(name, found, baselines, arguments.model) for name, found in outcomes.items()],
         }
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     return report
 
 
-def judge(name: str, found: list[Outcome], baselines: list[Outcome]) -> dict[str, Any]:
+def judge(name: str, found: list[Outcome], baselines: list[Outcome], model: str) -> dict[str, Any]:
     """A recipe's gaps, and whether they are within its limit."""
     gaps = [gap(outcome, baseline) for outcome, baseline in zip(found, baselines, strict=True)]
-    limit = limit_of(name)
+    limit = limit_of(name, model)
     return {
         "recipe": name,
         "losses": [outcome.loss for outcome in found],
@@ -99,17 +106,25 @@ def judge(name: str, found: list[Outcome], baselines: list[Outcome]) -> dict[str
         "limit": asdict(limit),
         "ok": limit.admits(gaps),
         "tokens_per_s": statistics.median(outcome.tokens_per_s for outcome in found),
+        **loads(found),
     }
 
 
-def limit_of(name: str) -> Limit:
+def loads(found: list[Outcome]) -> dict[str, Any]:
+    """The shares of the experts, for each seed and each layer, of a model that has experts."""
+    return {"load": [outcome.load for outcome in found]} if found[0].load else {}
+
+
+def limit_of(name: str, model: str = "gpt") -> Limit:
+    if model == "moe":
+        return MOE_NVFP4 if name.startswith("nvfp4") else MOE_FP8
     return NVFP4 if name.startswith("nvfp4") else FP8
 
 
 def render(report: dict[str, Any]) -> str:
     facts = report["machine"]
     head = (
-        f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}; {report['steps']} steps of "
+        f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}; {report['model']}, {report['steps']} steps of "
         f"{report['tokens_per_step']} bytes\n"
         f"seeds {numbers(report['seeds'], 'd')}; bf16 losses {numbers(report['bf16']['losses'], '.4f')}"
     )

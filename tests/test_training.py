@@ -23,6 +23,7 @@ WARMUP = 3  # batches that a delayed scale sees before it is used
 # least cosine, largest relative error of the whole gradient, of the loss: those of eight bits, and of the others
 GATES = dict.fromkeys(SHIPPED, (0.997, 0.085, 3e-3)) | {"bf16": (0.9999, 0.02, 5e-4), "nvfp4": (0.97, 0.30, 2e-2)}
 RESULTS = sorted((Path(parity.__file__).parent / "results").glob("parity-*.json"))
+SHORT = Path(parity.__file__).parent / "results" / "short-parity-moe-cpu.json"
 
 
 def batches(steps, batch, seed):
@@ -101,18 +102,46 @@ def test_the_gates_tell_a_worse_recipe_apart(checkpoints, exact):
 
 
 @pytest.mark.parity
-def test_losses_after_400_steps():
-    assert parity.main([]) == 0
+@pytest.mark.parametrize("model", train.MODELS)
+def test_losses_after_400_steps(model):
+    assert parity.main(["--model", model]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "limit"), [("fp8-delayed", 1.5), ("nvfp4", 3.0)])
+def test_a_mixture_follows_bf16_in_a_short_run(recipe, limit):
+    """-0.40 % and +0.58 % when this was written; the run of 400 steps and four seeds has the narrow limits."""
+    plan = train.Plan(steps=60, batch=4, shape=train.shape_of("moe"))
+    base, found = train.train(plan, None), train.train(plan, octavo.recipe(recipe))
+    assert base.losses[0] > 5 and base.loss < 2.7
+    assert abs(train.gap(found, base)) <= limit
+    for shares in (*base.load, *found.load):
+        assert max(shares) < 0.4, shares  # no expert has taken over
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_measured_parity_is_within_its_limits(path):
     report = json.loads(path.read_text())
     assert (report["steps"], tuple(report["seeds"])) == (parity.STEPS, parity.SEEDS)
+    for name, gaps in measured(report):
+        assert parity.limit_of(name, report.get("model", "gpt")).admits(gaps), name
+
+
+def measured(report):
+    """The name and the gaps of each recipe, which follow from the losses."""
     for row in report["results"]:
         gaps = [100 * (loss / base - 1) for loss, base in zip(row["losses"], report["bf16"]["losses"], strict=True)]
         assert gaps == pytest.approx(row["gaps_percent"])
-        assert parity.limit_of(row["recipe"]).admits(gaps), row["recipe"]
+        yield row["recipe"], gaps
+
+
+def test_the_short_run_of_mixtures_says_what_it_is():
+    """It is no proof of parity: fewer and smaller steps, two seeds, and two recipes beyond the limits of the mean."""
+    report = json.loads(SHORT.read_text())
+    assert (report["model"], report["steps"], report["tokens_per_step"], report["seeds"]) == ("moe", 200, 1024, [0, 1])
+    assert "short run" in report["note"] and report["machine"]["gpu"] is None
+    for name, gaps in measured(report):
+        assert max(gaps) <= parity.limit_of(name, "moe").single, name
 
 
 @pytest.mark.parametrize(
@@ -128,6 +157,22 @@ def test_measured_parity_is_within_its_limits(path):
 )
 def test_limits_on_gaps(name, gaps, ok):
     assert parity.limit_of(name).admits(gaps) is ok
+
+
+def test_limits_on_mixtures_are_narrower():
+    assert parity.limit_of("fp8-block", "moe").mean == 0.5 and parity.limit_of("nvfp4", "moe").mean == 1.5
+
+
+def test_parity_of_mixtures_records_the_load(tmp_path, monkeypatch):
+    text, held_out = corpus.load()
+    monkeypatch.setattr(corpus, "load", lambda: (text, held_out[:300]))
+    path = tmp_path / "parity.json"
+    small = ["--model", "moe", "--device", "cpu", "--steps", "1", "--batch", "1", "--seeds", "4", "7"]
+    assert parity.main([*small, "--recipes", "fp8-current", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["model"] == "moe"
+    for row in (report["bf16"], *report["results"]):
+        assert [[len(layer) for layer in seed] for seed in row["load"]] == [[8, 8], [8, 8]]
 
 
 def test_parity_measures_seed_by_seed(tmp_path, capsys, monkeypatch):

@@ -1,7 +1,7 @@
 """A byte-level GPT, small enough to read in a minute: pre-norm blocks, causal attention with rotary positions, GELU.
 
-Every matrix product outside attention is a plain nn.Linear, so a conversion finds all of them. Tensors are [B, T, C]:
-sequences, positions, width.
+Every matrix product outside attention is a plain nn.Linear, so a conversion finds all of them. With a mixture in its
+shape each MLP is a mixture of experts. Tensors are [B, T, C]: sequences, positions, width.
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.cli.mixture import MixtureShape, make_mixture
 from octavo.errors import UnsupportedShape
 
 BYTES = 256
@@ -18,12 +19,13 @@ LONGEST_TURN = 100.0  # positions per radian of the slowest pair of channels; co
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT."""
+    """Sizes of a GPT, and those of the mixtures of experts that it has in place of MLPs, if any."""
 
     width: int = 128
     layers: int = 2
     heads: int = 4
     context: int = 128
+    mixture: MixtureShape | None = None
 
     def __post_init__(self) -> None:
         if min(self.width, self.layers, self.heads, self.context) < 1 or self.width % (2 * self.heads):
@@ -40,6 +42,12 @@ def rotate(x: Tensor) -> Tensor:
     left, right = x.float().chunk(2, dim=-1)
     turned = (left * angle.cos() - right * angle.sin(), left * angle.sin() + right * angle.cos())
     return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Returns x in the dtype of torch.autocast, if that is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 class Attention(nn.Module):
@@ -74,27 +82,31 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm before it and a residual connection."""
+    """Attention and MLP, or a mixture, each with a norm before it and a residual connection."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, plain: bool) -> None:
         super().__init__()
         self.attention_norm, self.attention = nn.RMSNorm(shape.width), Attention(shape)
-        self.mlp_norm, self.mlp = nn.RMSNorm(shape.width), MLP(shape)
+        self.mlp_norm = nn.RMSNorm(shape.width)
+        self.mlp = MLP(shape) if shape.mixture is None else make_mixture(shape.width, shape.mixture, plain=plain)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        h = self.mlp_norm(x)
+        # a norm's output stays in float32 under autocast; experts run as one operation if they need not cast it
+        y: Tensor = x + self.mlp(h if isinstance(self.mlp, MLP) else as_autocast(h))
         return y
 
 
 class GPT(nn.Module):
-    """Maps bytes [B, T] to logits of each next byte, [B, T, 256]."""
+    """Maps bytes [B, T] to logits of each next byte, [B, T, 256]. `plain` makes mixtures in plain torch, with the same
+    first weights as those of octavo.MoE."""
 
-    def __init__(self, shape: Shape, *, seed: int) -> None:
+    def __init__(self, shape: Shape, *, seed: int, plain: bool = False) -> None:
         super().__init__()
         self.shape = shape
         self.bytes = nn.Embedding(BYTES, shape.width)
-        self.blocks = nn.Sequential(*(Block(shape) for _ in range(shape.layers)))
+        self.blocks = nn.Sequential(*(Block(shape, plain=plain) for _ in range(shape.layers)))
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, BYTES, bias=False)
         self.reset(seed)
@@ -103,8 +115,8 @@ class GPT(nn.Module):
         """Draws the weights again: equal for equal seeds, on any device."""
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                std = self._std(name, weight.shape[1])
+            if weight.dim() >= 2:
+                std = self._std(name, weight.shape[-1])
                 weight.data.copy_(torch.randn(weight.shape, generator=generator) * std)
 
     def _std(self, name: str, inputs: int) -> float:
@@ -113,7 +125,7 @@ class GPT(nn.Module):
         if name == "head.weight":
             return 0.02  # small logits: the first loss is that of a uniform guess
         # projections into the residual stream start smaller, as it sums 2 x layers of their outputs
-        terms = 2 * self.shape.layers if name.endswith(("out.weight", "down.weight")) else 1
+        terms = 2 * self.shape.layers if name.endswith(("out.weight", "down.weight", "fc2.weight")) else 1
         return float((inputs * terms) ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:

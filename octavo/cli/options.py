@@ -70,6 +70,11 @@ def recipes(text: str) -> list[str]:
     return names
 
 
+def recipes_or_none(text: str) -> list[str]:
+    """Parses comma-separated recipes, or the word none."""
+    return [] if text.strip() == "none" else recipes(text)
+
+
 def _split(text: str) -> list[str]:
     """Splits at commas outside of brackets, since a recipe's settings may contain commas."""
     parts, depth = [""], 0

@@ -2,11 +2,15 @@
 
 The model predicts the bytes of "Alice's Adventures in Wonderland", which the package contains. The table shows both
 losses on the last tenth of the book, which is held out, their difference in percent (gap), and the speed. The defaults
-take one to two minutes on a CPU.
+take one to two minutes on a CPU, with either model.
 
 Both runs keep float32 master weights and bfloat16 activations (torch.autocast). The bf16 run is plain torch. The other
-run applies the recipe to every linear layer except the output head. One small run shows that a recipe trains. It does
-not rank recipes: a gap of one percent either way is noise at this size, and the model is too small to gain speed.
+run applies the recipe to every linear layer except the output head. With --model moe each MLP is a mixture of 8 experts
+of which every token takes 2: octavo.MoE in the recipe, and plain torch in the bf16 run. A second table then shows for
+each layer the smallest and the largest share of the held-out text that one expert got.
+
+One small run shows that a recipe trains. It does not rank recipes: a gap of one percent either way is noise at this
+size, and the model is too small to gain speed.
 
 example: octavo train --recipe "fp8-block(scale='fp32')" --steps 400 --json run.json
 """
@@ -17,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +31,7 @@ from torch import Tensor, nn
 
 from octavo.cli import corpus, machine, options, output, table
 from octavo.cli.gpt import GPT, Shape
+from octavo.cli.mixture import LoadMeter, MixtureShape, mixtures
 from octavo.cli.progress import Progress
 from octavo.errors import UnsupportedConfig, UnsupportedHardware
 from octavo.model.attach import attach
@@ -39,6 +44,7 @@ HEAD = "head"  # stays in high precision: logits tolerate less rounding than the
 BASELINE = "bf16 (torch)"
 EVALUATED = 16  # windows in a batch of the evaluation
 SHAPE, CPU = Shape(), torch.device("cpu")
+MODELS: dict[str, MixtureShape | None] = {"gpt": None, "moe": MixtureShape()}  # the mixture in place of each MLP
 
 
 @dataclass(frozen=True)
@@ -63,19 +69,30 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: its loss on the text held out, its loss at every step, and its speed."""
+    """One run: its loss on the text held out, its loss at every step, its speed, and of a model with mixtures the share
+    of the held-out text that each expert of each layer got."""
 
     recipe: str
     loss: float
     losses: list[float]
     tokens_per_s: float
     seconds: float
+    load: list[list[float]] = field(default_factory=list)
+
+
+def shape_of(model: str) -> Shape:
+    """Returns the sizes of a model by its name."""
+    return replace(SHAPE, mixture=MODELS[model])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--recipe", default="fp8-current",
         help=f"one of {', '.join(SHIPPED)}; settings may follow in brackets; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", choices=MODELS, default="gpt",
+        help="gpt, or moe: the same with mixtures of experts in place of MLPs; default: %(default)s",
     )  # fmt: skip
     parser.add_argument(
         "--steps", type=int, default=Plan.steps, metavar="N", help="steps of each run; default: %(default)s"
@@ -98,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = machine.parse_device(arguments.device)
     if arguments.compile:
         check_compiler(device)
-    plan = Plan(arguments.steps, arguments.batch, arguments.seed, device, arguments.compile, SHAPE)
+    plan = Plan(arguments.steps, arguments.batch, arguments.seed, device, arguments.compile, shape_of(arguments.model))
     output.produce(partial(compare, plan, chosen), render, arguments.json)
     return 0
 
@@ -145,7 +162,7 @@ def train(plan: Plan, chosen: Recipe | None, *, show: bool = False, losses: list
     losses = [] if losses is None else losses
     text, held_out = corpus.load()
     torch.manual_seed(plan.seed)  # stochastic rounding follows torch's own seed
-    model = GPT(plan.shape, seed=plan.seed).to(plan.device)
+    model = GPT(plan.shape, seed=plan.seed, plain=chosen is None).to(plan.device)
     if chosen is not None:
         convert(model, chosen, exclude=HEAD)
     call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True) if plan.compile else model
@@ -162,8 +179,9 @@ def train(plan: Plan, chosen: Recipe | None, *, show: bool = False, losses: list
         optimize(model, call, data, plan, note, quantized=chosen is not None)
     finally:
         progress.close()
-    loss = evaluate(call, corpus.windows(held_out, context=plan.shape.context), plan)
-    return Outcome(name, loss, torch.stack(losses).tolist(), clock.rate(), clock.seconds())
+    load = LoadMeter(model)
+    loss = evaluate(load.around(call), corpus.windows(held_out, context=plan.shape.context), plan)
+    return Outcome(name, loss, torch.stack(losses).tolist(), clock.rate(), clock.seconds(), load.shares())
 
 
 def optimize(
@@ -176,14 +194,15 @@ def optimize(
     quantized: bool,
 ) -> None:
     """Runs AdamW on each batch in turn. `call` is the model, or its compiled form; it calls `note(step, loss)` after
-    every step; `quantized` says whether the model has layers of Octavo's."""
+    every step, with the loss without that of balance; `quantized` says whether the model has layers of Octavo's."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
     # ends delayed scaling's step at each step of the optimizer
     attached = attach(model, optimizer) if quantized else None
+    balanced = mixtures(model)
     for step, batch in enumerate(data, start=1):
         loss = loss_of(call, batch.to(plan.device))
-        loss.backward()  # type: ignore[no-untyped-call]
+        sum((mixture.aux_loss for mixture in balanced), loss).backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         schedule.step()
@@ -252,6 +271,7 @@ def render(report: dict[str, Any]) -> str:
         f"{plan['batch']} x {plan['shape']['context']} bytes, seed {plan['seed']}"
     )
     parts = [head, table.render(("recipe", "loss", "gap", "tokens/s"), rows)] if rows else [head]
+    parts += [load_table(ended)] if ended and plan["shape"]["mixture"] else []
     for run in runs:
         if run["loss"] is None:
             step, loss = len(run["losses"]), run["losses"][-1]
@@ -259,3 +279,14 @@ def render(report: dict[str, Any]) -> str:
     if facts["gpu"] is None:
         parts.append("A CPU runs the reference: the same codes and scales as a GPU, GEMMs in float64, not faster.")
     return "\n\n".join(parts)
+
+
+def load_table(runs: list[dict[str, Any]]) -> str:
+    """Returns a table of the smallest and the largest share of the held-out text that an expert of each layer got."""
+    layers = range(1, len(runs[0]["load"]) + 1)
+    rows = [
+        [run["recipe"], *(f"{100 * min(shares):.1f} - {100 * max(shares):.1f} %" for shares in run["load"])]
+        for run in runs
+    ]
+    even = 100 / len(runs[0]["load"][0])
+    return table.render(("expert load", *(f"layer {layer}" for layer in layers)), rows) + f"\neven load: {even:.1f} %"

@@ -1,4 +1,4 @@
-"""`octavo bench moe`: its order, compiled cases beyond torch's limit, cases that fail, and other libraries."""
+"""`octavo bench moe`: its order, octavo.MoE itself, compiled cases, cases that fail, and other libraries."""
 
 import json
 from functools import partial
@@ -9,31 +9,41 @@ import pytest
 import torch
 from torch import nn
 
+import octavo
+from octavo.cli import main
 from octavo.cli.bench import cases, isolated, moe, peers
+from octavo.errors import UnsupportedConfig
 
 TINY = (16, 4, 2, 32, 64)
 ROW = {"ms": 2.0, "readings_ms": [2.0], "tokens_per_s": 8000.0, "kept_mib": 3.0, "codes_mib": 1.0, "peak_mib": 4.0}
 FACTS = {"gpu": "a GPU", "torch": "2", "triton": "3"}
-WAYS = ("", ", cached", ", compiled", ", cached, compiled")
+EAGER, COMPILED = ("octavo {}", "octavo {}, cached"), ("octavo {}, compiled", "octavo {}, cached, compiled")
+WHOLE = ("octavo.MoE {}", "octavo.MoE {}, captured", "octavo.MoE {}, compiled")
+
+
+def titles(name, *, compiled=True):
+    """The cases of a recipe, in order."""
+    return [title.format(name) for title in (*EAGER, *WHOLE[:2], *((*COMPILED, WHOLE[2]) if compiled else ()))]
 
 
 @pytest.fixture
 def on_a_cpu(monkeypatch):
     """A timer that runs one step, no measurement of GPU memory, and graphs without generated code."""
     compile_ = nn.Module.compile
-    monkeypatch.setattr(moe, "eager_ms", lambda step: (step(), (2.0, [2.0]))[1])
+    for timer in ("eager_ms", "device_ms"):
+        monkeypatch.setattr(moe, timer, lambda step: (step(), (2.0, [2.0]))[1])
     monkeypatch.setattr(moe, "kept_mib", lambda module, x: 3.0)
-    monkeypatch.setattr(moe, "peak_mib", lambda step: 4.0)
+    monkeypatch.setattr(moe, "peak_mib", lambda step: (step(), 4.0)[1])
     monkeypatch.setattr(nn.Module, "compile", lambda self, **settings: compile_(self, backend="aot_eager", **settings))
     yield
     torch._dynamo.reset()
 
 
 @pytest.fixture
-def shapes(monkeypatch):
-    """The results of one shape and two recipes, of which fp8-block fails."""
+def faked(monkeypatch):
+    """Cases that take no time, of which those of fp8-block fail."""
 
-    def case(make, shape, compiled):
+    def case(make, shape, way):
         if "fp8-block" in make.args:
             raise RuntimeError("\nrecompile_limit reached\nmore")
         return ROW
@@ -45,8 +55,13 @@ def shapes(monkeypatch):
 
     monkeypatch.setattr(moe, "_case", case)
     monkeypatch.setattr(moe, "_kernels", kernels)
+
+
+@pytest.fixture
+def shapes(faked):
+    """The results of one shape and two recipes, of which fp8-block fails."""
     found = []
-    moe._measure_shape(TINY, ["fp8-delayed", "fp8-block"], True, found)
+    moe._measure_shape(TINY, ["fp8-delayed", "fp8-block"], ["fp8-delayed", "fp8-block"], found)
     return found
 
 
@@ -58,26 +73,73 @@ def test_more_compiled_cases_run_than_torch_compiles_one_forward(on_a_cpu):
     for name in ("fp8-delayed", "fp8-block", "fp8-current"):
         for cached in (False, True):
             make = partial(moe.Ours, TINY, name, cached, device="cpu")
-            row = cases.attempt(name, partial(moe._case, make, TINY, True))
+            row = cases.attempt(name, partial(moe._case, make, TINY, "compiled"))
             assert row["ms"] == 2.0 and row["tokens_per_s"] == 8000.0 and row["peak_mib"] == 4.0, row
 
 
 def test_the_plain_layer_compiles_as_one_graph(on_a_cpu):
-    assert "error" not in cases.attempt("bf16", partial(moe._case, partial(moe.Stock, TINY, "cpu"), TINY, True))
+    assert "error" not in cases.attempt("bf16", partial(moe._case, partial(moe.Stock, TINY, "cpu"), TINY, "compiled"))
+
+
+@pytest.mark.parametrize("way", ["eager", "captured", "compiled"])
+@pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "fp8-block"])
+def test_octavos_mixture_is_measured_each_way(on_a_cpu, name, way):
+    row = cases.attempt(name, partial(moe._case, partial(moe.mixture, TINY, name, "cpu"), TINY, way))
+    codes = 0 if name == "bf16" else 3 * 4 * 32 * 64 / 2**20
+    assert row == {"case": name, **ROW, "kept_mib": 3.0 - codes, "codes_mib": codes}
+
+
+def test_a_captured_case_is_timed_by_replays_alone(on_a_cpu, monkeypatch):
+    monkeypatch.setattr(moe, "device_ms", lambda step: (step(), (1.0, [1.0]))[1])
+    make = partial(moe.mixture, TINY, "fp8-block", "cpu")
+    assert moe._case(make, TINY, "captured")["ms"] == 1.0 and moe._case(make, TINY, "eager")["ms"] == 2.0
+
+
+def test_octavos_mixture_prefers_the_experts_of_the_other_cases():
+    shape = (4096, 8, 2, 32, 64)
+    layer, other = moe.mixture(shape, "bf16", "cpu"), moe.Router(shape, "cpu")
+    assert isinstance(layer, octavo.MoE) and torch.equal(layer.router.preference, other.preference)
+    layer(torch.randn(4096, 32, dtype=torch.bfloat16))
+    order = layer.router.preference.argsort()
+    assert 1.5 < layer.load[order[-1]] / layer.load[order[0]] < 6
+
+
+@pytest.mark.parametrize(
+    ("asked", "compiled"),
+    [
+        (None, ["fp8-delayed", "fp8-block"]),
+        ([], []),
+        (["fp8-block"], ["fp8-block"]),
+        (["fp8-block(scale='pow2')"], ["fp8-block"]),  # the same recipe in other words
+    ],
+)
+def test_compiled_cases_are_those_asked_for(faked, asked, compiled):
+    found = []
+    moe._measure_shape(TINY, ["fp8-delayed", "fp8-block"], moe.compiled_of(["fp8-delayed", "fp8-block"], asked), found)
+    ours = [title for name in ("fp8-delayed", "fp8-block") for title in titles(name, compiled=name in compiled)]
+    assert [row["case"] for row in found[0]["results"]] == ["grouped_mm bf16, compiled", *ours, "grouped_mm bf16"]
+
+
+def test_a_compiled_recipe_that_is_not_timed_is_refused(capsys):
+    with pytest.raises(UnsupportedConfig, match=r"names recipes of --recipes, got mxfp8 besides fp8-block\."):
+        moe.compiled_of(["fp8-block"], ["fp8-block", "mxfp8"])
+    with pytest.raises(SystemExit):
+        main(["bench", "moe", "--compiled", "fp9"])
+    assert "There is no recipe 'fp9'" in capsys.readouterr().err
 
 
 def test_the_cases_that_matter_most_come_first(shapes):
-    ours = [f"octavo {name}{way}" for name in ("fp8-delayed", "fp8-block") for way in WAYS]
+    ours = [*titles("fp8-delayed"), *titles("fp8-block")]
     assert [row["case"] for row in shapes[0]["results"]] == ["grouped_mm bf16, compiled", *ours, "grouped_mm bf16"]
 
 
 def test_a_case_that_fails_is_a_row_and_the_others_are_measured(shapes):
     (entry,) = shapes
     failed = [row for row in entry["results"] if "error" in row]
-    assert [row["case"] for row in failed] == [f"octavo fp8-block{way}" for way in WAYS]
+    assert [row["case"] for row in failed] == titles("fp8-block")
     assert {row["error"] for row in failed} == {"RuntimeError: recompile_limit reached"}
     measured = [row for row in entry["results"] if row not in failed]
-    assert [row["of_bf16"] for row in measured] == [1.0] * 6
+    assert [row["of_bf16"] for row in measured] == [1.0] * 9
     assert measured[2]["of_floor"] == 2.0 / moe.floors(TINY)["cached"]
     assert entry["kernels"]["fp8-block"] == [{"case": "fp8-block", "error": "ZeroDivisionError"}]
     text = moe.render({"machine": FACTS, "shapes": shapes})

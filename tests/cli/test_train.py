@@ -48,15 +48,21 @@ def test_json_has_every_step(tmp_path):
     report = json.loads(path.read_text())
     assert report["plan"] == {
         "steps": 6, "batch": 2, "seed": 3, "device": "cpu", "compile": False,
-        "shape": {"width": 32, "layers": 1, "heads": 2, "context": 16},
+        "shape": {"width": 32, "layers": 1, "heads": 2, "context": 16, "mixture": None},
     }  # fmt: skip
     assert report["recipe"]["recipe"] == "fp8-block(scale='fp32')"
     assert report["machine"]["torch"] == torch.__version__
     for run in (report["bf16"], report["recipe"]):
         assert len(run["losses"]) == 6
         assert run["losses"][0] > run["losses"][-1]
-        assert run["tokens_per_s"] > 0 and run["seconds"] > 0
+        assert run["tokens_per_s"] > 0 and run["seconds"] > 0 and run["load"] == []
     assert report["gap_percent"] == pytest.approx(100 * (report["recipe"]["loss"] / report["bf16"]["loss"] - 1))
+
+
+def test_a_model_of_experts_trains(capsys):
+    assert main([*COMMAND, "--model", "moe", "--recipe", "fp8-block"]) == 0
+    losses, load = capsys.readouterr().out.split("expert load")
+    assert "fp8-block" in losses and "fp8-block" in load and "even load: 12.5 %" in load
 
 
 @pytest.mark.parametrize(

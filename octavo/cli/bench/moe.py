@@ -1,8 +1,9 @@
 """Time forward and backward of a whole mixture of experts: router, permutation, SwiGLU experts, weighted sum.
 
-The router is a matrix product, softmax and top-k in torch, for all cases. It prefers some experts: the largest gets
-about three times the tokens of the smallest. "grouped_mm bf16" is torch's grouped matrix product with permutation,
-activation and sum in torch; "octavo" is `octavo.moe.Experts`; "torchao" is as grouped_mm, with its own product in FP8.
+The router is a matrix product, softmax and top-k in torch, for all cases but octavo.MoE, which has its own in float32.
+It prefers some experts: the largest gets about three times the tokens of the smallest. "grouped_mm bf16" is torch's
+grouped matrix product with permutation, activation and sum in torch; "octavo" is `octavo.moe.Experts`; "octavo.MoE" is
+that layer itself, which also counts the load; "torchao" is as grouped_mm, with its own product in FP8.
 
 ms             one step after another, gradients dropped between them, as training runs it
 tokens/s       tokens of a step / ms
@@ -12,11 +13,12 @@ kept MiB       memory that forward allocates and keeps for backward, without qua
 weights MiB    memory of the quantized weights that forward keeps besides
 peak MiB       the most that one step allocates beyond what stays allocated between steps
 
-"cached" reuses the quantized weights, as every microbatch after the first does. A second table lists the GPU kernels of
-one eager step of each recipe, the longest first. A case that fails is listed with its error, and the others go on.
-Other libraries come last, each case in a process of its own.
+"cached" reuses the quantized weights, as every microbatch after the first does. "captured" replays forward and backward
+from one CUDA graph; its peak is that of the capture. "compiled" is torch.compile of the whole layer. A second table
+lists the GPU kernels of one eager step of each recipe, the longest first. A case that fails is listed with its error,
+and the others go on. Other libraries come last, each case in a process of its own.
 
-example: octavo bench moe --shape 8192,64,6,2048,1408 --recipes fp8-delayed
+example: octavo bench moe --shape 8192,64,6,2048,1408 --recipes fp8-delayed,fp8-block --compiled fp8-delayed
 """
 
 import argparse
@@ -35,9 +37,13 @@ from octavo._torch.gemm import grouped_mm
 from octavo.cli import machine, options, table
 from octavo.cli.bench import cases, isolated, peers
 from octavo.cli.bench.step import kept_mib, kernels_ms, peak_mib, settled_step
-from octavo.cli.timing import REPEATS, WARMUP, eager_ms
+from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms
+from octavo.errors import UnsupportedConfig
+from octavo.modules.grouped_linear import GroupedLinear
+from octavo.moe import router
 from octavo.moe.experts import Experts
-from octavo.recipes import recipe
+from octavo.moe.mixture import MoE
+from octavo.recipes import Recipe, recipe
 
 SHAPES = ((8192, 8, 2, 4096, 14336), (8192, 128, 8, 4096, 1536), (16384, 64, 6, 2048, 1408))
 NAMES = ("tokens", "experts", "slots", "hidden", "feed-forward")
@@ -51,13 +57,15 @@ def add_arguments(parser: ArgumentParser) -> None:
     options.add_shapes(parser, NAMES, SHAPES)
     options.add_recipes(parser, RECIPES)
     parser.add_argument(
-        "--no-compile", action="store_true", help="leave compiled cases of recipes out; default: timed too"
-    )
+        "--compiled", type=options.recipes_or_none, default=None, metavar="LIST",
+        help="recipes whose compiled cases are timed too, comma-separated, or none; default: all that are timed",
+    )  # fmt: skip
     options.add_no_peers(parser)
     parser.add_argument("--peer", default=None, help=argparse.SUPPRESS)  # one case of another library, and nothing else
 
 
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
+    compiled = compiled_of(arguments.recipes, arguments.compiled)
     report |= {
         "suite": "moe",
         "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
@@ -72,9 +80,24 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
         _measure_peer(arguments.peer, shapes[0], report["shapes"])
         return
     for shape in shapes:
-        _measure_shape(shape, arguments.recipes, not arguments.no_compile, report["shapes"])
+        _measure_shape(shape, arguments.recipes, compiled, report["shapes"])
     if not arguments.no_peers:
         _add_peers(report["shapes"])
+
+
+def compiled_of(recipes: list[str], compiled: list[str] | None) -> list[str]:
+    """Returns the recipes whose compiled cases are timed, as `recipes` spells them. None is all of them."""
+    if compiled is None:
+        return recipes
+    asked = [recipe(name) for name in compiled]
+    timed = [recipe(name) for name in recipes]
+    missing = [name for name, value in zip(compiled, asked, strict=True) if value not in timed]
+    if missing:
+        raise UnsupportedConfig(
+            f"--compiled names recipes of --recipes, got {', '.join(missing)} besides {', '.join(recipes)}. "
+            "Add it to --recipes, or leave it out."
+        )
+    return [name for name, value in zip(recipes, timed, strict=True) if value in asked]
 
 
 class Router(nn.Module):
@@ -84,8 +107,7 @@ class Router(nn.Module):
         super().__init__()
         _, experts, self.slots, hidden, _ = shape
         self.weight = nn.Parameter(torch.randn(experts, hidden, device=device, dtype=torch.bfloat16) * hidden**-0.5)
-        preference = torch.rand(experts, generator=torch.Generator().manual_seed(0)) - 0.5
-        self.preference = preference.to(device)
+        self.preference = _preference(experts, device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = F.linear(x, self.weight).float() + self.preference
@@ -132,30 +154,59 @@ class Ours(nn.Module):
         return y
 
 
+class PreferringRouter(router.Router):
+    """The router of octavo.MoE, with the weights and the preference of the other cases."""
+
+    def __init__(self, shape: Shape, device: str) -> None:
+        _, experts, _, hidden, _ = shape
+        super().__init__(hidden, experts, device=device, dtype=torch.bfloat16)
+        nn.init.normal_(self.weight, std=hidden**-0.5)
+        self.preference = _preference(experts, device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.preference
+
+
+def mixture(shape: Shape, recipe: str, device: str = "cuda") -> MoE:
+    """Returns an octavo.MoE whose router prefers the same experts as that of the other cases."""
+    _, experts, slots, hidden, ffn = shape
+    layer = MoE(hidden, ffn, experts, slots, recipe=recipe, device=device, dtype=torch.bfloat16)
+    layer.router = PreferringRouter(shape, device)
+    return layer
+
+
+def _preference(experts: int, device: str) -> Tensor:
+    return (torch.rand(experts, generator=torch.Generator().manual_seed(0)) - 0.5).to(device)
+
+
 def _weights(experts: int, n: int, k: int, device: str) -> Tensor:
     return torch.randn(experts, n, k, device=device, dtype=torch.bfloat16) * (1 / math.sqrt(k))
 
 
-def _measure_shape(shape: Shape, recipes: list[str], compiles: bool, shapes: list[dict[str, Any]]) -> None:
-    """Measures the cases of a shape, those that matter most first: a run may be cut off."""
+def _measure_shape(shape: Shape, recipes: list[str], compiled: list[str], shapes: list[dict[str, Any]]) -> None:
+    """Measures the cases of a shape, those that matter most first: a run may be cut off. `compiled` are the recipes
+    whose compiled cases are measured too."""
     results: list[dict[str, Any]] = []
     kernels: dict[str, list[dict[str, Any]]] = {}
     entry = {"shape": list(shape), "floor_ms": floors(shape), "results": results, "kernels": kernels}
     shapes.append(entry)
 
-    def case(name: str, make: Callable[[], nn.Module], compiled: bool = False) -> None:
-        _add(entry, cases.attempt(name, partial(_case, make, shape, compiled)))
+    def case(name: str, make: Callable[[], nn.Module], way: str = "eager") -> None:
+        title = name if way == "eager" else f"{name}, {way}"
+        _add(entry, cases.attempt(title, partial(_case, make, shape, way)))
 
-    case("grouped_mm bf16, compiled", partial(Stock, shape), compiled=True)
+    case("grouped_mm bf16", partial(Stock, shape), "compiled")
     for name in recipes:
-        quantized = recipe(name).linear().fprop.right is not None
-        makes = {f"octavo {name}": partial(Ours, shape, name)}
-        if quantized:
+        makes: dict[str, Callable[[], nn.Module]] = {f"octavo {name}": partial(Ours, shape, name)}
+        if _quantizes(recipe(name)):
             makes[f"octavo {name}, cached"] = partial(Ours, shape, name, cached=True)
-        for title, make in makes.items():
+        whole = {f"octavo.MoE {name}": partial(mixture, shape, name)}
+        for title, make in (makes | whole).items():
             case(title, make)
-        for title, make in makes.items() if compiles else ():
-            case(f"{title}, compiled", make, compiled=True)
+        for title, make in whole.items():
+            case(title, make, "captured")
+        for title, make in (makes | whole).items() if name in compiled else ():
+            case(title, make, "compiled")
     case("grouped_mm bf16", partial(Stock, shape))
     for name in recipes:
         row = cases.attempt(name, partial(_kernels, shape, name))
@@ -195,7 +246,7 @@ def _measure_peer(title: str, shape: Shape, shapes: list[dict[str, Any]]) -> Non
 
     def measured() -> dict[str, Any]:
         make = partial(Stock, shape, product=peers.products()[name]())
-        return _case(make, shape, compiled=way == "compiled", fullgraph=False)
+        return _case(make, shape, way or "eager", fullgraph=False)
 
     _add(entry, cases.attempt(title, measured))
 
@@ -224,13 +275,20 @@ def _step(module: nn.Module, shape: Shape) -> tuple[Callable[[], None], Tensor]:
     return settled_step(module, x, dy), x
 
 
-def _case(make: Callable[[], nn.Module], shape: Shape, compiled: bool, fullgraph: bool = True) -> dict[str, Any]:
+def _case(make: Callable[[], nn.Module], shape: Shape, way: str, fullgraph: bool = True) -> dict[str, Any]:
+    """Measures a layer eager, compiled or captured."""
     module = make()
-    if compiled:
+    if way == "compiled":
         reset()  # all cases share the code of one forward, and torch compiles that only so many times
         module.compile(fullgraph=fullgraph)  # type: ignore[no-untyped-call]
     step, x = _step(module, shape)
-    ms, readings = eager_ms(step)
+    if way == "captured":
+        timed: list[tuple[float, list[float]]] = []
+        peak = peak_mib(lambda: timed.append(device_ms(step)))
+        ((ms, readings),) = timed
+    else:
+        ms, readings = eager_ms(step)
+        peak = peak_mib(step)
     codes, kept = _codes_mib(module), kept_mib(module, x)
     return {
         "ms": ms,
@@ -238,15 +296,24 @@ def _case(make: Callable[[], nn.Module], shape: Shape, compiled: bool, fullgraph
         "tokens_per_s": shape[0] / ms * 1e3,
         "kept_mib": kept - codes,
         "codes_mib": codes,
-        "peak_mib": peak_mib(step),
+        "peak_mib": peak,
     }
 
 
 def _codes_mib(module: nn.Module) -> float:
     """Returns the MiB of the column codes of weights that a forward keeps: a byte for each weight, unless cached."""
-    if not isinstance(module, Ours) or module.first is not None:
+    if not isinstance(module, Ours | MoE) or (isinstance(module, Ours) and module.first is not None):
+        return 0.0
+    fc1 = module.experts.get_submodule("fc1")
+    assert isinstance(fc1, GroupedLinear) and fc1.recipe is not None
+    if not _quantizes(fc1.recipe):
         return 0.0
     return float(sum(p.numel() for p in module.experts.parameters()) / 2**20)
+
+
+def _quantizes(chosen: Recipe) -> bool:
+    """Whether the recipe quantizes weights."""
+    return chosen.linear().fprop.right is not None
 
 
 def floors(shape: Shape) -> dict[str, float]:
