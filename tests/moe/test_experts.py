@@ -241,7 +241,7 @@ def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="K from 1 up"):
         model(x, indices[:, :0], probs[:, :0])
     for wrong in (indices.float(), indices.tolist(), indices == 0):
-        with pytest.raises(TypeError, match="indices as a tensor of int32 or int64"):
+        with pytest.raises(TypeError, match="an index as a tensor of int32 or int64"):
             model(x, wrong, probs)
     for wrong in (probs.double(), probs.long()):
         with pytest.raises(TypeError, match="probs"):
