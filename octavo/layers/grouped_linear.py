@@ -9,7 +9,7 @@ bias may be scaled, token by token: y[t] = x[t] · w[g]ᵀ + bias[g] * scales[t]
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -143,8 +143,8 @@ def refusal(recipe: Recipe) -> str:
     return ""
 
 
-class InputTensors(NamedTuple):
-    """The tensors of a call. A caller without codes of x may leave the last two fields out."""
+class Inputs(NamedTuple):
+    """The tensors of a call."""
 
     x: Tensor  # [rows, K]; for codes, a token of that shape, which carries their gradient if they have one
     weight: Tensor  # [G, N, K]; for a held weight, the token that receives its gradient
@@ -160,17 +160,8 @@ class InputTensors(NamedTuple):
     x_column_codes: Parts = ()  # ... and of its columns, if there are any
 
 
-class Inputs(InputTensors):
-    __slots__ = ()
-
-    @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> "Inputs":  # type: ignore[override]
-        return cls(*iterable)
-
-
-class WrittenTensors(NamedTuple):
-    """Tensors that backward writes to besides its results. A caller without codes of dy may leave the last field
-    out."""
+class Buffers(NamedTuple):
+    """Tensors that backward writes to besides its results, and where dy may come from."""
 
     main_grad: Target | LazyTarget | None = None
     amax: Tensor | None = None  # [G]: the amaxes of dy, folded by maximum
@@ -178,14 +169,6 @@ class WrittenTensors(NamedTuple):
     mail: Mail | None = None
     dgrad_out: Tensor | None = None  # [rows, K], the caller's: dx is written there, and its tail is left alone
     dy_codes: GradientCodes | None = None  # dy may arrive there
-
-
-class Buffers(WrittenTensors):
-    __slots__ = ()
-
-    @classmethod
-    def _make(cls, iterable: Iterable[Any]) -> "Buffers":  # type: ignore[override]
-        return cls(*iterable)
 
 
 class Fresh(NamedTuple):

@@ -11,7 +11,7 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.formats import FLOATS
 from octavo.fuser.inputs import arrived, check_input, check_weight
 from octavo.layers.contract import DTYPE_NAMES
-from octavo.layers.grouped_linear import refusal
+from octavo.layers.grouped_linear import Buffers, Inputs, refusal
 from octavo.layers.linear_config import call_key
 from octavo.lower.call import Stage, call, takes_nodes
 from octavo.modules.grouped_linear import splits_on
@@ -76,8 +76,9 @@ def grouped_linear(
         grads=grads, tail=tail,
     )  # fmt: skip
     as_nodes = takes_nodes() or isinstance(rows, FakeTensor) or rows.is_meta  # those two have shapes only
-    inputs = (weight, bias, splits, None, None, (), (), (), ())
-    stage = Stage("grouped-linear", key, inputs, (() if as_nodes else None, None, None, None, None), grads != "")
+    inputs = Inputs(rows, weight, bias, splits)[1:]
+    buffers = (() if as_nodes else None, *[None] * (len(Buffers._fields) - 1))
+    stage = Stage("grouped-linear", key, inputs, buffers, grads != "")
     return call(stage, rows, as_nodes)[0].view(*x.shape[:-1], weight.shape[1])
 
 

@@ -68,7 +68,7 @@ def _places_of_tile(first_row, first_column, R: gl.constexpr, C: gl.constexpr, W
 
 @gluon.jit
 def _live(rows, columns, end, H, WHOLE: gl.constexpr):
-    """Which elements of a tile exist; where tiles cover the columns exactly (WHOLE), that is said of rows alone."""
+    """A mask of the elements of a tile that exist; of its rows alone where tiles cover the columns exactly (WHOLE)."""
     if WHOLE:
         return (rows < end)[:, None]
     else:
