@@ -48,7 +48,7 @@ def test_matrix_products_run_on_the_tensor_cores(results):
 
 
 def test_no_product_waits_for_the_one_before(results):
-    """Where ptxas must move an accumulator that is being written, products wait for each other; it only says so."""
+    """ptxas lets products wait for each other if an accumulator is moved while it is written, and only prints that."""
     assert [r["name"] for r in results if r["serialized"] and r["name"] not in SERIALIZED] == []
 
 

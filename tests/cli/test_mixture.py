@@ -136,7 +136,7 @@ def test_every_recipe_starts_from_the_same_weights_and_batches():
 
 @pytest.mark.filterwarnings("error")
 def test_delayed_scaling_is_stepped(monkeypatch):
-    """Of fc2 too, whose dy has a history only if the experts run as one operation."""
+    """fc2 is measured too: its dy has a history only if the experts run as one operation."""
     models = []
     monkeypatch.setattr(train, "GPT", lambda *given, **more: models.append(GPT(*given, **more)) or models[-1])
     trained("fp8-delayed", steps=3)

@@ -432,7 +432,7 @@ MATCHES = {
 
 @pytest.mark.parametrize("case", MATCHES)
 def test_what_does_not_match_runs_as_it_is(case):
-    """Where the pattern is there, explain says why; elsewhere there is nothing to say."""
+    """`explain` gives a reason only where the pattern of the rule matches."""
     make, extra, recipe = MATCHES[case]
     acts = make()
     between = H if not acts else 2 * FFN
