@@ -33,6 +33,14 @@ def reset() -> None:
     torch._dynamo.reset()
 
 
+def any_number_of_graphs() -> AbstractContextManager[Any]:
+    """A context in which a function may be compiled for any number of models: torch stops at the eighth."""
+    from torch._dynamo import config
+
+    found: AbstractContextManager[Any] = config.patch(recompile_limit=COMPILATIONS)
+    return found
+
+
 def fresh_cache() -> AbstractContextManager[Any]:
     """A context with an empty disk cache."""
     from torch._inductor.utils import fresh_cache

@@ -35,6 +35,7 @@ from torch.fx.node import has_side_effect
 from torch.utils.flop_counter import register_flop_formula
 
 from octavo._torch.autograd import current_graph_task, preserve_version_counter, saved_tensors_hooks
+from octavo._torch.inductor import call_directly, is_loaded
 from octavo._torch.tracing import saved_elsewhere, while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.layers import (
@@ -106,25 +107,58 @@ def _crossing(flat: tuple[int, ...], made: ForwardResult) -> ForwardResult:
 
 @cache
 def _node(name: str) -> Layer:
-    return driven(_Crossing(LAYERS[name]))
+    return _Crossing(LAYERS[name])
 
 
-class _NodeCall:
-    """A node's call string, parsed."""
+class NodeCall:
+    """A node's call string, parsed, and what its operators do."""
 
     def __init__(self, text: str) -> None:
         _, name, presence, buffers, key = text.split("|", 4)
         self.is_chain = name == "chain"
-        self.layer = _node(name)
+        self.layer = driven(_node(name))
+        self.unreplayed = _node(name)
         self.config = self.layer.config(key)
         self.presence, self.buffers = packing(presence), packing(buffers)  # of the layer's inputs, and of its buffers
         self.count, self.written = self.presence.count, self.buffers.count
-        self.writes = self.written > 0 or self.layer.fills(self.config)  # whether backward writes to saved tensors
+        self.fills = self.layer.fills(self.config)
+        self.writes = self.written > 0 or self.fills  # whether backward writes to saved tensors
         # inputs whose gradient is a buffer of the caller's, and where among the buffers it is
         self.elsewhere = {i: self.buffers.starts[at] for i, at in self.layer.returned_elsewhere(self.config).items()}
         self.passed = self.layer.gradient_aliases(self.config)  # inputs whose gradient is another's
         # whether the gradient of an input is one of these, which backward's node does not return
         self.theirs = [i in self.elsewhere or i in self.passed for i in range(len(self.presence.starts))]
+
+    def run(self, layer: Layer, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run forward on the tensors of `octavo::run`, by the layer itself or by one that replays it."""
+        return _listed(layer.forward(self.config, self.inputs(tensors[::-1])))
+
+    def run_backward(self, layer: Layer, tensors: Sequence[Tensor], mask: str) -> list[Tensor]:
+        """Run backward on the tensors of `octavo::run_bwd`, by the layer itself or by one that replays it."""
+        saved, dys = self.split(tensors, mask)
+        return self.returned(layer.backward(self.config, saved, self.buffers_of(tensors), dys))
+
+    def refuse(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse calls whose backward would write to the wrong memory; `tensors` lists inputs, then buffers."""
+        if self.writes:
+            _refuse_hooks(self)
+            self.refuse_overlaps(tensors)
+
+    def begin_writes(self, tensors: Sequence[Tensor]) -> None:
+        """Note that this backward writes gradients to buffers of the caller's."""
+        for at in self.elsewhere.values():
+            task = current_graph_task()
+            begin_write(tensors[at], task)
+            keep(tensors[at], None, task)
+
+    def written_by_backward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors of `octavo::run_bwd` that it may write to."""
+        return tuple(tensors if self.fills else tensors[: self.written])
+
+    def split(self, tensors: Sequence[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+        """Split the tensors after the buffers: those that `save` chose, and a gradient for each output."""
+        rest, kept = tensors[self.written :], packing(mask)
+        return tuple(kept.unpack(rest)), tuple(rest[kept.count :])
 
     def inputs(self, tensors: Sequence[Any]) -> Any:
         """The layer's inputs, from the head of the list."""
@@ -167,8 +201,8 @@ class _NodeCall:
 
 
 @lru_cache(maxsize=4096)
-def _node_call(text: str) -> _NodeCall:
-    return _NodeCall(text)
+def node_call(text: str) -> NodeCall:
+    return NodeCall(text)
 
 
 def _listed(made: ForwardResult) -> list[Tensor]:
@@ -178,14 +212,12 @@ def _listed(made: ForwardResult) -> list[Tensor]:
 
 @torch.library.custom_op("octavo::run", mutates_args=())
 def _run(tensors: list[Tensor], call: str) -> list[Tensor]:
-    parsed, tensors = _node_call(call), tensors[::-1]
-    if parsed.writes:
-        _refuse_hooks(parsed)
-        parsed.refuse_overlaps(tensors)
-    return _listed(parsed.layer.forward(parsed.config, parsed.inputs(tensors)))
+    parsed = node_call(call)
+    parsed.refuse(tensors[::-1])
+    return parsed.run(parsed.layer, tensors)
 
 
-def _refuse_hooks(parsed: _NodeCall) -> None:
+def _refuse_hooks(parsed: NodeCall) -> None:
     """Refuse hooks on saved tensors: writes to a hook's copy are lost, and so are the tensors that backward fills, if
     forward is run again."""
     if saved_elsewhere():
@@ -194,7 +226,7 @@ def _refuse_hooks(parsed: _NodeCall) -> None:
             "fp8-delayed's amax, nvfp4's counter, main_grad, dgrad_out, delay_wgrad_compute. Leave the hooks out, or "
             "run the layer in eager mode, where both work."
         )
-    if parsed.layer.fills(parsed.config) and saved_tensors_hooks(True):
+    if parsed.fills and saved_tensors_hooks(True):
         raise UnsupportedConfig(
             "In a graph, delay_wgrad_compute=True cannot be used inside torch.utils.checkpoint: the forward that runs "
             "again would take the operands of dw. Leave one of the two out, or run the layer in eager mode."
@@ -203,10 +235,31 @@ def _refuse_hooks(parsed: _NodeCall) -> None:
 
 @_run.register_fake
 def _(tensors: list[Tensor], call: str) -> list[Tensor]:
-    return _listed(_fakes(_node_call(call), tensors[::-1]))
+    if is_loaded():
+        _call_directly()
+    return _listed(_fakes(node_call(call), tensors[::-1]))
 
 
-def _fakes(parsed: _NodeCall, tensors: list[Tensor]) -> ForwardResult:
+@cache
+def _call_directly() -> None:
+    """Make Inductor's code call the functions of `octavo.lower.direct` in place of the two operators. Inductor is not
+    imported for this: it was, if it is to compile the graph whose tensors are made up here."""
+    call_directly(torch.ops.octavo.run.default, "octavo.lower.direct.forward", _makes_fresh)
+    call_directly(torch.ops.octavo.run_bwd.default, "octavo.lower.direct.backward", _makes_fresh_gradients)
+
+
+def _makes_fresh(call: str) -> bool:
+    """Whether no result of a forward node is a part of other memory, as a user's operation may return one."""
+    parsed = node_call(call)
+    return parsed.layer.decided_by_layout(parsed.config, "forward")
+
+
+def _makes_fresh_gradients(call: str, mask: str) -> bool:
+    parsed = node_call(call)
+    return parsed.layer.decided_by_layout(parsed.config, "backward")
+
+
+def _fakes(parsed: NodeCall, tensors: list[Tensor]) -> ForwardResult:
     said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
     made = ForwardResult(*(tuple(None if p is None else p.empty() for p in group) for group in said))
     return _crossing(parsed.layer.flat_places(parsed.config), made)
@@ -214,29 +267,17 @@ def _fakes(parsed: _NodeCall, tensors: list[Tensor]) -> ForwardResult:
 
 @torch.library.custom_op("octavo::run_bwd", mutates_args=())
 def _run_bwd(tensors: list[Tensor], call: str, mask: str) -> list[Tensor]:
-    parsed = _node_call(call)
-    saved, dys = _saved(parsed, tensors, mask)
-    for at in parsed.elsewhere.values():
-        task = current_graph_task()
-        begin_write(tensors[at], task)
-        keep(tensors[at], None, task)
-    with preserve_version_counter(tuple(tensors)):
-        return parsed.returned(parsed.layer.backward(parsed.config, saved, parsed.buffers_of(tensors), dys))
+    parsed = node_call(call)
+    parsed.begin_writes(tensors)
+    with preserve_version_counter(parsed.written_by_backward(tensors)):
+        return parsed.run_backward(parsed.layer, tensors, mask)
 
 
 @_run_bwd.register_fake
 def _(tensors: list[Tensor], call: str, mask: str) -> list[Tensor]:
-    parsed = _node_call(call)
-    saved, dys = _saved(parsed, tensors, mask)
+    parsed = node_call(call)
+    saved, dys = parsed.split(tensors, mask)
     return [p.empty() for p in parsed.returned(parsed.layer.abstract_gradients(parsed.config, saved, *dys))]
-
-
-def _saved(
-    parsed: _NodeCall, tensors: Sequence[Tensor], mask: str
-) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
-    """Split buffers, saved tensors and gradients: the tensors that `save` chose, and a gradient for each output."""
-    rest, kept = tensors[parsed.written :], packing(mask)
-    return tuple(kept.unpack(rest)), tuple(rest[kept.count :])
 
 
 has_side_effect(torch.ops.octavo.run_bwd.default)
@@ -251,7 +292,7 @@ def _set_up(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) ->
 
 def _save(ctx: Any, tensors: list[Tensor], call: str, made: list[Tensor]) -> int:
     """Save what the layer's `save` chooses out of the inputs and forward's results. Returns the number of outputs."""
-    parsed = _node_call(call)
+    parsed = node_call(call)
     said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
     rest = iter(made)
     found = ForwardResult(*(tuple(None if p is None else next(rest) for p in group) for group in said))
@@ -268,7 +309,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
     found: list[Tensor | None] = [None] * ctx.total
     if all(g is None for g in grads[: len(ctx.outputs)]):
         return found, None
-    parsed = _node_call(ctx.call)
+    parsed = node_call(ctx.call)
     try:
         kept = ctx.saved_tensors
     except RuntimeError as error:
@@ -300,14 +341,14 @@ _run.register_autograd(_run_backward, setup_context=_set_up)
 
 @register_flop_formula(torch.ops.octavo.run, get_raw=True)  # type: ignore[untyped-decorator]
 def _(tensors: list[Tensor], call: str, **_: Any) -> int:
-    parsed = _node_call(call)
+    parsed = node_call(call)
     return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors[::-1])))
 
 
 @register_flop_formula(torch.ops.octavo.run_bwd, get_raw=True)  # type: ignore[untyped-decorator]
 def _(tensors: list[Tensor], call: str, mask: str, **_: Any) -> int:
-    parsed = _node_call(call)
-    saved, dys = _saved(parsed, tensors, mask)
+    parsed = node_call(call)
+    saved, dys = parsed.split(tensors, mask)
     return int(parsed.layer.gradient_flops(parsed.config, saved, *dys))
 
 
@@ -326,10 +367,8 @@ def _define_into(name: str, places: int) -> Any:
         schema=f"(Tensor[] tensors, Tensor(a!) out, str call) -> ({', '.join(['Tensor'] * places)})",
     )
     def operator(tensors: list[Tensor], out: Tensor, call: str) -> tuple[Tensor, ...]:
-        parsed = _node_call(call)
-        if parsed.writes:
-            _refuse_hooks(parsed)
-            parsed.refuse_overlaps(tensors)
+        parsed = node_call(call)
+        parsed.refuse(tensors)
         parsed.refuse_out(tensors, out.nbytes)
         begin_write_at(tensors[-1], out.nbytes)
         begin_write(out)
@@ -339,11 +378,11 @@ def _define_into(name: str, places: int) -> Any:
 
     @operator.register_fake
     def _(tensors: list[Tensor], out: Tensor, call: str) -> tuple[Tensor, ...]:
-        return _in_places(_fakes(_node_call(call), tensors), out, places)
+        return _in_places(_fakes(node_call(call), tensors), out, places)
 
     @register_flop_formula(getattr(torch.ops.octavo, name), get_raw=True)  # type: ignore[untyped-decorator]
     def _(tensors: list[Tensor], out: Tensor, call: str, **_: Any) -> int:
-        parsed = _node_call(call)
+        parsed = node_call(call)
         return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors)))
 
     return operator
@@ -361,22 +400,22 @@ for _name, _places in INTO.items():
 
 @torch.library.custom_op("octavo::attach", mutates_args=())
 def _attach(tensors: list[Tensor], call: str) -> Tensor:
-    return _token(_node_call(call), tensors)
+    return _token(node_call(call), tensors)
 
 
 @_attach.register_fake
 def _(tensors: list[Tensor], call: str) -> Tensor:
-    return _token(_node_call(call), tensors)
+    return _token(node_call(call), tensors)
 
 
-def _token(parsed: _NodeCall, tensors: list[Tensor]) -> Tensor:
+def _token(parsed: NodeCall, tensors: list[Tensor]) -> Tensor:
     y = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors])).outputs[0]
     return torch.zeros(1, dtype=y.dtype, device=y.device).expand(y.shape)
 
 
 def _set_up_token(ctx: Any, inputs: tuple[list[Tensor], str], output: Tensor) -> None:
     tensors, call = inputs
-    parsed = _node_call(call)
+    parsed = node_call(call)
     _save(ctx, tensors, call, [output, *tensors[parsed.count + parsed.written :]])
 
 

@@ -201,6 +201,7 @@ ARGUMENTS = {
     "mlp": ["--shape", "16,32,64", "--recipes", "fp8-block", "--no-peers"],
     "moe": ["--shape", "16,4,2,32,64", "--recipes", "fp8-block", "--no-peers"],
     "permute": ["--shape", "16,4,2,32"],
+    "host": ["--recipes", "fp8-block", "--no-peers"],
 }
 
 
@@ -233,6 +234,7 @@ def measured(monkeypatch):
                     monkeypatch.setattr(module, timer, read(value))
             if hasattr(module, "settled_step"):
                 monkeypatch.setattr(module, "settled_step", lambda *args: lambda: None)
+        monkeypatch.setattr("octavo.cli.bench.host.training_step", lambda *args: lambda: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         facts = {"gpu": "a GPU", "torch": "2", "triton": "3"}
         monkeypatch.setattr("octavo.cli.machine.describe", lambda device: facts)

@@ -56,7 +56,7 @@ def step(module, x, dy, more=(), call=None):
     """y, gradients and all buffers after one training step."""
     leaf = x.detach().requires_grad_()
     module.zero_grad()
-    y = (call or module)(leaf, *more)
+    y = (module if call is None else call)(leaf, *more)
     y.backward(dy)
     octavo.step(module)
     return [y, leaf.grad, *[p.grad for p in module.parameters()], *module.buffers()]

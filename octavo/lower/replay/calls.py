@@ -50,7 +50,7 @@ _kinds: "OrderedDict[tuple[Any, ...], _Kind]" = OrderedDict()
 def key_of(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """Return a key of all that decides what a call launches, or None if the call must not be recorded. `head` tells it
     from other calls on tensors of this layout."""
-    if not tensors or not _is_recordable(tensors[0]) or not _PLAIN.issuperset(map(type, tensors)):
+    if not tensors or not is_recordable(tensors[0]) or not _PLAIN.issuperset(map(type, tensors)):
         return None
     device = tensors[0].device.type
     recast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -61,7 +61,7 @@ def key_of(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...] 
     return (*head, recast, *layouts)
 
 
-def _is_recordable(first: Tensor) -> bool:
+def is_recordable(first: Tensor) -> bool:
     """Whether a call launches kernels on this device, with no mode between them and the tensors."""
     device = first.device
     if device.type not in DEVICES or dispatch_depth():

@@ -1,0 +1,122 @@
+"""Time what the host does in a step, forward and backward: of one tiny layer, of a stack, and of one layer at size.
+
+eager, compiled    microseconds of a step; compiled by torch.compile(fullgraph=True) in its default mode
+over               the same minus nn.Linear's, eager and compiled: what Octavo adds
+
+layer              one layer of 32 x 256 -> 256: the time until the host has started a step
+of a stack         the same for each of 16 such layers in one model, which torch.compile takes as one graph
+at size            one layer of 8192 x 4096 -> 4096: the time from step to step, of the device or of the host
+
+The cases take turns, so that a host that becomes slower does so for all of them. torchao is timed compiled, if it is
+installed.
+
+example: octavo bench host --recipes fp8-delayed
+"""
+
+import statistics
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from octavo._torch.compilation import any_number_of_graphs, reset
+from octavo.cli import machine, options, table
+from octavo.cli.bench import linear, peers
+from octavo.cli.bench.block import compiled
+from octavo.cli.bench.step import settled_step, training_step
+from octavo.cli.timing import WARMUP, eager_ms, host_us
+
+RECIPES = ("bf16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block")
+TINY, AT_SIZE = (32, 256, 256), (8192, 4096, 4096)
+STACK = 16
+ROUNDS = 12
+SUBJECTS = {"layer": (1, TINY), "of a stack": (STACK, TINY), "at size": (1, AT_SIZE)}
+
+Step = Callable[[], None]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    options.add_recipes(parser, RECIPES)
+    options.add_no_peers(parser)
+
+
+def measure(arguments: Namespace, report: dict[str, Any]) -> None:
+    makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": linear.stock}
+    makers |= {f"octavo {name}": partial(linear.low, recipe=name) for name in arguments.recipes}
+    conversions = {} if arguments.no_peers else peers.conversions()
+    report |= {
+        "suite": "host",
+        "machine": machine.describe(torch.device("cuda")),
+        "dtype": "bfloat16",
+        "bias": False,
+        "peers": peers.versions(),
+        "method": {"rounds": ROUNDS, "statistic": "median of rounds"},
+        "subjects": {},
+    }
+    for subject, (layers, shape) in SUBJECTS.items():
+        reset()
+        with any_number_of_graphs():
+            steps = {name: _steps(_stack(make, layers, shape), shape) for name, make in makers.items()}
+            for name, conversion in conversions.items():
+                steps[name] = {"compiled": _steps(_converted(conversion, layers, shape), shape)["compiled"]}
+            report["subjects"][subject] = _readings(steps, layers, at_size=shape == AT_SIZE)
+        del steps
+        torch.cuda.empty_cache()
+
+
+def _stack(make: Callable[[int, int], nn.Module], layers: int, shape: tuple[int, int, int]) -> nn.Module:
+    return nn.Sequential(*[make(shape[1], shape[2]) for _ in range(layers)])
+
+
+def _converted(conversion: Callable[[nn.Module], None], layers: int, shape: tuple[int, int, int]) -> nn.Module:
+    model = _stack(linear.stock, layers, shape)
+    conversion(model)
+    return model
+
+
+def _steps(model: nn.Module, shape: tuple[int, int, int]) -> dict[str, Step]:
+    """Returns the steps of a model and of its compiled form, both warmed up."""
+    tokens, k, n = shape
+    x = torch.randn(tokens, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, n, device="cuda", dtype=torch.bfloat16) * 1e-2
+    steps = {"eager": settled_step(model, x, dy)}
+    steps["compiled"] = training_step(model, x, dy, compiled(model, x.device))
+    for step in steps.values():
+        for _ in range(WARMUP):
+            step()
+    return steps
+
+
+def _readings(steps: dict[str, dict[str, Step]], layers: int, *, at_size: bool) -> dict[str, Any]:
+    """Returns the microseconds of a layer in each round, for each case and mode."""
+    found: dict[str, Any] = {case: {mode: [] for mode in modes} for case, modes in steps.items()}
+    for _ in range(ROUNDS):
+        for case, modes in steps.items():
+            for mode, step in modes.items():
+                us = eager_ms(step, warmup=5, repeats=20)[0] * 1e3 if at_size else host_us(step, repeats=20)
+                found[case][mode].append(us / layers)
+    return found
+
+
+def render(report: dict[str, Any]) -> str:
+    if not report.get("subjects"):
+        return ""
+    facts = report["machine"]
+    parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
+    for subject, found in report["subjects"].items():
+        layers, (tokens, k, n) = SUBJECTS[subject]
+        title = f"{subject}: us of a layer of {tokens} x {k} -> {n}" + (f", {layers} in a stack" if layers > 1 else "")
+        stock = {mode: statistics.median(us) for mode, us in found["nn.Linear"].items()}
+        rows = []
+        for case, modes in found.items():
+            median = {mode: statistics.median(us) for mode, us in modes.items()}
+            rows.append([
+                case,
+                *[f"{median[mode]:.0f}" if mode in median else "-" for mode in stock],
+                *[f"{median[mode] - stock[mode]:+.0f}" if mode in median else "-" for mode in stock],
+            ])  # fmt: skip
+        parts.append(title + "\n" + table.render(("case", "eager", "compiled", "over, eager", "over, compiled"), rows))
+    return "\n\n".join(parts)

@@ -1,0 +1,83 @@
+"""The nodes of a graph as Inductor's code calls them: plain functions in place of operators, with the same results.
+
+Each node of a graph has a function of its own, which records and replays the calls of that node. Where the graph is for
+one layout of its tensors, the function looks at their alignment and at nothing else. A mode that watches operators sees
+one here too: the function then calls the operator.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo._torch.autograd import preserve_version_counter
+from octavo._torch.dispatch import dispatch_depth
+from octavo.lower.operators import node_call
+from octavo.lower.replay.calls import Results, call, is_recordable, key_of
+
+Work = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+Node = Callable[[list[Tensor]], Sequence[Tensor]]
+
+
+def forward(text: str, *, fixed: bool) -> Node:
+    """Return the function of a forward node. `text` is its call string; `fixed` says whether its tensors have the same
+    layout at every call."""
+    parsed = node_call(text)
+    run = _Replays(lambda tensors: parsed.run(parsed.unreplayed, tensors), fixed)
+    work: Work = run if parsed.layer.decided_by_layout(parsed.config, "forward") else run.work
+
+    def node(tensors: list[Tensor]) -> Sequence[Tensor]:
+        if dispatch_depth() > 0:
+            found: list[Tensor] = torch.ops.octavo.run(tensors, text)
+            return found
+        if parsed.writes:
+            parsed.refuse(tensors[::-1])
+        return work(tensors)
+
+    return node
+
+
+def backward(text: str, mask: str, *, fixed: bool) -> Node:
+    """Return the function of a backward node. `mask` says which tensors forward has saved."""
+    parsed = node_call(text)
+    run = _Replays(lambda tensors: parsed.run_backward(parsed.unreplayed, tensors, mask), fixed)
+    work: Work = run if parsed.layer.decided_by_layout(parsed.config, "backward") else run.work
+
+    def node(tensors: list[Tensor]) -> Sequence[Tensor]:
+        if dispatch_depth() > 0:
+            found: list[Tensor] = torch.ops.octavo.run_bwd(tensors, text, mask)
+            return found
+        parsed.begin_writes(tensors)
+        written = parsed.written_by_backward(tensors)
+        with preserve_version_counter(written) if written else nullcontext():
+            return work(tensors)
+
+    return node
+
+
+class _Replays:
+    """A node's work, recorded at its second call and replayed from then on."""
+
+    def __init__(self, work: Work, fixed: bool) -> None:
+        self.work, self._fixed = work, fixed
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        key = self._key(tensors)
+        if key is None:
+            return self.work(tensors)
+        found: Sequence[Tensor] = call(key, tensors, self._results)[1]  # type: ignore[assignment]
+        return found
+
+    def _key(self, tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
+        if not self._fixed:
+            return key_of((self,), tensors)
+        if not is_recordable(tensors[0]):
+            return None
+        device = tensors[0].device.type
+        recast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return (self, recast, *[t.data_ptr() & 15 for t in tensors])
+
+    def _results(self, tensors: Sequence[Tensor]) -> Results:
+        return None, tuple(self.work(tensors))
