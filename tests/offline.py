@@ -63,15 +63,15 @@ def some(pointers: dict) -> tuple[dict, dict]:
 
 def grouped_for_hopper() -> list:
     """Matrices come as tensor descriptors, whose type names their layout."""
-    from octavo.kernels.grouped_gemm.hopper import contraction, plain, row_groups
+    from octavo.kernels.grouped_gemm.hopper import contraction, fast_row_groups, plain, row_groups
     from octavo.kernels.grouped_gemm.hopper.tiles import HALF_TILE, TILE
     from octavo.quant.tile import Variant
 
     found = []
     sizes = dict.fromkeys(("G", "N", "K"), "i32")
 
-    def tiles(kind: str) -> str:
-        return f"tensordesc<{kind}[128, 128],{TILE!r}>"
+    def tiles(kind: str, down: int = 128) -> str:
+        return f"tensordesc<{kind}[{down}, 128],{TILE!r}>"
 
     def add(name: str, kernel, pointers: dict, numbers: dict, **constants) -> None:
         signature, missing = some(pointers)
@@ -95,6 +95,10 @@ def grouped_for_hopper() -> list:
                 kind, own = ("rowwise" if each else "tensorwise"), {"A_EACH": each, "B_EACH": each}
                 numbers = sizes | groups | apart
                 add(f"grouped {kind} rows {name}{way}", row_groups.whole_rows_kernel, pointers, numbers, **own)
+                for across, stages in ((256, 4), (128, 6)):
+                    fast = f"grouped fast {kind} rows {name}, 128x{across}{way}"
+                    wide = pointers | {"b": tiles(right, across)}
+                    add(fast, fast_row_groups.fast_rows_kernel, wide, numbers, COUNT=stages, **own)
         for way, adds, whole in (("", False, None), (", added", True, None), (", by halves", False, half)):
             if whole is None or out != "fp32":
                 pointers = {**codes, "a_lines": line, "b_lines": line, "whole": whole, "block": "*i32"}

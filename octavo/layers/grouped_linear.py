@@ -457,7 +457,8 @@ def _output(config: Config, inputs: Inputs, x: GroupedTensor | None, w: QTensor 
     if x is None or w is None:
         grouped_gemm.plain_rows(inputs.x.to(y.dtype), weight.to(y.dtype), y, groups, bias, scales)
     else:
-        grouped_gemm.rows(x, w, y, bias, scales, height=_height(weight))
+        accumulation = config.quant.fprop.accumulation
+        grouped_gemm.rows(x, w, y, bias, scales, height=_height(weight), accumulation=accumulation)
     if out is None:
         return _finished(config, y, groups)
     return y.data if y._is_view() else y.detach()  # slices share a version, and others may be written to
@@ -680,7 +681,8 @@ def input_gradient(call: Backward, dy: Any, row: GroupedTensor | None, groups: G
         grouped_gemm.plain_rows(dy, weight.to(dy.dtype).transpose(1, 2), dx, groups)
     else:
         w = _weight_columns(config, kept, number, n, k, dy.dtype)
-        grouped_gemm.rows(row, w, dx, height=-(-n // BLOCK) * BLOCK, along="columns")
+        height, accumulation = -(-n // BLOCK) * BLOCK, config.quant.dgrad.accumulation
+        grouped_gemm.rows(row, w, dx, height=height, along="columns", accumulation=accumulation)
     return _finished(config, dx, groups) if out is None else dx
 
 

@@ -118,16 +118,20 @@ def spoiled(layer: Layer) -> Layer:
     return layer
 
 
-def fprop(layer: Layer, dtype=torch.bfloat16, bias=None, out=None, scales=None) -> torch.Tensor:
+def fprop(layer: Layer, dtype=torch.bfloat16, bias=None, out=None, scales=None, how="precise") -> torch.Tensor:
     if out is None:
         out = torch.full((layer.x.shape[0], layer.w.shape[1]), SENTINEL, dtype=dtype, device=layer.x.device)
-    return grouped_gemm.rows(layer.x_both[0], layer.w_both[0], out, bias, scales, height=layer.height)
+    return grouped_gemm.rows(
+        layer.x_both[0], layer.w_both[0], out, bias, scales, height=layer.height, accumulation=how
+    )  # fmt: skip
 
 
-def dgrad(layer: Layer, dtype=torch.bfloat16, out=None) -> torch.Tensor:
+def dgrad(layer: Layer, dtype=torch.bfloat16, out=None, how="precise") -> torch.Tensor:
     if out is None:
         out = torch.full((layer.x.shape[0], layer.w.shape[2]), SENTINEL, dtype=dtype, device=layer.x.device)
-    return grouped_gemm.rows(layer.dy_both[0], layer.w_both[1], out, height=layer.height, along="columns")
+    return grouped_gemm.rows(
+        layer.dy_both[0], layer.w_both[1], out, height=layer.height, along="columns", accumulation=how
+    )  # fmt: skip
 
 
 def wgrad(layer: Layer, dtype=torch.bfloat16, out=None, accumulate=False) -> torch.Tensor:
@@ -258,6 +262,29 @@ def test_codes_may_have_rows_and_columns_more_than_the_result(scheme, n, k):
         to_x = gemm(steep.quantize(dy_parts[g]), coarse.quantize(across, axis=0), out_dtype=y.dtype)
         assert_exact(pieces(dx, sizes)[g], to_x[:, :k].contiguous())
         assert_exact(dw[g], whole[:n, :k].contiguous())
+
+
+@schemes
+def test_accumulation_is_a_permission_that_the_reference_does_not_use(scheme):
+    found = spoiled(layer([65, 0, 97], 48, 208, scheme=scheme))
+    assert_exact(fprop(found, how="fast"), fprop(found))
+    assert_exact(dgrad(found, how="fast"), dgrad(found))
+
+
+def test_another_accumulation_is_refused():
+    with pytest.raises(UnsupportedConfig, match="accumulation must be one of 'fast', 'precise', got 'exact'"):
+        fprop(layer([3, 5], 128, 128), how="exact")
+
+
+@pytest.mark.parametrize(
+    ("n", "blocks", "wide"),
+    [(4096, 128, True), (1160, 128, True), (768, 128, True), (640, 128, False), (2048, 8, False), (2048, 17, True)],
+)
+def test_the_tile_of_a_fast_sum_is_wide_unless_that_wastes_columns_or_processors(n, blocks, wide):
+    pytest.importorskip("triton")
+    from octavo.kernels.grouped_gemm.hopper.fast_row_groups import fast_tile
+
+    assert fast_tile(n, blocks, 132) == ((256, 4) if wide else (128, 6))
 
 
 @splits
@@ -605,6 +632,136 @@ def test_every_scheme_gives_the_same_bits_every_time(scheme):
         again = fprop(found, bias=bias, scales=scales), dgrad(found), wgrad(found), wgrad(found, torch.float32)
         for got, want in zip(again, first, strict=True):
             assert_exact(got, want)
+
+
+# -- fast, on the device -----------------------------------------------------------------------------------------------
+
+WHOLE = {  # by whether each row of a and of b has a scale of its own
+    "neither": OTHERS["tensorwise"],
+    "both": OTHERS["rowwise"],
+    "a": OTHERS["mixed"],
+    "b": Scheme(Tensorwise(), Rowwise(), Rowwise(E5M2)),
+}
+whole = pytest.mark.parametrize("scheme", WHOLE.values(), ids=WHOLE)
+tiles = pytest.mark.parametrize("tile", [(256, 4), (128, 6)], ids=["wide", "narrow"], indirect=True)
+
+
+@pytest.fixture
+def tile(request, monkeypatch):
+    """Every fast GEMM takes this tile, and so few programs run that each has several."""
+    from octavo.kernels.grouped_gemm.hopper import fast_row_groups
+
+    monkeypatch.setattr(fast_row_groups, "fast_tile", lambda n, blocks, programs: request.param)
+    monkeypatch.setattr(fast_row_groups, "processors", lambda device: 3)
+
+
+def assert_fast_within(found: Layer, dtype=torch.bfloat16, bias=None, scales=None) -> None:
+    """y and dx against the decoded codes. A sum over K loses 1e-6 · K of its terms, or what one step loses."""
+    y, dx = fprop(found, dtype, bias, scales=scales, how="fast"), dgrad(found, dtype, how="fast")
+    n, k = found.w.shape[1:]
+    x_row, dy_row = found.x_both[0].members(), found.dy_both[0].members()
+    each = torch.ones(found.x.shape[0], device="cuda") if scales is None else scales
+    for g in range(len(found.sizes)):
+        a, b = values(x_row[g]), values(member(found.w_both[0], "row", g, g * found.height, n))
+        want, own = a @ b.T, pieces(each[:, None], found.sizes)[g].double()
+        want = want if bias is None else want + own * bias[g].double()
+        assert_within(pieces(y, found.sizes)[g], want, a.abs() @ b.abs().T, drop=max(8e-4, 1e-6 * k))
+        a, b = values(dy_row[g]), values(member(found.w_both[1], "column", g, g * found.height, n))
+        assert_within(pieces(dx, found.sizes)[g], a @ b.T, a.abs() @ b.abs().T, drop=max(8e-4, 1e-6 * n))
+    for out in (y, dx):
+        assert (out[found.end :] == SENTINEL).all()
+
+
+@pytest.mark.gpu
+@whole
+@tiles
+def test_fast_sums_within_their_bound(scheme, tile):
+    """N a multiple of 256, of 128, of 8 and of nothing; K of 128, of 16, and less than a step. One kind of bias, since
+    each is a kernel to compile: the next test has the others."""
+    for sizes in FEW:
+        for n, k, height in ((512, 256, 512), (384, 272, 384), (1160, 400, 1280), (33, 16, 128), (257, 528, 384)):
+            found = spoiled(layer(sizes, n, k, height=height, device="cuda", scheme=scheme))
+            scales = torch.rand(found.x.shape[0], device="cuda")
+            scales[found.end :] = float("nan")
+            assert_fast_within(found, bias=randn(len(sizes), n, device="cuda"), scales=scales)
+
+
+@pytest.mark.gpu
+@tiles
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fast_sums_in_every_dtype_and_with_every_bias(tile, dtype):
+    found = spoiled(layer([65, 128, 0, 97], 528, 272, device="cuda", dtype=dtype, scheme=OTHERS["rowwise"]))
+    bias, scales = randn(4, 528, device="cuda", dtype=dtype), torch.rand(found.x.shape[0], device="cuda").to(dtype)
+    assert_fast_within(found, dtype)
+    assert_fast_within(found, dtype, bias)
+    assert_fast_within(found, dtype, bias, scales)
+
+
+@pytest.mark.gpu
+@whole
+@tiles
+def test_fast_sums_of_groups_of_every_size(scheme, tile):
+    for sizes in ([*range(1, 140, 3), 0, 64, 128, 192, 300], many(65), [1] * 20, [0, 0, 300, 0], [0, 0, 0]):
+        assert_fast_within(spoiled(layer(sizes, 272, 208, device="cuda", scheme=scheme)))
+
+
+@pytest.mark.gpu
+@whole
+@pytest.mark.parametrize("sizes", [[37, 2500, 3], [700, 0, 900, 640]], ids=str)
+def test_long_fast_sums_in_many_tiles(scheme, sizes):
+    """The tile is chosen as ever, and both GEMMs have more of them than programs."""
+    assert_fast_within(spoiled(layer(sizes, 2048, 16400, device="cuda", scheme=scheme)))
+
+
+@pytest.mark.gpu
+@whole
+def test_fast_sums_have_the_same_bits_every_time_in_every_tile_and_alone(scheme, monkeypatch):
+    from octavo.kernels.grouped_gemm.hopper import fast_row_groups
+
+    sizes = [500, 0, 700, 900]
+    found = spoiled(layer(sizes, 1168, 1040, device="cuda", scheme=scheme))
+    bias, scales = randn(4, 1168, device="cuda"), torch.rand(found.x.shape[0], device="cuda")
+    y, dx = fprop(found, bias=bias, scales=scales, how="fast"), dgrad(found, how="fast")
+    for shape in ((256, 4), (128, 6)):
+        monkeypatch.setattr(fast_row_groups, "fast_tile", lambda n, blocks, programs, shape=shape: shape)
+        for _ in range(100):
+            assert_exact(fprop(found, bias=bias, scales=scales, how="fast"), y)
+            assert_exact(dgrad(found, how="fast"), dx)
+    for g, (x, dy, w) in enumerate(alone(found)):
+        if sizes[g]:
+            single = made([sizes[g]], x.clone(), dy.clone(), w[None].clone(), found.height, scheme)
+            own = bias[g : g + 1].clone(), pieces(scales[:, None], sizes)[g].flatten().clone()
+            assert_exact(pieces(y, sizes)[g], fprop(single, bias=own[0], scales=own[1], how="fast"))
+            assert_exact(pieces(dx, sizes)[g], dgrad(single, how="fast"))
+
+
+@pytest.mark.gpu
+@tiles
+@splits
+def test_fast_sums_leave_the_tail_and_what_surrounds_a_view(tile, sizes):
+    found = spoiled(layer(sizes, 304, 272, device="cuda", scheme=OTHERS["rowwise"]))
+    rows = found.x.shape[0]
+    for make, columns in ((fprop, 304), (dgrad, 272)):
+        around = torch.full((rows + 7, columns), float("nan"), dtype=torch.bfloat16, device="cuda")
+        out = make(found, out=around[3 : 3 + rows], how="fast")
+        assert_exact(out[: found.end], make(found, how="fast")[: found.end])
+        assert out[found.end :].isnan().all()
+        assert around[:3].isnan().all() and around[3 + rows :].isnan().all()
+
+
+@pytest.mark.gpu
+def test_fast_sums_run_in_kernels_of_their_own_if_no_scale_reaches_128_or_less():
+    from octavo.launch import listening
+
+    for scheme in (BLOCKS, *OTHERS.values()):
+        found, ran = layer([65, 128, 0, 97], 256, 272, device="cuda", scheme=scheme), []
+        with listening(lambda launch, _, ran=ran: ran.append(launch.kernel.fn.__name__)):
+            precise, fast = (fprop(found, how=how) for how in ("precise", "fast"))
+        if scheme.fine.block[1] is None:
+            assert ran == ["whole_rows_kernel", "fast_rows_kernel"]
+        else:
+            assert ran[0] == ran[1] != "fast_rows_kernel"
+            assert_exact(fast, precise)
 
 
 # -- unquantized, on the device ----------------------------------------------------------------------------------------
@@ -969,7 +1126,9 @@ class Step:
     def quantized(self, groups: Groups, y, dx, dw) -> list[torch.Tensor]:
         x_row, x_column = quantize_groups(self.x, self.scheme.fine, self.scheme.fine, groups)
         dy_row, dy_column = quantize_groups(self.dy, self.scheme.steep, self.scheme.steep, groups)
-        grouped_gemm.rows(x_row, self.w_both[0], y, self.bias, self.scales, height=self.height)
+        grouped_gemm.rows(
+            x_row, self.w_both[0], y, self.bias, self.scales, height=self.height, accumulation="fast"
+        )  # fmt: skip
         grouped_gemm.rows(dy_row, self.w_both[1], dx, height=self.height, along="columns")
         grouped_gemm.grouped_wgrad(dy_column, x_column, dw)
         grouped_gemm.grouped_wgrad(dy_column, x_column, self.main_grad, accumulate=True)

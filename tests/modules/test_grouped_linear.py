@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
+from octavo.kernels import grouped_gemm
 from tests.modules.oracle import assert_same, spiky
 from tests.waiting import no_waiting
 
@@ -91,6 +92,32 @@ def test_compiled_is_eager_bit_for_bit_in_one_graph(recipe):
         x, dy = batch(splits, spare=5 + i, seed=i)
         assert_steps(step(call, model, x, dy, torch.tensor(splits)), step(twin, twin, x, dy, torch.tensor(splits)))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fprop", "dgrad"),
+    [
+        ("fp8-delayed", "fast", "precise"),
+        ("fp8-current", "fast", "precise"),
+        ("fp8-rowwise", "fast", "precise"),
+        ("fp8-block", "precise", "precise"),
+        ("mxfp8", "precise", "precise"),
+        (octavo.recipes.Current(fast=()), "precise", "precise"),
+        (octavo.recipes.Rowwise(fast=("dgrad",)), "precise", "fast"),
+    ],
+    ids=str,
+)
+def test_sums_accumulate_as_the_recipe_says(recipe, fprop, dgrad, monkeypatch):
+    seen, rows = {}, grouped_gemm.rows
+
+    def recording(*operands, along="rows", accumulation="precise", **settings):
+        seen[along] = accumulation
+        return rows(*operands, along=along, accumulation=accumulation, **settings)
+
+    monkeypatch.setattr(grouped_gemm, "rows", recording)
+    model, splits = experts(recipe), (30, 0, 12, 5)
+    step(model, model, *batch(splits), torch.tensor(splits))
+    assert seen == {"rows": fprop, "columns": dgrad}
 
 
 @every

@@ -176,14 +176,14 @@ def parts_of(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Te
     given = CastArgs(encode=one, observed=torch.zeros_like(one)) if delayed else CastArgs()
     (xr, xc), (wr, wc), (dr, dc) = cast(x, of_x, groups), cast(w, of_w, stacked), cast(dy, of_dy, groups)
     y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w).view(experts, n, k)
-    height = wr.q.rows // experts
+    height, fprop, dgrad = wr.q.rows // experts, quant.fprop.accumulation, quant.dgrad.accumulation
     return {
         "split": lambda: split(splits, tokens),
         "quantize x": lambda: cast(x, of_x, groups),
         "quantize w": lambda: cast(w, of_w, stacked),
         "quantize dy": lambda: cast(dy, of_dy, groups),
-        "fprop": lambda: grouped_gemm.rows(xr, wr.q, y, height=height),
-        "dgrad": lambda: grouped_gemm.rows(dr, wc.q, dx, height=height, along="columns"),
+        "fprop": lambda: grouped_gemm.rows(xr, wr.q, y, height=height, accumulation=fprop),
+        "dgrad": lambda: grouped_gemm.rows(dr, wc.q, dx, height=height, along="columns", accumulation=dgrad),
         "wgrad": lambda: grouped_gemm.grouped_wgrad(dc, xc, dw),
     }
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
+from octavo.kernels.gemm import ACCUMULATIONS
 from octavo.kernels.grouped_gemm import native
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK, Groups
@@ -40,15 +41,18 @@ def rows(
     *,
     height: int,
     along: str = "rows",
+    accumulation: str = "precise",
 ) -> Tensor:
-    """Fills `out` [rows, N]. `along` says how b's matrices are stacked: "rows" for fprop, "columns" for dgrad."""
+    """Fills `out` [rows, N]. `along` says how b's matrices are stacked: "rows" for fprop, "columns" for dgrad.
+    `accumulation` is that of `octavo.kernels.gemm`: sums under a scale per block are promoted in any case."""
     check_choice(along, ("rows", "columns"), what="along")
+    check_choice(accumulation, ACCUMULATIONS, what="accumulation")
     check_pair(a.q.spec, b.spec, operands=_OPERANDS)
     _check_out(out)
     if height % BLOCK:
         raise UnsupportedConfig(f"Stacked matrices begin at multiples of {BLOCK}, got a height of {height}. Pad them.")
     if out.numel() and a.groups.padded:
-        backend.twin(__name__, out).rows(a, b, out, *_dense(bias, scales), height, along)
+        backend.twin(__name__, out).rows(a, b, out, *_dense(bias, scales), height, along, accumulation)
     return out
 
 

@@ -12,8 +12,10 @@ from octavo.quant.qtensor import QTensor
 
 
 def rows(
-    a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, scales: Tensor | None, height: int, along: str
-) -> None:
+    a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, scales: Tensor | None, height: int, along: str,
+    accumulation: str,
+) -> None:  # fmt: skip
+    """Computes `rows` in float64, whatever `accumulation` permits."""
     for g, (left, (first, end)) in enumerate(zip(a.members(), _ranges(a.groups), strict=True)):
         if along == "rows":
             right = member(b, "row", g, g * height, out.shape[1])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo._torch.gemm import grouped_mm
 from octavo.kernels.grouped_gemm import emulated, hopper, native
+from octavo.kernels.grouped_gemm.scales import whole
 from octavo.launch import Launch
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK, Groups
@@ -18,10 +19,14 @@ from octavo.quant.qtensor import QTensor
 
 
 def rows(
-    a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, scales: Tensor | None, height: int, along: str
-) -> None:
+    a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, scales: Tensor | None, height: int, along: str,
+    accumulation: str,
+) -> None:  # fmt: skip
     fits = native.rows(a.q.spec, b.spec, out.device) and hopper.takes_rows(a, b)
-    _way(fits).rows(a, b, out, bias, scales, height, along)
+    multiply = _way(fits).rows
+    if fits and accumulation == "fast" and whole(a.q.spec):
+        multiply = hopper.fast_rows
+    multiply(a, b, out, bias, scales, height, along)
 
 
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:

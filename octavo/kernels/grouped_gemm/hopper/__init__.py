@@ -4,7 +4,10 @@ The producer copies tiles of codes to shared memory (TMA) as buffers become free
 128x128 tile of the result. Both wait for the same buffers and otherwise run independently: while one scales and adds
 its product, the other multiplies. An FP8 product covers 128 elements of the contraction, the most for which the tensor
 cores' own sum is accurate enough; the warpgroup then adds it in float32. A scale per 128 elements multiplies it before
-the addition, a scale over the whole contraction the final sum. Sums of unquantized products stay in the tensor cores.
+the addition, a scale over the whole contraction the final sum.
+
+Sums of unquantized products stay in the tensor cores, and so do those of codes if the recipe permits it (`fast_rows`).
+Without products beside them there are registers for tiles of 128x256, which read less for each product.
 
 The grid has one program per multiprocessor. A program takes tiles by number until none are left, and finds the group of
 a tile on the device: the number of tiles depends on the groups, the grid does not.
@@ -12,6 +15,7 @@ a tile on the device: the number of tiles depends on the groups, the grid does n
 
 from octavo.kernels.grouped_gemm.hopper.contraction import grouped_wgrad as grouped_wgrad
 from octavo.kernels.grouped_gemm.hopper.contraction import takes_wgrad as takes_wgrad
+from octavo.kernels.grouped_gemm.hopper.fast_row_groups import fast_rows as fast_rows
 from octavo.kernels.grouped_gemm.hopper.plain import plain_rows as plain_rows
 from octavo.kernels.grouped_gemm.hopper.plain import takes_plain_rows as takes_plain_rows
 from octavo.kernels.grouped_gemm.hopper.row_groups import rows as rows

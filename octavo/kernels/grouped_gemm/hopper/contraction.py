@@ -22,7 +22,7 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     flat_layout,
     following,
     processors,
-    room_for_codes,
+    room_for_tiles,
     scaled,
     scales_ahead,
     sum_layout,
@@ -210,7 +210,7 @@ def _multiply_whole_depth(
 
 @gluon.jit
 def depth_kernel(a, b, a_lines, b_lines, out, whole, block, G, N, K, span, ADD: gl.constexpr):
-    left, right = room_for_codes(a, b)
+    left, right = room_for_tiles(a, b)
     of_rows = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SIZE], a_lines.layout)
     of_columns = gl.allocate_shared_memory(gl.float32, [STAGES, 1, SIZE], b_lines.layout)
     ready, empty = barriers()
@@ -233,7 +233,7 @@ def whole_depth_kernel(
     a, b, out, whole, a_scale, b_scale, block,
     G, N, K, a_scale_group, b_scale_group, span, A_EACH: gl.constexpr, B_EACH: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    left, right = room_for_codes(a, b)
+    left, right = room_for_tiles(a, b)
     ready, empty = barriers()
     gl.warp_specialize(
         [

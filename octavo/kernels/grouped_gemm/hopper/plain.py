@@ -23,6 +23,7 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     can_be_copied,
     following,
     processors,
+    room_for_tiles,
     sum_layout,
     tile_of_rows,
 )
@@ -92,8 +93,7 @@ def plain_rows_kernel(
     a, b, out, bias, scales, owner, block, source, live, G, N, K, TURNED: gl.constexpr, COUNT: gl.constexpr
 ):
     """b [G * N, K], or [G * K, N] where it is turned."""
-    left = gl.allocate_shared_memory(a.dtype, [COUNT, a.block_type.shape[0], a.block_type.shape[1]], a.layout)
-    right = gl.allocate_shared_memory(b.dtype, [COUNT, b.block_type.shape[0], b.block_type.shape[1]], b.layout)
+    left, right = room_for_tiles(a, b, COUNT)
     ready, empty = barriers(COUNT)
     gl.warp_specialize(
         [

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from octavo.kernels.grouped_gemm.hopper.tiles import (
     HALF_TILE,
     SIZE,
+    STAGES,
     add_products,
     add_unscaled,
     barriers,
@@ -21,7 +22,7 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     following,
     processors,
     product,
-    room_for_codes,
+    room_for_tiles,
     scaled,
     scales_ahead,
     sum_layout,
@@ -36,12 +37,12 @@ from octavo.quant.qtensor import QTensor
 
 
 @gluon.jit
-def _pass_over(ready, empty, stage, phase, steps):
+def pass_over(ready, empty, stage, phase, steps, COUNT: gl.constexpr = STAGES):
     """Give back so many buffers unused: a half without a row of the group's has nothing to multiply."""
     for _ in range(0, steps):
         mbarrier.wait(ready.index(stage), phase)
         mbarrier.arrive(empty.index(stage), count=1)
-        stage, phase = following(stage, phase)
+        stage, phase = following(stage, phase, COUNT)
     return stage, phase
 
 
@@ -95,8 +96,9 @@ def _write_some(HALF: gl.constexpr, y, out, start, count, column, N):
 
 
 @gluon.jit
-def _load_rows(a, b, left, right, ready, empty, owner, block, G, N, K, group_rows, group_columns):
-    across = gl.cdiv(N, SIZE)
+def load_rows(a, b, left, right, ready, empty, owner, block, G, N, K, group_rows, group_columns):
+    ACROSS: gl.constexpr = right.shape[1]
+    across = gl.cdiv(N, ACROSS)
     total = gl.load(block + G) * across
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     group, row, column = tile_of_rows(gl.program_id(0), total, owner, block, across)
@@ -107,9 +109,9 @@ def _load_rows(a, b, left, right, ready, empty, owner, block, G, N, K, group_row
             bar = ready.index(stage)
             mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
             tma.async_copy_global_to_shared(a, [row * SIZE, k], bar, left.index(stage))
-            at = [group * group_rows + column * SIZE, group * group_columns + k]
+            at = [group * group_rows + column * ACROSS, group * group_columns + k]
             tma.async_copy_global_to_shared(b, at, bar, right.index(stage))
-            stage, phase = following(stage, phase)
+            stage, phase = following(stage, phase, left.shape[0])
         group, row, column = next_group, next_row, next_column
 
 
@@ -188,7 +190,7 @@ def _multiply_rows(
             a, b, c, d = _two_scales(at_a, at_b, a_scale_step, b_scale_step, 0, steps)
             write_rows(HALF, total, out, whole, room, bias, scales, start, count, group, column, N)
         else:
-            stage, phase = _pass_over(ready, empty, stage, phase, steps)
+            stage, phase = pass_over(ready, empty, stage, phase, steps)
             at_a, at_b = a_scale + next_row * SIZE + lanes, b_scale + next_group * b_group + next_column * b_scale_row
             a, b, c, d = _two_scales(at_a, at_b, a_scale_step, b_scale_step, 0, steps)
         group, row, column = next_group, next_row, next_column
@@ -229,7 +231,7 @@ def _multiply_whole_rows(
             total = scaled(total, of_rows, of_columns, at_b, columns, N, B_EACH)
             write_rows(HALF, total, out, whole, room, bias, scales, start, count, group, column, N)
         else:
-            stage, phase = _pass_over(ready, empty, stage, phase, steps)
+            stage, phase = pass_over(ready, empty, stage, phase, steps)
         group, row, column = next_group, next_row, next_column
     if whole is not None:
         tma.store_wait(0)
@@ -240,7 +242,7 @@ def rows_kernel(
     a, b, out, whole, bias, scales, a_scale, b_scale, owner, block, source, live,
     G, N, K, a_scale_step, b_scale_row, b_scale_step, group_rows, group_columns,
 ):  # fmt: skip
-    left, right = room_for_codes(a, b)
+    left, right = room_for_tiles(a, b)
     ready, empty = barriers()
     gl.warp_specialize(
         [
@@ -250,7 +252,7 @@ def rows_kernel(
             (_multiply_rows, (1, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner, block,
                               source, live, G, N, K, a_scale_step, b_scale_row, b_scale_step, group_rows,
                               group_columns)),
-            (_load_rows, (a, b, left, right, ready, empty, owner, block, G, N, K, group_rows, group_columns)),
+            (load_rows, (a, b, left, right, ready, empty, owner, block, G, N, K, group_rows, group_columns)),
         ],
         [4, 1],
         [232, 40],
@@ -262,7 +264,7 @@ def whole_rows_kernel(
     a, b, out, whole, bias, scales, a_scale, b_scale, owner, block, source, live,
     G, N, K, a_scale_group, b_scale_group, group_rows, group_columns, A_EACH: gl.constexpr, B_EACH: gl.constexpr,
 ):  # fmt: skip
-    left, right = room_for_codes(a, b)
+    left, right = room_for_tiles(a, b)
     ready, empty = barriers()
     gl.warp_specialize(
         [
@@ -270,7 +272,7 @@ def whole_rows_kernel(
                                     block, source, live, G, N, K, a_scale_group, b_scale_group, A_EACH, B_EACH)),
             (_multiply_whole_rows, (1, left, right, ready, empty, out, whole, bias, scales, a_scale, b_scale, owner,
                                     block, source, live, G, N, K, a_scale_group, b_scale_group, A_EACH, B_EACH)),
-            (_load_rows, (a, b, left, right, ready, empty, owner, block, G, N, K, group_rows, group_columns)),
+            (load_rows, (a, b, left, right, ready, empty, owner, block, G, N, K, group_rows, group_columns)),
         ],
         [4, 1],
         [232, 40],
@@ -280,7 +282,7 @@ def whole_rows_kernel(
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(out: Tensor) -> Tiles | None:
+def halves_of(out: Tensor) -> Tiles | None:
     """Returns `out` [rows, N] for TMA to write by half tiles; None for float32 or unaligned rows."""
     if out.dtype == torch.float32 or out.shape[1] % 8 or out.data_ptr() % 16:
         return None
@@ -296,7 +298,7 @@ def rows(
 ) -> None:
     groups, left, right = a.groups, grouped_strides(a), stacked_strides(b, height, along)
     tensors = (
-        tiles_of(a.q.codes), tiles_of(b.codes), out, _rows_of(out), bias, scales, a.q.scale, b.scale,
+        tiles_of(a.q.codes), tiles_of(b.codes), out, halves_of(out), bias, scales, a.q.scale, b.scale,
         groups.owner, groups.block, groups.source, groups.live,
     )  # fmt: skip
     sizes = groups.number, out.shape[1], a.q.columns

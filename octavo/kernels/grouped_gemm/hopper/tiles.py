@@ -60,10 +60,10 @@ def following(stage, phase, COUNT: gl.constexpr = STAGES):
 
 
 @gluon.jit
-def room_for_codes(a, b):
+def room_for_tiles(a, b, COUNT: gl.constexpr = STAGES):
     """Shared memory for tiles of both operands."""
-    left = gl.allocate_shared_memory(a.dtype, [STAGES, SIZE, SIZE], a.layout)
-    right = gl.allocate_shared_memory(b.dtype, [STAGES, SIZE, SIZE], b.layout)
+    left = gl.allocate_shared_memory(a.dtype, [COUNT, a.block_type.shape[0], a.block_type.shape[1]], a.layout)
+    right = gl.allocate_shared_memory(b.dtype, [COUNT, b.block_type.shape[0], b.block_type.shape[1]], b.layout)
     return left, right
 
 
@@ -80,12 +80,18 @@ def barriers(COUNT: gl.constexpr = STAGES):
 
 
 @gluon.jit
+def operands(HALF: gl.constexpr, left, right, stage):
+    """One half of a tile's rows, and the tile across."""
+    H: gl.constexpr = SIZE // 2
+    return left.index(stage).slice(HALF * H, H, dim=0), right.index(stage).permute((1, 0))
+
+
+@gluon.jit
 def product(HALF: gl.constexpr, left, right, stage):
     """One half of a tile's rows by the tile across, begun."""
-    H: gl.constexpr = SIZE // 2
-    zero = gl.zeros((H, SIZE), gl.float32, layout=sum_layout())
-    mine = left.index(stage).slice(HALF * H, H, dim=0)
-    across = right.index(stage).permute((1, 0))
+    ACROSS: gl.constexpr = right.shape[1]
+    zero = gl.zeros((SIZE // 2, ACROSS), gl.float32, layout=sum_layout(ACROSS))
+    mine, across = operands(HALF, left, right, stage)
     return warpgroup_mma(mine, across, warpgroup_mma_init(zero), use_acc=False, is_async=True)
 
 
