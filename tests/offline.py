@@ -132,12 +132,12 @@ def decoded_for_hopper() -> list:
         signature |= dict.fromkeys(numbers, "i32")
         found.append(Variant(name, kernel, signature, missing | constants, 4, is_matmul=True))
 
-    for out, across, stages in (("bf16", 256, 4), ("fp16", 128, 6), ("fp32", 128, 6)):
+    for out, across, stages in (("bf16", 256, 4), ("bf16", 128, 6), ("fp16", 256, 4), ("fp32", 128, 6)):
         shapes = {"a": [128, 64], "b": [across, 64]}
         matrices = {n: f"tensordesc<bf16{s},{plain.plain_layout(s)!r}>" for n, s in shapes.items()}
         for levels, level2 in (("", LEVEL1), (", two levels", dict.fromkeys(LEVEL1, "*fp32"))):
             name, common = f"to {out}, 128x{across}{levels}", {**matrices, "out": f"*{out}", **level2}
-            for way, bias, scaled in BIASES[:: 1 if levels else 3]:
+            for way, bias, scaled in BIASES:
                 if levels:
                     pointers, numbers = {**common, "bias": bias, "scales": scaled, **WHERE}, ("G", "N", "K")
                     numbers += ("group_rows", "group_columns")

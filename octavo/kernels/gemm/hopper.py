@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from octavo.kernels.grouped_gemm.hopper.contraction import write_depth
 from octavo.kernels.grouped_gemm.hopper.plain import (
     DEPTH,
+    NARROW,
     plain_tile,
     plain_tiles,
     room_for_tiles,
@@ -131,10 +132,19 @@ def _launch(
     a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, level2: Globals, block: Tensor | None,
     sizes: tuple[int, ...], accumulate: bool,
 ) -> None:  # fmt: skip
-    across, stages = plain_tile(out)
-    _product_launch(processors(out.device), (*sizes, a.shape[1]), accumulate, stages)(
+    programs = processors(out.device)
+    across, stages = _tile(out, sizes, programs)
+    _product_launch(programs, (*sizes, a.shape[1]), accumulate, stages)(
         plain_tiles(a, [BLOCK, DEPTH]), plain_tiles(b, [across, DEPTH]), out, bias, *level2, block
     )
+
+
+def _tile(out: Tensor, sizes: tuple[int, ...], programs: int) -> tuple[int, int]:
+    """Returns the columns of a result tile and how many buffers fit beside it: narrow if wide tiles are so few that
+    multiprocessors would be idle."""
+    across, stages = plain_tile(out)
+    tiles = sizes[0] * -(-sizes[1] // BLOCK) * -(-sizes[2] // across)
+    return (across, stages) if tiles >= programs else NARROW
 
 
 @lru_cache(maxsize=4096)

@@ -133,6 +133,7 @@ def plain_rows_kernel(
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 DEPTH = 64  # depth of a tile in sixteen bits: 128 bytes, the most that one copy covers
+WIDE, NARROW = (256, 4), (128, 6)  # columns of a result tile, buffers
 
 
 def _stack(b: Tensor) -> tuple[Tensor, bool] | None:
@@ -187,7 +188,7 @@ def _plain_rows_launch(programs: int, sizes: tuple[int, ...], turned: bool, stag
 def plain_tile(out: Tensor) -> tuple[int, int]:
     """Returns the columns of a result tile, which also uses shared memory, and how many buffers fit beside it."""
     n = out.shape[-1]
-    return (256, 4) if out.dtype != torch.float32 and (n % 256 == 0 or n > 1024) else (128, 6)
+    return WIDE if out.dtype != torch.float32 and (n % 256 == 0 or n > 1024) else NARROW
 
 
 def plain_layout(tile: list[int]) -> gl.NVMMASharedLayout:
