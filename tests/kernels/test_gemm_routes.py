@@ -243,8 +243,9 @@ def test_column_operands_multiply_like_a_weight_gradient(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_capturable_in_a_cuda_graph(name):
-    a, b = operands(PAIRS[name], (64, 96, 256))
+@pytest.mark.parametrize("shape", [(64, 96, 256), (130, 256, 300)])
+def test_capturable_in_a_cuda_graph(name, shape):
+    a, b = operands(PAIRS[name], shape)
     want = gemm(a, b)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
