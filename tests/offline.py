@@ -23,6 +23,7 @@ MODULES = (
     "octavo.quant.block.triton",
     "octavo.quant.mx.triton",
     "octavo.quant.nvfp4.triton",
+    "octavo.kernels.decode.triton",
     "octavo.kernels.gemm.triton",
     "octavo.kernels.column_sums.triton",
     "octavo.kernels.activation.triton",
@@ -48,10 +49,11 @@ def variants() -> list:
 
 def grouped_gemms() -> list:
     """What the grouped GEMMs launch."""
-    return [*grouped_for_hopper(), *grouped_emulated(), *grouped_plain(), *grouped_around()]
+    return [*grouped_for_hopper(), *decoded_for_hopper(), *grouped_emulated(), *grouped_plain(), *grouped_around()]
 
 
 BIASES = (("", None, None), (", bias", "*bf16", None), (", scaled bias", "*bf16", "*fp32"))
+LEVEL1 = dict.fromkeys(("a_global", "b_global"))  # no global scales
 WHERE = dict.fromkeys(("owner", "block", "source", "live"), "*i32")
 
 
@@ -115,8 +117,45 @@ def grouped_for_hopper() -> list:
             matrices = {n: f"tensordesc<{kind}{s},{plain.plain_layout(s)!r}>" for n, s in shapes.items()}
             for way, bias, scaled in BIASES:
                 name = f"grouped plain rows {kind} to {out}, 128x{across}{', turned' if turned else ''}{way}"
-                pointers = {**matrices, "out": f"*{out}", "bias": bias, "scales": scaled, **WHERE}
-                add(name, plain.plain_rows_kernel, pointers, sizes, TURNED=turned, COUNT=stages)
+                pointers = {**matrices, "out": f"*{out}", "bias": bias, "scales": scaled, **LEVEL1, **WHERE}
+                numbers = sizes | dict.fromkeys(("group_rows", "group_columns"), "i32")
+                add(name, plain.plain_rows_kernel, pointers, numbers, TURNED=turned, COUNT=stages)
+    return found
+
+
+def decoded_for_hopper() -> list:
+    """Decoded codes, with and without global scales: rows in groups, dense products and dW."""
+    from octavo.kernels.gemm import hopper
+    from octavo.kernels.grouped_gemm.hopper import plain
+    from octavo.quant.tile import Variant
+
+    found = []
+
+    def add(name: str, kernel, pointers: dict, numbers: tuple, **constants) -> None:
+        signature, missing = some(pointers)
+        signature |= dict.fromkeys(numbers, "i32")
+        found.append(Variant(name, kernel, signature, missing | constants, 4, is_matmul=True))
+
+    for out, across, stages in (("bf16", 256, 4), ("bf16", 128, 6), ("fp16", 256, 4), ("fp32", 128, 6)):
+        shapes = {"a": [128, 64], "b": [across, 64]}
+        matrices = {n: f"tensordesc<bf16{s},{plain.plain_layout(s)!r}>" for n, s in shapes.items()}
+        for levels, level2 in (("", LEVEL1), (", two levels", dict.fromkeys(LEVEL1, "*fp32"))):
+            name, common = f"to {out}, 128x{across}{levels}", {**matrices, "out": f"*{out}", **level2}
+            for way, bias, scaled in BIASES:
+                if levels:
+                    pointers, numbers = {**common, "bias": bias, "scales": scaled, **WHERE}, ("G", "N", "K")
+                    numbers += ("group_rows", "group_columns")
+                    kernel = plain.plain_rows_kernel
+                    add(f"decoded rows {name}{way}", kernel, pointers, numbers, TURNED=False, COUNT=stages)
+                if scaled is None:
+                    pointers = {**common, "bias": bias, "block": None}
+                    constants = {"G": 1, "ADD": False, "COUNT": stages}
+                    add(f"decoded gemm {name}{way}", hopper.product_kernel, pointers, ("M", "N", "K"), **constants)
+            for adds in (False, True):
+                pointers, numbers = {**common, "bias": None, "block": "*i32"}, ("G", "M", "N", "K")
+                constants = {"ADD": adds, "COUNT": stages}
+                kind = f"decoded wgrad {name}{', added' if adds else ''}"
+                add(kind, hopper.product_kernel, pointers, numbers, **constants)
     return found
 
 

@@ -22,6 +22,7 @@ PAIRS = {
     "block fp32": (Block1D(scale="fp32"), Block2D(scale="fp32")),
     "mx": (MX(), MX()),
     "mx square": (MX(), MX(square=True)),
+    "mx e5m2": (MX(E5M2), MX()),
     "nvfp4": (NVFP4(), NVFP4(square=True)),
     "nvfp4 rht": (NVFP4(rht=True), NVFP4(rht=True)),
 }
@@ -81,6 +82,84 @@ def test_emulated_single_row_float16_and_bias(name):
     want = reference.gemm(a, b, torch.float32, bias).double()
     got = gemm(a, b, out_dtype=torch.float16, bias=bias)
     assert ((got.double() - want).abs() <= 5e-7 * magnitude(a, b) + 2**-10 * want.abs() + 1e-6).all()
+
+
+# both sides above 64 rows: operands are decoded first on Hopper. The last has enough tiles for wide ones
+DECODED = [(65, 66, 1), (130, 257, 300), (300, 200, 1100), (128, 256, 512), (200, 1100, 80), (2200, 2560, 528)]
+decoded = pytest.mark.parametrize("name", ["mx", "mx square", "mx e5m2", "nvfp4", "nvfp4 rht"])
+
+
+@decoded
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoded_products_are_exact_up_to_the_order_of_additions(name, dtype):
+    for shape in [*DECODED, (136, 200, 16400)]:
+        a, b = operands(PAIRS[name], shape)
+        assert_within(emulated.gemm(a, b, dtype, None), a, b, c=5e-7)
+        bias = torch.randn(shape[1], device="cuda", dtype=dtype)
+        with_bias = emulated.gemm(a, b, dtype, bias)
+        want = reference.gemm(a, b, torch.float32, bias).double()
+        last = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-22
+        bound = 5e-7 * magnitude(a, b) + last * (want.abs() + bias.double().abs())
+        assert ((with_bias.double() - want).abs() <= bound).all()
+
+
+@decoded
+def test_decoded_products_in_float16(name):
+    for shape in DECODED[1:]:  # a product of two numbers may be subnormal in float16
+        a, b = operands(PAIRS[name], shape, spread=0)
+        assert_within(emulated.gemm(a, b, torch.float16, None), a, b, c=5e-7)
+
+
+@decoded
+def test_decoded_products_equal_those_of_the_kernel_that_decodes_as_it_multiplies(name):
+    """Within twice the bound, and to the bit where no sum rounds."""
+    a, b = operands(PAIRS[name], (200, 1100, 528))
+    fused = emulated.gemm(a, b, torch.float32, None, emulated.CONFIGS[a.spec.block[1]][0])
+    assert ((emulated.gemm(a, b, torch.float32, None) - fused).abs() <= 1e-6 * magnitude(a, b) + 1e-38).all()
+    if not name.endswith("rht"):
+        ones = [
+            spec.quantize(torch.ones(n, 528, device="cuda")) for spec, n in zip(PAIRS[name], (200, 1100), strict=True)
+        ]
+        fused = emulated.gemm(*ones, torch.float32, None, emulated.CONFIGS[a.spec.block[1]][0])
+        assert torch.equal(emulated.gemm(*ones, torch.float32, None), fused)
+
+
+@decoded
+def test_a_value_that_is_not_finite_stays_in_its_row_and_column(name):
+    for bad in (float("nan"), float("inf")):
+        x, w = (torch.randn(n, 300, device="cuda", dtype=torch.bfloat16) for n in (300, 257))
+        x[7, 299] = w[256, 0] = bad
+        a, b = (spec.quantize(t) for spec, t in zip(PAIRS[name], (x, w), strict=True))
+        want = reference.gemm(a, b, torch.float32, None)
+        assert not want.isfinite().all()
+        assert torch.equal(emulated.gemm(a, b, torch.float32, None).isfinite(), want.isfinite())
+
+
+@decoded
+def test_zeros_give_zeros(name):
+    a, b = (spec.quantize(torch.zeros(n, 300, device="cuda")) for spec, n in zip(PAIRS[name], (130, 257), strict=True))
+    y = emulated.gemm(a, b, torch.bfloat16, None)
+    assert not y.any() and not y.signbit().any()
+
+
+@decoded
+def test_decoded_products_have_the_same_bits_every_time(name):
+    a, b = operands(PAIRS[name], (2200, 2560, 2000))
+    first = emulated.gemm(a, b, torch.bfloat16, None)
+    for _ in range(50):
+        assert torch.equal(emulated.gemm(a, b, torch.bfloat16, None), first)
+
+
+@decoded
+def test_a_product_takes_memory_for_two_decoded_operands(name):
+    m, n, k = 2048, 1280, 4096
+    a, b = operands(PAIRS[name], (m, n, k))
+    emulated.gemm(a, b, torch.bfloat16, None)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = emulated.gemm(a, b, torch.bfloat16, None)
+    assert torch.cuda.max_memory_allocated() - before <= y.nbytes + 2 * (m + n) * k
+    assert torch.cuda.memory_allocated() - before == y.nbytes
 
 
 @pytest.mark.parametrize("name", NATIVE_ON_HOPPER)
@@ -164,8 +243,9 @@ def test_column_operands_multiply_like_a_weight_gradient(name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_capturable_in_a_cuda_graph(name):
-    a, b = operands(PAIRS[name], (64, 96, 256))
+@pytest.mark.parametrize("shape", [(64, 96, 256), (130, 256, 300)])
+def test_capturable_in_a_cuda_graph(name, shape):
+    a, b = operands(PAIRS[name], shape)
     want = gemm(a, b)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -92,6 +92,21 @@ def test_a_replay_does_what_is_written(kind, recipe, device, monkeypatch):
             assert recordings() == (0 if device == "cpu" and (kind == "grouped" or recipe == "nvfp4") else 2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_a_replay_of_products_that_decode_first(kind, recipe, monkeypatch):
+    """With more than 64 rows, and features that leave rows of decoded values padded."""
+    where = {"recipe": recipe, "device": "cuda", "dtype": torch.bfloat16}
+    module = octavo.Linear(100, 132, **where) if kind == "linear" else octavo.GroupedLinear(GROUPS, 100, 132, **where)
+    twin = copy.deepcopy(module)
+    for _ in range(4):
+        x, dy = (torch.randn(300, n, device="cuda", dtype=torch.bfloat16) for n in (100, 132))
+        more = () if kind == "linear" else (torch.tensor([100, 0, 150], device="cuda"),)
+        assert_equal(step(module, x, dy, more), as_written(monkeypatch, partial(step, twin, x, dy, more)))
+    assert recordings() == 2
+
+
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-block"])
 def test_shapes_that_come_and_go(recipe, device, monkeypatch):
     module = build("mlp", recipe, device)

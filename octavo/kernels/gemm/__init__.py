@@ -9,7 +9,8 @@ One function serves the three GEMMs of a linear layer, because a QTensor's last 
 Three routes compute the same function (`route` tells which one a call takes, `native.support` why it is not native):
 
     native      torch.nn.functional.scaled_mm, if a probe on this chip agreed with the reference
-    emulated    true codes multiplied in bfloat16 with float32 accumulation, in Triton: exact products
+    emulated    true codes multiplied in bfloat16 with float32 accumulation, in Triton: exact products. MX and NVFP4 on
+                Hopper decode to memory first (`octavo.kernels.decode`), other cases tile by tile
     reference   float64, anywhere; also every GEMM on a CPU
 """
 

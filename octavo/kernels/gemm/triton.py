@@ -1,7 +1,9 @@
 """The emulated GEMM: true codes, decoded to bfloat16 (every code of every format fits), multiplied by the tensor cores
 with float32 accumulation. Products are exact, so only the order of additions differs from the reference.
 
-The kernel applies a scale at a step that depends on how far the scale reaches along K:
+On Hopper codes with scales of 16 or 32 are first decoded to memory, unless there are few rows (`decode.is_worth_it`),
+and then multiplied by the kernel in `hopper.py`. The kernel of this file decodes as it multiplies, in every other case.
+It applies a scale at a step that depends on how far the scale reaches along K:
 
     all of K      once, on the sum                                     tensorwise, rowwise
     128           on the partial sum of each block                     float32 block scales
@@ -18,7 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.errors import UnsupportedConfig
-from octavo.formats import E4M3, E8M0
+from octavo.kernels.decode import decode, is_worth_it
+from octavo.kernels.decode.triton import SCALES, operand
+from octavo.kernels.gemm import hopper
 from octavo.launch import Launch
 from octavo.quant import tile
 from octavo.quant.qtensor import QTensor
@@ -33,61 +37,6 @@ CONFIGS: dict[int, tuple[Config, ...]] = {  # by how far a scale reaches along K
     32: ((128, 128, 64, 8, 2), (64, 64, 64, 4, 2)),
     16: ((128, 128, 64, 8, 2), (64, 64, 64, 4, 2)),
 }
-SCALES = {None: "float32", E8M0: "e8m0", E4M3: "e4m3"}
-
-
-@triton.jit
-def _e2m1(codes):
-    """Nibbles -> values."""
-    exponent, mantissa = (codes >> 1) & 3, codes & 1
-    normal = (2 + mantissa).to(tl.float32) * (1 << exponent).to(tl.float32) * 0.25
-    value = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.5, normal)
-    return tl.where(codes >= 8, -value, value)
-
-
-@triton.jit
-def _scale_values(stored, KIND: tl.constexpr):
-    if KIND == "e8m0":
-        byte = stored.to(tl.int32)
-        bits = tl.where(byte == 0, 0x400000, byte << 23)
-        return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-    elif KIND == "e4m3":
-        return stored.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        return stored
-
-
-@triton.jit
-def _operand(
-    codes, scale, rows, first, COUNT, K, row_stride, scale_row_stride, scale_block_stride,
-    REACH: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr,
-    R: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """bfloat16 [R, BK] of codes[rows, first:first+BK], with scales of 16 and 32 folded in."""
-    live = (rows < COUNT)[:, None]
-    at = rows.to(tl.int64)[:, None] * row_stride
-    if PACKED:
-        k = first // 2 + tl.arange(0, BK // 2)
-        pairs = tl.load(codes + at + k[None, :], mask=live & (k < row_stride)[None, :], other=0).to(tl.int32)
-        values = _e2m1(tl.reshape(tl.join(pairs & 15, pairs >> 4), (R, BK)))
-    else:
-        k = first + tl.arange(0, BK)
-        values = tl.load(codes + at + k[None, :], mask=live & (k < K)[None, :], other=0.0)
-    if REACH == 16 or REACH == 32:
-        groups: tl.constexpr = BK // REACH
-        group = first // REACH + tl.arange(0, groups)
-        scale_rows = (rows // SCALE_ROWS).to(tl.int64)
-        stored = tl.load(
-            scale + scale_rows[:, None] * scale_row_stride + group.to(tl.int64)[None, :] * scale_block_stride,
-            mask=live & (group < tl.cdiv(K, REACH))[None, :], other=0,
-        )  # fmt: skip
-        s = _scale_values(stored, KIND)
-        scaled = tl.reshape(values.to(tl.float32), (R, groups, REACH)) * s[:, :, None]
-        largest: tl.constexpr = 3.3895313892515355e38  # bfloat16's: a scale rounded up may pass it
-        scaled = tl.where(scaled > largest, largest, tl.where(scaled < -largest, -largest, scaled))
-        return tl.reshape(scaled, (R, BK)).to(tl.bfloat16)
-    else:
-        return values.to(tl.bfloat16)
 
 
 @triton.jit
@@ -110,11 +59,11 @@ def product(
     """float32 [BM, BN], scaled by all but a global scale."""
     total = tl.zeros((BM, BN), tl.float32)
     for first in range(0, K, BK):
-        left = _operand(
+        left = operand(
             a, a_scale, rows, first, M, K, a_stride, a_scale_row, a_scale_block,
             REACH, A_ROWS, KIND, PACKED, BM, BK,
         )  # fmt: skip
-        right = _operand(
+        right = operand(
             b, b_scale, columns, first, N, K, b_stride, b_scale_row, b_scale_block,
             REACH, B_ROWS, KIND, PACKED, BN, BK,
         )  # fmt: skip
@@ -156,6 +105,8 @@ def _gemm_kernel(
 
 
 def gemm(a: QTensor, b: QTensor, dtype: torch.dtype, bias: Tensor | None, config: Config | None = None) -> Tensor:
+    if config is None and is_worth_it(a, a.rows, b.rows):
+        return hopper.gemm(decode(a), decode(b), dtype, bias, (a.global_scale, b.global_scale))
     reach = a.spec.block[1] or 0
     y = torch.empty(a.rows, b.rows, dtype=dtype, device=a.device)
     sizes = (

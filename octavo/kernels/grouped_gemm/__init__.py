@@ -11,7 +11,8 @@ after the previous one; `height` is a multiple of 128.
 Three routes compute the same function, as in `octavo.kernels.gemm`:
 
     native      kernels for Hopper: FP8 codes with float32 scales, and unquantized rows in sixteen bits
-    emulated    Triton, on any GPU that it supports: all other cases
+    emulated    MX and NVFP4 on Hopper, decoded to memory first (`octavo.kernels.decode`); Triton, on any GPU that it
+                supports: all other cases
     reference   group by group in float64, anywhere: reads the sizes of the groups on the host
 """
 

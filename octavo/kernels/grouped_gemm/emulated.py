@@ -1,5 +1,6 @@
 """Grouped GEMMs in plain Triton, for any GPU from SM89 on: schemes that no tensor core here multiplies, in true codes
-decoded to bfloat16 as `octavo.kernels.gemm.triton` does it, and unquantized operands of any dtype and strides.
+decoded to bfloat16 tile by tile as `octavo.kernels.gemm.triton` does it, and unquantized operands of any dtype and
+strides.
 
 A program computes one tile. The grid has a program for every tile that any split of the rows can need; a program whose
 tile has no rows returns at once.
@@ -15,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.gemm.triton import SCALES, check_reach, product
+from octavo.kernels.decode.triton import SCALES
+from octavo.kernels.gemm.triton import check_reach, product
 from octavo.kernels.grouped_gemm.scales import grouped_strides, stacked_strides
 from octavo.launch import Launch
 from octavo.quant.grouped import GroupedTensor

@@ -1,5 +1,6 @@
-"""Grouped GEMMs on a GPU: with the Hopper kernels where one applies, else with those that run on any GPU; and the small
-kernels around them. All of them have a fixed grid and read the number of rows on the device."""
+"""Grouped GEMMs on a GPU: with the Hopper kernels where one applies, to the codes or to their decoded values, else with
+those that run on any GPU; and the small kernels around them. All of them have a fixed grid and read the number of rows
+on the device."""
 
 from functools import lru_cache
 from types import ModuleType
@@ -10,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo._torch.gemm import grouped_mm
-from octavo.kernels.grouped_gemm import emulated, hopper, native
+from octavo.kernels.decode import is_worth_it
+from octavo.kernels.grouped_gemm import decoded, emulated, hopper, native
 from octavo.kernels.grouped_gemm.scales import whole
 from octavo.launch import Launch
 from octavo.quant.grouped import GroupedTensor
@@ -23,24 +25,28 @@ def rows(
     accumulation: str,
 ) -> None:  # fmt: skip
     fits = native.rows(a.q.spec, b.spec, out.device) and hopper.takes_rows(a, b)
-    multiply = _way(fits).rows
     if fits and accumulation == "fast" and whole(a.q.spec):
-        multiply = hopper.fast_rows
-    multiply(a, b, out, bias, scales, height, along)
+        hopper.fast_rows(a, b, out, bias, scales, height, along)
+        return
+    each = a.groups.rows // a.groups.number
+    _coded_way(fits, a, each, out.shape[1]).rows(a, b, out, bias, scales, height, along)
 
 
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
     fits = native.grouped_wgrad(a.q.spec, b.q.spec, out.device) and hopper.takes_wgrad(a, b)
-    _way(fits).grouped_wgrad(a, b, out, accumulate)
+    _coded_way(fits, a, *out.shape[1:]).grouped_wgrad(a, b, out, accumulate)
 
 
 def plain_rows(a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor | None, scales: Tensor | None) -> None:
     fits = native.is_hopper(out.device) and hopper.takes_plain_rows(a, b)
-    _way(fits).plain_rows(a, b, out, groups, bias, scales)
+    (hopper if fits else emulated).plain_rows(a, b, out, groups, bias, scales)
 
 
-def _way(fits: bool) -> ModuleType:
-    return hopper if fits else emulated
+def _coded_way(fits: bool, a: GroupedTensor, m: int, n: int) -> ModuleType:
+    """Returns the module for codes, of m rows by n for each group; `fits` says that a Hopper kernel multiplies them."""
+    if fits:
+        return hopper
+    return decoded if is_worth_it(a.q, m, n) else emulated
 
 
 def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: bool) -> None:

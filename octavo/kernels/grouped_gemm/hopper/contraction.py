@@ -97,12 +97,14 @@ def _load_depth(a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready,
 
 
 @gluon.jit
-def _write_depth(HALF: gl.constexpr, total, out, group, m, n, N, K, ADD: gl.constexpr):
-    H: gl.constexpr = SIZE // 2
-    FLAT: gl.constexpr = flat_layout()
+def write_depth(HALF: gl.constexpr, total, out, group, m, n, N, K, ADD: gl.constexpr):
+    """A half of a tile, where it belongs in `out` [G, N, K], or added to what is there."""
+    H: gl.constexpr = total.shape[0]
+    ACROSS: gl.constexpr = total.shape[1]
+    FLAT: gl.constexpr = flat_layout(ACROSS)
     y = gl.convert_layout(total.to(out.dtype.element_ty), FLAT)
     r = m * SIZE + HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, FLAT))
-    c = n * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(0, FLAT))
+    c = n * ACROSS + gl.arange(0, ACROSS, layout=gl.SliceLayout(0, FLAT))
     at = (group.to(gl.int64) * N + r)[:, None] * K + c[None, :]
     live = (r < N)[:, None] & (c < K)[None, :]
     if ADD:
@@ -160,7 +162,7 @@ def _multiply_depth(
         if whole is not None:
             _hand_over(HALF, total, whole, room, group, top + low, n, N)
         else:
-            _write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
+            write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
         first, end = next_first, next_end
         group, top, n, low = next_group, next_top, next_n, next_low
     if whole is not None:
@@ -202,7 +204,7 @@ def _multiply_whole_depth(
         if whole is not None:
             _hand_over(HALF, total, whole, room, group, top + low, n, N)
         else:
-            _write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
+            write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
         group, top, n, low = next_group, next_top, next_n, next_low
     if whole is not None:
         tma.store_wait(0)

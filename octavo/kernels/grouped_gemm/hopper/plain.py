@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from octavo.kernels.grouped_gemm.hopper.row_groups import write_rows
 from octavo.kernels.grouped_gemm.hopper.tiles import (
-    SIZE,
     barriers,
     can_be_copied,
     following,
@@ -32,7 +31,38 @@ from octavo.quant.groups import BLOCK, Groups
 
 
 @gluon.jit
-def _load_plain(a, b, left, right, ready, empty, owner, block, source, G, N, K, TURNED: gl.constexpr):
+def sum_of_products(HALF: gl.constexpr, left, right, ready, empty, stage, phase, depth, TURNED: gl.constexpr):
+    """The sum of one half of a tile over so many elements of the contraction, and the buffer after them."""
+    H: gl.constexpr = left.shape[1] // 2
+    DEEP: gl.constexpr = left.shape[2]
+    ACROSS: gl.constexpr = right.shape[2] if TURNED else right.shape[1]
+    total = gl.zeros((H, ACROSS), gl.float32, layout=sum_layout(ACROSS, 16))
+    for _ in range(0, depth, DEEP):  # the other warpgroup multiplies while this one waits
+        mbarrier.wait(ready.index(stage), phase)
+        mine = left.index(stage).slice(HALF * H, H, dim=0)
+        if TURNED:
+            theirs = right.index(stage)
+        else:
+            theirs = right.index(stage).permute((1, 0))
+        begun = warpgroup_mma(mine, theirs, warpgroup_mma_init(total), is_async=True)
+        total = warpgroup_mma_wait(0, deps=[begun])
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = following(stage, phase, left.shape[0])
+    return total, stage, phase
+
+
+@gluon.jit
+def room_for_tiles(a, b, COUNT: gl.constexpr):
+    """Shared memory for tiles of both operands."""
+    left = gl.allocate_shared_memory(a.dtype, [COUNT, a.block_type.shape[0], a.block_type.shape[1]], a.layout)
+    right = gl.allocate_shared_memory(b.dtype, [COUNT, b.block_type.shape[0], b.block_type.shape[1]], b.layout)
+    return left, right
+
+
+@gluon.jit
+def _load_plain(
+    a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns, TURNED: gl.constexpr
+):
     """a's tiles begin at packed rows: those past the group's end are multiplied like the others, and not written."""
     DEEP: gl.constexpr = left.shape[2]
     ACROSS: gl.constexpr = right.shape[2] if TURNED else right.shape[1]
@@ -49,22 +79,20 @@ def _load_plain(a, b, left, right, ready, empty, owner, block, source, G, N, K, 
             mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
             tma.async_copy_global_to_shared(a, [start, k], bar, left.index(stage))
             if TURNED:
-                tma.async_copy_global_to_shared(b, [group * K + k, column * ACROSS], bar, right.index(stage))
+                at = [group * group_rows + k, column * ACROSS]
             else:
-                tma.async_copy_global_to_shared(b, [group * N + column * ACROSS, k], bar, right.index(stage))
+                at = [group * group_rows + column * ACROSS, group * group_columns + k]
+            tma.async_copy_global_to_shared(b, at, bar, right.index(stage))
             stage, phase = following(stage, phase, left.shape[0])
         group, row, column = next_group, next_row, next_column
 
 
 @gluon.jit
 def _multiply_plain(
-    HALF: gl.constexpr, left, right, ready, empty, out, bias, scales, owner, block, source, live, G, N, K,
-    TURNED: gl.constexpr,
+    HALF: gl.constexpr, left, right, ready, empty, out, bias, scales, a_global, b_global, owner, block, source, live,
+    G, N, K, TURNED: gl.constexpr,
 ):  # fmt: skip
-    H: gl.constexpr = SIZE // 2
-    DEEP: gl.constexpr = left.shape[2]
     ACROSS: gl.constexpr = right.shape[2] if TURNED else right.shape[1]
-    SUM: gl.constexpr = sum_layout(ACROSS, 16)
     across = gl.cdiv(N, ACROSS)
     tiles = gl.load(block + G) * across
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
@@ -72,36 +100,31 @@ def _multiply_plain(
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         next_group, next_row, next_column = tile_of_rows(t + gl.num_programs(0), tiles, owner, block, across)
         start, count = gl.load(source + row), gl.load(live + row)
-        total = gl.zeros((H, ACROSS), gl.float32, layout=SUM)
-        for _ in range(0, K, DEEP):  # the other warpgroup multiplies while this one waits
-            mbarrier.wait(ready.index(stage), phase)
-            mine = left.index(stage).slice(HALF * H, H, dim=0)
-            if TURNED:
-                theirs = right.index(stage)
-            else:
-                theirs = right.index(stage).permute((1, 0))
-            begun = warpgroup_mma(mine, theirs, warpgroup_mma_init(total), is_async=True)
-            total = warpgroup_mma_wait(0, deps=[begun])
-            mbarrier.arrive(empty.index(stage), count=1)
-            stage, phase = following(stage, phase, left.shape[0])
+        if a_global is not None:  # asked for before the products
+            level2 = gl.load(a_global + group) * gl.load(b_global + group)
+        total, stage, phase = sum_of_products(HALF, left, right, ready, empty, stage, phase, K, TURNED)
+        if a_global is not None:
+            total *= level2
         write_rows(HALF, total, out, None, None, bias, scales, start, count, group, column, N)
         group, row, column = next_group, next_row, next_column
 
 
 @gluon.jit
 def plain_rows_kernel(
-    a, b, out, bias, scales, owner, block, source, live, G, N, K, TURNED: gl.constexpr, COUNT: gl.constexpr
-):
-    """b [G * N, K], or [G * K, N] where it is turned."""
+    a, b, out, bias, scales, a_global, b_global, owner, block, source, live, G, N, K, group_rows, group_columns,
+    TURNED: gl.constexpr, COUNT: gl.constexpr,
+):  # fmt: skip
+    """b [G * N, K], or [G * K, N] where it is turned. Its matrices begin so many rows, or columns, after each other."""
     left, right = room_for_tiles(a, b, COUNT)
     ready, empty = barriers(COUNT)
     gl.warp_specialize(
         [
-            (_multiply_plain, (0, left, right, ready, empty, out, bias, scales, owner, block, source, live, G, N, K,
-                               TURNED)),
-            (_multiply_plain, (1, left, right, ready, empty, out, bias, scales, owner, block, source, live, G, N, K,
-                               TURNED)),
-            (_load_plain, (a, b, left, right, ready, empty, owner, block, source, G, N, K, TURNED)),
+            (_multiply_plain, (0, left, right, ready, empty, out, bias, scales, a_global, b_global, owner, block,
+                               source, live, G, N, K, TURNED)),
+            (_multiply_plain, (1, left, right, ready, empty, out, bias, scales, a_global, b_global, owner, block,
+                               source, live, G, N, K, TURNED)),
+            (_load_plain, (a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns,
+                           TURNED)),
         ],
         [4, 1],
         [232, 40],
@@ -110,14 +133,15 @@ def plain_rows_kernel(
 
 # -- launches ----------------------------------------------------------------------------------------------------------
 
-_DEEP = 64  # depth of a tile in sixteen bits: 128 bytes, the most that one copy covers
+DEPTH = 64  # depth of a tile in sixteen bits: 128 bytes, the most that one copy covers
+WIDE, NARROW = (256, 4), (128, 6)  # columns of a result tile, buffers
 
 
 def _stack(b: Tensor) -> tuple[Tensor, bool] | None:
     """Returns b [G, N, K] as one matrix [G * N, K], or transposed [G * K, N], if TMA can copy its tiles; else None. A
     tile of a transposed one must not reach into the next group, whose values may be NaN."""
     for matrices, turned in ((b, False), (b.transpose(1, 2), True)):
-        if matrices.stride(0) == matrices.shape[1] * matrices.stride(1) and not (turned and b.shape[2] % _DEEP):
+        if matrices.stride(0) == matrices.shape[1] * matrices.stride(1) and not (turned and b.shape[2] % DEPTH):
             flat = matrices.flatten(0, 1)
             if can_be_copied(flat):
                 return flat, turned
@@ -133,11 +157,27 @@ def plain_rows(a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor |
     found = _stack(b)
     assert found is not None
     flat, turned = found
+    _rows(a, flat, out, groups, (bias, scales, None, None), (b.shape[2] if turned else b.shape[1], 0), turned)
+
+
+def decoded_rows(
+    a: Tensor, b: Tensor, out: Tensor, groups: Groups, factors: tuple[Tensor | None, ...], height: int, along: str
+) -> None:
+    """Computes `plain_rows` for one matrix b with those of the groups stacked in it: one begins `height` rows, or
+    columns, after the previous one. `factors`: the bias, its scales, and the global scales of a and of b."""
+    _rows(a, b, out, groups, factors, (height, 0) if along == "rows" else (0, height), False)
+
+
+def _rows(
+    a: Tensor, b: Tensor, out: Tensor, groups: Groups, factors: tuple[Tensor | None, ...], apart: tuple[int, int],
+    turned: bool,
+) -> None:  # fmt: skip
     across, stages = plain_tile(out)
-    tile = [_DEEP, across] if turned else [across, _DEEP]
-    _plain_rows_launch(processors(out.device), (groups.number, out.shape[1], a.shape[1]), turned, stages)(
-        Tiles(a, [BLOCK, _DEEP], plain_layout([BLOCK, _DEEP])), Tiles(flat, tile, plain_layout(tile)),
-        out, bias, scales, groups.owner, groups.block, groups.source, groups.live,
+    tile = [DEPTH, across] if turned else [across, DEPTH]
+    sizes = groups.number, out.shape[1], a.shape[1], *apart
+    _plain_rows_launch(processors(out.device), sizes, turned, stages)(
+        plain_tiles(a, [BLOCK, DEPTH]), plain_tiles(b, tile), out, *factors,
+        groups.owner, groups.block, groups.source, groups.live,
     )  # fmt: skip
 
 
@@ -148,9 +188,13 @@ def _plain_rows_launch(programs: int, sizes: tuple[int, ...], turned: bool, stag
 
 def plain_tile(out: Tensor) -> tuple[int, int]:
     """Returns the columns of a result tile, which also uses shared memory, and how many buffers fit beside it."""
-    n = out.shape[1]
-    return (256, 4) if out.dtype != torch.float32 and (n % 256 == 0 or n > 1024) else (128, 6)
+    n = out.shape[-1]
+    return WIDE if out.dtype != torch.float32 and (n % 256 == 0 or n > 1024) else NARROW
 
 
 def plain_layout(tile: list[int]) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(tile, gl.bfloat16)
+
+
+def plain_tiles(matrix: Tensor, tile: list[int]) -> Tiles:
+    return Tiles(matrix, tile, plain_layout(tile))
