@@ -23,11 +23,17 @@ from octavo.kernels.grouped_gemm.hopper.plain import (
     NARROW,
     plain_tile,
     plain_tiles,
-    room_for_tiles,
     sum_of_products,
 )
 from octavo.kernels.grouped_gemm.hopper.row_groups import write_rows
-from octavo.kernels.grouped_gemm.hopper.tiles import SIZE, SPAN, barriers, following, processors
+from octavo.kernels.grouped_gemm.hopper.tiles import (
+    SIZE,
+    SPAN,
+    barriers,
+    following,
+    processors,
+    room_for_tiles,
+)
 from octavo.launch import TiledLaunch
 from octavo.quant.groups import BLOCK
 

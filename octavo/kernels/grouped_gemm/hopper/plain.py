@@ -52,14 +52,6 @@ def sum_of_products(HALF: gl.constexpr, left, right, ready, empty, stage, phase,
 
 
 @gluon.jit
-def room_for_tiles(a, b, COUNT: gl.constexpr):
-    """Shared memory for tiles of both operands."""
-    left = gl.allocate_shared_memory(a.dtype, [COUNT, a.block_type.shape[0], a.block_type.shape[1]], a.layout)
-    right = gl.allocate_shared_memory(b.dtype, [COUNT, b.block_type.shape[0], b.block_type.shape[1]], b.layout)
-    return left, right
-
-
-@gluon.jit
 def _load_plain(
     a, b, left, right, ready, empty, owner, block, source, G, N, K, group_rows, group_columns, TURNED: gl.constexpr
 ):
