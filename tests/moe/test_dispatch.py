@@ -71,6 +71,16 @@ def test_buffers_are_handed_over():
     assert dispatcher.dgrad_out.isfinite().all()
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+def test_buffers_are_handed_over_in_a_graph():
+    """The gradient of this step goes from dgrad_out to the tokens, and not the NaN that was there."""
+    model, twin = mixture(dispatcher=Handed()), mixture(dispatcher=moe.LocalDispatch())
+    call = compiled(lambda x: (model(x), model.aux_loss))
+    for seed in range(2):
+        assert_equal(step(model, *batch(seed), call=call), step(twin, *batch(seed)))
+    assert model.dispatcher.dgrad_out.isfinite().all()
+
+
 def test_two_processes_make_a_whole():
     """Each has half of the experts, and sums of halves are y and the gradients of x and the router."""
     whole, (x, dy) = mixture("bf16", dispatcher=moe.LocalDispatch()), batch()
