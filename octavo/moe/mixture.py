@@ -6,6 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.fused.blocks import KINDS, fc1_width
 from octavo.fuser.inputs import arrived, check_input
@@ -184,6 +185,8 @@ class MoE(nn.Module):
             UnsupportedDtype: x or `tokens` has the wrong dtype.
         """
         x = self._rows(input)
+        if self.load.is_meta and not x.is_meta:
+            self._place_counts()
         if self.aux_loss_coef or self.z_loss_coef:
             # the last loss would keep gradient accumulators of the stream it ran on, and a capture refuses those
             self._loss = None
@@ -274,13 +277,21 @@ class MoE(nn.Module):
             >>> octavo.MoE(64, 96, 8, 2).overflow()
             0
         """
-        if self.dropped is None:
+        if self.dropped is None or self.dropped.is_meta:
             return 0
         number = int(self.dropped[0].item())
         self.dropped[0].zero_()
         return number
 
     # -- nn.Module -----------------------------------------------------------------------------------------------------
+
+    @while_tracing
+    def _place_counts(self) -> None:
+        """Moves the counts of the last forward from the meta device to the parameters, which were assigned: no state
+        dict has the counts."""
+        for name in ("load", "dropped"):
+            if (counts := getattr(self, name)) is not None:
+                setattr(self, name, torch.zeros_like(counts, device=self.router.weight.device))
 
     def extra_repr(self) -> str:
         named = {"score": "softmax", "normalize": None, "groups": None, "top_groups": None, "scale": 1.0,
@@ -289,12 +300,15 @@ class MoE(nn.Module):
         return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *changed])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keeps the bias in float32: 16 bits would round its small steps away."""
-        bias = self.expert_bias
+        """Keeps the bias in float32: 16 bits would round its small steps away. Sets buffers that come from the meta
+        device to zero: memory that `to_empty` allocates has any values, and the counts are in no state dict."""
+        bias, was_meta = self.expert_bias, self.load.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         moved = self.expert_bias
         if bias is not None and moved is not None and moved.dtype != bias.dtype:
             self.expert_bias = bias.to(moved.device)
+        if was_meta and not self.load.is_meta:
+            self.reset_parameters()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
