@@ -12,7 +12,7 @@ from octavo.fused.blocks import KINDS, fc1_width
 from octavo.fuser.inputs import arrived, check_input
 from octavo.fuser.sequential import Sequential
 from octavo.modules.linear import Linear
-from octavo.moe.dispatch import Dispatch
+from octavo.moe.dispatch import Dispatch, check_combined, check_dispatched, check_dispatcher
 from octavo.moe.experts import Experts, expert_layers
 from octavo.moe.losses import balance, z_loss
 from octavo.moe.permutation import sort
@@ -215,6 +215,7 @@ class MoE(nn.Module):
         self, dispatcher: Dispatch, x: Tensor, index: Tensor, weights: Tensor, flag: dict[str, Any]
     ) -> Tensor:
         sent = dispatcher.dispatch(x, index, weights, self.num_experts)
+        check_dispatched(dispatcher, sent)
         if sent.dropped is not None:
             assert self.dropped is not None
             self.dropped.copy_(torch.maximum(self.dropped, sent.dropped))  # the same if a checkpoint runs this again
@@ -223,7 +224,9 @@ class MoE(nn.Module):
         out = {} if sent.out is None else {"out": sent.out}
         kwargs: Any = {0: {**flag, **dgrad_out}, 2: {**flag, **out}} if flag or dgrad_out or out else None
         rows: Any = self.experts(sent.rows, sent.sizes, sent.sizes, op_kwargs=kwargs)
-        return dispatcher.combine(rows, sent)
+        y = dispatcher.combine(rows, sent)
+        check_combined(dispatcher, y, x)
+        return y
 
     def _with_shared(self, y: Tensor, x: Tensor, flag: dict[str, Any]) -> Tensor:
         if self.shared is None:
@@ -318,6 +321,8 @@ class MoE(nn.Module):
 def _check_experts(number: int, local: int | None, dispatcher: Dispatch | None, settings: dict[str, Any]) -> None:
     if not 1 <= number <= MAX_GROUPS:
         raise UnsupportedShape(f"MoE takes 1 to {MAX_GROUPS} experts, got num_experts={number}.")
+    if dispatcher is not None:
+        check_dispatcher(dispatcher)
     if local is not None and dispatcher is None:
         raise UnsupportedConfig(
             f"MoE(num_local_experts={local}) needs a dispatcher, which moves tokens to experts of other processes. "
