@@ -15,6 +15,7 @@ from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.fuser.operation import Edge
+from octavo.quant.grouped import GroupedTensor
 from octavo.weights.held import HeldWeight, refuse_codes
 
 OURS = (HeldWeight, FakeTensor, FunctionalTensor)  # subclasses that layers accept: Octavo's own, and tracers'
@@ -99,6 +100,11 @@ def check_input(title: str, x: Any, name: str = "") -> None:
     if dtype not in FLOATS:
         what = name or "x"
         raise UnsupportedDtype(f"{title} takes {what} in float32, bfloat16 or float16, got {dtype}. Cast {what} first.")
+    if type(x) is GroupedTensor:
+        raise UnsupportedDtype(
+            f"{title} takes a tensor{_as(name)}, got a GroupedTensor: only octavo.GroupedLinear, called by itself, "
+            "multiplies codes of groups. Pass dequantize() of it."
+        )
     # a run has checked its x before it made an Edge, and a plain strided Tensor needs no further check
     if type(x) is not Edge and (type(x) is not Tensor or x.is_nested or x.layout is not torch.strided):
         check_layout(title, x, name)

@@ -39,15 +39,16 @@ def forward(text: str, *, fixed: bool) -> Node:
     return node
 
 
-def backward(text: str, mask: str, *, fixed: bool) -> Node:
-    """Return the function of a backward node. `mask` says which tensors forward has saved."""
+def backward(text: str, mask: str, copies: bool, *, fixed: bool) -> Node:
+    """Return the function of a backward node. `mask` says which tensors forward has saved, `copies` whether the node
+    also returns copies of the gradients that it writes to buffers of the caller's."""
     parsed = node_call(text)
-    run = _Replays(lambda tensors: parsed.run_backward(parsed.unreplayed, tensors, mask), fixed)
+    run = _Replays(lambda tensors: parsed.run_backward(parsed.unreplayed, tensors, mask, copies), fixed)
     work: Work = run if parsed.layer.decided_by_layout(parsed.config, "backward") else run.work
 
     def node(tensors: list[Tensor]) -> Sequence[Tensor]:
         if dispatch_depth() > 0:
-            found: list[Tensor] = torch.ops.octavo.run_bwd(tensors, text, mask)
+            found: list[Tensor] = torch.ops.octavo.run_bwd(tensors, text, mask, copies)
             return found
         parsed.begin_writes(tensors)
         written = parsed.written_by_backward(tensors)

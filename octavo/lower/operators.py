@@ -1,7 +1,7 @@
 """The layer contract as nodes of a compiled graph: one differentiable forward node, one backward node, for any layer.
 
     octavo::run     (Tensor[] tensors, str call) -> Tensor[]              outputs, extras, fresh
-    octavo::run_bwd (Tensor[] tensors, str call, str mask) -> Tensor[]    the gradients that were asked for
+    octavo::run_bwd (Tensor[] tensors, str call, str mask, bool copies) -> Tensor[]    the gradients that were asked for
 
 The tensors of `run` are inputs, then buffers, in reverse: autograd adds the gradients of a tensor that is passed twice
 in this order, as it does for layers called one by one.
@@ -21,6 +21,11 @@ Codes leave a node as bytes and scales flat (`layer.flat_places`): bytes have no
 size is not specialised for small batches. Backward's writes to buffers are not declared to the compiler: a buffer that
 passed through forward cannot be mutated by a declared op once two microbatches are in flight. The backward node writes
 under a preserved version counter, and is marked to have effects.
+
+A gradient in the caller's memory (`dgrad_out`) is therefore no result of the backward node, and a compiler may read it
+before the node has run: a partitioner moves a product of such a gradient into the forward graph, where the memory holds
+the gradient of an earlier step. Where an operation of the graph reads the gradient, the node returns a copy of it too,
+and the operation reads the copy. The gradient of an input of the graph is returned to the caller, without a copy.
 """
 
 import hashlib
@@ -133,10 +138,11 @@ class NodeCall:
         """Run forward on the tensors of `octavo::run`, by the layer itself or by one that replays it."""
         return _listed(layer.forward(self.config, self.inputs(tensors[::-1])))
 
-    def run_backward(self, layer: Layer, tensors: Sequence[Tensor], mask: str) -> list[Tensor]:
+    def run_backward(self, layer: Layer, tensors: Sequence[Tensor], mask: str, copies: bool) -> list[Tensor]:
         """Run backward on the tensors of `octavo::run_bwd`, by the layer itself or by one that replays it."""
         saved, dys = self.split(tensors, mask)
-        return self.returned(layer.backward(self.config, saved, self.buffers_of(tensors), dys))
+        found = self.returned(layer.backward(self.config, saved, self.buffers_of(tensors), dys))
+        return [*found, *[tensors[at].clone() for at in self.elsewhere.values()]] if copies else found
 
     def refuse(self, tensors: Sequence[Tensor]) -> None:
         """Refuse calls whose backward would write to the wrong memory; `tensors` lists inputs, then buffers."""
@@ -254,7 +260,7 @@ def _makes_fresh(call: str) -> bool:
     return parsed.layer.decided_by_layout(parsed.config, "forward")
 
 
-def _makes_fresh_gradients(call: str, mask: str) -> bool:
+def _makes_fresh_gradients(call: str, mask: str, copies: bool) -> bool:
     parsed = node_call(call)
     return parsed.layer.decided_by_layout(parsed.config, "backward")
 
@@ -266,18 +272,19 @@ def _fakes(parsed: NodeCall, tensors: list[Tensor]) -> ForwardResult:
 
 
 @torch.library.custom_op("octavo::run_bwd", mutates_args=())
-def _run_bwd(tensors: list[Tensor], call: str, mask: str) -> list[Tensor]:
+def _run_bwd(tensors: list[Tensor], call: str, mask: str, copies: bool) -> list[Tensor]:
     parsed = node_call(call)
     parsed.begin_writes(tensors)
     with preserve_version_counter(parsed.written_by_backward(tensors)):
-        return parsed.run_backward(parsed.layer, tensors, mask)
+        return parsed.run_backward(parsed.layer, tensors, mask, copies)
 
 
 @_run_bwd.register_fake
-def _(tensors: list[Tensor], call: str, mask: str) -> list[Tensor]:
+def _(tensors: list[Tensor], call: str, mask: str, copies: bool) -> list[Tensor]:
     parsed = node_call(call)
     saved, dys = parsed.split(tensors, mask)
-    return [p.empty() for p in parsed.returned(parsed.layer.abstract_gradients(parsed.config, saved, *dys))]
+    found = [p.empty() for p in parsed.returned(parsed.layer.abstract_gradients(parsed.config, saved, *dys))]
+    return [*found, *[torch.empty_like(tensors[at]) for at in parsed.elsewhere.values()]] if copies else found
 
 
 has_side_effect(torch.ops.octavo.run_bwd.default)
@@ -301,6 +308,8 @@ def _save(ctx: Any, tensors: list[Tensor], call: str, made: list[Tensor]) -> int
     ctx.mask = pack(saved, kept)
     ctx.save_for_backward(*kept)
     ctx.call, ctx.total, ctx.outputs = call, len(tensors), said.outputs
+    # an input of a graph has no grad_fn when the graph is traced
+    ctx.copies = any(tensors[parsed.presence.starts[i]].grad_fn is not None for i in parsed.elsewhere)
     ctx.set_materialize_grads(False)
     return len(said.outputs)
 
@@ -316,11 +325,12 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
         explain_modified(error, title_of(None, parsed.layer))
         raise
     dys = [_zeros(p) if g is None else g for p, g in zip(ctx.outputs, grads, strict=False)]
-    results = iter(torch.ops.octavo.run_bwd([*kept, *dys], ctx.call, ctx.mask))
+    made = torch.ops.octavo.run_bwd([*kept, *dys], ctx.call, ctx.mask, ctx.copies)
+    results, copies = iter(made), iter(made[len(made) - len(parsed.elsewhere) :])
     places = parsed.presence.starts  # of each input among the tensors
     for i, wanted in enumerate(parsed.layer.wants(parsed.config)):
         if i in parsed.elsewhere:
-            found[places[i]] = kept[parsed.elsewhere[i]]
+            found[places[i]] = next(copies) if ctx.copies else kept[parsed.elsewhere[i]]
         elif wanted and i not in parsed.passed:
             found[places[i]] = next(results)
     for i, other in parsed.passed.items():
@@ -346,7 +356,7 @@ def _(tensors: list[Tensor], call: str, **_: Any) -> int:
 
 
 @register_flop_formula(torch.ops.octavo.run_bwd, get_raw=True)  # type: ignore[untyped-decorator]
-def _(tensors: list[Tensor], call: str, mask: str, **_: Any) -> int:
+def _(tensors: list[Tensor], call: str, mask: str, copies: bool, **_: Any) -> int:
     parsed = node_call(call)
     saved, dys = parsed.split(tensors, mask)
     return int(parsed.layer.gradient_flops(parsed.config, saved, *dys))

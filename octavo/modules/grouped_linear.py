@@ -322,6 +322,9 @@ class GroupedLinear(Quantized):
         # fake and meta tensors have shapes only
         shapes_only = isinstance(rows, FakeTensor) or rows.is_meta
         as_nodes = shapes_only or (dy_codes is None and takes_nodes([self]))
+        if dy_codes is not None and not isinstance(dy_codes, GradientCodes):
+            got = dy_codes.__name__ if isinstance(dy_codes, type) else type(dy_codes).__name__
+            raise UnsupportedDtype(f"dy_codes is an octavo.quant.GradientCodes(), got {got}. Make one for this call.")
         buffers = CallersMemory(out, dgrad_out, None if shapes_only else dy_codes)
         stage = self._stage(rows, weights, splits, scales, buffers, is_first_microbatch, as_nodes, codes)
         tensors = call(stage, rows, as_nodes, self, shape)

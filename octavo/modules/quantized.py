@@ -42,7 +42,10 @@ def dtype_refusal(dtype: torch.dtype) -> str:
     """Returns why a weight of this dtype cannot be quantized; empty if it can."""
     if dtype in FLOATS:
         return ""
-    return f"its weight is {dtype}, and only float32, bfloat16 and float16 can be quantized (model.float() casts it)"
+    return (
+        f"its weight is {dtype}, and only float32, bfloat16 and float16 can be quantized (model.float() casts it, and "
+        "dtype=torch.float32 makes a new one so)"
+    )
 
 
 DY_AMAX = scaling.BUFFER_NAMES["backward"]["current"]  # the buffer in which backward observes dy

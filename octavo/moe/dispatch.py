@@ -7,9 +7,11 @@ this is copied.
 
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from octavo.moe.permutation import permute, unpermute
+from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
+from octavo.moe.permutation import check_capacity, permute, unpermute
 from octavo.moe.routing import counts
 
 
@@ -100,6 +102,9 @@ class LocalDispatch:
         capacity: the number of rows. Slots beyond are dropped, from the last expert on, and counted. None, the default,
             has a row for every slot.
 
+    Raises:
+        UnsupportedConfig: `capacity` is no number from 0 up.
+
     Example:
         >>> moe = octavo.MoE(64, 96, 8, 2, dispatcher=octavo.moe.LocalDispatch(capacity=16))
         >>> y = moe(torch.randn(10, 64))
@@ -108,6 +113,8 @@ class LocalDispatch:
     """
 
     def __init__(self, capacity: int | None = None) -> None:
+        if capacity is not None:
+            check_capacity(capacity)
         self.capacity = capacity
 
     def __repr__(self) -> str:
@@ -126,3 +133,49 @@ class LocalDispatch:
         state: Any = dispatched.state
         permutation, weights = state
         return unpermute(rows, permutation, weights, tail="untouched")
+
+
+# -- checks of a dispatcher --------------------------------------------------------------------------------------------
+
+
+def check_dispatcher(dispatcher: Any) -> None:
+    """Raises if an object lacks a function of the contract, or is a class and not an object."""
+    missing = [name for name in ("dispatch", "combine") if not callable(getattr(dispatcher, name, None))]
+    if isinstance(dispatcher, type):
+        raise UnsupportedConfig(
+            f"dispatcher is an object, got the class {dispatcher.__name__}. Pass {dispatcher.__name__}(...)."
+        )
+    if missing:
+        raise UnsupportedConfig(
+            f"dispatcher is an object with the methods dispatch and combine of octavo.moe.Dispatch, and this "
+            f"{type(dispatcher).__name__} has no {' and no '.join(missing)}. Write what is missing."
+        )
+
+
+def check_dispatched(dispatcher: Any, sent: Any) -> None:
+    """Raises if `dispatch` returned something else than a Dispatched, or counted dropped slots on the host."""
+    title = f"{type(dispatcher).__name__}.dispatch"
+    if not isinstance(sent, Dispatched):
+        raise UnsupportedDtype(
+            f"{title} returns an octavo.moe.Dispatched, got {type(sent).__name__}. Return Dispatched(rows, sizes, "
+            "state)."
+        )
+    dropped = sent.dropped
+    if dropped is None:
+        return
+    if not isinstance(dropped, Tensor) or dropped.dtype not in (torch.int32, torch.int64) or dropped.numel() != 1:
+        got = f"{dropped.dtype} {tuple(dropped.shape)}" if isinstance(dropped, Tensor) else type(dropped).__name__
+        raise UnsupportedDtype(
+            f"{title} returns the number of dropped slots as an int64 tensor without dims, got {got}. Sum a tensor on "
+            "the device, such as (positions < 0).sum(), or leave dropped out."
+        )
+
+
+def check_combined(dispatcher: Any, y: Any, x: Tensor) -> None:
+    """Raises if `combine` returned something else than a row for each token of x."""
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise UnsupportedShape(
+            f"{type(dispatcher).__name__}.combine returns y with a row for each token, {tuple(x.shape)}, got {got}. "
+            "Sum the rows of each token, as octavo.moe.unpermute does."
+        )

@@ -1,11 +1,20 @@
 """`octavo.moe.Experts`: the experts of a mixture, from routed tokens to their weighted sum."""
 
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape, check_choice
+from octavo.errors import (
+    UnknownSetting,
+    UnsupportedConfig,
+    UnsupportedDevice,
+    UnsupportedDtype,
+    UnsupportedShape,
+    check_choice,
+    nearest,
+)
 from octavo.fused.blocks import KINDS, fc1_width
 from octavo.fused.experts import RULES
 from octavo.fuser.inputs import check_input
@@ -16,6 +25,9 @@ from octavo.modules.permutation import Permute, Unpermute
 from octavo.moe.permutation import Permutation, sort
 from octavo.moe.routing import checked_index
 from octavo.recipes import Recipe
+
+# keywords of GroupedLinear that a mixture hands on
+SETTINGS = tuple(name for name, p in signature(GroupedLinear).parameters.items() if p.default is not p.empty)
 
 
 def _with_storage(refusal: NotFired) -> NotFired:
@@ -176,6 +188,7 @@ class Experts(Sequential):
     def _extras(self, x: Tensor, indices: Tensor | Permutation, probs: Tensor) -> tuple[Tensor, ...]:
         """Returns the extra inputs of the operations, in order, with all leading dims flattened."""
         check_input("Experts", x)
+        _refuse_swapped(indices, probs)
         check_input("Experts", probs, "probs")
         index = indices.positions if isinstance(indices, Permutation) else indices
         checked_index("Experts", index)
@@ -190,7 +203,7 @@ class Experts(Sequential):
         if probs.shape != index.shape or index.shape[:-1] != x.shape[:-1]:
             raise UnsupportedShape(
                 f"indices and probs have a number for each slot of each token of x {tuple(x.shape)}, so shape "
-                f"{(*x.shape[:-1], 'K')}; got {tuple(index.shape)} and {tuple(probs.shape)}."
+                f"({', '.join(map(str, x.shape[:-1]))}, K); got {tuple(index.shape)} and {tuple(probs.shape)}."
             )
         slots = index.shape[-1]
         if isinstance(indices, Permutation):
@@ -221,11 +234,25 @@ class Experts(Sequential):
         super().__setstate__({**state, "rules": rules})  # type: ignore[no-untyped-call]
 
 
+def _refuse_swapped(indices: Any, probs: Any) -> None:
+    both = isinstance(indices, Tensor) and isinstance(probs, Tensor)
+    if both and indices.is_floating_point() and not probs.is_floating_point():
+        raise UnsupportedDtype(
+            f"Experts takes indices of integers, then probs, got {indices.dtype} and {probs.dtype}. route returns them "
+            "the other way round: weights, index = octavo.moe.route(...), then experts(x, index, weights)."
+        )
+
+
 def expert_layers(
     num_experts: int, hidden_size: int, ffn_hidden_size: int, activation: str, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the layers of experts, `fc1`, `activation` and `fc2`; `settings` are keywords of GroupedLinear."""
     wide = fc1_width(activation, ffn_hidden_size)
+    if unknown := [name for name in settings if name not in SETTINGS]:
+        raise UnknownSetting(
+            f"A mixture has no setting {unknown[0]!r}.{nearest(unknown[0], SETTINGS)} It takes its own arguments and "
+            f"those of octavo.GroupedLinear: {', '.join(SETTINGS)}."
+        )
     if settings.get("scale_bias"):
         raise UnsupportedConfig(
             "Experts(scale_bias=True): the probabilities multiply the experts' outputs, biases too. Leave it out."

@@ -6,12 +6,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.fused.blocks import KINDS, fc1_width
 from octavo.fuser.inputs import arrived, check_input
 from octavo.fuser.sequential import Sequential
 from octavo.modules.linear import Linear
-from octavo.moe.dispatch import Dispatch
+from octavo.moe.dispatch import Dispatch, check_combined, check_dispatched, check_dispatcher
 from octavo.moe.experts import Experts, expert_layers
 from octavo.moe.losses import balance, z_loss
 from octavo.moe.permutation import sort
@@ -184,6 +185,8 @@ class MoE(nn.Module):
             UnsupportedDtype: x or `tokens` has the wrong dtype.
         """
         x = self._rows(input)
+        if self.load.is_meta and not x.is_meta:
+            self._place_counts()
         if self.aux_loss_coef or self.z_loss_coef:
             # the last loss would keep gradient accumulators of the stream it ran on, and a capture refuses those
             self._loss = None
@@ -212,6 +215,7 @@ class MoE(nn.Module):
         self, dispatcher: Dispatch, x: Tensor, index: Tensor, weights: Tensor, flag: dict[str, Any]
     ) -> Tensor:
         sent = dispatcher.dispatch(x, index, weights, self.num_experts)
+        check_dispatched(dispatcher, sent)
         if sent.dropped is not None:
             assert self.dropped is not None
             self.dropped.copy_(torch.maximum(self.dropped, sent.dropped))  # the same if a checkpoint runs this again
@@ -220,7 +224,9 @@ class MoE(nn.Module):
         out = {} if sent.out is None else {"out": sent.out}
         kwargs: Any = {0: {**flag, **dgrad_out}, 2: {**flag, **out}} if flag or dgrad_out or out else None
         rows: Any = self.experts(sent.rows, sent.sizes, sent.sizes, op_kwargs=kwargs)
-        return dispatcher.combine(rows, sent)
+        y = dispatcher.combine(rows, sent)
+        check_combined(dispatcher, y, x)
+        return y
 
     def _with_shared(self, y: Tensor, x: Tensor, flag: dict[str, Any]) -> Tensor:
         if self.shared is None:
@@ -274,13 +280,21 @@ class MoE(nn.Module):
             >>> octavo.MoE(64, 96, 8, 2).overflow()
             0
         """
-        if self.dropped is None:
+        if self.dropped is None or self.dropped.is_meta:
             return 0
         number = int(self.dropped[0].item())
         self.dropped[0].zero_()
         return number
 
     # -- nn.Module -----------------------------------------------------------------------------------------------------
+
+    @while_tracing
+    def _place_counts(self) -> None:
+        """Moves the counts of the last forward from the meta device to the parameters, which were assigned: no state
+        dict has the counts."""
+        for name in ("load", "dropped"):
+            if (counts := getattr(self, name)) is not None:
+                setattr(self, name, torch.zeros_like(counts, device=self.router.weight.device))
 
     def extra_repr(self) -> str:
         named = {"score": "softmax", "normalize": None, "groups": None, "top_groups": None, "scale": 1.0,
@@ -289,12 +303,15 @@ class MoE(nn.Module):
         return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *changed])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Keeps the bias in float32: 16 bits would round its small steps away."""
-        bias = self.expert_bias
+        """Keeps the bias in float32: 16 bits would round its small steps away. Sets buffers that come from the meta
+        device to zero: memory that `to_empty` allocates has any values, and the counts are in no state dict."""
+        bias, was_meta = self.expert_bias, self.load.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         moved = self.expert_bias
         if bias is not None and moved is not None and moved.dtype != bias.dtype:
             self.expert_bias = bias.to(moved.device)
+        if was_meta and not self.load.is_meta:
+            self.reset_parameters()
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -304,6 +321,8 @@ class MoE(nn.Module):
 def _check_experts(number: int, local: int | None, dispatcher: Dispatch | None, settings: dict[str, Any]) -> None:
     if not 1 <= number <= MAX_GROUPS:
         raise UnsupportedShape(f"MoE takes 1 to {MAX_GROUPS} experts, got num_experts={number}.")
+    if dispatcher is not None:
+        check_dispatcher(dispatcher)
     if local is not None and dispatcher is None:
         raise UnsupportedConfig(
             f"MoE(num_local_experts={local}) needs a dispatcher, which moves tokens to experts of other processes. "

@@ -97,10 +97,7 @@ def sort(
         )
     rows = None
     if capacity is not None:
-        if capacity < 0 or capacity % align:
-            raise UnsupportedConfig(
-                f"capacity is a number of rows, a multiple of align={align}, got {capacity}. Round it up."
-            )
+        check_capacity(capacity, align)
         rows = torch.empty(capacity, 0, dtype=torch.uint8, device=routing.device)  # a graph may know it as a symbol
     number = math.prod(routing.shape[:-1]) * slots
     if max(most_rows(number, experts, align), number, capacity or 0) >= 2**31:
@@ -258,6 +255,15 @@ def _call(stage: Stage, x: Tensor) -> Sequence[Tensor]:
     return call(stage, x, takes_nodes() or isinstance(x, FakeTensor) or x.is_meta)
 
 
+def check_capacity(capacity: Any, align: int = 1) -> None:
+    if isinstance(capacity, (bool, float, str)) or capacity < 0:
+        raise UnsupportedConfig(f"capacity is a number of rows, from 0 up, got {capacity!r}. Pass an int.")
+    if capacity % align:
+        raise UnsupportedConfig(
+            f"capacity is a number of rows, a multiple of align={align}, got {capacity}. Round it up."
+        )
+
+
 def _number(n: int) -> int:
     """Returns a number that a graph may know as a symbol as the one that the graph is made for."""
     return len(range(n))
@@ -293,6 +299,12 @@ def _checked_map(routing: Tensor, num_experts: int | None, top_k: int | None) ->
 
 def _check_tokens(title: str, x: Tensor, permutation: Permutation, width: int) -> None:
     want = (*permutation.positions.shape[:-1], width)
+    if len(want) == 1 and x.dim() == 2:
+        raise UnsupportedShape(
+            f"{title} takes a map [..., K] with the experts of each token in its last dim, and the map "
+            f"{tuple(permutation.positions.shape)} beside {tuple(x.shape)} has no dim for them. For one expert each "
+            "pass index[:, None]."
+        )
     if x.dim() == 0 or tuple(x.shape) != want:
         leading = ", ".join(map(str, want[:-1]))
         raise UnsupportedShape(
@@ -311,7 +323,7 @@ def _check_device(what: str, x: Tensor, permutation: Permutation) -> None:
 
 def _checked_probs(title: str, probs: Tensor, permutation: Permutation) -> Tensor:
     probs = arrived(probs)
-    check_input(f"{title}, as probs,", probs)
+    check_input(title, probs, "probs")
     is_mask = permutation.experts is not None
     width = permutation.sizes.shape[0] if is_mask else permutation.positions.shape[-1]
     _check_tokens(f"{title}, as probs,", probs, permutation, width)

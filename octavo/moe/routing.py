@@ -133,7 +133,9 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
 
     Raises:
         UnsupportedShape: the bias and the counts have two shapes.
-        UnsupportedDtype: the bias is not float32, whose steps a bias in fewer bits would round away.
+        UnsupportedDtype: the bias is not float32, whose steps a bias in fewer bits would round away; or an argument is
+            no tensor, such as the `expert_bias` of an `octavo.MoE` without one.
+        UnsupportedDevice: the bias and the counts are on two devices.
 
     Example:
         >>> bias = torch.zeros(3)
@@ -141,6 +143,9 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
         >>> bias
         tensor([-0.1250,  0.0000,  0.1250])
     """
+    if not isinstance(bias, Tensor):
+        way_out = " This octavo.MoE was built without expert_bias=True." if bias is None else ""
+        raise UnsupportedDtype(f"update_bias takes a bias as a tensor, got {type(bias).__name__}.{way_out}")
     if not isinstance(counts, Tensor):
         raise UnsupportedDtype(f"update_bias takes counts as a tensor, got {type(counts).__name__}.")
     if bias.shape != counts.shape or bias.dim() != 1:
@@ -149,6 +154,8 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
         )
     if bias.dtype != torch.float32:
         raise UnsupportedDtype(f"update_bias takes a bias in float32, got {bias.dtype}. Use bias.float().")
+    if bias.device != counts.device:
+        raise UnsupportedDevice(f"The bias is on {bias.device} and the counts on {counts.device}. Move them together.")
     with torch.no_grad():
         bias.add_((counts.sum() - counts * counts.shape[0]).sign(), alpha=rate)
 

@@ -168,3 +168,9 @@ def test_the_layer_makes_no_other_cast_of_dy(monkeypatch):
     monkeypatch.setattr(grouped_linear, "quantized_dy", None)
     found = coded_step(layer, x, sent("fp8-current", dy, columns=False))
     assert found["dw"].shape[0] == G and found["dx"][:30].any()
+
+
+def test_the_class_in_place_of_a_slot_is_refused():
+    layer = octavo.GroupedLinear(2, 32, 16, recipe="fp8-block")
+    with pytest.raises(UnsupportedDtype, match=r"dy_codes is an octavo.quant.GradientCodes\(\), got GradientCodes"):
+        layer(torch.ones(8, 32), torch.tensor([3, 5]), dy_codes=octavo.quant.GradientCodes)

@@ -197,3 +197,35 @@ def test_a_graph_refuses_a_buffer_that_does_not_fit(name):
     layer, (x, _) = experts("fp8-current"), batch()
     with pytest.raises(Exception, match=rf"(?s){name}.*{ROWS + 1}"):
         compiled(layer)(x.requires_grad_(), sizes(), **{name: torch.empty(ROWS + 1, N if name == "out" else K)})
+
+
+def after_a_product(layer, w):
+    return lambda x, dx: layer(x @ w, sizes(), dgrad_out=dx)
+
+
+def after_a_permutation(layer, w):
+    permutation = octavo.moe.sort(torch.arange(ROWS)[:, None] % G, G)
+    return lambda x, dx: layer(octavo.moe.permute(x @ w, permutation)[0], permutation.sizes, dgrad_out=dx)
+
+
+def in_memory_of_the_graph(layer, w):
+    return lambda x, dx: layer(x @ w, sizes(), dgrad_out=dx.clone())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("calls", [after_a_product, after_a_permutation, in_memory_of_the_graph])
+def test_an_operation_before_the_layer_reads_the_gradient_of_this_step(calls, backend):
+    """A partitioner that saves memory moves the product of dgrad_out and w into the forward graph, where dgrad_out
+    holds the gradient of an earlier step. It does so if the product is smaller than w."""
+    wide = 2 * ROWS
+    layer, x, w = experts("fp8-current", k=wide), batch(k=wide, poison=0.0)[0], spiky(wide, wide, seed=5)
+    call = calls(layer, w)
+    in_graph = compiled(call, backend=backend)
+    for seed in range(2):
+        dy, grads = batch(seed=seed, poison=0.0)[1], []
+        for run, before in ((call, 0.0), (in_graph, 7.0)):
+            leaf, dx = x.clone().requires_grad_(), torch.zeros(ROWS, wide)
+            dx[:USED] = before
+            run(leaf, dx).backward(dy)
+            grads.append(leaf.grad)
+        torch.testing.assert_close(grads[1], grads[0], rtol=1e-6, atol=1e-6)

@@ -9,7 +9,7 @@ from torch import nn
 
 import octavo
 from octavo import moe
-from octavo.errors import UnsupportedConfig, UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from tests.fuser.models import assert_equal, compiled, error
 from tests.modules.oracle import assert_same
 from tests.moe.test_experts import NEAR
@@ -69,6 +69,16 @@ def test_buffers_are_handed_over():
     assert_equal(found, want)
     assert dispatcher.combined.data_ptr() == dispatcher.out.data_ptr()
     assert dispatcher.dgrad_out.isfinite().all()
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_buffers_are_handed_over_in_a_graph():
+    """The gradient of this step goes from dgrad_out to the tokens, and not the NaN that was there."""
+    model, twin = mixture(dispatcher=Handed()), mixture(dispatcher=moe.LocalDispatch())
+    call = compiled(lambda x: (model(x), model.aux_loss))
+    for seed in range(2):
+        assert_equal(step(model, *batch(seed), call=call), step(twin, *batch(seed)))
+    assert model.dispatcher.dgrad_out.isfinite().all()
 
 
 def test_two_processes_make_a_whole():
@@ -156,3 +166,53 @@ def test_a_copy_counts_for_itself():
     model(x)
     assert (other.overflow(), model.overflow()) == (0, 12)
     assert "dropped" not in model.state_dict()
+
+
+class Wrong(moe.LocalDispatch):
+    """A dispatcher that breaks the contract."""
+
+    def __init__(self, send=lambda sent: sent, give=lambda y: y):
+        super().__init__()
+        self.send, self.give = send, give
+
+    def dispatch(self, *given):
+        return self.send(super().dispatch(*given))
+
+    def combine(self, rows, dispatched):
+        return self.give(super().combine(rows, dispatched))
+
+
+BROKEN = {
+    "a tuple": (Wrong(send=tuple), "Wrong.dispatch returns an octavo.moe.Dispatched, got tuple"),
+    "dropped on the host": (Wrong(send=lambda sent: sent._replace(dropped=3)), "dropped slots as an int64 .* got int"),
+    "dropped in float": (
+        Wrong(send=lambda sent: sent._replace(dropped=torch.tensor(3.0))), r"dropped slots .* got torch.float32 \(\)",
+    ),
+    "no y": (Wrong(give=lambda y: None), r"Wrong.combine returns y .* \(40, 48\), got NoneType"),
+    "rows instead of y": (Wrong(give=lambda y: y.repeat(2, 1)), r"Wrong.combine returns y .* got \(80, 48\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_contract_is_told(case):
+    dispatcher, message = BROKEN[case]
+    with pytest.raises((UnsupportedDtype, UnsupportedShape), match=message):
+        mixture(dispatcher=dispatcher)(batch()[0])
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "message"),
+    [
+        (object(), "this object has no dispatch and no combine"),
+        (moe.LocalDispatch, r"got the class LocalDispatch. Pass LocalDispatch\(...\)"),
+    ],
+)
+def test_what_is_no_dispatcher_is_refused_at_once(dispatcher, message):
+    with pytest.raises(UnsupportedConfig, match=message):
+        mixture(dispatcher=dispatcher)
+
+
+@pytest.mark.parametrize("capacity", [-1, 2.5, "8", True])
+def test_a_capacity_that_is_no_number_of_rows_is_refused_at_once(capacity):
+    with pytest.raises(UnsupportedConfig, match=f"capacity is a number of rows, from 0 up, got {capacity!r}"):
+        moe.LocalDispatch(capacity)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import moe
+from octavo.errors import UnsupportedDtype
 from tests.fuser.models import FUSED_AT_ONCE, Graphs, assert_equal, assert_state, compiled, error, fill, recipes
 from tests.modules.experts import same_seed
 from tests.modules.oracle import QUANTIZED, assert_same, spiky
@@ -510,3 +511,9 @@ def test_fused_optimizers_update_the_weights_in_place():
         first = next(getattr(parts, name).parameters())
         assert own[0].nbytes * E <= first.untyped_storage().nbytes()  # still one allocation
     assert_same(whole(*batch(4)[:3]).detach(), parts(*batch(4)[:3]).detach())
+
+
+def test_indices_and_probs_that_are_swapped_are_named():
+    experts = moe.Experts(4, 16, 8, recipe="fp8-block")
+    with pytest.raises(UnsupportedDtype, match=r"weights, index = octavo.moe.route"):
+        experts(torch.zeros(3, 16), *moe.route(torch.zeros(3, 4), 2))

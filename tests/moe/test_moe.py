@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import moe
-from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
+from octavo.errors import UnknownSetting, UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from tests.fuser.models import (
     FUSED_AT_ONCE,
     GRAD_ERROR,
@@ -273,6 +273,41 @@ def test_made_on_the_meta_device():
             module.reset_parameters()
     assert not model.expert_bias.any() and not model.load.any()
     assert all(t.isfinite().all() for t in step(model, *batch()))
+
+
+@pytest.mark.parametrize("how", ["assigned", "to_empty"])
+def test_counts_of_a_module_that_was_made_on_the_meta_device(how):
+    """They are in no state dict, and start at zero on the device of the weights."""
+    settings = {"dispatcher": moe.LocalDispatch(T * K - 12), **RICH}
+    twin = mixture(**settings)
+    model, state = octavo.MoE(D, N, E, K, recipe="fp8-block", device="meta", **settings), twin.state_dict()
+    if how == "assigned":
+        model.load_state_dict(copy.deepcopy(state), assign=True)
+    else:
+        empty_like = torch.empty_like
+        with pytest.MonkeyPatch.context() as patch:  # memory with any values
+            patch.setattr(torch, "empty_like", lambda t, **given: empty_like(t, **given).fill_(7))
+            model.to_empty(device="cpu")
+        model.load_state_dict(state)
+        assert not model.load.any()
+    assert model.overflow() == 0
+    assert_equal(step(model, *batch()), step(twin, *batch()))
+    assert model.overflow() == 12
+    for module in (model, twin):
+        moe.update_bias(module.expert_bias, module.load)
+    assert_same(model.expert_bias, twin.expert_bias)
+
+
+def test_an_unknown_setting_is_named():
+    with pytest.raises(UnknownSetting, match=r"no setting 'keep_weight_code'. Did you mean 'keep_weight_codes'"):
+        mixture(keep_weight_code=False)
+
+
+def test_codes_are_refused_as_x():
+    codes = octavo.quant.Block1D().quantize_groups(batch()[0], torch.tensor([T]))
+    for layer in (mixture(), octavo.Linear(D, N, recipe="fp8-block")):
+        with pytest.raises(UnsupportedDtype, match="got a GroupedTensor: only"):
+            layer(codes)
 
 
 def test_copies_of_a_trained_module():

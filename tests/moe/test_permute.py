@@ -391,7 +391,7 @@ REFUSED = {
     "another tail": (UnsupportedConfig, "tail", lambda: moe.permute(X, SORTED, tail="nan")),
     "other rows": (UnsupportedShape, "the 8 rows", lambda: moe.unpermute(X, SORTED)),
     "other probabilities": (UnsupportedShape, r"\[4, 2\]", lambda: moe.unpermute(X.repeat(2, 1), SORTED, X)),
-    "integers as probabilities": (UnsupportedDtype, "as probs", lambda: moe.permute_probs(INDEX, SORTED)),
+    "integers as probabilities": (UnsupportedDtype, "takes probs", lambda: moe.permute_probs(INDEX, SORTED)),
     "two devices": (UnsupportedDevice, "meta", lambda: moe.permute(X.to("meta"), SORTED)),
 }
 
@@ -408,3 +408,14 @@ def test_a_permutation_can_be_copied_and_moved():
     moved = moe.Permutation(*[t.to("meta") for t in permutation])
     rows, same = moe.permute(torch.ones(4, 8, device="meta"), moved)
     assert rows.shape == (12, 8) and same.sources.is_meta
+
+
+def test_a_map_without_a_dim_for_the_slots_is_named():
+    with pytest.raises(UnsupportedShape, match=r"For one expert each pass index\[:, None\]"):
+        moe.permute(torch.zeros(5, 4), torch.zeros(5, dtype=torch.int64), 3)
+
+
+def test_an_error_of_probs_names_them():
+    rows, permutation = moe.permute(torch.zeros(5, 4), torch.zeros(5, 1, dtype=torch.int64), 3)
+    with pytest.raises(UnsupportedDtype, match=r"unpermute takes probs in .* Cast probs first"):
+        moe.unpermute(rows, permutation, torch.zeros(5, 1, dtype=torch.float64))

@@ -391,3 +391,15 @@ def test_tensors_that_do_not_fit_are_refused():
         moe.update_bias(torch.zeros(8), torch.zeros(4))
     with pytest.raises(UnsupportedDtype, match="float32"):
         moe.update_bias(torch.zeros(8).bfloat16(), torch.zeros(8))
+
+
+@pytest.mark.parametrize(
+    ("bias", "counts", "message"),
+    [
+        (None, torch.zeros(3), "got NoneType. This octavo.MoE was built without expert_bias=True"),
+        (torch.zeros(3), torch.zeros(3, device="meta"), "bias is on cpu and the counts on meta"),
+    ],
+)
+def test_update_bias_refuses_a_bias_that_it_cannot_move(bias, counts, message):
+    with pytest.raises((UnsupportedDevice, UnsupportedDtype), match=message):
+        moe.update_bias(bias, counts)

@@ -118,7 +118,7 @@ def _check(splits: Tensor, rows: int) -> None:
     if not isinstance(splits, Tensor):
         raise UnsupportedDtype(f"Group sizes must be a tensor, got {type(splits).__name__}. Use torch.as_tensor first.")
     if splits.dtype not in (torch.int32, torch.int64):
-        raise UnsupportedDtype(f"Group sizes must be int32 or int64, got {splits.dtype}. Use splits.to(torch.int32).")
+        raise UnsupportedDtype(f"Group sizes must be int32 or int64, got {splits.dtype}. Use .to(torch.int32).")
     if splits.dim() != 1:
         raise UnsupportedShape(
             f"Group sizes must be a vector of 1 to {MAX_GROUPS} elements, got {tuple(splits.shape)}. "
