@@ -138,7 +138,7 @@ def test_any_shape_on_the_device(spec, m, k):
     q = spec.quantize(torch.randn(m, k, device="cuda") * torch.exp2(torch.randint(-20, 20, (m, 1), device="cuda")))
     found = decode(q)
     assert_same_bits(found, reference.decode(q, None))
-    assert found.stride(0) % 8 == 0 and found.data_ptr() % 16 == 0
+    assert k == 0 or (found.stride(0) % 8 == 0 and found.data_ptr() % 16 == 0)
 
 
 @pytest.mark.gpu
