@@ -743,3 +743,19 @@ def test_a_profiler_of_launches_is_told_of_each(monkeypatch):
             assert torch.equal(layer(x), want) and told
         finally:
             hook.calls.clear()
+
+
+@pytest.mark.parametrize(("dtype", "once"), [(torch.uint8, True), (torch.int16, False)])
+def test_memory_that_is_used_in_one_other_dtype_of_its_size_is_allocated_in_it(dtype, once):
+    """A graph has codes as bytes: no view is made for that at every step."""
+
+    def work(tensors):
+        codes = torch.empty(8, 4, dtype=torch.float8_e4m3fn)
+        return None, (codes.view(dtype).fill_(3),)
+
+    watch = recorder.Recorder([torch.ones(1)])
+    with watch.watching():
+        made = work(())
+    replay = watch.function(*made)
+    assert (replay.source.count(" = ") == 1) == once  # the allocation, and no view of it
+    assert_equal(replay(torch.ones(1))[1], made[1])

@@ -231,8 +231,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _covers(view: Tensor, t: Tensor) -> bool:
-    """Whether a view is all of a tensor's memory, and of the same dtype, so that either might have been allocated."""
-    begins = view.data_ptr() == t.data_ptr() and view.dtype == t.dtype
+    """Whether a view is all of a tensor's memory, in elements of the same size: either might have been allocated."""
+    begins = view.data_ptr() == t.data_ptr() and view.element_size() == t.element_size()
     return begins and 0 < view.numel() == t.numel() and _extent(view) == _extent(t)
 
 
