@@ -1,5 +1,5 @@
-"""Every kernel in every configuration compiles for SM90 and SM100 without a GPU, spills no more than on record, and
-puts matrix products on the tensor cores."""
+"""Every kernel compiles for SM90 and SM100 without a GPU, spills no more than on record, and puts matrix products on
+the tensor cores: a sample of its configurations, or with `-m slow` all of them."""
 
 import json
 
@@ -14,16 +14,25 @@ pytest.importorskip("triton")
 SERIALIZED = {"grouped plain depth in Triton bf16 to fp32", "grouped plain depth in Triton fp16 to fp32"}
 
 
-@pytest.fixture(scope="module")
-def results() -> list[dict]:
-    return offline.compile_all()
+@pytest.fixture(scope="module", params=["sample", pytest.param("jobs", marks=pytest.mark.slow)])
+def results(request) -> list[dict]:
+    return offline.compile_all(getattr(offline, request.param)())
 
 
-def test_every_configuration_is_on_record(results):
+def test_every_configuration_is_on_record():
     """A new kernel, or one that went, needs `python -m tests.offline` and a look at the difference."""
     on_record = json.loads(offline.RECORD.read_text())
-    assert {r["name"] for r in results} == set(on_record)
-    assert len(results) == len(offline.jobs())
+    assert {v.name for v in offline.variants()} == set(on_record)
+    assert {(v.name, f"sm{sm}") for v in offline.variants() for sm in offline.ARCHITECTURES} >= {
+        (name, sm) for name, found in on_record.items() for sm in found
+    }
+
+
+def test_the_sample_has_every_kernel_on_every_architecture(results):
+    every = offline.variants()
+    of = lambda jobs: {(id(every[i].kernel), sm) for i, sm in jobs}  # noqa: E731
+    assert of(offline.sample()) == of(offline.jobs())
+    assert len(results) >= len(offline.sample())
 
 
 def test_no_configuration_spills_more_than_on_record(results):
