@@ -16,14 +16,14 @@ from torch.overrides import TorchFunctionMode
 import octavo
 from octavo import cli
 from octavo.cli import bench, doctor, main, output, train
-from octavo.cli.bench import block, grouped, grouped_gemms, linear, mlp, moe, permute, quantize
+from octavo.cli.bench import block, grouped, grouped_gemms, linear, mlp, model, moe, permute, quantize
 from octavo.cli.gpt import Shape
 from octavo.errors import Unsupported
 from octavo.recipes import SHIPPED
 
 SUITES = {
     "quantize": quantize, "linear": linear, "grouped": grouped, "grouped-gemms": grouped_gemms, "mlp": mlp, "moe": moe,
-    "permute": permute,
+    "model": model, "permute": permute,
 }  # fmt: skip
 
 
@@ -200,6 +200,7 @@ ARGUMENTS = {
     "grouped-gemms": ["--shape", "2,256,128,128", "--shape", "3,256,128,128", "--recipes", "bf16,fp8-block"],
     "mlp": ["--shape", "16,32,64", "--recipes", "fp8-block", "--no-peers"],
     "moe": ["--shape", "16,4,2,32,64", "--recipes", "fp8-block", "--no-peers"],
+    "model": ["--device", "cpu", "--size", "tiny", "--recipes", "fp8-block", "--no-peers"],
     "permute": ["--shape", "16,4,2,32"],
     "host": ["--recipes", "fp8-block", "--no-peers"],
 }
@@ -227,6 +228,7 @@ def measured(monkeypatch):
             "hosts_us": dict.fromkeys(names, 1.0),
             "peak_mib": 1.0, "_memory": {"saved_mib": 1.0, "peak_mib": 1.0}, "kept_mib": 1.0,
             "kernels_ms": [{"kernel": "k", "calls": 1.0, "ms": 1.0}],
+            "step_ms": (1.0, [1.0]), "step_seconds": 1.0, "step_peak_mib": 1.0,
         }  # fmt: skip
         for module in SUITES.values():
             for timer, value in timers.items():

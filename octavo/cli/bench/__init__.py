@@ -13,14 +13,14 @@ from functools import partial
 import torch
 
 from octavo.cli import output
-from octavo.cli.bench import block, grouped, grouped_gemms, host, linear, mlp, moe, permute, quantize
+from octavo.cli.bench import block, grouped, grouped_gemms, host, linear, mlp, model, moe, permute, quantize
 from octavo.errors import UnsupportedHardware
 
 # a suite is a file here with `add_arguments(parser)`, `measure(arguments, report)`, which fills the report row by row,
 # and `render(report) -> text`, which returns "" while there is no row; its module docstring is its help text
 SUITES = {
     "quantize": quantize, "linear": linear, "block": block, "grouped": grouped, "grouped-gemms": grouped_gemms,
-    "mlp": mlp, "moe": moe, "permute": permute, "host": host,
+    "mlp": mlp, "moe": moe, "model": model, "permute": permute, "host": host,
 }  # fmt: skip
 
 

@@ -19,29 +19,28 @@ example: octavo bench block --recipes fp8-current
 """
 
 import statistics
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from octavo._torch.compilation import cudagraph_skips, fresh_cache, reset
+from octavo._torch.compilation import cudagraph_skips, reset
 from octavo.cli import machine, options, table
 from octavo.cli.bench import linear, peers
-from octavo.cli.bench.step import peak_mib, settled_step, training_step
+from octavo.cli.bench.on_device import backend, compiled, no_caches, step_ms, step_peak_mib, step_seconds
+from octavo.cli.bench.step import settled_step, training_step
 from octavo.cli.bench.transformer import Block, Size
-from octavo.cli.timing import REPEATS, WARMUP, eager_ms, host_us
+from octavo.cli.timing import REPEATS, WARMUP, host_us
 from octavo.model.convert import convert
 from octavo.model.step import step as end_step
 from octavo.recipes import SHIPPED
 
 SIZES = {"full": Size(2, 4096, 4096, 32, 14336), "tiny": Size(2, 16, 32, 2, 64)}
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-block")
-HOST_REPEATS, HOST_ROUNDS, CPU_REPEATS = 4, 100, 3
+HOST_REPEATS, HOST_ROUNDS = 4, 100
 
 Conversion = Callable[[nn.Module], object]
 
@@ -69,7 +68,7 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
         "dtype": "bfloat16",
         "bias": False,
         "size": vars(size),
-        "backend": _backend(device),
+        "backend": backend(device),
         "peers": peers.versions(),
         "method": {
             "warmup": WARMUP,
@@ -102,51 +101,16 @@ def _case(name: str, conversion: Conversion, size: Size, device: torch.device) -
     step()
     end_step(model)  # delayed scaling: from here scales follow the data, as in training
     row: dict[str, Any] = {"case": name}
-    row["eager_ms"], row["eager_readings_ms"] = _ms(step, device)
-    row["eager_peak_mib"] = _peak_mib(step, device)
+    row["eager_ms"], row["eager_readings_ms"] = step_ms(step, device)
+    row["eager_peak_mib"] = step_peak_mib(step, device)
     reset()
-    with _no_caches(device):
+    with no_caches(device):
         step = training_step(model, x, dy, compiled(model, device))
-        first = _seconds(step, device)
-        row["ms"], row["readings_ms"] = _ms(step, device)
-        row["peak_mib"] = _peak_mib(step, device)
+        first = step_seconds(step, device)
+        row["ms"], row["readings_ms"] = step_ms(step, device)
+        row["peak_mib"] = step_peak_mib(step, device)
     row["compile_s"] = first - row["ms"] / 1e3
     return row
-
-
-def compiled(module: nn.Module, device: torch.device, mode: str = "default") -> Callable[..., Any]:
-    """Returns the module compiled as a single graph."""
-    settings: dict[str, Any] = {"mode": mode} if device.type == "cuda" else {"backend": _backend(device)}
-    call: Callable[..., Any] = torch.compile(module, fullgraph=True, **settings)
-    return call
-
-
-def _backend(device: torch.device) -> str:
-    return "inductor" if device.type == "cuda" else "aot_eager"
-
-
-def _no_caches(device: torch.device) -> AbstractContextManager[Any]:
-    return fresh_cache() if device.type == "cuda" else nullcontext()
-
-
-def _ms(step: Callable[[], None], device: torch.device) -> tuple[float, list[float]]:
-    if device.type == "cuda":
-        return eager_ms(step)
-    readings = [_seconds(step, device) * 1e3 for _ in range(CPU_REPEATS)]
-    return statistics.median(readings), readings
-
-
-def _seconds(step: Callable[[], None], device: torch.device) -> float:
-    """Returns the wall-clock seconds of one step."""
-    start = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def _peak_mib(step: Callable[[], None], device: torch.device) -> float | None:
-    return peak_mib(step) if device.type == "cuda" else None
 
 
 # -- the host --------------------------------------------------------------------------------------------------------
@@ -183,7 +147,7 @@ def _tiny_step(make: Callable[[int, int], nn.Module], device: torch.device) -> t
 
 
 def _host_us(step: Callable[[], None], device: torch.device) -> float:
-    return host_us(step, repeats=HOST_REPEATS) if device.type == "cuda" else _ms(step, device)[0] * 1e3
+    return host_us(step, repeats=HOST_REPEATS) if device.type == "cuda" else step_ms(step, device)[0] * 1e3
 
 
 # -- as text ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch import nn
 from octavo._torch.compilation import any_number_of_graphs, reset
 from octavo.cli import machine, options, table
 from octavo.cli.bench import linear, peers
-from octavo.cli.bench.block import compiled
+from octavo.cli.bench.on_device import compiled
 from octavo.cli.bench.step import settled_step, training_step
 from octavo.cli.timing import WARMUP, eager_ms, host_us
 

@@ -47,7 +47,7 @@ def kept_mib(module: nn.Module, x: Tensor) -> float:
     return kept / 2**20
 
 
-def kernels_ms(step: Callable[[], None], steps: int = 5) -> list[dict[str, Any]]:
+def kernels_ms(step: Callable[[], object], steps: int = 5) -> list[dict[str, Any]]:
     """Returns the milliseconds of each GPU kernel in one step, the longest first."""
     for _ in range(3):
         step()
@@ -63,7 +63,7 @@ def kernels_ms(step: Callable[[], None], steps: int = 5) -> list[dict[str, Any]]
     return sorted((e for e in found if e["ms"] > 0), key=lambda e: -e["ms"])
 
 
-def peak_mib(step: Callable[[], None]) -> float:
+def peak_mib(step: Callable[[], object]) -> float:
     """Returns the most MiB that one step allocates on the GPU beyond what was allocated before. Warm it up first."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
