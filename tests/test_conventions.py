@@ -69,3 +69,20 @@ def test_every_file_says_what_it_is_and_is_named_by_its_subject():
     trees = {path: tree for path, tree in files().items() if tree.body}
     assert [path for path, tree in trees.items() if not ast.get_docstring(tree)] == []
     assert [path for path in trees if MOODS & set(Path(path).stem.split("_"))] == []
+
+
+def test_only_the_command_prints():
+    """Everything else that the package says is an exception, a warning or a line of the logger "octavo"."""
+    found = []
+    for path in (ROOT.parent / "octavo").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        if "cli" not in path.parts and any(isinstance(func, ast.Name) and func.id == "print" for func in calls):
+            found.append(path.name)
+        names = [n.args[0].value for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_logger(n.func)]
+        assert all(name.split(".")[0] == "octavo" for name in names), path
+    assert found == []
+
+
+def _is_logger(func):
+    return isinstance(func, ast.Attribute) and func.attr == "getLogger"
