@@ -32,6 +32,7 @@ class MatchedPolicy:
         modules = dict(model.named_modules(remove_duplicate=False))
         inside = {id(layer) for module in modules.values() for layer in layers_of(module)}  # the experts' row has them
         self.layers = [path for path, module in modules.items() if is_layer(module) and id(module) not in inside]
+        self.modules = list(modules)
         self.blocks = blocks_of(model)
         self._matches: dict[str, list[Match]] = {path: [] for path in self.layers}
         for number, rule in enumerate(policy.rules, start=1):
@@ -73,7 +74,7 @@ class MatchedPolicy:
             )
         if rule.blocks and not self.blocks:
             return "this model has no blocks, which are modules of one class in an nn.ModuleList or nn.Sequential."
-        hints = [near(pattern, self.layers) for pattern in rule.layers if not matching(pattern, self.layers)]
+        hints = [near(pattern, self.modules) for pattern in rule.layers if not matching(pattern, self.modules)]
         return "it matches none." + next((hint for hint in hints if hint), "")
 
 

@@ -25,9 +25,9 @@ def near(pattern: str, paths: Collection[str]) -> str:
     """Returns " Did you mean 'x'?" for a pattern that matches none of these paths; "" if none is like it."""
     if any(path.endswith(f".{pattern}") for path in paths):
         return did_you_mean([f"*.{pattern}"])
-    close = difflib.get_close_matches(pattern, paths, 1)
-    if not close and any(character in pattern for character in "*?["):  # a part of a glob may be misspelt
-        names = {name for path in paths for name in path.split(".")}
-        parts = [next(iter(difflib.get_close_matches(part, names, 1)), part) for part in pattern.split(".")]
-        close = [".".join(parts)] if parts != pattern.split(".") else []
-    return did_you_mean(close)
+    if not any(character in pattern for character in "*?["):
+        return did_you_mean(difflib.get_close_matches(pattern, paths, 1))
+    names = {name for path in paths for name in path.split(".")}
+    parts = [next(iter(difflib.get_close_matches(part, names, 1)), part) for part in pattern.split(".")]
+    changed = ".".join(parts)
+    return did_you_mean([changed] if changed != pattern and matching(changed, paths) else [])

@@ -244,7 +244,7 @@ def _read_rules(specs: Any, where: Callable[[int], str]) -> tuple[PolicyRule, ..
 
 def _read_rule(spec: Any) -> PolicyRule:
     if isinstance(spec, PolicyRule):
-        return spec
+        spec = vars(spec)  # its constructor checks nothing
     if isinstance(spec, list | tuple) and len(spec) == 2:
         spec = {"layers": spec[0], "recipe": spec[1]}
     if not isinstance(spec, Mapping):

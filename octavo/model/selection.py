@@ -138,6 +138,11 @@ def select(
         raise UnsupportedConfig(f"convert takes one policy, got {recipe!r} and {policy!r}. Leave one out.")
     if isinstance(recipe, str) and recipe.endswith(".toml"):
         raise UnsupportedConfig(f"convert takes a recipe or a policy, got a file. Use octavo.Policy.load({recipe!r}).")
+    if isinstance(recipe, list | tuple | dict):
+        raise UnsupportedConfig(
+            f"convert takes a recipe or a policy, got a {type(recipe).__name__}. octavo.Policy makes a policy of a "
+            "list of rules, octavo.Policy.from_dict of a dict."
+        )
     if type(step) is not int or step < 0:
         raise UnsupportedConfig(f"step is the number of steps that the run has made, from 0 up, got {step!r}.")
     rules = next((one for one in (recipe, policy) if isinstance(one, Policy)), None)

@@ -433,7 +433,8 @@ class Quantized(FusibleOperation, nn.Module):
         self._settle()
         rest = dict(state)
         if self._schedule is not None and STEP in rest:
-            self._schedule.step = int(rest.pop(STEP))
+            found = rest.pop(STEP)
+            self._schedule.step = self._schedule.step if _is_fake(found) else int(found)
         if self._unborn:
             return rest
         count = len(rest)
@@ -451,7 +452,13 @@ class Quantized(FusibleOperation, nn.Module):
     # -- weights held as codes -----------------------------------------------------------------------------------------
 
     def check_holdable(self) -> None:
-        """Part of the layer contract. Raises if the weight cannot be held as codes: it is parametrized or sharded."""
+        """Part of the layer contract. Raises if the weight cannot be held as codes: it is parametrized or sharded, or
+        the recipe of the codes changes at a step."""
+        if self._schedule is not None:
+            raise UnsupportedConfig(
+                f"{self.op_describe()} changes its recipe at step {self._schedule.changes[-1][0]}, and a weight held "
+                "as codes keeps its recipe. Hold it after that step, or use a policy without from_step."
+            )
         self.refuse_parametrized("A weight held as codes")
         refuse_shards(self.weight_parts(), "A weight held as codes")
 

@@ -217,6 +217,12 @@ def test_rules_that_decide_nothing_are_reported():
     assert [rule["layers"] for rule in report.as_dict()["unused"]] == ["*.atention", "up", "*.down", "bytes"]
 
 
+def test_a_rule_of_a_module_that_is_elsewhere_is_reported_with_its_path():
+    model = nn.ModuleDict({"wrapper": gpt()})
+    with pytest.warns(UserWarning, match=r"it matches none. Did you mean '\*.blocks.0'"):
+        octavo.convert(model, octavo.Policy([("blocks.0", "bf16"), ("*", "mxfp8")]))
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_policy_whose_rules_all_decide_warns_of_nothing():
     model, policy = gpt(), octavo.Policy([("*.up", "mxfp8"), ("*", "fp8-current")])
@@ -278,6 +284,7 @@ def test_exclude_beats_a_rule():
     [
         ((octavo.Policy([("*", "bf16")]), lambda path, module: None), "convert takes one policy"),
         (("policy.toml",), r"Use octavo.Policy.load\('policy.toml'\)"),
+        (([("*", "bf16")],), "got a list. octavo.Policy makes a policy of a list"),
         (("bf16", {"*": "bf16"}), r"policy is a function of \(path, module\) or an octavo.Policy"),
     ],
 )
@@ -530,6 +537,46 @@ def test_a_change_that_a_layer_cannot_make_is_refused(rules, sentence):
 def test_a_step_is_a_number(step):
     with pytest.raises(UnsupportedConfig, match="step is the number of steps that the run has made, from 0 up"):
         octavo.convert(gpt(), "bf16", step=step)
+
+
+def test_held_codes_do_not_change_their_recipe():
+    model = nn.Sequential(nn.Linear(32, 32))
+    octavo.convert(model, octavo.Policy([{"recipe": "mxfp8", "from_step": 1}, ("*", "fp8-current")]))
+    with pytest.raises(UnsupportedConfig, match="changes its recipe at step 1, and a weight held as codes keeps"):
+        octavo.quantize_weights(model)
+    octavo.step(model)
+    octavo.quantize_weights(model)
+
+
+def test_caches_of_weights_follow_the_change():
+    def trained(policy, by_hand):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32))
+        octavo.convert(model, policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with octavo.attach(model, optimizer):
+            for step in range(3):
+                if by_hand and step == 1:
+                    model[0].recipe = "fp8-block"
+                for first in (True, False):
+                    with octavo.microbatch(first=first):
+                        model(torch.linspace(-1, 1, 128).view(4, 32)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return model[0].weight
+
+    rules = [{"recipe": "fp8-block", "from_step": 1}, ("*", "fp8-current")]
+    assert torch.equal(trained(octavo.Policy(rules), False), trained(octavo.Policy(rules[1:]), True))
+
+
+def test_experts_of_a_mixture_change():
+    model = nn.Sequential(octavo.MoE(32, 64, 4, 2))
+    octavo.convert(
+        model, octavo.Policy([{"layers": "*.experts", "recipe": "bf16", "from_step": 1}, ("*", "fp8-block")])
+    )
+    octavo.step(model)
+    assert {layer.recipe.key for layer in model.modules() if isinstance(layer, octavo.GroupedLinear)} == {"bf16"}
+    assert model(torch.randn(8, 32)).isfinite().all()
 
 
 @pytest.mark.usefixtures("fresh_compiler")
