@@ -4,7 +4,7 @@
     Experts     MoE, grouped_linear; the parts of a mixture are in `octavo.moe`
     Models      convert, revert, attach, step, refresh_weights, quantize_weights, state_dict, load_state_dict, explain
     Blocks      `with autocast(recipe):`, `with microbatch(first=...):`
-    Recipes     recipe("fp8-current"); their classes are in `octavo.recipes`
+    Recipes     recipe("fp8-current"), and Policy for one per layer; their classes are in `octavo.recipes`
     Tensors     QTensor, GroupedTensor, buffer; quantizers are in `octavo.quant`, number formats in `octavo.formats`
     The rest    sac_save_ops, `octavo.backend`, `octavo.errors`
 
@@ -22,6 +22,7 @@ from octavo.inspection.explain import explain
 from octavo.lower.operators import sac_save_ops
 from octavo.model.attach import attach
 from octavo.model.convert import convert, revert
+from octavo.model.policy import Policy
 from octavo.model.state_dicts import load_state_dict, state_dict
 from octavo.model.step import step
 from octavo.model.weights import quantize_weights, refresh_weights
@@ -39,6 +40,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MoE",
+    "Policy",
     "QTensor",
     "Sequential",
     "__version__",

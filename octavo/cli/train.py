@@ -5,9 +5,10 @@ losses on the last tenth of the book, which is held out, their difference in per
 take one to two minutes on a CPU, with either model.
 
 Both runs keep float32 master weights and bfloat16 activations (torch.autocast). The bf16 run is plain torch. The other
-run applies the recipe to every linear layer except the output head. With --model moe each MLP is a mixture of 8 experts
-of which every token takes 2: octavo.MoE in the recipe, and plain torch in the bf16 run. A second table then shows for
-each layer the smallest and the largest share of the held-out text that one expert got.
+run applies the recipe to every linear layer except the output head. With --policy each layer gets the recipe of the
+first rule that matches it, and a table shows how many layers took each rule. With --model moe each MLP is a mixture of
+8 experts of which every token takes 2: octavo.MoE in the recipe, and plain torch in the bf16 run. A second table then
+shows for each layer the smallest and the largest share of the held-out text that one expert got.
 
 One small run shows that a recipe trains. It does not rank recipes: a gap of one percent either way is noise at this
 size, and the model is too small to gain speed.
@@ -19,6 +20,7 @@ import argparse
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -35,7 +37,9 @@ from octavo.cli.mixture import LoadMeter, MixtureShape, mixtures
 from octavo.cli.progress import Progress
 from octavo.errors import UnsupportedConfig, UnsupportedHardware
 from octavo.model.attach import attach
+from octavo.model.conversion import ConversionReport
 from octavo.model.convert import convert
+from octavo.model.policy import Policy
 from octavo.recipes import SHIPPED, Recipe, recipe
 
 RATE, WARMUP, CLIP = 4e-3, 20, 1.0  # AdamW's peak learning rate, the steps up to it, the largest gradient norm
@@ -86,10 +90,14 @@ def shape_of(model: str) -> Shape:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
         "--recipe", default="fp8-current",
         help=f"one of {', '.join(SHIPPED)}; settings may follow in brackets; default: %(default)s",
     )  # fmt: skip
+    how.add_argument(
+        "--policy", default=None, metavar="FILE", help="a TOML file of rules that give each layer its recipe"
+    )
     parser.add_argument(
         "--model", choices=MODELS, default="gpt",
         help="gpt, or moe: the same with mixtures of experts in place of MLPs; default: %(default)s",
@@ -111,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    chosen = recipe(arguments.recipe)
+    chosen = recipe(arguments.recipe) if arguments.policy is None else Policy.load(arguments.policy)
     device = machine.parse_device(arguments.device)
     if arguments.compile:
         check_compiler(device)
@@ -129,9 +137,11 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def compare(plan: Plan, chosen: Recipe, report: dict[str, Any]) -> None:
+def compare(plan: Plan, chosen: Recipe | Policy, report: dict[str, Any]) -> None:
     """Fills the report with both runs, as plain data. An interrupted run has only the losses of its steps."""
     report |= {"machine": machine.describe(plan.device), "plan": asdict(plan) | {"device": str(plan.device)}}
+    if isinstance(chosen, Policy):  # on a model of its own, so that a policy that is refused costs no run
+        report["policy"] = described(chosen, converted(GPT(plan.shape, seed=plan.seed), chosen))
     outcomes = []
     for key, subject in (("bf16", None), ("recipe", chosen)):
         losses: list[Tensor] = []
@@ -150,11 +160,29 @@ def gap(outcome: Outcome, baseline: Outcome) -> float:
     return 100 * (outcome.loss / baseline.loss - 1)
 
 
-def name_of(chosen: Recipe | None) -> str:
+def name_of(chosen: Recipe | Policy | None) -> str:
+    if isinstance(chosen, Policy):
+        return "policy"
     return BASELINE if chosen is None else str(chosen)
 
 
-def train(plan: Plan, chosen: Recipe | None, *, show: bool = False, losses: list[Tensor] | None = None) -> Outcome:
+def converted(model: nn.Module, chosen: Recipe | Policy) -> ConversionReport:
+    """Converts the model, except for its head, unless a rule of a policy names it."""
+    if isinstance(chosen, Recipe):
+        return convert(model, chosen, exclude=HEAD)
+    with warnings.catch_warnings(action="ignore"):  # the command's report has unused rules
+        return convert(model, chosen)
+
+
+def described(policy: Policy, made: ConversionReport) -> dict[str, Any]:
+    """Returns a policy as data, with the number of layers that take each rule at the first step."""
+    counts = [sum(row.rule == number for row in made) for number in range(1, len(policy.rules) + 1)]
+    return policy.to_dict() | {"layers": counts, "notes": list(made.notes)}
+
+
+def train(
+    plan: Plan, chosen: Recipe | Policy | None, *, show: bool = False, losses: list[Tensor] | None = None
+) -> Outcome:
     """Trains from fresh weights, and returns the loss on the held-out text with the rest of the outcome. None is the
     baseline: the model as it is. Each step appends its loss to `losses`, so that the caller has those of a run that is
     interrupted."""
@@ -164,7 +192,7 @@ def train(plan: Plan, chosen: Recipe | None, *, show: bool = False, losses: list
     torch.manual_seed(plan.seed)  # stochastic rounding follows torch's own seed
     model = GPT(plan.shape, seed=plan.seed, plain=chosen is None).to(plan.device)
     if chosen is not None:
-        convert(model, chosen, exclude=HEAD)
+        converted(model, chosen)
     call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True) if plan.compile else model
     clock, progress = Clock(plan), Progress(name.ljust(len(BASELINE)), plan.steps)
 
@@ -272,6 +300,7 @@ def render(report: dict[str, Any]) -> str:
     )
     parts = [head, table.render(("recipe", "loss", "gap", "tokens/s"), rows)] if rows else [head]
     parts += [load_table(ended)] if ended and plan["shape"]["mixture"] else []
+    parts += [rule_table(report["policy"])] if "policy" in report else []
     for run in runs:
         if run["loss"] is None:
             step, loss = len(run["losses"]), run["losses"][-1]
@@ -279,6 +308,14 @@ def render(report: dict[str, Any]) -> str:
     if facts["gpu"] is None:
         parts.append("A CPU runs the reference: the same codes and scales as a GPU, GEMMs in float64, not faster.")
     return "\n\n".join(parts)
+
+
+def rule_table(policy: dict[str, Any]) -> str:
+    """Returns a table of a policy's rules and the number of layers that took each, with the notes of the conversion."""
+    rules = [str(rule) for rule in Policy.from_dict({"rules": policy["rules"]}).rules]
+    counted = enumerate(zip(rules, policy["layers"], strict=True), start=1)
+    rows = [[str(number), rule, str(count)] for number, (rule, count) in counted]
+    return "\n".join([table.render(("rule", "of the policy", "layers"), rows), *policy["notes"]])
 
 
 def load_table(runs: list[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.model.policy import PolicyRule
 from octavo.model.selection import CONVERT
 from octavo.text import columns, path_names, path_pattern, plural
 
@@ -22,6 +23,7 @@ class Row:
         weights: the number of elements of its matrices.
         module: the id of the module, which counts a module with several paths once.
         identities: the ids of its parameters, which count a tied parameter once.
+        rule: the number of the policy's rule that decided, from 1; None if no rule did.
     """
 
     path: str
@@ -33,6 +35,7 @@ class Row:
     weights: int = 0
     module: int = 0
     identities: tuple[int, ...] = ()
+    rule: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the row as plain data, for JSON.
@@ -67,7 +70,8 @@ class ConversionReport:
 
     Args:
         rows: a row for every module that holds a matrix, in the model's order.
-        notes: further changes to the model, a sentence each.
+        notes: further changes to the model and unused rules of the policy, a sentence each.
+        unused: rules of the policy that decide for no layer.
 
     Example:
         >>> report = octavo.convert(nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16)), "fp8-current")
@@ -81,6 +85,7 @@ class ConversionReport:
 
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
+    unused: tuple[PolicyRule, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -123,21 +128,25 @@ class ConversionReport:
         """Returns the report as plain data, for JSON.
 
         Returns:
-            A dict with `shares`, `notes` and `rows`.
+            A dict with `shares`, `notes`, `unused` and `rows`.
         """
         shares = {reason: dict(vars(share)) for reason, share in self.shares().items()}
-        return {"shares": shares, "notes": list(self.notes), "rows": [row.as_dict() for row in self.rows]}
+        unused = [rule.as_dict() for rule in self.unused]
+        return {"shares": shares, "notes": list(self.notes), "unused": unused, "rows": [r.as_dict() for r in self.rows]}
 
     def __str__(self) -> str:
         """Returns the table, one line for paths that differ only in their numbers, then the reasons and the summary."""
+        rules = any(row.rule is not None for row in self.rows)
         equal: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
-            key = (path_pattern(row.path), row.kind, row.recipe or "-", row.route, row.why)
-            equal.setdefault(key, []).append(row.path)
+            cell_texts = [row.kind, row.recipe or "-", row.route]
+            if rules:
+                cell_texts.append("-" if row.rule is None else str(row.rule))
+            equal.setdefault((path_pattern(row.path), row.why, *cell_texts), []).append(row.path)
         reasons: dict[str, list[str]] = {}
-        cells: list[Sequence[str]] = [("layers", "count", "class", "recipe", "route")]
-        for (_, kind, recipe, route, why), paths in equal.items():
-            cells.append((path_names(paths), str(len(paths)), kind, recipe, route))
+        cells: list[Sequence[str]] = [("layers", "count", "class", "recipe", "route", *(["rule"] if rules else []))]
+        for (_, why, *texts), paths in equal.items():
+            cells.append((path_names(paths), str(len(paths)), *texts))
             if why:
                 reasons.setdefault(why, []).extend(paths)
         notes = [f"{path_names(paths)}: {why}." for why, paths in reasons.items()]

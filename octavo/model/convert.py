@@ -25,12 +25,14 @@ from octavo.model.adopted_experts import is_adopted, is_experts
 from octavo.model.conversion import ConversionReport, Row
 from octavo.model.layers import check_model
 from octavo.model.matrices import holders, qualified, why_left
+from octavo.model.policy import Policy
 from octavo.model.selection import (
     CONVERT,
     HIGH_PRECISION,
     KEEP,
+    NEVER,
     Choice,
-    Policy,
+    PolicyFunction,
     Selection,
     is_swapped,
     recipe_of,
@@ -61,13 +63,14 @@ class _Planned:
 
 def convert(
     model: nn.Module,
-    recipe: str | Recipe,
-    policy: Policy | None = None,
+    recipe: str | Recipe | Policy,
+    policy: PolicyFunction | Policy | None = None,
     *,
     exclude: str | type[nn.Module] | Iterable[str | type[nn.Module]] = (),
     high_precision: str | Iterable[str] = HIGH_PRECISION,
     overwrite: bool = False,
     strict: bool = True,
+    step: int = 0,
     keep_weight_codes: bool | None = None,
     fuse_wgrad_accumulation: bool | None = None,
     delay_wgrad_compute: bool | None = None,
@@ -80,8 +83,10 @@ def convert(
 
     Args:
         model: the model, which is changed in place.
-        recipe: a name such as "fp8-current", a canonical string or a `Recipe`.
-        policy: a function `policy(path, module)`. It returns False to leave a layer alone, or a recipe for it, also for
+        recipe: a name such as "fp8-current", a canonical string or a `Recipe`; or an `octavo.Policy`, which leaves
+            layers alone that no rule of it matches.
+        policy: an `octavo.Policy` for layers that are to get another recipe, or a function `policy(path, module)`. The
+            function returns False to leave a layer alone, or a recipe for it, also for
             an output head, an adapter, a layer with a recipe of its own and a subclass with a forward of its own. None
             and True leave the decision to convert.
         exclude: layers to leave alone, with all modules inside them: a path, a glob of paths or a class of modules, or
@@ -92,6 +97,7 @@ def convert(
         strict: raise for a linear layer that cannot be converted, and later for a setting of a converted layer that
             torch.compile cannot hold. With False the report lists the former as skipped, and the latter runs outside of
             the graph.
+        step: the number of steps that the run has made already, for a policy with rules that begin at a step.
         keep_weight_codes: this setting for the converted layers, as in `octavo.Linear`; None keeps each layer's own.
         fuse_wgrad_accumulation: this setting for the converted layers, as in `octavo.Linear`; None keeps each layer's
             own.
@@ -115,7 +121,9 @@ def convert(
     settings = {name: value for name, value in by_name.items() if value is not None}
     for name, value in (*settings.items(), ("overwrite", overwrite), ("strict", strict)):
         check_choice(value, (True, False), what=name)
-    chosen = select(model, recipe, policy, exclude=exclude, high_precision=high_precision, overwrite=overwrite)
+    chosen = select(
+        model, recipe, policy, exclude=exclude, high_precision=high_precision, overwrite=overwrite, step=step
+    )
     planned = _plan(model, chosen, settings)
     refused = next((plan for plan in planned if plan.refused), None)
     if strict and refused is not None:
@@ -128,11 +136,19 @@ def convert(
             f"convert cannot take {refused.path or 'the model'}: {refused.choice.why}. Leave it out with "
             f"exclude={left_out}{alike}, or pass strict=False."
         )
-    rows = {plan.path: _applied(plan, strict, settings) for plan in planned}
+    rows = {plan.path: _applied(plan, strict, settings, step) for plan in planned}
     rows |= {row.path: row for row in _others(model) if row.path not in rows}
     order = [path for path, _ in model.named_modules(remove_duplicate=False) if path in rows]
-    report = ConversionReport(tuple(rows[path] for path in order), tuple(_take_shortcuts_away(model)))
+    notes = [*_take_shortcuts_away(model), *_changes(planned)]
+    unused = [] if chosen.rules is None else chosen.rules.unused(rule for plan in planned for rule in plan.choice.used)
+    report = ConversionReport(
+        tuple(rows[path] for path in order),
+        (*notes, *(why for _, why in unused)),
+        tuple(rule for rule, _ in unused),
+    )
     _warn_of_nothing(model, report, str(chosen.default))
+    if unused:
+        warnings.warn(f"octavo.convert: {' '.join(why for _, why in unused)}", stacklevel=2)
     return report
 
 
@@ -234,9 +250,23 @@ def _planned(path: str, module: nn.Module, choice: Choice, settings: dict[str, b
             why = _refusal(module, choice.forced)
         else:
             why = adopted_experts.refusal(module, choice.recipe)
+        why = why or _later_refusal(module, choice)
     if why:
-        choice = Choice(None, "cannot be converted", why)
-    return _Planned(path, module, qualified(module), choice, refused=why != "")
+        choice = Choice(None, NEVER, why, used=choice.used)
+    return _Planned(path, module, qualified(module), choice, refused=choice.reason == NEVER)
+
+
+def _later_refusal(module: nn.Module, choice: Choice) -> str:
+    """Returns why a layer cannot take a recipe that a policy has for a later step; empty if it can."""
+    for step, recipe in choice.later:
+        why = ""
+        if is_experts(module):
+            why = adopted_experts.refusal(module, recipe)
+        elif isinstance(module, Quantized) and not recipe.stateful:  # memory of amaxes is dropped before one with state
+            why = module.refusal(recipe)
+        if why:
+            return f"from step {step} on, {why}"
+    return ""
 
 
 def _unknown_setting(module: Quantized, settings: dict[str, bool]) -> str:
@@ -282,7 +312,7 @@ def _agreed(planned: list[_Planned]) -> list[_Planned]:
     found = []
     for plan in planned:
         other = first.setdefault(id(plan.module), plan)
-        if other.choice.recipe != plan.choice.recipe:
+        if (other.choice.recipe, other.choice.later) != (plan.choice.recipe, plan.choice.later):
             why = f"it is the same layer as {other.path}, for which {other.choice.recipe or 'no recipe'} was chosen"
             plan = replace(plan, choice=replace(other.choice, why=why), refused=True)
         found.append(plan)
@@ -292,17 +322,21 @@ def _agreed(planned: list[_Planned]) -> list[_Planned]:
 # -- converting --------------------------------------------------------------------------------------------------------
 
 
-def _applied(plan: _Planned, strict: bool, settings: dict[str, bool]) -> Row:
+def _applied(plan: _Planned, strict: bool, settings: dict[str, bool], step: int) -> Row:
     """Converts a layer as planned, and returns its row."""
     module: Any = plan.module
     kind, names = plan.kind, _weight_names(module)
     weights = [p for name in names if (p := module._parameters.get(name)) is not None and not is_lazy(p)]
-    shape: Any = dict(weights=_count(weights, module), module=id(module), identities=tuple(id(p) for p in weights))
     choice = plan.choice
+    shape: Any = dict(
+        weights=_count(weights, module), module=id(module), identities=tuple(id(p) for p in weights), rule=choice.rule
+    )
     if choice.reason == KEEP and not choice.why:
         _set(module, settings)
     if choice.recipe is not None and choice.reason == CONVERT and not plan.refused:
         _change(module, plan.path, choice.recipe, strict, settings)
+        for layer in adopted_experts.layers_of(module) or [module]:
+            layer.follow(choice.later, step)
     recipe = recipe_of(module)  # a layer left alone may have its own
     if recipe is None:
         return Row(plan.path, kind, "", "skipped", choice.why, choice.reason, **shape)
@@ -342,6 +376,17 @@ def _set(module: Any, settings: dict[str, bool]) -> None:
             setattr(layer, name, value)
 
 
+def _changes(planned: list[_Planned]) -> Iterator[str]:
+    """Yields a note for each sequence of recipes that layers run through."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for plan in planned:
+        if plan.choice.later:
+            alike.setdefault((plan.choice.recipe, *plan.choice.later), []).append(plan.path)
+    for (first, *later), paths in alike.items():
+        changes = "".join(f", {recipe} from step {step} on" for step, recipe in later)
+        yield f"{path_names(paths)}: {first}{changes}, as octavo.step or octavo.attach counts the steps."
+
+
 def _others(model: nn.Module) -> Iterator[Row]:
     """Yields rows of modules that hold matrices but are not linear layers."""
     for path, module, found in holders(model):
@@ -374,7 +419,7 @@ def _take_shortcuts_away(model: nn.Module) -> Iterator[str]:
 def _warn_of_nothing(model: nn.Module, report: ConversionReport, recipe: str) -> None:
     """Warns if no layer was converted, and none has this recipe already."""
     done = [row for row in report if row.recipe]
-    if any(row.reason == CONVERT or row.recipe == recipe for row in done):
+    if any(row.reason == CONVERT or row.recipe == recipe or row.rule is not None for row in done):
         return
     if done:
         text = "changed nothing: every layer has a recipe of its own. overwrite=True changes them"

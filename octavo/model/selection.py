@@ -1,25 +1,28 @@
 """Layers that a conversion leaves in high precision, and the choices of its caller: `exclude` and `policy`."""
 
-import difflib
-import fnmatch
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from octavo.errors import UnsupportedConfig, did_you_mean
+from octavo.errors import UnsupportedConfig
 from octavo.model.adopted_experts import layers_of
+from octavo.model.matched_policy import MatchedPolicy
+from octavo.model.paths import around, matching, near
+from octavo.model.policy import Policy
 from octavo.modules.quantized import Quantized
 from octavo.moe.router import Router
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 
-Policy = Callable[[str, nn.Module], "bool | str | Recipe | None"]
+PolicyFunction = Callable[[str, nn.Module], "bool | str | Recipe | None"]
 HIGH_PRECISION = ("head", "adapters", "routers")  # kinds of layers that a conversion leaves alone by default
 CONVERT, KEEP = "converted", "kept"  # reasons; all other reasons are for layers left alone
+NEVER = "cannot be converted"
 _OWN = "has a recipe of its own"
+_ONE_WINDOW = "and one window of amaxes cannot follow two recipes. Let it run in a recipe without state between them"
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,20 @@ class Choice:
     recipe: Recipe | None
     reason: str = CONVERT
     why: str = ""
-    forced: bool = False  # a policy returned the recipe
+    forced: bool = False  # a policy's function returned the recipe, or a rule has the layer's own path
+    rule: int | None = None  # the number of the policy's rule that decided
+    later: tuple[tuple[int, Recipe], ...] = ()  # recipes that the layer changes to, and the steps
+    used: tuple[int, ...] = ()  # the rules that decide for the layer at some step
 
 
 @dataclass(frozen=True)
 class Selection:
     """The layers of a model that a conversion is to change."""
 
-    default: Recipe
-    policy: "Policy | None"
+    default: Recipe | None  # None: a policy alone was given
+    policy: PolicyFunction | None
+    rules: MatchedPolicy | None
+    step: int  # the number of steps that the run has made
     overwrite: bool
     excluded: dict[str, str]  # path to the entry that excludes it
     spared: dict[int, tuple[str, str]]  # id of a layer to (reason, why)
@@ -49,19 +57,71 @@ class Selection:
             return Choice(None, "excluded", f"excluded by {self.excluded[path]}")
         if id(module) in self.bypassed:
             return Choice(None, "attention", self.bypassed[id(module)])
+        if self.rules is not None:
+            return self._scheduled(path, module, self.rules)
         wish = True if self.policy is None else answer(self.policy, path, module)
         if isinstance(wish, Recipe):
             return Choice(wish, forced=True)
         if not wish:
             return Choice(None, "policy", "left alone by the policy")
+        return self._of(self.default, module, is_named=False)
+
+    def _of(self, wish: Recipe | None, module: nn.Module, *, is_named: bool) -> Choice:
+        """Returns the choice for a layer that is to get a recipe, unless a reason of its own speaks against it."""
         recipe = recipe_of(module)
-        if id(module) in self.spared:
+        if id(module) in self.spared and not (is_named and not isinstance(module, Router)):
             reason, why = self.spared[id(module)]
             # a layer that already has a recipe is not in high precision
             return Choice(None, reason, why) if recipe is None else Choice(recipe, KEEP, f"this {reason} {_OWN}")
         if recipe is not None and not self.overwrite:
-            return Choice(recipe, KEEP, "" if recipe == self.default else f"it {_OWN}: overwrite=True changes it")
-        return Choice(self.default)
+            return Choice(recipe, KEEP, "" if recipe == wish else f"it {_OWN}: overwrite=True changes it")
+        return Choice(wish)
+
+    # -- the rules of a policy -----------------------------------------------------------------------------------------
+
+    def _scheduled(self, path: str, module: nn.Module, rules: MatchedPolicy) -> Choice:
+        """Returns the choice of the rules for a layer at the run's step, with the recipes that it changes to later."""
+        first = self._ruled(path, module, rules, self.step)
+        # once the layer is converted, the recipe that it has now is no longer its own
+        later = replace(self, overwrite=True) if first.reason == CONVERT else self
+        choices = {start: later._ruled(path, module, rules, start) for start in rules.starts}
+        used = tuple(sorted({one.rule for one in (first, *choices.values()) if one.rule is not None}))
+        last, changes = first, []
+        for start, choice in choices.items():
+            if start <= self.step or choice.recipe == last.recipe:
+                continue
+            if choice.recipe is None or last.recipe is None:
+                return Choice(None, NEVER, _starts_or_ends(start, last, choice), used=used)
+            if choice.recipe.stateful and last.recipe.stateful:
+                why = f"it would change from {last.recipe} to {choice.recipe} at step {start}, {_ONE_WINDOW}"
+                return Choice(None, NEVER, why, used=used)
+            changes.append((start, choice.recipe))
+            last = choice
+        return replace(first, later=tuple(changes), used=used)
+
+    def _ruled(self, path: str, module: nn.Module, rules: MatchedPolicy, step: int) -> Choice:
+        """Returns the choice of the first rule that matches a layer at a step."""
+        match = rules.match(path, step)
+        if match is None:
+            if self.default is None:
+                return Choice(None, "policy", "no rule of the policy matches it")
+            return self._of(self.default, module, is_named=False)
+        recipe = match.rule.recipe
+        if recipe is None:
+            return Choice(None, "policy", f"left alone by rule {match.number} of the policy", rule=match.number)
+        if match.exact and not isinstance(module, Router):
+            return Choice(recipe, forced=True, rule=match.number)
+        choice = self._of(recipe, module, is_named=match.names)
+        takes = choice.reason == CONVERT or (choice.reason == KEEP and not choice.why)
+        return replace(choice, rule=match.number) if takes else choice
+
+
+def _starts_or_ends(step: int, before: Choice, after: Choice) -> str:
+    gets = f"get {after.recipe}" if before.recipe is None else "lose its recipe"
+    return (
+        f"it would {gets} at step {step}, and only a layer with a recipe before and after can change it between steps. "
+        "Use the recipe bf16 in place of none"
+    )
 
 
 def recipe_of(module: nn.Module) -> Recipe | None:
@@ -71,19 +131,33 @@ def recipe_of(module: nn.Module) -> Recipe | None:
 
 
 def select(
-    model: nn.Module, recipe: str | Recipe, policy: Any, *, exclude: Any, high_precision: Any, overwrite: bool
+    model: nn.Module, recipe: Any, policy: Any, *, exclude: Any, high_precision: Any, overwrite: bool, step: Any
 ) -> Selection:
     """Checks the arguments of `octavo.convert` and returns them as a Selection."""
-    if policy is not None:
-        check_policy(policy)
+    if isinstance(recipe, Policy) and policy is not None:
+        raise UnsupportedConfig(f"convert takes one policy, got {recipe!r} and {policy!r}. Leave one out.")
+    if isinstance(recipe, str) and recipe.endswith(".toml"):
+        raise UnsupportedConfig(f"convert takes a recipe or a policy, got a file. Use octavo.Policy.load({recipe!r}).")
+    if isinstance(recipe, list | tuple | dict):
+        raise UnsupportedConfig(
+            f"convert takes a recipe or a policy, got a {type(recipe).__name__}. octavo.Policy makes a policy of a "
+            "list of rules, octavo.Policy.from_dict of a dict."
+        )
+    if type(step) is not int or step < 0:
+        raise UnsupportedConfig(f"step is the number of steps that the run has made, from 0 up, got {step!r}.")
+    rules = next((one for one in (recipe, policy) if isinstance(one, Policy)), None)
+    default = None if isinstance(recipe, Policy) else resolve(recipe)
+    function = None if isinstance(policy, Policy) else policy
+    if function is not None:
+        check_policy(function)
     bypassed = {
         id(m.out_proj): "nn.MultiheadAttention reads its weight and does not call it"
         for m in model.modules()
         if isinstance(m, nn.MultiheadAttention)
     }
-    return Selection(
-        resolve(recipe), policy, overwrite, excluded(model, exclude), in_high_precision(model, high_precision), bypassed
-    )
+    matched = None if rules is None else MatchedPolicy(rules, model)
+    entry_of, spared = excluded(model, exclude), in_high_precision(model, high_precision)
+    return Selection(default, function, matched, step, overwrite, entry_of, spared, bypassed)
 
 
 # -- high precision ----------------------------------------------------------------------------------------------------
@@ -194,27 +268,22 @@ def excluded(model: nn.Module, exclude: Any) -> dict[str, str]:
     for entry in entries:
         if not isinstance(entry, str) and not (isinstance(entry, type) and issubclass(entry, nn.Module)):
             raise UnsupportedConfig(f"exclude takes paths, globs or classes of modules, got {entry!r}.")
-        exact = isinstance(entry, str) and entry in modules  # a path may contain glob characters
-        roots = [entry] if exact else [path for path, module in modules.items() if _is_meant(entry, path, module)]
+        if isinstance(entry, str):
+            roots = set(matching(entry, modules))
+        else:
+            roots = {path for path, module in modules.items() if isinstance(module, entry)}
         if not roots:
             raise UnsupportedConfig(_excludes_nothing(entry, list(modules)))
         name = repr(entry) if isinstance(entry, str) else entry.__qualname__
-        for root in roots:
-            inside = (path for path in modules if path == root or not root or path.startswith(f"{root}."))
-            entry_of.update((path, name) for path in inside if path not in entry_of)
+        inside = (path for path in modules if any(root in roots for root in around(path)))
+        entry_of.update((path, name) for path in inside if path not in entry_of)
     return entry_of
-
-
-def _is_meant(entry: Any, path: str, module: nn.Module) -> bool:
-    return fnmatch.fnmatchcase(path, entry) if isinstance(entry, str) else isinstance(module, entry)
 
 
 def _excludes_nothing(entry: Any, paths: list[str]) -> str:
     if not isinstance(entry, str):
         return f"exclude={entry.__qualname__} is no class of a module in this model. Leave it out."
-    ends = any(path.endswith(f".{entry}") for path in paths)
-    near = [f"*.{entry}"] if ends else difflib.get_close_matches(entry, paths, 1)
-    way_out = did_you_mean(near) or " Use a path of model.named_modules(), a glob or a class."
+    way_out = near(entry, paths) or " Use a path of model.named_modules(), a glob or a class."
     return f"exclude={entry!r} is no path of a module in this model.{way_out}"
 
 
@@ -224,7 +293,9 @@ def _excludes_nothing(entry: Any, paths: list[str]) -> str:
 def check_policy(policy: Any) -> None:
     """Raises if a policy cannot be called, or if its parameters are named (module, path)."""
     if not callable(policy):
-        raise UnsupportedConfig(f"policy is a function of (path, module), got {policy!r}. exclude= takes names.")
+        raise UnsupportedConfig(
+            f"policy is a function of (path, module) or an octavo.Policy, got {policy!r}. exclude= takes names."
+        )
     try:
         names = [name.lower() for name in inspect.signature(policy).parameters]
     except (TypeError, ValueError):  # a builtin may have no signature
@@ -239,7 +310,7 @@ _MODULES = ("module", "mod", "m", "layer", "linear")
 _PATHS = ("path", "name", "fqn", "p", "n", "key", "prefix")
 
 
-def answer(policy: Policy, path: str, module: nn.Module) -> Recipe | bool:
+def answer(policy: PolicyFunction, path: str, module: nn.Module) -> Recipe | bool:
     """Returns a policy's answer for a layer: a recipe, False to leave it alone, True to let convert decide."""
     try:
         wish = policy(path, module)
@@ -260,7 +331,7 @@ def answer(policy: Policy, path: str, module: nn.Module) -> Recipe | bool:
     return resolve(wish)
 
 
-def is_swapped(policy: Policy, layers: Sequence[tuple[str, nn.Module]]) -> bool:
+def is_swapped(policy: PolicyFunction, layers: Sequence[tuple[str, nn.Module]]) -> bool:
     """Whether a policy accepts some layer when it is called as (module, path); a call that raises counts as no."""
     try:
         return any(policy(module, path) for path, module in layers)  # type: ignore[arg-type]

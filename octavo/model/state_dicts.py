@@ -1,4 +1,5 @@
-"""The state of a model besides its weights: delayed scaling's windows, and the counters of stochastic rounding."""
+"""The state of a model besides its weights: delayed scaling's windows, and the counters of stochastic rounding and of
+steps."""
 
 import re
 from collections.abc import Mapping
@@ -11,10 +12,11 @@ from octavo.delayed_scaling.checkpoint import check_state
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.model.layers import check_model, joined, layers
 from octavo.modules.quantized import Quantized
+from octavo.modules.schedule import STEP, check_step
 from octavo.text import some
 
 State = dict[str, Tensor]  # of one layer: its tensors by their names in the layer
-_KEY = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:scaling|rounding)\..+)")  # a key of a model's state
+_KEY = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:scaling|rounding|schedule)\..+)")  # a key of a model's state
 
 
 class _Load(NamedTuple):
@@ -29,7 +31,8 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Returns the state that a resumed run needs besides the weights.
 
     `model.state_dict()` holds the weights alone. This state is that of the recipes: the windows and multipliers of
-    fp8-delayed, the counters of stochastic rounding (nvfp4). A run that loads both resumes bit for bit.
+    fp8-delayed, the counters of stochastic rounding (nvfp4), and the number of steps if a policy changes recipes at
+    a step. A run that loads both resumes bit for bit.
 
     Args:
         model: a module with Octavo layers.
@@ -78,6 +81,9 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
     by_path, unknown = _by_layer(state)
     loads = [_Load(path, layer, by_path.pop(_without_wrappers(path), {})) for path, layer in layers(model)]
     unknown += [joined(path, name) for path, left in by_path.items() for name in left]
+    for load in loads:  # first: at another step the layer has another recipe, and other names
+        if STEP in load.state:
+            check_step(load.state[STEP], load.layer._schedule, load.path)
     if strict:
         _check_names(loads, unknown)
     for load in loads:
@@ -99,9 +105,12 @@ def _check_names(loads: list[_Load], unknown: list[str]) -> None:
             unknown += [joined(path, name) for name in state if name not in wanted]
     if missing or unknown:
         first, second = (some(names, 3) or "nothing" for names in (missing, unknown))
+        hint = ""
+        if any(name.endswith(STEP) for name in (*missing, *unknown)):
+            hint = " If its policy changes recipes at a step, pass the step of the state: convert(..., step=)."
         raise UnsupportedConfig(
             f"This model's recipes and the state do not match: missing {first}, unknown {second}. "
-            "Convert the model with the recipe it was saved with, or pass strict=False."
+            f"Convert the model with the recipe it was saved with, or pass strict=False.{hint}"
         )
 
 

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 def step(model: nn.Module, group: "ProcessGroup | None" = None) -> None:
     """Ends a training step: updates delayed scales from the amaxes that the layers observed since the last call.
 
-    Call it after each `optimizer.step()`, or let `octavo.attach` call it. Only fp8-delayed has scales to update. The
-    call also warns of tokens that the dispatcher of an `octavo.MoE` dropped. It does not wait for a GPU to count them,
-    so the warning comes a step or more later.
+    Call it after each `optimizer.step()`, or let `octavo.attach` call it. Only fp8-delayed has scales to update. If a
+    policy changes recipes at a step, the call counts the steps and changes them. It also warns of tokens that the
+    dispatcher of an `octavo.MoE` dropped. It does not wait for a GPU to count them, so the warning comes a step or more
+    later.
 
     Args:
         model: a module with Octavo layers.
@@ -48,6 +49,7 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
     """Does the same as `step`, for the given layers."""
     batches: dict[tuple[Any, ...], list[DelayedState]] = {}
     cold: list[Quantized] = []
+    modules = list(modules)
     in_graph = torch.compiler.is_compiling() or is_capturing()  # a graph can neither read the device back nor count
     for module in modules:
         module._codes.end_step()
@@ -66,6 +68,8 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
         update_all(states, algorithm=algorithm, margin=margin, reduce=None if group is None else _maximum_over(group))
     if cold:
         look(cold)
+    for module in modules:  # last: a new recipe may drop the memory that this step has updated
+        module.end_scheduled_step(in_graph)
 
 
 def _maximum_over(group: Any) -> Any:

@@ -24,6 +24,7 @@ from octavo.delayed_scaling.checkpoint import ROUNDING
 from octavo.errors import UnsupportedConfig
 from octavo.formats import FLOATS
 from octavo.fuser.operation import FusibleOperation
+from octavo.modules.schedule import STEP, RecipeSchedule
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import BF16, LinearQuant, Recipe
@@ -70,6 +71,7 @@ class Quantized(FusibleOperation, nn.Module):
     fuse_wgrad_accumulation: bool
     delay_wgrad_compute: bool
     strict: bool
+    _schedule: RecipeSchedule | None = None  # recipes that the layer changes to at given steps
 
     # -- the weight: subclasses define these -----------------------------------------------------------------------
 
@@ -150,13 +152,14 @@ class Quantized(FusibleOperation, nn.Module):
             "_path", "_warned",
         ):  # fmt: skip
             del self.__dict__[name]
+        self.__dict__.pop("_schedule", None)
 
     def lose_recipe(self) -> None:
         """Part of the layer contract. Drops the recipe and its state; the layer follows `octavo.autocast` again."""
         self._codes.drop(self)
         self._scaling.drop(self)
         drop_buffers(self, [SEED])
-        self._recipe, self._given_recipe = None, False
+        self._recipe, self._given_recipe, self._schedule = None, False, None
 
     @property
     def recipe(self) -> Recipe | None:
@@ -174,6 +177,31 @@ class Quantized(FusibleOperation, nn.Module):
                 self._scaling.drop(self)
             self._prepare(found)
         self._recipe = found
+        if self._schedule is not None:  # a recipe that the caller sets stays
+            self._schedule = None
+
+    def follow(self, changes: tuple[tuple[int, Recipe], ...], step: int) -> None:
+        """Part of the layer contract. Makes the layer change its recipe at these steps; `step` is the number of steps
+        that the run has made."""
+        assert self._recipe is not None
+        self._schedule = RecipeSchedule(self._recipe, changes, step) if changes else None
+
+    def end_scheduled_step(self, in_graph: bool) -> None:
+        """Part of the layer contract. Counts a step, and changes the recipe if one begins at the next."""
+        schedule = self._schedule
+        if schedule is None:
+            return
+        if in_graph:
+            raise UnsupportedConfig(
+                f"{self.op_describe()} changes its recipe at step {schedule.changes[-1][0]}, and a graph cannot count "
+                "steps. Call octavo.step outside of the graph, or use a policy without from_step."
+            )
+        schedule.step += 1
+        recipe = schedule.recipe_at(schedule.step)
+        if recipe != self._recipe:
+            self._scaling.drop(self)  # a window of amaxes begins anew
+            self.recipe = recipe  # type: ignore[assignment]
+        self._schedule = None if schedule.has_ended() else schedule
 
     def refusal(self, recipe: Recipe | None) -> str:
         """Part of the layer contract. Returns why this layer cannot use a recipe; empty if it can."""
@@ -396,18 +424,24 @@ class Quantized(FusibleOperation, nn.Module):
         state = self._scaling.export(self)
         if SEED in self._buffers:
             state[ROUNDING] = self.get_buffer(SEED).clone()
+        if self._schedule is not None:
+            state[STEP] = self._schedule.export()
         return state
 
     def load_recipe_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Part of the layer contract. Loads the tensors that the layer has buffers for, and returns the rest."""
         self._settle()
         rest = dict(state)
+        if self._schedule is not None and STEP in rest:
+            found = rest.pop(STEP)
+            self._schedule.step = self._schedule.step if _is_fake(found) else int(found)
         if self._unborn:
             return rest
+        count = len(rest)
         self._scaling.restore(self, rest)
         if SEED in self._buffers and ROUNDING in rest:
             self.get_buffer(SEED).copy_(rest.pop(ROUNDING))
-        if len(rest) < len(state):
+        if len(rest) < count:
             self._scaling.recall(self)
         return rest
 
@@ -418,7 +452,13 @@ class Quantized(FusibleOperation, nn.Module):
     # -- weights held as codes -----------------------------------------------------------------------------------------
 
     def check_holdable(self) -> None:
-        """Part of the layer contract. Raises if the weight cannot be held as codes: it is parametrized or sharded."""
+        """Part of the layer contract. Raises if the weight cannot be held as codes: it is parametrized or sharded, or
+        the recipe of the codes changes at a step."""
+        if self._schedule is not None:
+            raise UnsupportedConfig(
+                f"{self.op_describe()} changes its recipe at step {self._schedule.changes[-1][0]}, and a weight held "
+                "as codes keeps its recipe. Hold it after that step, or use a policy without from_step."
+            )
         self.refuse_parametrized("A weight held as codes")
         refuse_shards(self.weight_parts(), "A weight held as codes")
 

@@ -65,9 +65,61 @@ def test_a_model_of_experts_trains(capsys):
     assert "fp8-block" in losses and "fp8-block" in load and "even load: 12.5 %" in load
 
 
+POLICY = """
+[[rules]]
+layers = "*.up"
+recipe = "none"
+
+[[rules]]
+layers = "*.atention"
+recipe = "mxfp8"
+
+[[rules]]
+layers = "*"
+recipe = "fp8-delayed"
+wgrad = "bf16"
+
+[[rules]]
+layers = "head"
+recipe = "bf16"
+from_step = 4
+"""
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_policy_takes_the_place_of_a_recipe(tmp_path, capsys):
+    path, target = tmp_path / "policy.toml", tmp_path / "run.json"
+    path.write_text(POLICY.partition('\n[[rules]]\nlayers = "head"')[0])
+    assert main([*COMMAND, "--policy", str(path), "--json", str(target)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("policy  ") for line in lines) == 1
+    assert "1     '*.up': none                    1" in lines
+    assert "3     '*': fp8-delayed(wgrad='bf16')  3" in lines
+    assert "Rule 2 ('*.atention': mxfp8) decides for no layer: it matches none. Did you mean '*.attention'?" in lines
+    report = json.loads(target.read_text())
+    assert report["policy"]["layers"] == [1, 0, 3] and report["policy"]["rules"][0]["recipe"] == "none"
+    assert report["recipe"]["recipe"] == "policy" and len(report["recipe"]["losses"]) == 6
+
+
+def test_a_policy_that_is_refused_costs_no_run(tmp_path, capsys):
+    path = tmp_path / "policy.toml"
+    path.write_text(POLICY.replace('"*"', '"blocks"'))
+    assert main([*COMMAND, "--policy", str(path)]) == 2
+    printed = capsys.readouterr()
+    assert "octavo train: convert cannot take head: it would get bf16 at step 4" in printed.err
+    assert "loss" not in printed.err
+
+
+def test_a_recipe_and_a_policy_exclude_each_other(capsys):
+    with pytest.raises(SystemExit):
+        main([*COMMAND, "--policy", "policy.toml", "--recipe", "mxfp8"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        (["--policy", "nowhere.toml"], "The policy file nowhere.toml cannot be read: No such file or directory."),
         (["--recipe", "fp9"], "There is no recipe 'fp9'. Names: bf16, fp8-block"),
         (["--steps", "0"], "--steps and --batch must be 1 or more, got 0 and 8."),
         (["--batch", "0"], "--steps and --batch must be 1 or more, got 200 and 0."),

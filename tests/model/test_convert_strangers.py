@@ -154,7 +154,7 @@ def test_as_dict_is_plain_data_and_complete():
     report = octavo.convert(Language(), "fp8-block")
     data = json.loads(json.dumps(report.as_dict()))
     assert [row["path"] for row in data["rows"]] == [row.path for row in report]
-    assert set(data["rows"][0]) == {"path", "kind", "recipe", "route", "why", "reason", "weights"}
+    assert set(data["rows"][0]) == {"path", "kind", "recipe", "route", "why", "reason", "weights", "rule"}
     assert data["shares"]["converted"]["layers"] == 4
     assert sum(share["share"] for share in data["shares"].values()) == pytest.approx(1)
 

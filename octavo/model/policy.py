@@ -1,0 +1,310 @@
+"""`octavo.Policy`: rules that give recipes to layers by their paths, from Python values or from a TOML file.
+
+A policy is a value and knows no model. `octavo.model.matched_policy` applies one to a model.
+"""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from octavo.errors import UnknownSetting, UnsupportedConfig, nearest
+from octavo.recipes import Recipe
+from octavo.recipes import recipe as resolve
+from octavo.recipes.recipe import GEMMS
+from octavo.values import shown
+
+OVERRIDES = (*GEMMS, "backward")  # settings that every recipe but bf16 has
+KEYS = ("layers", "blocks", "recipe", *OVERRIDES, "from_step")
+NONE = "none"  # in place of a recipe: leave the layer as it is
+_BLOCKS = re.compile(r"(first|last) ([1-9][0-9]{0,5})")
+_HEADER = re.compile(r"\s*\[\[\s*rules\s*\]\]")
+
+
+@dataclass(frozen=True)
+class PolicyRule:
+    """One rule of an `octavo.Policy`. Its string is a short form for messages.
+
+    Args:
+        layers: paths or globs of paths. Each also covers all layers inside a module that it matches.
+        recipe: the recipe of these layers; None leaves them as they are.
+        blocks: "first N" or "last N": only layers in these blocks. Empty does not look at blocks.
+        from_step: the number of steps after which the rule applies.
+    """
+
+    layers: tuple[str, ...]
+    recipe: Recipe | None
+    blocks: tuple[str, ...] = ()
+    from_step: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the rule as plain data, for TOML or JSON.
+
+        Returns:
+            The keys of a rule in a policy file, without those that have their defaults.
+        """
+        data: dict[str, Any] = {"layers": self.layers[0] if len(self.layers) == 1 else list(self.layers)}
+        if self.blocks:
+            data["blocks"] = self.blocks[0] if len(self.blocks) == 1 else list(self.blocks)
+        data["recipe"] = NONE if self.recipe is None else str(self.recipe)
+        if self.from_step:
+            data["from_step"] = self.from_step
+        return data
+
+    def takes_block(self, index: int, count: int) -> bool:
+        """Part of the policy contract. Whether the rule takes the block at an index out of `count` blocks."""
+        for entry in self.blocks:
+            side, number = entry.split()
+            if index < int(number) if side == "first" else index >= count - int(number):
+                return True
+        return False
+
+    def __str__(self) -> str:
+        where = " or ".join(map(repr, self.layers))
+        blocks = f" in the {' and '.join(self.blocks)} blocks" if self.blocks else ""
+        start = f" from step {self.from_step}" if self.from_step else ""
+        return f"{where}{blocks}{start}: {NONE if self.recipe is None else self.recipe}"
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Policy:
+    """Rules that give recipes to the layers of a model by their paths. The first rule that matches a layer decides.
+
+    A policy is an immutable value. Pass it to `octavo.convert`. Its string is a TOML file, which `Policy.load` reads.
+
+    Args:
+        rules: the rules in order: each a pair (layers, recipe), or a dict with the keys of a rule in a file.
+            `layers` is a path, a glob of paths or a list of these, "*" by default. `recipe` is a name, a string with
+            settings, a `Recipe`, or "none", which leaves the layers as they are. `fprop`, `dgrad`, `wgrad` and
+            `backward` change that setting of the recipe. `blocks` ("first 1", "last 2", or a list) keeps to these
+            blocks. `from_step` is the number of steps after which the rule applies.
+
+    Raises:
+        UnsupportedConfig: a rule has a value without a meaning, or two rules have the same conditions.
+        UnknownSetting: a rule has an unknown key, or its recipe has no such setting.
+
+    Example:
+        >>> import warnings
+        >>> policy = octavo.Policy([
+        ...     {"blocks": ["first 1", "last 1"], "recipe": "bf16"},
+        ...     ("*.down", "fp8-block(wgrad='bf16')"),
+        ...     ("*", "fp8-current"),
+        ... ])
+        >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)))
+        >>> with warnings.catch_warnings(action="ignore"):
+        ...     report = octavo.convert(model, policy)
+        >>> [(row.path, row.recipe, row.rule) for row in report][:2]
+        [('0.0', 'bf16', 1), ('1.0', 'fp8-current', 3)]
+        >>> [str(rule) for rule in report.unused]
+        ["'*.down': fp8-block(wgrad='bf16')"]
+    """
+
+    rules: tuple[PolicyRule, ...]
+
+    def __init__(self, rules: Iterable[Any]) -> None:
+        object.__setattr__(self, "rules", _read_rules(rules, lambda index: f"rule {index + 1}"))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Policy":
+        """Returns the policy of plain data, as TOML or JSON has it.
+
+        Args:
+            data: a dict with one key, "rules": a list of rules.
+
+        Returns:
+            The policy.
+
+        Raises:
+            UnsupportedConfig: the data has another form, or a rule has a value without a meaning.
+            UnknownSetting: the data or a rule has an unknown key.
+
+        Example:
+            >>> octavo.Policy.from_dict({"rules": [{"layers": "*.attention", "recipe": "mxfp8"}]})
+            octavo.Policy([{'layers': '*.attention', 'recipe': 'mxfp8'}])
+        """
+        return cls(_listed(data))
+
+    @classmethod
+    def load(cls, path: "str | os.PathLike[str]") -> "Policy":
+        """Returns the policy of a TOML file, which has a table `[[rules]]` for each rule.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The policy.
+
+        Raises:
+            UnsupportedConfig: the file cannot be read, is no TOML, or a rule has a value without a meaning. The message
+                has the line, where it is known.
+            UnknownSetting: the file or a rule has an unknown key.
+
+        Example:
+            >>> import pathlib, tempfile
+            >>> folder = tempfile.TemporaryDirectory()
+            >>> path = pathlib.Path(folder.name, "policy.toml")
+            >>> _ = path.write_text('[[rules]]\\nlayers = "*.up"\\nrecipe = "mxfp8"\\nwgrad = "bf16"\\n')
+            >>> octavo.Policy.load(path).rules[0].recipe
+            mxfp8(wgrad='bf16')
+            >>> folder.cleanup()
+        """
+        name = os.fspath(path)
+        try:
+            with open(name, encoding="utf-8") as file:
+                text = file.read()
+            data = tomllib.loads(text)
+        except OSError as error:
+            raise UnsupportedConfig(f"The policy file {name} cannot be read: {error.strerror}.") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise UnsupportedConfig(f"The policy file {name} is no TOML: {error}. Correct it.") from None
+        lines = [number for number, line in enumerate(text.splitlines(), start=1) if _HEADER.match(line)]
+
+        def where(index: int) -> str:
+            # rules may also be an inline array, whose lines are not known
+            return f"{name}, " + (f"line {lines[index]}, " if index < len(lines) else "") + f"rule {index + 1}"
+
+        try:
+            rules = _listed(data)
+        except UnsupportedConfig as error:
+            raise type(error)(f"{name}: {error}") from None
+        policy = cls(())
+        object.__setattr__(policy, "rules", _read_rules(rules, where))
+        return policy
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the policy as plain data, which `from_dict` takes.
+
+        Returns:
+            A dict with "rules". Settings of single GEMMs are part of the recipes' strings.
+
+        Example:
+            >>> octavo.Policy([("*", octavo.recipes.Block())]).to_dict()
+            {'rules': [{'layers': '*', 'recipe': 'fp8-block'}]}
+        """
+        return {"rules": [rule.as_dict() for rule in self.rules]}
+
+    def __str__(self) -> str:
+        tables = []
+        for rule in self.rules:
+            lines = [f"{key} = {_toml(value)}" for key, value in rule.as_dict().items()]
+            tables.append("\n".join(["[[rules]]", *lines]) + "\n")
+        return "\n".join(tables)
+
+    def __repr__(self) -> str:
+        return f"octavo.Policy({self.to_dict()['rules']!r})"
+
+
+def _toml(value: str | int | list[str]) -> str:
+    # a JSON string is a TOML string, except for the control character that JSON leaves as it is
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def _listed(data: Any) -> list[Any]:
+    """Returns the rules of a dict, unread."""
+    if not isinstance(data, Mapping):
+        raise UnsupportedConfig(f"A policy as data is a dict with a list 'rules', got {type(data).__name__}.")
+    for key in data:
+        if key != "rules":
+            raise UnknownSetting(f"A policy has no key {key!r}.{_near(key, ('rules',))} Its only key is 'rules'.")
+    rules = data.get("rules", [])
+    if not isinstance(rules, list | tuple):
+        raise UnsupportedConfig(f"'rules' is a list, in TOML a table [[rules]] for each, got {_shown(rules)}.")
+    return list(rules)
+
+
+def _read_rules(specs: Any, where: Callable[[int], str]) -> tuple[PolicyRule, ...]:
+    """Returns the rules; `where` names the rule at an index in errors."""
+    if isinstance(specs, str | Mapping) or not isinstance(specs, Iterable):
+        way_out = " Policy.load takes a file." if isinstance(specs, str) else ""
+        way_out = " Policy.from_dict takes a dict." if isinstance(specs, Mapping) else way_out
+        raise UnsupportedConfig(f"A policy takes a list of rules, got {_shown(specs)}.{way_out}")
+    rules: list[PolicyRule] = []
+    first: dict[Any, int] = {}
+    for index, spec in enumerate(specs):
+        try:
+            rule = _read_rule(spec)
+        except UnsupportedConfig as error:
+            raise type(error)(f"{where(index)}: {error}") from None
+        condition = (frozenset(rule.layers), frozenset(rule.blocks), rule.from_step)
+        if condition in first:
+            raise UnsupportedConfig(
+                f"{where(index)}: it has the same conditions as rule {first[condition] + 1} ({rule}), which comes "
+                "first and takes all its layers. Remove one of the two."
+            )
+        first[condition] = index
+        rules.append(rule)
+    return tuple(rules)
+
+
+def _read_rule(spec: Any) -> PolicyRule:
+    if isinstance(spec, PolicyRule):
+        spec = vars(spec)  # its constructor checks nothing
+    if isinstance(spec, list | tuple) and len(spec) == 2:
+        spec = {"layers": spec[0], "recipe": spec[1]}
+    if not isinstance(spec, Mapping):
+        raise UnsupportedConfig(
+            f"A rule is a pair (layers, recipe) or a dict with keys out of {', '.join(KEYS)}, got {_shown(spec)}."
+        )
+    for key in spec:
+        if key not in KEYS:
+            raise UnknownSetting(f"A rule has no key {key!r}.{_near(key, KEYS)} Keys: {', '.join(KEYS)}.")
+    if "recipe" not in spec:
+        raise UnsupportedConfig("A rule needs a recipe. Give it one, or recipe = 'none' to leave its layers alone.")
+    return PolicyRule(
+        _read_layers(spec.get("layers", "*")),
+        _read_recipe(spec["recipe"], {name: spec[name] for name in OVERRIDES if name in spec}),
+        _read_blocks(spec.get("blocks", ())),
+        _read_step(spec.get("from_step", 0)),
+    )
+
+
+def _read_layers(layers: Any) -> tuple[str, ...]:
+    found = (layers,) if isinstance(layers, str) else layers
+    if not isinstance(found, list | tuple) or not found or not all(isinstance(one, str) and one for one in found):
+        raise UnsupportedConfig(
+            f"layers is a path, a glob of paths or a list of these, got {_shown(layers)}. '*' takes every layer."
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def _read_recipe(spec: Any, overrides: dict[str, Any]) -> Recipe | None:
+    if spec is None or (isinstance(spec, str) and spec.strip().lower() == NONE):
+        if overrides:
+            names = ", ".join(overrides)
+            raise UnsupportedConfig(f"recipe 'none' leaves layers alone and has no {names}. Remove it.")
+        return None
+    if isinstance(spec, bool):
+        raise UnsupportedConfig(f"A recipe is a name, a canonical string or a Recipe, got {spec}. Use 'none' for none.")
+    found = resolve(spec)
+    return replace(found, **overrides) if overrides else found  # type: ignore[type-var]
+
+
+def _read_blocks(blocks: Any) -> tuple[str, ...]:
+    found = (blocks,) if isinstance(blocks, str) else blocks
+    if not isinstance(found, list | tuple):
+        found = (found,)
+    for entry in found:
+        if not isinstance(entry, str) or not _BLOCKS.fullmatch(entry):
+            near = _near(entry.split()[0], ("first 1", "last 1")) if isinstance(entry, str) and entry.split() else ""
+            raise UnsupportedConfig(f"blocks is 'first N', 'last N' or a list of these, got {_shown(entry)}.{near}")
+    return tuple(dict.fromkeys(found))
+
+
+def _read_step(step: Any) -> int:
+    if type(step) is not int or step < 0:
+        raise UnsupportedConfig(f"from_step is a number of steps from 0 up, got {_shown(step)}.")
+    return step
+
+
+def _near(key: object, names: Iterable[str]) -> str:
+    return nearest(key, names) if isinstance(key, str) else ""
+
+
+def _shown(value: object) -> str:
+    return shown(repr(value))

@@ -1,0 +1,53 @@
+"""Recipes that a layer changes to at given steps of a run. The layer counts the steps on the host."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from octavo._torch.fakes import FakeTensor
+from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
+from octavo.recipes import Recipe
+
+STEP = "schedule.step"  # its name in a checkpoint
+
+
+@dataclass
+class RecipeSchedule:
+    """The recipes of a layer by step, and the number of steps that it has made."""
+
+    first: Recipe
+    changes: tuple[tuple[int, Recipe], ...]  # in order of their steps
+    step: int
+
+    def recipe_at(self, step: int) -> Recipe:
+        """Returns the recipe after a number of steps."""
+        return next((recipe for start, recipe in reversed(self.changes) if start <= step), self.first)
+
+    def has_ended(self) -> bool:
+        """Whether the recipe stays from now on."""
+        return self.step >= self.changes[-1][0]
+
+    def export(self) -> Tensor:
+        """Returns the number of steps, for a checkpoint."""
+        return torch.tensor(self.step)
+
+
+def check_step(found: object, schedule: RecipeSchedule | None, path: str) -> None:
+    """Raises if a checkpoint's number of steps is none, or is one at which the layer at `path` has another recipe."""
+    name = f"{path}.{STEP}" if path else STEP
+    if not isinstance(found, Tensor) or found.shape != () or found.dtype != torch.int64:
+        raise UnsupportedShape(f"{name} is an int64 tensor without dims, got {found!r}.")
+    if found.is_meta:
+        raise UnsupportedDevice(f"{name} is on the meta device, and has no values. Load it from a file.")
+    if isinstance(found, FakeTensor):
+        return
+    step = int(found)
+    if step < 0:
+        raise UnsupportedConfig(f"{name} is a number of steps from 0 up, got {step}.")
+    if schedule is not None and (wanted := schedule.recipe_at(step)) != schedule.recipe_at(schedule.step):
+        raise UnsupportedConfig(
+            f"{name} is {step}, and after that many steps this layer runs in {wanted}, not in "
+            f"{schedule.recipe_at(schedule.step)}. Convert the model for that step before you load: "
+            f"octavo.convert(model, policy, step={step})."
+        )
