@@ -30,6 +30,7 @@ ORDER = (
     "fused",
     "moe",
     "model",
+    "checkpoints",
     "inspection",
     "ops",
     "distributed",
