@@ -153,11 +153,8 @@ def load_checkpoint(
     files = {name: tensor_file.read(checkpoint / name, manifest.files[name]) for name in wanted}
     weights = _checked_weights(files[MODEL], model)
     recipe = checked_loads(model, files[RECIPE].tensors)
-    run = decoded(checkpoint / RUN, files[RUN])
-    extra = run.get("extra")
-    if set(run) != {"random", "extra"} or not isinstance(extra, dict):
-        raise damaged(checkpoint / RUN, f"it has {list(run)}, and a run has random and extra")
-    set_generators = random_state.restorer(checkpoint / RUN, run["random"])
+    random, extra = _run(checkpoint / RUN, files[RUN])
+    set_generators = random_state.restorer(checkpoint / RUN, random)
     if optimizer is not None:
         state = decoded(checkpoint / OPTIMIZER, files[OPTIMIZER])
         load_optimizer = optimizer_state.loader(checkpoint / OPTIMIZER, state, optimizer, model)
@@ -166,6 +163,22 @@ def load_checkpoint(
     write_state(recipe)
     set_generators()
     return Checkpoint(checkpoint, manifest.step, extra)
+
+
+def extra_of(checkpoint: Path) -> dict[str, Any]:
+    """Returns the extra values of a checkpoint, and loads nothing."""
+    files = read_manifest(checkpoint).files
+    if RUN not in files:
+        raise _lacks(checkpoint, RUN)
+    return _run(checkpoint / RUN, tensor_file.read(checkpoint / RUN, files[RUN]))[1]
+
+
+def _run(path: Path, file: TensorFile) -> tuple[Any, dict[str, Any]]:
+    """Returns the state of random numbers, and the extra values."""
+    match decoded(path, file):
+        case {"random": random, "extra": dict(extra), **rest} if not rest:
+            return random, extra
+    raise damaged(path, "it does not have random and extra")
 
 
 def _lacks(checkpoint: Path, name: str) -> InvalidCheckpoint:

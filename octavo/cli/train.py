@@ -9,6 +9,9 @@ run applies the recipe to every linear layer except the output head. With --mode
 of which every token takes 2: octavo.MoE in the recipe, and plain torch in the bf16 run. A second table then shows for
 each layer the smallest and the largest share of the held-out text that one expert got.
 
+--out DIR saves both runs: weights by plain names, in safetensors files, and all that --resume needs to go on bit for
+bit. Ctrl-C then ends the step, saves, and prints the command that resumes.
+
 One small run shows that a recipe trains. It does not rank recipes: a gap of one percent either way is noise at this
 size, and the model is too small to gain speed.
 
@@ -23,16 +26,20 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from octavo.cli import corpus, machine, options, output, table
+from octavo.cli import corpus, machine, options, output, saves, table
 from octavo.cli.gpt import GPT, Shape
 from octavo.cli.mixture import LoadMeter, MixtureShape, mixtures
 from octavo.cli.progress import Progress
+from octavo.cli.saves import Keeper, Saves
 from octavo.errors import UnsupportedConfig, UnsupportedHardware
 from octavo.model.attach import attach
 from octavo.model.convert import convert
@@ -108,6 +115,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_device(parser)
     parser.add_argument("--compile", action="store_true", help="run both under torch.compile; default: eager")
     output.add_json(parser, "the loss of every step")
+    saves.add_arguments(parser, options.count)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -116,7 +124,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compile:
         check_compiler(device)
     plan = Plan(arguments.steps, arguments.batch, arguments.seed, device, arguments.compile, shape_of(arguments.model))
-    output.produce(partial(compare, plan, chosen), render, arguments.json)
+    saved = saves.from_options(arguments)
+    try:
+        output.produce(partial(compare, plan, chosen, saved), render, arguments.json)
+    except output.Interrupted as stop:
+        if saved is None:
+            raise
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        raise output.Interrupted(f"{stop} {saves.how_to_resume(saved, arguments, parser)}") from None
     return 0
 
 
@@ -129,20 +145,30 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def compare(plan: Plan, chosen: Recipe, report: dict[str, Any]) -> None:
+def compare(plan: Plan, chosen: Recipe, saved: Saves | None, report: dict[str, Any]) -> None:
     """Fills the report with both runs, as plain data. An interrupted run has only the losses of its steps."""
     report |= {"machine": machine.describe(plan.device), "plan": asdict(plan) | {"device": str(plan.device)}}
     outcomes = []
     for key, subject in (("bf16", None), ("recipe", chosen)):
         losses: list[Tensor] = []
+        keeper = None if saved is None else Keeper(saved, key, settings_of(plan, subject), plan.steps)
         try:
-            outcomes.append(train(plan, subject, show=True, losses=losses))
+            outcomes.append(train(plan, subject, show=True, losses=losses, keeper=keeper))
         except KeyboardInterrupt:
             if losses:
                 report[key] = {"recipe": name_of(subject), "loss": None, "losses": torch.stack(losses).tolist()}
             raise
         report[key] = asdict(outcomes[-1])
     report["gap_percent"] = gap(outcomes[1], outcomes[0])
+
+
+def settings_of(plan: Plan, chosen: Recipe | None) -> dict[str, Any]:
+    """Returns what decides the numbers of a run, by option."""
+    return {
+        "--recipe": name_of(chosen), "--model": "gpt" if plan.shape.mixture is None else "moe", "--steps": plan.steps,
+        "--batch": plan.batch, "--seed": plan.seed, "--device": plan.device.type, "--compile": plan.compile,
+        "sizes": asdict(plan.shape),
+    }  # fmt: skip
 
 
 def gap(outcome: Outcome, baseline: Outcome) -> float:
@@ -154,10 +180,17 @@ def name_of(chosen: Recipe | None) -> str:
     return BASELINE if chosen is None else str(chosen)
 
 
-def train(plan: Plan, chosen: Recipe | None, *, show: bool = False, losses: list[Tensor] | None = None) -> Outcome:
-    """Trains from fresh weights, and returns the loss on the held-out text with the rest of the outcome. None is the
-    baseline: the model as it is. Each step appends its loss to `losses`, so that the caller has those of a run that is
-    interrupted."""
+def train(
+    plan: Plan,
+    chosen: Recipe | None,
+    *,
+    show: bool = False,
+    losses: list[Tensor] | None = None,
+    keeper: Keeper | None = None,
+) -> Outcome:
+    """Trains from fresh weights, or from those that `keeper` has, and returns the loss on the held-out text with the
+    rest of the outcome. None is the baseline: the model as it is. Each step appends its loss to `losses`, so that the
+    caller has those of a run that is interrupted."""
     name = name_of(chosen)
     losses = [] if losses is None else losses
     text, held_out = corpus.load()
@@ -174,9 +207,10 @@ def train(plan: Plan, chosen: Recipe | None, *, show: bool = False, losses: list
         if show and progress.due(step):
             progress.show(step, f"loss {loss.item():.3f}")
 
+    run = None if keeper is None else SavedRun(keeper, losses, clock)
     data = corpus.batches(text, steps=plan.steps, batch=plan.batch, context=plan.shape.context, seed=plan.seed)
     try:
-        optimize(model, call, data, plan, note, quantized=chosen is not None)
+        optimize(model, call, data, plan, note, quantized=chosen is not None, run=run)
     finally:
         progress.close()
     load = LoadMeter(model)
@@ -192,22 +226,28 @@ def optimize(
     note: Callable[[int, Tensor], None],
     *,
     quantized: bool,
+    run: "SavedRun | None" = None,
 ) -> None:
     """Runs AdamW on each batch in turn. `call` is the model, or its compiled form; it calls `note(step, loss)` after
-    every step, with the loss without that of balance; `quantized` says whether the model has layers of Octavo's."""
+    every step, with the loss without that of balance; `quantized` says whether the model has layers of Octavo's; `run`
+    saves the run, and skips the steps that it has."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
     # ends delayed scaling's step at each step of the optimizer
     attached = attach(model, optimizer) if quantized else None
     balanced = mixtures(model)
-    for step, batch in enumerate(data, start=1):
-        loss = loss_of(call, batch.to(plan.device))
-        sum((mixture.aux_loss for mixture in balanced), loss).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        note(step, loss.detach())
+    begun = 0 if run is None else run.restore(model, optimizer, schedule)
+    with nullcontext() if run is None else run.keeper.finishing_steps():
+        for step, batch in islice(enumerate(data, start=1), begun, None):
+            loss = loss_of(call, batch.to(plan.device))
+            sum((mixture.aux_loss for mixture in balanced), loss).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            note(step, loss.detach())
+            if run is not None:
+                run.after(step, model, optimizer, schedule)
     if attached is not None:
         attached.remove()
 
@@ -248,11 +288,45 @@ class Clock:
         if step == self.half:
             self.middle = self.ended
 
+    def middle_after(self) -> float:
+        """Returns the seconds from the start to the middle; 0 before it."""
+        return self.middle - self.started
+
+    def go_on(self, seconds: float, middle: float) -> None:
+        """Goes on with the times of a run that was saved after so many seconds."""
+        self.ended = time.perf_counter()
+        self.started = self.ended - seconds
+        self.middle = self.started + middle
+
     def rate(self) -> float:
         return (self.plan.steps - self.half) * self.plan.tokens() / (self.ended - self.middle)
 
     def seconds(self) -> float:
         return self.ended - self.started
+
+
+class SavedRun:
+    """A run with a folder: the losses and times of its steps, which a checkpoint has besides model and optimizer."""
+
+    def __init__(self, keeper: Keeper, losses: list[Tensor], clock: Clock) -> None:
+        self.keeper, self.losses, self.clock = keeper, losses, clock
+
+    def restore(self, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler) -> int:
+        """Loads the newest checkpoint, if there is one, and returns how many steps it has."""
+        saved = self.keeper.restore(model, optimizer)
+        if saved is None:
+            return 0
+        self.losses[:] = saved["losses"].to(self.clock.plan.device)
+        schedule.load_state_dict(saved["schedule"])
+        self.clock.go_on(saved["seconds"], saved["middle"])
+        return self.keeper.saved
+
+    def after(self, step: int, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler) -> None:
+        def state() -> dict[str, Any]:
+            times = {"seconds": time.perf_counter() - self.clock.started, "middle": self.clock.middle_after()}
+            return {"losses": torch.stack(self.losses), "schedule": schedule.state_dict(), **times}
+
+        self.keeper.after(step, model, optimizer, state)
 
 
 def render(report: dict[str, Any]) -> str:
