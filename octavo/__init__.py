@@ -7,6 +7,7 @@
     Blocks      `with autocast(recipe):`, `with microbatch(first=...):`
     Recipes     recipe("fp8-current"); their classes are in `octavo.recipes`
     Tensors     QTensor, GroupedTensor, buffer; quantizers are in `octavo.quant`, number formats in `octavo.formats`
+    Trainers    `octavo.integrations`, which is imported by itself: transformers, accelerate, Lightning
     The rest    sac_save_ops, `octavo.backend`, `octavo.errors`
 
 `help(octavo.convert)` and so on describe each of them.

@@ -31,6 +31,7 @@ ORDER = (
     "moe",
     "model",
     "checkpoints",
+    "integrations",
     "inspection",
     "ops",
     "distributed",

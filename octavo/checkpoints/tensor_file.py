@@ -86,9 +86,9 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     digest = hashlib.sha256()
     with open(path, "xb") as file:
         for part in (len(text).to_bytes(8, "little"), text, *(tensors[name] for name in order)):
-            data: Any = _data(part) if isinstance(part, Tensor) else part
-            digest.update(data)
-            file.write(data)
+            buffer: Any = bytes_of(part) if isinstance(part, Tensor) else part
+            digest.update(buffer)
+            file.write(buffer)
         file.flush()
         os.fsync(file.fileno())
     return Digest(8 + len(text) + at, digest.hexdigest())
@@ -113,7 +113,7 @@ def check_plain(name: str, tensor: object) -> None:
         )
 
 
-def _data(tensor: Tensor) -> Any:
+def bytes_of(tensor: Tensor) -> Any:
     """Returns the bytes of a tensor, of a copy only if it is elsewhere or not contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     size = plain.numel() * plain.element_size()
