@@ -2,10 +2,12 @@
 
     Layers      Linear, GroupedLinear, LayerNormLinear, LayerNormMLP, Sequential; more operations are in `octavo.ops`
     Experts     MoE, grouped_linear; the parts of a mixture are in `octavo.moe`
-    Models      convert, revert, attach, step, refresh_weights, quantize_weights, state_dict, load_state_dict, explain
+    Models      convert, revert, attach, step, refresh_weights, quantize_weights, explain
+    Checkpoints save_checkpoint, load_checkpoint; state_dict, load_state_dict
     Blocks      `with autocast(recipe):`, `with microbatch(first=...):`
     Recipes     recipe("fp8-current"), and Policy for one per layer; their classes are in `octavo.recipes`
     Tensors     QTensor, GroupedTensor, buffer; quantizers are in `octavo.quant`, number formats in `octavo.formats`
+    Trainers    `octavo.integrations`, which is imported by itself: transformers, accelerate, Lightning
     The rest    sac_save_ops, `octavo.backend`, `octavo.errors`
 
 `help(octavo.convert)` and so on describe each of them.
@@ -16,6 +18,7 @@ from octavo.version import __version__  # isort: skip  (checks the version of to
 from octavo import backend, errors, formats, moe, ops, quant, recipes
 from octavo._torch.tracing import buffer
 from octavo.ambient import autocast, microbatch
+from octavo.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from octavo.fused.blocks import LayerNormLinear, LayerNormMLP
 from octavo.fuser.sequential import Sequential
 from octavo.inspection.explain import explain
@@ -53,6 +56,7 @@ __all__ = [
     "explain",
     "formats",
     "grouped_linear",
+    "load_checkpoint",
     "load_state_dict",
     "microbatch",
     "moe",
@@ -64,6 +68,7 @@ __all__ = [
     "refresh_weights",
     "revert",
     "sac_save_ops",
+    "save_checkpoint",
     "state_dict",
     "step",
 ]

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 
 __all__ = [
+    "InvalidCheckpoint",
     "ModifiedInPlace",
     "UnknownSetting",
     "Unsupported",
@@ -124,6 +125,18 @@ class ModifiedInPlace(Unsupported, RuntimeError):
         ... except octavo.errors.ModifiedInPlace as error:
         ...     print(type(error).__name__)
         ModifiedInPlace
+    """
+
+
+class InvalidCheckpoint(Unsupported, ValueError):
+    """A checkpoint is not there, is incomplete, or has a file that is damaged or of another kind.
+
+    Example:
+        >>> try:
+        ...     octavo.load_checkpoint("nowhere", nn.Linear(4, 4))
+        ... except octavo.errors.InvalidCheckpoint as error:
+        ...     print(error)
+        There is no folder nowhere. Pass the folder that octavo.save_checkpoint was given, or a checkpoint in it.
     """
 
 

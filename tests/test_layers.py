@@ -30,6 +30,8 @@ ORDER = (
     "fused",
     "moe",
     "model",
+    "checkpoints",
+    "integrations",
     "inspection",
     "ops",
     "distributed",

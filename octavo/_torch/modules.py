@@ -17,6 +17,11 @@ def drop_buffers(module: nn.Module, names: Iterable[str]) -> None:
         module._non_persistent_buffers_set.discard(name)
 
 
+def plain_name(path: str) -> str:
+    """Returns a path without the names that wrappers add to it."""
+    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
+
+
 def uncompiled(model: Any) -> Any:
     """The module inside of torch.compile(module); any other object itself."""
     return getattr(model, "_orig_mod", model)

@@ -10,6 +10,9 @@ first rule that matches it, and a table shows how many layers took each rule. Wi
 8 experts of which every token takes 2: octavo.MoE in the recipe, and plain torch in the bf16 run. A second table then
 shows for each layer the smallest and the largest share of the held-out text that one expert got.
 
+--out DIR saves both runs: weights by plain names, in safetensors files, and all that --resume needs to go on bit for
+bit. Ctrl-C then ends the step, saves, and prints the command that resumes.
+
 One small run shows that a recipe trains. It does not rank recipes: a gap of one percent either way is noise at this
 size, and the model is too small to gain speed.
 
@@ -25,16 +28,20 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from octavo.cli import corpus, machine, options, output, table
+from octavo.cli import corpus, machine, options, output, saves, table
 from octavo.cli.gpt import GPT, Shape
 from octavo.cli.mixture import LoadMeter, MixtureShape, mixtures
 from octavo.cli.progress import Progress
+from octavo.cli.saves import Keeper, Saves
 from octavo.errors import UnsupportedConfig, UnsupportedHardware
 from octavo.model.attach import attach
 from octavo.model.conversion import ConversionReport
@@ -116,6 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_device(parser)
     parser.add_argument("--compile", action="store_true", help="run both under torch.compile; default: eager")
     output.add_json(parser, "the loss of every step")
+    saves.add_arguments(parser, options.count)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -124,7 +132,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compile:
         check_compiler(device)
     plan = Plan(arguments.steps, arguments.batch, arguments.seed, device, arguments.compile, shape_of(arguments.model))
-    output.produce(partial(compare, plan, chosen), render, arguments.json)
+    saved = saves.from_options(arguments)
+    try:
+        output.produce(partial(compare, plan, chosen, saved), render, arguments.json)
+    except output.Interrupted as stop:
+        if saved is None:
+            raise
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        raise output.Interrupted(f"{stop} {saves.how_to_resume(saved, arguments, parser)}") from None
     return 0
 
 
@@ -137,7 +153,7 @@ def check_compiler(device: torch.device) -> None:
         )
 
 
-def compare(plan: Plan, chosen: Recipe | Policy, report: dict[str, Any]) -> None:
+def compare(plan: Plan, chosen: Recipe | Policy, saved: Saves | None, report: dict[str, Any]) -> None:
     """Fills the report with both runs, as plain data. An interrupted run has only the losses of its steps."""
     report |= {"machine": machine.describe(plan.device), "plan": asdict(plan) | {"device": str(plan.device)}}
     if isinstance(chosen, Policy):  # on a model of its own, so that a policy that is refused costs no run
@@ -145,14 +161,24 @@ def compare(plan: Plan, chosen: Recipe | Policy, report: dict[str, Any]) -> None
     outcomes = []
     for key, subject in (("bf16", None), ("recipe", chosen)):
         losses: list[Tensor] = []
+        keeper = None if saved is None else Keeper(saved, key, settings_of(plan, subject), plan.steps)
         try:
-            outcomes.append(train(plan, subject, show=True, losses=losses))
+            outcomes.append(train(plan, subject, show=True, losses=losses, keeper=keeper))
         except KeyboardInterrupt:
             if losses:
                 report[key] = {"recipe": name_of(subject), "loss": None, "losses": torch.stack(losses).tolist()}
             raise
         report[key] = asdict(outcomes[-1])
     report["gap_percent"] = gap(outcomes[1], outcomes[0])
+
+
+def settings_of(plan: Plan, chosen: Recipe | Policy | None) -> dict[str, Any]:
+    """Returns what decides the numbers of a run, by option."""
+    return {
+        "--recipe": name_of(chosen), "--policy": str(chosen) if isinstance(chosen, Policy) else None, "--model": "gpt" if plan.shape.mixture is None else "moe", "--steps": plan.steps,
+        "--batch": plan.batch, "--seed": plan.seed, "--device": plan.device.type, "--compile": plan.compile,
+        "sizes": asdict(plan.shape),
+    }  # fmt: skip
 
 
 def gap(outcome: Outcome, baseline: Outcome) -> float:
@@ -166,12 +192,12 @@ def name_of(chosen: Recipe | Policy | None) -> str:
     return BASELINE if chosen is None else str(chosen)
 
 
-def converted(model: nn.Module, chosen: Recipe | Policy) -> ConversionReport:
-    """Converts the model, except for its head, unless a rule of a policy names it."""
+def converted(model: nn.Module, chosen: Recipe | Policy, step: int = 0) -> ConversionReport:
+    """Converts the model as it is after so many steps, except for its head, unless a rule of a policy names it."""
     if isinstance(chosen, Recipe):
         return convert(model, chosen, exclude=HEAD)
     with warnings.catch_warnings(action="ignore"):  # the command's report has unused rules
-        return convert(model, chosen)
+        return convert(model, chosen, step=step)
 
 
 def described(policy: Policy, made: ConversionReport) -> dict[str, Any]:
@@ -181,18 +207,23 @@ def described(policy: Policy, made: ConversionReport) -> dict[str, Any]:
 
 
 def train(
-    plan: Plan, chosen: Recipe | Policy | None, *, show: bool = False, losses: list[Tensor] | None = None
+    plan: Plan,
+    chosen: Recipe | Policy | None,
+    *,
+    show: bool = False,
+    losses: list[Tensor] | None = None,
+    keeper: Keeper | None = None,
 ) -> Outcome:
-    """Trains from fresh weights, and returns the loss on the held-out text with the rest of the outcome. None is the
-    baseline: the model as it is. Each step appends its loss to `losses`, so that the caller has those of a run that is
-    interrupted."""
+    """Trains from fresh weights, or from those that `keeper` has, and returns the loss on the held-out text with the
+    rest of the outcome. None is the baseline: the model as it is. Each step appends its loss to `losses`, so that the
+    caller has those of a run that is interrupted."""
     name = name_of(chosen)
     losses = [] if losses is None else losses
     text, held_out = corpus.load()
     torch.manual_seed(plan.seed)  # stochastic rounding follows torch's own seed
     model = GPT(plan.shape, seed=plan.seed, plain=chosen is None).to(plan.device)
     if chosen is not None:
-        converted(model, chosen)
+        converted(model, chosen, 0 if keeper is None else keeper.steps_made())
     call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True) if plan.compile else model
     clock, progress = Clock(plan), Progress(name.ljust(len(BASELINE)), plan.steps)
 
@@ -202,9 +233,10 @@ def train(
         if show and progress.due(step):
             progress.show(step, f"loss {loss.item():.3f}")
 
+    run = None if keeper is None else SavedRun(keeper, losses, clock)
     data = corpus.batches(text, steps=plan.steps, batch=plan.batch, context=plan.shape.context, seed=plan.seed)
     try:
-        optimize(model, call, data, plan, note, quantized=chosen is not None)
+        optimize(model, call, data, plan, note, quantized=chosen is not None, run=run)
     finally:
         progress.close()
     load = LoadMeter(model)
@@ -220,22 +252,28 @@ def optimize(
     note: Callable[[int, Tensor], None],
     *,
     quantized: bool,
+    run: "SavedRun | None" = None,
 ) -> None:
     """Runs AdamW on each batch in turn. `call` is the model, or its compiled form; it calls `note(step, loss)` after
-    every step, with the loss without that of balance; `quantized` says whether the model has layers of Octavo's."""
+    every step, with the loss without that of balance; `quantized` says whether the model has layers of Octavo's; `run`
+    saves the run, and skips the steps that it has."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
     # ends delayed scaling's step at each step of the optimizer
     attached = attach(model, optimizer) if quantized else None
     balanced = mixtures(model)
-    for step, batch in enumerate(data, start=1):
-        loss = loss_of(call, batch.to(plan.device))
-        sum((mixture.aux_loss for mixture in balanced), loss).backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        note(step, loss.detach())
+    begun = 0 if run is None else run.restore(model, optimizer, schedule)
+    with nullcontext() if run is None else run.keeper.finishing_steps():
+        for step, batch in islice(enumerate(data, start=1), begun, None):
+            loss = loss_of(call, batch.to(plan.device))
+            sum((mixture.aux_loss for mixture in balanced), loss).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            note(step, loss.detach())
+            if run is not None:
+                run.after(step, model, optimizer, schedule)
     if attached is not None:
         attached.remove()
 
@@ -276,11 +314,45 @@ class Clock:
         if step == self.half:
             self.middle = self.ended
 
+    def middle_after(self) -> float:
+        """Returns the seconds from the start to the middle; 0 before it."""
+        return self.middle - self.started
+
+    def go_on(self, seconds: float, middle: float) -> None:
+        """Goes on with the times of a run that was saved after so many seconds."""
+        self.ended = time.perf_counter()
+        self.started = self.ended - seconds
+        self.middle = self.started + middle
+
     def rate(self) -> float:
         return (self.plan.steps - self.half) * self.plan.tokens() / (self.ended - self.middle)
 
     def seconds(self) -> float:
         return self.ended - self.started
+
+
+class SavedRun:
+    """A run with a folder: the losses and times of its steps, which a checkpoint has besides model and optimizer."""
+
+    def __init__(self, keeper: Keeper, losses: list[Tensor], clock: Clock) -> None:
+        self.keeper, self.losses, self.clock = keeper, losses, clock
+
+    def restore(self, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler) -> int:
+        """Loads the newest checkpoint, if there is one, and returns how many steps it has."""
+        saved = self.keeper.restore(model, optimizer)
+        if saved is None:
+            return 0
+        self.losses[:] = saved["losses"].to(self.clock.plan.device)
+        schedule.load_state_dict(saved["schedule"])
+        self.clock.go_on(saved["seconds"], saved["middle"])
+        return self.keeper.saved
+
+    def after(self, step: int, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler) -> None:
+        def state() -> dict[str, Any]:
+            times = {"seconds": time.perf_counter() - self.clock.started, "middle": self.clock.middle_after()}
+            return {"losses": torch.stack(self.losses), "schedule": schedule.state_dict(), **times}
+
+        self.keeper.after(step, model, optimizer, state)
 
 
 def render(report: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from octavo._torch.modules import WRAPPERS
+from octavo._torch.modules import plain_name
 from octavo.delayed_scaling.checkpoint import check_state
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.model.layers import check_model, joined, layers
@@ -19,7 +19,7 @@ State = dict[str, Tensor]  # of one layer: its tensors by their names in the lay
 _KEY = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:scaling|rounding|schedule)\..+)")  # a key of a model's state
 
 
-class _Load(NamedTuple):
+class Load(NamedTuple):
     """A layer, and its part of the loaded state."""
 
     path: str
@@ -78,8 +78,13 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
         >>> octavo.load_state_dict(model, state)
     """
     check_model(model, "load_state_dict", state)
+    write_state(checked_loads(model, state, strict))
+
+
+def checked_loads(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> list[Load]:
+    """Returns what `load_state_dict` would write, by layer. It raises what that raises, and writes nothing."""
     by_path, unknown = _by_layer(state)
-    loads = [_Load(path, layer, by_path.pop(_without_wrappers(path), {})) for path, layer in layers(model)]
+    loads = [Load(path, layer, by_path.pop(plain_name(path), {})) for path, layer in layers(model)]
     unknown += [joined(path, name) for path, left in by_path.items() for name in left]
     for load in loads:  # first: at another step the layer has another recipe, and other names
         if STEP in load.state:
@@ -88,13 +93,18 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
         _check_names(loads, unknown)
     for load in loads:
         check_state(load.state, load.layer.scales_per_operand, load.path)
+    return loads
+
+
+def write_state(loads: list[Load]) -> None:
+    """Writes the state that `checked_loads` returned."""
     for _, layer, part in loads:
         left = layer.load_recipe_state(part)
         waits = layer.recipe is None or layer._unborn
         layer._pending = {name: tensor.detach().clone() for name, tensor in left.items()} if waits else {}
 
 
-def _check_names(loads: list[_Load], unknown: list[str]) -> None:
+def _check_names(loads: list[Load], unknown: list[str]) -> None:
     """Raises if the state lacks a tensor that a layer needs, or has one that no layer needs; `unknown` are keys without
     a layer."""
     missing, unknown = [], list(unknown)
@@ -114,11 +124,6 @@ def _check_names(loads: list[_Load], unknown: list[str]) -> None:
         )
 
 
-def _without_wrappers(path: str) -> str:
-    """Returns a path without the names that wrappers add to it."""
-    return ".".join(part for part in path.split(".") if part not in WRAPPERS)
-
-
 def _by_layer(state: Any) -> tuple[dict[str, State], list[str]]:
     """Returns a state's tensors, by layer path and by name in the layer, and the keys that no layer's state has."""
     if not isinstance(state, Mapping):
@@ -133,14 +138,14 @@ def _by_layer(state: Any) -> tuple[dict[str, State], list[str]]:
             raise UnsupportedDtype(
                 f"The keys of a state are strings, got {key!r}. Pass what octavo.state_dict returned."
             )
-        match = _KEY.fullmatch(_without_wrappers(key))
+        match = _KEY.fullmatch(plain_name(key))
         if match is None:
             unknown.append(key)
             continue
         of_layer = by_path.setdefault(match["path"] or "", {})
         if match["name"] in of_layer:
             raise UnsupportedConfig(
-                f"The state has {_without_wrappers(key)!r} twice, with and without the name of a wrapper. Drop one."
+                f"The state has {plain_name(key)!r} twice, with and without the name of a wrapper. Drop one."
             )
         of_layer[match["name"]] = tensor
     return by_path, unknown

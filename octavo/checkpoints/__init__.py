@@ -1,0 +1,1 @@
+"""Checkpoints of training runs: files of tensors that are checked before they are loaded, in folders that are whole."""

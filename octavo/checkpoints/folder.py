@@ -1,0 +1,158 @@
+"""Folders of checkpoints: a folder of a run holds one folder for each step, written under another name and renamed.
+
+run/
+  step-000100/          complete: it has its name only since everything in it is on the disk
+    checkpoint.json     the step, and the size and SHA-256 of each file
+    model.safetensors, ...
+  .partial-3f2a9c01/    a process that was killed left it; nothing reads it
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from octavo.checkpoints.tensor_file import Digest, damaged, parse_json
+from octavo.errors import InvalidCheckpoint, UnsupportedConfig
+from octavo.values import shown
+from octavo.version import __version__
+
+MANIFEST, FORMAT, VERSION = "checkpoint.json", "octavo-checkpoint", 1
+LARGEST_MANIFEST = 1_000_000  # bytes
+NAME = re.compile(r"step-([0-9]{6,18})")
+PASS = "Pass the folder that octavo.save_checkpoint was given, or a checkpoint in it."
+
+
+class Manifest(NamedTuple):
+    """The content of checkpoint.json."""
+
+    step: int
+    files: dict[str, Digest]
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def new_checkpoint(run: Path, step: int) -> Iterator[tuple[Path, dict[str, Digest]]]:
+    """Yields a folder to write files to, and a dict for their digests. At the end of the block the folder becomes the
+    run's checkpoint of that step, at once. If the block raises, it is removed, and the run is as before."""
+    target = run / name_of(step)
+    if target.exists():
+        raise UnsupportedConfig(
+            f"{target} exists already, and a checkpoint is not replaced. Save into another folder, or remove it first."
+        )
+    run.mkdir(parents=True, exist_ok=True)
+    partial = run / f".partial-{secrets.token_hex(4)}"
+    partial.mkdir()
+    try:
+        files: dict[str, Digest] = {}
+        yield partial, files
+        _write_manifest(partial / MANIFEST, Manifest(step, files))
+        _sync(partial)
+        os.rename(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _sync(run)
+
+
+def _write_manifest(path: Path, manifest: Manifest) -> None:
+    files = {name: digest._asdict() for name, digest in manifest.files.items()}
+    content = {
+        "format": FORMAT, "version": VERSION, "step": manifest.step, "octavo": __version__, "torch": torch.__version__,
+        "files": files,
+    }  # fmt: skip
+    with open(path, "x") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Waits until the disk has the names in a folder. Some systems cannot open one for that."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def find(path: Path) -> Path:
+    """Returns a checkpoint: `path` itself, or the newest complete one in it. Raises InvalidCheckpoint if there is
+    none."""
+    if not path.is_dir():
+        what = f"{path} is a file, and a checkpoint is a folder." if path.exists() else f"There is no folder {path}."
+        raise InvalidCheckpoint(f"{what} {PASS}")
+    if NAME.fullmatch(path.name) or (path / MANIFEST).exists():
+        return path
+    found = newest(path)
+    if found is None:
+        raise InvalidCheckpoint(f"{path} has no complete checkpoint, such as {name_of(100)}. {PASS}")
+    return found
+
+
+def newest(run: Path) -> Path | None:
+    """Returns the checkpoint of the highest step in a run's folder that has all its files; None if there is none."""
+    steps = [(int(match[1]), path) for path in run.iterdir() if (match := NAME.fullmatch(path.name))]
+    for step, path in sorted(steps, reverse=True):
+        try:
+            if read_manifest(path).step == step:
+                return path
+        except InvalidCheckpoint:
+            continue
+    return None
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Returns the content of a checkpoint's manifest. Raises InvalidCheckpoint unless all files have their sizes."""
+    file = path / MANIFEST
+    try:
+        if file.stat().st_size > LARGEST_MANIFEST:
+            raise damaged(file, f"it has {file.stat().st_size} bytes, and at most {LARGEST_MANIFEST} are read")
+        manifest = _manifest(file, parse_json(file, file.read_bytes()))
+        for name, digest in manifest.files.items():
+            size = (path / name).stat().st_size
+            if size != digest.bytes:
+                raise damaged(path / name, f"the file was written with {digest.bytes} bytes, and has {size}")
+    except OSError as error:
+        raise InvalidCheckpoint(
+            f"The checkpoint {path} is not complete: {Path(str(error.filename)).name}: {error.strerror}. Load another."
+        ) from None
+    return manifest
+
+
+def _manifest(file: Path, content: Any) -> Manifest:
+    match content:
+        case {"format": str(kind), "version": int(version), "step": int(step), "files": dict(files)} if (
+            kind == FORMAT and step >= 0
+        ):
+            if version != VERSION:
+                raise InvalidCheckpoint(
+                    f"{file} has version {version} of the format, and this Octavo ({__version__}) reads {VERSION}. "
+                    "Load it with the version of Octavo that wrote it."
+                )
+            return Manifest(step, {name: _digest(file, name, digest) for name, digest in files.items()})
+    raise damaged(file, f"it is {shown(repr(content))}")
+
+
+def _digest(file: Path, name: str, digest: Any) -> Digest:
+    match digest:
+        case {"bytes": int(size), "sha256": str(sha256)} if Path(name).name == name and name not in ("", ".", ".."):
+            return Digest(size, sha256)
+    raise damaged(file, f"it lists the file {shown(repr(name))} as {shown(repr(digest))}")

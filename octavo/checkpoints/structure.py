@@ -1,0 +1,112 @@
+"""Nested dicts, lists and tuples of numbers, texts and tensors, as JSON and a flat dict of tensors.
+
+    a number, a text, True, None   itself
+    [a, b]                         [a, b]
+    (a, b)                         {"tuple": [a, b]}
+    {k: a, l: b}                   {"dict": [[k, a], [l, b]]}; keys are texts or ints
+    a tensor                       {"tensor": its name in the flat dict}
+
+The states of torch's optimizers and schedulers are such values.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from octavo.checkpoints.tensor_file import TensorFile, damaged, parse_json
+from octavo.errors import UnsupportedDtype
+from octavo.values import shown
+
+STRUCTURE = "structure"  # the name of the text in a file's metadata
+DEEPEST = 32
+PLAIN = (str, bool, int, float, type(None))
+
+
+def encoded(values: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the tensors in a value, by name, and the metadata with the rest. Raises for what is no such value."""
+    tensors: dict[str, Tensor] = {}
+    tree = _tree(dict(values), (), tensors)
+    return tensors, {STRUCTURE: json.dumps(tree, separators=(",", ":"))}
+
+
+def _tree(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+    if len(path) > DEEPEST:
+        raise UnsupportedDtype(f"A checkpoint nests values up to {DEEPEST} deep, and {_at(path[:3])} is deeper.")
+    if isinstance(value, Tensor):
+        return {"tensor": _placed(value, ".".join(path), tensors)}
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, float):  # a scalar of numpy
+        return float(value)
+    if isinstance(value, (list, tuple)):
+        items = [_tree(item, (*path, str(i)), tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, Mapping):
+        for key in value:
+            if type(key) not in (str, int):
+                raise UnsupportedDtype(
+                    f"A checkpoint holds dicts from texts or ints, and {_at(path)} has the key {shown(repr(key))}."
+                )
+        return {"dict": [[key, _tree(item, (*path, str(key)), tensors)] for key, item in value.items()]}
+    raise UnsupportedDtype(
+        "A checkpoint holds numbers, texts, None, lists, tuples, dicts and tensors, and no other objects, since only a "
+        f"pickle could. {_at(path)} is {type(value).__name__}. Leave it out, or save its state as such values."
+    )
+
+
+def _at(path: tuple[str, ...]) -> str:
+    return shown(".".join(path)) or "it"
+
+
+def _placed(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
+    """Puts a tensor into the flat dict, by its path, or by a path with a number if that is taken."""
+    free, number = name, 1
+    while free in tensors:
+        number += 1
+        free = f"{name}#{number}"
+    tensors[free] = tensor
+    return free
+
+
+def decoded(path: Path, file: TensorFile) -> dict[str, Any]:
+    """Returns the value in a file that was written of `encoded`. Raises InvalidCheckpoint for any other."""
+    if STRUCTURE not in file.metadata:
+        raise damaged(path, f"its metadata has no {STRUCTURE!r}")
+    used: set[str] = set()
+    value = _value(path, parse_json(path, file.metadata[STRUCTURE].encode()), file.tensors, used)
+    unused = [name for name in file.tensors if name not in used]
+    if unused:
+        raise damaged(path, f"its structure does not have the tensor {shown(repr(unused[0]))}")
+    if not isinstance(value, dict):
+        raise damaged(path, f"its structure is {shown(repr(value))}, and no dict")
+    return value
+
+
+def _value(path: Path, tree: Any, tensors: dict[str, Tensor], used: set[str], depth: int = 0) -> Any:
+    def inner(item: Any) -> Any:
+        return _value(path, item, tensors, used, depth + 1)
+
+    if depth <= DEEPEST + 1:
+        match tree:
+            case None | bool() | int() | float() | str():
+                return tree
+            case list():
+                return [inner(item) for item in tree]
+            case {"tuple": list(items), **rest} if not rest:
+                return tuple(inner(item) for item in items)
+            case {"tensor": str(name), **rest} if not rest and name in tensors and name not in used:
+                used.add(name)
+                return tensors[name]
+            case {"dict": list(pairs), **rest} if not rest and _are_pairs(pairs):
+                return {key: inner(item) for key, item in pairs}
+    raise damaged(path, f"its structure has {shown(repr(tree))}, which no checkpoint has")
+
+
+def _are_pairs(pairs: list[Any]) -> bool:
+    """Whether these are [key, value], with keys of texts and ints that differ."""
+    if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in pairs):
+        return False
+    return len({key for key, _ in pairs}) == len(pairs)

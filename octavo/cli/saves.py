@@ -1,0 +1,166 @@
+"""The folder of `octavo train --out DIR`: checkpoints of both runs, in DIR/bf16 and DIR/recipe, saved by Ctrl-C too."""
+
+import argparse
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from octavo.checkpoints.checkpoint import extra_of, load_checkpoint, save_checkpoint
+from octavo.checkpoints.folder import newest, read_manifest
+from octavo.errors import InvalidCheckpoint, UnsupportedConfig
+
+RUNS = ("bf16", "recipe")  # folders in DIR
+
+
+@dataclass(frozen=True)
+class Saves:
+    """The options: a folder, whether to resume what is in it, and how often to save besides at the end and Ctrl-C."""
+
+    folder: Path
+    resume: bool = False
+    every: int | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
+    parser.add_argument(
+        "--out", default=None, metavar="DIR",
+        help="save both runs to DIR, at their end and after Ctrl-C; default: save nothing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--save-every", type=count, default=None, metavar="N",
+        help="save after every N steps too; default: only then",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resume", action="store_true",
+        help="go on with the runs in DIR, bit for bit, with the options that they had; default: start new ones",
+    )  # fmt: skip
+
+
+def from_options(arguments: argparse.Namespace) -> Saves | None:
+    """Returns the options, checked; makes the folder. None without --out."""
+    if arguments.out is None:
+        if arguments.resume or arguments.save_every:
+            option = "--resume" if arguments.resume else "--save-every"
+            raise UnsupportedConfig(f"{option} needs the folder of the run. Pass --out DIR too.")
+        return None
+    folder = Path(arguments.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(_newest(folder / run) for run in RUNS) != arguments.resume:
+            raise UnsupportedConfig(
+                f"--resume goes on with a run, and {folder} has no complete checkpoint. Leave it out, or name another "
+                "folder."
+                if arguments.resume
+                else f"--out {folder} has checkpoints already. Pass --resume to go on with them, or name another "
+                "folder."
+            )
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    return Saves(folder, arguments.resume, arguments.save_every)
+
+
+def _newest(folder: Path) -> Path | None:
+    return newest(folder) if folder.is_dir() else None
+
+
+def _unwritable(folder: Path, error: OSError) -> UnsupportedConfig:
+    return UnsupportedConfig(f"--out cannot be written to {folder}: {error.strerror or error}. Name another folder.")
+
+
+def how_to_resume(saves: Saves, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """Returns a sentence with the command that goes on with what is saved."""
+    if not any(_newest(saves.folder / run) for run in RUNS):
+        return f"Nothing was saved to {saves.folder} yet."
+    words = ["octavo", "train"]
+    for name in ("recipe", "policy", "model", "steps", "batch", "seed", "device", "json", "save_every", "out"):
+        value = getattr(arguments, name)
+        if value != parser.get_default(name):
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    words += ["--compile"] if arguments.compile else []
+    return f"The run is saved in {saves.folder}. To go on with it: {shlex.join([*words, '--resume'])}"
+
+
+class Keeper:
+    """Saves and resumes one run.
+
+    Args:
+        saves: the options.
+        run: "bf16" or "recipe".
+        settings: what the run was started with, by option. Another value is refused when it resumes.
+        steps: how many steps the run has.
+    """
+
+    def __init__(self, saves: Saves, run: str, settings: dict[str, Any], steps: int) -> None:
+        self.saves, self.folder, self.settings, self.steps = saves, saves.folder / run, settings, steps
+        self.saved = 0  # the last step that is saved
+        self.asked = False  # by Ctrl-C, to save and stop
+
+    def steps_made(self) -> int:
+        """Returns the step of the newest checkpoint, or 0 if the run starts anew."""
+        path = _newest(self.folder) if self.saves.resume else None
+        return 0 if path is None else read_manifest(path).step
+
+    def restore(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Loads the newest checkpoint, and returns what it was saved with; None if the run starts anew."""
+        path = _newest(self.folder) if self.saves.resume else None
+        if path is None:
+            return None
+        self._check_settings(path, extra_of(path).get("settings"))
+        loaded = load_checkpoint(path, model, optimizer)
+        self.saved = loaded.step
+        return loaded.extra
+
+    def _check_settings(self, path: Path, had: Any) -> None:
+        if not isinstance(had, dict):
+            raise InvalidCheckpoint(f"{path} is no checkpoint of octavo train. Name another folder.")
+        for option, value in self.settings.items():
+            if had.get(option) != value:
+                raise UnsupportedConfig(
+                    f"The run in {self.folder} has {option} {had.get(option)}, got {value}. Resume it with the options "
+                    "that it was started with, or name another folder."
+                )
+
+    def after(self, step: int, model: nn.Module, optimizer: Optimizer, state: Callable[[], dict[str, Any]]) -> None:
+        """Ends a step: saves if that is due, and raises KeyboardInterrupt after Ctrl-C."""
+        every = self.saves.every
+        due = self.asked or step == self.steps or (every is not None and step % every == 0)
+        if due and step > self.saved:
+            try:
+                save_checkpoint(self.folder, model, optimizer, step=step, extra={"settings": self.settings, **state()})
+            except OSError as error:
+                raise _unwritable(self.folder, error) from None
+            self.saved = step
+        if self.asked:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def finishing_steps(self) -> Iterator[None]:
+        """Lets the first Ctrl-C in the block wait for the end of a step: half of one cannot be resumed. A second stops
+        at once. Only the main thread hears of Ctrl-C."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+        if before in (None, signal.SIG_IGN):
+            yield
+            return
+
+        def ask(*_: Any) -> None:
+            self.asked = True
+            signal.signal(signal.SIGINT, before)
+            print("\nSaving after this step. Ctrl-C again stops without.", file=sys.stderr, flush=True)
+
+        signal.signal(signal.SIGINT, ask)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
