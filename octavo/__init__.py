@@ -2,7 +2,8 @@
 
     Layers      Linear, GroupedLinear, LayerNormLinear, LayerNormMLP, Sequential; more operations are in `octavo.ops`
     Experts     MoE, grouped_linear; the parts of a mixture are in `octavo.moe`
-    Models      convert, revert, attach, step, refresh_weights, quantize_weights, state_dict, load_state_dict, explain
+    Models      convert, revert, attach, step, refresh_weights, quantize_weights, state_dict, load_state_dict
+    Reports     explain (graphs), inspect (what a recipe does to each tensor), compare (two recipes)
     Blocks      `with autocast(recipe):`, `with microbatch(first=...):`
     Recipes     recipe("fp8-current"); their classes are in `octavo.recipes`
     Tensors     QTensor, GroupedTensor, buffer; quantizers are in `octavo.quant`, number formats in `octavo.formats`
@@ -18,7 +19,9 @@ from octavo._torch.tracing import buffer
 from octavo.ambient import autocast, microbatch
 from octavo.fused.blocks import LayerNormLinear, LayerNormMLP
 from octavo.fuser.sequential import Sequential
+from octavo.inspection.compare import compare
 from octavo.inspection.explain import explain
+from octavo.inspection.inspect import inspect
 from octavo.lower.operators import sac_save_ops
 from octavo.model.attach import attach
 from octavo.model.convert import convert, revert
@@ -46,11 +49,13 @@ __all__ = [
     "autocast",
     "backend",
     "buffer",
+    "compare",
     "convert",
     "errors",
     "explain",
     "formats",
     "grouped_linear",
+    "inspect",
     "load_state_dict",
     "microbatch",
     "moe",
