@@ -45,7 +45,7 @@ class Inspection:
 
     def __init__(self, model: nn.Module, every: int = 1) -> None:
         self._model, self._every, self._step = model, every, 0
-        self._switch = Switch()
+        self._switch = Switch()  # another one for each entry
         self._kept: dict[str, tuple[LayerState, Tensor]] = {}  # after the block
         self._hook: Any = None
         self._inside = False
@@ -62,9 +62,18 @@ class Inspection:
                 else f"octavo.inspect watches layers of Octavo, and this {type(self._model).__name__} has none. Call "
                 "octavo.convert(model, recipe) first."
             )
+        unborn = next((path for path, layer in found if layer._place().type == "meta"), None)
+        if unborn is not None:
+            raise UnsupportedConfig(
+                f"octavo.inspect records on the device of the weights, and {unborn or 'this layer'} is on the meta "
+                "device. Enter the block when the weights have values."
+            )
+        self._switch = Switch()
+        self._switch.inside = self._switch.on = True
+        self._step, self._kept = 0, {}
         for _, layer in found:
-            weight = layer.weight_parts()[0]
-            stats = torch.zeros(SHAPE, dtype=torch.float64, device=weight.device)
+            with torch.inference_mode(False):  # made there, it could not be written to elsewhere
+                stats = torch.zeros(SHAPE, dtype=torch.float64, device=layer._place())
             layer.register_buffer(STATS, stats, persistent=False)
             layer.__dict__["inspection"] = self._switch
             kind: Any = type(layer)
@@ -75,7 +84,7 @@ class Inspection:
 
     def __exit__(self, *error: object) -> None:
         self._kept = {path: (state, stats) for path, state, stats in self._states()}
-        self._inside = False
+        self._inside = self._switch.inside = self._switch.on = False
         self._hook.remove()
         for _, layer in layers(self._model):
             if STATS in layer._buffers:

@@ -24,7 +24,7 @@ SUMS = (
     "compared",  # calls whose result was compared with the values before the cast, or with the shadow's
     "signal",  # the sum of squares of those values
     "noise",  # the sum of squares of the differences
-    "silent",  # calls in which every element was zero
+    "silent",  # calls that had elements, all of them zero
     "cosine",  # the sum of the cosines of calls
     "cosines",  # calls that have a cosine: not both tensors are zero
 )
@@ -87,7 +87,7 @@ def _plain(values: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         "total": one * values.numel(),
         "nonfinite": (~finite).sum(),
         "nonzero": (kept != 0).sum(),
-        "silent": (amax == 0) & finite.all(),
+        "silent": (amax == 0) & finite.all() & (values.numel() > 0),
     }
     return sums, amax, finite
 

@@ -31,10 +31,14 @@ STATS = "inspection_stats"  # the buffer
 
 
 class Switch:
-    """Whether layers record; those of one inspection share it."""
+    """The state of a block, which its layers share, and copies of them: a copy that outlives the block runs as ever."""
 
     def __init__(self) -> None:
-        self.on = True
+        self.inside = False  # whether the block is entered: layers then run by themselves
+        self.on = False  # whether they record, too
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Switch":
+        return self
 
 
 class Watched(Quantized):
@@ -44,7 +48,7 @@ class Watched(Quantized):
     _watched_call: Any = None  # the stage of the call that runs, and its x
 
     def why_not_fusible(self, x: Any) -> str:
-        return WATCHED
+        return WATCHED if self.inspection.inside else super().why_not_fusible(x)
 
     def forward(self, input: Any, *arguments: Any, **keywords: Any) -> Any:
         if not self.inspection.on or keywords.get("dy_codes") is not None:

@@ -336,6 +336,33 @@ def test_an_error_in_the_block_leaves_the_layers_as_they_were():
         assert set(model.state_dict()) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
+def test_a_copy_that_outlives_the_block_runs_as_ever():
+    block, x = octavo.LayerNormMLP(64, 96, recipe="mxfp8"), torch.randn(32, 64, requires_grad=True)
+    with octavo.inspect(block) as report:
+        twin = copy.deepcopy(block)
+        assert twin.explain(x).fired == ()
+    assert twin.explain(x).fired == block.explain(x).fired != ()
+    assert torch.equal(train(twin, x), train(block, x))
+    assert {row.calls for row in report.rows()} == {0}
+
+
+def test_a_block_is_entered_again_with_nothing_recorded():
+    model, x = pair(), torch.randn(20, 64)
+    block = octavo.inspect(model)
+    for _ in range(2):
+        with block, torch.inference_mode():
+            model(x)
+        assert {row.calls for row in block.rows()} == {1}
+
+
+def test_a_batch_without_rows_is_measured():
+    model = pair()
+    with octavo.inspect(model) as report:
+        model(torch.randn(0, 64)).sum().backward()
+    assert {row.calls for row in report.rows()} == {1}
+    assert report.findings() == []
+
+
 def test_every_counts_the_steps_of_an_optimizer():
     model, x = pair(), torch.randn(20, 64)
     optimizer, other = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(pair().parameters(), 0.1)
@@ -369,6 +396,7 @@ def test_the_report_is_text_a_flat_dict_and_a_page(tmp_path):
     [
         (lambda: octavo.inspect(nn.Linear(4, 4)).__enter__(), "this Linear has none. Call octavo.convert"),
         (lambda: octavo.inspect("model"), "takes a model"),
+        (lambda: octavo.inspect(pair().to("meta")).__enter__(), "0 is on the meta device"),
         (lambda: octavo.inspect(pair(), every=0), "an int from 1 up, got 0"),
     ],
 )
