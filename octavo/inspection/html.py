@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from octavo.inspection.statistics import BINS, LOWEST, STEP
+from octavo.inspection.statistics import BINS, LOWEST
 from octavo.inspection.tensor_rows import HEADER, TensorRow, cells
 
 STYLE = """
@@ -14,8 +14,8 @@ svg { background: #f6f6f6; } rect { fill: #3a6ea5; } line { stroke: #999; stroke
 """
 WIDTH, HEIGHT = 192, 24  # of a histogram
 NOTE = (
-    "Histograms go from 2^-64 to 2^64, and the dashed line is 1. Amaxes are counted by call, scales by value. "
-    "SQNR of y, dx and dw, and the cosines, compare with the same layer in float32."
+    f"Histograms have a bar for each power of two, from 2^{LOWEST} on; the dashed line is 1. Amaxes are counted by "
+    "call, scales by value. SQNR of y, dx and dw, and the cosines, compare with the same layer in float32."
 )
 
 
@@ -41,14 +41,14 @@ def _histogram(counts: Sequence[float]) -> str:
     highest = max(counts, default=0)
     if not highest:
         return ""
-    step, zero = WIDTH / BINS, -LOWEST / STEP * WIDTH / BINS
+    step, zero = WIDTH / BINS, -LOWEST * WIDTH / BINS
     bars = "".join(
         f'<rect x="{i * step:.1f}" y="{HEIGHT - HEIGHT * n / highest:.1f}" width="{step:.1f}" '
-        f'height="{HEIGHT * n / highest:.1f}"><title>{n / sum(counts):.1%} from 2^{LOWEST + STEP * i}</title></rect>'
+        f'height="{HEIGHT * n / highest:.1f}"><title>{n / sum(counts):.1%} from 2^{LOWEST + i}</title></rect>'
         for i, n in enumerate(counts)
         if n
     )
     return (
         f'<svg width="{WIDTH}" height="{HEIGHT}" role="img">{bars}'
-        f'<line x1="{zero}" x2="{zero}" y1="0" y2="{HEIGHT}"/></svg>'
+        f'<line x1="{zero:.1f}" x2="{zero:.1f}" y1="0" y2="{HEIGHT}"/></svg>'
     )

@@ -92,7 +92,8 @@ class Call(NamedTuple):
         """Record dy and dw. Returns the shadow's dx; None if x takes no gradient."""
         config, layer = self.config, self.layer
         rows = self.live(_rows(dy))
-        scaling = self.inputs.scaling[part_of(DY, config.measured)] if self.inputs.scaling else ()
+        alone = not self.inputs.scaling or getattr(config, "scales_dy_alone", False)
+        scaling = () if alone else self.inputs.scaling[part_of(DY, config.measured)]
         record_operand(stats, "dy", rows, self._cast(rows, config.quant.dgrad.left, scaling, self.seed))
         (x, x_cast), (w, w_cast) = self.x(), self.w()
         exact = self._exact(x, x_cast, w, w_cast)

@@ -29,7 +29,7 @@ SUMS = (
     "cosines",  # calls that have a cosine: not both tensors are zero
 )
 LARGEST = ("amax", "deficit")  # deficit: 1 - cosine of the worst call
-BINS, LOWEST, STEP = 64, -64, 2  # of a histogram: each covers two powers of two, the first and last also what is beyond
+BINS, LOWEST = 96, -72  # of a histogram: one for each power of two, the first and the last also for what is beyond
 AMAXES = slice(len(SUMS) + len(LARGEST), len(SUMS) + len(LARGEST) + BINS)  # one count for each call
 SCALES = slice(AMAXES.stop, AMAXES.stop + BINS)  # one count for each element
 SHAPE = (len(TENSORS), SCALES.stop)
@@ -102,7 +102,7 @@ def _histogram(values: Tensor) -> Tensor:
     """Counts values by power of two; zeros and values that are not finite count nowhere."""
     counted = values.isfinite() & (values > 0)
     exponent = torch.where(counted, values, 1.0).double().log2()
-    places = ((exponent - LOWEST) / STEP).floor().clamp(0, BINS - 1).long()
+    places = (exponent.floor() - LOWEST).clamp(0, BINS - 1).long()
     counts = torch.zeros(BINS, dtype=torch.float64, device=values.device)
     return counts.scatter_add_(0, places.flatten(), counted.flatten().double())
 

@@ -53,8 +53,8 @@ class TensorRow(NamedTuple):
         cosine: for y, dx and dw the mean cosine with the shadow's; else None.
         worst_cosine: the smallest cosine of a call.
         zero: the share of calls in which all values were zero.
-        amaxes: how many calls had an amax in each pair of powers of two, from 2**-64 up.
-        scales: how many values had a scale in each pair of powers of two.
+        amaxes: how many calls had an amax from each power of two up to the next, the first from 2**-72.
+        scales: how many values had a scale there.
     """
 
     layer: str

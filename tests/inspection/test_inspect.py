@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 from collections import Counter
 
 import pytest
@@ -14,8 +15,9 @@ import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.inspection import watched
 from octavo.inspection.measure import Call
-from octavo.inspection.statistics import BINS, LOWEST, STEP
+from octavo.inspection.statistics import BINS, LOWEST
 from octavo.recipes import SHIPPED
+from tests.model import dispatched_experts
 
 QUANTIZED = tuple(name for name in SHIPPED if name != "bf16")
 
@@ -109,10 +111,10 @@ def test_histograms_count_calls_and_values_by_power_of_two():
     row = by_tensor(report, "")["x"]
     assert len(row.amaxes) == len(row.scales) == BINS
     assert (sum(row.amaxes), sum(row.scales)) == (3, 3 * 4 * 64)
-    assert row.amaxes[-LOWEST // STEP] == 2 and row.amaxes[(10 - LOWEST) // STEP] == 1
+    assert row.amaxes[-LOWEST] == 2 and row.amaxes[10 - LOWEST] == 1
     scale = octavo.quant.MX().quantize(torch.ones(1, 32))
     power = int(scale.scale.item()) - 127
-    assert row.scales[(power - LOWEST) // STEP] == 2 * 4 * 64
+    assert row.scales[power - LOWEST] == 2 * 4 * 64
 
 
 def test_values_beyond_the_largest_code_are_counted_and_rounding_is_not():
@@ -210,6 +212,33 @@ def test_a_mixture_of_experts_is_inspected():
     assert {row.layer for row in report.rows()} == {"experts.fc1", "experts.fc2"}
     assert all(row.cosine > 0.999 for row in report.rows() if row.cosine is not None)
     assert report.findings() == []
+
+
+def test_experts_with_delayed_scales_are_measured_with_the_scales_in_use():
+    """A mixture's second layer has no history of dy's amaxes when it runs unfused."""
+    model, x = octavo.MoE(64, 64, 4, 2, recipe="fp8-delayed"), torch.randn(64, 64, requires_grad=True)
+    for scale in (1.0, 1.0, 0.01):
+        (scale * model(x)).square().mean().backward()
+        octavo.step(model)
+    with octavo.inspect(model) as report:
+        train(model, x)
+    assert by_tensor(report, "experts.fc2")["dy"].sqnr > 24
+    assert by_tensor(report, "experts.fc1")["x"].sqnr > 28
+
+
+def test_converted_experts_of_another_package_are_inspected(monkeypatch):
+    monkeypatch.setitem(sys.modules, dispatched_experts.PACKAGE, dispatched_experts.package())
+    experts = dispatched_experts.Gated(dispatched_experts.Config())
+    octavo.convert(experts, "mxfp8")
+    twin = copy.deepcopy(experts)
+    arguments, dy = dispatched_experts.call()
+    with octavo.inspect(experts) as report:
+        experts(*arguments).backward(dy)
+    twin(*arguments).backward(dy)
+    assert {row.layer for row in report.rows()} == {"octavo.fc1", "octavo.fc2"}
+    assert report.findings() == []
+    for p, q in zip(experts.parameters(), twin.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() < 0.1 * q.grad.norm()
 
 
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
