@@ -2,8 +2,9 @@
 
     Layers      Linear, GroupedLinear, LayerNormLinear, LayerNormMLP, Sequential; more operations are in `octavo.ops`
     Experts     MoE, grouped_linear; the parts of a mixture are in `octavo.moe`
-    Models      convert, revert, attach, step, refresh_weights, quantize_weights, explain
+    Models      convert, revert, attach, step, refresh_weights, quantize_weights
     Checkpoints save_checkpoint, load_checkpoint; state_dict, load_state_dict
+    Reports     explain (graphs), inspect (what a recipe does to each tensor), compare (two recipes)
     Blocks      `with autocast(recipe):`, `with microbatch(first=...):`
     Recipes     recipe("fp8-current"), and Policy for one per layer; their classes are in `octavo.recipes`
     Tensors     QTensor, GroupedTensor, buffer; quantizers are in `octavo.quant`, number formats in `octavo.formats`
@@ -21,7 +22,9 @@ from octavo.ambient import autocast, microbatch
 from octavo.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from octavo.fused.blocks import LayerNormLinear, LayerNormMLP
 from octavo.fuser.sequential import Sequential
+from octavo.inspection.compare import compare
 from octavo.inspection.explain import explain
+from octavo.inspection.inspect import inspect
 from octavo.lower.operators import sac_save_ops
 from octavo.model.attach import attach
 from octavo.model.convert import convert, revert
@@ -51,11 +54,13 @@ __all__ = [
     "autocast",
     "backend",
     "buffer",
+    "compare",
     "convert",
     "errors",
     "explain",
     "formats",
     "grouped_linear",
+    "inspect",
     "load_checkpoint",
     "load_state_dict",
     "microbatch",

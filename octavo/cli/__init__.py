@@ -9,13 +9,17 @@ from collections.abc import Sequence
 # on some virtual machines oneDNN picks AMX instructions and dies with SIGILL; it reads this at its first matmul
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-from octavo.cli import bench, doctor, explain, output, train
+from octavo.cli import bench, compare, doctor, explain, inspect, output, train
 from octavo.errors import Unsupported
 from octavo.version import __version__
 
-COMMANDS = {"doctor": doctor, "train": train, "bench": bench, "explain": explain}
+COMMANDS = {
+    "doctor": doctor, "train": train, "bench": bench, "explain": explain, "inspect": inspect, "compare": compare,
+}  # fmt: skip
 INTERRUPTED, BROKEN_PIPE = 130, 141  # exit codes, as a shell reports SIGINT and SIGPIPE
-DESCRIPTION = "Low-precision training for PyTorch. Check a machine, try a recipe, time it, and inspect compiled graphs."
+DESCRIPTION = (
+    "Low-precision training for PyTorch. Check a machine, try a recipe, time it, and see what it does to a model."
+)
 EPILOG = """\
 Start with `octavo doctor`. `octavo COMMAND --help` shows the options of a command and an example.
 
@@ -44,8 +48,9 @@ def _run(argv: Sequence[str] | None) -> int:
         return 2
     name = f"octavo {arguments.command}"
     try:
-        if isinstance(target := getattr(arguments, "json", None), str):
-            output.check(target)
+        for option in ("json", "html"):
+            if isinstance(target := getattr(arguments, option, None), str):
+                output.check(target, f"--{option}")
         code: int = COMMANDS[arguments.command].run(arguments)
         return code
     except Unsupported as refusal:

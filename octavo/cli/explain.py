@@ -14,16 +14,15 @@ example: octavo explain mymodule:example --fail-on break,recompile,skip
 """
 
 import argparse
-import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 
 import torch
 from torch import nn
 
 from octavo.cli import output
+from octavo.cli.target import add_target, here, load
 from octavo.cli.train import check_compiler
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.explain import explain
@@ -35,11 +34,10 @@ CONDITIONS: dict[str, tuple[str, Callable[[CompileReport], Sequence[object]]]] =
     "recompile": ("recompile", lambda report: report.recompiles),
     "skip": ("cudagraph skip", lambda report: report.skips),
 }
-Batches = list[tuple[Any, ...]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="module:function", help="your function, such as mymodule:example")
+    add_target(parser)
     parser.add_argument(
         "--mode", default=None,
         help="mode of torch.compile, such as max-autotune; default: reduce-overhead on a GPU, none on a CPU",
@@ -53,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     conditions = parse_conditions(arguments.fail_on)
-    with redirect_stdout(sys.stderr), _here():  # output of the model is not part of the report
+    with redirect_stdout(sys.stderr), here():  # output of the model is not part of the report
         model, batches = load(arguments.target)
         if arguments.mode is not None:
             check_compiler(_device(model))
@@ -85,54 +83,5 @@ def failures(report: CompileReport, conditions: Sequence[str]) -> list[str]:
     return sentences
 
 
-def load(target: str) -> tuple[nn.Module, Batches]:
-    """Returns the model, and the arguments of each call."""
-    name, _, attribute = target.partition(":")
-    if not name or not attribute:
-        raise UnsupportedConfig(f"The target is module:function, got {target!r}. For example: mymodel:example.")
-    try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        raise UnsupportedConfig(
-            f"{name} cannot be imported: {error}. Run this in the folder it lies in, or install it."
-        ) from error
-    function = getattr(module, attribute, None)
-    if not callable(function):
-        raise UnsupportedConfig(f"{name} has no function {attribute}. Define one that returns (model, *inputs).")
-    return _checked(target, function())
-
-
-def _checked(target: str, found: Any) -> tuple[nn.Module, Batches]:
-    model, *inputs = found if isinstance(found, tuple) and found else (found,)
-    batches = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], list) else [tuple(inputs)]
-    if not isinstance(model, nn.Module) or not inputs:
-        raise UnsupportedConfig(
-            f"{target} must return (model, *inputs), a torch.nn.Module first, got {_kinds(found)}. Or (model, "
-            "[(x1, y1), (x2, y2)])."
-        )
-    if not batches or not all(isinstance(batch, tuple) for batch in batches):
-        raise UnsupportedConfig(
-            f"{target} returned a list after the model, which is one tuple of arguments for each call, got a list of "
-            f"{_kinds(tuple(batches))}. Write [(x,)], or (model, x) for a single call."
-        )
-    return model, batches
-
-
-def _kinds(found: Any) -> str:
-    if isinstance(found, tuple):
-        return f"({', '.join(type(entry).__name__ for entry in found)})"
-    return type(found).__name__
-
-
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-@contextmanager
-def _here() -> Iterator[None]:
-    """Puts the current folder first in Python's path inside the block, as `python -m` does."""
-    sys.path.insert(0, "")
-    try:
-        yield
-    finally:
-        sys.path.remove("")

@@ -97,22 +97,24 @@ def _is_file(target: str | None) -> bool:
     return target is not None and target != "-"
 
 
-def check(target: str) -> None:
-    """Raises, before any work, if --json cannot be written. Changes nothing on the disk."""
+def check(target: str, option: str = "--json") -> None:
+    """Raises, before any work, if the file of an option cannot be written. Changes nothing on the disk."""
     if target == "-":
         return
     path = Path(target)
     try:
         if path.is_dir() or target == "":
-            raise UnsupportedConfig(f"--json writes a file, got the folder {path}. Name a file in it.")
+            raise UnsupportedConfig(f"{option} writes a file, got the folder {path}. Name a file in it.")
         if not path.parent.is_dir():
-            raise UnsupportedConfig(f"--json writes into a folder that exists, got {target}. Make it first.")
+            raise UnsupportedConfig(f"{option} writes into a folder that exists, got {target}. Make it first.")
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         if not _is_device(path):
             tempfile.TemporaryFile(dir=_real(path).parent).close()  # as `write` will do
     except OSError as error:
-        raise UnsupportedConfig(f"--json cannot be written to {target}: {error.strerror}. Name another file.") from None
+        raise UnsupportedConfig(
+            f"{option} cannot be written to {target}: {error.strerror}. Name another file."
+        ) from None
 
 
 def write(path: Path, text: str) -> None:

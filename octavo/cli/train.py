@@ -175,7 +175,8 @@ def compare(plan: Plan, chosen: Recipe | Policy, saved: Saves | None, report: di
 def settings_of(plan: Plan, chosen: Recipe | Policy | None) -> dict[str, Any]:
     """Returns what decides the numbers of a run, by option."""
     return {
-        "--recipe": name_of(chosen), "--policy": str(chosen) if isinstance(chosen, Policy) else None, "--model": "gpt" if plan.shape.mixture is None else "moe", "--steps": plan.steps,
+        "--recipe": name_of(chosen), "--policy": str(chosen) if isinstance(chosen, Policy) else None,
+        "--model": "gpt" if plan.shape.mixture is None else "moe", "--steps": plan.steps,
         "--batch": plan.batch, "--seed": plan.seed, "--device": plan.device.type, "--compile": plan.compile,
         "sizes": asdict(plan.shape),
     }  # fmt: skip

@@ -53,6 +53,9 @@ class Channel(NamedTuple):
     output_to_caller: bool = True
 
 
+WATCHED = "octavo.inspect watches its tensors"  # why a layer that is inspected joins no run
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has forward or backward hooks. An operation with hooks is called by itself, like any module."""
     return bool(

@@ -24,7 +24,7 @@ from octavo.fuser.inputs import refuse_symbol
 from octavo.fuser.layout import Layout, Part, check_there, routed, taken_apart
 from octavo.fuser.ledger import Ledger
 from octavo.fuser.legacy import outside, run_legacy
-from octavo.fuser.operation import FusibleOperation, NoTorchScript, has_hooks
+from octavo.fuser.operation import WATCHED, FusibleOperation, NoTorchScript, has_hooks
 from octavo.fuser.pattern import FREE, KNOWN_SCALE, SIDES, NotFired, Rule, check_name, global_rules
 from octavo.fuser.plan import Planned, Run
 from octavo.fuser.runs import Step, Told, Wire, told_run
@@ -99,7 +99,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         ('mlp', 'norm-linear')
     """
 
-    _allowed_refusals: tuple[str, ...] = (KNOWN_SCALE,)  # conditions that may keep a required rule from firing
+    _allowed_refusals: tuple[str, ...] = (KNOWN_SCALE, WATCHED)  # what may keep a required rule from firing
     _way_out = "Leave it out of require=."
     refuses_nesting: ClassVar[str] = ""  # why a Sequential around this one cannot call it
 

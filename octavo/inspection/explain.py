@@ -64,7 +64,7 @@ def explain(
         >>> report.graphs, len(report.breaks), report.count("octavo::run", "forward")
         (1, 0, 1)
     """
-    subject = _copied(model)
+    subject = copied(model)
     device = _device(subject, inputs)
     mode = "reduce-overhead" if mode is None and device.type == "cuda" else mode
     options = None if mode is None else _options(mode, dynamic)
@@ -96,25 +96,25 @@ def _options(mode: str, dynamic: bool | None) -> dict[str, Any]:
 # -- the copy ----------------------------------------------------------------------------------------------------------
 
 
-def _copied(model: Any) -> nn.Module:
+def copied(model: Any, function: str = "explain") -> nn.Module:
     model = uncompiled(model)
     if not isinstance(model, nn.Module):
-        raise UnsupportedConfig(f"explain takes a torch.nn.Module, got {type(model).__name__}. Wrap it in one.")
+        raise UnsupportedConfig(f"{function} takes a torch.nn.Module, got {type(model).__name__}. Wrap it in one.")
     try:
-        copied: nn.Module = copy.deepcopy(model)
+        subject: nn.Module = copy.deepcopy(model)
     except Exception as error:
         raise UnsupportedConfig(
-            f"explain runs a deep copy, and this {type(model).__name__} has none ({type(error).__name__}: {error}). "
-            "Explain the module before it is wrapped, or one block of it."
+            f"{function} runs a deep copy, and this {type(model).__name__} has none ({type(error).__name__}: {error}). "
+            f"{function.capitalize()} the module before it is wrapped, or one block of it."
         ) from error
-    for path, layer in layers(copied):
+    for path, layer in layers(subject):
         layer.strict = False  # explain reports its refusals by its path, and goes on
         layer._path = path
-    for theirs, ours in zip(model.parameters(), copied.parameters(), strict=True):
+    for theirs, ours in zip(model.parameters(), subject.parameters(), strict=True):
         ours.__dict__.update({name: _attribute(name, value, ours) for name, value in theirs.__dict__.items()})
         if theirs.requires_grad and (theirs._backward_hooks or theirs._post_accumulate_grad_hooks):
             ours.register_hook(lambda gradient: None)  # type: ignore[no-untyped-call]  # hooks are not copied, but a graph may refuse them
-    return copied
+    return subject
 
 
 def _attribute(name: str, value: Any, weight: Tensor) -> Any:

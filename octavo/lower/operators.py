@@ -82,7 +82,9 @@ def digest() -> str:
     """Eight hex digits of every source file of the package that a node's result may depend on."""
     root, seen = Path(__file__).parent.parent, hashlib.sha256()
     files = [root / name for name in ("formats.py", "values.py", "memory.py", "backend.py", "launch.py")]
-    for folder in ("_torch", "quant", "kernels", "recipes", "delayed_scaling", "wgrad", "layers", "lower", "fused"):
+    for folder in (
+        "_torch", "quant", "kernels", "recipes", "delayed_scaling", "wgrad", "layers", "lower", "fused", "inspection",
+    ):  # fmt: skip
         files += sorted((root / folder).rglob("*.py"))
     for path in files:
         seen.update(path.read_bytes())

@@ -1,0 +1,67 @@
+"""The argument module:function of a command: a function of the user's that returns a model and its inputs."""
+
+import importlib
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from octavo.errors import UnsupportedConfig
+
+Batches = list[tuple[Any, ...]]
+
+
+def add_target(parser: ArgumentParser) -> None:
+    parser.add_argument("target", metavar="module:function", help="your function, such as mymodule:example")
+
+
+def load(target: str) -> tuple[nn.Module, Batches]:
+    """Returns the model, and the arguments of each call."""
+    name, _, attribute = target.partition(":")
+    if not name or not attribute:
+        raise UnsupportedConfig(f"The target is module:function, got {target!r}. For example: mymodel:example.")
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise UnsupportedConfig(
+            f"{name} cannot be imported: {error}. Run this in the folder it lies in, or install it."
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise UnsupportedConfig(f"{name} has no function {attribute}. Define one that returns (model, *inputs).")
+    return _checked(target, function())
+
+
+def _checked(target: str, found: Any) -> tuple[nn.Module, Batches]:
+    model, *inputs = found if isinstance(found, tuple) and found else (found,)
+    batches = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], list) else [tuple(inputs)]
+    if not isinstance(model, nn.Module) or not inputs:
+        raise UnsupportedConfig(
+            f"{target} must return (model, *inputs), a torch.nn.Module first, got {_kinds(found)}. Or (model, "
+            "[(x1, y1), (x2, y2)])."
+        )
+    if not batches or not all(isinstance(batch, tuple) for batch in batches):
+        raise UnsupportedConfig(
+            f"{target} returned a list after the model, which is one tuple of arguments for each call, got a list of "
+            f"{_kinds(tuple(batches))}. Write [(x,)], or (model, x) for a single call."
+        )
+    return model, batches
+
+
+def _kinds(found: Any) -> str:
+    if isinstance(found, tuple):
+        return f"({', '.join(type(entry).__name__ for entry in found)})"
+    return type(found).__name__
+
+
+@contextmanager
+def here() -> Iterator[None]:
+    """Puts the current folder first in Python's path inside the block, as `python -m` does."""
+    sys.path.insert(0, "")
+    try:
+        yield
+    finally:
+        sys.path.remove("")

@@ -1,0 +1,108 @@
+"""Faults that an inspection's numbers show, as sentences: the layer, the tensor, the number, what to do."""
+
+from collections.abc import Mapping, Sequence
+
+from octavo.inspection.tensor_rows import LayerState, TensorRow
+
+# limits for formats of 4 and of 8 bits: a healthy layer with bell-shaped values stays well within them
+UNDERFLOW = {4: 0.5, 8: 0.2}  # the share of values that become zero
+SQNR = {4: 8.0, 8: 15.0}  # dB: nvfp4 has about 20, E5M2 25, E4M3 31
+COSINE = {4: 0.85, 8: 0.95}  # with the shadow's
+SATURATED = 0.001  # the share of values beyond the largest code
+LATE = 2  # updates of a weight without a step of delayed scaling
+
+Rows = Mapping[str, TensorRow]  # of one layer, by tensor
+
+
+def findings(states: Mapping[str, LayerState], rows: Sequence[TensorRow]) -> list[str]:
+    """The sentences for all layers, in the order of the model."""
+    by_layer: dict[str, dict[str, TensorRow]] = {path: {} for path in states}
+    for row in rows:
+        by_layer[row.layer][row.tensor] = row
+    ran = any(_calls(own, "y") for own in by_layer.values())
+    trained = any(_calls(own, "dy") for own in by_layer.values())
+    found = []
+    for path, own in by_layer.items():
+        found += [f"{path or '(model)'}: {text}" for text in _of_layer(states[path], own, ran, trained)]
+    return found
+
+
+def _of_layer(state: LayerState, rows: Rows, ran: bool, trained: bool) -> list[str]:
+    if not _calls(rows, "y"):
+        if not ran:
+            return []
+        return [
+            "it was never called in the block. If the model uses its weight without calling it, or a CUDA graph or a "
+            "compiled function from before the block runs it, nothing can be seen: call it, or enter the block first."
+        ]
+    found = []
+    if trained and not _calls(rows, "dy"):
+        found.append(
+            f"no gradient reached it in {rows['y'].calls} calls, while other layers had one: its output is not used, "
+            "or detached. Look where its output goes."
+        )
+    late = state.recipe.stateful and state.updates >= LATE
+    if late:
+        found.append(
+            f"its weight was updated {state.updates} times and its delayed scales never, so they are out of date. Call "
+            "octavo.step(model) after each optimizer.step(), or octavo.attach(model, optimizer) once."
+        )
+    for row in rows.values():
+        found += [f"{row.tensor} {text}" for text in _of_tensor(state, row, late)]
+    return found
+
+
+def _of_tensor(state: LayerState, row: TensorRow, late: bool) -> list[str]:
+    found = []
+    if row.nonfinite > 0:
+        way = "Look at the layer before it." if row.tensor == "x" else "Look at this layer and those after it."
+        way = "Its values or its weight are too large for the dtype." if row.tensor == "y" else way
+        found.append(f"has Inf or NaN in {row.nonfinite:.2%} of its values. {way}")
+    if row.tensor == "dy" and row.zero == 1:
+        found.append(
+            f"is zero in {row.calls} of {row.calls} calls, so neither this layer nor those before it learn from it. "
+            "Look for a detached loss, a mask or a factor of zero after this layer."
+        )
+    spec = state.quantizer(row.tensor)
+    if spec is not None and row.underflow is not None and row.saturated is not None:
+        found += _of_cast(state, row, spec.fmt.bits, late)
+    limit = COSINE.get(state.bits)
+    if limit is not None and row.cosine is not None and row.cosine < limit:
+        found.append(
+            f"has a cosine of {row.cosine:.3f} with the float32 shadow's, below {limit}. Leave this GEMM unquantized "
+            f"({_gemm(row.tensor)}='bf16' in the recipe), or the layer: octavo.convert(model, recipe, exclude=...)."
+        )
+    return found
+
+
+def _of_cast(state: LayerState, row: TensorRow, bits: int, late: bool) -> list[str]:
+    assert row.underflow is not None and row.saturated is not None
+    stale = (
+        " Its scale is delayed: it comes from earlier steps, if octavo.step(model) runs."
+        if state.recipe.stateful
+        else ""
+    )
+    if row.saturated > SATURATED:
+        return [
+            f"saturates: {row.saturated:.2%} of its values are beyond the largest code of its scale.{stale}"
+            + ("" if late else " Check the scale, or use a recipe that measures it: fp8-current, fp8-block, mxfp8.")
+        ]
+    if row.underflow > UNDERFLOW[bits]:
+        return [
+            f"underflows: {row.underflow:.2%} of its values become zero (amax {row.amax:.3g}).{stale} Use a recipe "
+            "with a scale for each block (fp8-block, mxfp8), or grad_format=E5M2 for a gradient."
+        ]
+    if row.sqnr is not None and row.sqnr < SQNR[bits]:
+        return [
+            f"has a signal-to-noise ratio of {row.sqnr:.1f} dB, below {SQNR[bits]:.0f}: its codes and scales do not "
+            f"stand for its values.{stale} Check that scales and cached codes belong to this tensor."
+        ]
+    return []
+
+
+def _gemm(tensor: str) -> str:
+    return {"y": "fprop", "dx": "dgrad", "dw": "wgrad"}[tensor]
+
+
+def _calls(rows: Rows, tensor: str) -> int:
+    return rows[tensor].calls if tensor in rows else 0

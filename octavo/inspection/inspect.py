@@ -1,0 +1,271 @@
+"""`octavo.inspect`: records what a recipe does to every tensor of every layer of a model, while the model trains."""
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from octavo._torch.modules import drop_buffers, uncompiled
+from octavo.ambient import ambient
+from octavo.errors import UnsupportedConfig
+from octavo.inspection.findings import findings
+from octavo.inspection.html import page
+from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS
+from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table
+from octavo.inspection.watched import STATS, Switch, watched_class
+from octavo.model.layers import check_model, layers
+from octavo.modules.quantized import UNQUANTIZED, Quantized
+from octavo.text import plural
+
+
+class Inspection:
+    """The block of `octavo.inspect`, and its report.
+
+    Read it in the block or after it. A read waits for the device; a training step does not.
+
+    Args:
+        model: the model whose layers are inspected.
+        every: measure one step of this many.
+
+    Example:
+        >>> model = nn.Sequential(octavo.Linear(64, 32, recipe="mxfp8"))
+        >>> with octavo.inspect(model) as report:
+        ...     model(torch.randn(16, 64)).square().mean().backward()
+        >>> [row.tensor for row in report.rows()]
+        ['x', 'w', 'dy', 'y', 'dw']
+        >>> report.findings()
+        []
+        >>> report.reset()
+        >>> report.rows()[0].calls
+        0
+    """
+
+    def __init__(self, model: nn.Module, every: int = 1) -> None:
+        self._model, self._every, self._step = model, every, 0
+        self._switch = Switch()  # another one for each entry
+        self._kept: dict[str, tuple[LayerState, Tensor]] = {}  # after the block
+        self._hook: Any = None
+        self._inside = False
+
+    # -- the block -------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        found = list(layers(self._model))
+        taken = [path for path, layer in found if STATS in layer._buffers]
+        if taken or not found:
+            raise UnsupportedConfig(
+                f"octavo.inspect is already inspecting {taken[0] or 'this layer'}. Leave that block first."
+                if taken
+                else f"octavo.inspect watches layers of Octavo, and this {type(self._model).__name__} has none. Call "
+                "octavo.convert(model, recipe) first."
+            )
+        unborn = next((path for path, layer in found if layer._place().type == "meta"), None)
+        if unborn is not None:
+            raise UnsupportedConfig(
+                f"octavo.inspect records on the device of the weights, and {unborn or 'this layer'} is on the meta "
+                "device. Enter the block when the weights have values."
+            )
+        self._switch = Switch()
+        self._switch.inside = self._switch.on = True
+        self._step, self._kept = 0, {}
+        for _, layer in found:
+            with torch.inference_mode(False):  # made there, it could not be written to elsewhere
+                stats = torch.zeros(SHAPE, dtype=torch.float64, device=layer._place())
+            layer.register_buffer(STATS, stats, persistent=False)
+            layer.__dict__["inspection"] = self._switch
+            kind: Any = type(layer)
+            layer.__class__ = watched_class(kind)
+        self._hook = register_optimizer_step_post_hook(self._after_optimizer)
+        self._inside = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._kept = {path: (state, stats) for path, state, stats in self._states()}
+        self._inside = self._switch.inside = self._switch.on = False
+        self._hook.remove()
+        for _, layer in layers(self._model):
+            if STATS in layer._buffers:
+                drop_buffers(layer, [STATS])
+                for name in ("inspection", "inspected_recipe", "_watched_call"):
+                    layer.__dict__.pop(name, None)
+                layer.__class__ = type(layer)._inspected_class  # type: ignore[attr-defined]
+
+    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
+        own = {id(p) for p in self._model.parameters()}
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            self.next_step()
+
+    def next_step(self) -> None:
+        """Counts a step, so that `every` applies. A step of an optimizer with parameters of the model calls it; call it
+        yourself where there is none.
+
+        Example:
+            >>> layer = octavo.Linear(64, 32, recipe="mxfp8")
+            >>> with octavo.inspect(layer, every=2) as report:
+            ...     for _ in range(4):
+            ...         y = layer(torch.randn(16, 64))
+            ...         report.next_step()
+            >>> report.rows()[0].calls
+            2
+        """
+        self._step += 1
+        self._switch.on = self._step % self._every == 0
+
+    def reset(self) -> None:
+        """Forgets all that was recorded so far."""
+        for _, _, stats in self._states():
+            stats.zero_()
+
+    # -- the report ------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[TensorRow]:
+        """Returns the numbers of each layer's tensors, those that no call had left out.
+
+        Returns:
+            A row for x, w and y of each layer, and for dy, dx and dw where a backward ran; for a layer that never ran,
+            one row of zeros.
+        """
+        rows = []
+        for path, state, stats in self._states():
+            numbers = stats.tolist()
+            made = [row_of(path, state, name, _named(numbers[i])) for i, name in enumerate(TENSORS)]
+            rows += [row for row in made if row.calls] or made[:1]
+        return rows
+
+    def findings(self) -> list[str]:
+        """Returns a sentence for each fault that the numbers show: the layer, the tensor, the number, what to do.
+
+        Returns:
+            The sentences; an empty list if nothing is wrong.
+
+        Example:
+            >>> model = nn.Sequential(octavo.Linear(64, 64, recipe="fp8-current"))
+            >>> with octavo.inspect(model) as report:
+            ...     (model(torch.randn(16, 64)) * 0.0).sum().backward()
+            >>> print(report.findings()[0])
+            0: dy is zero in 1 of 1 calls, so neither this layer nor those before it learn from it. Look for a ...
+        """
+        return findings({path: state for path, state, _ in self._states()}, self.rows())
+
+    def to_dict(self) -> dict[str, float]:
+        """Returns the numbers as a flat dict, for TensorBoard, W&B and other loggers.
+
+        Returns:
+            Numbers by "layer/tensor/number", such as "blocks.0.fc1/dy/underflow". Numbers that do not exist are left
+                out, and so are histograms.
+
+        Example:
+            >>> layer = nn.Sequential(octavo.Linear(64, 32, recipe="mxfp8"))
+            >>> with octavo.inspect(layer) as report:
+            ...     y = layer(torch.ones(16, 64))
+            >>> report.to_dict()["0/x/amax"]
+            1.0
+        """
+        return {
+            f"{row.layer or 'model'}/{row.tensor}/{name}": value
+            for row in self.rows()
+            for name, value in row.numbers().items()
+        }
+
+    def save_html(self, path: str) -> None:
+        """Writes the report as one HTML file without other files: the findings, the table, and for each tensor a
+        histogram of amaxes and one of scales.
+
+        Args:
+            path: the file.
+
+        Example:
+            >>> import os, tempfile
+            >>> layer = octavo.Linear(64, 32, recipe="mxfp8")
+            >>> with octavo.inspect(layer) as report, tempfile.TemporaryDirectory() as folder:
+            ...     y = layer(torch.randn(16, 64))
+            ...     report.save_html(os.path.join(folder, "report.html"))
+        """
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self.html())
+
+    def html(self) -> str:
+        """Returns the text of `save_html`.
+
+        Returns:
+            A whole HTML page.
+
+        Example:
+            >>> layer = octavo.Linear(64, 32, recipe="mxfp8")
+            >>> with octavo.inspect(layer) as report:
+            ...     y = layer(torch.randn(16, 64))
+            >>> report.html()[:15]
+            '<!DOCTYPE html>'
+        """
+        return page(self._title(), self.findings(), self.rows())
+
+    def __str__(self) -> str:
+        found = self.findings()
+        end = [f"- {sentence}" for sentence in found] or ["Nothing stands out."]
+        return "\n".join([self._title(), "", table(self.rows()), "", *end])
+
+    def _title(self) -> str:
+        return f"{plural(len(list(self._states())), 'layer')}, {plural(self._step, 'step')} counted" + (
+            "" if self._every == 1 else f", one of {self._every} measured"
+        )
+
+    def _states(self) -> Iterator[tuple[str, LayerState, Tensor]]:
+        if not self._inside:
+            yield from ((path, state, stats) for path, (state, stats) in self._kept.items())
+            return
+        for path, layer in layers(self._model):
+            stats = layer._buffers.get(STATS)
+            if stats is not None:
+                yield path, _state(layer), stats
+
+
+def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
+    """Records what the recipe does to each tensor of each layer, for the calls in a block.
+
+    For x, w and dy it measures the cast that the layer makes, with the scale in use: shares of values that underflow to
+    zero, saturate or are not finite, the signal-to-noise ratio, histograms of amaxes and scales. It compares y, dx and
+    dw with those of the same layer in float32 (the shadow), on the same x, w and dy.
+
+    In the block each layer runs by itself: fusions that would hide one of its tensors are off, and so results may
+    differ in their last bits. A step takes several times as long. Nothing waits for the device until the report is
+    read. Compiled functions are compiled again in the block, and their graphs of before serve again after it; a CUDA
+    graph that was captured before records nothing. Outside of the block the layers are as they were.
+
+    Args:
+        model: a module with Octavo layers. The block changes their classes, and restores them.
+        every: measure one step of this many, as optimizers count them, or `report.next_step()`.
+
+    Returns:
+        The block and its report: `with octavo.inspect(model) as report`. Print it, or call its methods.
+
+    Raises:
+        UnsupportedConfig: `model` is no module, has no layer of Octavo or is inspected already; or `every` is no int
+            from 1 up.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
+        >>> octavo.convert(model, "nvfp4").summary()
+        'Converted 2 layers (100.0% of the weights).'
+        >>> with octavo.inspect(model) as report:
+        ...     model(torch.randn(32, 64)).square().mean().backward()
+        >>> report.to_dict()["2/dw/cosine"] > 0.9
+        True
+    """
+    model = uncompiled(model)
+    check_model(model, "inspect", error=UnsupportedConfig)
+    if type(every) is not int or every < 1:
+        raise UnsupportedConfig(f"octavo.inspect(every=) is an int from 1 up, got {every!r}. 10 measures a tenth.")
+    return Inspection(model, every)
+
+
+def _named(numbers: list[float]) -> dict[str, Any]:
+    found: dict[str, Any] = dict(zip((*SUMS, *LARGEST), numbers, strict=False))
+    return found | {"amaxes": tuple(numbers[AMAXES]), "scales": tuple(numbers[SCALES])}
+
+
+def _state(layer: Quantized) -> LayerState:
+    recipe = layer.recipe or layer.__dict__.get("inspected_recipe") or ambient.recipe or UNQUANTIZED
+    return LayerState.of(recipe, held=layer._codes.held, updates=layer._scaling._updates)

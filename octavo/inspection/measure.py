@@ -1,0 +1,202 @@
+"""Measures one call of a layer: its casts, as the layer makes them, and its GEMMs beside a high-precision shadow.
+
+The shadow is the same layer in float32 without quantization, on the same x, w and dy. The layer's own dw may go to a
+buffer, or be computed later. So it is computed here once more, by the layer's functions from the same tensors, which
+gives the same bits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo.delayed_scaling.casts import DY, X, cast_args, part_of
+from octavo.inspection.statistics import Cast, largest_codes, record_operand, record_result
+from octavo.layers.contract import LAYERS, WeightCast
+from octavo.layers.grouped_linear import given_rows
+from octavo.lower.packing import packing
+from octavo.quant.grouped import GroupedTensor, groups_amax, quantize_groups
+from octavo.quant.groups import Groups, split
+from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import QTensor
+from octavo.quant.quantizer import Quantizer, as_matrix, quantize_pair
+from octavo.recipes import BF16
+
+PLAIN = {"observe": "", "main_grad": "", "dummy_grad": False, "deferred_wgrad": ""}  # settings of a call without writes
+ALIGNED = 16  # columns of grouped codes
+
+
+class Call(NamedTuple):
+    """One call of a layer, as its stage describes it."""
+
+    layer: Any
+    config: Any  # of a call that writes nothing but its results
+    shadow: Any  # the config of the shadow
+    inputs: Any
+    seed: Tensor | None
+    groups: Groups | None
+
+    @classmethod
+    def of(cls, text: str, tensors: Sequence[Tensor]) -> "Call":
+        """Parse the string of `octavo.inspection.watched`; `tensors` are what it packed."""
+        _, name, presence, key = text.split("|", 3)
+        layer, (config, shadow) = LAYERS[name], _configs(name, key)
+        *fields, seed = packing(presence).unpack(tensors)
+        inputs = layer.Inputs._make(fields)
+        groups = split(inputs.splits, inputs.x.shape[0]) if name == "grouped-linear" else None
+        return cls(layer, config, shadow, inputs, seed, groups)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def record_forward(self, stats: Tensor, y: Tensor) -> None:
+        """Record x, w and the y that the layer returned."""
+        x, x_cast = self.x()
+        w, w_cast = self.w()
+        record_operand(stats, "x", x, x_cast)
+        record_operand(stats, "w", w, w_cast)
+        made = self.layer.forward(self.shadow, self._exact(x, x_cast, w, w_cast))
+        record_result(stats, "y", self.live(_rows(y)), self.live(_rows(made.outputs[0])))
+
+    def x(self) -> tuple[Tensor | None, Cast | None]:
+        """x before the cast (None if it arrived as codes), and its cast."""
+        spec, inputs = self.config.quant.fprop.left, self.inputs
+        if self.config.x == "codes":
+            return None, self._given_x(spec)
+        x = self.live(_rows(inputs.x))
+        return x, self._cast(x, spec, inputs.scaling[part_of(X, self.config.measured)] if inputs.scaling else (), None)
+
+    def w(self) -> tuple[Tensor | None, Cast | None]:
+        """The weight (None if it is held as codes), and its cast: the codes in use if there are some."""
+        config, inputs, layer = self.config, self.inputs, self.layer
+        weight, spec = inputs.weight, config.quant.fprop.right
+        if spec is None or spec.basis:
+            return (None if config.weight == "held" else weight), None
+        parts = inputs.w_row
+        if config.weight == "plain":
+            proto = layer.abstract_weight(config, TensorProto.of(weight))[0]
+            parts = tuple(proto.empty().tensors())
+            scaling = inputs.scaling[config.w_scaling] if inputs.scaling else ()
+            layer.refresh(config, WeightCast(weight, parts, (), scaling=scaling))
+        filled = (largest_codes(parts[0], spec.fmt), *parts[1:])
+        shape = tuple(weight.shape)
+        values, limit = (layer.weight_values(config, codes, shape, torch.float32) for codes in (parts, filled))
+        return (None if config.weight == "held" else weight), Cast(values, limit, spec.fmt)
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def record_backward(self, stats: Tensor, dy: Tensor) -> Tensor | None:
+        """Record dy and dw. Returns the shadow's dx; None if x takes no gradient."""
+        config, layer = self.config, self.layer
+        rows = self.live(_rows(dy))
+        alone = not self.inputs.scaling or getattr(config, "scales_dy_alone", False)
+        scaling = () if alone else self.inputs.scaling[part_of(DY, config.measured)]
+        record_operand(stats, "dy", rows, self._cast(rows, config.quant.dgrad.left, scaling, self.seed))
+        (x, x_cast), (w, w_cast) = self.x(), self.w()
+        exact = self._exact(x, x_cast, w, w_cast)
+        _, saved = layer.forward_and_save(self.shadow, exact, True)
+        dx: Tensor | None
+        dx, dw, *_ = layer.backward(self.shadow, saved, layer.Buffers(), (rows.float(),))
+        if "w" in config.grads:
+            _, saved = layer.forward_and_save(config, self._flat_inputs(), True)
+            seed = None if self.seed is None else self.seed.clone()
+            own = layer.backward(config, saved, layer.Buffers(seed=seed), (rows.to(config.y_dtype),))[1]
+            record_result(stats, "dw", own, dw)
+        if dx is None or self.groups is None:
+            return dx
+        return torch.where(self._is_live(dx), dx, float("nan"))  # the tail: see `record_input_gradient`
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def live(self, rows: Tensor) -> Tensor:
+        """The rows, with zeros after the last group."""
+        return rows if self.groups is None else torch.where(self._is_live(rows), rows, 0.0)
+
+    def _is_live(self, rows: Tensor) -> Tensor:
+        assert self.groups is not None
+        return (torch.arange(rows.shape[0], device=rows.device) < self.groups.start[-1])[:, None]
+
+    def _cast(self, x: Tensor, spec: Quantizer | None, scaling: Sequence[Tensor], seed: Tensor | None) -> Cast | None:
+        """The cast that the layer makes of x or dy, by delayed scaling's multiplier in use if there is one."""
+        if spec is None or spec.basis:
+            return None
+        seed = seed if spec.draws else None
+        if self.groups is None:
+            args = cast_args(self.config.recipe, (spec, None), scaling, lambda s, skip: s.amax(x).view(1), None, seed)
+            return read(quantize_pair(x, spec, None, args)[0])
+        groups, part = self.groups, [t.view(self.groups.number) for t in scaling]
+        measure: Any = lambda s, skip: groups_amax(x, s, None, groups)[0]  # noqa: E731
+        args = cast_args(self.config.recipe, (spec, None), part, measure, None, seed)
+        wide = F.pad(x, (0, -x.shape[1] % ALIGNED))
+        return read(quantize_groups(wide, spec, None, groups, args)[0], x.shape[1])
+
+    def _given_x(self, spec: Quantizer) -> Cast | None:
+        inputs, k = self.inputs, self.inputs.weight.shape[-1]
+        if self.groups is not None:
+            return read(given_rows(spec, inputs.x_codes, self.groups, k, self.config.y_dtype), k)
+        shape = (inputs.x_codes[0].shape[0], k)
+        return read(spec.assemble(inputs.x_codes, shape, self.config.y_dtype))
+
+    def _flat_inputs(self) -> Any:
+        """The inputs, with the leading dims of x folded."""
+        x = self.inputs.x
+        return self.inputs if x is None or self.config.x == "codes" else self.inputs._replace(x=_rows(x))
+
+    def _exact(self, x: Tensor | None, x_cast: Cast | None, w: Tensor | None, w_cast: Cast | None) -> Any:
+        """The inputs of the shadow: float32, from the codes' values where only codes are left."""
+        found = {
+            "x": (x if x is not None else x_cast.values).float(),  # type: ignore[union-attr]
+            "weight": (w if w is not None else w_cast.values).float(),  # type: ignore[union-attr]
+        }
+        for name in ("bias", "scales"):
+            given = getattr(self.inputs, name, None)
+            if given is not None:
+                found[name] = given.float()
+        if self.groups is not None:
+            found["splits"] = self.inputs.splits
+        return self.layer.Inputs(**{"bias": None, **found})
+
+
+def record_input_gradient(stats: Tensor, dx: Tensor, exact: Tensor) -> None:
+    """Record the dx that the layer returned beside the shadow's. In the tail of a grouped layer the shadow's rows are
+    NaN, and the layer's may be anything: both count as zeros."""
+    dx, exact = _rows(dx), _rows(exact)
+    tail = exact.isnan().all(1, keepdim=True)
+    record_result(stats, "dx", torch.where(tail, 0.0, dx), torch.where(tail, 0.0, exact))
+
+
+def read(q: QTensor | GroupedTensor | None, columns: int | None = None) -> Cast:
+    """The values of codes and the largest ones that their scales can represent; of grouped codes, without padding."""
+    assert q is not None
+    matrix = q.q if isinstance(q, GroupedTensor) else q
+    matrix = replace(matrix, token=None)
+    filled = replace(matrix, codes=largest_codes(matrix.codes, matrix.spec.fmt))
+    values, limit = (
+        (replace(q, q=m, token=None, columns=None) if isinstance(q, GroupedTensor) else m).dequantize(torch.float32)
+        for m in (matrix, filled)
+    )
+    return Cast(_rows(values)[:, :columns], _rows(limit)[:, :columns], matrix.spec.fmt)
+
+
+@lru_cache(maxsize=4096)
+def _configs(name: str, key: str) -> tuple[Any, Any]:
+    """The settings of a call without its writes, and of its shadow."""
+    config = LAYERS[name].config(key)
+    grads = "".join(letter for letter in config.grads if letter in "xw")
+    quiet = {**PLAIN, "grads": grads}
+    quiet |= {"quantize_output": False} if name == "linear" else {"dgrad_out": False, "tail": "zero"}
+    shadow: dict[str, Any] = {
+        "recipe": BF16(), "dtype": "float32", "weight_dtype": "float32", "weight": "plain", "x": "plain",
+        "measured": "", "recompute_w_columns": False, "bias_dtype": config.bias_dtype and "float32",
+    }  # fmt: skip
+    if name != "linear":
+        shadow |= {"x_has_columns": False, "scales_dtype": config.scales_dtype and "float32"}
+    own = replace(config, **quiet)
+    return own, replace(own, **shadow)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return as_matrix(x)

@@ -1,0 +1,70 @@
+"""One forward and backward of a model on a batch, without an optimizer, as `octavo compare` and `inspect` run it."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo._torch.pytree import tree_leaves, tree_map
+from octavo.errors import UnsupportedConfig
+from octavo.model.convert import convert
+from octavo.model.layers import layers
+from octavo.modules.quantized import UNQUANTIZED
+from octavo.recipes import Recipe
+
+Loss = Callable[[Any], Tensor]
+
+
+def listed(batches: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """The arguments of each call; a batch that is no tuple is the only argument of its call."""
+    if isinstance(batches, Tensor):
+        raise UnsupportedConfig(
+            f"The batches are a list with the arguments of each call, got a tensor of shape {tuple(batches.shape)}. "
+            "Write [x], or [(x, y)] for a model of two arguments."
+        )
+    found = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    if not found:
+        raise UnsupportedConfig("There are no batches, so there is nothing to run. Pass at least one: [(x,)].")
+    return found
+
+
+def gradients_of(model: nn.Module, batch: tuple[Any, ...], loss: Loss | None = None) -> Tensor:
+    """Call the model on copies of the batch, run backward, and return the loss."""
+    made = model(*tree_map(_own, batch))
+    value = _default_loss(made) if loss is None else loss(made)
+    value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
+
+
+def give_recipe(model: nn.Module, recipe: str | Recipe) -> None:
+    """Run a model in another recipe: its layers of Octavo that are quantized, or that follow `octavo.autocast`; if it
+    has no layer of Octavo, those that `convert` takes."""
+    found = [layer for _, layer in layers(model)]
+    if not found:
+        convert(model, recipe)
+    for layer in found:
+        if layer.recipe is None or layer.recipe.linear() != UNQUANTIZED.linear():
+            layer.release_codes()
+            layer.lose_recipe()
+            layer.recipe = recipe  # type: ignore[assignment]
+
+
+def _own(x: Any) -> Any:
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _default_loss(made: Any) -> Tensor:
+    """The first output that takes a gradient if it is one number; else its product with a fixed random direction: a sum
+    or a mean would have no gradient behind a norm."""
+    found = next((t for t in tree_leaves(made) if isinstance(t, Tensor) and t.requires_grad), None)
+    if found is None:
+        raise UnsupportedConfig(
+            f"No output of the model takes a gradient, got {type(made).__name__}. Return a loss or a tensor that "
+            "depends on parameters, or pass loss=."
+        )
+    if found.numel() == 1:
+        return found.sum()
+    direction = torch.randn(found.shape, generator=torch.Generator().manual_seed(0)).to(found.device)
+    value: Tensor = (found.float() * direction).sum() / found.numel() ** 0.5
+    return value

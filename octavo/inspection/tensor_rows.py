@@ -1,0 +1,142 @@
+"""The rows of an inspection's report: the numbers of one tensor of one layer, as values and as text."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+from octavo.quant.quantizer import Quantizer
+from octavo.recipes import Recipe
+from octavo.recipes import recipe as resolve
+from octavo.text import columns
+
+NUMBERS = ("underflow", "saturated", "nonfinite", "sqnr", "amax", "cosine", "worst_cosine")
+HEADER = ("layer", "tensor", "cast", "calls", "underflow", "saturated", "not finite", "SQNR", "amax", "cosine", "worst")
+
+
+class LayerState(NamedTuple):
+    """What the report knows of a layer besides its numbers."""
+
+    recipe: Recipe
+    held: bool  # its weight is held as codes
+    updates: int  # of its weight, since delayed scaling's last step
+
+    @classmethod
+    def of(cls, recipe: str | Recipe, held: bool, updates: int) -> Self:
+        return cls(resolve(recipe), held, updates)
+
+    def quantizer(self, tensor: str) -> Quantizer | None:
+        """The quantizer of x, w or dy that the report measures; None for the results of GEMMs."""
+        quant = self.recipe.linear()
+        return {"x": quant.fprop.left, "w": quant.fprop.right, "dy": quant.dgrad.left}.get(tensor)
+
+    @property
+    def bits(self) -> int:
+        """The fewest bits of a quantizer; 16 if there is none."""
+        found = [self.quantizer(name) for name in ("x", "w", "dy")]
+        return min([spec.fmt.bits for spec in found if spec is not None], default=16)
+
+
+class TensorRow(NamedTuple):
+    """The numbers of one tensor of one layer, over all calls that were measured.
+
+    Attributes:
+        layer: the layer's path in the model.
+        tensor: "x", "w", "dy", "y", "dx" or "dw".
+        cast: the quantizer's string for x, w and dy; empty if the recipe does not quantize it.
+        calls: how many calls were measured.
+        underflow: the share of values that are not zero and that the cast made zero; None without a cast.
+        saturated: the share of values beyond the largest code by more than rounding; None without a cast.
+        nonfinite: the share of values that are Inf or NaN.
+        sqnr: the signal-to-noise ratio in dB: of the cast, or of y, dx and dw against the shadow's. None if there was
+            nothing to compare; math.inf if nothing differs.
+        amax: the largest magnitude.
+        cosine: for y, dx and dw the mean cosine with the shadow's; else None.
+        worst_cosine: the smallest cosine of a call.
+        zero: the share of calls in which all values were zero.
+        amaxes: how many calls had an amax from each power of two up to the next, the first from 2**-72.
+        scales: how many values had a scale there.
+    """
+
+    layer: str
+    tensor: str
+    cast: str
+    calls: int
+    underflow: float | None
+    saturated: float | None
+    nonfinite: float
+    sqnr: float | None
+    amax: float
+    cosine: float | None
+    worst_cosine: float | None
+    zero: float
+    amaxes: tuple[float, ...]
+    scales: tuple[float, ...]
+
+    def numbers(self) -> dict[str, float]:
+        """Returns the numbers that exist and are finite, by name.
+
+        Returns:
+            Those of underflow, saturated, nonfinite, sqnr, amax, cosine and worst_cosine.
+        """
+        found = {name: getattr(self, name) for name in NUMBERS}
+        return {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def row_of(path: str, state: LayerState, tensor: str, sums: dict[str, Any]) -> TensorRow:
+    """The row from the sums of `octavo.inspection.statistics`."""
+    spec, compared = state.quantizer(tensor), sums["compared"] > 0
+    is_cast = spec is not None and compared
+    return TensorRow(
+        layer=path,
+        tensor=tensor,
+        cast="" if spec is None else str(spec),
+        calls=int(sums["calls"]),
+        underflow=_share(sums["underflow"], sums["nonzero"]) if is_cast else None,
+        saturated=_share(sums["saturated"], sums["total"]) if is_cast else None,
+        nonfinite=_share(sums["nonfinite"], sums["total"]),
+        sqnr=_decibels(sums["signal"], sums["noise"]) if compared else None,
+        amax=sums["amax"],
+        cosine=sums["cosine"] / sums["cosines"] if sums["cosines"] else None,
+        worst_cosine=1 - sums["deficit"] if sums["cosines"] else None,
+        zero=_share(sums["silent"], sums["calls"]),
+        amaxes=sums["amaxes"],
+        scales=sums["scales"],
+    )
+
+
+def table(rows: Sequence[TensorRow]) -> str:
+    """The rows as aligned text."""
+    return "\n".join(columns([HEADER, *[cells(row) for row in rows]]))
+
+
+def cells(row: TensorRow) -> tuple[str, ...]:
+    """The text of a row's columns."""
+    return (
+        row.layer or "(model)", row.tensor, row.cast or "-", str(row.calls), _percent(row.underflow),
+        _percent(row.saturated), _percent(row.nonfinite), _noise(row.sqnr),
+        f"{row.amax:.3g}", _cosine(row.cosine), _cosine(row.worst_cosine),
+    )  # fmt: skip
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _decibels(signal: float, noise: float) -> float | None:
+    if signal == 0:
+        return None
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise)
+
+
+def _noise(sqnr: float | None) -> str:
+    return "-" if sqnr is None else "exact" if sqnr == math.inf else f"{sqnr:.1f} dB"
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return "-"
+    return f"{share:.2%}" if share == 0 or share >= 5e-5 else f"{share:.0e}"
+
+
+def _cosine(value: float | None) -> str:
+    return "-" if value is None else f"{value:.5f}"

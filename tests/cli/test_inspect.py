@@ -1,0 +1,96 @@
+"""`octavo inspect` and `octavo compare`: what they print and write, their exit codes, and what they refuse."""
+
+import json
+import sys
+import textwrap
+
+import pytest
+
+from octavo.cli import main
+
+MODULE = """
+    import torch
+    from torch import nn
+
+    import octavo
+
+    def plain():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        return model, [(torch.randn(32, 64),), (torch.randn(32, 64),)]
+
+    def converted():
+        model, batches = plain()
+        octavo.convert(model, "fp8-delayed")
+        return model, *batches[0]
+
+    def broken():
+        model, batches = plain()
+        print("hello")
+        octavo.convert(model, "mxfp8")
+        model[2].requires_grad_(False)
+        model[0].weight.data.fill_(float("nan"))
+        return model, batches
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    (tmp_path / "subject_of_inspect.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("subject_of_inspect", None)
+
+
+def run(command, function, *arguments):
+    return main([command, f"subject_of_inspect:{function}", *arguments])
+
+
+def test_a_plain_model_is_inspected_in_the_recipe_that_is_named(capsys, tmp_path):
+    assert run("inspect", "plain", "--recipe", "nvfp4", "--steps", "3", "--html", "r.html", "--json", "r.json") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("2 layers, 3 steps counted\n") and said.rstrip().endswith("Nothing stands out.")
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["findings"] == []
+    assert {(t["layer"], t["tensor"], t["calls"]) for t in report["tensors"]} >= {("0", "x", 3), ("2", "dx", 3)}
+    assert (tmp_path / "r.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_model_keeps_its_own_recipes(capsys):
+    assert run("inspect", "converted", "--json", "-", "--fail") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {t["cast"] for t in report["tensors"]} == {"tensorwise", "tensorwise(fmt=E5M2)", ""}
+
+
+def test_findings_fail_if_they_shall(capsys):
+    assert run("inspect", "broken") == 0
+    assert "0: w has Inf or NaN in 100.00% of its values." in capsys.readouterr().out
+    assert run("inspect", "broken", "--fail") == 1
+    assert "octavo inspect: --fail: " in capsys.readouterr().err
+
+
+def test_two_recipes_are_compared(capsys, tmp_path):
+    assert run("compare", "plain", "mxfp8", "nvfp4", "--steps", "3", "--html", "c.html", "--json", "c.json") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Gradients over 3 batches; mean loss ") and "error nvfp4" in said
+    report = json.loads((tmp_path / "c.json").read_text())
+    assert report["recipes"] == ["mxfp8", "nvfp4"] and report["gradients"][0]["parameter"] == "(all)"
+    assert "<svg" in (tmp_path / "c.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["inspect", "subject_of_inspect:plain"], "has no layer of Octavo in its Sequential. Name one"),
+        (["inspect", "subject_of_inspect"], "The target is module:function"),
+        (["inspect", "subject_of_inspect:plain", "--recipe", "fp9"], "There is no recipe"),
+        (
+            ["inspect", "subject_of_inspect:plain", "--html", "nowhere/r.html"],
+            "--html writes into a folder that exists",
+        ),
+        (["compare", "subject_of_inspect:plain", "mxfp8", "fp9"], "There is no recipe"),
+    ],
+)
+def test_refusals(arguments, says, capsys):
+    assert main(arguments) == 2
+    assert says in capsys.readouterr().err

@@ -1,0 +1,108 @@
+"""octavo.compare: gradients of two recipes at the same weights, beside those without quantization."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.errors import UnsupportedConfig
+from octavo.recipes import SHIPPED
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 32))
+
+
+def batches(number=2):
+    return [torch.randn(32, 64) for _ in range(number)]
+
+
+def by_name(found):
+    return {row.parameter: row for row in found.rows}
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_a_recipe_agrees_with_itself(recipe):
+    recipe = "nvfp4(stochastic=False)" if recipe == "nvfp4" else recipe
+    for row in octavo.compare(mlp(), batches(), recipe, recipe).rows:
+        assert row.mutual == pytest.approx(1) and row.first == row.second and row.first_error == row.second_error
+
+
+def test_the_numbers_are_those_of_gradients_by_hand():
+    model, x = mlp().eval(), batches(1)
+    found = by_name(octavo.compare(model, x, "mxfp8", "fp8-block", loss=lambda y: y.square().mean()))
+    grads = {}
+    for recipe in ("bf16", "mxfp8", "fp8-block"):
+        twin = copy.deepcopy(model)
+        octavo.convert(twin, recipe)
+        twin(x[0]).square().mean().backward()
+        grads[recipe] = {name: p.grad.double() for name, p in twin.named_parameters()}
+    assert list(found) == ["(all)", *grads["bf16"]]
+    for name, exact in grads["bf16"].items():
+        row, made = found[name], [grads[r][name] for r in ("mxfp8", "fp8-block")]
+        assert row.size == pytest.approx(exact.norm().item())
+        assert row.first == pytest.approx(torch.cosine_similarity(made[0].flatten(), exact.flatten(), 0).item())
+        assert row.second_error == pytest.approx(((made[1] - exact).norm() / exact.norm()).item(), abs=1e-7)
+        assert row.mutual == pytest.approx(torch.cosine_similarity(made[0].flatten(), made[1].flatten(), 0).item())
+
+
+def test_fewer_bits_have_larger_errors():
+    found = octavo.compare(mlp(), batches(), "mxfp8", "nvfp4")
+    assert by_name(found)["(all)"].first_error < 0.2 < by_name(found)["(all)"].second_error < 0.6
+
+
+def test_the_model_and_the_generators_stay_as_they_are():
+    model, x = mlp(), batches()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    octavo.compare(model, x, "mxfp8", "nvfp4")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert type(model[0]) is nn.Linear and model[0].weight.grad is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_layers_without_quantization_stay_so_and_others_change_their_recipe():
+    model = nn.Sequential(octavo.Linear(64, 64, recipe="bf16"), octavo.Linear(64, 64, recipe="fp8-delayed"))
+    octavo.quantize_weights(model[1])
+    first = octavo.compare(model, [torch.randn(32, 64)], "mxfp8", "nvfp4")
+    model[0].recipe = "fp8-block"
+    second = octavo.compare(model, [torch.randn(32, 64)], "mxfp8", "nvfp4")
+    assert by_name(second)["0.weight"].first_error > by_name(first)["0.weight"].first_error > 0
+
+
+def test_experts_and_accumulated_gradients():
+    model = octavo.MoE(64, 64, 4, 2, recipe="fp8-block")
+    for layer in (model.experts.fc1, model.experts.fc2):
+        layer.fuse_wgrad_accumulation = True
+    found = octavo.compare(model, [torch.randn(32, 64)], "fp8-block", "mxfp8")
+    assert {"experts.fc1.weight", "experts.fc2.weight"} < set(by_name(found))
+
+
+def test_the_result_is_text_a_flat_dict_and_a_page(tmp_path):
+    found = octavo.compare(mlp(), batches(), "mxfp8", "mxfp8")
+    numbers = found.to_dict()
+    assert numbers["0.weight/mxfp8/cosine"] == numbers["0.weight/mxfp8 (2)/cosine"] > 0.9
+    assert all(math.isfinite(value) for value in numbers.values())
+    lines = str(found).splitlines()
+    assert lines[0].startswith("Gradients over 2 batches; mean loss ")
+    assert lines[3].startswith("(all)") and len(lines) == 3 + len(found.rows)
+    found.save_html(tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    assert text.count("<svg") == len(found.rows) and "http" not in text
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: octavo.compare(mlp(), [], "mxfp8", "nvfp4"), "There are no batches"),
+        (lambda: octavo.compare(mlp(), torch.ones(2, 64), "mxfp8", "nvfp4"), r"got a tensor of shape \(2, 64\)"),
+        (lambda: octavo.compare("model", batches(), "mxfp8", "nvfp4"), "takes a model"),
+        (lambda: octavo.compare(nn.Identity(), batches(), "mxfp8", "nvfp4"), "No output of the model takes a gradient"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:octavo.convert")
+def test_refusals(call, says):
+    with pytest.raises(UnsupportedConfig, match=says):
+        call()

@@ -1,0 +1,146 @@
+"""Findings of octavo.inspect: each planted fault is found, by a sentence that names its layer and its tensor."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.delayed_scaling.memory import BUFFER_NAMES
+from octavo.recipes import SHIPPED
+
+
+def model_of(recipe="fp8-current", depth=3):
+    return nn.Sequential(*[octavo.Linear(64, 64, recipe=recipe) for _ in range(depth)])
+
+
+def found_in(model, step):
+    with octavo.inspect(model) as report:
+        step(model)
+    return report.findings()
+
+
+def train(model, x=None):
+    model(torch.randn(32, 64) if x is None else x).square().mean().backward()
+
+
+def only(found):
+    assert len(found) == 1, found
+    return found[0]
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_a_healthy_model_has_no_findings(recipe):
+    model = model_of(recipe)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    octavo.attach(model, optimizer)
+
+    def steps(model):
+        for _ in range(3):
+            train(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert found_in(model, steps) == []
+
+
+def test_nothing_is_found_where_nothing_ran():
+    assert found_in(model_of(), lambda model: None) == []
+
+
+def test_gradients_that_are_zero():
+    found = found_in(model_of(), lambda model: (model(torch.randn(32, 64)) * 0).sum().backward())
+    assert [text.split(",")[0] for text in found] == [f"{i}: dy is zero in 1 of 1 calls" for i in range(3)]
+
+
+def test_a_gradient_that_underflows():
+    """One large value in a gradient of small ones, and one scale for all."""
+
+    def step(model):
+        y = model(torch.randn(32, 64))
+        dy = torch.full_like(y, 1e-9)
+        dy[0, 0] = 1e3
+        y.backward(dy)
+
+    text = only(found_in(model_of("fp8-current", 1), step))
+    assert text.startswith("0: dy underflows: 99.95% of its values become zero (amax 1e+03).")
+    assert "fp8-block, mxfp8" in text
+
+
+def test_multipliers_of_two_tensors_that_are_swapped():
+    model = model_of("fp8-delayed")
+    train(model)
+    octavo.step(model)
+    encode = getattr(model[1], BUFFER_NAMES["forward"]["encode"])
+    encode.copy_(encode.flip(0))  # those of x and w
+    model[1].weight.data.mul_(1 / 64)
+    found = found_in(model, train)
+    assert any(text.startswith("1: x saturates: ") or text.startswith("1: w underflows") for text in found), found
+    assert not any(text.startswith("0: x") for text in found)
+
+
+def test_cached_codes_with_the_scales_of_another_weight():
+    model = model_of("fp8-block")
+    with octavo.microbatch(first=True):
+        model(torch.randn(32, 64))
+    model[1]._codes.parts(model[1], "row")[1].mul_(8)
+
+    def step(model):
+        with octavo.microbatch(first=False):
+            model(torch.randn(32, 64))
+
+    found = found_in(model, step)
+    assert found[0].startswith("1: w has a signal-to-noise ratio of -16.9 dB, below 15: its codes and scales do not")
+
+
+def test_amaxes_that_are_never_updated():
+    model = model_of("fp8-delayed", 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model)
+    octavo.step(model)
+
+    def steps(model):
+        for scale in (1, 8, 64):
+            model.zero_grad()
+            train(model, scale * torch.randn(32, 64))
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="octavo.step"):
+        found = found_in(model, steps)
+    assert found[0].startswith("0: its weight was updated ") and "octavo.step(model) after each" in found[0]
+    assert any(text.startswith("0: x saturates: ") and "Its scale is delayed" in text for text in found)
+
+
+def test_a_layer_that_overflows():
+    model = model_of("mxfp8").half()
+    model[1].weight.data.mul_(60000)
+    found = found_in(model, lambda model: model(torch.randn(32, 64, dtype=torch.float16)))
+    assert any(text.startswith("1: y has Inf or NaN in ") for text in found), found
+    assert any(text.startswith("2: x has Inf or NaN in ") for text in found), found
+    assert not any(text.startswith("0:") for text in found), found
+
+
+class Bypassing(nn.Module):
+    def __init__(self, uses):
+        super().__init__()
+        self.first, self.second, self.uses = *model_of(depth=2), uses
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.uses(self, y)
+
+
+def test_a_layer_that_is_not_called():
+    text = only(found_in(Bypassing(lambda model, y: y @ model.second.weight.T), train))
+    assert text.startswith("second: it was never called in the block.")
+
+
+def test_a_layer_whose_output_is_not_used():
+    text = only(found_in(Bypassing(lambda model, y: (model.second(y), y)[1]), train))
+    assert text.startswith("second: no gradient reached it in 1 calls, while other layers had one")
+
+
+def test_values_that_are_not_finite_are_reported_even_if_all_are():
+    found = found_in(model_of(depth=1), lambda model: model(torch.full((8, 64), math.nan)))
+    assert found[0].startswith("0: x has Inf or NaN in 100.00% of its values.")
