@@ -13,7 +13,8 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 demo: $(STAMP)
 	$(BIN)/octavo doctor
-	$(BIN)/octavo train
+	mkdir -p build
+	$(BIN)/octavo train --html build/demo.html
 
 # a process a core, whole files to each; one thread apiece, or they would wait for each other
 WORKERS ?= 2

@@ -13,6 +13,7 @@ ORDER = (
     "values",
     "memory",
     "text",
+    "webpage",
     "_torch",
     "backend",
     "launch",

@@ -81,7 +81,7 @@ def how_to_resume(saves: Saves, arguments: argparse.Namespace, parser: argparse.
     if not any(_newest(saves.folder / run) for run in RUNS):
         return f"Nothing was saved to {saves.folder} yet."
     words = ["octavo", "train"]
-    for name in ("recipe", "policy", "model", "steps", "batch", "seed", "device", "json", "save_every", "out"):
+    for name in ("recipe", "policy", "model", "steps", "batch", "seed", "device", "json", "html", "save_every", "out"):
         value = getattr(arguments, name)
         if value != parser.get_default(name):
             words += [f"--{name.replace('_', '-')}", str(value)]

@@ -22,6 +22,7 @@ example: octavo train --recipe "fp8-block(scale='fp32')" --steps 400 --json run.
 import argparse
 import os
 import shutil
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,12 +39,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from octavo.cli import corpus, machine, options, output, saves, table
+from octavo.cli import corpus, machine, options, output, page, saves, table
 from octavo.cli.gpt import GPT, Shape
 from octavo.cli.mixture import LoadMeter, MixtureShape, mixtures
 from octavo.cli.progress import Progress
 from octavo.cli.saves import Keeper, Saves
 from octavo.errors import UnsupportedConfig, UnsupportedHardware
+from octavo.kernels.gemm import spec_route
 from octavo.model.attach import attach
 from octavo.model.conversion import ConversionReport
 from octavo.model.convert import convert
@@ -103,8 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of {', '.join(SHIPPED)}; settings may follow in brackets; default: %(default)s",
     )  # fmt: skip
     how.add_argument(
-        "--policy", default=None, metavar="FILE", help="a TOML file of rules that give each layer its recipe"
-    )
+        "--policy", default=None, metavar="FILE",
+        help="a TOML file of rules that give each layer its recipe; default: --recipe for all of them",
+    )  # fmt: skip
     parser.add_argument(
         "--model", choices=MODELS, default="gpt",
         help="gpt, or moe: the same with mixtures of experts in place of MLPs; default: %(default)s",
@@ -123,6 +127,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_device(parser)
     parser.add_argument("--compile", action="store_true", help="run both under torch.compile; default: eager")
     output.add_json(parser, "the loss of every step")
+    parser.add_argument(
+        "--html", default=None, metavar="FILE",
+        help="also write a page with curves to FILE; default: DIR/report.html with --out DIR, else none",
+    )  # fmt: skip
     saves.add_arguments(parser, options.count)
 
 
@@ -133,15 +141,38 @@ def run(arguments: argparse.Namespace) -> int:
         check_compiler(device)
     plan = Plan(arguments.steps, arguments.batch, arguments.seed, device, arguments.compile, shape_of(arguments.model))
     saved = saves.from_options(arguments)
+    report: dict[str, Any] = {}
+    target = arguments.html if saved is None or arguments.html is not None else str(saved.folder / "report.html")
     try:
-        output.produce(partial(compare, plan, chosen, saved), render, arguments.json)
+        output.produce(partial(_compare_into, report, plan, chosen, saved), render, arguments.json)
     except output.Interrupted as stop:
-        if saved is None:
-            raise
-        parser = argparse.ArgumentParser()
-        add_arguments(parser)
-        raise output.Interrupted(f"{stop} {saves.how_to_resume(saved, arguments, parser)}") from None
+        said = [str(stop), *_write_page(report, target)]
+        if saved is not None:
+            parser = argparse.ArgumentParser()
+            add_arguments(parser)
+            said.append(saves.how_to_resume(saved, arguments, parser))
+        raise output.Interrupted(" ".join(said)) from None
+    for sentence in _write_page(report, target):
+        print(f"\n{sentence}", file=sys.stderr if arguments.json == "-" else sys.stdout)
     return 0
+
+
+def _compare_into(
+    kept: dict[str, Any], plan: Plan, chosen: Recipe | Policy, saved: Saves | None, report: dict[str, Any]
+) -> None:
+    """Fills the report, and keeps it for a page, however far it gets."""
+    try:
+        compare(plan, chosen, saved, report)
+    finally:
+        kept.update(report)
+
+
+def _write_page(report: dict[str, Any], target: str | None) -> list[str]:
+    """Writes the page of a report that has losses. Returns a sentence that says where it is."""
+    if target is None or not any(report.get(name) for name in ("bf16", "recipe")):
+        return []
+    output.write(Path(target), page.render(report))
+    return [f"The page of this report is {target}."]
 
 
 def check_compiler(device: torch.device) -> None:
@@ -156,6 +187,8 @@ def check_compiler(device: torch.device) -> None:
 def compare(plan: Plan, chosen: Recipe | Policy, saved: Saves | None, report: dict[str, Any]) -> None:
     """Fills the report with both runs, as plain data. An interrupted run has only the losses of its steps."""
     report |= {"machine": machine.describe(plan.device), "plan": asdict(plan) | {"device": str(plan.device)}}
+    if isinstance(chosen, Recipe):
+        report["routes"] = [{"recipe": str(chosen), **routes(chosen, plan.device)}]
     if isinstance(chosen, Policy):  # on a model of its own, so that a policy that is refused costs no run
         report["policy"] = described(chosen, converted(GPT(plan.shape, seed=plan.seed), chosen))
     outcomes = []
@@ -170,6 +203,12 @@ def compare(plan: Plan, chosen: Recipe | Policy, saved: Saves | None, report: di
             raise
         report[key] = asdict(outcomes[-1])
     report["gap_percent"] = gap(outcomes[1], outcomes[0])
+
+
+def routes(chosen: Recipe, device: torch.device) -> dict[str, str]:
+    """Returns how each GEMM of a linear layer runs on this device: native, emulated or by the reference."""
+    gemms = {name: getattr(chosen.linear(), name) for name in ("fprop", "dgrad", "wgrad")}
+    return {name: spec_route(gemm.left, gemm.right, device) for name, gemm in gemms.items()}
 
 
 def settings_of(plan: Plan, chosen: Recipe | Policy | None) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.explain import copied
-from octavo.inspection.html import STYLE
 from octavo.inspection.steps import Loss, give_recipe, gradients_of, listed
 from octavo.model.layers import check_model, layers
 from octavo.model.step import step
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 from octavo.text import columns
+from octavo.webpage import document, paragraph, table
 
 ALL = "(all)"  # the row of all parameters together
 BAR = 240  # pixels of the longest bar
@@ -112,16 +112,9 @@ class Comparison(NamedTuple):
         """
         header, *rows = self._cells(self.rows)
         largest = max([max(_finite(row.first_error), _finite(row.second_error)) for row in self.rows], default=0) or 1
-        head = "".join(f"<th>{escape(name)}</th>" for name in (*header, "relative error: first above, second below"))
-        body = "\n".join(
-            f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}<td>{_bars(row, largest)}</td></tr>"
-            for cells, row in zip(rows, self.rows, strict=True)
-        )
-        return (
-            f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>octavo.compare</title>'
-            f"<style>{STYLE}</style></head><body>\n<h1>octavo.compare</h1>\n<p>{escape(self._title())}</p>\n"
-            f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>\n</body></html>\n"
-        )
+        body = [[*map(escape, cells), _bars(row, largest)] for cells, row in zip(rows, self.rows, strict=True)]
+        head = (*header, "relative error: first above, second below")
+        return document("octavo.compare", [paragraph(self._title()), table(head, body, left=True)], wide=True)
 
     def __str__(self) -> str:
         whole, *rest = self.rows
@@ -244,5 +237,5 @@ def _bars(row: ComparedRow, largest: float) -> str:
     first, second = (BAR * _finite(error) / largest for error in (row.first_error, row.second_error))
     return (
         f'<svg width="{BAR}" height="18" role="img"><rect y="1" height="7" width="{first:.1f}"/>'
-        f'<rect y="10" height="7" width="{second:.1f}" style="fill:#c76b29"/></svg>'
+        f'<rect y="10" height="7" width="{second:.1f}" class="second"/></svg>'
     )

@@ -92,8 +92,8 @@ class Watched(Quantized):
 
 
 def _entered(x: Any, stats: Any) -> tuple[Any, Tensor | None]:
-    """x, through the operator that records its gradient if it takes one."""
-    if not torch.is_grad_enabled() or not x.requires_grad:
+    """x, through the operator that records its gradient if it takes one. What is no x the layer refuses itself."""
+    if not torch.is_grad_enabled() or not getattr(x, "requires_grad", False):
         return x, None
     if isinstance(x, Tensor):
         kind = x.device.type

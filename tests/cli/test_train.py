@@ -304,3 +304,13 @@ def test_a_bar_that_stops_early_ends_its_line(steps, ends, monkeypatch):
     progress.close()
     progress.close()
     assert stream.getvalue().endswith(ends) and stream.getvalue().count("\n") == (steps > 0)
+
+
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_a_page_is_written_and_named(where, tmp_path, capsys):
+    target = tmp_path / "page.html" if where == "file" else tmp_path / "run" / "report.html"
+    options = ["--html", str(target)] if where == "file" else ["--out", str(target.parent)]
+    assert main(["train", "--steps", "2", "--batch", "1", "--device", "cpu", *options]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"The page of this report is {target}.")
+    text = target.read_text()
+    assert "fp8-current" in text and text.count("<polyline") == 3 and "reference" in text

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from octavo.errors import UnsupportedConfig
+from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.inspection import watched
 from octavo.inspection.measure import Call
 from octavo.inspection.statistics import BINS, LOWEST
@@ -438,3 +438,9 @@ def test_a_model_is_inspected_once_at_a_time():
     model = pair()
     with octavo.inspect(model), pytest.raises(UnsupportedConfig, match="already inspecting 0"), octavo.inspect(model):
         pass
+
+
+def test_what_is_no_tensor_is_refused_as_without_it():
+    layer = octavo.Linear(16, 8, recipe="mxfp8")
+    with octavo.inspect(layer), pytest.raises(UnsupportedDtype, match="Linear takes a tensor, got tuple"):
+        layer((torch.randn(4, 16),))
