@@ -69,6 +69,12 @@ def gap(recipe):
     return f"{row['mean_percent']:+.2f} ± {row['stdev_percent']:.2f}"
 
 
+def emulated(what="linear"):
+    """Returns the times of emulated recipes as multiples of bf16's."""
+    found = {row["case"]: row["ms"] for row in results("emulated-h200")[what]}
+    return {name: ms / found["bf16"] for name, ms in found.items()}
+
+
 def both(row):
     return f"{row['ms']:.3f} / {row['graph_ms']:.3f}"
 
@@ -96,13 +102,8 @@ def test_the_table_of_the_readme():
 
 
 def test_the_cost_of_emulation():
-    """The sentence has the median of the three layers."""
-
-    def times(name):
-        return statistics.median(found[name]["graph_ms"] / found["nn.Linear"]["graph_ms"] for found in shapes(LINEAR))
-
     text = " ".join(section(README, "## Limits").split())
-    assert f"about {times('mxfp8'):.0f} and {times('nvfp4'):.0f} times as long as bf16" in text
+    assert f"about {emulated()['mxfp8']:.1f} and {emulated()['nvfp4']:.1f} times as long as bf16" in text
 
 
 def test_the_picture_is_drawn_from_the_results():
@@ -117,12 +118,13 @@ def test_the_decision_table():
     assert set(rows) == set(octavo.recipes.SHIPPED)
     fused, linear = mlp(), layer()
     for name, cells in rows.items():
-        row = linear[name]
+        row, slow = linear[name], {"mxfp8", "nvfp4"}
+        times = 1 / emulated()[name] if name in slow else linear["nn.Linear"]["graph_ms"] / row["graph_ms"]
         assert cells[:5] == [
-            f"{linear['nn.Linear']['graph_ms'] / row['graph_ms']:.2f}",
+            f"{times:.2f}",
             f"{fused['bf16 compiled']['ms'] / fused[name]['ms']:.2f}" if name in fused else "–",
             f"{row['saved_mib']:.0f}",
-            f"{row['peak_mib']:.0f}",
+            "–" if name in slow else f"{row['peak_mib']:.0f}",
             gap(name),
         ], name
 
@@ -144,10 +146,7 @@ def test_cases_in_which_fp8_loses():
     def span(rows, form):
         return f"{min(rows):{form}} to {max(rows):{form}}"
 
-    def times(name):
-        return span([found[name]["graph_ms"] / found["nn.Linear"]["graph_ms"] for found in shapes(LINEAR)], ".1f")
-
-    assert f"`mxfp8` takes {times('mxfp8')} times bf16's time, `nvfp4` {times('nvfp4')}" in text
+    assert f"`mxfp8` takes {emulated()['mxfp8']:.2f} times bf16's time, `nvfp4` {emulated()['nvfp4']:.2f}" in text
     few = shapes("grouped-crossover-h200")[:3]
     whole, cached = ([found[case]["graph_of_bf16"] for found in few] for case in ("fp8-delayed", "fp8-delayed, cached"))
     assert f"`fp8-delayed` takes {span(whole, '.2f')} times" in text and f"({span(cached, '.2f')})" in text
@@ -344,3 +343,45 @@ def test_runs_on_the_gpu_are_on_record():
         named = re.findall(r"commit (\w+)", label) or ["tests.hashes"]
         counts = [(run["passed"], run["failed"]) for run in runs if named[0] in run["what"]]
         assert (int(passed), int(failed.split(":")[0])) in counts, label
+
+
+# -- later runs --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_emulated_formats():
+    rows = keyed(tables(BENCHMARKS, "### Emulated formats")[0])
+    for name, cells in rows.items():
+        want = []
+        for what in ("linear", "experts"):
+            (row,) = [row for row in results("emulated-h200")[what] if row["case"] == name]
+            want += [f"{row['ms']:.3f}", f"{emulated(what)[name]:.2f}", f"{row['peak_mib']:.0f}"]
+        assert cells == want, name
+
+
+def test_the_table_of_whole_mixtures():
+    found = [{row["case"]: row for row in shape["results"]} for shape in results("moe-layer-h200")["shapes"]]
+    for label, *cells in tables(BENCHMARKS, "### `octavo.MoE`")[0][1:]:
+        case = label.replace("`", "").replace("octavo.moe.Experts,", "octavo").replace("MoE,", "MoE")
+        case = "grouped_mm bf16, compiled" if case.startswith("torch") else case
+        want = [f"{s[case]['ms']:.3f}, {s[case]['tokens_per_s'] / 1e3:.0f} k" if case in s else "–" for s in found]
+        assert cells == want, label
+
+
+def test_the_table_of_mixtral():
+    rows = tables(BENCHMARKS, "### A converted Mixtral")[0][1:]
+    for cells, row in zip(rows, results("mixtral-h200")["results"], strict=True):
+        assert cells[1:] == [f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}", f"{row['ms']:.1f}"]
+        assert row["recipe"].split(",")[0] in cells[0].replace("transformers, bf16", "bf16")
+    assert f"transformers {results('mixtral-h200')['transformers']}" in section(BENCHMARKS, "### A converted Mixtral")
+
+
+def test_the_table_of_the_host():
+    names = {"one tiny layer": "layer", "of a stack of sixteen": "of a stack", "8192 × 4096→4096": "at size"}
+    runs = [run["subjects"] for run in results("host-h200")["runs"]]
+    for label, *cells in tables(BENCHMARKS, "## Host time")[1][1:]:
+        subject, case = label.replace("`", "").split(": ")
+        case = {"fp8-delayed": "octavo fp8-delayed"}.get(case, case)
+        for mode, cell in zip(("eager", "compiled"), cells, strict=True):
+            found = [run[names[subject]].get(case, {}).get(mode) for run in runs]
+            said = ["–" if us is None else f"{statistics.median(us):.0f}" for us in found]
+            assert cell == (", ".join(said) if any(us is not None for us in found) else "–"), label

@@ -146,7 +146,13 @@ def test_extra_values_come_back_as_they_were(tmp_path):
     assert same(octavo.load_checkpoint(tmp_path, model).extra, EXTRA)
 
 
-@pytest.mark.parametrize("value", [object(), {1.5: 2}, {"a": {1, 2}}, [b"bytes"], print, torch.float32, 1j], ids=repr)
+OBJECTS = {
+    "object": object(), "a number as key": {1.5: 2}, "set": {"a": {1, 2}}, "bytes": [b"bytes"], "function": print,
+    "dtype": torch.float32, "complex": 1j,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", OBJECTS.values(), ids=OBJECTS)
 def test_objects_are_refused_by_their_path(value, tmp_path):
     with pytest.raises(Unsupported, match=r"extra\.here"):
         octavo.save_checkpoint(tmp_path / "run", nn.Linear(2, 2), extra={"here": value})
