@@ -78,8 +78,8 @@ def save_checkpoint(
 
     Raises:
         UnsupportedConfig: the checkpoint of this step exists, or `step` is negative.
-        UnsupportedDtype: `model` is no module, `optimizer` is no optimizer, a tensor is sharded or sparse, or an object
-            is no plain value.
+        UnsupportedDtype: `model` is no module, `optimizer` is no optimizer, `extra` is no dict, a tensor is sharded or
+            sparse, or an object is no plain value.
         UnsupportedDevice: a tensor is on the meta device.
         OSError: the folder cannot be written.
 
@@ -92,9 +92,11 @@ def save_checkpoint(
         >>> octavo.load_checkpoint(folder, model, optimizer).step
         100
     """
-    check_model(model, "save_checkpoint", folder)
+    check_model(model, "save_checkpoint", folder, place="second, after the folder")
     if type(step) is not int or not 0 <= step < 10**18:
         raise UnsupportedConfig(f"A step is an int from 0 up to 10^18 - 1, got {step!r}.")
+    if extra is not None and not isinstance(extra, Mapping):
+        raise UnsupportedDtype(f'extra is a dict, got {type(extra).__name__}. Write extra={{"name": value}}.')
     model = unwrapped(model)
     weights = {plain: tensor for plain, (_, tensor) in named_tensors(model).items()}
     recipe = {plain_name(name): tensor for name, tensor in state_dict(model).items()}
@@ -142,7 +144,7 @@ def load_checkpoint(
         >>> loaded.step, loaded.extra
         (7, {'note': 'warm-up is over'})
     """
-    check_model(model, "load_checkpoint", path)
+    check_model(model, "load_checkpoint", path, place="second, after the folder")
     model = unwrapped(model)
     checkpoint = find(Path(path))
     manifest = read_manifest(checkpoint)
@@ -152,7 +154,7 @@ def load_checkpoint(
             raise _lacks(checkpoint, name)
     files = {name: tensor_file.read(checkpoint / name, manifest.files[name]) for name in wanted}
     weights = _checked_weights(files[MODEL], model)
-    recipe = checked_loads(model, files[RECIPE].tensors)
+    recipe = checked_loads(model, files[RECIPE].tensors, way="")
     random, extra = _run(checkpoint / RUN, files[RUN])
     set_generators = random_state.restorer(checkpoint / RUN, random)
     if optimizer is not None:

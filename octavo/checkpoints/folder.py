@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from octavo.checkpoints.tensor_file import Digest, damaged, parse_json
-from octavo.errors import InvalidCheckpoint, UnsupportedConfig
+from octavo.errors import InvalidCheckpoint, UnsupportedConfig, warn_caller
+from octavo.text import plural
 from octavo.values import shown
 from octavo.version import __version__
 
@@ -101,22 +102,37 @@ def find(path: Path) -> Path:
         raise InvalidCheckpoint(f"{what} {PASS}")
     if NAME.fullmatch(path.name) or (path / MANIFEST).exists():
         return path
-    found = newest(path)
-    if found is None:
+    found, skipped = newest_and_skipped(path)
+    if found is None and not skipped:
         raise InvalidCheckpoint(f"{path} has no complete checkpoint, such as {name_of(100)}. {PASS}")
+    if found is None:
+        raise InvalidCheckpoint(f"{path} has no complete checkpoint. Of its newest: {skipped[0]}")
+    if skipped:
+        warn_caller(
+            f"{path} has {plural(len(skipped), 'newer checkpoint')} that cannot be loaded, and {found.name} is taken. "
+            f"Of the newest: {skipped[0]}"
+        )
     return found
 
 
 def newest(run: Path) -> Path | None:
     """Returns the checkpoint of the highest step in a run's folder that has all its files; None if there is none."""
+    return newest_and_skipped(run)[0]
+
+
+def newest_and_skipped(run: Path) -> tuple[Path | None, list[str]]:
+    """Returns that checkpoint, and for each one of a higher step the sentence that refuses it."""
     steps = [(int(match[1]), path) for path in run.iterdir() if (match := NAME.fullmatch(path.name))]
+    skipped: list[str] = []
     for step, path in sorted(steps, reverse=True):
         try:
-            if read_manifest(path).step == step:
-                return path
-        except InvalidCheckpoint:
-            continue
-    return None
+            manifest = read_manifest(path)
+            if manifest.step == step:
+                return path, skipped
+            skipped.append(f"{path} has step {manifest.step} in its {MANIFEST}. Rename the folder.")
+        except InvalidCheckpoint as error:
+            skipped.append(str(error))
+    return None, skipped
 
 
 def read_manifest(path: Path) -> Manifest:

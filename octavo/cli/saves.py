@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from octavo.checkpoints.checkpoint import extra_of, load_checkpoint, save_checkpoint
-from octavo.checkpoints.folder import newest, read_manifest
+from octavo.checkpoints.folder import newest, newest_and_skipped, read_manifest
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig
 
 RUNS = ("bf16", "recipe")  # folders in DIR
@@ -55,6 +55,8 @@ def from_options(arguments: argparse.Namespace) -> Saves | None:
     folder = Path(arguments.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for run in RUNS:
+            _check_none_is_damaged(folder / run)
         if any(_newest(folder / run) for run in RUNS) != arguments.resume:
             raise UnsupportedConfig(
                 f"--resume goes on with a run, and {folder} has no complete checkpoint. Leave it out, or name another "
@@ -66,6 +68,15 @@ def from_options(arguments: argparse.Namespace) -> Saves | None:
     except OSError as error:
         raise _unwritable(folder, error) from None
     return Saves(folder, arguments.resume, arguments.save_every)
+
+
+def _check_none_is_damaged(folder: Path) -> None:
+    """Raises if the newest checkpoint of a run cannot be loaded: the run would come to that step again, and could not
+    save it."""
+    found, skipped = newest_and_skipped(folder) if folder.is_dir() else (None, [])
+    if skipped:
+        start = "its beginning" if found is None else found.name
+        raise InvalidCheckpoint(f"{skipped[0]} To go on with {start}, remove the newer folders in {folder}.")
 
 
 def _newest(folder: Path) -> Path | None:

@@ -11,14 +11,19 @@ from octavo.values import shown
 
 
 def check_model(
-    model: object, function: str, second: object = None, error: type[Unsupported] = UnsupportedDtype
+    model: object,
+    function: str,
+    other: object = None,
+    error: type[Unsupported] = UnsupportedDtype,
+    place: str = "first",
 ) -> None:
-    """Raises if the first argument of a public function is no module; `second` is the argument after it."""
+    """Raises if the argument `model` of a public function is no module. `other` is the argument that a caller may have
+    swapped it with, and `place` says where the model belongs."""
     if isinstance(model, nn.Module):
         return
-    place = "" if second is None else " first"
+    where = "" if other is None else f" {place}"
     raise error(
-        f"octavo.{function} takes a model (an nn.Module){place}, got {_kind(model)}. {_way_to_a_model(model, second)}"
+        f"octavo.{function} takes a model (an nn.Module){where}, got {_kind(model)}. {_way_to_a_model(model, other)}"
     )
 
 

@@ -81,8 +81,11 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
     write_state(checked_loads(model, state, strict))
 
 
-def checked_loads(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> list[Load]:
-    """Returns what `load_state_dict` would write, by layer. It raises what that raises, and writes nothing."""
+def checked_loads(
+    model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, way: str = ", or pass strict=False"
+) -> list[Load]:
+    """Returns what `load_state_dict` would write, by layer. It raises what that raises, and writes nothing. `way` is
+    the caller's other way out where names differ."""
     by_path, unknown = _by_layer(state)
     loads = [Load(path, layer, by_path.pop(plain_name(path), {})) for path, layer in layers(model)]
     unknown += [joined(path, name) for path, left in by_path.items() for name in left]
@@ -90,7 +93,7 @@ def checked_loads(model: nn.Module, state: Mapping[str, Tensor], strict: bool = 
         if STEP in load.state:
             check_step(load.state[STEP], load.layer._schedule, load.path)
     if strict:
-        _check_names(loads, unknown)
+        _check_names(loads, unknown, way)
     for load in loads:
         check_state(load.state, load.layer.scales_per_operand, load.path)
     return loads
@@ -104,7 +107,7 @@ def write_state(loads: list[Load]) -> None:
         layer._pending = {name: tensor.detach().clone() for name, tensor in left.items()} if waits else {}
 
 
-def _check_names(loads: list[Load], unknown: list[str]) -> None:
+def _check_names(loads: list[Load], unknown: list[str], way: str) -> None:
     """Raises if the state lacks a tensor that a layer needs, or has one that no layer needs; `unknown` are keys without
     a layer."""
     missing, unknown = [], list(unknown)
@@ -120,7 +123,7 @@ def _check_names(loads: list[Load], unknown: list[str]) -> None:
             hint = " If its policy changes recipes at a step, pass the step of the state: convert(..., step=)."
         raise UnsupportedConfig(
             f"This model's recipes and the state do not match: missing {first}, unknown {second}. "
-            f"Convert the model with the recipe it was saved with, or pass strict=False.{hint}"
+            f"Convert the model with the recipe it was saved with{way}.{hint}"
         )
 
 

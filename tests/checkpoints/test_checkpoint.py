@@ -219,7 +219,17 @@ def test_a_folder_that_is_not_complete_is_not_the_newest(saved):
     short = path.parent / "step-000080"
     shutil.copytree(path, short)
     os.truncate(short / "model.safetensors", 100)
-    assert octavo.load_checkpoint(path.parent, model, optimizer).path == path
+    with pytest.warns(
+        UserWarning, match="9 newer checkpoints that cannot be loaded, and step-000003 is taken"
+    ) as found:
+        assert octavo.load_checkpoint(path.parent, model, optimizer).path == path
+    assert f"Of the newest: {short / 'model.safetensors'} is damaged" in str(found[0].message)
+    assert found[0].filename == __file__
+    shutil.rmtree(path)
+    with pytest.raises(
+        InvalidCheckpoint, match=r"has no complete checkpoint. Of its newest: .*model.safetensors is dam"
+    ):
+        octavo.load_checkpoint(path.parent, model, optimizer)
 
 
 def test_a_killed_process_leaves_no_checkpoint(tmp_path):

@@ -168,7 +168,8 @@ def test_another_model_is_refused(saved):
     path, _, optimizer = saved
     refused(saved, r"up.weight of this model is \(48, 16\)", model=make(width=16)[0])
     refused(saved, "is torch.bfloat16, and torch.float32 in the checkpoint", model=make(dtype=torch.bfloat16)[0])
-    refused(saved, "recipes and the state do not match", model=make("fp8-current")[0])
+    said = refused(saved, "recipes and the state do not match", model=make("fp8-current")[0])
+    assert said.endswith("Convert the model with the recipe it was saved with.")  # load_checkpoint has no strict=
     refused(saved, "missing 0.weight", model=nn.Sequential(octavo.Linear(2, 2)))
     meta = make()[0].to("meta")
     with pytest.raises(Unsupported, match="is on the meta device"):
@@ -178,6 +179,17 @@ def test_another_model_is_refused(saved):
             octavo.load_checkpoint(path, wrong)
         with pytest.raises(Unsupported, match="takes a model"):
             octavo.save_checkpoint(path, wrong)
+
+
+def test_swapped_arguments_and_an_extra_that_is_no_dict_are_refused(saved):
+    path, model, _ = saved
+    sentence = r"takes a model \(an nn.Module\) second, after the folder, got the string 'run'. Swap the arguments."
+    with pytest.raises(Unsupported, match=sentence):
+        octavo.load_checkpoint(model, "run")
+    with pytest.raises(Unsupported, match=sentence):
+        octavo.save_checkpoint(model, "run", step=1)
+    with pytest.raises(Unsupported, match="extra is a dict, got list"):
+        octavo.save_checkpoint(path.parent, model, step=4, extra=[1, 2])
 
 
 def test_another_optimizer_is_refused(saved):

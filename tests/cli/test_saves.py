@@ -210,6 +210,20 @@ def test_a_damaged_checkpoint_is_a_sentence(monkeypatch, tmp_path, capsys):
     assert f"octavo train: {path} is damaged or no file of a checkpoint: its SHA-256" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("resume", [(), ("--resume",)], ids=["anew", "resumed"])
+@pytest.mark.parametrize("every", ["4", "6"])
+def test_a_run_does_not_pass_a_checkpoint_that_it_could_not_save_again(every, resume, tmp_path, capsys):
+    assert main([*COMMAND, "--out", str(tmp_path), "--save-every", every]) == 0
+    short = tmp_path / "recipe/step-000006/model.safetensors"
+    os.truncate(short, 100)
+    capsys.readouterr()
+    assert main([*COMMAND, "--out", str(tmp_path), "--save-every", every, *resume]) == 2
+    said = capsys.readouterr().err
+    assert f"octavo train: {short} is damaged or no file of a checkpoint: the file was written with" in said
+    start = "step-000004" if every == "4" else "its beginning"
+    assert said.endswith(f"To go on with {start}, remove the newer folders in {tmp_path / 'recipe'}.\n")
+
+
 def test_ctrl_c_in_a_process_saves(tmp_path):
     command = [sys.executable, "-m", "octavo", "train", "--device", "cpu", "--steps", "40", "--batch", "1"]
     process = subprocess.Popen(
