@@ -25,6 +25,7 @@ from octavo.inspection.steps import give_recipe, gradients_of
 from octavo.model.layers import layers
 from octavo.model.step import step
 from octavo.recipes import recipe
+from octavo.text import plural
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
             give_recipe(model, chosen)
         elif next(layers(model), None) is None:
             raise UnsupportedConfig(
-                f"{arguments.target} has no layer of Octavo in its {type(model).__name__}. Name one: --recipe mxfp8."
+                f"{arguments.target} has no layer of Octavo in its {type(model).__name__}. Name a recipe: --recipe "
+                "mxfp8."
             )
         with inspect(model) as report:
             for place in range(arguments.steps):
@@ -59,7 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
     output.deliver(as_dict(report), str(report), arguments.json)
     found = report.findings()
     if arguments.fail and found:
-        print(f"octavo inspect: --fail: {len(found)} findings. The first: {found[0]}", file=sys.stderr)
+        count = plural(len(found), "finding")
+        print(f"octavo inspect: --fail: {count}. The first: {found[0]}", file=sys.stderr)
         return 1
     return 0
 

@@ -5,6 +5,8 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -26,13 +28,32 @@ def load(target: str) -> tuple[nn.Module, Batches]:
     try:
         module = importlib.import_module(name)
     except ImportError as error:
-        raise UnsupportedConfig(
-            f"{name} cannot be imported: {error}. Run this in the folder it lies in, or install it."
-        ) from error
+        way = "Run this in the folder it lies in, or install it."
+        if name.endswith(".py"):
+            way = (
+                f"Name the module, not its file: run this in the folder it lies in, with {Path(name).stem}:{attribute}."
+            )
+        raise UnsupportedConfig(f"{name} cannot be imported: {error}. {way}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise UnsupportedConfig(f"{name} has no function {attribute}. Define one that returns (model, *inputs).")
+    _check_callable_alone(target, function)
     return _checked(target, function())
+
+
+def _check_callable_alone(target: str, function: Any) -> None:
+    """Raises if a call without arguments is not possible."""
+    try:
+        parameters = signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    try:
+        parameters.bind()
+    except TypeError as error:
+        raise UnsupportedConfig(
+            f"{target} is called without arguments, and takes {parameters}: {error}. Give them defaults, or write a "
+            "function without arguments that calls it."
+        ) from None
 
 
 def _checked(target: str, found: Any) -> tuple[nn.Module, Batches]:

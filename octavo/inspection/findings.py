@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from octavo.inspection.tensor_rows import LayerState, TensorRow
+from octavo.inspection.tensor_rows import LayerState, TensorRow, percent
 
 # limits for formats of 4 and of 8 bits: a healthy layer with bell-shaped values stays well within them
 UNDERFLOW = {4: 0.5, 8: 0.2}  # the share of values that become zero
@@ -11,7 +11,20 @@ COSINE = {4: 0.85, 8: 0.95}  # with the shadow's
 SATURATED = 0.001  # the share of values beyond the largest code
 LATE = 2  # updates of a weight without a step of delayed scaling
 
+OPERANDS = {"y": ("x", "w"), "dx": ("dy", "w"), "dw": ("x", "dy")}  # of each result
+NOT_FINITE = {
+    "x": "Look at the model's input, and at the layers before this one.",
+    "y": "Its values or its weight are too large for the dtype.",
+}
+
 Rows = Mapping[str, TensorRow]  # of one layer, by tensor
+
+
+def verdict(rows: Sequence[TensorRow]) -> str:
+    """The sentence of a report without findings."""
+    if any(row.calls for row in rows):
+        return "Nothing stands out."
+    return "Nothing was measured: no layer ran in the block."
 
 
 def findings(states: Mapping[str, LayerState], rows: Sequence[TensorRow]) -> list[str]:
@@ -48,16 +61,20 @@ def _of_layer(state: LayerState, rows: Rows, ran: bool, trained: bool) -> list[s
             "octavo.step(model) after each optimizer.step(), or octavo.attach(model, optimizer) once."
         )
     for row in rows.values():
-        found += [f"{row.tensor} {text}" for text in _of_tensor(state, row, late)]
+        found += [f"{row.tensor} {text}" for text in (*_not_finite(row, rows), *_of_tensor(state, row, late))]
     return found
+
+
+def _not_finite(row: TensorRow, rows: Rows) -> list[str]:
+    """A result whose operand has Inf or NaN is not the cause: the operand has the sentence."""
+    if row.nonfinite == 0 or any(name in rows and rows[name].nonfinite > 0 for name in OPERANDS.get(row.tensor, ())):
+        return []
+    way = NOT_FINITE.get(row.tensor, "Look at this layer and those after it.")
+    return [f"has Inf or NaN in {percent(row.nonfinite)} of its values. {way}"]
 
 
 def _of_tensor(state: LayerState, row: TensorRow, late: bool) -> list[str]:
     found = []
-    if row.nonfinite > 0:
-        way = "Look at the layer before it." if row.tensor == "x" else "Look at this layer and those after it."
-        way = "Its values or its weight are too large for the dtype." if row.tensor == "y" else way
-        found.append(f"has Inf or NaN in {row.nonfinite:.2%} of its values. {way}")
     if row.tensor == "dy" and row.zero == 1:
         found.append(
             f"is zero in {row.calls} of {row.calls} calls, so neither this layer nor those before it learn from it. "

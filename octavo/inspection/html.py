@@ -15,7 +15,7 @@ NOTE = (
 
 
 def page(title: str, findings: Sequence[str], rows: Sequence[TensorRow]) -> str:
-    found = "".join(f"<li>{escape(text)}</li>" for text in findings) or "<li>Nothing stands out.</li>"
+    found = "".join(f"<li>{escape(text)}</li>" for text in findings)
     return document(
         "octavo.inspect",
         [

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from octavo._torch.modules import drop_buffers, uncompiled
 from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig
-from octavo.inspection.findings import findings
+from octavo.inspection.findings import findings, verdict
 from octavo.inspection.html import page
 from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS
 from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table
@@ -200,11 +200,11 @@ class Inspection:
             >>> report.html()[:15]
             '<!DOCTYPE html>'
         """
-        return page(self._title(), self.findings(), self.rows())
+        return page(self._title(), self.findings() or [verdict(self.rows())], self.rows())
 
     def __str__(self) -> str:
         found = self.findings()
-        end = [f"- {sentence}" for sentence in found] or ["Nothing stands out."]
+        end = [f"- {sentence}" for sentence in found] or [verdict(self.rows())]
         return "\n".join([self._title(), "", table(self.rows()), "", *end])
 
     def _title(self) -> str:

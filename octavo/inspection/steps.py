@@ -1,6 +1,7 @@
 """One forward and backward of a model on a batch, without an optimizer, as `octavo compare` and `inspect` run it."""
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ def listed(batches: Iterable[Any]) -> list[tuple[Any, ...]]:
             f"The batches are a list with the arguments of each call, got a tensor of shape {tuple(batches.shape)}. "
             "Write [x], or [(x, y)] for a model of two arguments."
         )
+    if isinstance(batches, Mapping):
+        raise UnsupportedConfig(
+            "The batches are a list with the arguments of each call, got a dict. Write [(x, y)], by position."
+        )
     found = [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
     if not found:
         raise UnsupportedConfig("There are no batches, so there is nothing to run. Pass at least one: [(x,)].")
@@ -32,17 +37,23 @@ def listed(batches: Iterable[Any]) -> list[tuple[Any, ...]]:
 def gradients_of(model: nn.Module, batch: tuple[Any, ...], loss: Loss | None = None) -> Tensor:
     """Call the model on copies of the batch, run backward, and return the loss."""
     made = model(*tree_map(_own, batch))
-    value = _default_loss(made) if loss is None else loss(made)
+    value = _default_loss(made) if loss is None else _checked_loss(loss(made))
     value.backward()  # type: ignore[no-untyped-call]
     return value.detach()
 
 
 def give_recipe(model: nn.Module, recipe: str | Recipe) -> None:
     """Run a model in another recipe: its layers of Octavo that are quantized, or that follow `octavo.autocast`; if it
-    has no layer of Octavo, those that `convert` takes."""
+    has no layer of Octavo, those that `convert` takes. Raises if `convert` takes none."""
     found = [layer for _, layer in layers(model)]
     if not found:
-        convert(model, recipe)
+        with warnings.catch_warnings(action="ignore"):  # an error says it
+            report = convert(model, recipe)
+        if next(layers(model), None) is None:
+            raise UnsupportedConfig(
+                f"No layer of this {type(model).__name__} can run in a recipe. {report.summary()} Pass a model with "
+                "nn.Linear layers, or with layers of Octavo."
+            )
     for layer in found:
         if layer.recipe is None or layer.recipe.linear() != UNQUANTIZED.linear():
             layer.release_codes()
@@ -52,6 +63,17 @@ def give_recipe(model: nn.Module, recipe: str | Recipe) -> None:
 
 def _own(x: Any) -> Any:
     return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _checked_loss(value: Any) -> Tensor:
+    if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad:
+        return value.sum()
+    kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if isinstance(value, Tensor) and not value.requires_grad:
+        kind += " without a gradient"
+    raise UnsupportedConfig(
+        f"loss= returns one number with a gradient, got {kind}. Return a sum or a mean of the output."
+    )
 
 
 def _default_loss(made: Any) -> Tensor:

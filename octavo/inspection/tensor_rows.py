@@ -112,8 +112,8 @@ def table(rows: Sequence[TensorRow]) -> str:
 def cells(row: TensorRow) -> tuple[str, ...]:
     """The text of a row's columns."""
     return (
-        row.layer or "(model)", row.tensor, row.cast or "-", str(row.calls), _percent(row.underflow),
-        _percent(row.saturated), _percent(row.nonfinite), _noise(row.sqnr),
+        row.layer or "(model)", row.tensor, row.cast or "-", str(row.calls), percent(row.underflow),
+        percent(row.saturated), percent(row.nonfinite), _noise(row.sqnr),
         f"{row.amax:.3g}", _cosine(row.cosine), _cosine(row.worst_cosine),
     )  # fmt: skip
 
@@ -132,10 +132,11 @@ def _noise(sqnr: float | None) -> str:
     return "-" if sqnr is None else "exact" if sqnr == math.inf else f"{sqnr:.1f} dB"
 
 
-def _percent(share: float | None) -> str:
+def percent(share: float | None) -> str:
+    """A share as a text. A small one is not shown as zero."""
     if share is None:
         return "-"
-    return f"{share:.2%}" if share == 0 or share >= 5e-5 else f"{share:.0e}"
+    return f"{share:.2%}" if share == 0 or share >= 5e-5 else f"{100 * share:.1g}%"
 
 
 def _cosine(value: float | None) -> str:

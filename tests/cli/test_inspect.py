@@ -31,6 +31,12 @@ MODULE = """
         model[2].requires_grad_(False)
         model[0].weight.data.fill_(float("nan"))
         return model, batches
+
+    def arguments(size, depth=2):
+        return plain()
+
+    def no_linear():
+        return nn.LayerNorm(64), torch.randn(4, 64)
 """
 
 
@@ -81,8 +87,18 @@ def test_two_recipes_are_compared(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["inspect", "subject_of_inspect:plain"], "has no layer of Octavo in its Sequential. Name one"),
+        (["inspect", "subject_of_inspect:plain"], "has no layer of Octavo in its Sequential. Name a recipe"),
         (["inspect", "subject_of_inspect"], "The target is module:function"),
+        (
+            ["inspect", "folder/subject_of_inspect.py:plain"],
+            "Name the module, not its file: run this in the folder it lies in, with subject_of_inspect:plain.",
+        ),
+        (
+            ["explain", "subject_of_inspect:arguments"],
+            "is called without arguments, and takes (size, depth=2): missing a required argument: 'size'. Give them",
+        ),
+        (["inspect", "subject_of_inspect:no_linear", "--recipe", "mxfp8"], "No layer of this LayerNorm can run in a"),
+        (["compare", "subject_of_inspect:no_linear", "mxfp8", "nvfp4"], "No layer of this LayerNorm can run in a"),
         (["inspect", "subject_of_inspect:plain", "--recipe", "fp9"], "There is no recipe"),
         (
             ["inspect", "subject_of_inspect:plain", "--html", "nowhere/r.html"],

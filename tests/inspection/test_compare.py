@@ -16,8 +16,16 @@ def mlp():
     return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Dropout(0.1), nn.Linear(96, 32))
 
 
+def frozen():
+    return mlp().requires_grad_(False)
+
+
 def batches(number=2):
     return [torch.randn(32, 64) for _ in range(number)]
+
+
+def with_loss(loss):
+    return octavo.compare(mlp(), batches(), "mxfp8", "nvfp4", loss=loss)
 
 
 def by_name(found):
@@ -99,10 +107,17 @@ def test_the_result_is_text_a_flat_dict_and_a_page(tmp_path):
         (lambda: octavo.compare(mlp(), [], "mxfp8", "nvfp4"), "There are no batches"),
         (lambda: octavo.compare(mlp(), torch.ones(2, 64), "mxfp8", "nvfp4"), r"got a tensor of shape \(2, 64\)"),
         (lambda: octavo.compare("model", batches(), "mxfp8", "nvfp4"), "takes a model"),
-        (lambda: octavo.compare(nn.Identity(), batches(), "mxfp8", "nvfp4"), "No output of the model takes a gradient"),
+        (lambda: octavo.compare(mlp(), {"x": torch.ones(2, 64)}, "mxfp8", "nvfp4"), "got a dict"),
+        (lambda: octavo.compare(nn.LayerNorm(64), batches(), "mxfp8", "nvfp4"), "No layer of this LayerNorm can run"),
+        (
+            lambda: with_loss(lambda y: y),
+            r"loss= returns one number with a gradient, got a tensor of shape \(32, 32\)\.",
+        ),
+        (lambda: with_loss(lambda y: y.detach().sum()), r"got a tensor of shape \(\) without a gradient\."),
+        (lambda: with_loss(lambda y: y.sum().item()), "got float"),
+        (lambda: octavo.compare(frozen(), batches(), "mxfp8", "nvfp4"), "No output of the model takes a gradient"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:octavo.convert")
 def test_refusals(call, says):
     with pytest.raises(UnsupportedConfig, match=says):
         call()

@@ -8,6 +8,7 @@ from torch import nn
 
 import octavo
 from octavo.delayed_scaling.memory import BUFFER_NAMES
+from octavo.inspection.tensor_rows import percent
 from octavo.recipes import SHIPPED
 
 
@@ -46,7 +47,11 @@ def test_a_healthy_model_has_no_findings(recipe):
 
 
 def test_nothing_is_found_where_nothing_ran():
-    assert found_in(model_of(), lambda model: None) == []
+    with octavo.inspect(model_of()) as report:
+        pass
+    assert report.findings() == []
+    for text in (str(report), report.html()):
+        assert "Nothing was measured: no layer ran in the block." in text and "Nothing stands out" not in text
 
 
 def test_gradients_that_are_zero():
@@ -139,6 +144,19 @@ def test_a_layer_that_is_not_called():
 def test_a_layer_whose_output_is_not_used():
     text = only(found_in(Bypassing(lambda model, y: (model.second(y), y)[1]), train))
     assert text.startswith("second: no gradient reached it in 1 calls, while other layers had one")
+
+
+def test_a_result_is_not_blamed_for_an_operand_that_is_not_finite():
+    x = torch.randn(32, 64)
+    x[3, 4] = math.nan
+    found = found_in(model_of("mxfp8", 1), lambda model: model(x).nansum().backward())
+    assert only(found) == (
+        "0: x has Inf or NaN in 0.05% of its values. Look at the model's input, and at the layers before this one."
+    )
+
+
+def test_a_small_share_is_a_percentage():
+    assert [percent(share) for share in (None, 0.0, 3e-5, 5e-5, 0.25)] == ["-", "0.00%", "0.003%", "0.01%", "25.00%"]
 
 
 def test_values_that_are_not_finite_are_reported_even_if_all_are():
