@@ -49,6 +49,7 @@ from octavo.kernels.gemm import spec_route
 from octavo.model.attach import attach
 from octavo.model.conversion import ConversionReport
 from octavo.model.convert import convert
+from octavo.model.layers import layers
 from octavo.model.policy import Policy
 from octavo.recipes import SHIPPED, Recipe, recipe
 
@@ -190,7 +191,14 @@ def compare(plan: Plan, chosen: Recipe | Policy, saved: Saves | None, report: di
     if isinstance(chosen, Recipe):
         report["routes"] = [{"recipe": str(chosen), **routes(chosen, plan.device)}]
     if isinstance(chosen, Policy):  # on a model of its own, so that a policy that is refused costs no run
-        report["policy"] = described(chosen, converted(GPT(plan.shape, seed=plan.seed), chosen))
+        model = GPT(plan.shape, seed=plan.seed)
+        made = converted(model, chosen)
+        if next(layers(model), None) is None:
+            raise UnsupportedConfig(
+                f"The policy gives no layer a recipe, so there is nothing to compare. {made.summary()} Add a rule: "
+                'layers = "*", recipe = "mxfp8".'
+            )
+        report["policy"] = described(chosen, made)
     outcomes = []
     for key, subject in (("bf16", None), ("recipe", chosen)):
         losses: list[Tensor] = []

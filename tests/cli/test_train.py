@@ -110,6 +110,15 @@ def test_a_policy_that_is_refused_costs_no_run(tmp_path, capsys):
     assert "loss" not in printed.err
 
 
+def test_a_policy_that_gives_no_recipe_costs_no_run(tmp_path, capsys):
+    path = tmp_path / "policy.toml"
+    path.write_text("")
+    assert main([*COMMAND, "--policy", str(path)]) == 2
+    printed = capsys.readouterr().err
+    assert "octavo train: The policy gives no layer a recipe, so there is nothing to compare." in printed
+    assert "loss" not in printed
+
+
 def test_a_recipe_and_a_policy_exclude_each_other(capsys):
     with pytest.raises(SystemExit):
         main([*COMMAND, "--policy", "policy.toml", "--recipe", "mxfp8"])
