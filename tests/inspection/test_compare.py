@@ -49,6 +49,24 @@ def test_the_numbers_are_those_of_gradients_by_hand():
         assert row.mutual == pytest.approx(torch.cosine_similarity(made[0].flatten(), made[1].flatten(), 0).item())
 
 
+class Branches(nn.Module):
+    """Takes its second branch for batches of 32 rows alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(64, 32), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.always(x) + self.sometimes(x) if len(x) == 32 else self.always(x)
+
+
+def test_a_mean_is_over_the_batches_that_have_a_gradient():
+    model, (x,) = Branches(), batches(1)
+    once, both = (by_name(octavo.compare(model, b, "mxfp8", "fp8-block")) for b in ([x], [x, x[:8]]))
+    assert both["sometimes.weight"] == once["sometimes.weight"]
+    assert both["always.weight"].first == pytest.approx(1, abs=0.01)
+
+
 def test_fewer_bits_have_larger_errors():
     found = octavo.compare(mlp(), batches(), "mxfp8", "nvfp4")
     assert by_name(found)["(all)"].first_error < 0.2 < by_name(found)["(all)"].second_error < 0.6
