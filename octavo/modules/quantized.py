@@ -200,6 +200,8 @@ class Quantized(FusibleOperation, nn.Module):
         recipe = schedule.recipe_at(schedule.step)
         if recipe != self._recipe:
             self._scaling.drop(self)  # a window of amaxes begins anew
+            if not recipe.linear().draws:  # a run that resumes here has no counter of rounding
+                drop_buffers(self, [SEED])
             self.recipe = recipe  # type: ignore[assignment]
         self._schedule = None if schedule.has_ended() else schedule
 
