@@ -44,6 +44,7 @@ def give_recipe(model: nn.Module, recipe: str | Recipe) -> None:
     if not found:
         convert(model, recipe)
     for layer in found:
+        layer._schedule = None  # a policy's later recipe is none of the given ones
         if layer.recipe is None or layer.recipe.linear() != UNQUANTIZED.linear():
             layer.release_codes()
             layer.lose_recipe()

@@ -90,6 +90,17 @@ def test_layers_without_quantization_stay_so_and_others_change_their_recipe():
     assert by_name(second)["0.weight"].first_error > by_name(first)["0.weight"].first_error > 0
 
 
+def test_layers_that_change_at_a_step_do_not_change_here():
+    model, x = nn.Sequential(octavo.Linear(64, 32, recipe="bf16")), batches(3)
+    twin = copy.deepcopy(model)
+    policy = octavo.Policy([{"recipe": "mxfp8", "from_step": 1}, ("*", "bf16")])
+    octavo.convert(model, policy, overwrite=True, high_precision=())
+    found, plain = (octavo.compare(one, x, "mxfp8", "nvfp4") for one in (model, twin))
+    assert found == plain
+    octavo.step(model)
+    assert model[0].recipe.key == "mxfp8"
+
+
 def test_experts_and_accumulated_gradients():
     model = octavo.MoE(64, 64, 4, 2, recipe="fp8-block")
     for layer in (model.experts.fc1, model.experts.fc2):
