@@ -28,6 +28,7 @@ from octavo.version import __version__
 MANIFEST, FORMAT, VERSION = "checkpoint.json", "octavo-checkpoint", 1
 LARGEST_MANIFEST = 1_000_000  # bytes
 NAME = re.compile(r"step-([0-9]{6,18})")
+FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # a name that stays in its folder, and that any system can open
 PASS = "Pass the folder that octavo.save_checkpoint was given, or a checkpoint in it."
 
 
@@ -169,6 +170,6 @@ def _manifest(file: Path, content: Any) -> Manifest:
 
 def _digest(file: Path, name: str, digest: Any) -> Digest:
     match digest:
-        case {"bytes": int(size), "sha256": str(sha256)} if Path(name).name == name and name not in ("", ".", ".."):
+        case {"bytes": int(size), "sha256": str(sha256)} if FILE.fullmatch(name):
             return Digest(size, sha256)
     raise damaged(file, f"it lists the file {shown(repr(name))} as {shown(repr(digest))}")

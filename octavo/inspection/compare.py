@@ -28,7 +28,7 @@ class ComparedRow(NamedTuple):
 
     Attributes:
         parameter: its name; "(all)" for all parameters together.
-        size: the norm of the unquantized gradient, a mean over batches.
+        size: the norm of the unquantized gradient, a mean over the batches in which the parameter has one.
         first: the mean cosine of the first recipe's gradient with the unquantized one.
         second: the same of the second recipe.
         mutual: the mean cosine of the two recipes' gradients with each other.
@@ -195,7 +195,7 @@ def compare(
         losses.append(torch.stack([value.double() for value in found]))
         _add(sums, names, [dict(subject.named_parameters()) for subject in subjects])
     means = torch.stack(losses).mean(0).tolist()
-    rows = [_row(name, numbers, len(runs)) for name, numbers in sums.items()]
+    rows = [_row(name, numbers) for name, numbers in sums.items()]
     rows.sort(key=lambda row: row.parameter != ALL)  # the sum is known last, and comes first
     return Comparison((recipes[1].key, recipes[2].key), len(runs), (means[0], means[1], means[2]), tuple(rows))
 
@@ -216,17 +216,19 @@ def _add(sums: dict[str, Tensor], names: Sequence[str], parameters: Sequence[dic
 
 
 def _fold(sums: dict[str, Tensor], name: str, products: Tensor) -> None:
-    """Add one batch's numbers, from the products of the gradients: unquantized, first, second."""
+    """Count a batch and add its numbers, from the products of the gradients: unquantized, first, second."""
     norms = products.diagonal().sqrt()
     cosines = products / (norms[:, None] * norms[None, :]).clamp_min(1e-300)
     errors = [(products[0, 0] - 2 * products[0, i] + products[i, i]).clamp_min(0).sqrt() for i in (1, 2)]
     relative = [error / norms[0].clamp_min(1e-300) for error in errors]
-    found = torch.stack([norms[0], cosines[0, 1], cosines[0, 2], cosines[1, 2], *relative])
+    one = torch.ones_like(norms[0])
+    found = torch.stack([one, norms[0], cosines[0, 1], cosines[0, 2], cosines[1, 2], *relative])
     sums[name] = found if name not in sums else sums[name] + found.to(sums[name].device)
 
 
-def _row(name: str, numbers: Tensor, batches: int) -> ComparedRow:
-    return ComparedRow(name, *(numbers / batches).tolist())
+def _row(name: str, numbers: Tensor) -> ComparedRow:
+    batches, *totals = numbers.tolist()  # those in which the parameter has a gradient
+    return ComparedRow(name, *(total / batches for total in totals))
 
 
 def _finite(value: float) -> float:

@@ -15,7 +15,7 @@ from octavo.inspection.findings import findings, verdict
 from octavo.inspection.html import page
 from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS
 from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table
-from octavo.inspection.watched import STATS, Switch, watched_class
+from octavo.inspection.watched import STATS, Switch, Watched, watched_class
 from octavo.model.layers import check_model, layers
 from octavo.modules.quantized import UNQUANTIZED, Quantized
 from octavo.text import plural
@@ -49,12 +49,13 @@ class Inspection:
         self._kept: dict[str, tuple[LayerState, Tensor]] = {}  # after the block
         self._hook: Any = None
         self._inside = False
+        self._watched: list[Quantized] = []  # in the block; the model may lose one there
 
     # -- the block -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         found = list(layers(self._model))
-        taken = [path for path, layer in found if STATS in layer._buffers]
+        taken = [path for path, layer in found if isinstance(layer, Watched) and layer.inspection.inside]
         if taken or not found:
             raise UnsupportedConfig(
                 f"octavo.inspect is already inspecting {taken[0] or 'this layer'}. Leave that block first."
@@ -71,27 +72,39 @@ class Inspection:
         self._switch = Switch()
         self._switch.inside = self._switch.on = True
         self._step, self._kept = 0, {}
-        for _, layer in found:
-            with torch.inference_mode(False):  # made there, it could not be written to elsewhere
-                stats = torch.zeros(SHAPE, dtype=torch.float64, device=layer._place())
-            layer.register_buffer(STATS, stats, persistent=False)
-            layer.__dict__["inspection"] = self._switch
-            kind: Any = type(layer)
-            layer.__class__ = watched_class(kind)
+        try:
+            for _, layer in found:
+                self._watch(layer)
+        except BaseException:
+            self._leave()
+            raise
         self._hook = register_optimizer_step_post_hook(self._after_optimizer)
         self._inside = True
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._kept = {path: (state, stats) for path, state, stats in self._states()}
+        try:
+            self._kept = {path: (state, stats) for path, state, stats in self._states()}
+        finally:
+            self._hook.remove()
+            self._leave()
+
+    def _watch(self, layer: Quantized) -> None:
+        if isinstance(layer, Watched):
+            _restore(layer)  # it was copied in another block, which has ended
+        with torch.inference_mode(False):  # made there, it could not be written to elsewhere
+            stats = torch.zeros(SHAPE, dtype=torch.float64, device=layer._place())
+        layer.register_buffer(STATS, stats, persistent=False)
+        layer.__dict__["inspection"] = self._switch
+        kind: Any = type(layer)
+        layer.__class__ = watched_class(kind)
+        self._watched.append(layer)
+
+    def _leave(self) -> None:
         self._inside = self._switch.inside = self._switch.on = False
-        self._hook.remove()
-        for _, layer in layers(self._model):
-            if STATS in layer._buffers:
-                drop_buffers(layer, [STATS])
-                for name in ("inspection", "inspected_recipe", "_watched_call"):
-                    layer.__dict__.pop(name, None)
-                layer.__class__ = type(layer)._inspected_class  # type: ignore[attr-defined]
+        for layer in self._watched:
+            _restore(layer)
+        self._watched = []
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
         own = {id(p) for p in self._model.parameters()}
@@ -259,6 +272,14 @@ def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
     if type(every) is not int or every < 1:
         raise UnsupportedConfig(f"octavo.inspect(every=) is an int from 1 up, got {every!r}. 10 measures a tenth.")
     return Inspection(model, every)
+
+
+def _restore(layer: Quantized) -> None:
+    """Make a watched layer as it was."""
+    drop_buffers(layer, [STATS])
+    for name in ("inspection", "inspected_recipe", "_watched_call"):
+        layer.__dict__.pop(name, None)
+    layer.__class__ = type(layer)._inspected_class  # type: ignore[attr-defined]
 
 
 def _named(numbers: list[float]) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def give_recipe(model: nn.Module, recipe: str | Recipe) -> None:
                 "nn.Linear layers, or with layers of Octavo."
             )
     for layer in found:
+        layer._schedule = None  # a policy's later recipe is none of the given ones
         if layer.recipe is None or layer.recipe.linear() != UNQUANTIZED.linear():
             layer.release_codes()
             layer.lose_recipe()

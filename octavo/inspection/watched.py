@@ -25,7 +25,7 @@ from octavo.inspection.measure import Call, record_input_gradient
 from octavo.lower.operators import DIGEST
 from octavo.lower.packing import pack
 from octavo.modules.quantized import SEED, Quantized
-from octavo.quant import GroupedTensor, QTensor
+from octavo.quant import GradientCodes, GroupedTensor, QTensor
 
 STATS = "inspection_stats"  # the buffer
 
@@ -51,8 +51,11 @@ class Watched(Quantized):
         return WATCHED if self.inspection.inside else super().why_not_fusible(x)
 
     def forward(self, input: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not self.inspection.on or keywords.get("dy_codes") is not None:
-            return super().forward(input, *arguments, **keywords)  # type: ignore[misc]
+        if not self.inspection.on or any(type(v) is GradientCodes for v in (*arguments, *keywords.values())):
+            made = super().forward(input, *arguments, **keywords)  # type: ignore[misc]
+            if self._watched_call is not None:
+                self._watched_call = None
+            return made
         stats = self._buffers[STATS]
         x, link = _entered(input, stats)
         made = super().forward(x, *arguments, **keywords)  # type: ignore[misc]
@@ -73,7 +76,8 @@ class Watched(Quantized):
 
     def _stage(self, x: Any, *arguments: Any, **keywords: Any) -> Any:
         stage = super()._stage(x, *arguments, **keywords)  # type: ignore[misc]
-        self._watched_call = (stage, x)
+        if self.inspection.on:  # else nothing takes the tensors out again
+            self._watched_call = (stage, x)
         return stage
 
     def _packed(self, stage: Any, x: Any, tensors: list[Tensor]) -> str:

@@ -24,8 +24,8 @@ under a preserved version counter, and is marked to have effects.
 
 A gradient in the caller's memory (`dgrad_out`) is therefore no result of the backward node, and a compiler may read it
 before the node has run: a partitioner moves a product of such a gradient into the forward graph, where the memory holds
-the gradient of an earlier step. Where an operation of the graph reads the gradient, the node returns a copy of it too,
-and the operation reads the copy. The gradient of an input of the graph is returned to the caller, without a copy.
+the gradient of an earlier step. So the node returns a copy of it too, and operations of the graph read the copy. So
+does the caller, if x is an input of the graph: AOTAutograd gives inputs a grad_fn while it traces.
 """
 
 import hashlib
@@ -310,7 +310,7 @@ def _save(ctx: Any, tensors: list[Tensor], call: str, made: list[Tensor]) -> int
     ctx.mask = pack(saved, kept)
     ctx.save_for_backward(*kept)
     ctx.call, ctx.total, ctx.outputs = call, len(tensors), said.outputs
-    # an input of a graph has no grad_fn when the graph is traced
+    # without a grad_fn no operation of a graph made x, and none reads its gradient
     ctx.copies = any(tensors[parsed.presence.starts[i]].grad_fn is not None for i in parsed.elsewhere)
     ctx.set_materialize_grads(False)
     return len(said.outputs)

@@ -336,7 +336,7 @@ def _applied(plan: _Planned, strict: bool, settings: dict[str, bool], step: int)
     if choice.recipe is not None and choice.reason == CONVERT and not plan.refused:
         _change(module, plan.path, choice.recipe, strict, settings)
         for layer in adopted_experts.layers_of(module) or [module]:
-            layer.follow(choice.later, step)
+            layer.follow(choice.later, step, choice.since)
     recipe = recipe_of(module)  # a layer left alone may have its own
     if recipe is None:
         return Row(plan.path, kind, "", "skipped", choice.why, choice.reason, **shape)

@@ -35,6 +35,7 @@ class Choice:
     forced: bool = False  # a policy's function returned the recipe, or a rule has the layer's own path
     rule: int | None = None  # the number of the policy's rule that decided
     later: tuple[tuple[int, Recipe], ...] = ()  # recipes that the layer changes to, and the steps
+    since: int = 0  # the step from which on the policy has this recipe for the layer
     used: tuple[int, ...] = ()  # the rules that decide for the layer at some step
 
 
@@ -97,7 +98,9 @@ class Selection:
                 return Choice(None, NEVER, why, used=used)
             changes.append((start, choice.recipe))
             last = choice
-        return replace(first, later=tuple(changes), used=used)
+        others = [start for start, one in choices.items() if start <= self.step and one.recipe != first.recipe]
+        since = next((start for start in choices if start > max(others, default=-1)), 0)
+        return replace(first, later=tuple(changes), since=since, used=used)
 
     def _ruled(self, path: str, module: nn.Module, rules: MatchedPolicy, step: int) -> Choice:
         """Returns the choice of the first rule that matches a layer at a step."""

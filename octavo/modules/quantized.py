@@ -180,11 +180,11 @@ class Quantized(FusibleOperation, nn.Module):
         if self._schedule is not None:  # a recipe that the caller sets stays
             self._schedule = None
 
-    def follow(self, changes: tuple[tuple[int, Recipe], ...], step: int) -> None:
+    def follow(self, changes: tuple[tuple[int, Recipe], ...], step: int, since: int) -> None:
         """Part of the layer contract. Makes the layer change its recipe at these steps; `step` is the number of steps
-        that the run has made."""
+        that the run has made, and `since` the one from which on it has had the recipe of now."""
         assert self._recipe is not None
-        self._schedule = RecipeSchedule(self._recipe, changes, step) if changes else None
+        self._schedule = RecipeSchedule(self._recipe, changes, step, since) if changes else None
 
     def end_scheduled_step(self, in_graph: bool) -> None:
         """Part of the layer contract. Counts a step, and changes the recipe if one begins at the next."""
@@ -200,6 +200,8 @@ class Quantized(FusibleOperation, nn.Module):
         recipe = schedule.recipe_at(schedule.step)
         if recipe != self._recipe:
             self._scaling.drop(self)  # a window of amaxes begins anew
+            if not recipe.linear().draws:  # a run that resumes here has no counter of rounding
+                drop_buffers(self, [SEED])
             self.recipe = recipe  # type: ignore[assignment]
         self._schedule = None if schedule.has_ended() else schedule
 

@@ -19,6 +19,7 @@ class RecipeSchedule:
     first: Recipe
     changes: tuple[tuple[int, Recipe], ...]  # in order of their steps
     step: int
+    since: int = 0  # the step from which on the run has had the first recipe; the ones before it are not known
 
     def recipe_at(self, step: int) -> Recipe:
         """Returns the recipe after a number of steps."""
@@ -45,6 +46,12 @@ def check_step(found: object, schedule: RecipeSchedule | None, path: str) -> Non
     step = int(found)
     if step < 0:
         raise UnsupportedConfig(f"{name} is a number of steps from 0 up, got {step}.")
+    if schedule is not None and step < schedule.since:
+        raise UnsupportedConfig(
+            f"{name} is {step}, and this layer runs in {schedule.recipe_at(schedule.step)} only from step "
+            f"{schedule.since} on. Convert the model for that step before you load: "
+            f"octavo.convert(model, policy, step={step})."
+        )
     if schedule is not None and (wanted := schedule.recipe_at(step)) != schedule.recipe_at(schedule.step):
         raise UnsupportedConfig(
             f"{name} is {step}, and after that many steps this layer runs in {wanted}, not in "

@@ -126,6 +126,8 @@ MANIFESTS = {
     "a file elsewhere": lambda m: {**m, "files": {"../step-000003/model.safetensors": m["files"]["model.safetensors"]}},
     "an absolute file": lambda m: {**m, "files": {**m["files"], "/etc/hostname": {"bytes": 1, "sha256": ""}}},
     "a digest of text": lambda m: {**m, "files": {**m["files"], "model.safetensors": "abc"}},
+    "a name with a NUL": manifest_with(files={"a\0b": {"bytes": 1, "sha256": "0"}}),
+    "half of a character": manifest_with(files={"\ud800": {"bytes": 1, "sha256": "0"}}),
     "a later version": manifest_with(version=2),
     "large": lambda m: " " * 2_000_000 + json.dumps(m),
 }  # fmt: skip

@@ -57,6 +57,24 @@ def test_the_numbers_are_those_of_gradients_by_hand():
         assert row.mutual == pytest.approx(torch.cosine_similarity(made[0].flatten(), made[1].flatten(), 0).item())
 
 
+class Branches(nn.Module):
+    """Takes its second branch for batches of 32 rows alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(64, 32), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.always(x) + self.sometimes(x) if len(x) == 32 else self.always(x)
+
+
+def test_a_mean_is_over_the_batches_that_have_a_gradient():
+    model, (x,) = Branches(), batches(1)
+    once, both = (by_name(octavo.compare(model, b, "mxfp8", "fp8-block")) for b in ([x], [x, x[:8]]))
+    assert both["sometimes.weight"] == once["sometimes.weight"]
+    assert both["always.weight"].first == pytest.approx(1, abs=0.01)
+
+
 def test_fewer_bits_have_larger_errors():
     found = octavo.compare(mlp(), batches(), "mxfp8", "nvfp4")
     assert by_name(found)["(all)"].first_error < 0.2 < by_name(found)["(all)"].second_error < 0.6
@@ -78,6 +96,17 @@ def test_layers_without_quantization_stay_so_and_others_change_their_recipe():
     model[0].recipe = "fp8-block"
     second = octavo.compare(model, [torch.randn(32, 64)], "mxfp8", "nvfp4")
     assert by_name(second)["0.weight"].first_error > by_name(first)["0.weight"].first_error > 0
+
+
+def test_layers_that_change_at_a_step_do_not_change_here():
+    model, x = nn.Sequential(octavo.Linear(64, 32, recipe="bf16")), batches(3)
+    twin = copy.deepcopy(model)
+    policy = octavo.Policy([{"recipe": "mxfp8", "from_step": 1}, ("*", "bf16")])
+    octavo.convert(model, policy, overwrite=True, high_precision=())
+    found, plain = (octavo.compare(one, x, "mxfp8", "nvfp4") for one in (model, twin))
+    assert found == plain
+    octavo.step(model)
+    assert model[0].recipe.key == "mxfp8"
 
 
 def test_experts_and_accumulated_gradients():

@@ -1,8 +1,10 @@
 """octavo.inspect: its numbers are those of the casts and GEMMs that ran, and it changes nothing but what it may."""
 
 import copy
+import gc
 import math
 import sys
+import weakref
 from collections import Counter
 
 import pytest
@@ -372,6 +374,67 @@ def test_a_copy_that_outlives_the_block_runs_as_ever():
         assert twin.explain(x).fired == ()
     assert twin.explain(x).fired == block.explain(x).fired != ()
     assert torch.equal(train(twin, x), train(block, x))
+    assert {row.calls for row in report.rows()} == {0}
+
+
+def test_a_step_that_is_not_measured_keeps_no_tensor():
+    model = pair()
+    with octavo.inspect(model, every=2) as report:
+        report.next_step()
+        x = model[0](torch.randn(20, 64))
+        kept = weakref.ref(x)
+        train(model[2], x)
+        del x
+        gc.collect()
+        assert kept() is None
+        twin = copy.deepcopy(model)
+    train(twin, torch.randn(20, 64))
+    copy.deepcopy(twin)
+
+
+def test_a_copy_that_outlives_the_block_is_inspected_in_one_of_its_own():
+    model = pair()
+    with octavo.inspect(model):
+        twin = copy.deepcopy(model)
+    with octavo.inspect(twin) as report:
+        train(twin, torch.randn(20, 64))
+    assert {row.calls for row in report.rows()} == {1}
+    assert type(twin[0]) is octavo.Linear
+
+
+def test_a_layer_that_leaves_the_model_in_the_block_is_as_it_was():
+    model = pair()
+    layer = model[0]
+    with octavo.inspect(model):
+        model[0] = nn.Identity()
+    assert type(layer) is octavo.Linear and "inspection_stats" not in layer._buffers
+
+
+def test_a_block_that_cannot_be_entered_changes_nothing(monkeypatch):
+    model, zeros, made = pair(), torch.zeros, []
+
+    def fails_at_the_second(*arguments, **keywords):
+        made.append(1)
+        if len(made) == 2:
+            raise torch.OutOfMemoryError
+        return zeros(*arguments, **keywords)
+
+    monkeypatch.setattr(torch, "zeros", fails_at_the_second)
+    with pytest.raises(torch.OutOfMemoryError), octavo.inspect(model):
+        pass
+    monkeypatch.undo()
+    assert [type(layer) for layer in model] == [octavo.Linear, nn.GELU, octavo.Linear]
+    with octavo.inspect(model):
+        train(model, torch.randn(20, 64))
+
+
+def test_a_gradient_in_codes_is_not_measured_however_it_is_passed():
+    layer, sizes = octavo.GroupedLinear(2, 64, 64, recipe="fp8-block"), torch.tensor([8, 8])
+    with octavo.inspect(layer) as report:
+        x = torch.randn(16, 64, requires_grad=True)
+        layer(x, sizes, None, None, None, None, octavo.quant.GradientCodes())
+        layer(x, sizes, dy_codes=octavo.quant.GradientCodes())
+        assert layer._watched_call is None
     assert {row.calls for row in report.rows()} == {0}
 
 

@@ -479,7 +479,7 @@ def test_a_recipe_set_by_hand_stays():
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("saved", [1, 3])
-@pytest.mark.parametrize(("first", "then"), CHANGES[:3])
+@pytest.mark.parametrize(("first", "then"), CHANGES)
 def test_a_run_resumes_before_and_after_the_change(first, then, saved):
     policy, model, twin = scheduled(first, then), gpt(), gpt()
     octavo.convert(model, policy)
@@ -513,6 +513,23 @@ def test_a_state_of_another_step_is_refused():
     train(model, 1)
     with pytest.raises(UnsupportedConfig, match=r"missing .* pass the step of the state: convert\(..., step"):
         octavo.load_state_dict(fresh, octavo.state_dict(model))
+
+
+def test_a_state_of_a_step_before_the_recipe_is_refused():
+    """The layer does not know the recipes of steps before the one that it was converted for."""
+    rules = [{"recipe": "mxfp8", "from_step": 6}, {"recipe": "fp8-current", "from_step": 2}, ("*", "bf16")]
+    policy, models = octavo.Policy(rules), [gpt(), gpt()]
+    for model, step in zip(models, (0, 4), strict=True):
+        octavo.convert(model, policy, step=step)
+    octavo.step(models[0])
+    with pytest.raises(UnsupportedConfig, match=r"fp8-current only from step 2 on.*policy, step=1\)"):
+        octavo.load_state_dict(models[1], octavo.state_dict(models[0]))
+    octavo.step(models[0])
+    octavo.load_state_dict(models[1], octavo.state_dict(models[0]))  # of step 2
+    for _ in range(4):
+        assert models[1].blocks[0].mlp.down.recipe.key == "fp8-current"
+        octavo.step(models[1])
+    assert models[1].blocks[0].mlp.down.recipe.key == "mxfp8"
 
 
 @pytest.mark.parametrize(
