@@ -262,7 +262,7 @@ def jobs() -> list[tuple[int, int]]:
 
 
 def sample() -> list[tuple[int, int]]:
-    """Of the jobs of each kernel and architecture, the first and every fourth after it."""
+    """A fourth of the jobs: the first of each kernel on each architecture, and every fourth one after it."""
     every, seen = variants(), collections.Counter()
     found = []
     for i, sm in jobs():

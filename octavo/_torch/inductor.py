@@ -2,7 +2,7 @@
 
 The dispatcher takes longer to reach an operator that is written in Python than a small layer's kernels take to start.
 Inductor has no public way around it, so this is done only with the versions of torch in TRIED; with others the code
-calls the operator: the same results, later.
+calls the operator, with the same results and more of the host's time.
 """
 
 import sys

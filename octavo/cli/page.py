@@ -85,7 +85,7 @@ def _summary(report: dict[str, Any], runs: Sequence[dict[str, Any]], colours: di
 
 
 def _load(run: dict[str, Any]) -> str:
-    """Returns the shares of the experts of each layer, as bars."""
+    """Returns a table of the share of the held-out text that each expert of each layer got."""
     rows = [[f"layer {n}", *(f"{100 * share:.1f} %" for share in shares)] for n, shares in enumerate(run["load"], 1)]
     experts = [f"expert {n}" for n in range(1, len(run["load"][0]) + 1)]
     return f"<h2>Load of the experts: {escape(run['recipe'])}</h2>" + table(["", *experts], rows)
@@ -93,12 +93,8 @@ def _load(run: dict[str, Any]) -> str:
 
 def _routes(routes: Sequence[dict[str, str]]) -> str:
     rows = [[escape(row[name]) for name in ("recipe", "fprop", "dgrad", "wgrad")] for row in routes]
-    note = "native: by the chip; emulated: the same codes, multiplied in bfloat16; reference: in float64."
-    return (
-        "<h2>What ran how</h2>"
-        + table(("recipe", "fprop", "dgrad", "wgrad"), rows)
-        + paragraph(note[0].upper() + note[1:], soft=True)
-    )
+    note = "Native: by the chip; emulated: the same codes, multiplied in bfloat16; reference: in float64."
+    return "<h2>What ran how</h2>" + table(("recipe", "fprop", "dgrad", "wgrad"), rows) + paragraph(note, soft=True)
 
 
 # -- charts ------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ HEADER = ("layer", "tensor", "cast", "calls", "underflow", "saturated", "not fin
 
 
 class LayerState(NamedTuple):
-    """What the report knows of a layer besides its numbers."""
+    """Facts about a layer that are not measured."""
 
     recipe: Recipe
     held: bool  # its weight is held as codes

@@ -7,7 +7,6 @@ one here too: the function then calls the operator.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.dispatch import dispatch_depth
 from octavo.lower.operators import node_call
-from octavo.lower.replay.calls import Results, call, is_recordable, key_of
+from octavo.lower.replay.calls import Results, call, fixed_key_of, key_of
 
 Work = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Node = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -62,23 +61,14 @@ class _Replays:
     """A node's work, recorded at its second call and replayed from then on."""
 
     def __init__(self, work: Work, fixed: bool) -> None:
-        self.work, self._fixed = work, fixed
+        self.work, self._key_of = work, fixed_key_of if fixed else key_of
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        key = self._key(tensors)
+        key = self._key_of((self,), tensors)
         if key is None:
             return self.work(tensors)
         found: Sequence[Tensor] = call(key, tensors, self._results)[1]  # type: ignore[assignment]
         return found
-
-    def _key(self, tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
-        if not self._fixed:
-            return key_of((self,), tensors)
-        if not is_recordable(tensors[0]):
-            return None
-        device = tensors[0].device.type
-        recast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return (self, recast, *[t.data_ptr() & 15 for t in tensors])
 
     def _results(self, tensors: Sequence[Tensor]) -> Results:
         return None, tuple(self.work(tensors))

@@ -35,7 +35,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "lightning", "safetensors")
 
 
 def result(model: nn.Module, optimizer: Any, losses: list[float]) -> dict[str, Any]:
-    """What two runs are compared by."""
+    """The results of a run, which another is compared with."""
     state = getattr(optimizer, "optimizer", optimizer).state_dict()["state"]
     moments = {f"{number}.{name}": t for number, entry in state.items() for name, t in entry.items()}
     return {
@@ -188,7 +188,7 @@ def in_a_process(loop: str, *arguments: object) -> dict[str, Any]:
 
 
 def differences(loop: str, recipe: str, wanted: dict[str, Any], integrated: bool = True) -> list[str]:
-    """What is not the same in a run that was saved and resumed."""
+    """Returns the names of the results that differ after a save and a resume."""
     with tempfile.TemporaryDirectory() as folder:
         first = LOOPS[loop](Path(folder), recipe, 0, HALF, integrated)
         files = [str(path.relative_to(folder)) for path in Path(folder).rglob("octavo*.safetensors")]

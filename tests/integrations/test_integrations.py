@@ -54,7 +54,7 @@ class Handle:
 
 
 class Accelerator:
-    """What register uses of accelerate's."""
+    """A stand-in with the members of an Accelerator that `register` uses."""
 
     process_index, num_processes = 0, 1
 

@@ -24,7 +24,7 @@ every_spec = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 
 
 def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Of NaNs any will do."""
+    """Compares bits; all NaNs count as equal."""
     assert got.dtype == want.dtype == torch.bfloat16
     assert got.shape == want.shape
     same = (got.view(torch.int16) == want.view(torch.int16)) | (got.isnan() & want.isnan())

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo import ops
 from octavo._torch.attention import chosen_backend
+from octavo.cli.bench.transformer import SwiGLU
 
 EPS = 1e-5  # of the norms
 TURN = 10000.0  # positions per radian of the slowest pair of channels
@@ -116,23 +117,11 @@ class Attention(nn.Module):
         return y
 
 
-class SwiGLU(nn.Module):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.up = nn.Linear(size.width, 2 * size.hidden, bias=False)
-        self.down = nn.Linear(size.hidden, size.width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.up(x).chunk(2, dim=-1)
-        y: Tensor = self.down(F.silu(gate) * value)
-        return y
-
-
 class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.attention_norm, self.attention = nn.RMSNorm(size.width, eps=EPS), Attention(size)
-        self.mlp_norm, self.mlp = nn.RMSNorm(size.width, eps=EPS), SwiGLU(size)
+        self.mlp_norm, self.mlp = nn.RMSNorm(size.width, eps=EPS), SwiGLU(size.width, size.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))

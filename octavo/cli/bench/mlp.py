@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from octavo.cli import machine, options, table
 from octavo.cli.bench import linear, peers
 from octavo.cli.bench.step import kept_mib, kernels_ms, settled_step
-from octavo.cli.bench.transformer import Size, SwiGLU
+from octavo.cli.bench.transformer import SwiGLU
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, hosts_us
 from octavo.fused.blocks import LayerNormMLP
 
@@ -50,7 +50,7 @@ class Stock(nn.Module):
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(hidden, eps=1e-5, device="cuda", dtype=torch.bfloat16)
-        self.mlp = SwiGLU(Size(1, 1, hidden, 1, ffn)).to("cuda", torch.bfloat16)
+        self.mlp = SwiGLU(hidden, ffn).to("cuda", torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.mlp(self.norm(x))

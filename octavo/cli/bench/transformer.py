@@ -35,10 +35,10 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     """A SwiGLU MLP; gate and value come from one projection."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(size.width, 2 * size.hidden, bias=False)
-        self.down = nn.Linear(size.hidden, size.width, bias=False)
+        self.up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.up(x).chunk(2, dim=-1)
@@ -52,7 +52,7 @@ class Block(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.attention = nn.Sequential(nn.RMSNorm(size.width), Attention(size))
-        self.mlp = nn.Sequential(nn.RMSNorm(size.width), SwiGLU(size))
+        self.mlp = nn.Sequential(nn.RMSNorm(size.width), SwiGLU(size.width, size.hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)

@@ -55,7 +55,7 @@ def _place(t, down, across):
 
 @gluon.jit
 def _range_of(group, block, K):
-    """Where the contraction of a group begins, and its length."""
+    """The first column of a group's contraction, and its length."""
     if block is not None:
         first = gl.load(block + group)
         return first * SIZE, (gl.load(block + group + 1) - first) * SIZE

@@ -50,18 +50,29 @@ _kinds: "OrderedDict[tuple[Any, ...], _Kind]" = OrderedDict()
 def key_of(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """Return a key of all that decides what a call launches, or None if the call must not be recorded. `head` tells it
     from other calls on tensors of this layout."""
-    if not tensors or not is_recordable(tensors[0]) or not _PLAIN.issuperset(map(type, tensors)):
+    if not tensors or not _is_recordable(tensors[0]) or not _PLAIN.issuperset(map(type, tensors)):
         return None
-    device = tensors[0].device.type
-    recast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     try:
         layouts = [(t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15) for t in tensors]
     except RuntimeError:  # a sparse tensor has no strides
         return None
-    return (*head, recast, *layouts)
+    return (*head, _recast(tensors[0]), *layouts)
 
 
-def is_recordable(first: Tensor) -> bool:
+def fixed_key_of(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
+    """Return `key_of` tensors whose sizes, strides, dtypes and device are the same at every call with this `head`."""
+    if not _is_recordable(tensors[0]):
+        return None
+    return (*head, _recast(tensors[0]), *[t.data_ptr() & 15 for t in tensors])
+
+
+def _recast(first: Tensor) -> torch.dtype | None:
+    """The dtype to which torch.autocast casts on this device; None where it is off."""
+    device = first.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _is_recordable(first: Tensor) -> bool:
     """Whether a call launches kernels on this device, with no mode between them and the tensors."""
     device = first.device
     if device.type not in DEVICES or dispatch_depth():
