@@ -55,6 +55,7 @@ from octavo.layers import (
     permute,
     permute_probs,
     rounding,
+    router_logits,
     token_sort,
     unpermute,
 )
@@ -73,7 +74,7 @@ from octavo.quant.qtensor import Join
 # imported so that plans find them by name
 _KNOWN = (
     activation, add, chain, coded_activation, fork, grouped_linear, linear, norm, permute, permute_probs, rounding,
-    token_sort, unpermute,
+    router_logits, token_sort, unpermute,
 )  # fmt: skip
 
 

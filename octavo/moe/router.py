@@ -1,12 +1,13 @@
 """`octavo.moe.Router`: the linear layer that computes logits of experts in float32."""
 
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo._torch.fakes import FakeTensor
 from octavo.fuser.inputs import arrived, check_input
+from octavo.layers.contract import DTYPE_NAMES
+from octavo.layers.router_logits import product
+from octavo.lower.call import Stage, call, takes_nodes
 
 
 class Router(nn.Linear):
@@ -14,7 +15,8 @@ class Router(nn.Linear):
 
     Experts are chosen by small differences of logits, which 16 bits would round away. No recipe quantizes the layer,
     `torch.autocast` does not apply to it, and `octavo.convert` leaves it as it is. Backward keeps x in its own dtype.
-    Where `torch.set_float32_matmul_precision` allows TF32, a GPU uses it here too.
+    A GPU multiplies a bfloat16 x and weight on its tensor cores, where their products are exact; other dtypes take a
+    float32 product, in TF32 where `torch.set_float32_matmul_precision` allows that.
 
     Args:
         in_features: the size of the last dim of x.
@@ -52,41 +54,13 @@ class Router(nn.Linear):
         """
         x = arrived(input)
         check_input("Router", x)
-        # a graph's partitioner saves x itself, and tracing a Function may give wrong gradients
-        if torch.compiler.is_compiling() or x.dtype == torch.float32:
-            return _product(x, self.weight)
-        logits: Tensor = _Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return logits
-
-
-def _product(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x · weightᵀ in float32."""
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            return F.linear(x.float(), weight.float())
-    return F.linear(x.float(), weight.float())
-
-
-class _Product(torch.autograd.Function):
-    """The product, with x saved in its own dtype: autograd would save it in float32."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
-        return _product(x, weight)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = _product(dy, weight.T).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            dw = _product(dy.reshape(-1, dy.shape[-1]).T, x.reshape(-1, x.shape[-1]).T).to(weight.dtype)
-        return dx, dw
+        weight: Tensor = self.weight
+        if x.dtype == weight.dtype == torch.float32:  # autograd itself saves no other copies
+            return product(x, weight)
+        wanted = ("x" if x.requires_grad else "") + ("w" if weight.requires_grad else "")
+        grads = wanted if torch.is_grad_enabled() else ""
+        key = (
+            f"router-logits(dtype='{DTYPE_NAMES[x.dtype]}',weight_dtype='{DTYPE_NAMES[weight.dtype]}',grads='{grads}')"
+        )
+        stage = Stage("router-logits", key, (weight,), (), grads != "", self.out_features)
+        return call(stage, x, takes_nodes() or isinstance(x, FakeTensor) or x.is_meta)[0]
