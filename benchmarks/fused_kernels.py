@@ -1,7 +1,7 @@
 # ruff: noqa: B023
 """Times of activations and norms into codes beside the same in two steps, parity first. On a GPU:
 
-python3 -m benchmarks.fused_kernels [forward|backward|norm|groups ...]
+python3 -m benchmarks.fused_kernels [forward|backward|measured|norm|groups ...]
 """
 
 import statistics
@@ -166,6 +166,38 @@ def backward():
         compare(what, plain, fused, configs, [(pair, given), ((None, second), other)], size)
 
 
+def measured():
+    """By a scale of the values themselves: two passes that compute them, or values written and read twice."""
+    x = torch.randn(M, 2 * H, device="cuda", dtype=torch.bfloat16)
+    dy = torch.randn(M, H, device="cuda", dtype=torch.bfloat16) * 1e-3
+    given = CastArgs()
+    for sides in ("r", "rc"):
+        pair = pair_of(Tensorwise(), M, H, sides)
+
+        def plain():
+            fill_pair(activation.forward(FN, x), pair, given)
+
+        def fused(config):
+            actq.forward(FN, Inputs(x), Target(pair, given), config)
+
+        configs = (None, *actq.CONFIGS, C(64, 64, 8), C(32, 128, 4))
+        compare(f"swiglu {sides}, measured", plain, fused, configs, [(pair, given)], 2 * nbytes(x) + nbytes(pair))
+    pair, second = pair_of(Tensorwise(E5M2), M, 2 * H, "rc"), pair_of(Tensorwise(), M, H, "c")[1]
+
+    def plain_backward():
+        fill_pair(activation.backward(FN, dy, x).x, pair, given)
+        fill_pair(activation.forward(FN, x), (None, second), given)
+
+    def fused_backward(config):
+        actq.backward(FN, dy, Inputs(x), Target(pair, given), Target((None, second), given), None, None, config)
+
+    outputs, size = [(pair, given), ((None, second), given)], 2 * nbytes(x, dy) + nbytes(pair, second)
+    for measuring in (actq.MEASURING, C(32, 64, 4), C(64, 128, 8)):
+        actq.MEASURING = measuring
+        what = f"dswiglu measured by {measuring.rows}x{measuring.columns}, {measuring.warps}"
+        compare(what, plain_backward, fused_backward, (None, *actq.GATED_CONFIGS), outputs, size)
+
+
 def norms():
     x = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(N, device="cuda", dtype=torch.bfloat16)
@@ -260,8 +292,8 @@ def groups():
 
 if __name__ == "__main__":
     print(torch.cuda.get_device_name(), torch.__version__)
-    wanted = sys.argv[1:] or ["forward", "backward", "norm", "groups"]
-    for name, part in (("forward", forward), ("backward", backward), ("norm", norms), ("groups", groups)):
-        if name in wanted:
+    parts = {"forward": forward, "backward": backward, "measured": measured, "norm": norms, "groups": groups}
+    for name, part in parts.items():
+        if name in (sys.argv[1:] or parts):
             part()
             torch.cuda.empty_cache()

@@ -35,8 +35,8 @@ def empty_pair(spec, m, k, dtype, device, sides="rc", column=None):
 
 
 def given_to(spec, device, encode=0.37):
-    """Delayed scaling for a scheme that takes it, with an amax to be raised."""
-    if not spec.takes_encode:
+    """Delayed scaling for a scheme that takes it, with an amax to be raised. Without a multiplier: current scaling."""
+    if not spec.takes_encode or encode is None:
         return CastArgs()
     return CastArgs(encode=torch.tensor([encode], device=device), observed=torch.full((1,), 1e-3, device=device))
 
@@ -71,11 +71,11 @@ def operands(fn, m, h, dtype, device="cpu", extra=(), strided=False, odd=()):
     return x, dy, found
 
 
-def check_forward(fn, x, extra, spec, sides="rc", column=None, **settings):
+def check_forward(fn, x, extra, spec, sides="rc", column=None, encode=0.37, **settings):
     m, h = x.shape[0], x.shape[1] // sizes(fn)
     results = []
     for fused in (True, False):
-        pair, given = empty_pair(spec, m, h, x.dtype, x.device, sides, column), given_to(spec, x.device)
+        pair, given = empty_pair(spec, m, h, x.dtype, x.device, sides, column), given_to(spec, x.device, encode)
         if not fused:
             fill_pair(activation.forward(fn, x, **extra), pair, given)
         elif settings:
@@ -88,13 +88,13 @@ def check_forward(fn, x, extra, spec, sides="rc", column=None, **settings):
     assert_same(*results, what=f"y {spec} {sides}")
 
 
-def check_backward(fn, x, dy, extra, spec, again=None, sides="rc", bias_grad=None, **settings):
+def check_backward(fn, x, dy, extra, spec, again=None, sides="rc", bias_grad=None, encode=411.0, **settings):
     (m, h), x = dy.shape, x if fn.remembers or again is not None else None
     n, results = h * sizes(fn), []
     for fused in (True, False):
-        pair, given = empty_pair(spec, m, n, dy.dtype, dy.device, sides), given_to(spec, dy.device, 411.0)
+        pair, given = empty_pair(spec, m, n, dy.dtype, dy.device, sides), given_to(spec, dy.device, encode)
         if again is not None:
-            second, other = empty_pair(again, m, h, x.dtype, dy.device, "c")[1], given_to(again, dy.device)
+            second, other = empty_pair(again, m, h, x.dtype, dy.device, "c")[1], given_to(again, dy.device, encode)
         else:
             second, other = None, CastArgs()
         targets = Target(pair, given), Target((None, second), other)
@@ -186,19 +186,16 @@ def test_codes_of_another_shape_are_refused():
         kernel.backward(fn, dy, Inputs(x, **extra), Target(empty_pair(Block1D(), 5, 16, x.dtype, "cpu")))
 
 
-def test_what_is_one_pass():
+def test_which_casts_need_no_value_written():
     half = torch.bfloat16
     for spec in SPECS:
         for row, column in ((spec, spec), (spec, None), (None, spec)):
-            assert kernel.fuses(row, column, spec.takes_encode, half) == ""
-    assert "finds its scale from all of the activation, which must be written first" in kernel.fuses(
-        Tensorwise(), Tensorwise(), False, half
-    )
-    assert "take a pass each over the activation" in kernel.fuses(Block1D(), Block2D(), False, half)
-    assert "no kernel that casts the activation" in kernel.fuses(MX(), None, False, half)
-    assert "no kernel" in kernel.fuses(None, Rowwise(), False, half)
-    assert "float32, bfloat16 or float16" in kernel.fuses(Block1D(), None, False, torch.float64)
-    assert "Nobody wants" in kernel.fuses(None, None, False, half)
+            assert kernel.fuses(row, column, half) == ""
+    assert "take a pass each over the activation" in kernel.fuses(Block1D(), Block2D(), half)
+    assert "no kernel that casts the activation" in kernel.fuses(MX(), None, half)
+    assert "no kernel" in kernel.fuses(None, Rowwise(), half)
+    assert "float32, bfloat16 or float16" in kernel.fuses(Block1D(), None, torch.float64)
+    assert "Nobody wants" in kernel.fuses(None, None, half)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -279,6 +276,43 @@ def test_triton_fills_the_same_bytes_whatever_goes_along(case, spec):
         check_forward(fn, x, extras, spec)
         bias_grad = dtype if "bias" in extra else None
         check_backward(fn, x, dy, extras, spec, spec if fn.remembers else None, bias_grad=bias_grad)
+
+
+@pytest.mark.gpu
+@every
+@pytest.mark.parametrize("spec", [Tensorwise(), Tensorwise(E5M2), Tensorwise(pow2=True)], ids=str)
+def test_triton_fills_the_same_bytes_by_a_scale_that_it_measures(name, spec):
+    fn = ACTIVATIONS[name]
+    for m, h, odd, dtype in (
+        (130, 256, (), torch.bfloat16), (37, 144, (0.0, -60.0, 1e-30), torch.bfloat16),
+        (37, 144, ODD, torch.bfloat16), (65, 51, (), torch.float32), (257, 72, (), torch.float16),
+    ):  # fmt: skip
+        x, dy, extra = operands(fn, m, h, dtype, "cuda", odd=odd)
+        for sides in ("r", "c", "rc"):
+            check_forward(fn, x, extra, spec, sides, encode=None)
+            check_backward(fn, x, dy, extra, spec, Tensorwise() if fn.remembers else None, sides, encode=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_triton_measures_whatever_goes_along(case):
+    fn, extra = CASES[case]
+    for m, h, dtype in ((130, 384, torch.bfloat16), (37, 51, torch.float16), (37, 192, torch.float32)):
+        if fn.gated and fn.interleave and h % fn.interleave:
+            continue
+        x, dy, extras = operands(fn, m, h, dtype, "cuda", extra, strided="strided" in case)
+        check_forward(fn, x, extras, Tensorwise(), encode=None)
+        bias_grad = dtype if "bias" in extra else None
+        again = Tensorwise() if fn.remembers else None
+        check_backward(fn, x, dy, extras, Tensorwise(E5M2), again, bias_grad=bias_grad, encode=None)
+
+
+@pytest.mark.gpu
+def test_a_scale_of_zeros_alone_is_measured():
+    fn = ACTIVATIONS["swiglu"]
+    x, dy, extra = operands(fn, 130, 256, torch.bfloat16, "cuda")
+    check_forward(fn, torch.zeros_like(x), extra, Tensorwise(), encode=None)
+    check_backward(fn, x, torch.zeros_like(dy), extra, Tensorwise(), Tensorwise(), encode=None)
 
 
 @pytest.mark.gpu

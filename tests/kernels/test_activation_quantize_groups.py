@@ -254,14 +254,6 @@ def test_codes_that_do_not_fit_are_refused():
         kernel.forward(case.fn, case.inputs, Target(cast_args=CastArgs(groups=other)))
 
 
-def test_what_is_cast_by_tiles():
-    half = torch.bfloat16
-    for spec in DELAYED + BLOCKS:
-        assert kernel.fuses_groups(spec, spec, half) == kernel.fuses_groups(None, spec, half) == ""
-    assert "take a pass each over the activation" in kernel.fuses_groups(Block1D(), Block2D(), half)
-    assert "no kernel that casts the activation" in kernel.fuses_groups(MX(), None, half)
-
-
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 

@@ -5,14 +5,14 @@
 
 The kernels never write the value itself: forward reads x and writes codes, backward reads x and dy and writes codes.
 Codes, scales and observed amaxes have the bits that the activation's own kernels and `fill_pair` produce; only sums,
-for the gradients of bias and scales, are added in another order. `fuses` tells which casts take one pass. All other
-cases write the value, then cast it, to the same bits. These include, in the backward of a gated function, block scaling
-and interleaved columns in float32 or with dropout.
+for the gradients of bias and scales, are added in another order. `fuses` tells which casts need no value written. All
+other cases write the value, then cast it, to the same bits. These include, in the backward of a gated function, block
+scaling and interleaved columns in float32 or with dropout. A Tensorwise without a multiplier takes a pass before, which
+computes the values for their amax and writes nothing else.
 
-Rows in groups (`octavo.quant.groups`) come as `groups` of a target's cast arguments; `fuses_groups` tells which casts
-need no value written. x, dy and row scales are packed, and the kernels do not read their tail; codes are in the padded
-layout. Each group is cast as if it were alone, with a multiplier and an observed amax of its own. A Tensorwise without
-multipliers takes a pass before, which computes the values for their amaxes and writes nothing else.
+Rows in groups (`octavo.quant.groups`) come as `groups` of a target's cast arguments. x, dy and row scales are packed,
+and the kernels do not read their tail; codes are in the padded layout. Each group is cast as if it were alone, with a
+multiplier and an observed amax of its own.
 """
 
 from typing import NamedTuple
@@ -37,15 +37,8 @@ class VectorGradients(NamedTuple):
     scales: Tensor | None = None  # [rows]; zero in the tail
 
 
-def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, dtype: torch.dtype) -> str:
-    """Returns "" if one pass over x writes these orientations, else a sentence with the reason. `given_encode` tells
-    whether the caller gives the multiplier (delayed scaling)."""
-    return tile_cast.fuses(row, column, given_encode, dtype, "the activation")
-
-
-def fuses_groups(row: Quantizer | None, column: Quantizer | None, dtype: torch.dtype) -> str:
-    """Returns "" if these orientations of rows in groups are written without the value itself, else a sentence with the
-    reason. Scales of groups may be given, or measured in a pass before."""
+def fuses(row: Quantizer | None, column: Quantizer | None, dtype: torch.dtype) -> str:
+    """Returns "" if these orientations are written without the value itself, else a sentence with the reason."""
     return tile_cast.fuses(row, column, True, dtype, "the activation")
 
 

@@ -13,7 +13,8 @@ since the programs that run at the same time cover a few hundred rows. (With blo
 
 Rows in groups (`octavo.quant.groups`) come with the pointers `owner`, `source_row` and `used_rows`; the grid and M are
 of the padded layout, and a tile belongs to one group. Without groups these are None, and the kernel is compiled without
-this code. A group's scale that is not given takes a pass of the same kernel before, which only raises an amax.
+this code. A Tensorwise whose multiplier is not given takes a pass of the same kernel before, which only raises an amax:
+that reads x and dy twice, where a value that is written first is written once and read twice.
 """
 
 from functools import lru_cache
@@ -48,8 +49,9 @@ from octavo.quant.tile import Config, Variant, encode_scale, group_of, group_til
 # fastest first, measured on an H200 with [8192, 28672] into both orientations; blocks take the first of 128 x 128
 CONFIGS = (Config(64, 64, 4), Config(128, 128, 16), Config(64, 128, 8))  # forward, and backward of one tile
 GATED_CONFIGS = (Config(64, 64, 4), Config(64, 64, 8), Config(64, 128, 8))  # backward of da and db
-# backward of da and db in groups, or with the gradient of scales, of [16384, 28672] in 8 groups: 0.88 ms, 1.00, 1.03
-# (`python3 -m benchmarks.fused_kernels groups`); a small tile leaves room for more programs, which wait in turn
+# backward of da and db in groups, by measured scales, or with the gradient of scales, all of which take registers; of
+# [16384, 28672] in 8 groups: 0.88 ms, 1.00, 1.03 (`python3 -m benchmarks.fused_kernels groups`); a small tile leaves
+# room for more programs, which wait in turn
 GROUP_CONFIGS = (Config(32, 64, 4), Config(64, 64, 4), Config(64, 64, 8))
 MEASURING = Config(64, 64, 8)  # the pass before that: on four warps it would spill for situglu
 ROWS_ALONE = Config(64, 128, 8)  # forward into row codes only: 0.164 ms, against 0.172 with the first of 128 x 128
@@ -136,9 +138,10 @@ def _multiplier_of(encode, measured, g, RULE: gl.constexpr):
 def _store_group_scales(
     row_scale, column_scale, encode, measured, pm, pk, M, G, RULE: gl.constexpr, ROWS: gl.constexpr
 ):
-    """A group without rows has a scale too, and no tile: the tiles share out the groups. Blocks store their own.
-    Backward calls it just before a cast, one orientation at a time: without a branch between them, as `put` has one
-    elsewhere, the compiler mixes the casts and keeps twice the values in registers."""
+    """A group without rows has a scale too, and no tile: the tiles share out the groups. Blocks store their own, and so
+    does a cast by a given multiplier outside of groups. Backward calls it just before a cast, one orientation at a
+    time: without a branch between them, as `put` has one elsewhere, the compiler mixes the casts and keeps twice the
+    values in registers."""
     if (encode is not None) or (measured is not None):
         if pk == 0:
             for i in range(pm, G, gl.maximum(gl.cdiv(M, ROWS), 1)):
@@ -212,6 +215,8 @@ def _forward_kernel(
         g = group_of(owner, pm * ROWS)
         if observed is not None:
             observed += g
+    elif measured is not None:
+        _store_group_scales(row_scale, column_scale, encode, measured, pm, pk, M, G, RULE, ROWS)
     rows, columns = _places_of_tile(first, pk * COLUMNS, ROWS, COLUMNS, W)
     live = _live(rows, columns, end, H, WHOLE)
     s = _multiplier_of(encode, measured, g, RULE)
@@ -286,7 +291,7 @@ def _backward_kernel(
         _store_row_sums(ds_parts, begun * value, pm * ROWS, pk, M, ROWS, COLUMNS, W)
     if AGAIN_PUT is not None:
         y = _finished(value, x, scales, seed, rows, columns, live, end, H, DROP, KEPT, AT_ZERO, WHOLE)
-        if owner is not None:
+        if (owner is not None) or (again_measured is not None):
             _store_group_scales(None, again_scale, again_encode, again_measured, pm, pk, M, G, AGAIN_RULE, ROWS)
         AGAIN_PUT(
             y, None, again, None, again_scale, again_s, again_observed, M, H, H, pm * ROWS, pk * COLUMNS,
@@ -295,7 +300,7 @@ def _backward_kernel(
     if parts is not None:
         _store_sums(parts, da, pm, columns, H, N)
     if PUT is not None:
-        if owner is not None:
+        if (owner is not None) or (measured is not None):
             if GATED:
                 _store_group_scales(row_scale, None, encode, measured, pm, pk, M, G, RULE, ROWS)
             else:
@@ -308,7 +313,7 @@ def _backward_kernel(
         if parts is not None:
             _store_sums(parts, db, pm, columns + H, N, N)
         if PUT is not None:
-            if owner is not None:
+            if (owner is not None) or (measured is not None):
                 _store_group_scales(None, column_scale, encode, measured, pm, pk, M, G, RULE, ROWS)
             PUT(
                 db, row, column, row_scale, column_scale, s, observed, M, N, N, pm * ROWS, H + pk * COLUMNS,
@@ -370,7 +375,7 @@ def _woven_kernel(
     if parts is not None:
         _store_sums(parts, d, pm, columns, N, N)
     if PUT is not None:
-        if owner is not None:
+        if (owner is not None) or (measured is not None):
             _store_group_scales(row_scale, column_scale, encode, measured, pm, pk, M, G, RULE, ROWS)
         PUT(
             d, row, column, row_scale, column_scale, s, observed, M, N, N, pm * ROWS, pk * COLUMNS,
@@ -397,7 +402,8 @@ class _Kind(NamedTuple):
     def constants(self) -> dict[str, Any]:
         if self.way == "measure":
             return tile_casts.MEASURE
-        return tile_casts.constants(self.spec, self.dtype, self.way == "given", self.in_groups)
+        stored_apart = self.in_groups or self.way == "measured"
+        return tile_casts.constants(self.spec, self.dtype, self.way == "given", stored_apart)
 
 
 class _Cast(NamedTuple):
@@ -412,16 +418,28 @@ _NO_PASS = _Cast()
 
 
 def _passes(target: Target, dtype: torch.dtype) -> tuple[_Cast | None, _Cast]:
-    """Returns the pass that measures groups first, None if scales are given or follow from blocks; and the cast."""
+    """Returns the pass that measures first, None if scales are given or follow from blocks; and the cast."""
     if target.pair == (None, None):
         return None, _NO_PASS
     spec, groups = tile_casts.spec_of(target.pair), target.cast_args.groups
     pointers, strides = tile_casts.pointers(*target), tile_casts.strides(target.pair)
-    if groups is None or not tile_casts.measures(*target):
-        return None, _Cast(_Kind(spec, dtype, "given", groups is not None), (*pointers, None), strides)
-    amax = torch.zeros(groups.number, dtype=torch.float32, device=groups.start.device)
-    before = _Cast(_Kind(spec, dtype, "measure", True), (*(None,) * 5, amax, None))
-    return before, _Cast(_Kind(spec, dtype, "measured", True), (*pointers, amax), strides)
+    in_groups = groups is not None
+    if not tile_casts.measures(*target):
+        return None, _Cast(_Kind(spec, dtype, "given", in_groups), (*pointers, None), strides)
+    amax = torch.zeros(_scales(groups), dtype=torch.float32, device=_device(target.pair))
+    before = _Cast(_Kind(spec, dtype, "measure", in_groups), (*(None,) * 5, amax, None))
+    return before, _Cast(_Kind(spec, dtype, "measured", in_groups), (*pointers, amax), strides)
+
+
+def _scales(groups: Groups | None) -> int:
+    """Returns the number of scales of a Tensorwise: one, or one for each group."""
+    return 1 if groups is None else groups.number
+
+
+def _device(pair: tile_cast.QTensorPair) -> torch.device:
+    lead = pair[1] if pair[0] is None else pair[0]
+    assert lead is not None
+    return lead.codes.device
 
 
 def _is_whole(pair: tile_cast.QTensorPair, width: int) -> bool:
@@ -434,7 +452,7 @@ def forward(fn: Function, inputs: Inputs, y: Target, config: Config | None = Non
     x, (pair, cast_args) = inputs.x, y
     assert x is not None
     m, width = x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1]
-    refused = tile_cast.refusal(pair, cast_args, x.dtype, _WHAT, takes_groups=True)
+    refused = tile_cast.refusal(pair, cast_args, x.dtype, _WHAT, measures=True)
     if x.numel() == 0 or refused or not _is_whole(pair, width):
         return plain_forward(fn, inputs, y)
     if config is None:
@@ -443,7 +461,7 @@ def forward(fn: Function, inputs: Inputs, y: Target, config: Config | None = Non
     groups = cast_args.groups
     for cast in _passes(y, x.dtype):
         if cast is not None:
-            sizes = (m if groups is None else groups.padded, width, *x.stride(), *cast.strides, tile.number_of(groups))
+            sizes = (m if groups is None else groups.padded, width, *x.stride(), *cast.strides, _scales(groups))
             launch = _forward_launch(fn, cast.kind, sizes, config)
             launch(*inputs, *cast.pointers, *tile.pointers_of(groups))
 
@@ -466,7 +484,7 @@ def backward(
         dy.dtype == torch.float32 or inputs.seed is not None or spec is None or tile_casts.is_block(spec)
     )
     height, n = dy.shape[0] if groups is None else groups.padded, dy.shape[1] * (2 if fn.gated else 1)
-    refused = wanted and tile_cast.refusal(dx.pair, dx.cast_args, dy.dtype, _WHAT, takes_groups=True)
+    refused = wanted and tile_cast.refusal(dx.pair, dx.cast_args, dy.dtype, _WHAT, measures=True)
     if dy.numel() == 0 or apart or refused or not _is_whole(dx.pair, n):
         return plain_backward(fn, dy, inputs, dx, y, bias_grad, scales_grad)
     if y.pair[1] is not None and (woven or not _beside(fn, inputs.x, y.pair[1], y.cast_args, dy.shape[1])):
@@ -476,7 +494,8 @@ def backward(
         return VectorGradients()
     if config is None:
         again = None if y.pair[1] is None else y.pair[1].spec
-        more = groups is not None or scales_grad is not None
+        measured = (wanted and tile_casts.measures(*dx)) or (again is not None and tile_casts.measures(*y))
+        more = groups is not None or scales_grad is not None or measured
         config = tile_casts.fitting(_backward_configs(fn.gated and not woven, more, dy.dtype), spec, again)
     call = _Backward(fn, dy, inputs, groups, woven, config)
     before, cast = _passes(dx, dy.dtype)
@@ -518,7 +537,7 @@ class _Backward(NamedTuple):
         steps = (0, 0) if inputs.x is None else inputs.x.stride()
         sizes = (height, dy.shape[1], *dy.stride(), *steps, *cast.strides)
         first = (dy, *inputs, parts, ds_parts, *cast.pointers)
-        where, number = tile.pointers_of(groups), tile.number_of(groups)
+        where, number = tile.pointers_of(groups), _scales(groups)
         if woven:
             _woven_launch(fn, cast.kind, (*sizes, number), config)(*first, *where)
             return
@@ -528,7 +547,7 @@ class _Backward(NamedTuple):
 
 
 def _backward_configs(by_halves: bool, more: bool, dtype: torch.dtype) -> tuple[Config, ...]:
-    """Returns the tiles to choose from. `more`: rows in groups, or the gradient of row scales."""
+    """Returns the tiles to choose from. `more`: rows in groups, a measured scale, or the gradient of row scales."""
     if not by_halves:
         return CONFIGS
     return _gated_configs(dtype, GROUP_CONFIGS if more else GATED_CONFIGS)
@@ -548,7 +567,7 @@ def _beside(fn: Function, x: Tensor | None, again: QTensor, cast_args: CastArgs,
     """Whether the kernel that writes dx may write y too; otherwise y takes a pass of its own."""
     assert x is not None
     spills = tile_casts.is_block(again.spec) and (fn.gated or x.dtype == torch.float32)
-    refused = tile_cast.refusal((None, again), cast_args, x.dtype, _WHAT, takes_groups=True)
+    refused = tile_cast.refusal((None, again), cast_args, x.dtype, _WHAT, measures=True)
     return not spills and not refused and _is_whole((None, again), width)
 
 
@@ -647,6 +666,19 @@ def variants() -> list[Variant]:
         _backward_variant("situglu", situ, gradient, half, extra="bias", again=given),
         _backward_variant("situglu", situ, gradient, torch.float32, again=given),
     ]
+    found += [
+        variant for way in ("one measure", "one measured") for variant in (
+            _forward_variant("swiglu", swiglu, given, half, way=way),
+            _forward_variant("situglu", situ, given, torch.float32, way=way),
+            _woven_variant("clamped-swiglu by 32", by_32, gradient, half, "scales", way),
+        )
+    ]  # fmt: skip
+    for name, fn in (("swiglu", swiglu), ("situglu", situ), ("gelu", gelu)):
+        found += [
+            _backward_variant(name, fn, gradient, half, MEASURING, again=given, way="one measure"),
+            _backward_variant(name, fn, gradient, half, again=given, way="one measured"),
+            _backward_variant(name, fn, gradient, torch.float32, again=given, way="one measured"),
+        ]
     ragged = {"width": 72}  # of no tile
     found += [
         _forward_variant("swiglu, ragged", swiglu, given, half, "scales", **ragged),
@@ -722,14 +754,25 @@ def _kinds(fn: Function, spec: Quantizer, dtype: torch.dtype, extra: str, sides:
         "bias": pointer if extra == "bias" else None, "parts": "*fp32" if "bias" in extra else None,
         "seed": "*i64" if extra == "seed" else None, "ds_parts": "*fp32" if "of scales" in extra else None,
     }  # fmt: skip
-    if way:
+    if _in_groups(way):
         signature |= {**dict.fromkeys(("owner", "source_row", "used_rows"), "*i32"), "G": "i32"}
-    kind = _Kind(spec, dtype, way or "given", way != "")
-    return signature, fixed | {"stride_k": 1, "dy_stride_k": 1, "G": 0, **_constants(fn), **kind.constants()}
+    constants = _kind(spec, dtype, way).constants()
+    return signature, fixed | {"stride_k": 1, "dy_stride_k": 1, "G": 1, **_constants(fn), **constants}
+
+
+def _in_groups(way: str) -> bool:
+    """Whether rows are in groups: `way` is how a group's multiplier is found, or "one " and how that of all rows is; ""
+    is given, for all rows."""
+    return way != "" and not way.startswith("one ")
+
+
+def _kind(spec: Quantizer, dtype: torch.dtype, way: str) -> _Kind:
+    return _Kind(spec, dtype, way.removeprefix("one ") or "given", _in_groups(way))
 
 
 def _cast_signature(spec: Quantizer, row: bool, column: bool, way: str) -> tuple[dict[str, Any], dict[str, Any]]:
     there, fixed = tile_casts.signature(spec, row, column)
+    way = way.removeprefix("one ")
     if way == "measure":
         return {"observed": "*fp32"}, dict.fromkeys((*fixed, *there), 0) | dict.fromkeys(_POINTERS)
     if way == "measured":
@@ -741,7 +784,7 @@ _POINTERS = ("row", "column", "row_scale", "column_scale", "encode")
 
 
 def _title(what: str, spec: Quantizer, dtype: torch.dtype, extra: str, sides: str, way: str) -> str:
-    groups = way and f"groups {way}"
+    groups = f"groups {way}" if _in_groups(way) else way
     return ", ".join(filter(None, (f"{what} {dtype} to {spec}", extra, sides and f"{sides} alone", groups)))
 
 
@@ -757,7 +800,7 @@ def _backward_variant(name, fn, spec, dtype, config=None, extra="", again=None, 
     config = config or tile_casts.fitting(_backward_configs(fn.gated, more, dtype), spec, again)
     kinds, fixed = _kinds(fn, spec, dtype, extra, sides, way)
     title = _title(f"activation quantize backward {name}", spec, dtype, extra, sides, way)
-    fixed |= _again(None if again is None else _Kind(again, dtype, way or "given", way != ""))
+    fixed |= _again(None if again is None else _kind(again, dtype, way))
     fixed |= {"again_stride": 0, "again_block_stride": 0}
     if again is not None:
         title += f", again {again.fmt}"

@@ -30,8 +30,9 @@ class Target(NamedTuple):
 NOTHING = Target()
 
 
-def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, dtype: torch.dtype, what: str) -> str:
-    """Returns "" if a kernel can cast `what` while it computes it, else a sentence with the reason."""
+def fuses(row: Quantizer | None, column: Quantizer | None, knows_scale: bool, dtype: torch.dtype, what: str) -> str:
+    """Returns "" if a kernel can cast `what` while it computes it, else a sentence with the reason. `knows_scale` tells
+    whether the kernel has the multiplier of a Tensorwise: given by the caller, or measured in a pass before."""
     lead = column if row is None else row
     if lead is None:
         return f"Nobody wants codes of {what}."
@@ -40,7 +41,7 @@ def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, d
     if row is not None and column is not None and row != column:
         return f"{row} and {column} take a pass each over {what}, which must be written first."
     if isinstance(lead, Tensorwise):
-        if given_encode:
+        if knows_scale:
             return ""
         return f"{lead} finds its scale from all of {what}, which must be written first."
     if isinstance(lead, Block1D | Block2D):
@@ -48,17 +49,14 @@ def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, d
     return f"{lead} has no kernel that casts {what} as it is made: there is one for Tensorwise, Block1D and Block2D."
 
 
-def refusal(
-    pair: QTensorPair, cast_args: CastArgs, dtype: torch.dtype, what: str, *, takes_groups: bool = False
-) -> str:
-    """Returns `fuses` for a call, and refuses cast arguments that the kernels do not take. A kernel that takes rows in
-    groups also measures the scale of each, in a pass before, if none is given."""
+def refusal(pair: QTensorPair, cast_args: CastArgs, dtype: torch.dtype, what: str, *, measures: bool = False) -> str:
+    """Returns `fuses` for a call, and refuses cast arguments that the kernels do not take. A kernel that `measures`
+    finds a multiplier that is not given in a pass before, and takes rows in groups, each with a multiplier."""
     row, column = (None if q is None else q.spec for q in pair)
-    in_groups = takes_groups and cast_args.groups is not None
-    why = fuses(row, column, cast_args.encode is not None or in_groups, dtype, what)
+    why = fuses(row, column, cast_args.encode is not None or measures, dtype, what)
     if why:
         return why
-    if cast_args.groups is not None and not takes_groups:
+    if cast_args.groups is not None and not measures:
         return f"Rows in groups are cast from {what} once it is written."
     if cast_args.skip is not None or cast_args.amax != (None, None):
         return f"A skip flag and a given amax are for a cast of {what} on its own."
