@@ -12,8 +12,8 @@ the orientation being written.
 import torch
 from torch import Tensor
 
-_M = (0xD2511F53, 0xCD9E8D57)
-_W = (0x9E3779B9, 0xBB67AE85)
+FACTORS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
@@ -28,10 +28,10 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        high0, low0 = _multiply(_M[0], c0)
-        high1, low1 = _multiply(_M[1], c2)
+        high0, low0 = _multiply(FACTORS[0], c0)
+        high1, low1 = _multiply(FACTORS[1], c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + _W[0]) & _LOW, (k1 + _W[1]) & _LOW
+        k0, k1 = (k0 + KEY_STEPS[0]) & _LOW, (k1 + KEY_STEPS[1]) & _LOW
     return c0, c1, c2, c3
 
 

@@ -1,9 +1,11 @@
 """NVFP4 on the GPU: one pass for the tensor's amax in each orientation, one for the cast.
 
-No chip below SM100 converts to E2M1 in hardware, so the kernel extracts codes from a float32's bits. The Hadamard
-rotation adds in the order of the reference. The result has the same bits on every device.
+No chip below SM100 converts to E2M1 in hardware. Chips do arithmetic on floats twice as fast as on bits, so a code is a
+sum of saturated floats (`_codes_ptx`): about ten instructions. The Hadamard rotation adds in the order of the
+reference. The result has the same bits on every device.
 """
 
+import struct
 from functools import lru_cache
 
 import torch
@@ -17,14 +19,26 @@ from octavo.formats import E2M1, E4M3
 from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.groups import BLOCK, Groups
-from octavo.quant.nvfp4 import NVFP4
+from octavo.quant.nvfp4 import NVFP4, philox
 from octavo.quant.nvfp4.hadamard import NEGATIVE
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 from octavo.quant.scale import FLOAT32_MAX
-from octavo.quant.tile import Config, Variant, amax_along, amax_bits, divide, group_of, group_tile, tile_index
+from octavo.quant.tile import (
+    Config,
+    Variant,
+    amax_along,
+    amax_bits,
+    divide,
+    float_bits,
+    group_of,
+    group_tile,
+    magnitude_bits,
+    tile_index,
+)
 
 CONFIGS = (Config(64, 64, 4), Config(64, 128, 4))
+PROGRAMS = 2048  # twice as many as fit an H200 at once
 
 
 @gluon.jit
@@ -43,176 +57,431 @@ def _within_block(v):
     return gl.expand_dims(gl.expand_dims(gl.arange(0, 16, layout=layout), 0), 0)
 
 
+_WIDEN = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;")
+
+
+@triton.jit
+def _widened(v):
+    """v as float32. Triton itself takes three instructions for two bfloat16."""
+    if v.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(_WIDEN, "=r,=r,r", [v], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        return v.to(tl.float32)
+
+
+@gluon.jit
+def _signed(v, R: gl.constexpr, C: gl.constexpr, NEGATIVE: gl.constexpr):
+    """v [R, C] as float32 [R, C/16, 16], by the signs of the rotation: it begins with these."""
+    t = gl.reshape(_widened(v), (R, C // 16, 16))
+    return t * (1.0 - 2.0 * ((NEGATIVE >> _within_block(t)) & 1).to(gl.float32))
+
+
 @gluon.jit
 def _turn(v, R: gl.constexpr, C: gl.constexpr, NEGATIVE: gl.constexpr):
-    """v [R, C] turned, float32: the twin of hadamard.turn."""
+    """v [R, C] turned, bfloat16: the twin of hadamard.turn."""
     layout: gl.constexpr = v.type.layout
     groups: gl.constexpr = C // 16
-    t = gl.reshape(v.to(gl.float32), (R, groups, 16))
-    t = t * (1.0 - 2.0 * ((NEGATIVE >> _within_block(t)) & 1).to(gl.float32))
+    t = _signed(v, R, C, NEGATIVE)
     t = _sums_and_differences(t, R, groups, 1)
     t = _sums_and_differences(t, R, groups, 2)
     t = _sums_and_differences(t, R, groups, 4)
     t = _sums_and_differences(t, R, groups, 8)
-    return gl.convert_layout(gl.reshape((t * 0.25).to(gl.bfloat16).to(gl.float32), (R, C)), layout)
+    return gl.convert_layout(gl.reshape((t * 0.25).to(gl.bfloat16), (R, C)), layout)
+
+
+@gluon.jit
+def _halves(v, S: gl.constexpr):
+    """v [..., 2 S], as its first S and its last S."""
+    parts = gl.reshape(v, (v.shape[0], v.shape[1], 2, S))
+    return gl.split(gl.permute(parts, (0, 1, 3, 2)))
+
+
+@gluon.jit
+def _turned_magnitudes(v, R: gl.constexpr, C: gl.constexpr, NEGATIVE: gl.constexpr):
+    """float32 bits [R, C/16] whose maximum is that of |v turned|, four times as large and not rounded. The last round
+    makes a + b and a - b; the larger magnitude is |a| + |b|. Where both are infinite it is infinite, and not NaN."""
+    groups: gl.constexpr = C // 16
+    t = _signed(v, R, C, NEGATIVE)
+    t = _sums_and_differences(t, R, groups, 1)
+    t = _sums_and_differences(t, R, groups, 2)
+    t = _sums_and_differences(t, R, groups, 4)
+    a, b = _halves(t, 8)
+    return gl.max((gl.abs(a) + gl.abs(b)).to(gl.int32, bitcast=True), 2)
+
+
+# -- codes -------------------------------------------------------------------------------------------------------------
+#
+# With a = |x| * e, the code of a is the nearest integer, ties to even, to 2a up to 2, then to 2 + a up to 4, then to
+# 4 + a/2, and 7 at most. That is the sum of three terms, two of which are integers:
+#
+#     4 sat(a/2) + 2 sat(a/2 - 1) + sat(a/2 - 2)            sat(t) = t, but 0 below 0 and 1 above 1
+#
+# Each term is exact. Added to 1.5 * 2^23 it is rounded to an integer, with ties to even; to 1.5 * 2^23 * 16^j, to the
+# place of element j. So one float takes the codes of four elements, from the last to the first, and ends as
+# 1.5 * 2^23 + all of them: its lower sixteen bits. Stochastic rounding adds r steps / 256 to a, for each term in the
+# steps of its range, and rounds down: below its range a term is less than 1 then, and rounds to nothing. A byte r is
+# the float32 r * 2^-133 where a float32's third byte is r.
+#
+# An element is NaN or infinite only if its block's multiplier is NaN: then all sixteen codes are +6.
+
+_HALF, _ONE, _TWO = "0f3F000000", "0fBF800000", "0fC0000000"  # 1/2, -1, -2
+
+
+def _f32(value: float) -> str:
+    """A number as PTX writes a float32."""
+    return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
+
+
+def _codes_ptx(words: bool, random: bool) -> str:
+    """PTX of the codes of eight neighbours, from four words of bfloat16 pairs or from eight float32, and the multiplier
+    of their block. $0 is the eight codes; $1 is nothing."""
+    first = 2 + (4 if words else 8)  # operands before the multiplier
+    e, bytes_at = f"${first}", (f"${first + 8}", f"${first + 16}")
+    lines = [
+        "{", ".reg .pred bad;",
+        ".reg .b32 p, q, s, low, high, random, code;", ".reg .f32 v, a, t, u, sum_low, sum_high;",
+    ]  # fmt: skip
+    way = "rm" if random else "rn"
+    for part, total in ((1, "sum_high"), (0, "sum_low")):
+        for j in (3, 2, 1, 0):
+            i, unit = 4 * part + j, 16.0**j
+            if words:
+                source = f"${2 + i // 2}"
+                lines.append(f"shl.b32 p, {source}, 16;" if i % 2 == 0 else f"and.b32 p, {source}, 0xFFFF0000;")
+                lines.append("mov.b32 v, p;")
+            else:
+                lines.append(f"mov.b32 v, ${2 + i};")
+            lines += ["abs.f32 v, v;", f"mul.rn.f32 a, v, {e};"]
+            start = total
+            if j == 3:
+                lines.append(f"mov.f32 {total}, {_f32(1.5 * 2**23 * unit)};")
+            else:
+                lines.append(f"add.rn.f32 {total}, {total}, {_f32(-1.5 * 2**23 * unit * 15)};")
+            if random:
+                lines += [f"prmt.b32 random, {bytes_at[part]}, 0, 0x4{j}44;", "mov.b32 u, random;"]
+            for term, (weight, shift) in enumerate(((4, None), (2, _ONE), (1, _TWO))):
+                source = "a"
+                if random:
+                    lines.append(f"fma.rn.f32 t, u, {_f32(2.0 ** (124 + term))}, a;")
+                    source = "t"
+                if shift is None:
+                    lines.append(f"mul.rn.sat.f32 t, {source}, {_HALF};")
+                else:
+                    lines.append(f"fma.rn.sat.f32 t, {source}, {_HALF}, {shift};")
+                lines.append(f"fma.{way}.f32 {start}, t, {_f32(weight * unit)}, {start};")
+    if words:  # the bytes with the signs: 0, 1, 2, 3 and 4, 5, 6, 7
+        lines += ["prmt.b32 low, $2, $3, 0x7531;", "prmt.b32 high, $4, $5, 0x7531;"]
+    else:
+        for name, i in (("low", 2), ("high", 6)):
+            lines += [
+                f"prmt.b32 p, ${i}, ${i + 1}, 0x0073;", f"prmt.b32 q, ${i + 2}, ${i + 3}, 0x0073;",
+                f"prmt.b32 {name}, p, q, 0x5410;",
+            ]  # fmt: skip
+    lines += [
+        "prmt.b32 p, low, high, 0xECA8;",  # the signs of 0, 2, 4, 6, each all over its byte
+        "prmt.b32 q, low, high, 0xFDB9;",
+        "lop3.b32 s, p, q, 0x0F0F0F0F, 0xE4;",  # bits of p where the mask is set, else of q
+        "mov.b32 low, sum_low;", "mov.b32 high, sum_high;", "prmt.b32 code, low, high, 0x5410;",
+        "lop3.b32 code, s, 0x88888888, code, 0xEA;",  # (s & mask) | code
+        f"mov.b32 v, {e};", "setp.nan.f32 bad, v, v;", "selp.b32 $0, 0x77777777, code, bad;", "mov.b32 $1, 0;", "}",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+_CODES = {
+    (words, random): (
+        tl.constexpr(_codes_ptx(words, random)),
+        tl.constexpr(",".join(["=r"] * 2 + ["r"] * ((4 if words else 8) + 8 + 16 * random))),
+    )
+    for words in (False, True)
+    for random in (False, True)
+}
+_NEAREST, _NEAREST_OPERANDS = _CODES[False, False]
+_RANDOM, _RANDOM_OPERANDS = _CODES[False, True]
+_NEAREST_OF_WORDS, _NEAREST_OF_WORDS_OPERANDS = _CODES[True, False]
+_RANDOM_OF_WORDS, _RANDOM_OF_WORDS_OPERANDS = _CODES[True, True]
+_LARGER_OF_PAIRS = tl.constexpr("max.NaN.xorsign.abs.bf16x2 $0, $1, $2;")
+_RECIPROCAL = tl.constexpr("rcp.rn.f32 $0, $1;")
 
 
 @triton.jit
-def _code(x):
-    """E2M1 code, as int32, of x, |x| <= 6, rounded to nearest even; NaN gives +6."""
-    a = tl.abs(x)
-    bits = a.to(tl.int32, bitcast=True)
-    # from 1 on a code is the exponent and the first mantissa bit; the rest is rounded off
-    large = ((bits + 0x1FFFFF + ((bits >> 22) & 1)) >> 22) - 252
-    # below 1 the codes are multiples of 1/2, which is the last place of a float32 near 2^22
-    small = (a + 4194304.0).to(tl.int32, bitcast=True) & 3
-    return tl.where(x != x, 7, tl.where(a < 1.0, small, large) | _sign(x))
+def _codes(v, e):
+    """E2M1 codes of v * e, two to a byte, eight to the first four of every eight bytes."""
+    if v.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _NEAREST_OF_WORDS, _NEAREST_OF_WORDS_OPERANDS, [v, e], dtype=tl.uint8, is_pure=True, pack=8
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _NEAREST, _NEAREST_OPERANDS, [v.to(tl.float32), e], dtype=tl.uint8, is_pure=True, pack=8
+        )
 
 
 @triton.jit
-def _sign(x):
-    """The sign bit where an E2M1 code has it. Read off the bits: Triton's -x is 0 - x, which loses the sign of zero."""
-    return (x.to(tl.int32, bitcast=True) >> 28) & 8
+def _random_codes(v, e, first, second):
+    """The same, rounded up where a random byte carries it over: `first` has the bytes of four elements, `second` of the
+    next four. The twin of reference.round_stochastically."""
+    if v.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _RANDOM_OF_WORDS, _RANDOM_OF_WORDS_OPERANDS, [v, e, first, second], dtype=tl.uint8, is_pure=True, pack=8
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _RANDOM, _RANDOM_OPERANDS, [v.to(tl.float32), e, first, second], dtype=tl.uint8, is_pure=True, pack=8
+        )
 
 
 @triton.jit
-def _step(a):
-    return tl.where(a < 2.0, 0.5, tl.where(a < 4.0, 1.0, 2.0))
+def _larger(a, b):
+    """The larger magnitude of two bfloat16, of any sign; NaN if either is."""
+    return tl.inline_asm_elementwise(_LARGER_OF_PAIRS, "=r,r,r", [a, b], dtype=tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit
-def _round_up_by(x, r):
-    """x, |x| <= 6, as an E2M1 code rounded up where the random byte r carries it over: round_stochastically's twin."""
-    a = tl.abs(x)
-    t = a + r * (_step(a) * (1 / 256))
-    # downwards, to a multiple of the step: from 1 on that is the first mantissa bit again
-    large = tl.minimum((t.to(tl.int32, bitcast=True) >> 22) - 252, 7)
-    code = tl.where(t < 1.0, (t >= 0.5).to(tl.int32), large)
-    return tl.where(x != x, 7, code | _sign(x))
+def _reciprocal(x):
+    """1 / x, correctly rounded."""
+    return tl.inline_asm_elementwise(_RECIPROCAL, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+def _product_ptx(factor: int) -> str:
+    """PTX of the low and the high word of a product, in one instruction; Triton's philox takes two."""
+    return f"{{ .reg .b64 product; mul.wide.u32 product, $2, {factor:#x}; mov.b64 {{$0, $1}}, product; }}"
+
+
+_PRODUCT0, _PRODUCT1 = (tl.constexpr(_product_ptx(factor)) for factor in philox.FACTORS)
+_KEY0, _KEY1 = (tl.constexpr(step) for step in philox.KEY_STEPS)
+
+
+@triton.jit
+def _low_and_high(x, PRODUCT: tl.constexpr):
+    words: tl.constexpr = (tl.uint32, tl.uint32)
+    return tl.inline_asm_elementwise(PRODUCT, "=r,=r,r", [x], dtype=words, is_pure=True, pack=1)
 
 
 @triton.jit
 def _random_words(seed, block_index, STREAM: tl.constexpr):
-    """Sixteen random bytes for each block, as four words (see philox.py)."""
-    low, high = block_index.to(tl.uint32), (block_index >> 32).to(tl.uint32)
-    zero = low * 0
-    return tl.philox(tl.load(seed), low, high, zero + tl.load(seed + 1).to(tl.uint32), zero + STREAM)
+    """Sixteen random bytes for each block, as four words: the twin of philox.philox."""
+    key = tl.load(seed)
+    k0, k1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    c0, c1 = block_index.to(tl.uint32), (block_index >> 32).to(tl.uint32)
+    zero = c0 * 0
+    c2, c3 = zero + tl.load(seed + 1).to(tl.uint32), zero + STREAM
+    for _ in tl.static_range(10):
+        low0, high0 = _low_and_high(c0, _PRODUCT0)
+        low1, high1 = _low_and_high(c2, _PRODUCT1)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + _KEY0, k1 + _KEY1
+    return c0, c1, c2, c3
 
 
 @gluon.jit
 def _random_bytes(seed, block_index, like, STREAM: gl.constexpr):
-    """float32 [R, G, 16]: r of every element."""
+    """uint32 [R, G, 16]: the bytes of the first four elements of every eight, and those of the other four."""
     w0, w1, w2, w3 = _random_words(seed, block_index, STREAM)
-    j = _within_block(like)
-    first = gl.where(j < 4, gl.expand_dims(w0, 2), gl.expand_dims(w1, 2))
-    second = gl.where(j < 12, gl.expand_dims(w2, 2), gl.expand_dims(w3, 2))
-    word = gl.where(j < 8, first, second)
-    return ((word >> ((j % 4) * 8).to(gl.uint32)) & 0xFF).to(gl.float32)
+    low = _within_block(like) < 8
+    first = gl.where(low, gl.expand_dims(w0, 2), gl.expand_dims(w2, 2))
+    return first, gl.where(low, gl.expand_dims(w1, 2), gl.expand_dims(w3, 2))
 
 
 @triton.jit
-def _tensor_scales(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
-    """(S_enc, global_scale): the twin of reference.tensor_scales."""
+def _encode_scale(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
+    """S_enc: the twin of reference.tensor_scales, whose other result is `_global_scale`."""
     quotient = divide(TOP, g)
     bad = (g == float("inf")) | (g != g)
-    s_enc = tl.where((g == 0) | bad, 1.0, tl.where(quotient > LARGEST, LARGEST, quotient))
-    undo = divide(1.0, s_enc)
+    return tl.where((g == 0) | bad, 1.0, tl.where(quotient > LARGEST, LARGEST, quotient))
+
+
+@triton.jit
+def _global_scale(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
     plain = tl.div_rn(g, tl.where(g == g, TOP, TOP))
-    global_scale = tl.where(quotient > LARGEST, undo, plain)
-    return s_enc, tl.where(bad, float("nan"), tl.where(g == 0, 0.0, global_scale))
+    scale = tl.where(divide(TOP, g) > LARGEST, divide(1.0, _encode_scale(g, TOP, LARGEST)), plain)
+    bad = (g == float("inf")) | (g != g)
+    return tl.where(bad, float("nan"), tl.where(g == 0, 0.0, scale))
+
+
+@gluon.jit
+def _block_amax(v):
+    """Largest magnitude of v [R, G, 16] along the last dim, float32, NaN kept."""
+    if v.dtype == gl.bfloat16:
+        a, b = _halves(v, 8)
+        a, b = _halves(_larger(a, b), 4)
+        a, b = _halves(_larger(a, b), 2)
+        a, b = gl.split(_larger(a, b))
+        return float_bits(gl.maximum(magnitude_bits(a), magnitude_bits(b)), a).to(gl.float32, bitcast=True)
+    else:
+        return amax_along(v, 2)
+
+
+@triton.jit
+def _block_scales(a, s_enc, undo, LARGEST: tl.constexpr):
+    """(E4M3 scale, multiplier into codes) of blocks with these maxima: the twin of reference.block_scales."""
+    a = tl.where(a == float("inf"), float("nan"), a)  # the hardware's cast would saturate
+    s_b = (a * (s_enc * (1 / 6))).to(tl.float8e4nv)
+    e = _reciprocal(s_b.to(tl.float32) * undo)
+    return s_b.to(tl.uint8, bitcast=True), tl.where(e > LARGEST, LARGEST, e)
+
+
+@gluon.jit
+def _store_scales(scale, s_b, M, K, first_row, first_column, SQUARE: gl.constexpr):
+    """Scales of the blocks of a tile that begins at first_row and first_column of [M, K]."""
+    layout: gl.constexpr = s_b.type.layout
+    TALL: gl.constexpr = 16 if SQUARE else 1
+    across = gl.cdiv(K, 16)
+    row = first_row // TALL + gl.arange(0, s_b.shape[0], layout=gl.SliceLayout(1, layout))
+    group = first_column // 16 + gl.arange(0, s_b.shape[1], layout=gl.SliceLayout(0, layout))
+    live = (row < gl.cdiv(M, TALL))[:, None] & (group < across)[None, :]
+    if SQUARE:
+        at = row.to(gl.int64)[:, None] * across + group[None, :]
+    else:
+        at = row[:, None] + group.to(gl.int64)[None, :] * M
+    gl.store(scale + at, s_b, mask=live)
 
 
 @gluon.jit
 def _orientation(
-    v, codes, scale, s_enc, seed, M, K, first_row, first_column, height, width, row, column,
+    v, a, codes, scale, s_enc, undo, seed, M, K, first_row, first_column, height, width, row, column,
     SQUARE: gl.constexpr, RHT: gl.constexpr, STOCHASTIC: gl.constexpr, STREAM: gl.constexpr, NEGATIVE: gl.constexpr,
     LARGEST: gl.constexpr, GROUPED: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """v [R, C] of an [M, K] orientation -> packed codes, and an E4M3 scale for every 16 of a row, or of 16 rows. It is
     written at first_row and first_column; what it is part of is [height, width], and there it begins at row and column:
-    the same without groups, and a group's own otherwise."""
+    the same without groups, and a group's own otherwise. `a` has the maxima of its blocks, or is None. Returns them."""
     groups: gl.constexpr = C // 16
-    down: gl.constexpr = R // 16 if SQUARE else R
-    across = gl.cdiv(K, 16)
     if RHT:
         v = _turn(v, R, C, NEGATIVE)
-    v = v.to(gl.float32)
-    blocks = gl.reshape(v, (down, R // down, groups, 16))
-    a = amax_along(amax_along(blocks, 3), 1)  # [down, groups]
-    a = gl.where(a == float("inf"), float("nan"), a)  # the hardware's cast would saturate
-    s_b = (a * (s_enc * (1 / 6))).to(gl.float8e4nv)
-    layout: gl.constexpr = a.type.layout
-    scale_rows = first_row // (R // down) + gl.arange(0, down, layout=gl.SliceLayout(1, layout))
-    group = first_column // 16 + gl.arange(0, groups, layout=gl.SliceLayout(0, layout))
-    live = (scale_rows < gl.cdiv(M, R // down))[:, None] & (group < across)[None, :]
+    v = gl.reshape(v, (R, groups, 16))
+    if a is None:
+        a = _block_amax(v)
+        if SQUARE:
+            a = amax_along(gl.reshape(a, (R // 16, 16, groups)), 1)
+    s_b, e = _block_scales(a, s_enc, undo, LARGEST)
+    _store_scales(scale, s_b, M, K, first_row, first_column, SQUARE)
+    inner: gl.constexpr = gl.SliceLayout(2, v.type.layout)
     if SQUARE:
-        at = scale_rows.to(gl.int64)[:, None] * across + group[None, :]
-    else:
-        at = scale_rows[:, None] + group.to(gl.int64)[None, :] * M
-    gl.store(scale + at, s_b.to(gl.uint8, bitcast=True), mask=live)
-    decoded = s_b.to(gl.float32) * divide(1.0, s_enc)
-    e = divide(1.0, decoded)
-    e = gl.where(e > LARGEST, LARGEST, e)
-    scaled = gl.reshape(blocks * gl.expand_dims(gl.expand_dims(e, 1), 3), (R, groups, 16))
-    scaled = gl.where(scaled > 6.0, 6.0, gl.where(scaled < -6.0, -6.0, scaled))
+        spread = gl.reshape(gl.zeros((R, groups), gl.float32, layout=inner), (R // 16, 16, groups))
+        e = gl.expand_dims(gl.convert_layout(e, gl.SliceLayout(1, spread.type.layout)), 1) + spread
+        e = gl.reshape(e, (R, groups))
+    e = gl.expand_dims(gl.convert_layout(e, inner), 2).broadcast_to((R, groups, 16))
     if STOCHASTIC:
-        inner: gl.constexpr = gl.SliceLayout(2, scaled.type.layout)
         rows = row + gl.arange(0, R, layout=gl.SliceLayout(1, inner))
         block = column // 16 + gl.arange(0, groups, layout=gl.SliceLayout(0, inner))
         index = rows.to(gl.int64)[:, None] * gl.cdiv(width, 16) + block[None, :]
-        quantized = _round_up_by(scaled, _random_bytes(seed, index, scaled, STREAM))
+        first, second = _random_bytes(seed, index, v, STREAM)
+        packed = _random_codes(v, e, first, second)
     else:
-        quantized = _code(scaled)
-    along: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, quantized.type.layout))
-    block_start = gl.expand_dims(gl.expand_dims(column + gl.arange(0, groups, layout=along) * 16, 0), 2)
-    if not RHT:  # turned padding holds values; otherwise it is zero, in a block of NaN too
-        quantized = gl.where(block_start + _within_block(quantized) < width, quantized, 0)
+        packed = _codes(v, e)
+    packed, _ = gl.split(gl.permute(gl.reshape(packed, (R, C // 8, 2, 4)), (0, 1, 3, 2)))
+    packed = gl.reshape(packed, (R, C // 2))
     if GROUPED:  # what is nobody's is zero, though turned zeros may be negative
-        down_rows: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, quantized.type.layout))
-        at_row = gl.expand_dims(gl.expand_dims(row + gl.arange(0, R, layout=down_rows), 1), 2)
-        quantized = gl.where((at_row < height) & (block_start < width), quantized, 0)
-    _store_packed(codes, quantized, M, across * 8, first_row, first_column // 2, R, C)
+        if (row + R > height) | (column + C > width):
+            packed = _only(packed, height - row, gl.cdiv(width, 16) * 16 - column if RHT else width - column)
+    elif not RHT:  # turned padding holds values; otherwise it is zero, in a block of NaN too
+        if column + C > width:
+            packed = _only(packed, R, width - column)
+    _store_packed(codes, packed, M, gl.cdiv(K, 16) * 8, first_row, first_column // 2)
+    return a
 
 
 @gluon.jit
-def _store_packed(codes, quantized, M, row_bytes, first_row, first_byte, R: gl.constexpr, C: gl.constexpr):
-    """Codes [R, C/16, 16] -> bytes of a contiguous [M, row_bytes], two to a byte."""
-    low, high = gl.split(gl.reshape(quantized, (R, C // 2, 2)))
-    packed = (low | (high << 4)).to(gl.uint8)
+def _only(packed, rows, columns):
+    """Codes [R, C/2] of the first so many rows and columns, an odd number perhaps; zero elsewhere."""
     layout: gl.constexpr = packed.type.layout
-    rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, layout))
-    columns = first_byte + gl.arange(0, C // 2, layout=gl.SliceLayout(0, layout))
+    is_row = gl.arange(0, packed.shape[0], layout=gl.SliceLayout(1, layout)) < rows
+    column = 2 * gl.arange(0, packed.shape[1], layout=gl.SliceLayout(0, layout))
+    kept = gl.where(column + 1 < columns, 0xFF, gl.where(column < columns, 0x0F, 0)).to(gl.uint8)
+    return gl.where(is_row[:, None], packed & kept[None, :], 0)
+
+
+@gluon.jit
+def _store_packed(codes, packed, M, row_bytes, first_row, first_byte):
+    """Bytes [R, C/2] -> those of a contiguous [M, row_bytes]."""
+    layout: gl.constexpr = packed.type.layout
+    rows = first_row + gl.arange(0, packed.shape[0], layout=gl.SliceLayout(1, layout))
+    columns = first_byte + gl.arange(0, packed.shape[1], layout=gl.SliceLayout(0, layout))
     at = rows.to(gl.int64)[:, None] * row_bytes + columns[None, :]
     gl.store(codes + at, packed, mask=(rows < M)[:, None] & (columns < row_bytes)[None, :])
+
+
+@gluon.constexpr_function
+def _maxima_layout(rows, columns, warps):
+    across = min(columns // 16, 32)
+    return gl.BlockedLayout([1, 1], [32 // across, across], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _nothing(R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """The maxima of no tiles [R, C/16]."""
+    return gl.zeros((R, C // 16), gl.int32, layout=_maxima_layout(R, C, W))
+
+
+@gluon.jit
+def _maxima(v, R: gl.constexpr, C: gl.constexpr, RHT: gl.constexpr, NEGATIVE: gl.constexpr, like):
+    """float32 bits [R, C/16] of the largest magnitudes in v [R, C]; if turned, as `_turned_magnitudes` has them. Laid
+    out like those."""
+    if RHT:
+        found = _turned_magnitudes(v, R, C, NEGATIVE)
+    else:
+        found = _block_amax(gl.reshape(v, (R, C // 16, 16))).to(gl.int32, bitcast=True)
+    return gl.convert_layout(found, like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _quarter(bits):
+    """The float32 bits of a fourth of a float32, rounded to bfloat16."""
+    value = bits.to(gl.float32, bitcast=True) * 0.25
+    return value.to(gl.bfloat16).to(gl.float32).to(gl.int32, bitcast=True)
 
 
 @gluon.jit
 def _amax_kernel(
     x, row, column, skip, owner, source, live, M, K, stride_m, stride_k,
-    RHT_ROW: gl.constexpr, RHT_COLUMN: gl.constexpr,
-    NEGATIVE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+    RHT_ROW: gl.constexpr, RHT_COLUMN: gl.constexpr, NEGATIVE: gl.constexpr,
+    STRIP: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
         if gl.load(skip) != 0:
             return
-    pm, pk = tile_index(K, COLUMNS)
+    pm, strip = tile_index(K, COLUMNS * STRIP)
     first, end, g = pm * ROWS, M, 0
     if owner is not None:
         first, end, _ = group_tile(source, live, pm * ROWS, M)
         if first >= end:
             return
         g = group_of(owner, pm * ROWS)
-    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
+    begin = strip * STRIP
+    until = gl.minimum(begin + STRIP, gl.cdiv(K, COLUMNS))
+    of_rows, of_columns = _nothing(ROWS, COLUMNS, W), _nothing(COLUMNS, ROWS, W)
+    for pk in range(begin, until):
+        v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
+        if row is not None or not RHT_COLUMN:
+            of_rows = gl.maximum(of_rows, _maxima(v, ROWS, COLUMNS, RHT_ROW, NEGATIVE, of_rows))
+        if column is not None and (RHT_COLUMN or RHT_ROW):
+            down = dual.transpose(v, ROWS, W)
+            of_columns = gl.maximum(of_columns, _maxima(down, COLUMNS, ROWS, RHT_COLUMN, NEGATIVE, of_columns))
+    bits = gl.max(gl.max(of_rows, 1), 0)
     if row is not None:
-        along = v
         if RHT_ROW:
-            along = _turn(v, ROWS, COLUMNS, NEGATIVE)
-        gl.atomic_max(row + g, amax_bits(along), sem="relaxed")
+            found = _quarter(bits)
+            if bits == 0x7F800000:
+                for pk in range(begin, until):
+                    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
+                    found = gl.maximum(found, amax_bits(_turn(v, ROWS, COLUMNS, NEGATIVE)))
+            gl.atomic_max(row + g, found, sem="relaxed")
+        else:
+            gl.atomic_max(row + g, bits, sem="relaxed")
     if column is not None:
-        down = v
+        if RHT_COLUMN or RHT_ROW:
+            bits = gl.max(gl.max(of_columns, 1), 0)
         if RHT_COLUMN:
-            down = _turn(dual.transpose(v, ROWS, W), COLUMNS, ROWS, NEGATIVE)
-        gl.atomic_max(column + g, amax_bits(down), sem="relaxed")
+            found = _quarter(bits)
+            if bits == 0x7F800000:
+                for pk in range(begin, until):
+                    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
+                    turned = _turn(dual.transpose(v, ROWS, W), COLUMNS, ROWS, NEGATIVE)
+                    found = gl.maximum(found, amax_bits(turned))
+            gl.atomic_max(column + g, found, sem="relaxed")
+        else:
+            gl.atomic_max(column + g, bits, sem="relaxed")
 
 
 @gluon.jit
@@ -221,8 +490,7 @@ def _store_globals(
 ):
     """Of all groups, between the rows of tiles: a group without rows has a global scale too, and no tile."""
     for g in range(pm, GROUPS, gl.maximum(gl.cdiv(M, ROWS), 1)):
-        _, global_scale = _tensor_scales(gl.load(amax + g), TOP, LARGEST)
-        gl.store(scales + g, global_scale)
+        gl.store(scales + g, _global_scale(gl.load(amax + g), TOP, LARGEST))
 
 
 @gluon.jit
@@ -232,16 +500,17 @@ def _cast_kernel(
     M, K, stride_m, stride_k,
     SQUARE: gl.constexpr, RHT_ROW: gl.constexpr, RHT_COLUMN: gl.constexpr,
     SR_ROW: gl.constexpr, SR_COLUMN: gl.constexpr, NEGATIVE: gl.constexpr, TOP: gl.constexpr, LARGEST: gl.constexpr,
-    GROUPS: gl.constexpr, SIZE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+    GROUPS: gl.constexpr, SIZE: gl.constexpr,
+    STRIP: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
         if gl.load(skip) != 0:
             return
-    pm, pk = tile_index(K, COLUMNS)
+    pm, strip = tile_index(K, COLUMNS * STRIP)
     # a tile begins at `first` in x and at `within` in what it is part of, which has `height` rows
     first, end, within, height, g = pm * ROWS, M, pm * ROWS, M, 0
     if owner is not None:
-        if pk == 0:
+        if strip == 0:
             if row is not None:
                 _store_globals(row_global, row_amax, M, pm, TOP, LARGEST, GROUPS, ROWS)
             if column is not None:
@@ -252,26 +521,47 @@ def _cast_kernel(
         g = group_of(owner, pm * ROWS)
         within = pm * ROWS - gl.load(block + g) * SIZE
         height = gl.load(start + g + 1) - gl.load(start + g)
-    v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
+    elif gl.program_id(0) == 0:
+        if row is not None:
+            gl.store(row_global, _global_scale(gl.load(row_amax), TOP, LARGEST))
+        if column is not None:
+            gl.store(column_global, _global_scale(gl.load(column_amax), TOP, LARGEST))
     if row is not None:
-        s_enc, global_scale = _tensor_scales(gl.load(row_amax + g), TOP, LARGEST)
-        if owner is None:
-            if gl.program_id(0) == 0:
-                gl.store(row_global, global_scale)
-        _orientation(
-            v, row, row_scale, s_enc, seed, M, K, pm * ROWS, pk * COLUMNS, height, K, within, pk * COLUMNS,
-            SQUARE, RHT_ROW, SR_ROW, 0, NEGATIVE, LARGEST, GROUPS > 0, ROWS, COLUMNS,
-        )  # fmt: skip
+        row_enc = _encode_scale(gl.load(row_amax + g), TOP, LARGEST)
+        row_undo = divide(1.0, row_enc)
     if column is not None:
-        s_enc, global_scale = _tensor_scales(gl.load(column_amax + g), TOP, LARGEST)
-        if owner is None:
-            if gl.program_id(0) == 0:
-                gl.store(column_global, global_scale)
-        _orientation(
-            dual.transpose(v, ROWS, W), column, column_scale, s_enc, seed, K, M, pk * COLUMNS, pm * ROWS,
-            K, height, pk * COLUMNS, within,
-            SQUARE, RHT_COLUMN, SR_COLUMN, 1, NEGATIVE, LARGEST, GROUPS > 0, COLUMNS, ROWS,
-        )  # fmt: skip
+        column_enc = _encode_scale(gl.load(column_amax + g), TOP, LARGEST)
+        column_undo = divide(1.0, column_enc)
+    for pk in range(strip * STRIP, gl.minimum((strip + 1) * STRIP, gl.cdiv(K, COLUMNS))):
+        v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
+        a = None
+        if row is not None:
+            a = _orientation(
+                v, None, row, row_scale, row_enc, row_undo, seed, M, K, pm * ROWS, pk * COLUMNS,
+                height, K, within, pk * COLUMNS,
+                SQUARE, RHT_ROW, SR_ROW, 0, NEGATIVE, LARGEST, GROUPS > 0, ROWS, COLUMNS,
+            )  # fmt: skip
+        if column is not None:
+            if SQUARE and row is not None:  # the blocks are the same ones
+                a = gl.permute(a, (1, 0))
+            else:
+                a = None
+            _orientation(
+                dual.transpose(v, ROWS, W), a, column, column_scale, column_enc, column_undo, seed, K, M,
+                pk * COLUMNS, pm * ROWS, K, height, pk * COLUMNS, within,
+                SQUARE, RHT_COLUMN, SR_COLUMN, 1, NEGATIVE, LARGEST, GROUPS > 0, COLUMNS, ROWS,
+            )  # fmt: skip
+
+
+def _strip(shape: tuple[int, ...], config: Config) -> int:
+    """Returns how many tiles beside each other one program takes: what it computes once, scales above all, is as long
+    as a tile. One each if there would be too few programs for the chip otherwise."""
+    return next((n for n in (8, 4, 2) if tile.tiles(shape, config) >= n * PROGRAMS), 1)
+
+
+def _wide(shape: tuple[int, ...], config: Config) -> Config:
+    """Returns the part of a matrix that one program takes."""
+    return config._replace(columns=config.columns * _strip(shape, config))
 
 
 def _options(row: Quantizer | None, column: Quantizer | None) -> tuple[NVFP4, NVFP4]:
@@ -315,8 +605,8 @@ def _amax_launch(
     row_rht: bool, column_rht: bool, shape: tuple[int, ...], strides: tuple[int, ...], config: Config
 ) -> Launch:
     return Launch(
-        _amax_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
-        RHT_ROW=row_rht, RHT_COLUMN=column_rht, NEGATIVE=NEGATIVE,
+        _amax_kernel, tile.tiles(shape, _wide(shape, config)), (*shape, *strides), num_warps=config.warps,
+        RHT_ROW=row_rht, RHT_COLUMN=column_rht, NEGATIVE=NEGATIVE, STRIP=_strip(shape, config),
         ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
     )  # fmt: skip
 
@@ -326,11 +616,11 @@ def _cast_launch(
     first: NVFP4, second: NVFP4, shape: tuple[int, ...], strides: tuple[int, ...], groups: int, config: Config
 ) -> Launch:
     return Launch(
-        _cast_kernel, tile.tiles(shape, config), (*shape, *strides), num_warps=config.warps,
+        _cast_kernel, tile.tiles(shape, _wide(shape, config)), (*shape, *strides), num_warps=config.warps,
         SQUARE=first.square, RHT_ROW=first.rht, RHT_COLUMN=second.rht,
         SR_ROW=first.stochastic, SR_COLUMN=second.stochastic,
         NEGATIVE=NEGATIVE, TOP=E2M1.max * E4M3.max, LARGEST=FLOAT32_MAX, GROUPS=groups, SIZE=BLOCK,
-        ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
+        STRIP=_strip(shape, config), ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
     )  # fmt: skip
 
 
@@ -339,10 +629,12 @@ def variants() -> list[Variant]:
         (torch.bfloat16, False, (False, True), (False, False)),
         (torch.bfloat16, False, (False, True), (True, True)),
         (torch.float32, True, (False, False), (False, False)),
+        (torch.bfloat16, True, (False, False), (False, False)),
     )
     found = []
     for config in CONFIGS:
-        sizes = {"W": config.warps, "ROWS": config.rows, "COLUMNS": config.columns, "NEGATIVE": NEGATIVE}
+        sizes = {"W": config.warps, "ROWS": config.rows, "COLUMNS": config.columns, "STRIP": 8}
+        sizes["NEGATIVE"] = NEGATIVE
         for dtype, square, rht, random in cases:
             turned_by = {"RHT_ROW": rht[0], "RHT_COLUMN": rht[1], "skip": None, **tile.NO_GROUPS, **tile.CONTIGUOUS}
             turned_by |= sizes
