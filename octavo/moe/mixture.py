@@ -183,6 +183,7 @@ class MoE(nn.Module):
         Raises:
             UnsupportedShape: x has another last dim or fewer than two dims, or `tokens` more than one element.
             UnsupportedDtype: x or `tokens` has the wrong dtype.
+            UnsupportedDevice: x and the parameters are on two devices.
         """
         x = self._rows(input)
         if self.load.is_meta and not x.is_meta:
