@@ -308,6 +308,8 @@ def test_codes_are_refused_as_x():
     for layer in (mixture(), octavo.Linear(D, N, recipe="fp8-block")):
         with pytest.raises(UnsupportedDtype, match="got a GroupedTensor: only"):
             layer(codes)
+    with pytest.raises(UnsupportedDtype, match=r"MoE takes a tensor, got a QTensor.*Pass dequantize\(\)"):
+        mixture()(octavo.quant.Block1D().quantize(batch()[0]))
 
 
 def test_copies_of_a_trained_module():
