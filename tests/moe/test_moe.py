@@ -303,6 +303,11 @@ def test_an_unknown_setting_is_named():
         mixture(keep_weight_code=False)
 
 
+def test_the_repr_has_what_differs_from_the_default():
+    assert repr(mixture()).splitlines()[1].strip() == "num_experts=8, top_k=2"
+    assert "z_loss_coef=0.1, expert_bias=True\n" in repr(mixture(**RICH))
+
+
 def test_codes_are_refused_as_x():
     codes = octavo.quant.Block1D().quantize_groups(batch()[0], torch.tensor([T]))
     for layer in (mixture(), octavo.Linear(D, N, recipe="fp8-block")):
