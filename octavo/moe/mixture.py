@@ -34,7 +34,8 @@ class MoE(nn.Module):
     whatever the routing is. Nothing is read on the host: a CUDA graph follows a changing routing.
 
     After a forward `load` has the number of slots that chose each expert, and in training `aux_loss` the sum of the
-    losses with a coefficient, which you add to your own loss.
+    losses with a coefficient, which you add to your own loss. The next forward overwrites `load` in place, where a
+    CUDA graph finds it: clone it to keep its numbers.
 
     Args:
         hidden_size: the size of the last dim of x and of y.
