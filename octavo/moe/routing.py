@@ -191,9 +191,13 @@ def checked_tokens(tokens: Tensor | int, device: torch.device) -> Tensor | int:
         return tokens
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
         got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise UnsupportedDtype(f"tokens is an int, or an int32 or int64 tensor of one element, got {got}.")
+        way_out = "For a mask, pass x[mask] alone." if got == torch.bool else "Cast it: tokens.long(), int(tokens)."
+        raise UnsupportedDtype(f"tokens is an int, or an int32 or int64 tensor of one element, got {got}. {way_out}")
     if tokens.numel() != 1:
-        raise UnsupportedShape(f"tokens is one number, got a tensor {tuple(tokens.shape)}. Sum it.")
+        raise UnsupportedShape(
+            f"tokens is one number, how many of all rows come before the padding, got a tensor {tuple(tokens.shape)}. "
+            "Pack sequences of these lengths one after the other, and pass the sum of the lengths."
+        )
     if tokens.device != device:
         raise UnsupportedDevice(f"tokens is on {tokens.device} and the data on {device}. Move it, or pass an int.")
     return tokens.reshape(())

@@ -393,6 +393,14 @@ def test_tensors_that_do_not_fit_are_refused():
         moe.update_bias(torch.zeros(8).bfloat16(), torch.zeros(8))
 
 
+def test_lengths_and_masks_of_sequences_are_told_how_to_become_one_number():
+    logits = randn(2, 6, 8)
+    with pytest.raises(UnsupportedShape, match=r"got a tensor \(2,\)\. Pack sequences .* the sum of the lengths"):
+        moe.z_loss(logits, tokens=torch.tensor([4, 5]))
+    with pytest.raises(UnsupportedDtype, match=r"got torch\.bool\. For a mask, pass x\[mask\] alone"):
+        moe.z_loss(logits, tokens=torch.ones(2, 6, dtype=torch.bool))
+
+
 @pytest.mark.parametrize(
     ("bias", "counts", "message"),
     [
