@@ -318,6 +318,12 @@ class MoE(nn.Module):
             self.reset_parameters()
         return self
 
+    def _load_from_state_dict(self, *given: Any) -> None:
+        """Keeps the bias in float32 where `assign=True` puts a tensor of 16 bits in its place."""
+        super()._load_from_state_dict(*given)
+        if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = self.expert_bias.float()
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_loss": None}  # a part of the graph of one forward
 

@@ -153,7 +153,10 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
             f"update_bias takes a bias [E] and counts [E], got {tuple(bias.shape)} and {tuple(counts.shape)}."
         )
     if bias.dtype != torch.float32:
-        raise UnsupportedDtype(f"update_bias takes a bias in float32, got {bias.dtype}. Use bias.float().")
+        raise UnsupportedDtype(
+            f"update_bias takes a bias in float32, got {bias.dtype}. Keep the bias itself in float32: the update is in "
+            "place, and would be lost with a cast made for this call."
+        )
     if bias.device != counts.device:
         raise UnsupportedDevice(f"The bias is on {bias.device} and the counts on {counts.device}. Move them together.")
     with torch.no_grad():

@@ -1,13 +1,34 @@
-"""octavo.moe.Router: what it refuses as x and as its weight, eager and as a part of a mixture."""
+"""octavo.moe.Router: products in float32, and what it refuses as x and as its weight."""
 
 import pytest
 import torch
+from torch import nn
 
 import octavo
 from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.moe import Router
+from tests.fuser.models import error
+from tests.modules.oracle import spiky
+from tests.moe.test_moe import D, E, T, batch
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def test_logits_are_float32_products():
+    router = Router(D, E, dtype=torch.bfloat16)
+    x, dy = batch(dtype=torch.bfloat16)[0].requires_grad_(), spiky(T, E, seed=3)
+    saved = []
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        logits = router(x)
+        logits.backward(dy)
+    exact = [t.detach().double() for t in (x, router.weight)]
+    assert logits.dtype == torch.float32 and error(logits, exact[0] @ exact[1].T) < 1e-6
+    assert error(x.grad, dy.double() @ exact[1]) < 4e-3 and error(router.weight.grad, dy.double().T @ exact[0]) < 4e-3
+    assert {t.dtype for t in saved} == {torch.bfloat16}
+    assert isinstance(router, nn.Linear) and router.bias is None
 
 
 @dtypes
