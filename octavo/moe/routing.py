@@ -247,10 +247,21 @@ def checked_logits(title: str, logits: Tensor) -> Tensor:
 def checked_index(title: str, index: Tensor) -> Tensor:
     if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
         got = index.dtype if isinstance(index, Tensor) else type(index).__name__
-        raise UnsupportedDtype(f"{title} takes an index as a tensor of int32 or int64, got {got}. Use .long().")
+        raise UnsupportedDtype(
+            f"{title} takes an index as a tensor of int32 or int64, got {got}. {_way_to_an_index(index)}"
+        )
     if index.dim() < 1 or index.shape[-1] < 1:
         raise UnsupportedShape(f"{title} takes an index [..., K] with K from 1 up, got {tuple(index.shape)}.")
     return index
+
+
+def _way_to_an_index(found: object) -> str:
+    """A cast of a mask or of weights would be an index too, of the wrong experts."""
+    if isinstance(found, Tensor) and found.dtype == torch.bool:
+        return "Make one of a mask by torch.where(mask, torch.arange(E, device=mask.device), -1)."
+    if isinstance(found, Tensor) and found.is_floating_point():
+        return "octavo.moe.route returns weights first, then the index."
+    return "Pass a tensor, cast by .long()."
 
 
 def _checked_bias(bias: Tensor, logits: Tensor) -> Tensor:

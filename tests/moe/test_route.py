@@ -401,6 +401,16 @@ def test_lengths_and_masks_of_sequences_are_told_how_to_become_one_number():
         moe.z_loss(logits, tokens=torch.ones(2, 6, dtype=torch.bool))
 
 
+def test_masks_and_weights_are_no_index_and_no_cast_is_advised():
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    with pytest.raises(UnsupportedDtype, match=r"got torch.bool. Make one of a mask by torch.where\(mask, torch.ara"):
+        moe.counts(mask, 3)
+    assert moe.counts(torch.where(mask, torch.arange(3), -1), 3).tolist() == mask.sum(0).tolist()
+    for call in (lambda weights: moe.counts(weights, 3), lambda weights: moe.sort(weights, 3)):
+        with pytest.raises(UnsupportedDtype, match=r"got torch\.float32\. octavo\.moe\.route returns weights first"):
+            call(torch.ones(4, 2))
+
+
 @pytest.mark.parametrize(
     ("bias", "counts", "message"),
     [
