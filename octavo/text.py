@@ -16,11 +16,16 @@ def path_pattern(path: str) -> str:
 
 
 def path_names(paths: Iterable[str]) -> str:
-    """Lists paths; those that differ only in their numbers become one, with stars."""
+    """Lists paths; those that differ only in their numbers become one, with stars where they differ."""
     kinds: dict[str, list[str]] = {}
     for path in paths:
         kinds.setdefault(path_pattern(path), []).append(path or "(model)")
-    return some([kind if len(alike) > 1 else alike[0] for kind, alike in kinds.items()], SHOWN)
+    return some([_with_stars(alike) for alike in kinds.values()], SHOWN)
+
+
+def _with_stars(paths: Sequence[str]) -> str:
+    parts = zip(*[path.split(".") for path in paths], strict=True)
+    return ".".join(same[0] if len(set(same)) == 1 else "*" for same in parts)
 
 
 def some(names: Sequence[str], most: int) -> str:

@@ -16,6 +16,7 @@ from octavo.errors import UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.fuser.operation import Edge
 from octavo.quant.grouped import GroupedTensor
+from octavo.quant.qtensor import QTensor
 from octavo.weights.held import HeldWeight, refuse_codes
 
 OURS = (HeldWeight, FakeTensor, FunctionalTensor)  # subclasses that layers accept: Octavo's own, and tracers'
@@ -104,6 +105,11 @@ def check_input(title: str, x: Any, name: str = "") -> None:
         raise UnsupportedDtype(
             f"{title} takes a tensor{_as(name)}, got a GroupedTensor: only octavo.GroupedLinear, called by itself, "
             "multiplies codes of groups. Pass dequantize() of it."
+        )
+    if type(x) is QTensor:
+        raise UnsupportedDtype(
+            f"{title} takes a tensor{_as(name)}, got a QTensor, whose codes have no groups. Pass dequantize() of it; "
+            "an octavo.GroupedLinear also takes the codes of quantizer.quantize_groups(rows, sizes)."
         )
     # a run has checked its x before it made an Edge, and a plain strided Tensor needs no further check
     if type(x) is not Edge and (type(x) is not Tensor or x.is_nested or x.layout is not torch.strided):

@@ -76,7 +76,7 @@ def explain(
             for _ in range(REPLAYED if cudagraphs else 1):
                 _step(subject, call, batch, backward)
     return CompileReport(
-        compiler=f"{'Graphs without code' if mode is None else f'Inductor, mode {mode}'}, on {device}",
+        compiler=f"{'Tracing alone' if mode is None else f'Inductor, mode {mode}'}, on {device}",
         cudagraphs=cudagraphs,
         breaks=capture.breaks(),
         recompiles=capture.recompiles(),

@@ -139,7 +139,7 @@ def refusal(recipe: Recipe) -> str:
     """The reason why the layer cannot run in a recipe; empty if it can."""
     quant = recipe.linear()
     if any(gemm.mode == "dequantized" for gemm in (quant.fprop, quant.dgrad, quant.wgrad)):
-        return "a backward on dequantized codes has no grouped kernels in this version"
+        return "a backward on dequantized codes has no grouped kernels (backward='quantized' has)"
     return ""
 
 

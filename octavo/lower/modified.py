@@ -16,7 +16,8 @@ FOUND = re.compile(
 def title_of(owner: Any, layer: Any) -> str:
     """A name for the layer of a call: its module's, or else its kind."""
     kind = layer.Config.registered_name.replace("-", " ")
-    return f"A {kind} layer" if owner is None else str(owner.op_describe())
+    article = "An" if kind[0] in "aeiou" else "A"
+    return f"{article} {kind} layer" if owner is None else str(owner.op_describe())
 
 
 def refuse_modified(title: str, what: str, then: int, now: int) -> NoReturn:

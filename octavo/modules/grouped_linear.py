@@ -366,18 +366,23 @@ class GroupedLinear(Quantized):
 
     def _codes_of(self, x: GroupedTensor, splits: Any, own: Tensor) -> "tuple[Tensor, Any, XCodes]":
         """Returns a token in place of x, the sizes of its groups, and its codes. If fprop takes other codes: x's
-        values, and the sizes that the caller passed."""
+        values and the sizes."""
         if x.orientation != "row":
             raise UnsupportedShape(
                 "GroupedLinear takes a GroupedTensor of rows as x, got one of columns. Quantize the rows of x."
             )
         self._check_fit(x, own)
+        if x.groups.number != self.num_groups:
+            raise UnsupportedShape(
+                f"x was quantized in {x.groups.number} groups, and this GroupedLinear has {self.num_groups} groups. "
+                "Quantize x in as many, with size 0 for a group without rows, or pass x.dequantize() and m_splits."
+            )
         sizes = x.groups.start.diff()
-        quant = (self._recipe or self._allowed(self._followed(ambient.recipe))).linear()
-        if x.q.spec != quant.fprop.left or x.groups.number != self.num_groups or not x.groups.is_ragged:
-            return x.dequantize(), sizes if splits is None else splits, NO_CODES
         if splits is not None:
             _check_same_sizes(sizes, splits_on(own.device, splits, self.num_groups), x.groups.rows)
+        quant = (self._recipe or self._allowed(self._followed(ambient.recipe))).linear()
+        if x.q.spec != quant.fprop.left or not x.groups.is_ragged:
+            return x.dequantize(), sizes, NO_CODES
         token = x.token
         if token is None or not torch.is_grad_enabled():
             token = torch.zeros(1, dtype=x.dtype, device=x.device).expand(x.shape)

@@ -308,22 +308,24 @@ def _codes_for(recipe: Recipe, x: QTensor) -> Parts:
     return tuple(x.tensors())
 
 
-def check_features(x: Any, weight: Tensor) -> None:
+def check_features(x: Any, weight: Tensor, title: str = "Linear") -> None:
     """Raises if x (anything with a shape and a device) does not fit the weight. If x has `like`, () is unknown."""
     if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
-        check_weight("Linear", weight, "its weight")
+        check_weight(title, weight, "its weight")
     if not x.shape and getattr(x, "like", None) is None:
-        raise UnsupportedShape(f"This Linear takes inputs [..., {weight.shape[1]}], got (). Check the layer before it.")
+        raise UnsupportedShape(
+            f"This {title} takes inputs [..., {weight.shape[1]}], got (). Check the layer before it."
+        )
     if x.shape and x.shape[-1] != weight.shape[1]:
         found = tuple([len(range(n)) for n in x.shape])  # numbers, even where the compiler uses symbols
         raise UnsupportedShape(
-            f"This Linear takes inputs [..., {weight.shape[1]}], got {found}. "
+            f"This {title} takes inputs [..., {weight.shape[1]}], got {found}. "
             "Check the layer before it, or in_features."
         )
     if x.device != weight.device:
         raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
     if weight.dtype not in FLOATS:
         raise UnsupportedDtype(
-            f"Linear takes its weight in float32, bfloat16 or float16, got {weight.dtype}. Cast the layer: "
+            f"{title} takes its weight in float32, bfloat16 or float16, got {weight.dtype}. Cast the layer: "
             "layer.float()."
         )

@@ -88,7 +88,7 @@ class Dispatch(Protocol):
             dispatched: the result of `dispatch` of this call.
 
         Returns:
-            y [T, hidden].
+            y [T, hidden], in the dtype of the rows.
         """
 
 
@@ -152,13 +152,20 @@ def check_dispatcher(dispatcher: Any) -> None:
         )
 
 
-def check_dispatched(dispatcher: Any, sent: Any) -> None:
-    """Raises if `dispatch` returned something else than a Dispatched, or counted dropped slots on the host."""
+def check_dispatched(dispatcher: Any, sent: Any, experts: int) -> None:
+    """Raises if `dispatch` returned something else than a Dispatched, sizes of another number of experts than this
+    process has, or counted dropped slots on the host."""
     title = f"{type(dispatcher).__name__}.dispatch"
     if not isinstance(sent, Dispatched):
         raise UnsupportedDtype(
             f"{title} returns an octavo.moe.Dispatched, got {type(sent).__name__}. Return Dispatched(rows, sizes, "
             "state)."
+        )
+    if isinstance(sent.sizes, Tensor) and sent.sizes.shape != (experts,):
+        raise UnsupportedShape(
+            f"{title} returns sizes, the number of rows of each of the {experts} experts of this process, as "
+            f"({experts},), got {tuple(sent.sizes.shape)}. Give 0 for an expert without rows, or build octavo.MoE with "
+            "another num_local_experts."
         )
     dropped = sent.dropped
     if dropped is None:
@@ -166,16 +173,22 @@ def check_dispatched(dispatcher: Any, sent: Any) -> None:
     if not isinstance(dropped, Tensor) or dropped.dtype not in (torch.int32, torch.int64) or dropped.numel() != 1:
         got = f"{dropped.dtype} {tuple(dropped.shape)}" if isinstance(dropped, Tensor) else type(dropped).__name__
         raise UnsupportedDtype(
-            f"{title} returns the number of dropped slots as an int64 tensor without dims, got {got}. Sum a tensor on "
-            "the device, such as (positions < 0).sum(), or leave dropped out."
+            f"{title} returns the number of dropped slots as an int64 tensor without dims, got {got}. Count on the "
+            "device the slots with an expert and without a row, such as (index >= 0).sum() - sizes.sum(), or leave "
+            "dropped out."
         )
 
 
-def check_combined(dispatcher: Any, y: Any, x: Tensor) -> None:
-    """Raises if `combine` returned something else than a row for each token of x."""
+def check_combined(dispatcher: Any, y: Any, x: Tensor, rows: Tensor) -> None:
+    """Raises if `combine` returned something else than a row for each token of x, in the dtype of the experts' rows."""
     if not isinstance(y, Tensor) or y.shape != x.shape:
         got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         raise UnsupportedShape(
             f"{type(dispatcher).__name__}.combine returns y with a row for each token, {tuple(x.shape)}, got {got}. "
             "Sum the rows of each token, as octavo.moe.unpermute does."
+        )
+    if y.dtype != rows.dtype:
+        raise UnsupportedDtype(
+            f"{type(dispatcher).__name__}.combine returns y in the dtype of its rows, {rows.dtype}, got {y.dtype}. "
+            "Return y.to(rows.dtype)."
         )

@@ -34,7 +34,8 @@ class MoE(nn.Module):
     whatever the routing is. Nothing is read on the host: a CUDA graph follows a changing routing.
 
     After a forward `load` has the number of slots that chose each expert, and in training `aux_loss` the sum of the
-    losses with a coefficient, which you add to your own loss.
+    losses with a coefficient, which you add to your own loss. The next forward overwrites `load` in place, where a
+    CUDA graph finds it: clone it to keep its numbers.
 
     Args:
         hidden_size: the size of the last dim of x and of y.
@@ -117,6 +118,7 @@ class MoE(nn.Module):
         if shared_gate and shared_ffn_size is None:
             raise UnsupportedConfig("MoE(shared_gate=True) has no shared MLP to gate. Pass shared_ffn_size too.")
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
+        self.num_local_experts = num_experts if num_local_experts is None else num_local_experts
         self.score, self.scale = score, scale
         self.normalize, self.groups, self.top_groups, self.group_best = normalize, groups, top_groups, group_best
         self.aux_loss_coef, self.z_loss_coef = aux_loss_coef, z_loss_coef
@@ -129,8 +131,7 @@ class MoE(nn.Module):
         if dispatcher is None:
             self.experts = Experts(num_experts, hidden_size, ffn_hidden_size, activation=activation, **layers)
         else:
-            local = num_experts if num_local_experts is None else num_local_experts
-            common = {"bias": False, **layers}
+            common, local = {"bias": False, **layers}, self.num_local_experts
             self.experts = Sequential(expert_layers(local, hidden_size, ffn_hidden_size, activation, common))
         self.shared: Sequential | None = None
         self.shared_gate: Router | None = None
@@ -183,6 +184,7 @@ class MoE(nn.Module):
         Raises:
             UnsupportedShape: x has another last dim or fewer than two dims, or `tokens` more than one element.
             UnsupportedDtype: x or `tokens` has the wrong dtype.
+            UnsupportedDevice: x and the parameters are on two devices.
         """
         x = self._rows(input)
         if self.load.is_meta and not x.is_meta:
@@ -215,7 +217,7 @@ class MoE(nn.Module):
         self, dispatcher: Dispatch, x: Tensor, index: Tensor, weights: Tensor, flag: dict[str, Any]
     ) -> Tensor:
         sent = dispatcher.dispatch(x, index, weights, self.num_experts)
-        check_dispatched(dispatcher, sent)
+        check_dispatched(dispatcher, sent, self.num_local_experts)
         if sent.dropped is not None:
             assert self.dropped is not None
             self.dropped.copy_(torch.maximum(self.dropped, sent.dropped))  # the same if a checkpoint runs this again
@@ -225,7 +227,7 @@ class MoE(nn.Module):
         kwargs: Any = {0: {**flag, **dgrad_out}, 2: {**flag, **out}} if flag or dgrad_out or out else None
         rows: Any = self.experts(sent.rows, sent.sizes, sent.sizes, op_kwargs=kwargs)
         y = dispatcher.combine(rows, sent)
-        check_combined(dispatcher, y, x)
+        check_combined(dispatcher, y, x, rows)
         return y
 
     def _with_shared(self, y: Tensor, x: Tensor, flag: dict[str, Any]) -> Tensor:
@@ -300,6 +302,8 @@ class MoE(nn.Module):
         named = {"score": "softmax", "normalize": None, "groups": None, "top_groups": None, "scale": 1.0,
                  "aux_loss_coef": 0.0, "z_loss_coef": 0.0, "dispatcher": None}  # fmt: skip
         changed = [f"{name}={getattr(self, name)}" for name, usual in named.items() if getattr(self, name) != usual]
+        if self.expert_bias is not None:
+            changed.append("expert_bias=True")
         return ", ".join([f"num_experts={self.num_experts}, top_k={self.top_k}", *changed])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -313,6 +317,12 @@ class MoE(nn.Module):
         if was_meta and not self.load.is_meta:
             self.reset_parameters()
         return self
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        """Keeps the bias in float32 where `assign=True` puts a tensor of 16 bits in its place."""
+        super()._load_from_state_dict(*given)
+        if self.expert_bias is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = self.expert_bias.float()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_loss": None}  # a part of the graph of one forward

@@ -274,7 +274,12 @@ def _checked_map(routing: Tensor, num_experts: int | None, top_k: int | None) ->
     if not isinstance(routing, Tensor) or routing.dtype not in (torch.bool, torch.int32, torch.int64):
         got: Any = routing.dtype if isinstance(routing, Tensor) else type(routing).__name__
         raise UnsupportedDtype(
-            f"A map is an index, int32 or int64 [..., K], or a mask, bool [..., E]; got {got}. Use .long() or .bool()."
+            f"A map is an index, int32 or int64 [..., K], or a mask, bool [..., E]; got {got}. "
+            + (
+                "octavo.moe.route returns weights first, then the index."
+                if isinstance(routing, Tensor) and routing.is_floating_point()
+                else "Cast it by .long() or .bool()."
+            )
         )
     check_layout("sort", routing)
     if routing.dim() < 1 or routing.shape[-1] < 1:

@@ -8,6 +8,7 @@ from octavo.fuser.inputs import arrived, check_input
 from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.router_logits import product
 from octavo.lower.call import Stage, call, takes_nodes
+from octavo.modules.linear import check_features
 
 
 class Router(nn.Linear):
@@ -50,11 +51,14 @@ class Router(nn.Linear):
             The logits [..., out_features] in float32.
 
         Raises:
-            UnsupportedDtype: x has another dtype.
+            UnsupportedShape: x has another number of features.
+            UnsupportedDtype: x or the weight has another dtype.
+            UnsupportedDevice: x and the weight are on two devices.
         """
         x = arrived(input)
         check_input("Router", x)
         weight: Tensor = self.weight
+        check_features(x, weight, "Router")
         if x.dtype == weight.dtype == torch.float32:  # autograd itself saves no other copies
             return product(x, weight)
         wanted = ("x" if x.requires_grad else "") + ("w" if weight.requires_grad else "")

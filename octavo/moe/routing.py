@@ -153,7 +153,10 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
             f"update_bias takes a bias [E] and counts [E], got {tuple(bias.shape)} and {tuple(counts.shape)}."
         )
     if bias.dtype != torch.float32:
-        raise UnsupportedDtype(f"update_bias takes a bias in float32, got {bias.dtype}. Use bias.float().")
+        raise UnsupportedDtype(
+            f"update_bias takes a bias in float32, got {bias.dtype}. Keep the bias itself in float32: the update is in "
+            "place, and would be lost with a cast made for this call."
+        )
     if bias.device != counts.device:
         raise UnsupportedDevice(f"The bias is on {bias.device} and the counts on {counts.device}. Move them together.")
     with torch.no_grad():
@@ -191,9 +194,13 @@ def checked_tokens(tokens: Tensor | int, device: torch.device) -> Tensor | int:
         return tokens
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
         got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise UnsupportedDtype(f"tokens is an int, or an int32 or int64 tensor of one element, got {got}.")
+        way_out = "For a mask, pass x[mask] alone." if got == torch.bool else "Cast it: tokens.long(), int(tokens)."
+        raise UnsupportedDtype(f"tokens is an int, or an int32 or int64 tensor of one element, got {got}. {way_out}")
     if tokens.numel() != 1:
-        raise UnsupportedShape(f"tokens is one number, got a tensor {tuple(tokens.shape)}. Sum it.")
+        raise UnsupportedShape(
+            f"tokens is one number, how many of all rows come before the padding, got a tensor {tuple(tokens.shape)}. "
+            "Pack sequences of these lengths one after the other, and pass the sum of the lengths."
+        )
     if tokens.device != device:
         raise UnsupportedDevice(f"tokens is on {tokens.device} and the data on {device}. Move it, or pass an int.")
     return tokens.reshape(())
@@ -240,10 +247,21 @@ def checked_logits(title: str, logits: Tensor) -> Tensor:
 def checked_index(title: str, index: Tensor) -> Tensor:
     if not isinstance(index, Tensor) or index.dtype not in (torch.int32, torch.int64):
         got = index.dtype if isinstance(index, Tensor) else type(index).__name__
-        raise UnsupportedDtype(f"{title} takes an index as a tensor of int32 or int64, got {got}. Use .long().")
+        raise UnsupportedDtype(
+            f"{title} takes an index as a tensor of int32 or int64, got {got}. {_way_to_an_index(index)}"
+        )
     if index.dim() < 1 or index.shape[-1] < 1:
         raise UnsupportedShape(f"{title} takes an index [..., K] with K from 1 up, got {tuple(index.shape)}.")
     return index
+
+
+def _way_to_an_index(found: object) -> str:
+    """A cast of a mask or of weights would be an index too, of the wrong experts."""
+    if isinstance(found, Tensor) and found.dtype == torch.bool:
+        return "Make one of a mask by torch.where(mask, torch.arange(E, device=mask.device), -1)."
+    if isinstance(found, Tensor) and found.is_floating_point():
+        return "octavo.moe.route returns weights first, then the index."
+    return "Pass a tensor, cast by .long()."
 
 
 def _checked_bias(bias: Tensor, logits: Tensor) -> Tensor:

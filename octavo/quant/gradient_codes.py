@@ -88,7 +88,8 @@ class GradientCodes:
         self._codes = self._stand_in = None
         if dy.untyped_storage().data_ptr() != stand_in.untyped_storage().data_ptr():
             raise UnsupportedConfig(
-                "The gradient of y is not the tensor that GradientCodes.put returned: y is used more than once, or the "
-                "codes have another dtype than y. Use y once, by the operation that puts the codes."
+                "The gradient of y is not the tensor that GradientCodes.put returned: y is used more than once, the "
+                "codes have another dtype than y, or they are left from a backward that failed. Use y once, by the "
+                "operation that puts the codes, and a new GradientCodes() after a failure."
             )
         return codes

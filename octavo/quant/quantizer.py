@@ -776,7 +776,10 @@ def check_size(m: int, k: int, shape: tuple[int, ...]) -> None:
 
 def check_tensor(x: Tensor) -> Tensor:
     if not isinstance(x, Tensor):
-        raise UnsupportedDtype(f"A quantizer takes a torch.Tensor, got {type(x).__name__}. Use torch.as_tensor first.")
+        way_out = "Use torch.as_tensor first."
+        if hasattr(x, "dequantize"):
+            way_out = "Pass its dequantize(); quantize_into takes the codes to overwrite first, then x."
+        raise UnsupportedDtype(f"A quantizer takes a torch.Tensor as x, got {type(x).__name__}. {way_out}")
     if x.dtype not in FLOATS:
         raise UnsupportedDtype(f"A quantizer takes float32, bfloat16 or float16, got {x.dtype}. Cast x first.")
     return x

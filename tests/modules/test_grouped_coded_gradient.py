@@ -123,6 +123,16 @@ def test_a_second_use_of_y_is_refused():
         loss.backward()
 
 
+def test_codes_of_a_backward_that_failed_are_used_by_no_other():
+    layer, slot, (x, dy) = experts("fp8-block"), GradientCodes(), batch(poison=0.0)
+    slot.put(sent("fp8-block", dy, columns=False))
+    y = layer(x, sizes(), dy_codes=slot)
+    with pytest.raises(UnsupportedConfig, match=r"left from a backward that failed.*a new GradientCodes\(\)"):
+        y.backward(dy)
+    layer(x, sizes(), dy_codes=slot).backward(dy)
+    assert_same(stacked(layer), step(experts("fp8-block"), x, dy)["dw"])
+
+
 def test_the_stand_in_is_nan_for_everyone_else():
     layer, slot, (x, dy) = experts("fp8-block"), GradientCodes(), batch(poison=0.0)
     y = layer(x, sizes())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.errors import UnsupportedConfig, UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from tests.modules.experts import (
     DTYPES,
     ROWS,
@@ -190,6 +190,27 @@ def test_sizes_are_those_of_the_codes():
         layer(q, [17, 0, 30])
     with pytest.raises(UnsupportedShape, match="for each of the 3 groups"):
         layer(q, [30, 17])
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_sizes_are_those_of_the_codes_of_another_quantizer(recipe):
+    layer, (x, _) = experts(recipe), batch()
+    q = octavo.quant.Tensorwise().quantize_groups(x, sizes())
+    assert_same(layer(q, sizes()), layer(q))
+    with pytest.raises(UnsupportedShape, match=r"\[30, 0, 17\].*m_splits is \[17, 0, 30\].*Leave m_splits out"):
+        layer(q, [17, 0, 30])
+    other = octavo.quant.Tensorwise().quantize_groups(x, sizes((30, 17)))
+    for splits in (None, sizes()):
+        with pytest.raises(UnsupportedShape, match="quantized in 2 groups, and this GroupedLinear has 3 groups"):
+            layer(other, splits)
+
+
+def test_codes_without_groups_are_refused():
+    layer, (x, _) = experts("fp8-block"), batch()
+    q = octavo.quant.Block1D().quantize(x)
+    for call in (layer, octavo.ops.Sequential(layer, torch.nn.SiLU())):
+        with pytest.raises(UnsupportedDtype, match=r"GroupedLinear takes a tensor, got a QTensor.*quantize_groups"):
+            call(q, sizes())
 
 
 def test_what_no_codes_can_be_is_refused():

@@ -112,6 +112,25 @@ def test_slots_without_a_row_are_dropped_and_counted():
     assert model.overflow() == 0
 
 
+class PerExpert(moe.LocalDispatch):
+    """A dispatcher with at most `capacity` rows for each expert, as a user would write it."""
+
+    def dispatch(self, x, index, weights, num_experts):
+        chosen = index.flatten()[:, None] == torch.arange(num_experts)
+        rank = (chosen.cumsum(0) * chosen).sum(-1).view_as(index)
+        kept = torch.where(rank <= self.capacity, index, -1)
+        rows, permutation = moe.permute(x, kept, num_experts, capacity=self.capacity * num_experts)
+        dropped = (index >= 0).sum() - permutation.sizes.sum()
+        return moe.Dispatched(rows, permutation.sizes, (permutation, weights), dropped)
+
+
+@pytest.mark.parametrize("tokens", [None, 10])
+def test_a_dispatcher_of_a_user_counts_dropped_slots_and_no_padding(tokens):
+    model, (x, _) = mixture(dispatcher=PerExpert(2)), batch()
+    model(x, tokens=tokens)
+    assert model.overflow() == (model.load - 2).clamp(min=0).sum() > 0
+
+
 def test_a_step_warns_of_dropped_slots_once():
     model, (x, _) = nn.Sequential(mixture(dispatcher=moe.LocalDispatch(T * K - 12)), mixture()), batch()
     model(x)
@@ -156,7 +175,7 @@ def test_compiled_has_the_bits_of_eager():
 
 def test_a_dispatcher_of_fewer_experts_than_sizes_is_refused():
     model = mixture(dispatcher=Part(0, E), num_local_experts=E // 2)
-    with pytest.raises(UnsupportedShape, match="4"):
+    with pytest.raises(UnsupportedShape, match=r"Part.dispatch returns sizes, .* the 4 experts .* got \(8,\)"):
         model(batch()[0])
 
 
@@ -189,6 +208,9 @@ BROKEN = {
         Wrong(send=lambda sent: sent._replace(dropped=torch.tensor(3.0))), r"dropped slots .* got torch.float32 \(\)",
     ),
     "no y": (Wrong(give=lambda y: None), r"Wrong.combine returns y .* \(40, 48\), got NoneType"),
+    "y in another dtype": (
+        Wrong(give=lambda y: y.bfloat16()), r"Wrong.combine returns y .* rows, torch.float32, got torch.bfloat16",
+    ),
     "rows instead of y": (Wrong(give=lambda y: y.repeat(2, 1)), r"Wrong.combine returns y .* got \(80, 48\)"),
 }  # fmt: skip
 

@@ -303,11 +303,18 @@ def test_an_unknown_setting_is_named():
         mixture(keep_weight_code=False)
 
 
+def test_the_repr_has_what_differs_from_the_default():
+    assert repr(mixture()).splitlines()[1].strip() == "num_experts=8, top_k=2"
+    assert "z_loss_coef=0.1, expert_bias=True\n" in repr(mixture(**RICH))
+
+
 def test_codes_are_refused_as_x():
     codes = octavo.quant.Block1D().quantize_groups(batch()[0], torch.tensor([T]))
     for layer in (mixture(), octavo.Linear(D, N, recipe="fp8-block")):
         with pytest.raises(UnsupportedDtype, match="got a GroupedTensor: only"):
             layer(codes)
+    with pytest.raises(UnsupportedDtype, match=r"MoE takes a tensor, got a QTensor.*Pass dequantize\(\)"):
+        mixture()(octavo.quant.Block1D().quantize(batch()[0]))
 
 
 def test_copies_of_a_trained_module():
@@ -325,6 +332,20 @@ def test_a_cast_leaves_the_bias_in_float32():
     assert_same(model.expert_bias, torch.linspace(-0.2, 0.2, E))
     y = model(batch(dtype=torch.bfloat16)[0])
     assert y.dtype == torch.bfloat16 and model.aux_loss.dtype == torch.float32
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_state_of_16_bits_leaves_the_bias_in_float32(device, assign):
+    state = {name: value.bfloat16() for name, value in mixture(**RICH).state_dict().items()}
+    model = octavo.MoE(D, N, E, K, recipe="fp8-block", device=device, **RICH)
+    if not assign:
+        model = model.to_empty(device="cpu")
+    model.load_state_dict(state, assign=assign)
+    assert_same(model.expert_bias, torch.linspace(-0.2, 0.2, E).bfloat16().float())
+    model(batch()[0])
+    moe.update_bias(model.expert_bias, model.load)
+    assert "expert_bias" in dict(model.named_buffers())
 
 
 def test_convert_leaves_the_router_alone():
@@ -376,23 +397,6 @@ def test_training_reduces_the_loss(recipe):
 
 
 # -- the router's layer ------------------------------------------------------------------------------------------------
-
-
-def test_logits_are_float32_products():
-    router = moe.Router(D, E, dtype=torch.bfloat16)
-    x, dy = batch(dtype=torch.bfloat16)[0].requires_grad_(), spiky(T, E, seed=3)
-    saved = []
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
-    ):
-        logits = router(x)
-        logits.backward(dy)
-    exact = [t.detach().double() for t in (x, router.weight)]
-    assert logits.dtype == torch.float32 and error(logits, exact[0] @ exact[1].T) < 1e-6
-    assert error(x.grad, dy.double() @ exact[1]) < 4e-3 and error(router.weight.grad, dy.double().T @ exact[0]) < 4e-3
-    assert {t.dtype for t in saved} == {torch.bfloat16}
-    assert isinstance(router, nn.Linear) and router.bias is None
 
 
 @pytest.mark.usefixtures("fresh_compiler")

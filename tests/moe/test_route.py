@@ -389,8 +389,26 @@ def test_tensors_that_do_not_fit_are_refused():
             moe.z_loss(logits, tokens=wrong)
     with pytest.raises(UnsupportedShape, match="update_bias"):
         moe.update_bias(torch.zeros(8), torch.zeros(4))
-    with pytest.raises(UnsupportedDtype, match="float32"):
+    with pytest.raises(UnsupportedDtype, match="Keep the bias itself in float32: the update is in place"):
         moe.update_bias(torch.zeros(8).bfloat16(), torch.zeros(8))
+
+
+def test_lengths_and_masks_of_sequences_are_told_how_to_become_one_number():
+    logits = randn(2, 6, 8)
+    with pytest.raises(UnsupportedShape, match=r"got a tensor \(2,\)\. Pack sequences .* the sum of the lengths"):
+        moe.z_loss(logits, tokens=torch.tensor([4, 5]))
+    with pytest.raises(UnsupportedDtype, match=r"got torch\.bool\. For a mask, pass x\[mask\] alone"):
+        moe.z_loss(logits, tokens=torch.ones(2, 6, dtype=torch.bool))
+
+
+def test_masks_and_weights_are_no_index_and_no_cast_is_advised():
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    with pytest.raises(UnsupportedDtype, match=r"got torch.bool. Make one of a mask by torch.where\(mask, torch.ara"):
+        moe.counts(mask, 3)
+    assert moe.counts(torch.where(mask, torch.arange(3), -1), 3).tolist() == mask.sum(0).tolist()
+    for call in (lambda weights: moe.counts(weights, 3), lambda weights: moe.sort(weights, 3)):
+        with pytest.raises(UnsupportedDtype, match=r"got torch\.float32\. octavo\.moe\.route returns weights first"):
+            call(torch.ones(4, 2))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from octavo.errors import UnsupportedDtype
 from octavo.formats import E4M3, E5M2
 from octavo.quant import MX, NVFP4, Block1D, Block2D, Rowwise, Tensorwise
 
@@ -65,3 +66,14 @@ def test_in_nvfp4_nothing_is_sure():
     pairs = list(twice(NVFP4()))
     assert all(any(not torch.equal(again[i], first[i]) for again, first in pairs) for i in range(3))
     assert all(torch.equal(a, b) for a, b in zip(*pairs[0], strict=True))  # of ordinary values all bytes stay
+
+
+def test_codes_themselves_are_refused_as_x():
+    quantizer, x = Block1D(), torch.randn(8, 128)
+    one, groups = quantizer.quantize(x), quantizer.quantize_groups(x, torch.tensor([8]))
+    for codes in (one, groups):
+        for call in (quantizer.quantize, lambda codes: quantizer.quantize_into(x, codes)):
+            with pytest.raises(
+                UnsupportedDtype, match=r"Pass its dequantize\(\); quantize_into takes the codes .* first"
+            ):
+                call(codes)

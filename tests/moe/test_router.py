@@ -1,0 +1,57 @@
+"""octavo.moe.Router: products in float32, and what it refuses as x and as its weight."""
+
+import pytest
+import torch
+from torch import nn
+
+import octavo
+from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
+from octavo.moe import Router
+from tests.fuser.models import error
+from tests.modules.oracle import spiky
+from tests.moe.test_moe import D, E, T, batch
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def test_logits_are_float32_products():
+    router = Router(D, E, dtype=torch.bfloat16)
+    x, dy = batch(dtype=torch.bfloat16)[0].requires_grad_(), spiky(T, E, seed=3)
+    saved = []
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t),
+    ):
+        logits = router(x)
+        logits.backward(dy)
+    exact = [t.detach().double() for t in (x, router.weight)]
+    assert logits.dtype == torch.float32 and error(logits, exact[0] @ exact[1].T) < 1e-6
+    assert error(x.grad, dy.double() @ exact[1]) < 4e-3 and error(router.weight.grad, dy.double().T @ exact[0]) < 4e-3
+    assert {t.dtype for t in saved} == {torch.bfloat16}
+    assert isinstance(router, nn.Linear) and router.bias is None
+
+
+@dtypes
+def test_a_weight_on_another_device_is_refused(dtype):
+    with pytest.raises(UnsupportedDevice, match="x is on cpu and the weight on meta"):
+        Router(64, 8, device="meta", dtype=dtype)(torch.randn(4, 64, dtype=dtype))
+    with pytest.raises(UnsupportedDevice, match="x is on meta and the weight on cpu"):
+        Router(64, 8, dtype=dtype)(torch.empty(4, 64, device="meta", dtype=dtype))
+
+
+def test_a_mixture_on_another_device_names_x():
+    with pytest.raises(UnsupportedDevice, match="x is on cpu and the weight on meta"):
+        octavo.MoE(64, 96, 8, 2, expert_bias=True, device="meta")(torch.randn(4, 64))
+
+
+@dtypes
+def test_another_number_of_features_is_refused(dtype):
+    router = Router(64, 8, dtype=dtype)
+    for shape in ((4, 63), ()):
+        with pytest.raises(UnsupportedShape, match=r"This Router takes inputs \[..., 64\], got"):
+            router(torch.ones(shape, dtype=dtype))
+
+
+def test_a_weight_in_float64_is_refused():
+    with pytest.raises(UnsupportedDtype, match="Router takes its weight in float32, bfloat16 or float16, got"):
+        Router(64, 8).double()(torch.randn(4, 64))
