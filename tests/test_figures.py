@@ -276,7 +276,7 @@ def test_the_tables_of_a_mixture():
         name = re.search(r"`(\w+)`", label).group(1)
         assert cells == [f"{found[name]:.3f}" for found in kernels], label
         rest = [total - found[name] for total, found in zip(rest, kernels, strict=True)]
-    assert spent[-1][1:] == [f"{total:.3f}" for total in rest]
+    assert spent[-1][1:] == [f"{total:.2f}" for total in rest]
 
 
 def test_the_tables_of_grouped_gemms():
