@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+from octavo.cli.train_text import gap_text, runs_of
 from octavo.webpage import document, key, paragraph, table
 
 SMOOTH = 0.05  # of the steps: how far the running mean of a curve reaches
@@ -20,7 +21,7 @@ class Curve(NamedTuple):
 
 def render(report: dict[str, Any]) -> str:
     """Returns the page of a report of `octavo train`, as far as it got."""
-    runs = [report[name] for name in ("bf16", "recipe") if report.get(name, {}).get("losses")]
+    runs = runs_of(report)
     colours = {run["recipe"]: COLOURS[i % len(COLOURS)] for i, run in enumerate(runs)}
     facts, plan = report["machine"], report["plan"]
     model = "A small mixture of experts" if plan["shape"].get("mixture") else "A small GPT"
@@ -32,7 +33,7 @@ def render(report: dict[str, Any]) -> str:
             [Curve(run["recipe"], _smooth(run["losses"]), colours[run["recipe"]]) for run in runs],
             f"Training loss, mean over {100 * SMOOTH:.0f} % of the steps",
         ),
-        _summary(report, runs, colours),
+        _summary(runs, colours),
     ]
     if len(runs) > 1:
         parts += [
@@ -69,16 +70,15 @@ def _settings(plan: dict[str, Any], facts: dict[str, Any]) -> list[tuple[str, An
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _summary(report: dict[str, Any], runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
+def _summary(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
     rows = []
     for run in runs:
         ended = run["loss"] is not None
-        gap = report.get("gap_percent") if run is not runs[0] else None
         rows.append([
             key(colours[run["recipe"]]) + escape(run["recipe"]),
             f"{run['losses'][-1]:.4f}",
             f"{run['loss']:.4f}" if ended else f"interrupted after step {len(run['losses'])}",
-            f"{gap:+.2f} %" if gap is not None else "",
+            gap_text(run),
             f"{run['tokens_per_s']:.0f}" if ended else "",
         ])  # fmt: skip
     return table(("recipe", "last step", "held-out text", "gap", "tokens/s"), rows)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import octavo
 from octavo import cli
-from octavo.cli import bench, doctor, main, output, train
+from octavo.cli import bench, doctor, main, output, train, training
 from octavo.cli.bench import block, grouped, grouped_gemms, linear, mlp, model, moe, permute, quantize
 from octavo.cli.gpt import Shape
 from octavo.errors import Unsupported
@@ -131,8 +131,8 @@ def test_ctrl_c_inside_of_a_probe_is_no_failed_probe(monkeypatch, capsys):
 @pytest.fixture
 def small(monkeypatch):
     text, held_out = train.corpus.load()
-    monkeypatch.setattr(train, "SHAPE", Shape(width=32, layers=1, heads=2, context=16))
-    monkeypatch.setattr(train.corpus, "load", lambda: (text[:4000], held_out[:500]))
+    monkeypatch.setitem(training.SIZES, "small", Shape(width=32, layers=1, heads=2, context=16))
+    monkeypatch.setattr(train.corpus, "load", lambda path=None: (text[:4000], held_out[:500]))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_train_keeps_every_step(losses, kept, small, monkeypatch, tmp_path, caps
     """Four steps a run, and two batches of evaluation after each."""
     path = tmp_path / "run.json"
     path.write_text("old")
-    monkeypatch.setattr(train, "loss_of", after(losses, train.loss_of))
+    monkeypatch.setattr(training, "loss_of", after(losses, training.loss_of))
     assert main(["train", "--device", "cpu", "--steps", "4", "--batch", "2", "--json", str(path)]) == 130
     out, line = said(capsys)
     if kept is None:
@@ -394,7 +394,7 @@ def test_work_that_fails_leaves_the_old_file(small, monkeypatch, tmp_path):
     def fail():
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(train, "loss_of", after(3, train.loss_of, fail))
+    monkeypatch.setattr(training, "loss_of", after(3, training.loss_of, fail))
     with pytest.raises(RuntimeError, match="out of memory"):
         main(["train", "--device", "cpu", "--steps", "4", "--json", str(path)])
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["run.json"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.cli import corpus, main, train
+from octavo.cli import corpus, main, train, training
 from octavo.cli.gpt import BYTES, GPT, Shape
 from octavo.cli.progress import LINES, Progress
 from octavo.errors import UnsupportedShape
@@ -23,12 +23,12 @@ TEXT, HELD_OUT = corpus.load()
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """A model and a text of a moment's work."""
-    monkeypatch.setattr(train, "SHAPE", SMALL)
-    monkeypatch.setattr(corpus, "load", lambda: (TEXT[:4000], HELD_OUT[:500]))
+    monkeypatch.setitem(training.SIZES, "small", SMALL)
+    monkeypatch.setattr(corpus, "load", lambda path=None: (TEXT[:4000], HELD_OUT[:500]))
 
 
 def trained(name, *, seed=0, steps=4):
-    return train.train(train.Plan(steps, 2, seed, shape=SMALL), recipe(name) if name else None)
+    return training.train(training.Plan(steps, 2, seed, shape=SMALL), recipe(name) if name else None)
 
 
 def test_ends_with_a_table_of_both_runs(capsys):
@@ -38,7 +38,7 @@ def test_ends_with_a_table_of_both_runs(capsys):
     assert lines["recipe"] == ["recipe", "loss", "gap", "tokens/s"]
     assert 4 < float(lines["bf16 (torch)"][2]) < 6
     assert 4 < float(lines["fp8-current"][1]) < 6
-    assert lines["fp8-current"][3] == "%"
+    assert lines["fp8-current"][2][0] in "+-" and lines["fp8-current"][3] == "±" and lines["fp8-current"][5] == "%"
     assert printed.err.count("bf16 (torch)") == printed.err.count("fp8-current") == LINES
 
 
@@ -48,15 +48,17 @@ def test_json_has_every_step(tmp_path):
     report = json.loads(path.read_text())
     assert report["plan"] == {
         "steps": 6, "batch": 2, "seed": 3, "device": "cpu", "compile": False,
-        "shape": {"width": 32, "layers": 1, "heads": 2, "context": 16, "mixture": None},
+        "shape": {"width": 32, "layers": 1, "heads": 2, "context": 16, "family": "gpt", "mixture": None},
+        "data": None, "samples": 0,
     }  # fmt: skip
-    assert report["recipe"]["recipe"] == "fp8-block(scale='fp32')"
+    (subject,) = report["recipes"]
+    assert subject["recipe"] == "fp8-block(scale='fp32')"
     assert report["machine"]["torch"] == torch.__version__
-    for run in (report["bf16"], report["recipe"]):
+    for run in (report["bf16"], subject):
         assert len(run["losses"]) == 6
         assert run["losses"][0] > run["losses"][-1]
         assert run["tokens_per_s"] > 0 and run["seconds"] > 0 and run["load"] == []
-    assert report["gap_percent"] == pytest.approx(100 * (report["recipe"]["loss"] / report["bf16"]["loss"] - 1))
+    assert subject["gap_percent"] == pytest.approx(100 * (subject["loss"] / report["bf16"]["loss"] - 1))
 
 
 def test_a_model_of_experts_trains(capsys):
@@ -92,13 +94,18 @@ def test_a_policy_takes_the_place_of_a_recipe(tmp_path, capsys):
     path.write_text(POLICY.partition('\n[[rules]]\nlayers = "head"')[0])
     assert main([*COMMAND, "--policy", str(path), "--json", str(target)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("policy  ") for line in lines) == 1
+    assert sum(line.startswith("policy.toml  ") for line in lines) == 1
     assert "1     '*.up': none                    1" in lines
     assert "3     '*': fp8-delayed(wgrad='bf16')  3" in lines
     assert "Rule 2 ('*.atention': mxfp8) decides for no layer: it matches none. Did you mean '*.attention'?" in lines
     report = json.loads(target.read_text())
-    assert report["policy"]["layers"] == [1, 0, 3] and report["policy"]["rules"][0]["recipe"] == "none"
-    assert report["recipe"]["recipe"] == "policy" and len(report["recipe"]["losses"]) == 6
+    policy = report["policies"]["policy.toml"]
+    assert policy["layers"] == [1, 0, 3] and policy["rules"][0]["recipe"] == "none"
+    (subject,) = report["recipes"]
+    assert subject["recipe"] == "policy.toml" and len(subject["losses"]) == 6
+    assert [row["recipe"] for row in report["routes"]] == [
+        "policy.toml: mxfp8", "policy.toml: fp8-delayed(wgrad='bf16')"
+    ]  # fmt: skip
 
 
 def test_a_policy_that_is_refused_costs_no_run(tmp_path, capsys):
@@ -119,17 +126,10 @@ def test_a_policy_that_gives_no_recipe_costs_no_run(tmp_path, capsys):
     assert "loss" not in printed
 
 
-def test_a_recipe_and_a_policy_exclude_each_other(capsys):
-    with pytest.raises(SystemExit):
-        main([*COMMAND, "--policy", "policy.toml", "--recipe", "mxfp8"])
-    assert "not allowed with argument" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--policy", "nowhere.toml"], "The policy file nowhere.toml cannot be read: No such file or directory."),
-        (["--recipe", "fp9"], "There is no recipe 'fp9'. Names: bf16, fp8-block"),
         (["--steps", "0"], "--steps and --batch must be 1 or more, got 0 and 8."),
         (["--batch", "0"], "--steps and --batch must be 1 or more, got 200 and 0."),
         (["--device", "abacus"], "There is no device called 'abacus'. Use cpu or cuda[:index]."),
@@ -158,10 +158,10 @@ def test_compile_takes_both_runs_whole(monkeypatch):
 
     monkeypatch.setattr(train.shutil, "which", lambda name: name)
     monkeypatch.setattr(torch, "compile", lambda model, **settings: compile_(model, backend=backend, **settings))
-    plan = train.Plan(4, 2, shape=SMALL, compile=True)
-    assert train.train(plan, None).losses == pytest.approx(trained(None).losses, rel=1e-4)
+    plan = training.Plan(4, 2, shape=SMALL, compile=True)
+    assert training.train(plan, None).losses == pytest.approx(trained(None).losses, rel=1e-4)
     whole = len(graphs)
-    assert train.train(plan, recipe("fp8-current")).losses == pytest.approx(trained("fp8-current").losses, rel=1e-4)
+    assert training.train(plan, recipe("fp8-current")).losses == pytest.approx(trained("fp8-current").losses, rel=1e-4)
     assert len(graphs) == 2 * whole
     assert {sum("octavo.run" in name for name in graph) for graph in graphs[whole:]} == {4 * SMALL.layers}
 
@@ -184,7 +184,7 @@ def test_every_recipe_starts_from_the_same_weights_and_batches():
 def test_delayed_scaling_is_stepped(monkeypatch):
     """A run that forgot octavo.step would be warned, and its windows would stay empty."""
     models = []
-    monkeypatch.setattr(train, "GPT", lambda *given, **more: models.append(GPT(*given, **more)) or models[-1])
+    monkeypatch.setattr(training, "GPT", lambda *given, **more: models.append(GPT(*given, **more)) or models[-1])
     trained("fp8-delayed", steps=6)
     windows = [value for key, value in octavo.state_dict(models[0]).items() if key.endswith("history")]
     assert windows and all((window.count_nonzero(1) == 6).all() for window in windows)
@@ -209,7 +209,7 @@ def test_attention_knows_the_order():
 
 
 def test_the_first_loss_is_that_of_a_guess():
-    loss = train.loss_of(GPT(Shape(), seed=0), torch.randint(BYTES, (4, 65)), torch.float32)
+    loss = training.loss_of(GPT(Shape(), seed=0), torch.randint(BYTES, (4, 65)), torch.float32)
     assert loss.item() == pytest.approx(torch.tensor(BYTES).log().item(), rel=0.02)
 
 
@@ -224,7 +224,7 @@ def test_weights_come_from_the_seed_alone():
 
 @pytest.mark.parametrize("sizes", [{"width": 30, "heads": 4}, {"width": 12, "heads": 4}, {"layers": 0}], ids=str)
 def test_sizes_without_meaning_are_refused(sizes):
-    with pytest.raises(UnsupportedShape, match="an even number of channels in each head, got Shape"):
+    with pytest.raises(UnsupportedShape, match="an even number of channels in each head, got width"):
         Shape(**sizes)
 
 
