@@ -29,6 +29,7 @@ from octavo.model.attach import attach
 from octavo.model.conversion import ConversionReport
 from octavo.model.convert import convert
 from octavo.model.policy import Policy
+from octavo.model.selection import HIGH_PRECISION
 from octavo.recipes import Recipe
 
 RATE, WARMUP, CLIP = 4e-3, 20, 1.0  # AdamW's peak learning rate, the steps up to it, the largest gradient norm
@@ -128,10 +129,11 @@ def name_of(chosen: Recipe | Policy | None) -> str:
 
 def converted(model: nn.Module, chosen: Recipe | Policy, step: int = 0) -> ConversionReport:
     """Converts the model as it is after so many steps, except for its head, unless a rule of a policy names it."""
-    if isinstance(chosen, Recipe):
-        return convert(model, chosen, exclude=HEAD)
+    named = isinstance(chosen, Policy) and any(HEAD in rule.layers for rule in chosen.rules)
+    # convert knows a head by its 256 outputs, which other layers of these models may have
+    kinds = [kind for kind in HIGH_PRECISION if kind != "head"]
     with warnings.catch_warnings(action="ignore"):  # the command's report has unused rules
-        return convert(model, chosen, step=step)
+        return convert(model, chosen, exclude=() if named else HEAD, high_precision=kinds, step=step)
 
 
 def train(

@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,34 @@ def test_an_interrupted_and_resumed_command_has_every_bit(recipe, pressed, whole
     assert main(again[1:]) == 0
     assert report(tmp_path / "run.json") == wanted
     assert_same_runs(tmp_path / "out", folder)
+
+
+@pytest.mark.parametrize("pressed", [3, 10, 19])  # in the baseline, in the first recipe, in the second
+def test_several_recipes_resume_with_every_bit(pressed, whole, monkeypatch, tmp_path, capsys):
+    options = ("--recipe", "fp8-delayed", "--recipe", "nvfp4(rht=False,stochastic=True)")
+    folder, wanted = whole(*options)
+    restore = pressing(monkeypatch, pressed)
+    assert main([*COMMAND, *options, "--out", str(tmp_path / "out"), "--json", str(tmp_path / "run.json")]) == 130
+    restore()
+    *_, line = capsys.readouterr().err.splitlines()
+    again = shlex.split(line.partition("To go on with it: ")[2])
+    assert main(again[1:]) == 0
+    assert report(tmp_path / "run.json") == wanted
+    assert_same_runs(tmp_path / "out", folder)
+    assert sorted(name for name in os.listdir(folder) if (folder / name).is_dir()) == [
+        "bf16", "fp8-delayed", "nvfp4-rht-false"
+    ]  # fmt: skip
+
+
+def test_a_new_recipe_starts_beside_the_runs_of_a_folder(whole, tmp_path):
+    folder, wanted = whole("--recipe", "fp8-delayed")
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    command = [*COMMAND, "--recipe", "fp8-delayed,bf16", "--out", str(copy), "--resume"]
+    assert main([*command, "--json", str(tmp_path / "a")]) == 0
+    found = report(tmp_path / "a")
+    assert found[:2] == wanted and found[2]["recipe"] == "bf16" and len(found[2]["losses"]) == STEPS
+    assert steps_in(copy / "bf16-2") == [f"step-{STEPS:06d}"]
 
 
 def test_interrupted_again_and_again(whole, monkeypatch, tmp_path):
