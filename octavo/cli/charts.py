@@ -45,7 +45,7 @@ def figure(curves: Sequence[Curve], caption: str, *, zero: bool = False) -> str:
         drawn.append(f'<line x1="{LEFT}" x2="{WIDE - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="{stroke}"/>')
         drawn.append(f'<text x="{LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for step in sorted({1, *(round(steps * part / 4) for part in range(1, 5))} - {0}):
-        anchor = "end" if step == steps and steps > 1 else "middle"
+        anchor = "start" if step == 1 else "end" if step == steps else "middle"
         drawn.append(f'<text x="{x(step):.1f}" y="{HIGH - 8}" text-anchor="{anchor}">{step}</text>')
     for curve in curves:
         around = [(i, v, b) for i, (v, b) in enumerate(zip(curve.values, curve.band, strict=False), 1) if _drawn(v, b)]

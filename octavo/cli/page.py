@@ -203,7 +203,8 @@ def _cell(by_step: dict[int, float], number: str, bounds: Sequence[float]) -> st
     good, bad = bounds
     shade = min(max((mean - good) / (bad - good), 0.0), 1.0)
     each = ", ".join(f"step {step}: {_number(value, number)}" for step, value in by_step.items())
-    return f'<span class="shade" style="--shade:{shade:.2f}" title="{each}">{_number(mean, number)}</span>'
+    style, text = f"--shade:{shade:.2f}", escape(_number(mean, number))
+    return f'<span class="shade" style="{style}" title="{escape(each)}">{text}</span>'
 
 
 def _number(value: float, number: str) -> str:
@@ -211,4 +212,4 @@ def _number(value: float, number: str) -> str:
         return f"{value:.1f} dB"
     if number == "cosine":
         return f"{value:.4f}"
-    return "0 %" if value == 0 else f"{100 * value:.2f} %" if value >= 5e-5 else f"{100 * value:.0e} %"
+    return "0 %" if value == 0 else f"{100 * value:.2f} %" if value >= 5e-5 else "< 0.01 %"

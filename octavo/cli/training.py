@@ -103,7 +103,8 @@ def shape_of(model: str, size: str = "small") -> Shape:
             raise UnsupportedConfig(
                 f"--size is one of {', '.join(SIZES)}, or width,layers,heads,context such as 256,4,4,128, got {size!r}."
             )
-        found = Shape(*map(int, numbers))
+        width, layers, heads, context = map(int, numbers)
+        found = Shape(width, layers, heads, context)
     return replace(found, **MODELS[model])
 
 
