@@ -13,7 +13,7 @@ import torch
 
 import octavo
 from benchmarks import parity
-from octavo.cli import corpus, train, training
+from octavo.cli import corpus, training
 from octavo.cli.gpt import GPT
 from octavo.recipes import SHIPPED
 
@@ -50,7 +50,7 @@ def exact(checkpoints):
     return [lockstep(weights, None) for weights in checkpoints]
 
 
-def lockstep(weights, recipe, exclude=train.HEAD):
+def lockstep(weights, recipe, exclude=training.HEAD):
     """Loss and whole gradient of one batch from these weights; recipe None is float32."""
     torch.manual_seed(0)  # of stochastic rounding
     model = GPT(PLAN.shape, seed=0)
@@ -169,7 +169,7 @@ def test_limits_on_mixtures_are_narrower():
 
 def test_parity_of_mixtures_records_the_load(tmp_path, monkeypatch):
     text, held_out = corpus.load()
-    monkeypatch.setattr(corpus, "load", lambda: (text, held_out[:300]))
+    monkeypatch.setattr(corpus, "load", lambda path=None: (text, held_out[:300]))
     path = tmp_path / "parity.json"
     small = ["--model", "moe", "--device", "cpu", "--steps", "1", "--batch", "1", "--seeds", "4", "7"]
     assert parity.main([*small, "--recipes", "fp8-current", "--json", str(path)]) == 0
@@ -182,7 +182,7 @@ def test_parity_of_mixtures_records_the_load(tmp_path, monkeypatch):
 def test_parity_measures_seed_by_seed(tmp_path, capsys, monkeypatch):
     """The script end to end, on a text that takes no time; a gap beyond its limit is exit code 1."""
     text, held_out = corpus.load()
-    monkeypatch.setattr(corpus, "load", lambda: (text, held_out[:300]))
+    monkeypatch.setattr(corpus, "load", lambda path=None: (text, held_out[:300]))
     path = tmp_path / "parity.json"
     small = ["--device", "cpu", "--steps", "2", "--batch", "1", "--seeds", "4", "7", "--recipes", "bf16", "fp8-current"]
     assert parity.main([*small, "--json", str(path)]) == 0
