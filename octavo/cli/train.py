@@ -88,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--policy", action="append", default=None, metavar="FILE",
-        help="a TOML file of rules that give each layer its recipe; may be given several times, and beside --recipe",
+        help="a TOML file of rules that give each layer its recipe; may be given several times, and beside --recipe; "
+        "default: none",
     )  # fmt: skip
     parser.add_argument(
         "--size", default="small", metavar="SIZE",
