@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from benchmarks.parity import FP8, numbers
 from octavo.cli import corpus, machine, table
 from octavo.cli.gpt import GPT, Shape
-from octavo.cli.train import Plan, evaluate, optimize
+from octavo.cli.training import Plan, evaluate, optimize
 from octavo.errors import Unsupported, UnsupportedConfig
 from octavo.moe import Experts
 
@@ -74,7 +74,7 @@ def train(recipe: str, storage: str, plan: Plan) -> float:
     data = corpus.batches(text, steps=plan.steps, batch=plan.batch, context=plan.shape.context, seed=plan.seed)
     started = time.perf_counter()
     optimize(model, model, data, plan, lambda step, loss: None, quantized=True)
-    loss = evaluate(model, corpus.windows(held_out, context=plan.shape.context), plan)
+    loss = statistics.fmean(evaluate(model, corpus.windows(held_out, context=plan.shape.context), plan))
     print(f"{recipe}, {storage}: loss {loss:.4f}, {time.perf_counter() - started:.0f} s", file=sys.stderr)
     return loss
 

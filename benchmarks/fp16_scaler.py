@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 import octavo
 from octavo.cli import corpus, machine, table
-from octavo.cli.gpt import GPT, Shape
-from octavo.cli.train import CLIP, EVALUATED, HEAD, RATE, Plan, loss_of, rate
+from octavo.cli.gpt import GPT, Shape, loss_of
+from octavo.cli.training import CLIP, EVALUATED, HEAD, RATE, Plan, rate
 from octavo.errors import Unsupported
 from octavo.recipes import SHIPPED
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.cli import machine, table
-from octavo.cli.train import MODELS, Outcome, Plan, gap, shape_of, train
+from octavo.cli.training import MODELS, Outcome, Plan, gap, shape_of, train
 from octavo.errors import Unsupported
 from octavo.recipes import SHIPPED, recipe
 

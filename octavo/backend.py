@@ -13,7 +13,6 @@ process, not for one thread, because autograd runs backward on threads of its ow
 import importlib
 import importlib.util
 import threading
-import warnings
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType, TracebackType
@@ -21,7 +20,7 @@ from types import ModuleType, TracebackType
 import torch
 from torch import Tensor
 
-from octavo.errors import UnsupportedDevice, UnsupportedHardware, check_choice
+from octavo.errors import UnsupportedDevice, UnsupportedHardware, check_choice, warn
 
 __all__ = ["choose", "forced", "use"]
 
@@ -103,7 +102,7 @@ def triton_refusal(device: torch.device) -> Refusal | None:
     if capability < MIN_TRITON_CAPABILITY:
         found, least = (f"SM{major}{minor}" for major, minor in (capability, MIN_TRITON_CAPABILITY))
         why = f"FP8 conversion in Triton needs {least} or newer, {torch.cuda.get_device_name(device)} is {found}"
-        warnings.warn(f"{why}: Octavo runs its plain torch reference on {device}, which is slow.", stacklevel=2)
+        warn(f"{why}: Octavo runs its plain torch reference on {device}, which is slow.", stacklevel=2)
         return Refusal(why)
     if importlib.util.find_spec("triton") is None:
         return Refusal("the package triton is not installed", mendable=True)

@@ -6,8 +6,11 @@ from the built-in exception that a caller would expect, so `except ValueError` k
 
 import difflib
 import inspect
+import logging
 import warnings
 from collections.abc import Iterable, Sequence
+
+import torch
 
 __all__ = [
     "InvalidCheckpoint",
@@ -20,6 +23,10 @@ __all__ = [
     "UnsupportedHardware",
     "UnsupportedShape",
 ]
+
+
+log = logging.getLogger("octavo")
+log.addHandler(logging.NullHandler())  # without it Python prints warnings of a program that set up no logging
 
 
 def __dir__() -> list[str]:
@@ -140,12 +147,19 @@ class InvalidCheckpoint(Unsupported, ValueError):
     """
 
 
+def warn(message: str, stacklevel: int = 2) -> None:
+    """Warns as `warnings.warn` does, and says the same to the logger "octavo". A graph could not hold the logger."""
+    warnings.warn(message, stacklevel=stacklevel + 1)
+    if not torch.compiler.is_compiling():
+        log.warning(message)
+
+
 def warn_caller(message: str) -> None:
     """Warns at the line that called Octavo: the first frame that is neither Octavo's nor torch's."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in ("octavo", "torch"):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
+    warn(message, stacklevel=level)
 
 
 def check_choice(value: object, allowed: tuple[object, ...], *, what: str) -> None:

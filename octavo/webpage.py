@@ -12,9 +12,11 @@ STYLE = """
 }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--ground); margin: 0; }
 main { max-width: 62rem; margin: 0 auto; padding: 2rem 1.25rem 4rem; } main.wide { max-width: 96rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .25rem; } h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem; }
+h1 { font-size: 1.6rem; margin: 0 0 .25rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem; } h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
 p { margin: .5rem 0; max-width: 46rem; } .soft { color: var(--soft); }
-figure { margin: 1rem 0; background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: .75rem; }
+figure { margin: 1rem 0; max-width: 60rem; }
+figure { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: .75rem; }
 figcaption { color: var(--soft); font-size: .875rem; padding: 0 .25rem; } figcaption span { white-space: nowrap; }
 svg { display: block; } figure svg { width: 100%; height: auto; } svg text { fill: var(--soft); font: 12px system-ui; }
 td svg { background: var(--panel); } td svg rect { fill: var(--first); } td svg rect.second { fill: var(--second); }
@@ -23,6 +25,8 @@ td svg line { stroke: var(--soft); stroke-dasharray: 2; }
 th, td { text-align: right; padding: .35rem .75rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { font-weight: 600; color: var(--soft); } th:first-child, td:first-child { text-align: left; padding-left: 0; }
 .left th, .left td { text-align: left; } .left table { min-width: 0; }
+.shade { padding: .1rem .35rem; border-radius: 4px; background: rgb(217 130 43 / calc(var(--shade) * 60%)); }
+@media (max-width: 40rem) { figure svg text { font-size: 20px; } }
 .key { display: inline-block; width: .75rem; height: .75rem; border-radius: 2px; margin-right: .5rem; }
 """
 

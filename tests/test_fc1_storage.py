@@ -11,7 +11,7 @@ from octavo.cli import corpus
 @pytest.fixture(autouse=True)
 def _little_text(monkeypatch):
     text, held_out = corpus.load()
-    monkeypatch.setattr(corpus, "load", lambda: (text[:4000], held_out[:400]))
+    monkeypatch.setattr(corpus, "load", lambda path=None: (text[:4000], held_out[:400]))
     monkeypatch.setattr(fc1_storage, "LAYER", (4, 2, 32, 64, 64))
 
 

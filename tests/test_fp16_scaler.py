@@ -13,7 +13,7 @@ TINY = {"device": "cpu", "steps": 24, "batch": 2, "width": 16, "layers": 1, "con
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch):
-    monkeypatch.setattr(corpus, "load", lambda: (TEXT[:4000], HELD_OUT[:200]))
+    monkeypatch.setattr(corpus, "load", lambda path=None: (TEXT[:4000], HELD_OUT[:200]))
 
 
 def test_a_tiny_run(tmp_path, capsys):

@@ -13,12 +13,12 @@ import torch
 
 import octavo
 from benchmarks import parity
-from octavo.cli import corpus, train
+from octavo.cli import corpus, training
 from octavo.cli.gpt import GPT
 from octavo.recipes import SHIPPED
 
 CHECKPOINTS = (10, 30, 50, 80)  # steps of the run in bf16; later, a batch's gradient is mostly noise of its sampling
-PLAN = train.Plan(steps=200, batch=8)
+PLAN = training.Plan(steps=200, batch=8)
 WARMUP = 3  # batches that a delayed scale sees before it is used
 # least cosine, largest relative error of the whole gradient, of the loss: those of eight bits, and of the others
 GATES = dict.fromkeys(SHIPPED, (0.997, 0.085, 3e-3)) | {"bf16": (0.9999, 0.02, 5e-4), "nvfp4": (0.97, 0.30, 2e-2)}
@@ -40,7 +40,7 @@ def checkpoints():
         if step in CHECKPOINTS:
             found.append({name: weight.clone() for name, weight in model.state_dict().items()})
 
-    train.optimize(model, model, batches(CHECKPOINTS[-1], PLAN.batch, 0), PLAN, keep, quantized=False)
+    training.optimize(model, model, batches(CHECKPOINTS[-1], PLAN.batch, 0), PLAN, keep, quantized=False)
     return found
 
 
@@ -50,7 +50,7 @@ def exact(checkpoints):
     return [lockstep(weights, None) for weights in checkpoints]
 
 
-def lockstep(weights, recipe, exclude=train.HEAD):
+def lockstep(weights, recipe, exclude=training.HEAD):
     """Loss and whole gradient of one batch from these weights; recipe None is float32."""
     torch.manual_seed(0)  # of stochastic rounding
     model = GPT(PLAN.shape, seed=0)
@@ -60,10 +60,10 @@ def lockstep(weights, recipe, exclude=train.HEAD):
         octavo.convert(model, recipe, exclude=exclude, high_precision=())
         if octavo.recipe(recipe).stateful:
             for before in warmup:
-                train.loss_of(model, before).backward()
+                training.loss_of(model, before).backward()
                 octavo.step(model)
             model.zero_grad()
-    loss = train.loss_of(model, batch, torch.float32 if recipe is None else torch.bfloat16)
+    loss = training.loss_of(model, batch, torch.float32 if recipe is None else torch.bfloat16)
     loss.backward()
     return loss.item(), torch.cat([p.grad.flatten().double() for p in model.parameters()])
 
@@ -102,7 +102,7 @@ def test_the_gates_tell_a_worse_recipe_apart(checkpoints, exact):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize("model", train.MODELS)
+@pytest.mark.parametrize("model", training.MODELS)
 def test_losses_after_400_steps(model):
     assert parity.main(["--model", model]) == 0
 
@@ -111,10 +111,10 @@ def test_losses_after_400_steps(model):
 @pytest.mark.parametrize(("recipe", "limit"), [("fp8-delayed", 1.5), ("nvfp4", 3.0)])
 def test_a_mixture_follows_bf16_in_a_short_run(recipe, limit):
     """-0.40 % and +0.58 % when this was written; the run of 400 steps and four seeds has the narrow limits."""
-    plan = train.Plan(steps=60, batch=4, shape=train.shape_of("moe"))
-    base, found = train.train(plan, None), train.train(plan, octavo.recipe(recipe))
+    plan = training.Plan(steps=60, batch=4, shape=training.shape_of("moe"))
+    base, found = training.train(plan, None), training.train(plan, octavo.recipe(recipe))
     assert base.losses[0] > 5 and base.loss < 2.7
-    assert abs(train.gap(found, base)) <= limit
+    assert abs(training.gap(found, base)) <= limit
     for shares in (*base.load, *found.load):
         assert max(shares) < 0.4, shares  # no expert has taken over
 
@@ -169,7 +169,7 @@ def test_limits_on_mixtures_are_narrower():
 
 def test_parity_of_mixtures_records_the_load(tmp_path, monkeypatch):
     text, held_out = corpus.load()
-    monkeypatch.setattr(corpus, "load", lambda: (text, held_out[:300]))
+    monkeypatch.setattr(corpus, "load", lambda path=None: (text, held_out[:300]))
     path = tmp_path / "parity.json"
     small = ["--model", "moe", "--device", "cpu", "--steps", "1", "--batch", "1", "--seeds", "4", "7"]
     assert parity.main([*small, "--recipes", "fp8-current", "--json", str(path)]) == 0
@@ -182,7 +182,7 @@ def test_parity_of_mixtures_records_the_load(tmp_path, monkeypatch):
 def test_parity_measures_seed_by_seed(tmp_path, capsys, monkeypatch):
     """The script end to end, on a text that takes no time; a gap beyond its limit is exit code 1."""
     text, held_out = corpus.load()
-    monkeypatch.setattr(corpus, "load", lambda: (text, held_out[:300]))
+    monkeypatch.setattr(corpus, "load", lambda path=None: (text, held_out[:300]))
     path = tmp_path / "parity.json"
     small = ["--device", "cpu", "--steps", "2", "--batch", "1", "--seeds", "4", "7", "--recipes", "bf16", "fp8-current"]
     assert parity.main([*small, "--json", str(path)]) == 0

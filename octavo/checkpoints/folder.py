@@ -55,6 +55,8 @@ def new_checkpoint(run: Path, step: int) -> Iterator[tuple[Path, dict[str, Diges
         raise UnsupportedConfig(
             f"{target} exists already, and a checkpoint is not replaced. Save into another folder, or remove it first."
         )
+    if run.exists() and not run.is_dir():
+        raise UnsupportedConfig(f"A checkpoint is saved into a folder, and {run} is a file. Name another folder.")
     run.mkdir(parents=True, exist_ok=True)
     partial = run / f".partial-{secrets.token_hex(4)}"
     partial.mkdir()

@@ -1,26 +1,73 @@
-"""The text that ships with the package, as bytes to train on.
+"""The text to train on, as bytes: the one that ships with the package, or a file.
 
 text/alice.txt is "Alice's Adventures in Wonderland" by Lewis Carroll, London 1865, in the public domain: the whole book
-in plain ASCII, 148 KB. The last tenth is held out.
+in plain ASCII, 148 KB. The last tenth of a text is held out, at most MOST_HELD_OUT bytes.
 """
 
+import hashlib
 from collections.abc import Iterator
 from importlib import resources
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from octavo.errors import UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedShape
 
-HELD_OUT = 0.1
+HELD_OUT, MOST_HELD_OUT = 0.1, 2**18
+LOOKED_AT = 2**20  # bytes at the start of a file that decide whether it is text
+CONTROL = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))  # control characters that no text has
 
 
-def load() -> tuple[Tensor, Tensor]:
-    """Returns the book's bytes, uint8: the part to train on, and the end that is held out."""
-    raw = resources.files("octavo.cli").joinpath("text", "alice.txt").read_bytes()
-    book = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    cut = int(len(book) * (1 - HELD_OUT))
-    return book[:cut], book[cut:]
+def load(path: str | None = None) -> tuple[Tensor, Tensor]:
+    """Returns a text's bytes, uint8: the part to train on, and the end that is held out. None is the book."""
+    raw = _book() if path is None else _read(path)
+    text = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+    cut = max(int(len(text) * (1 - HELD_OUT)), len(text) - MOST_HELD_OUT)
+    return text[:cut], text[cut:]
+
+
+def check(path: str | None, context: int) -> None:
+    """Raises if a file is no text, or too short for windows of this many bytes."""
+    text, held_out = load(path)
+    if len(held_out) <= context:
+        least = round((context + 1) / HELD_OUT) + 1
+        what = "The text that ships with Octavo" if path is None else f"--data {path}"
+        raise UnsupportedShape(
+            f"{what} has {len(text) + len(held_out)} bytes, and a context of {context} needs {least}: its last tenth "
+            "is held out. Take a longer text, or a shorter context by --size."
+        )
+
+
+def digest(path: str | None) -> str:
+    """Returns a short name of a text's bytes."""
+    raw = _book() if path is None else _read(path)
+    return hashlib.sha256(raw).hexdigest()[:16]
+
+
+def _book() -> bytes:
+    return resources.files("octavo.cli").joinpath("text", "alice.txt").read_bytes()
+
+
+def _read(path: str) -> bytes:
+    try:
+        raw = Path(path).read_bytes()
+    except IsADirectoryError:
+        raise UnsupportedConfig(f"--data reads one file of text, got the folder {path}. Name a file in it.") from None
+    except OSError as error:
+        raise UnsupportedConfig(
+            f"--data cannot read {path}: {error.strerror}. Name a file of text, or leave --data out for the book that "
+            "ships with Octavo."
+        ) from None
+    if not raw:
+        raise UnsupportedConfig(f"--data {path} is empty. Name a file of text.")
+    strange = len(raw[:LOOKED_AT]) - len(raw[:LOOKED_AT].translate(None, CONTROL))
+    if strange:
+        raise UnsupportedConfig(
+            f"--data {path} is no text: {strange} of its first {min(len(raw), LOOKED_AT)} bytes are control codes. "
+            "Name a file of plain text, in UTF-8 or another encoding of single bytes; unpack or convert this one first."
+        )
+    return raw
 
 
 def batches(text: Tensor, *, steps: int, batch: int, context: int, seed: int) -> Iterator[Tensor]:

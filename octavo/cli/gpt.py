@@ -1,15 +1,19 @@
 """A byte-level GPT, small enough to read in a minute: pre-norm blocks, causal attention with rotary positions, GELU.
 
 Every matrix product outside attention is a plain nn.Linear, so a conversion finds all of them. With a mixture in its
-shape each MLP is a mixture of experts. Tensors are [B, T, C]: sequences, positions, width.
+shape each MLP is a mixture of experts, and the family "llama" has the blocks of `octavo.cli.llama`. Tensors are
+[B, T, C]: sequences, positions, width.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo.cli import llama
 from octavo.cli.mixture import MixtureShape, make_mixture
 from octavo.errors import UnsupportedShape
 
@@ -19,19 +23,32 @@ LONGEST_TURN = 100.0  # positions per radian of the slowest pair of channels; co
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT, and those of the mixtures of experts that it has in place of MLPs, if any."""
+    """Sizes of a GPT, its kind of blocks, and the sizes of the mixtures of experts that it has in place of MLPs, if
+    any."""
 
     width: int = 128
     layers: int = 2
     heads: int = 4
     context: int = 128
+    family: str = "gpt"  # or "llama"
     mixture: MixtureShape | None = None
 
     def __post_init__(self) -> None:
         if min(self.width, self.layers, self.heads, self.context) < 1 or self.width % (2 * self.heads):
             raise UnsupportedShape(
-                f"A GPT has sizes from 1 up and an even number of channels in each head, got {self}."
+                f"A model has sizes from 1 up and an even number of channels in each head, got {self.sizes()}. "
+                "Choose a width that is a multiple of twice the heads."
             )
+
+    def sizes(self) -> str:
+        """Returns the sizes as --size takes them, with their names."""
+        return f"width {self.width}, layers {self.layers}, heads {self.heads}, context {self.context}"
+
+    def llama(self) -> llama.Size:
+        """Returns the sizes of Llama's blocks: two heads share keys and values, and the MLP has 8/3 of the width."""
+        shared = self.heads if self.heads % 2 else self.heads // 2
+        hidden = -(-8 * self.width // 3 // 32) * 32  # a multiple of 32, which every scheme of scales divides
+        return llama.Size(1, self.context, self.width, self.heads, shared, hidden, self.layers, BYTES)
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -98,6 +115,10 @@ class Block(nn.Module):
         return y
 
 
+def make_block(shape: Shape, *, plain: bool) -> nn.Module:
+    return llama.Block(shape.llama()) if shape.family == "llama" else Block(shape, plain=plain)
+
+
 class GPT(nn.Module):
     """Maps bytes [B, T] to logits of each next byte, [B, T, 256]. `plain` makes mixtures in plain torch, with the same
     first weights as those of octavo.MoE."""
@@ -106,7 +127,7 @@ class GPT(nn.Module):
         super().__init__()
         self.shape = shape
         self.bytes = nn.Embedding(BYTES, shape.width)
-        self.blocks = nn.Sequential(*(Block(shape, plain=plain) for _ in range(shape.layers)))
+        self.blocks = nn.Sequential(*(make_block(shape, plain=plain) for _ in range(shape.layers)))
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, BYTES, bias=False)
         self.reset(seed)
@@ -131,3 +152,14 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.head(self.norm(self.blocks(self.bytes(tokens))))
         return logits
+
+
+def loss_of(
+    call: Callable[[Tensor], Tensor], batch: Tensor, dtype: torch.dtype = torch.bfloat16, reduction: str = "mean"
+) -> Tensor:
+    """Returns the cross entropy of a batch's next bytes, with activations in `dtype`: the mean, or with "none" a row
+    for each sequence."""
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    with nullcontext() if dtype == torch.float32 else torch.autocast(batch.device.type, dtype):
+        found = F.cross_entropy(call(inputs).flatten(0, 1), targets.flatten(), reduction=reduction)
+    return found if reduction == "mean" else found.view(targets.shape)

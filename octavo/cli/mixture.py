@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ class TorchMoE(nn.Module):
         )
         self.register_buffer("load", torch.zeros(shape.experts, dtype=torch.int64), persistent=False)
         self.aux_loss = torch.zeros(())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"aux_loss": self.aux_loss.detach()}  # a copy has no part in the graph of the last call
 
     def forward(self, x: Tensor) -> Tensor:
         rows, shape = x.flatten(0, -2), self.shape

@@ -1,57 +1,80 @@
-"""A training report as one HTML page: curves, tables, and how they were made. The charts are SVG, which scales with the
-window."""
+"""A training report as one HTML page: curves, what recipes did to the tensors of each layer, time, memory, and how all
+of it was made."""
 
-import math
 from collections.abc import Sequence
 from html import escape
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
+from octavo.cli.charts import SMOOTH, Curve, figure, gaps, smooth
+from octavo.cli.train_text import gap_text, runs_of
 from octavo.webpage import document, key, paragraph, table
 
-SMOOTH = 0.05  # of the steps: how far the running mean of a curve reaches
 COLOURS = ("#8a8f98", "#2f7ed8", "#d9822b", "#2a9d6f", "#a855c7", "#c2416b", "#5b6ee1", "#7a8b00")  # the baseline first
-
-
-class Curve(NamedTuple):
-    name: str
-    values: Sequence[float]
-    colour: str
+MODELS = {"gpt": "A small GPT", "llama": "A small Llama"}
+WHERE = "Native: by the chip; emulated: the same codes, multiplied in bfloat16; reference: in float64."
+NOISE = (
+    "After ± is the standard error of the gap over the pieces of the held-out text; the band is two standard errors of "
+    "the running mean. One run is no ranking: another seed moves a gap by up to half a percent at this size."
+)
+NUMERICS = (
+    "Means over the sampled steps, each measured by octavo.inspect on a copy of the model. Underflow: values that are "
+    "not zero and become zero; saturated: values beyond the largest code; SQNR: signal to quantization noise; cosine: "
+    "that of dx and dw with those of the same layer in float32. The darker a cell, the worse."
+)
+MEMORY = (
+    "A step is the mean of the second half. The first step contains the compilation of kernels and graphs. Kept: what "
+    "one forward keeps for its backward, eager, without the parameters. Peak: the most that the GPU held, weights, "
+    "gradients and optimizer included."
+)
+# columns of a layer's row: the number, the tensors that have it, the values at which a cell is not and is fully shaded
+COLUMNS = (
+    ("underflow", ("x", "w", "dy"), 0.02, 0.3),
+    ("saturated", ("x", "w", "dy"), 0.0, 0.05),
+    ("sqnr", ("x", "w", "dy", "y"), 26.0, 12.0),
+    ("cosine", ("dx", "dw"), 0.999, 0.95),
+)
 
 
 def render(report: dict[str, Any]) -> str:
     """Returns the page of a report of `octavo train`, as far as it got."""
-    runs = [report[name] for name in ("bf16", "recipe") if report.get(name, {}).get("losses")]
+    runs = runs_of(report)
     colours = {run["recipe"]: COLOURS[i % len(COLOURS)] for i, run in enumerate(runs)}
-    facts, plan = report["machine"], report["plan"]
-    model = "A small mixture of experts" if plan["shape"].get("mixture") else "A small GPT"
-    title = f"{model}: {', '.join(run['recipe'] for run in runs)}"
+    plan = report["plan"]
     parts = [
         paragraph(_head(report), soft=True),
         "<h2>Loss</h2>",
-        _figure(
-            [Curve(run["recipe"], _smooth(run["losses"]), colours[run["recipe"]]) for run in runs],
+        figure(
+            [Curve(run["recipe"], smooth(run["losses"]), colours[run["recipe"]]) for run in runs],
             f"Training loss, mean over {100 * SMOOTH:.0f} % of the steps",
         ),
-        _summary(report, runs, colours),
+        _summary(runs, colours),
     ]
     if len(runs) > 1:
-        parts += [
-            _figure(
-                [Curve(run["recipe"], _gaps(run, runs[0]), colours[run["recipe"]]) for run in runs[1:]],
-                f"Training loss above {runs[0]['recipe']}, in percent, smoothed alike",
-                zero=True,
-            ),
-            paragraph(
-                "One run is no ranking: at this size two runs in bf16 that differ in rounding alone end up to half a "
-                "percent apart. Compare means over seeds.",
-                soft=True,
-            ),
+        above = [
+            Curve(run["recipe"], values, colours[run["recipe"]], band)
+            for run in runs[1:]
+            for values, band in [gaps(run["losses"], runs[0]["losses"])]
         ]
+        parts += [
+            figure(above, f"Training loss above {runs[0]['recipe']}, in percent, smoothed alike", zero=True),
+            paragraph(NOISE, soft=True),
+        ]
+    sampled = [run for run in runs if run.get("numerics")]
+    parts += ["<h2>What the recipe does to each layer</h2>", paragraph(NUMERICS, soft=True)] if sampled else []
+    parts += [_numerics(run, colours[run["recipe"]]) for run in sampled]
+    ended = [run for run in runs if run["loss"] is not None]
+    parts += [_cost(ended, colours, plan)] if ended else []
     parts += [_load(run) for run in runs if run.get("load")]
     parts += [_routes(report["routes"])] if report.get("routes") else []
-    settings = [[escape(name), escape(str(value))] for name, value in _settings(plan, facts)]
+    parts += [_rules(name, policy) for name, policy in report.get("policies", {}).items()]
+    settings = [[escape(name), escape(str(value))] for name, value in _settings(plan, report["machine"])]
     parts += ["<h2>How it was made</h2>", table((), settings, left=True)]
-    return document(title, parts)
+    return document(f"{_model(plan)}: {', '.join(run['recipe'] for run in runs)}", parts, wide=bool(sampled))
+
+
+def _model(plan: dict[str, Any]) -> str:
+    return "A small mixture of experts" if plan["shape"].get("mixture") else MODELS[plan["shape"]["family"]]
 
 
 def _head(report: dict[str, Any]) -> str:
@@ -62,26 +85,52 @@ def _head(report: dict[str, Any]) -> str:
 
 
 def _settings(plan: dict[str, Any], facts: dict[str, Any]) -> list[tuple[str, Any]]:
-    listed = [("compiled", "yes" if plan["compile"] else "no"), *facts.items(), *plan["shape"].items()]
+    text = plan.get("data") or "Alice's Adventures in Wonderland, in the package"
+    listed = [("text", text), ("compiled", "yes" if plan["compile"] else "no"), *facts.items(), *plan["shape"].items()]
     return [(name, value) for name, value in listed if value is not None]
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _summary(report: dict[str, Any], runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
+def _name(run: dict[str, Any], colours: dict[str, str]) -> str:
+    return key(colours[run["recipe"]]) + escape(run["recipe"])
+
+
+def _summary(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
     rows = []
     for run in runs:
         ended = run["loss"] is not None
-        gap = report.get("gap_percent") if run is not runs[0] else None
         rows.append([
-            key(colours[run["recipe"]]) + escape(run["recipe"]),
-            f"{run['losses'][-1]:.4f}",
+            _name(run, colours),
+            gap_text(run),
             f"{run['loss']:.4f}" if ended else f"interrupted after step {len(run['losses'])}",
-            f"{gap:+.2f} %" if gap is not None else "",
+            f"{run['losses'][-1]:.4f}",
             f"{run['tokens_per_s']:.0f}" if ended else "",
         ])  # fmt: skip
-    return table(("recipe", "last step", "held-out text", "gap", "tokens/s"), rows)
+    return table(("recipe", "gap", "held-out loss", "last step", "tokens/s"), rows)
+
+
+def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[str, Any]) -> str:
+    """Returns a table of time and memory."""
+    tokens = plan["batch"] * plan["shape"]["context"]
+    rows = [
+        [
+            _name(run, colours),
+            f"{1e3 * tokens / run['tokens_per_s']:.1f} ms",
+            _unit(run.get("first_step_s"), "s"),
+            _unit(run["seconds"], "s"),
+            _unit(run.get("kept_mib"), "MiB"),
+            _unit(run.get("peak_mib"), "MiB"),
+        ]
+        for run in runs
+    ]
+    header = ("recipe", "a step", "first step", "all steps", "kept", "peak")
+    return "<h2>Time and memory</h2>" + table(header, rows) + paragraph(MEMORY, soft=True)
+
+
+def _unit(value: float | None, unit: str) -> str:
+    return "–" if value is None else f"{value:.1f} {unit}"
 
 
 def _load(run: dict[str, Any]) -> str:
@@ -93,68 +142,74 @@ def _load(run: dict[str, Any]) -> str:
 
 def _routes(routes: Sequence[dict[str, str]]) -> str:
     rows = [[escape(row[name]) for name in ("recipe", "fprop", "dgrad", "wgrad")] for row in routes]
-    note = "Native: by the chip; emulated: the same codes, multiplied in bfloat16; reference: in float64."
-    return "<h2>What ran how</h2>" + table(("recipe", "fprop", "dgrad", "wgrad"), rows) + paragraph(note, soft=True)
+    return "<h2>What ran how</h2>" + table(("recipe", "fprop", "dgrad", "wgrad"), rows) + paragraph(WHERE, soft=True)
 
 
-# -- charts ------------------------------------------------------------------------------------------------------------
-
-WIDE, HIGH, LEFT, RIGHT, TOP, BOTTOM = 800, 300, 52, 12, 12, 28
-
-
-def _figure(curves: Sequence[Curve], caption: str, *, zero: bool = False) -> str:
-    """Returns curves over the steps, with a legend. `zero` keeps zero in view, and draws it."""
-    values = [v for curve in curves for v in curve.values if math.isfinite(v)]
-    if not values:
-        return ""
-    low, high = min(values), max(values)
-    if zero:
-        low, high = min(low, 0.0), max(high, 0.0)
-    ticks = _ticks(low, high)
-    low, high = min(low, ticks[0]), max(high, ticks[-1])
-    steps = max(len(curve.values) for curve in curves)
-
-    def x(step: float) -> float:
-        return LEFT + (WIDE - LEFT - RIGHT) * (step - 1) / max(steps - 1, 1)
-
-    def y(value: float) -> float:
-        return TOP + (HIGH - TOP - BOTTOM) * (high - value) / ((high - low) or 1.0)
-
-    drawn = []
-    for tick in ticks:
-        stroke = "var(--soft)" if zero and tick == 0 else "var(--line)"
-        drawn.append(f'<line x1="{LEFT}" x2="{WIDE - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}" stroke="{stroke}"/>')
-        drawn.append(f'<text x="{LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
-    for step in sorted({1, *(round(steps * part / 4) for part in range(1, 5))} - {0}):
-        anchor = "end" if step == steps and steps > 1 else "middle"
-        drawn.append(f'<text x="{x(step):.1f}" y="{HIGH - 8}" text-anchor="{anchor}">{step}</text>')
-    for curve in curves:
-        points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(curve.values, 1) if math.isfinite(v))
-        drawn.append(f'<polyline points="{points}" fill="none" stroke="{curve.colour}" stroke-width="2"/>')
-    legend = " ".join(f"<span>{key(curve.colour)}{escape(curve.name)}</span>" for curve in curves)
-    names = ", ".join(curve.name for curve in curves)
-    return (
-        f'<figure><svg viewBox="0 0 {WIDE} {HIGH}" role="img" aria-label="{escape(caption)}: {escape(names)}">'
-        + "".join(drawn)
-        + f"</svg><figcaption>{escape(caption)}. {legend}</figcaption></figure>"
-    )
+def _rules(name: str, policy: dict[str, Any]) -> str:
+    """Returns a table of a policy's rules, with the number of layers that each took at the first step."""
+    rows = [
+        [str(number), escape(", ".join(f"{k} = {v!r}" for k, v in rule.items())), str(count)]
+        for number, (rule, count) in enumerate(zip(policy["rules"], policy["layers"], strict=True), 1)
+    ]
+    notes = "".join(paragraph(note, soft=True) for note in policy["notes"])
+    return f"<h2>Rules of {escape(name)}</h2>" + table(("rule", "", "layers"), rows) + notes
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Returns about five round numbers that cover a range."""
-    span = (high - low) or abs(high) or 1.0
-    unit = 10.0 ** math.floor(math.log10(span / 4))
-    step = next(unit * factor for factor in (1, 2, 5, 10) if span / (unit * factor) <= 5)
-    first, last = math.floor(low / step), math.ceil(high / step)
-    return [round(n * step, 12) for n in range(first, last + 1)]
+# -- tensors -----------------------------------------------------------------------------------------------------------
 
 
-def _smooth(values: Sequence[float]) -> list[float]:
-    """Returns the mean of each value and those before it."""
-    reach = max(1, round(SMOOTH * len(values)))
-    return [sum(values[max(0, i - reach) : i]) / min(i, reach) for i in range(1, len(values) + 1)]
+def _numerics(run: dict[str, Any], colour: str) -> str:
+    """Returns a table with a row for each layer, and what is wrong in sentences."""
+    samples = run["numerics"]
+    steps = ", ".join(str(sample["step"]) for sample in samples)
+    shown = [(number, tensor, at) for number, tensors, *at in COLUMNS for tensor in tensors]
+    values = {
+        layer: [_over_steps(samples, layer, tensor, number) for number, tensor, _ in shown]
+        for layer in _layers(samples)
+    }
+    columns = [i for i, (number, *_) in enumerate(shown) if _is_shown(number, [cells[i] for cells in values.values()])]
+    header = ["layer", *(f"{'SQNR' if shown[i][0] == 'sqnr' else shown[i][0]} {shown[i][1]}" for i in columns)]
+    rows = [
+        [escape(layer or "(model)"), *(_cell(cells[i], shown[i][0], shown[i][2]) for i in columns)]
+        for layer, cells in values.items()
+    ]
+    found = list(dict.fromkeys(sentence for sample in samples for sentence in sample["findings"]))
+    said = f"<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in found)}</ul>" if found else ""
+    head = f"<h3>{key(colour)}{escape(run['recipe'])}, steps {steps}</h3>"
+    return head + said + table(header, rows)
 
 
-def _gaps(run: dict[str, Any], base: dict[str, Any]) -> list[float]:
-    pairs = zip(_smooth(run["losses"]), _smooth(base["losses"]), strict=False)
-    return [100 * (mine / theirs - 1) if theirs else math.nan for mine, theirs in pairs]
+def _layers(samples: Sequence[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(layer for sample in samples for layer in sample["layers"]))
+
+
+def _over_steps(samples: Sequence[dict[str, Any]], layer: str, tensor: str, number: str) -> dict[int, float]:
+    """Returns a number of a layer's tensor by step, where it exists."""
+    found = {sample["step"]: sample["layers"].get(layer, {}).get(tensor, {}).get(number) for sample in samples}
+    return {step: value for step, value in found.items() if value is not None}
+
+
+def _is_shown(number: str, column: Sequence[dict[int, float]]) -> bool:
+    """Whether a column says anything: saturation is rare, and a column of zeros would only widen the table."""
+    values = [value for by_step in column for value in by_step.values()]
+    return any(values) if number == "saturated" else bool(values)
+
+
+def _cell(by_step: dict[int, float], number: str, bounds: Sequence[float]) -> str:
+    """Returns the mean as text, shaded by how bad it is; each step's value is in the title."""
+    if not by_step:
+        return "–"
+    mean = fmean(by_step.values())
+    good, bad = bounds
+    shade = min(max((mean - good) / (bad - good), 0.0), 1.0)
+    each = ", ".join(f"step {step}: {_number(value, number)}" for step, value in by_step.items())
+    style, text = f"--shade:{shade:.2f}", escape(_number(mean, number))
+    return f'<span class="shade" style="{style}" title="{escape(each)}">{text}</span>'
+
+
+def _number(value: float, number: str) -> str:
+    if number == "sqnr":
+        return f"{value:.1f} dB"
+    if number == "cosine":
+        return f"{value:.4f}"
+    return "0 %" if value == 0 else f"{100 * value:.2f} %" if value >= 5e-5 else "< 0.01 %"

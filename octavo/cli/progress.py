@@ -1,8 +1,9 @@
-"""A progress bar in plain text: one line rewritten in place on a terminal, a few lines anywhere else."""
+"""A progress bar: rich's on a terminal where rich is installed, else one line rewritten in place on a terminal, and a
+few lines anywhere else."""
 
 import sys
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 BAR, LINES = 24, 4  # characters of a bar; lines of a whole run if the stream is not a terminal
 INTERVAL = 0.1  # seconds between two updates of a bar
@@ -16,10 +17,13 @@ class Progress:
         self.stream = sys.stderr if stream is None else stream
         self.live = self.stream.isatty()
         self.started = time.perf_counter()
+        self.before: int | None = None  # steps that an earlier process made
         self.shown = self.started - INTERVAL
         self.open = False  # a terminal line was begun and not ended
 
     def due(self, done: int) -> bool:
+        if self.before is None:
+            self.before = done - 1
         if done == self.total:
             return True
         if self.live:
@@ -29,8 +33,13 @@ class Progress:
     def show(self, done: int, text: str) -> None:
         self.shown = time.perf_counter()
         spent = self.shown - self.started
-        left = "" if done == self.total else f", {spent / done * (self.total - done):.0f} s left"
-        line = f"{self.title}  {self._bar(done)} {done}/{self.total}  {text}  {spent:.0f} s{left}"
+        each = spent / max(done - (self.before or 0), 1)
+        left = "" if done == self.total else f", {each * (self.total - done):.0f} s left"
+        self.write(done, f"{text}  {spent:.0f} s{left}")
+
+    def write(self, done: int, text: str) -> None:
+        """Shows the bar after so many steps, with a text."""
+        line = f"{self.title}  {self._bar(done)} {done}/{self.total}  {text}"
         if self.live:
             end = "\n" if done == self.total else ""
             self.stream.write(f"\r\x1b[K{line}{end}")  # erases the previous line first
@@ -49,3 +58,45 @@ class Progress:
     def _bar(self, done: int) -> str:
         filled = BAR * done // self.total
         return "[" + "#" * filled + "." * (BAR - filled) + "]"
+
+
+class RichProgress(Progress):
+    """The same, drawn by rich."""
+
+    def __init__(self, title: str, total: int, stream: TextIO | None = None) -> None:
+        super().__init__(title, total, stream)
+        from rich import progress
+        from rich.console import Console
+
+        columns = (_text(progress, "description"), progress.BarColumn(BAR), progress.MofNCompleteColumn())
+        self._rich: Any = progress.Progress(
+            *columns, _text(progress, "fields[text]"), console=Console(file=self.stream), auto_refresh=False
+        )
+        self._task = self._rich.add_task(title, total=total, text="")
+
+    def write(self, done: int, text: str) -> None:
+        if not self.open:
+            self._rich.start()
+            self.open = True
+        self._rich.update(self._task, completed=done, text=text, refresh=True)
+        if done == self.total:
+            self.close()
+
+    def close(self) -> None:
+        if self.open:
+            self._rich.stop()
+            self.open = False
+
+
+def _text(progress: Any, field: str) -> Any:
+    return progress.TextColumn(f"{{task.{field}}}", markup=False)
+
+
+def make_progress(title: str, total: int) -> Progress:
+    """Returns the best bar for stderr."""
+    if sys.stderr.isatty():
+        try:
+            return RichProgress(title, total)
+        except ImportError:
+            pass
+    return Progress(title, total)

@@ -1,11 +1,12 @@
-"""The folder of `octavo train --out DIR`: checkpoints of both runs, in DIR/bf16 and DIR/recipe, saved by Ctrl-C too."""
+"""The folder of `octavo train --out DIR`: checkpoints of all runs, each in a folder of its own, saved by Ctrl-C too."""
 
 import argparse
+import re
 import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,23 @@ from octavo.checkpoints.checkpoint import extra_of, load_checkpoint, save_checkp
 from octavo.checkpoints.folder import newest, newest_and_skipped, read_manifest
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig
 
-RUNS = ("bf16", "recipe")  # folders in DIR
+BASELINE = "bf16"  # the folder of the baseline in DIR
+OPTIONS = (
+    "model", "recipe", "policy", "size", "data", "steps", "batch", "seed", "device", "json", "html", "save_every",
+    "out",
+)  # fmt: skip
+
+
+def folder_of(name: str, names: Sequence[str]) -> str:
+    """Returns the folder of the run with this name, out of all names: its letters and digits, unless another has it."""
+    taken = {BASELINE}
+    for one in names:
+        words = re.sub(r"[^a-z0-9._]+", "-", one.lower()).strip("-.") or "recipe"
+        folder = next(f for n in range(1, len(names) + 2) if (f := words if n == 1 else f"{words}-{n}") not in taken)
+        if one == name:
+            return folder
+        taken.add(folder)
+    raise KeyError(name)
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,7 @@ class Saves:
     """The options: a folder, whether to resume what is in it, and how often to save besides at the end and Ctrl-C."""
 
     folder: Path
+    runs: tuple[str, ...]  # folders in it
     resume: bool = False
     every: int | None = None
 
@@ -33,7 +51,7 @@ class Saves:
 def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) -> None:
     parser.add_argument(
         "--out", default=None, metavar="DIR",
-        help="save both runs to DIR, at their end and after Ctrl-C; default: save nothing",
+        help="save all runs to DIR, at their end and after Ctrl-C; default: save nothing",
     )  # fmt: skip
     parser.add_argument(
         "--save-every", type=count, default=None, metavar="N",
@@ -45,19 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) 
     )  # fmt: skip
 
 
-def from_options(arguments: argparse.Namespace) -> Saves | None:
-    """Returns the options, checked; makes the folder. None without --out."""
+def from_options(arguments: argparse.Namespace, folders: Sequence[str]) -> Saves | None:
+    """Returns the options, checked; makes the folder. None without --out. `folders` are those of the runs beside the
+    baseline."""
     if arguments.out is None:
         if arguments.resume or arguments.save_every:
             option = "--resume" if arguments.resume else "--save-every"
             raise UnsupportedConfig(f"{option} needs the folder of the run. Pass --out DIR too.")
         return None
-    folder = Path(arguments.out)
+    folder, runs = Path(arguments.out), (BASELINE, *folders)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for run in RUNS:
+        for run in runs:
             _check_none_is_damaged(folder / run)
-        if any(_newest(folder / run) for run in RUNS) != arguments.resume:
+        if any(_newest(folder / run) for run in runs) != arguments.resume:
             raise UnsupportedConfig(
                 f"--resume goes on with a run, and {folder} has no complete checkpoint. Leave it out, or name another "
                 "folder."
@@ -67,7 +86,7 @@ def from_options(arguments: argparse.Namespace) -> Saves | None:
             )
     except OSError as error:
         raise _unwritable(folder, error) from None
-    return Saves(folder, arguments.resume, arguments.save_every)
+    return Saves(folder, runs, arguments.resume, arguments.save_every)
 
 
 def _check_none_is_damaged(folder: Path) -> None:
@@ -89,13 +108,14 @@ def _unwritable(folder: Path, error: OSError) -> UnsupportedConfig:
 
 def how_to_resume(saves: Saves, arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
     """Returns a sentence with the command that goes on with what is saved."""
-    if not any(_newest(saves.folder / run) for run in RUNS):
+    if not any(_newest(saves.folder / run) for run in saves.runs):
         return f"Nothing was saved to {saves.folder} yet."
     words = ["octavo", "train"]
-    for name in ("recipe", "policy", "model", "steps", "batch", "seed", "device", "json", "html", "save_every", "out"):
+    for name in OPTIONS:
         value = getattr(arguments, name)
         if value != parser.get_default(name):
-            words += [f"--{name.replace('_', '-')}", str(value)]
+            for one in value if isinstance(value, list) else [value]:
+                words += [f"--{name.replace('_', '-')}", str(one)]
     words += ["--compile"] if arguments.compile else []
     return f"The run is saved in {saves.folder}. To go on with it: {shlex.join([*words, '--resume'])}"
 
@@ -105,7 +125,7 @@ class Keeper:
 
     Args:
         saves: the options.
-        run: "bf16" or "recipe".
+        run: its folder.
         settings: what the run was started with, by option. Another value is refused when it resumes.
         steps: how many steps the run has.
     """

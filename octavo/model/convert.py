@@ -4,7 +4,6 @@ A module changes its class, not its identity: parameters, hooks, references and 
 other libraries' models are converted by `octavo.model.adopted_experts`.
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from octavo._torch.tensors import is_sharded
-from octavo.errors import UnsupportedConfig, check_choice
+from octavo.errors import UnsupportedConfig, check_choice, warn
 from octavo.fuser.inputs import strange
 from octavo.fuser.sequential import Sequential
 from octavo.kernels.gemm import native, spec_route
@@ -148,7 +147,7 @@ def convert(
     )
     _warn_of_nothing(model, report, str(chosen.default))
     if unused:
-        warnings.warn(f"octavo.convert: {' '.join(why for _, why in unused)}", stacklevel=2)
+        warn(f"octavo.convert: {' '.join(why for _, why in unused)}", stacklevel=2)
     return report
 
 
@@ -425,7 +424,7 @@ def _warn_of_nothing(model: nn.Module, report: ConversionReport, recipe: str) ->
         text = "changed nothing: every layer has a recipe of its own. overwrite=True changes them"
     else:
         text = f"found nothing to convert in this {type(model).__name__}"
-    warnings.warn(f"octavo.convert {text}. {report.summary()}", stacklevel=3)
+    warn(f"octavo.convert {text}. {report.summary()}", stacklevel=3)
 
 
 def route(device: torch.device, recipe: Recipe) -> tuple[str, str]:

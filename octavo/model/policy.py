@@ -157,7 +157,10 @@ class Policy:
                 text = file.read()
             data = tomllib.loads(text)
         except OSError as error:
-            raise UnsupportedConfig(f"The policy file {name} cannot be read: {error.strerror}.") from None
+            raise UnsupportedConfig(
+                f"The policy file {name} cannot be read: {error.strerror}. Name a TOML file with a table [[rules]] for "
+                "each rule."
+            ) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UnsupportedConfig(f"The policy file {name} is no TOML: {error}. Correct it.") from None
         lines = [number for number, line in enumerate(text.splitlines(), start=1) if _HEADER.match(line)]

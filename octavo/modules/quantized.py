@@ -7,7 +7,6 @@ rounding. The `forward` of a subclass gathers these and calls its layer.
 
 import copy
 import ctypes
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +20,7 @@ from octavo._torch.modules import drop_buffers
 from octavo._torch.tracing import while_tracing
 from octavo.delayed_scaling import memory as scaling
 from octavo.delayed_scaling.checkpoint import ROUNDING
-from octavo.errors import UnsupportedConfig
+from octavo.errors import UnsupportedConfig, warn
 from octavo.formats import FLOATS
 from octavo.fuser.operation import FusibleOperation
 from octavo.modules.schedule import STEP, RecipeSchedule
@@ -347,7 +346,7 @@ class Quantized(FusibleOperation, nn.Module):
             raise UnsupportedConfig(why)
         if not self._warned:
             self._warned = True
-            warnings.warn(f"Running outside the graph. {why}", stacklevel=3)
+            warn(f"Running outside the graph. {why}", stacklevel=3)
 
     # -- the weight's gradient -----------------------------------------------------------------------------------------
 

@@ -4,14 +4,13 @@
 would keep a deleted model in memory until Python's garbage collector runs.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from octavo.errors import UnsupportedConfig
+from octavo.errors import UnsupportedConfig, warn
 from octavo.quant.qtensor import Parts
 from octavo.wgrad.mailbox import Computed, Letter, Mailbox, Posted, operands_of
 from octavo.wgrad.main_grad import MainGrad, graph_buffers
@@ -68,7 +67,7 @@ class WeightGradient:
         refuse_shards(weights, "delay_wgrad_compute=True")
         letter = self.mailbox.take()
         if letter is None:
-            warnings.warn(
+            warn(
                 "backward_dw() has no backward to finish, and does nothing: each call takes one backward that has run "
                 "with delay_wgrad_compute=True, oldest first. Call it once for each.",
                 stacklevel=3,

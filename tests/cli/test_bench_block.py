@@ -8,7 +8,7 @@ import torch
 import octavo
 from octavo.cli import main
 from octavo.cli.bench import block, on_device
-from octavo.cli.bench.transformer import Block
+from octavo.cli.transformer import Block
 from octavo.recipes import SHIPPED
 
 TINY = block.SIZES["tiny"]

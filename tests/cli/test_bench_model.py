@@ -11,7 +11,7 @@ from torch import nn
 import octavo
 from octavo.cli import main
 from octavo.cli.bench import llama, model, on_device, peers
-from octavo.cli.bench.llama import RotaryAttention, Size, fused_blocks, plain_blocks
+from octavo.cli.llama import TURN, RotaryAttention, Size, fused_blocks, plain_blocks
 
 TINY = model.SIZES["tiny"]
 CPU = torch.device("cpu")
@@ -158,7 +158,7 @@ def test_attention_is_that_written_out_head_by_head(kv_heads):
     size = Size(2, 8, 32, 4, kv_heads, 64, 1, 16)
     each, qkv = size.head_width, torch.randn(2, 8, size.qkv_width)
     parts = qkv.split(each, dim=-1)
-    angle = torch.arange(8)[:, None] * llama.TURN ** (-torch.arange(0, each, 2) / each)
+    angle = torch.arange(8)[:, None] * TURN ** (-torch.arange(0, each, 2) / each)
     turn = torch.polar(torch.ones_like(angle), angle)
 
     def turned(x):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.cli import corpus, main, train
+from octavo.cli import corpus, main, training
 from octavo.cli.gpt import GPT, Shape
 from octavo.cli.mixture import LoadMeter, MixtureShape, TorchMoE, make_mixture, mixtures
 from octavo.recipes import SHIPPED, recipe
@@ -21,13 +21,13 @@ TEXT, HELD_OUT = corpus.load()
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """A model and a text of a moment's work."""
-    monkeypatch.setattr(train, "SHAPE", replace(SMALL, mixture=None))
-    monkeypatch.setitem(train.MODELS, "moe", SIZES)
-    monkeypatch.setattr(corpus, "load", lambda: (TEXT[:4000], HELD_OUT[:500]))
+    monkeypatch.setitem(training.SIZES, "small", replace(SMALL, mixture=None))
+    monkeypatch.setitem(training.MODELS, "moe", {"mixture": SIZES})
+    monkeypatch.setattr(corpus, "load", lambda path=None: (TEXT[:4000], HELD_OUT[:500]))
 
 
 def trained(name, *, seed=0, steps=4):
-    return train.train(train.Plan(steps, 2, seed, shape=SMALL), recipe(name) if name else None)
+    return training.train(training.Plan(steps, 2, seed, shape=SMALL), recipe(name) if name else None)
 
 
 def pair():
@@ -112,9 +112,11 @@ def test_training_balances_the_experts():
         for plain in (True, False):
             model = GPT(shape, seed=0, plain=plain)
             noted = []
-            plan = train.Plan(1, 2, shape=shape)
+            plan = training.Plan(1, 2, shape=shape)
             data = corpus.batches(TEXT, steps=1, batch=2, context=16, seed=0)
-            train.optimize(model, model, data, plan, lambda step, loss, to=noted: to.append(loss), quantized=not plain)
+            training.optimize(
+                model, model, data, plan, lambda step, loss, to=noted: to.append(loss), quantized=not plain
+            )
             first[balance, plain] = noted[0].item(), mixtures(model)[0].router.weight.detach().clone()
     for plain in (True, False):
         assert first[0.0, plain][0] == first[0.1, plain][0]
@@ -138,7 +140,7 @@ def test_every_recipe_starts_from_the_same_weights_and_batches():
 def test_delayed_scaling_is_stepped(monkeypatch):
     """fc2 is measured too: its dy has a history only if the experts run as one operation."""
     models = []
-    monkeypatch.setattr(train, "GPT", lambda *given, **more: models.append(GPT(*given, **more)) or models[-1])
+    monkeypatch.setattr(training, "GPT", lambda *given, **more: models.append(GPT(*given, **more)) or models[-1])
     trained("fp8-delayed", steps=3)
     windows = {key: value for key, value in octavo.state_dict(models[0]).items() if key.endswith("history")}
     assert any(".mlp.experts." in key for key in windows)
@@ -154,10 +156,10 @@ def test_compile_takes_both_runs_whole(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", lambda model, **settings: compile_(model, backend=backend, **settings))
-    plan = train.Plan(4, 2, shape=SMALL, compile=True)
+    plan = training.Plan(4, 2, shape=SMALL, compile=True)
     for name in (None, "fp8-current"):
         graphs.clear()
-        run, eager = train.train(plan, recipe(name) if name else None), trained(name)
+        run, eager = training.train(plan, recipe(name) if name else None), trained(name)
         assert run.losses == pytest.approx(eager.losses, rel=1e-4)
         assert run.load == eager.load
         # in training, and in the evaluation of whole and of last batches, without a graph for each step
@@ -179,10 +181,10 @@ def test_the_command_shows_the_load_of_each_layer(tmp_path, capsys):
     out = capsys.readouterr().out
     lines = out[out.index("expert load") :].splitlines()
     assert lines[0].split() == ["expert", "load", "layer", "1", "layer", "2"]
-    for line, key in zip(lines[2:4], ("bf16", "recipe"), strict=True):
-        shares = report[key]["load"]
+    for line, run in zip(lines[2:4], (report["bf16"], *report["recipes"]), strict=True):
+        shares = run["load"]
         assert [len(layer) for layer in shares] == [4, 4] and all(sum(layer) == pytest.approx(1) for layer in shares)
-        assert line.startswith(report[key]["recipe"])
+        assert line.startswith(run["recipe"])
         assert all(f"{100 * min(layer):.1f} - {100 * max(layer):.1f} %" in line for layer in shares)
     assert lines[4] == "even load: 25.0 %"
 

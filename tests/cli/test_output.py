@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import octavo
 from octavo import cli
-from octavo.cli import bench, doctor, main, output, train
+from octavo.cli import bench, doctor, main, output, train, training
 from octavo.cli.bench import block, grouped, grouped_gemms, linear, mlp, model, moe, permute, quantize
 from octavo.cli.gpt import Shape
 from octavo.errors import Unsupported
@@ -131,19 +131,19 @@ def test_ctrl_c_inside_of_a_probe_is_no_failed_probe(monkeypatch, capsys):
 @pytest.fixture
 def small(monkeypatch):
     text, held_out = train.corpus.load()
-    monkeypatch.setattr(train, "SHAPE", Shape(width=32, layers=1, heads=2, context=16))
-    monkeypatch.setattr(train.corpus, "load", lambda: (text[:4000], held_out[:500]))
+    monkeypatch.setitem(training.SIZES, "small", Shape(width=32, layers=1, heads=2, context=16))
+    monkeypatch.setattr(train.corpus, "load", lambda path=None: (text[:4000], held_out[:500]))
 
 
 @pytest.mark.parametrize(
     ("losses", "kept"),
-    [(0, None), (1, {"bf16": 1}), (5, {"bf16": 4}), (9, {"bf16": 4, "recipe": 3}), (11, {"bf16": 4, "recipe": 4})],
+    [(0, None), (1, [1]), (5, [4]), (9, [4, 3]), (11, [4, 4])],
 )
 def test_train_keeps_every_step(losses, kept, small, monkeypatch, tmp_path, capsys):
     """Four steps a run, and two batches of evaluation after each."""
     path = tmp_path / "run.json"
     path.write_text("old")
-    monkeypatch.setattr(train, "loss_of", after(losses, train.loss_of))
+    monkeypatch.setattr(training, "loss_of", after(losses, training.loss_of))
     assert main(["train", "--device", "cpu", "--steps", "4", "--batch", "2", "--json", str(path)]) == 130
     out, line = said(capsys)
     if kept is None:
@@ -151,12 +151,12 @@ def test_train_keeps_every_step(losses, kept, small, monkeypatch, tmp_path, caps
         assert path.read_text() == "old" and out == ""
         return
     report = json.loads(path.read_text())
-    got = {key: len(report[key]["losses"]) for key in ("bf16", "recipe") if key in report}
-    assert got == kept
-    assert report["interrupted"] is True and "gap_percent" not in report
-    assert all(loss > 0 for key in got for loss in report[key]["losses"])
+    runs = [report["bf16"], *report.get("recipes", [])]
+    assert [len(run["losses"]) for run in runs] == kept
+    assert report["interrupted"] is True and "gap_percent" not in runs[-1]
+    assert all(loss > 0 for run in runs for loss in run["losses"])
     assert "was interrupted after step" in out
-    assert ("bf16 (torch)  4." in out or "bf16 (torch)  5." in out) == ("recipe" in got), "a run that ended has its row"
+    assert ("bf16 (torch)  4." in out or "bf16 (torch)  5." in out) == (len(runs) > 1), "a run that ended has its row"
 
 
 def test_explain_says_that_nothing_was_written(monkeypatch, tmp_path, capsys):
@@ -394,7 +394,7 @@ def test_work_that_fails_leaves_the_old_file(small, monkeypatch, tmp_path):
     def fail():
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(train, "loss_of", after(3, train.loss_of, fail))
+    monkeypatch.setattr(training, "loss_of", after(3, training.loss_of, fail))
     with pytest.raises(RuntimeError, match="out of memory"):
         main(["train", "--device", "cpu", "--steps", "4", "--json", str(path)])
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["run.json"]
@@ -445,7 +445,7 @@ def test_a_pipe_and_a_device_are_written_to(tmp_path):
 
 def test_json_is_printed_instead_of_the_table(small, capsys):
     assert main(["train", "--device", "cpu", "--steps", "2", "--batch", "1", "--json", "-"]) == 0
-    assert len(json.loads(capsys.readouterr().out)["recipe"]["losses"]) == 2
+    assert len(json.loads(capsys.readouterr().out)["recipes"][0]["losses"]) == 2
     assert not os.path.exists("-")
 
 

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from octavo.cli import page
+from octavo.cli import charts, page
 
 FACTS = {"octavo": "0.1.0", "torch": "2.13.0", "cuda": None, "device": "cpu", "gpu": None}
 
@@ -24,18 +24,20 @@ def run(recipe, losses, loss=1.5, **more):
 
 
 def report(*runs, **more):
-    plan = {"steps": 40, "batch": 8, "seed": 0, "compile": False, "shape": {"context": 128, "mixture": None}}
-    return {"machine": FACTS, "plan": plan, **dict(zip(("bf16", "recipe"), runs, strict=False)), **more}
+    shape = {"context": 128, "family": "gpt", "mixture": None}
+    plan = {"steps": 40, "batch": 8, "seed": 0, "compile": False, "shape": shape, "data": None}
+    return {"machine": FACTS, "plan": plan, "bf16": runs[0], "recipes": list(runs[1:]), **more}
 
 
 FALLING = [5.0 * 0.9**n + 1 for n in range(40)]
-BOTH = report(run("bf16 (torch)", FALLING), run("fp8-block", [v * 1.01 for v in FALLING], 1.515), gap_percent=1.0)
+BASE = run("bf16 (torch)", FALLING)
+BOTH = report(BASE, run("fp8-block", [v * 1.01 for v in FALLING], 1.515, gap_percent=1.0, gap_noise_percent=0.04))
 
 
 class Reader(HTMLParser):
     """Checks that every element is closed in its turn, and lists what the page refers to."""
 
-    EMPTY = ("meta", "line", "polyline")
+    EMPTY = ("meta", "line", "polyline", "polygon")
 
     def __init__(self, text):
         super().__init__()
@@ -68,14 +70,20 @@ def test_a_page_is_whole_and_loads_nothing():
     assert found.links == [] and "<script" not in text and "@import" not in text and "url(" not in text
     assert len(found.points) == 3  # two losses, and one gap
     assert all(len(points.split()) == 40 for points in found.points)
-    for said in ("bf16 (torch)", "fp8-block", "1.5150", "+1.00 %", "40 steps of 8 × 128 bytes, seed 0, on a CPU."):
+    for said in (
+        "bf16 (torch)",
+        "fp8-block",
+        "1.5150",
+        "+1.00 ± 0.04 %",
+        "40 steps of 8 × 128 bytes, seed 0, on a CPU.",
+    ):
         assert said in text
 
 
 def test_curves_stay_inside_of_their_charts():
     for points in Reader(page.render(BOTH)).points:
         for x, y in (map(float, point.split(",")) for point in points.split()):
-            assert page.LEFT <= x <= page.WIDE - page.RIGHT and page.TOP <= y <= page.HIGH - page.BOTTOM
+            assert charts.LEFT <= x <= charts.WIDE - charts.RIGHT and charts.TOP <= y <= charts.HIGH - charts.BOTTOM
 
 
 def test_names_are_text_and_no_markup():
@@ -88,7 +96,7 @@ def test_names_are_text_and_no_markup():
     "losses", [[2.0], [2.0, 2.0], [math.nan] * 5, [1.0, math.inf, 2.0], [0.0, 0.0], [1e-8, 3e-8], [1e6, 2e6]], ids=str
 )
 def test_any_losses_make_a_page(losses):
-    text = page.render(report(run("bf16 (torch)", losses), run("nvfp4", losses), gap_percent=0.0))
+    text = page.render(report(run("bf16 (torch)", losses), run("nvfp4", losses, gap_percent=0.0)))
     assert not re.search(r'points="[^"]*(nan|inf)', text)
     Reader(text)
 
@@ -108,11 +116,46 @@ def test_load_and_routes_are_shown_where_they_are_known():
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (1.2, 5.9), (-3.0, 0.2), (2.0, 2.0), (1e-9, 2e-9), (0.0, 0.0)])
 def test_ticks_cover_their_range_in_round_steps(low, high):
-    ticks = page._ticks(low, high)
+    ticks = charts.round_ticks(low, high)
     assert ticks[0] <= low and ticks[-1] >= high and 1 <= len(ticks) <= 8
     assert len(set(ticks)) == len(ticks)
 
 
 def test_smoothing_keeps_the_length_and_a_constant():
-    assert page._smooth([3.0] * 40) == [3.0] * 40
-    assert page._smooth(FALLING)[0] == FALLING[0] and len(page._smooth(FALLING)) == 40
+    assert charts.smooth([3.0] * 40) == [3.0] * 40
+    assert charts.smooth(FALLING)[0] == FALLING[0] and len(charts.smooth(FALLING)) == 40
+
+
+def sampled(step, **tensors):
+    return {"step": step, "layers": {"blocks.0.down": tensors}, "findings": [f"blocks.0.down: <dy> at {step}"]}
+
+
+def test_numbers_of_tensors_are_means_over_the_steps_and_shaded():
+    samples = [
+        sampled(10, x={"underflow": 0.5, "saturated": 0.0, "sqnr": 31.0}, dw={"cosine": 0.999}),
+        sampled(20, x={"underflow": 0.3, "saturated": 0.0, "sqnr": 29.0}, dw={"cosine": 0.98}),
+    ]
+    text = page.render(report(BASE, run("nvfp4", FALLING, numerics=samples)))
+    Reader(text)
+    assert '--shade:1.00" title="step 10: 50.00 %, step 20: 30.00 %">40.00 %<' in text
+    assert '--shade:0.00" title="step 10: 31.0 dB, step 20: 29.0 dB">30.0 dB<' in text
+    assert "nvfp4, steps 10, 20" in text and "saturated x" not in text and "underflow w" not in text
+    assert "blocks.0.down: &lt;dy&gt; at 20" in text and ">0.9895<" in text
+
+
+def test_the_band_of_a_gap_is_two_standard_errors():
+    base = [2.0] * 100
+    values, band = charts.gaps([2.0 + 0.02 * (1 + (-1) ** n) for n in range(100)], base)
+    assert values[-1] == pytest.approx(0.8)  # of the last five steps two are 0.04 above
+    assert band[-1] == pytest.approx(100 * 2 * 0.0219 / 5**0.5 / 2, rel=0.02)
+    assert math.isnan(band[0]) and len(values) == len(band) == 100
+    text = page.render(report(run("bf16 (torch)", base), run("nvfp4", [2.0 + 0.01 * (n % 3) for n in range(100)])))
+    assert text.count("<polygon") == 1
+
+
+def test_time_memory_and_rules_are_shown():
+    policy = {"rules": [{"layers": "*", "recipe": "nvfp4"}], "layers": [8], "notes": ["A rule decides for no layer."]}
+    more = run("mine.toml", FALLING, kept_mib=12.34, peak_mib=56.78, first_step_s=3.21)
+    cells = set(Reader(text := page.render(report(BASE, more, policies={"mine.toml": policy}))).cells)
+    assert {"1024.0 ms", "3.2 s", "12.3 MiB", "56.8 MiB", "8"} <= cells
+    assert "A rule decides for no layer." in text and "Rules of mine.toml" in text

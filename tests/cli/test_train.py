@@ -2,14 +2,15 @@
 
 import io
 import json
+import sys
 
 import pytest
 import torch
 
 import octavo
-from octavo.cli import corpus, main, train
+from octavo.cli import corpus, main, train, training
 from octavo.cli.gpt import BYTES, GPT, Shape
-from octavo.cli.progress import LINES, Progress
+from octavo.cli.progress import LINES, Progress, RichProgress, make_progress
 from octavo.errors import UnsupportedShape
 from octavo.recipes import SHIPPED, recipe
 
@@ -23,12 +24,12 @@ TEXT, HELD_OUT = corpus.load()
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """A model and a text of a moment's work."""
-    monkeypatch.setattr(train, "SHAPE", SMALL)
-    monkeypatch.setattr(corpus, "load", lambda: (TEXT[:4000], HELD_OUT[:500]))
+    monkeypatch.setitem(training.SIZES, "small", SMALL)
+    monkeypatch.setattr(corpus, "load", lambda path=None: (TEXT[:4000], HELD_OUT[:500]))
 
 
 def trained(name, *, seed=0, steps=4):
-    return train.train(train.Plan(steps, 2, seed, shape=SMALL), recipe(name) if name else None)
+    return training.train(training.Plan(steps, 2, seed, shape=SMALL), recipe(name) if name else None)
 
 
 def test_ends_with_a_table_of_both_runs(capsys):
@@ -38,7 +39,7 @@ def test_ends_with_a_table_of_both_runs(capsys):
     assert lines["recipe"] == ["recipe", "loss", "gap", "tokens/s"]
     assert 4 < float(lines["bf16 (torch)"][2]) < 6
     assert 4 < float(lines["fp8-current"][1]) < 6
-    assert lines["fp8-current"][3] == "%"
+    assert lines["fp8-current"][2][0] in "+-" and lines["fp8-current"][3] == "±" and lines["fp8-current"][5] == "%"
     assert printed.err.count("bf16 (torch)") == printed.err.count("fp8-current") == LINES
 
 
@@ -48,15 +49,80 @@ def test_json_has_every_step(tmp_path):
     report = json.loads(path.read_text())
     assert report["plan"] == {
         "steps": 6, "batch": 2, "seed": 3, "device": "cpu", "compile": False,
-        "shape": {"width": 32, "layers": 1, "heads": 2, "context": 16, "mixture": None},
+        "shape": {"width": 32, "layers": 1, "heads": 2, "context": 16, "family": "gpt", "mixture": None},
+        "data": None, "samples": 0,
     }  # fmt: skip
-    assert report["recipe"]["recipe"] == "fp8-block(scale='fp32')"
+    (subject,) = report["recipes"]
+    assert subject["recipe"] == "fp8-block(scale='fp32')"
     assert report["machine"]["torch"] == torch.__version__
-    for run in (report["bf16"], report["recipe"]):
+    for run in (report["bf16"], subject):
         assert len(run["losses"]) == 6
         assert run["losses"][0] > run["losses"][-1]
         assert run["tokens_per_s"] > 0 and run["seconds"] > 0 and run["load"] == []
-    assert report["gap_percent"] == pytest.approx(100 * (report["recipe"]["loss"] / report["bf16"]["loss"] - 1))
+    assert subject["gap_percent"] == pytest.approx(100 * (subject["loss"] / report["bf16"]["loss"] - 1))
+
+
+def test_several_recipes_and_a_policy_share_one_baseline(tmp_path, capsys):
+    path, policy = tmp_path / "run.json", tmp_path / "mine.toml"
+    policy.write_text('[[rules]]\nlayers = "*"\nrecipe = "mxfp8"\n')
+    command = [*COMMAND, "--recipe", "fp8-block,nvfp4(rht=False,stochastic=False)", "--recipe", "fp8-current"]
+    assert main([*command, "--policy", str(policy), "--json", str(path)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("bf16 (torch)") == LINES
+    report = json.loads(path.read_text())
+    names = ["fp8-block", "nvfp4(stochastic=False,rht=False)", "fp8-current", "mine.toml"]
+    assert [run["recipe"] for run in report["recipes"]] == names
+    assert len({run["loss"] for run in report["recipes"]}) >= 3  # two kinds of blocks are one in so small a model
+    for run in report["recipes"]:
+        gap = 100 * (run["loss"] / report["bf16"]["loss"] - 1)
+        assert run["gap_percent"] == pytest.approx(gap)
+        line = next(line for line in printed.out.splitlines() if line.startswith(run["recipe"] + "  "))
+        assert f"{run['gap_percent']:+.2f} ± {run['gap_noise_percent']:.2f} %" in line
+    alone = trained("fp8-current", steps=6)
+    assert report["recipes"][2]["losses"] == alone.losses and report["recipes"][2]["loss"] == alone.loss
+
+
+def test_the_noise_of_a_gap_is_that_of_a_paired_mean():
+    def outcome(*windows):
+        return training.Outcome("", sum(windows) / len(windows), [], 1.0, 1.0, list(windows))
+
+    base = outcome(1.0, 2.0, 3.0)
+    assert training.gap_noise(outcome(1.1, 2.1, 3.1), base) == pytest.approx(0, abs=1e-9)  # all pieces agree
+    assert training.gap_noise(outcome(1.0, 2.0, 3.3), base) == pytest.approx(100 * 0.1732 / 3**0.5 / 2, rel=1e-3)
+    assert training.gap_noise(outcome(1.0), outcome(1.0)) is None
+
+
+def test_a_llama_trains_and_its_layers_are_all_converted(tmp_path, capsys):
+    path = tmp_path / "run.json"
+    assert main([*COMMAND, "--model", "llama", "--size", "128,1,4,16", "--recipe", "mxfp8", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report["plan"]["shape"]["family"] == "llama"
+    assert all(run["losses"][-1] < run["losses"][0] for run in (report["bf16"], *report["recipes"]))
+    model = GPT(training.shape_of("llama", "128,1,4,16"), seed=0)
+    made = training.converted(model, recipe("mxfp8"))  # its qkv has 256 outputs, as its head has
+    assert [row.path for row in made if row.recipe] == [
+        "blocks.0.attention.qkv", "blocks.0.attention.out", "blocks.0.mlp.up", "blocks.0.mlp.down"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", ["64,2,4,8", "32, 1, 2, 16"])
+def test_a_size_is_a_name_or_four_numbers(size, tmp_path):
+    path = tmp_path / "run.json"
+    assert main([*COMMAND, "--size", size, "--json", str(path)]) == 0
+    shape = json.loads(path.read_text())["plan"]["shape"]
+    assert [shape[name] for name in ("width", "layers", "heads", "context")] == [int(n) for n in size.split(",")]
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "nvfp4", None])
+def test_samples_change_no_bit_of_a_run(name):
+    plan = training.Plan(4, 2, shape=SMALL, samples=2)
+    found = training.train(plan, recipe(name) if name else None)
+    assert found.losses == trained(name).losses and found.loss == trained(name).loss
+    assert found.kept_mib > 0
+    assert [sample["step"] for sample in found.numerics] == ([] if name is None else [2, 4])
+    if name == "nvfp4":
+        tensors = found.numerics[-1]["layers"]["blocks.0.mlp.down"]
+        assert tensors["x"]["underflow"] > 0 and 0.9 < tensors["dw"]["cosine"] < 1
 
 
 def test_a_model_of_experts_trains(capsys):
@@ -92,13 +158,18 @@ def test_a_policy_takes_the_place_of_a_recipe(tmp_path, capsys):
     path.write_text(POLICY.partition('\n[[rules]]\nlayers = "head"')[0])
     assert main([*COMMAND, "--policy", str(path), "--json", str(target)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("policy  ") for line in lines) == 1
+    assert sum(line.startswith("policy.toml  ") for line in lines) == 1
     assert "1     '*.up': none                    1" in lines
     assert "3     '*': fp8-delayed(wgrad='bf16')  3" in lines
     assert "Rule 2 ('*.atention': mxfp8) decides for no layer: it matches none. Did you mean '*.attention'?" in lines
     report = json.loads(target.read_text())
-    assert report["policy"]["layers"] == [1, 0, 3] and report["policy"]["rules"][0]["recipe"] == "none"
-    assert report["recipe"]["recipe"] == "policy" and len(report["recipe"]["losses"]) == 6
+    policy = report["policies"]["policy.toml"]
+    assert policy["layers"] == [1, 0, 3] and policy["rules"][0]["recipe"] == "none"
+    (subject,) = report["recipes"]
+    assert subject["recipe"] == "policy.toml" and len(subject["losses"]) == 6
+    assert [row["recipe"] for row in report["routes"]] == [
+        "policy.toml: mxfp8", "policy.toml: fp8-delayed(wgrad='bf16')"
+    ]  # fmt: skip
 
 
 def test_a_policy_that_is_refused_costs_no_run(tmp_path, capsys):
@@ -119,27 +190,33 @@ def test_a_policy_that_gives_no_recipe_costs_no_run(tmp_path, capsys):
     assert "loss" not in printed
 
 
-def test_a_recipe_and_a_policy_exclude_each_other(capsys):
-    with pytest.raises(SystemExit):
-        main([*COMMAND, "--policy", "policy.toml", "--recipe", "mxfp8"])
-    assert "not allowed with argument" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["--policy", "nowhere.toml"], "The policy file nowhere.toml cannot be read: No such file or directory."),
-        (["--recipe", "fp9"], "There is no recipe 'fp9'. Names: bf16, fp8-block"),
         (["--steps", "0"], "--steps and --batch must be 1 or more, got 0 and 8."),
         (["--batch", "0"], "--steps and --batch must be 1 or more, got 200 and 0."),
         (["--device", "abacus"], "There is no device called 'abacus'. Use cpu or cuda[:index]."),
         (["--json", "nowhere/run.json"], "--json writes into a folder that exists, got nowhere/run.json."),
+        (["--size", "tall"], "--size is one of small, medium, large, huge, or width,layers,heads,context such as"),
+        (["--size", "8,2"], "--size is one of small, medium, large, huge, or width,layers,heads,context such as"),
+        (
+            ["--size", "100,2,3,64"],
+            "A model has sizes from 1 up and an even number of channels in each head, got width",
+        ),
+        (["--recipe", "mxfp8,mxfp8"], "mxfp8 was given twice, and would be one line of the table. Leave one out."),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_refusal_is_a_sentence(arguments, sentence, capsys):
     assert main(["train", "--device", "cpu", *arguments]) == 2
     assert f"octavo train: {sentence}" in capsys.readouterr().err
+
+
+def test_an_unknown_recipe_names_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        main([*COMMAND, "--recipe", "fp9"])
+    assert "There is no recipe 'fp9'. Names: bf16, fp8-block" in capsys.readouterr().err
 
 
 def test_compiling_without_a_compiler_says_what_to_do(monkeypatch, capsys):
@@ -158,10 +235,10 @@ def test_compile_takes_both_runs_whole(monkeypatch):
 
     monkeypatch.setattr(train.shutil, "which", lambda name: name)
     monkeypatch.setattr(torch, "compile", lambda model, **settings: compile_(model, backend=backend, **settings))
-    plan = train.Plan(4, 2, shape=SMALL, compile=True)
-    assert train.train(plan, None).losses == pytest.approx(trained(None).losses, rel=1e-4)
+    plan = training.Plan(4, 2, shape=SMALL, compile=True)
+    assert training.train(plan, None).losses == pytest.approx(trained(None).losses, rel=1e-4)
     whole = len(graphs)
-    assert train.train(plan, recipe("fp8-current")).losses == pytest.approx(trained("fp8-current").losses, rel=1e-4)
+    assert training.train(plan, recipe("fp8-current")).losses == pytest.approx(trained("fp8-current").losses, rel=1e-4)
     assert len(graphs) == 2 * whole
     assert {sum("octavo.run" in name for name in graph) for graph in graphs[whole:]} == {4 * SMALL.layers}
 
@@ -184,7 +261,7 @@ def test_every_recipe_starts_from_the_same_weights_and_batches():
 def test_delayed_scaling_is_stepped(monkeypatch):
     """A run that forgot octavo.step would be warned, and its windows would stay empty."""
     models = []
-    monkeypatch.setattr(train, "GPT", lambda *given, **more: models.append(GPT(*given, **more)) or models[-1])
+    monkeypatch.setattr(training, "GPT", lambda *given, **more: models.append(GPT(*given, **more)) or models[-1])
     trained("fp8-delayed", steps=6)
     windows = [value for key, value in octavo.state_dict(models[0]).items() if key.endswith("history")]
     assert windows and all((window.count_nonzero(1) == 6).all() for window in windows)
@@ -209,7 +286,7 @@ def test_attention_knows_the_order():
 
 
 def test_the_first_loss_is_that_of_a_guess():
-    loss = train.loss_of(GPT(Shape(), seed=0), torch.randint(BYTES, (4, 65)), torch.float32)
+    loss = training.loss_of(GPT(Shape(), seed=0), torch.randint(BYTES, (4, 65)), torch.float32)
     assert loss.item() == pytest.approx(torch.tensor(BYTES).log().item(), rel=0.02)
 
 
@@ -224,7 +301,7 @@ def test_weights_come_from_the_seed_alone():
 
 @pytest.mark.parametrize("sizes", [{"width": 30, "heads": 4}, {"width": 12, "heads": 4}, {"layers": 0}], ids=str)
 def test_sizes_without_meaning_are_refused(sizes):
-    with pytest.raises(UnsupportedShape, match="an even number of channels in each head, got Shape"):
+    with pytest.raises(UnsupportedShape, match="an even number of channels in each head, got width"):
         Shape(**sizes)
 
 
@@ -263,6 +340,53 @@ def test_a_context_longer_than_the_text_is_refused():
     ):
         with pytest.raises(UnsupportedShape, match="shorter than its text of 20 bytes, got 20"):
             call(torch.zeros(20, dtype=torch.uint8))
+
+
+def data_file(folder, content):
+    path = folder / "mine.txt"
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    "text", ["A line of text.\n" * 40, "日本語のテキスト。\n" * 40, "caf\xe9\n\t" * 100], ids=["", "ja", "fr"]
+)
+def test_any_text_can_be_trained_on(text, tmp_path, monkeypatch, capsys):
+    monkeypatch.undo()
+    path = data_file(tmp_path, text.encode("latin-1" if "\xe9" in text else "utf-8"))
+    assert main([*COMMAND, "--size", "32,1,2,16", "--data", str(path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "fp8-current" in capsys.readouterr().out and str(path) in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "--data cannot read FILE: No such file or directory. Name a file of text, or leave --data out for the"),
+        (b"", "--data FILE is empty. Name a file of text."),
+        (b"short", "--data FILE has 5 bytes, and a context of 16 needs 171: its last tenth is held out. Take a longer"),
+        (b"\x7fELF\0\0\1" * 100, "--data FILE is no text: 300 of its first 700 bytes are control codes. Name a file"),
+        ("utf-16 " .encode("utf-16") * 100, "--data FILE is no text: "),
+    ],
+    ids=["missing", "empty", "short", "binary", "utf-16"],
+)  # fmt: skip
+def test_a_file_that_is_no_text_is_a_sentence(content, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.undo()
+    path = tmp_path / "mine.txt" if content is None else data_file(tmp_path, content)
+    assert main([*COMMAND, "--size", "32,1,2,16", "--data", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"octavo train: {sentence.replace('FILE', str(path))}" in said and "loss" not in said
+
+
+def test_a_folder_is_no_text(tmp_path, capsys, monkeypatch):
+    monkeypatch.undo()
+    assert main([*COMMAND, "--data", str(tmp_path)]) == 2
+    assert f"--data reads one file of text, got the folder {tmp_path}. Name a file in it." in capsys.readouterr().err
+
+
+def test_a_long_text_holds_a_bounded_part_out(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    text, held_out = corpus.load(str(data_file(tmp_path, b"0123456789abcde\n" * 2**19)))
+    assert len(held_out) == corpus.MOST_HELD_OUT and len(text) == 2**23 - corpus.MOST_HELD_OUT
 
 
 # -- the bar ---------------------------------------------------------------------------------------------------------
@@ -313,6 +437,32 @@ def test_a_bar_that_stops_early_ends_its_line(steps, ends, monkeypatch):
     progress.close()
     progress.close()
     assert stream.getvalue().endswith(ends) and stream.getvalue().count("\n") == (steps > 0)
+
+
+def test_a_resumed_bar_counts_only_its_own_steps(monkeypatch):
+    stream, now = Terminal(), [0.0]
+    monkeypatch.setattr("octavo.cli.progress.time.perf_counter", lambda: now[0])
+    progress = Progress("bf16", 100, stream)
+    now[0] = 10.0
+    assert progress.due(91)  # the first step of this process
+    progress.show(91, "loss 1.000")
+    assert "90 s left" in stream.getvalue()
+
+
+def test_a_terminal_with_rich_gets_its_bar(monkeypatch):
+    pytest.importorskip("rich")
+    stream = Terminal()
+    progress = RichProgress("bf16 [x]", 3, stream)
+    for step in range(1, 4):
+        progress.show(step, f"loss {step}.000")
+    progress.close()
+    assert "bf16 [x]" in stream.getvalue() and "loss 3.000" in stream.getvalue() and "3/3" in stream.getvalue()
+
+
+def test_a_terminal_without_rich_gets_the_plain_bar(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    assert type(make_progress("bf16", 3)) is Progress
 
 
 @pytest.mark.parametrize("where", ["file", "folder"])

@@ -32,8 +32,8 @@ from octavo.cli import machine, options, table
 from octavo.cli.bench import linear, peers
 from octavo.cli.bench.on_device import backend, compiled, no_caches, step_ms, step_peak_mib, step_seconds
 from octavo.cli.bench.step import settled_step, training_step
-from octavo.cli.bench.transformer import Block, Size
 from octavo.cli.timing import REPEATS, WARMUP, host_us
+from octavo.cli.transformer import Block, Size
 from octavo.model.convert import convert
 from octavo.model.step import step as end_step
 from octavo.recipes import SHIPPED

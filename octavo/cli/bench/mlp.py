@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from octavo.cli import machine, options, table
 from octavo.cli.bench import linear, peers
 from octavo.cli.bench.step import kept_mib, kernels_ms, settled_step
-from octavo.cli.bench.transformer import SwiGLU
 from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms, hosts_us
+from octavo.cli.transformer import SwiGLU
 from octavo.fused.blocks import LayerNormMLP
 
 SHAPE = (8192, 4096, 14336)  # tokens, hidden, feed-forward

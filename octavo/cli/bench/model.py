@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from octavo._torch.compilation import reset as forget_graphs
 from octavo.cli import machine, options, table
 from octavo.cli.bench import cases, llama, peers
-from octavo.cli.bench.llama import ATTENTION, Llama, Size, attention_order, fused_blocks, plain_blocks
+from octavo.cli.bench.llama import ATTENTION, Llama, attention_order
 from octavo.cli.bench.on_device import (
     Step,
     backend,
@@ -51,6 +51,7 @@ from octavo.cli.bench.on_device import (
     step_peak_mib,
     step_seconds,
 )
+from octavo.cli.llama import Size, fused_blocks, plain_blocks
 from octavo.model.attach import attach
 from octavo.model.convert import convert
 from octavo.model.layers import layers

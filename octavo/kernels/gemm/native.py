@@ -8,7 +8,6 @@ the verdict. Sizes that the hardware does not accept are padded with zeros, whic
     bias         bfloat16 or float16 results only; otherwise added afterwards
 """
 
-import warnings
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo._torch.gemm import scaled_mm
-from octavo.errors import UnsupportedHardware
+from octavo.errors import UnsupportedHardware, warn
 from octavo.formats import E4M3, Format
 from octavo.kernels.gemm import reference
 from octavo.quant.block import Block1D, Block2D
@@ -67,7 +66,7 @@ def _probed(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Form
     except (RuntimeError, ValueError, TypeError) as error:
         reason = f"scaled_mm refused {_name(a)} {a_fmt} by {_name(b)} {b_fmt}: {str(error).splitlines()[0].rstrip('.')}"
     if reason:
-        warnings.warn(f"{reason}. On {device} Octavo emulates this GEMM, exactly but slower.", stacklevel=2)
+        warn(f"{reason}. On {device} Octavo emulates this GEMM, exactly but slower.", stacklevel=2)
     return Support(not reason, reason)
 
 

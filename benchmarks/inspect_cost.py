@@ -1,0 +1,120 @@
+"""What octavo.inspect costs a training step: never on, on, on for one step of ten, and off again after the block.
+
+    python3 -m benchmarks.inspect_cost --json benchmarks/results/inspect-cost-h200.json
+    python3 -m benchmarks.inspect_cost --device cpu --size 64,1,2,32 --steps 3 --modes eager
+
+The model is that of `octavo train --model llama`, with float32 weights and bfloat16 activations; a step is forward,
+backward and AdamW. Milliseconds are medians of single steps, each waited for; with every=10 steps differ, and it is the
+mean. `peak` is the most that one step allocates beyond what was there before it. "before" and "after" must agree:
+outside of its block octavo.inspect leaves nothing.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import octavo
+from octavo._torch.compilation import reset as forget_graphs
+from octavo.cli import corpus, machine, options, table
+from octavo.cli.gpt import GPT, loss_of
+from octavo.cli.training import converted, shape_of
+
+RECIPES = ("fp8-delayed", "fp8-block", "nvfp4")
+STATES = ("before", "every=1", "every=10", "after")
+WARMUP = 3
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python3 -m benchmarks.inspect_cost", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--device", default=None, help="cpu or cuda[:index]; default: the GPU if there is one")
+    parser.add_argument("--recipes", type=options.recipes, default=list(RECIPES), help="comma-separated")
+    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"), default=["eager", "compiled"])
+    parser.add_argument("--size", default="2048,2,16,512", help="as in octavo train; default: %(default)s")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20, help="steps of each reading")
+    parser.add_argument("--json", type=Path, default=None)
+    arguments = parser.parse_args(argv)
+    device = machine.parse_device(arguments.device)
+    report: dict[str, Any] = {
+        "machine": machine.describe(device), "size": arguments.size, "batch": arguments.batch, "results": []
+    }  # fmt: skip
+    for mode in arguments.modes:
+        for name in arguments.recipes:
+            report["results"].append(measure(name, mode, arguments, device))
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    print(render(report))
+    return 0
+
+
+def measure(name: str, mode: str, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """The times of one recipe, eager or compiled, in all four states, on one model."""
+    forget_graphs()
+    shape = shape_of("llama", arguments.size)
+    model = GPT(shape, seed=0).to(device)
+    converted(model, octavo.recipe(name))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    octavo.attach(model, optimizer)
+    text, _ = corpus.load()
+    (batch,) = corpus.batches(text, steps=1, batch=arguments.batch, context=shape.context, seed=0)
+    batch = batch.to(device)
+    call = torch.compile(model, fullgraph=True) if mode == "compiled" else model
+
+    def step() -> None:
+        loss_of(call, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found: dict[str, Any] = {"recipe": name, "mode": mode, "ms": {}, "peak_mib": {}}
+    for state in STATES:
+        every = int(state.partition("=")[2] or 0)
+        with octavo.inspect(model, every=every) if every else nullcontext():
+            found["ms"][state], found["peak_mib"][state] = readings(step, arguments.steps, device, every)
+    return found
+
+
+def readings(step: Callable[[], None], steps: int, device: torch.device, every: int) -> tuple[float, float | None]:
+    """The milliseconds of a step, and the most that one allocates."""
+    gpu = device.type == "cuda"
+    for _ in range(WARMUP):
+        step()
+    times = []
+    if gpu:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device) if gpu else 0
+    for _ in range(steps):
+        started = time.perf_counter()
+        step()
+        if gpu:
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - started))
+    peak = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if gpu else None
+    return statistics.fmean(times) if every > 1 else statistics.median(times), peak
+
+
+def render(report: dict[str, Any]) -> str:
+    facts = report["machine"]
+    head = f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}; a Llama of {report['size']}, {report['batch']} sequences"
+    rows = []
+    for row in report["results"]:
+        base = row["ms"]["before"]
+        cells = [f"{row['ms'][state]:.1f} ({row['ms'][state] / base:.2f}x)" for state in STATES]
+        peaks = ["" if p is None else f"{p:.0f}" for p in (row["peak_mib"]["before"], row["peak_mib"]["every=1"])]
+        rows.append([row["recipe"], row["mode"], *cells, *peaks])
+    columns = ("recipe", "", *(f"{state}, ms" for state in STATES), "peak MiB", "inspected")
+    return head + "\n\n" + table.render(columns, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""The script that walks README from an empty environment: what it would run. `python -m tests.journey` runs it."""
+
+from tests.journey import ROOT, commands, program
+
+README = (ROOT / "README.md").read_text()
+
+
+def test_it_has_every_command_of_the_readme_in_order():
+    found = commands(README)
+    assert found == [
+        "make demo", "make test", "pip wheel . --no-deps --wheel-dir dist",
+        "pip install dist/octavo-0.1.0-py3-none-any.whl", "octavo doctor", "octavo train --html run.html",
+    ]  # fmt: skip
+
+
+def test_its_program_has_every_code_block():
+    text = program(README)
+    assert "octavo.convert(model" in text and "octavo.LayerNormMLP" in text
+    compile(text, "README.md", "exec")
