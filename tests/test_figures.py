@@ -389,3 +389,17 @@ def test_the_table_of_the_host():
             found = [run[names[subject]].get(case, {}).get(mode) for run in runs]
             said = ["–" if us is None else f"{statistics.median(us):.0f}" for us in found]
             assert cell == (", ".join(said) if any(us is not None for us in found) else "–"), label
+
+
+def test_the_tables_of_nvfp4s_gap():
+    found = {row["candidate"]: row for row in results("nvfp4-gap-h200")["results"]}
+    by_means = {f"{row['mean_percent']:+.2f} ± {row['stdev_percent']:.2f}": name for name, row in found.items()}
+    shown = tables(BENCHMARKS, "### What costs NVFP4 its gap")[0][1:]
+    rows = {" ".join(f"{gap:+.2f}" for gap in row["gaps_percent"]): row for row in found.values()}
+    for _, gaps, mean, stdev in shown:
+        assert (mean, stdev) == (f"{rows[gaps]['mean_percent']:+.2f}", f"{rows[gaps]['stdev_percent']:.2f}")
+    assert rows[shown[0][1]]["candidate"] == "nvfp4"
+    heading = "## NVFP4 closer to bf16"
+    assert [by_means[cell] for _, cell in tables(CHOOSING, heading)[0][1:]] == ["last 10 % bf16", "last block bf16"]
+    assert f"ended {found['nvfp4']['mean_percent']:.2f} % above bf16" in section(CHOOSING, heading)
+    assert all(found[name]["mean_percent"] < 1.5 for name in ("last 10 % bf16", "last block bf16"))
