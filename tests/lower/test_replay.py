@@ -376,6 +376,92 @@ def test_threads(device, monkeypatch):
     assert not wrong
 
 
+# -- the latest one, found by guards ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    """The calls for which a key was made."""
+    made = []
+    monkeypatch.setattr("octavo.lower.replay.layer.key_of", lambda *a: made.append(a) or calls.key_of(*a))
+    return made
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("linear", "fp8-delayed"), ("mlp", "fp8-current"), ("norm", "")])
+def test_a_call_like_the_last_one_needs_no_key(kind, recipe, device, monkeypatch, keys):
+    module = build(kind, recipe, device)
+    twin = copy.deepcopy(module)
+    for i in range(6):
+        keys.clear()
+        args = example(kind, device)
+        found = step(module, *args)
+        assert i < 4 or not keys, "as written, twice; recorded; found by its key; found by guards"
+        assert_equal(found, as_written(monkeypatch, partial(step, twin, *args)))
+
+
+def test_calls_that_differ_from_the_last_one_are_told_apart(device, monkeypatch, keys):
+    module, (x, dy, _) = build("linear", "fp8-current", device), example("linear", device)
+    turned = x.T.contiguous().T
+    pad = torch.zeros(x.numel() + 1, device=device, dtype=x.dtype)
+    shifted, expanded = pad[1:].view(x.shape).copy_(x), dy[:1].expand(dy.shape)
+    for given, back in ((x, dy), (turned, dy), (shifted, dy), (x, expanded), (-x, torch._neg_view(dy))):
+        for _ in range(5):
+            step(module, x, dy)
+        keys.clear()
+        step(module, x, dy)
+        assert not keys
+        want = as_written(monkeypatch, partial(step, module, given, back))
+        assert_equal(step(module, given, back), want)
+
+
+def test_latest_calls_under_modes_run_as_written(device, monkeypatch):
+    module, args = build("linear", "fp8-current", device), example("linear", device)
+    for _ in range(5):
+        step(module, *args)
+    want = as_written(monkeypatch, partial(step, module, *args))
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        found = step(module, *args)
+    assert_equal(found, want)
+    assert torch.ops.octavo.run.default in seen
+    with torch.autocast(device, torch.float16):
+        assert module(args[0].float()).dtype == torch.float16
+
+
+def test_a_kind_that_keeps_changing_stops_making_guards(device, monkeypatch):
+    made = []
+    monkeypatch.setattr(calls, "same_layouts", lambda tensors: made.append(tensors) or (lambda *_: False))
+    module, args = build("linear", "bf16", device), example("linear", device)
+    for _ in range(calls.GUARDED + 6):
+        step(module, *args)
+    assert len(made) == 2 * calls.GUARDED  # forward and backward
+
+
+def test_another_version_of_torch_has_no_guards(device, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    module, args = build("linear", "bf16", device), example("linear", device)
+    for _ in range(5):
+        step(module, *args)
+    assert recordings() == 2 and not calls._latest
+
+
+def test_guards_keep_no_tensor(device):
+    module, (x, dy, _) = build("linear", "bf16", device), example("linear", device)
+    for _ in range(5):
+        step(module, x, dy)
+    assert calls._latest
+    gone = weakref.ref(x), weakref.ref(dy), weakref.ref(module.weight)
+    del x, dy, module
+    gc.collect()
+    assert [one() for one in gone] == [None] * 3
+
+
 # -- by itself ---------------------------------------------------------------------------------------------------------
 
 
@@ -676,6 +762,22 @@ def test_nothing_is_kept_alive(device):
     del x, y
     gc.collect()
     assert gone[0]() is None and gone[1]() is None
+
+
+def test_detached_twins_are_left_out_unless_they_leave(device):
+    def work(tensors):
+        inside, leaves, base = tensors[0].detach(), tensors[0].detach(), tensors[1].detach()
+        return None, [inside + 1, leaves, base.view(2, 2)]
+
+    for i in range(4):
+        x, y = numbers(device) + i, numbers(device) * i
+        with torch.no_grad():
+            found = call([x, y], work)[1]
+        assert_equal(found, [x + 1, x, y.view(2, 2)])
+        assert found[1] is not x
+    (source,) = calls.sources()
+    made = [line for line in source.splitlines() if line.strip().startswith("t")]
+    assert len(made) == 4, source  # a sum, two twins, a view
 
 
 def test_the_kinds_used_last_are_remembered(device, monkeypatch):

@@ -1,5 +1,6 @@
-"""The lines of a recorded call, and the passes over them before they become a function: unused lines are left out, a
-tensor that is only used in another form is allocated in that form, and every tensor is deleted after its last use.
+"""The lines of a recorded call, and the passes over them before they become a function: unused lines are left out, so
+are detached twins of tensors, a tensor that is only used in another form is allocated in that form, and every tensor is
+deleted after its last use.
 """
 
 import re
@@ -13,6 +14,7 @@ class Line(NamedTuple):
     makes: tuple[str, ...]
     addresses: tuple[str, ...] = ()  # used too, but only for their addresses
     idle: bool = False  # allocates, or makes a view: not needed where its result is not used
+    twin: bool = False  # makes the same tensor without its gradient: not needed where nothing records gradients
 
 
 def address(name: str) -> str:
@@ -27,6 +29,37 @@ def needed(lines: list[Line], returned: set[str]) -> list[Line]:
             used.update(line.uses, line.addresses)
             kept.append(line)
     return kept[::-1]
+
+
+def without_twins(lines: list[Line], returned: set[str]) -> list[Line]:
+    """The lines, with tensors in the place of their detached twins. A twin that is returned, or a view of which is,
+    stays: autograd would take it for the tensor itself."""
+    leaving = set(returned)
+    for line in reversed(lines):
+        if line.idle and leaving.intersection(line.makes):
+            leaving.update(line.uses)
+    own: dict[str, str] = {}
+    kept: list[Line] = []
+    for line in lines:
+        line = renamed(line, own)
+        if line.twin and not leaving.intersection(line.makes):
+            own[line.makes[0]] = line.uses[0]
+        else:
+            kept.append(line)
+    return kept
+
+
+def renamed(line: Line, names: dict[str, str]) -> Line:
+    """The line, with other names for the tensors that it uses."""
+    used = [name for name in (*line.uses, *line.addresses) if name in names]
+    if not used:
+        return line
+    pattern = "|".join(rf"\b{re.escape(name)}\b" for name in used)
+    return line._replace(
+        text=re.sub(pattern, lambda found: names[found.group()], line.text),
+        uses=tuple(names.get(name, name) for name in line.uses),
+        addresses=tuple(names.get(name, name) for name in line.addresses),
+    )
 
 
 def in_form(lines: list[Line], forms: dict[str, str], returned: set[str]) -> list[Line]:
