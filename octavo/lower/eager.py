@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo._torch.autograd import current_graph_task, preserve_version_counter
+from octavo._torch.autograd import current_graph_task, plain_apply, preserve_version_counter
 from octavo._torch.dispatch import is_batched
 from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import LAYERS
@@ -81,6 +81,9 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         refuse_tangents()
+
+
+_apply = plain_apply(_Run)
 
 
 class Watched(NamedTuple):
@@ -239,8 +242,9 @@ def _with_gradients(call: _Call, x: Any, anchored: bool) -> tuple[Tensor, ...]:
     # the last input first: autograd adds the gradients of a tensor that is passed twice in this order, as it does
     # for layers called one by one
     given = [fields[i] for i in call.singles]
+    apply = _Run.apply if call.replay is None else _apply  # a replay was looked for outside of transforms alone
     try:
-        found: tuple[Tensor, ...] = _Run.apply(call, _ANCHOR if anchored else None, *given)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = apply(call, _ANCHOR if anchored else None, *given)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         refuse_active(error)
         raise

@@ -18,7 +18,7 @@ from octavo import launch
 from octavo._torch import gemm
 from octavo._torch.cuda import current_stream
 from octavo._torch.dispatch import TorchDispatchMode
-from octavo._torch.operators import assert_async
+from octavo._torch.operators import assert_async, schema
 from octavo._torch.tensors import EMPTY_STRIDED, is_alias
 from octavo.lower.replay.source import Line, address, in_form, needed, with_deletions, without_twins
 
@@ -111,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, func: Any, said: list[str], uses: list[str], args: Any, made: Any) -> None:
         if any(tag in func.tags for tag in _READS):
             raise NotRecordable(f"{func} depends on values")
-        self._mutates = self._mutates or func._schema.is_mutable
+        self._mutates = self._mutates or schema(func).is_mutable
         results = list(made) if isinstance(made, (list, tuple)) else [] if func is assert_async else [made]
         if not all(isinstance(t, Tensor) for t in results):
             raise NotRecordable(f"{func} returns something else than tensors")
