@@ -16,7 +16,7 @@ TRIED = ("2.11.", "2.13.")
 def same_layouts(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return a function that says whether as many tensors have the layouts of these. It keeps none of these."""
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    check: Callable[..., bool] = guards.TensorGuards(
-        *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-    ).check
+    # the stubs say a list of sizes, torch.compile and the check itself take one for each tensor
+    known = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+    check: Callable[..., bool] = known.check
     return check

@@ -19,6 +19,7 @@ from octavo.lower.caller_memory import begin_write, keep, refuse_grad, refuse_ov
 from octavo.lower.driven import driven
 from octavo.lower.modified import explain_modified, refuse_modified, title_of
 from octavo.lower.packing import pack, packing
+from octavo.lower.replay.layer import Replayed
 from octavo.lower.stage import Stage
 from octavo.lower.transforms import check_transforms, refuse_active, refuse_batched, refuse_tangents
 from octavo.memory import overlap
@@ -29,7 +30,7 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 class _Call(NamedTuple):
     """One call, as autograd passes it to `_Run`: all but the tensors that may take a gradient."""
 
-    layer: Any  # a Replayed
+    layer: Replayed
     config: Any
     fields: Sequence[Any]  # the layer's inputs
     singles: Sequence[int]  # which of them are one tensor, the last first: they may take a gradient
@@ -43,7 +44,7 @@ class _Call(NamedTuple):
 class _Kept(NamedTuple):
     """What a call keeps for its backward, besides saved tensors."""
 
-    layer: Any
+    layer: Replayed
     config: Any
     singles: Sequence[int]
     buffers: Any
@@ -66,13 +67,14 @@ class _Run(torch.autograd.Function):
             (firsts, extras, _), saved = layer.forward_and_save(config, layer.Inputs._make(own), True)
             rest: list[Any] = []
             outputs, made, marks = len(firsts), len(firsts) + len(extras), pack(saved, rest)
-            results = *firsts, *extras, *rest
+            results = (*firsts, *extras, *rest)
         ctx.save_for_backward(*results[made:])
         ctx.call = _Kept(layer, config, singles, buffers, watched, owner, outputs, marks)
         ctx.set_materialize_grads(False)
         if made > outputs:
             ctx.mark_non_differentiable(*results[outputs:made])
-        return results[:made]
+        found: tuple[Tensor, ...] = results[:made]
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
