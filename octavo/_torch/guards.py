@@ -7,10 +7,16 @@ versions of torch in TRIED.
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
 TRIED = ("2.11.", "2.13.")
+
+
+def are_tried() -> bool:
+    """Whether this version of torch has the check, and in the form that is called here."""
+    return torch.__version__.startswith(TRIED) and hasattr(guards, "TensorGuards")
 
 
 def same_layouts(tensors: Sequence[Tensor]) -> Callable[..., bool]:

@@ -26,7 +26,7 @@ from torch.utils import deterministic
 from octavo import backend, launch
 from octavo._torch.cuda import current_device
 from octavo._torch.dispatch import DeviceContext, dispatch_depth, function_depth, function_mode, innermost_transform
-from octavo._torch.guards import TRIED, same_layouts
+from octavo._torch.guards import are_tried, same_layouts
 from octavo.lower.replay.recorder import NotRecordable, Recorder
 
 log = logging.getLogger("octavo.replay")
@@ -102,7 +102,7 @@ def latest(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> Callable[..., Re
 
 def _note_latest(head: tuple[Any, ...], kind: _Kind, tensors: Sequence[Tensor]) -> None:
     """Let `latest` find this kind's replay. Kinds that take turns under one head are left to their keys."""
-    if kind.replay is None or kind.guarded >= GUARDED or not torch.__version__.startswith(TRIED):
+    if kind.replay is None or kind.guarded >= GUARDED or not are_tried():
         return
     kind.guarded += 1
     if len(_latest) >= MOST:
