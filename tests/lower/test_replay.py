@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import launch
-from octavo.lower.replay import calls, recorder
+from octavo.lower.replay import calls, recorder, source
 from octavo.recipes import SHIPPED
 
 K, N, ROWS, GROUPS = 64, 96, 32, 3
@@ -617,6 +617,41 @@ def test_addresses_of_views(inference, monkeypatch):
     assert recordings() == 1 and "data_ptr() + 8" in calls.sources()[0]
 
 
+class Adding(Stub):
+    """A kernel that adds the first number at each pointer but the last to the one at the last, and sets them to 9."""
+
+    def launch(self, *arguments):
+        *given, into = [ctypes.c_float.from_address(address) for address in arguments[4:]]
+        for one in given:
+            into.value += one.value
+            one.value = 9.0
+
+
+def test_zeros_that_kernels_get_are_one_allocation(monkeypatch):
+    monkeypatch.setattr(calls, "DEVICES", {"cpu"})
+    monkeypatch.setattr(recorder.Recorder, "_opening", lambda self: ["stream = 0"])
+    stub, large = Adding(), source.SMALL // 4 + 1
+
+    def work(tensors):
+        x = tensors[0].clone()
+        first, second, third = torch.zeros(3, 1), torch.zeros(large), torch.zeros(65, dtype=torch.int32)
+        leaves, read = torch.zeros(2), torch.zeros(1)
+        pointers = first, second, third, third[64:], first[2:], leaves, read, x
+        stub.launch(0, 0, 0, 0, *[t.data_ptr() for t in pointers])
+        if launch._threads.told is not None:
+            launch._threads.told(stub, pointers)
+        return None, [x, leaves, read + 1]
+
+    launch._threads.told = None
+    for i in range(5):
+        x = numbers("cpu") + i
+        found = call([x], work)[1]
+        assert_equal(found, [x, torch.tensor([9.0, 0.0]), torch.tensor([10.0])])
+    (text,) = calls.sources()
+    assert "(768, dtype=" in text, text  # 12 and 260 bytes, each from a multiple of 256 on
+    assert text.count("device=") == 4, text  # and the large ones, those that leave, those that an operator reads
+
+
 class Writing(Stub):
     """A kernel that writes 0, 1, 2, ... to the first of its pointers."""
 
@@ -775,9 +810,9 @@ def test_detached_twins_are_left_out_unless_they_leave(device):
             found = call([x, y], work)[1]
         assert_equal(found, [x + 1, x, y.view(2, 2)])
         assert found[1] is not x
-    (source,) = calls.sources()
-    made = [line for line in source.splitlines() if line.strip().startswith("t")]
-    assert len(made) == 4, source  # a sum, two twins, a view
+    (text,) = calls.sources()
+    made = [line for line in text.splitlines() if line.strip().startswith("t")]
+    assert len(made) == 4, text  # a sum, two twins, a view
 
 
 def test_the_kinds_used_last_are_remembered(device, monkeypatch):

@@ -20,7 +20,7 @@ from octavo._torch.cuda import current_stream
 from octavo._torch.dispatch import TorchDispatchMode
 from octavo._torch.operators import assert_async, schema
 from octavo._torch.tensors import EMPTY_STRIDED, is_alias
-from octavo.lower.replay.source import Line, address, in_form, needed, with_deletions, without_twins
+from octavo.lower.replay.source import Line, address, in_form, needed, with_deletions, with_one_fill, without_twins
 
 
 class NotRecordable(Exception):
@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tiled = False
         self._mutates = False  # whether an operator, which counts versions, writes to a tensor
         self._inputs = tuple(f"i{n}" for n in range(len(inputs)))
-        self._index = inputs[0].get_device()
+        self._device, self._index = inputs[0].device, inputs[0].get_device()
         for t, name in zip(inputs, self._inputs, strict=True):
             self._names[id(t)] = weakref.ref(t), name
 
@@ -123,7 +123,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         said = said[:1] if _turns(func, args) else said
         many = isinstance(made, (list, tuple))
         twin = func is torch.ops.aten.detach.default
-        self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view, twin=twin)
+        zeros = made.nbytes if func is torch.ops.aten.zeros.default and made.get_device() == self._index else 0
+        self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view, twin=twin, zeros=zeros)
         if func.is_view:
             for t in results:
                 name = self._known(t)  # some return what they are given, or a copy of it: aten.to, aten.reshape
@@ -137,6 +138,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotRecordable(f"something is made on {t.device}")
         make = self._constant(EMPTY_STRIDED[t.device.type])
         return f"{make}({tuple(t.shape)}, {t.stride()}, {self._constant(t.dtype)})"
+
+    def _zeros(self, nbytes: int) -> str:
+        make, dtype, device = (self._constant(v) for v in (torch.zeros, torch.uint8, self._device))
+        return f"{make}({nbytes}, dtype={dtype}, device={device})"
 
     def launched(self, one: launch.Launch, pointers: Sequence[Any]) -> None:
         """Record a kernel launch."""
@@ -171,8 +176,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return address(name) + (f" + {offset}" if offset else "")
 
     def _add(
-        self, text: str, uses: list[str], made: list[Any], *, many: bool = False, idle: bool = False, twin: bool = False
-    ) -> None:
+        self, text: str, uses: list[str], made: list[Any], *, many: bool = False, idle: bool = False,
+        twin: bool = False, zeros: int = 0,
+    ) -> None:  # fmt: skip
         makes: list[str] = []
         for t in made:
             known = self._known(t)
@@ -184,7 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if fresh:
             target = f"{', '.join(makes)}," if many else makes[0]
             text = f"{target} = {text}"
-        self._lines.append(Line(text, tuple(uses), fresh, idle=idle, twin=twin and len(fresh) == 1))
+        self._lines.append(Line(text, tuple(uses), fresh, idle=idle, twin=twin and len(fresh) == 1, zeros=zeros))
 
     def _known(self, t: Any) -> str:
         reference, name = self._names.get(id(t), (None, ""))
@@ -225,7 +231,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._why:
             raise NotRecordable(self._why)
         lines = without_twins(needed(self._lines, set(uses)), set(uses))
-        lines = in_form(lines, self._forms, set(uses))
+        lines = with_one_fill(in_form(lines, self._forms, set(uses)), set(uses), self._zeros)
         source = "\n    ".join([
             f"def replay({', '.join(self._inputs)}):",
             *self._opening(),
