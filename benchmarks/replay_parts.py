@@ -34,6 +34,7 @@ WHOLE = "whole replay"
 VARIANTS: dict[str, list[tuple[Any, str, Any]]] = {
     WHOLE: [],
     "no replay": [(calls, "DEVICES", set())],
+    "no guards": [(calls, "GUARDED", 0)],
     "no in_form": [(recorder, "in_form", lambda lines, forms, returned: lines)],
     "no _SHORT": [(recorder, "_SHORT", {})],
 }
@@ -43,7 +44,9 @@ VARIANTS: dict[str, list[tuple[Any, str, Any]]] = {
 def variant(name: str, recordings: dict[str, Any]) -> Iterator[None]:
     """Octavo as this variant has it, with the variant's own recordings."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(calls, "_kinds", recordings.setdefault(name, OrderedDict())))
+        kinds, latest = recordings.setdefault(name, (OrderedDict(), {}))
+        stack.enter_context(mock.patch.object(calls, "_kinds", kinds))
+        stack.enter_context(mock.patch.object(calls, "_latest", latest))
         for where, attribute, value in VARIANTS[name]:
             stack.enter_context(mock.patch.object(where, attribute, value))
         yield

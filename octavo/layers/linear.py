@@ -125,6 +125,12 @@ class LinearLayer(MatmulLayer):
     def decided_by_layout(self, config: Config, side: str) -> bool:
         return config.shipped
 
+    def flat_places(self, config: Config) -> tuple[int, ...]:
+        # one scale of a whole tensor is [1, 1] for any sizes: it leaves a node as it is, without a view each way
+        made = {"x_scale": (config.made_x, config.x_pair), "w_scale": (config.made_w, config.w_pair)}
+        whole = [name for name, one in made.items() if (spec := of_orientation(*one)) and spec.block == (None, None)]
+        return tuple([Fresh._fields.index(name) for name in self.scales if name not in whole])
+
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         amaxes = observed_amaxes(config.observe, inputs.seen, 1, inputs.weight.device)
         return forward_from(config, inputs, _quantized_x(config, inputs, amaxes.x), amaxes)

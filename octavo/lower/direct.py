@@ -1,7 +1,7 @@
 """The nodes of a graph as Inductor's code calls them: plain functions in place of operators, with the same results.
 
 Each node of a graph has a function of its own, which records and replays the calls of that node. Where the graph is for
-one layout of its tensors, the function looks at their alignment and at nothing else. A mode that watches operators sees
+one layout of its tensors, the key of a call has their alignment and nothing else. A mode that watches operators sees
 one here too: the function then calls the operator.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.dispatch import dispatch_depth
 from octavo.lower.operators import node_call
-from octavo.lower.replay.calls import Results, call, fixed_key_of, key_of
+from octavo.lower.replay.calls import Results, call, fixed_key_of, key_of, latest
 
 Work = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Node = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -33,7 +33,8 @@ def forward(text: str, *, fixed: bool) -> Node:
             return found
         if parsed.writes:
             parsed.refuse(tensors[::-1])
-        return work(tensors)
+        replay = latest(run.head, tensors)
+        return work(tensors) if replay is None else replay(*tensors)[1]
 
     return node
 
@@ -49,10 +50,14 @@ def backward(text: str, mask: str, copies: bool, *, fixed: bool) -> Node:
         if dispatch_depth() > 0:
             found: list[Tensor] = torch.ops.octavo.run_bwd(tensors, text, mask, copies)
             return found
-        parsed.begin_writes(tensors)
+        if parsed.elsewhere:
+            parsed.begin_writes(tensors)
+        replay = latest(run.head, tensors)
+        if replay is not None and not replay.mutates:  # type: ignore[attr-defined]
+            return replay(*tensors)[1]
         written = parsed.written_by_backward(tensors)
         with preserve_version_counter(written) if written else nullcontext():
-            return work(tensors)
+            return work(tensors) if replay is None else replay(*tensors)[1]
 
     return node
 
@@ -62,12 +67,13 @@ class _Replays:
 
     def __init__(self, work: Work, fixed: bool) -> None:
         self.work, self._key_of = work, fixed_key_of if fixed else key_of
+        self.head = (self,)  # of its keys
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        key = self._key_of((self,), tensors)
+        key = self._key_of(self.head, tensors)
         if key is None:
             return self.work(tensors)
-        found: Sequence[Tensor] = call(key, tensors, self._results)[1]  # type: ignore[assignment]
+        found: Sequence[Tensor] = call(key, tensors, self._results, self.head)[1]  # type: ignore[assignment]
         return found
 
     def _results(self, tensors: Sequence[Tensor]) -> Results:

@@ -7,6 +7,6 @@ from octavo.lower.replay.layer import Replayed
 
 
 @cache
-def driven(layer: Layer) -> Layer:
+def driven(layer: Layer) -> Replayed:
     """The layer that a driver calls in the place of this one."""
     return Replayed(layer)

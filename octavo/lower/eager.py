@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo._torch.autograd import current_graph_task, preserve_version_counter
+from octavo._torch.autograd import current_graph_task, plain_apply, preserve_version_counter
 from octavo._torch.dispatch import is_batched
 from octavo.errors import UnsupportedConfig
-from octavo.layers.contract import LAYERS, Layer
+from octavo.layers.contract import LAYERS
 from octavo.lower.caller_memory import begin_write, keep, refuse_grad, refuse_overlap
 from octavo.lower.driven import driven
 from octavo.lower.modified import explain_modified, refuse_modified, title_of
+from octavo.lower.packing import pack, packing
+from octavo.lower.replay.layer import Replayed
 from octavo.lower.stage import Stage
 from octavo.lower.transforms import check_transforms, refuse_active, refuse_batched, refuse_tangents
 from octavo.memory import overlap
@@ -25,18 +27,54 @@ from octavo.memory import overlap
 _ANCHOR = torch.empty(0, requires_grad=True)
 
 
+class _Call(NamedTuple):
+    """One call, as autograd passes it to `_Run`: all but the tensors that may take a gradient."""
+
+    layer: Replayed
+    config: Any
+    fields: Sequence[Any]  # the layer's inputs
+    singles: Sequence[int]  # which of them are one tensor, the last first: they may take a gradient
+    buffers: Any
+    watched: "Watched | None"
+    owner: Any
+    replay: Any = None  # of forward, where one was found
+    tensors: Sequence[Tensor] = ()  # its arguments
+
+
+class _Kept(NamedTuple):
+    """What a call keeps for its backward, besides saved tensors."""
+
+    layer: Replayed
+    config: Any
+    singles: Sequence[int]
+    buffers: Any
+    watched: "Watched | None"
+    owner: Any
+    outputs: int
+    marks: str  # of what the layer saved, as `pack` writes them
+
+
 class _Run(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, layer: Layer, config: Any, buffers: Any, anchor: Tensor | None, watched: Any, owner: Any, *inputs: Any
-    ) -> tuple[Tensor, ...]:
-        (outputs, extras, _), saved = layer.forward_and_save(config, layer.Inputs._make(inputs[::-1]), True)
-        ctx.save_for_backward(*saved)
-        ctx.call = layer, config, buffers, len(outputs), watched, owner
+    def forward(ctx: Any, call: _Call, anchor: Tensor | None, *given: Tensor) -> tuple[Tensor, ...]:
+        layer, config, fields, singles, buffers, watched, owner, replay, tensors = call
+        if replay is not None:
+            (outputs, made, marks), results = replay(*tensors)
+        else:
+            own = list(fields)
+            for i, t in zip(singles, given, strict=True):  # autograd may have unwrapped one
+                own[i] = t
+            (firsts, extras, _), saved = layer.forward_and_save(config, layer.Inputs._make(own), True)
+            rest: list[Any] = []
+            outputs, made, marks = len(firsts), len(firsts) + len(extras), pack(saved, rest)
+            results = (*firsts, *extras, *rest)
+        ctx.save_for_backward(*results[made:])
+        ctx.call = _Kept(layer, config, singles, buffers, watched, owner, outputs, marks)
         ctx.set_materialize_grads(False)
-        if extras:
-            ctx.mark_non_differentiable(*extras)
-        return *outputs, *extras
+        if made > outputs:
+            ctx.mark_non_differentiable(*results[outputs:made])
+        found: tuple[Tensor, ...] = results[:made]
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -45,6 +83,9 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         refuse_tangents()
+
+
+_apply = plain_apply(_Run)
 
 
 class Watched(NamedTuple):
@@ -64,29 +105,36 @@ class Watched(NamedTuple):
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    layer, config, buffers, outputs, watched, owner = ctx.call
+    layer, config, singles, buffers, watched, owner, outputs, marks = ctx.call
     if watched is not None:
         watched.check(title_of(owner, layer))
-    if any([g is not None and is_batched(g) for g in grads[:outputs]]):
-        refuse_batched()
     try:
         saved = ctx.saved_tensors
     except RuntimeError as error:
         explain_modified(error, title_of(owner, layer))
         raise
-    grads = tuple(_in_memory(grads[:outputs]))
     elsewhere = layer.returned_elsewhere(config)
+    latest = None if elsewhere else layer.latest_backward(config, marks, saved, buffers, grads[:outputs])
+    if latest is not None:
+        replay, tensors = latest
+        # a graph of the same layer may be in flight, and have saved the same buffers
+        written = tuple([t for t in buffers if t is not None]) if replay.mutates else ()
+        with preserve_version_counter(written) if written else nullcontext():
+            found = replay(*tensors)[1]
+        return None, None, *[found[i] for i in singles]
+    if any([g is not None and is_batched(g) for g in grads[:outputs]]):
+        refuse_batched()
+    grads = tuple(_in_memory(grads[:outputs]))
     for place in elsewhere.values():
         begin_write(buffers[place], current_graph_task())
-    # a graph of the same layer may be in flight, and have saved the same buffers
     written = tuple([t for t in buffers if isinstance(t, Tensor)])
     with preserve_version_counter(written) if written else nullcontext():
-        found = layer.backward(config, saved, buffers, grads)
+        found = layer.backward(config, tuple(packing(marks).unpack(saved)), buffers, grads)
     if elsewhere:
         whole = [buffers[place] for place in elsewhere.values() if not buffers[place]._is_view()]
         torch.autograd.graph.increment_version(whole)  # a slice's version is the whole allocation's
         found = _in_callers_memory(ctx, found, elsewhere)
-    return None, None, None, None, None, None, *found[::-1]
+    return None, None, *[found[i] for i in singles]
 
 
 def _in_callers_memory(ctx: Any, found: Sequence[Any], elsewhere: dict[int, int]) -> list[Any]:
@@ -145,39 +193,61 @@ def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
     """Run one call. Returns outputs, then extras. Messages name the `owner` by its `op_describe()`."""
     layer = driven(LAYERS[stage.name])
     config = layer.config(stage.key)
-    fields = _in_memory((x, *stage.inputs))
+    fields: list[Any] = [x, *stage.inputs]
+    tensors: list[Any] = []
+    marks = pack(fields, tensors)
     out = stage.out
+    replay = layer.latest_forward(config, stage.needs, marks, tensors) if out is None else None
+    if replay is None:
+        fields = _in_memory(fields)
+        if out is not None:
+            at = layer.out_place(config)
+            assert at is not None
+            fields[at] = out
+            begin_write(out)
+            written = [out, x] if overlap(out, x) else [out]
+            torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])  # kernels do not
+            marks = pack(fields, [])
+    call = _Call(
+        layer, config, fields, packing(marks).singles, layer.Buffers._make(stage.buffers),
+        Watched.now(stage.watched) if stage.watched else None, owner, replay, tensors,
+    )  # fmt: skip
+    made = _with_gradients(call, x, stage.anchored) if stage.needs else _without(call)
     if out is not None:
-        at = layer.out_place(config)
-        assert at is not None
-        fields[at] = out
-        begin_write(out)
-        written = [out, x] if overlap(out, x) else [out]
-        torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])  # kernels do not
-    inputs, buffers = layer.Inputs._make(fields), layer.Buffers._make(stage.buffers)
-    if not stage.needs:
-        check_transforms(inputs)
-        try:
-            with torch.no_grad():
-                (outputs, extras, _), _ = layer.forward_and_save(config, inputs, False)
-        except RuntimeError as error:
-            refuse_active(error)
-            raise
-        tensors = (*outputs, *extras)
-    else:
-        for place in layer.returned_elsewhere(config).values():
-            refuse_overlap(buffers[place], inputs)
-            refuse_grad(buffers[place], x)
-        # the last input first: autograd adds the gradients of a tensor that is passed twice in this order, as it does
-        # for layers called one by one
-        try:
-            tensors = _Run.apply(  # type: ignore[no-untyped-call]
-                layer, config, buffers, _ANCHOR if stage.anchored else None,
-                Watched.now(stage.watched) if stage.watched else None, owner, *inputs[::-1],
-            )  # fmt: skip
-        except RuntimeError as error:
-            refuse_active(error)
-            raise
-    if out is not None:
-        keep(out, tensors[0])
-    return tensors
+        keep(out, made[0])
+    return made
+
+
+def _without(call: _Call) -> tuple[Tensor, ...]:
+    """Run a call that needs no gradient."""
+    layer, config, fields, replay = call.layer, call.config, call.fields, call.replay
+    check_transforms(fields)
+    try:
+        with torch.no_grad():
+            if replay is not None:
+                (_, made, _), results = replay(*call.tensors)
+                found: tuple[Tensor, ...] = results[:made]
+                return found
+            (outputs, extras, _), _ = layer.forward_and_save(config, layer.Inputs._make(fields), False)
+    except RuntimeError as error:
+        refuse_active(error)
+        raise
+    return *outputs, *extras
+
+
+def _with_gradients(call: _Call, x: Any, anchored: bool) -> tuple[Tensor, ...]:
+    """Run a call on x as a node of autograd's graph."""
+    fields, buffers = call.fields, call.buffers
+    for place in call.layer.returned_elsewhere(call.config).values():
+        refuse_overlap(buffers[place], fields)
+        refuse_grad(buffers[place], x)
+    # the last input first: autograd adds the gradients of a tensor that is passed twice in this order, as it does
+    # for layers called one by one
+    given = [fields[i] for i in call.singles]
+    apply = _Run.apply if call.replay is None else _apply  # a replay was looked for outside of transforms alone
+    try:
+        found: tuple[Tensor, ...] = apply(call, _ANCHOR if anchored else None, *given)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        refuse_active(error)
+        raise
+    return found

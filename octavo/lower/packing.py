@@ -27,12 +27,15 @@ class Packing:
     def __init__(self, marks: str) -> None:
         self.starts: list[int] = []
         self.count = 0  # tensors of all fields
+        self.singles: list[int] = []  # fields that are one tensor, the last first
         self._places: list[int | slice | None] = []
         for mark in marks.split(",") if marks else ():
             self.starts.append(self.count)
             size = int(mark.removeprefix("t"))
             end = self.count + size
             self._places.append(slice(self.count, end) if mark[0] == "t" else self.count if size else None)
+            if mark == "1":
+                self.singles.insert(0, len(self.starts) - 1)
             self.count = end
 
     def unpack(self, tensors: Sequence[Any]) -> list[Any]:

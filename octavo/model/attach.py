@@ -81,30 +81,33 @@ class Attachment:
 
 
 class _Index:
-    """Attachments by the ids of the parameters that their optimizers hold."""
+    """Attachments by the ids of the parameters that their optimizers hold. It keeps no attachment, and so no model,
+    alive."""
 
     def __init__(self) -> None:
         self.key: list[tuple[int, int]] = []
-        self.found: dict[int, list[Attachment]] = {}
+        self.known: list[weakref.ref[Attachment]] = []
+        self.found: dict[int, list[weakref.ref[Attachment]]] = {}
 
-    def now(self) -> dict[int, list[Attachment]]:
+    def now(self) -> dict[int, list["weakref.ref[Attachment]"]]:
         """Returns the index, rebuilt if attachments or the parameter groups of their optimizers have changed."""
         pairs = [(one, optimizer) for one in list(_attached) if (optimizer := one.optimizer()) is not None]
         key = [(id(one), sum([len(group["params"]) for group in optimizer.param_groups])) for one, optimizer in pairs]
-        if key != self.key:
-            self.key, self.found = key, {}
-            for one, optimizer in pairs:
+        if key != self.key or any([one() is None for one in self.known]):  # another may have the id of one that is gone
+            self.key, self.known, self.found = key, [weakref.ref(one) for one, _ in pairs], {}
+            for known, (_, optimizer) in zip(self.known, pairs, strict=True):
                 for parameter in _held(optimizer):
-                    self.found.setdefault(parameter, []).append(one)
+                    self.found.setdefault(parameter, []).append(known)
         return self.found
 
 
 _index = _Index()
 
 
-def _claims(layer: Quantized, index: dict[int, list[Attachment]]) -> list[Attachment]:
+def _claims(layer: Quantized, index: dict[int, list["weakref.ref[Attachment]"]]) -> list[Attachment]:
     """Returns the attachments to models with this layer whose optimizers train the layer."""
-    return [one for p in layer.trained_by() for one in index.get(id(p), ()) if layer in one.layers]
+    known = [one for p in layer.trained_by() for one in index.get(id(p), ())]
+    return [one for ref in known if (one := ref()) is not None and layer in one.layers]
 
 
 def attach(

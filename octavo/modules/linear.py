@@ -18,7 +18,7 @@ from octavo.fuser.inputs import arrived, check_input, check_weight
 from octavo.kernels.gemm import spec_route
 from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.linear import Config, layer
-from octavo.layers.linear_config import call_key
+from octavo.layers.linear_config import call_key, known_key
 from octavo.lower.call import Stage, call, takes_nodes
 from octavo.modules.quantized import Quantized, outside, wanted
 from octavo.quant import QTensor
@@ -179,7 +179,8 @@ class Linear(Quantized, nn.Linear):
     def _stage(self, x: Any, is_first_microbatch: bool | Tensor | None, fp8_output: bool, as_nodes: bool) -> Stage:
         """Returns the Stage of a call with x: a tensor, codes, or an Edge inside a run. Reads the weight once, because
         each read of a parametrized weight computes it."""
-        if torch.compiler.is_compiling():
+        tracing = torch.compiler.is_compiling()
+        if tracing:
             self._now("_settle")
         elif self._unborn:
             self._settle()
@@ -196,7 +197,7 @@ class Linear(Quantized, nn.Linear):
             )
         grads = wanted(x.requires_grad, [weight], bias)
         side = self._weight_side(recipe, (weight,), grads, is_first_microbatch, as_nodes, len(codes) > 0)
-        key = call_key(
+        key = (call_key if tracing else known_key)(
             self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
             bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype], grads=grads, x="codes" if codes else "plain",
             quantize_output=fp8_output, recompute_w_columns=not self.keep_weight_codes, **side.settings,

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import launch
-from octavo.lower.replay import calls, recorder
+from octavo.lower.replay import calls, recorder, source
 from octavo.recipes import SHIPPED
 
 K, N, ROWS, GROUPS = 64, 96, 32, 3
@@ -376,6 +376,92 @@ def test_threads(device, monkeypatch):
     assert not wrong
 
 
+# -- the latest one, found by guards ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    """The calls for which a key was made."""
+    made = []
+    monkeypatch.setattr("octavo.lower.replay.layer.key_of", lambda *a: made.append(a) or calls.key_of(*a))
+    return made
+
+
+@pytest.mark.parametrize(("kind", "recipe"), [("linear", "fp8-delayed"), ("mlp", "fp8-current"), ("norm", "")])
+def test_a_call_like_the_last_one_needs_no_key(kind, recipe, device, monkeypatch, keys):
+    module = build(kind, recipe, device)
+    twin = copy.deepcopy(module)
+    for i in range(6):
+        keys.clear()
+        args = example(kind, device)
+        found = step(module, *args)
+        assert i < 4 or not keys, "as written, twice; recorded; found by its key; found by guards"
+        assert_equal(found, as_written(monkeypatch, partial(step, twin, *args)))
+
+
+def test_calls_that_differ_from_the_last_one_are_told_apart(device, monkeypatch, keys):
+    module, (x, dy, _) = build("linear", "fp8-current", device), example("linear", device)
+    turned = x.T.contiguous().T
+    pad = torch.zeros(x.numel() + 1, device=device, dtype=x.dtype)
+    shifted, expanded = pad[1:].view(x.shape).copy_(x), dy[:1].expand(dy.shape)
+    for given, back in ((x, dy), (turned, dy), (shifted, dy), (x, expanded), (-x, torch._neg_view(dy))):
+        for _ in range(5):
+            step(module, x, dy)
+        keys.clear()
+        step(module, x, dy)
+        assert not keys
+        want = as_written(monkeypatch, partial(step, module, given, back))
+        assert_equal(step(module, given, back), want)
+
+
+def test_latest_calls_under_modes_run_as_written(device, monkeypatch):
+    module, args = build("linear", "fp8-current", device), example("linear", device)
+    for _ in range(5):
+        step(module, *args)
+    want = as_written(monkeypatch, partial(step, module, *args))
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        found = step(module, *args)
+    assert_equal(found, want)
+    assert torch.ops.octavo.run.default in seen
+    with torch.autocast(device, torch.float16):
+        assert module(args[0].float()).dtype == torch.float16
+
+
+def test_a_kind_that_keeps_changing_stops_making_guards(device, monkeypatch):
+    made = []
+    monkeypatch.setattr(calls, "same_layouts", lambda tensors: made.append(tensors) or (lambda *_: False))
+    module, args = build("linear", "bf16", device), example("linear", device)
+    for _ in range(calls.GUARDED + 6):
+        step(module, *args)
+    assert len(made) == 2 * calls.GUARDED  # forward and backward
+
+
+def test_another_version_of_torch_has_no_guards(device, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    module, args = build("linear", "bf16", device), example("linear", device)
+    for _ in range(5):
+        step(module, *args)
+    assert recordings() == 2 and not calls._latest
+
+
+def test_guards_keep_no_tensor(device):
+    module, (x, dy, _) = build("linear", "bf16", device), example("linear", device)
+    for _ in range(5):
+        step(module, x, dy)
+    assert calls._latest
+    gone = weakref.ref(x), weakref.ref(dy), weakref.ref(module.weight)
+    del x, dy, module
+    gc.collect()
+    assert [one() for one in gone] == [None] * 3
+
+
 # -- by itself ---------------------------------------------------------------------------------------------------------
 
 
@@ -531,6 +617,41 @@ def test_addresses_of_views(inference, monkeypatch):
     assert recordings() == 1 and "data_ptr() + 8" in calls.sources()[0]
 
 
+class Adding(Stub):
+    """A kernel that adds the first number at each pointer but the last to the one at the last, and sets them to 9."""
+
+    def launch(self, *arguments):
+        *given, into = [ctypes.c_float.from_address(address) for address in arguments[4:]]
+        for one in given:
+            into.value += one.value
+            one.value = 9.0
+
+
+def test_zeros_that_kernels_get_are_one_allocation(monkeypatch):
+    monkeypatch.setattr(calls, "DEVICES", {"cpu"})
+    monkeypatch.setattr(recorder.Recorder, "_opening", lambda self: ["stream = 0"])
+    stub, large = Adding(), source.SMALL // 4 + 1
+
+    def work(tensors):
+        x = tensors[0].clone()
+        first, second, third = torch.zeros(3, 1), torch.zeros(large), torch.zeros(65, dtype=torch.int32)
+        leaves, read = torch.zeros(2), torch.zeros(1)
+        pointers = first, second, third, third[64:], first[2:], leaves, read, x
+        stub.launch(0, 0, 0, 0, *[t.data_ptr() for t in pointers])
+        if launch._threads.told is not None:
+            launch._threads.told(stub, pointers)
+        return None, [x, leaves, read + 1]
+
+    launch._threads.told = None
+    for i in range(5):
+        x = numbers("cpu") + i
+        found = call([x], work)[1]
+        assert_equal(found, [x, torch.tensor([9.0, 0.0]), torch.tensor([10.0])])
+    (text,) = calls.sources()
+    assert "(768, dtype=" in text, text  # 12 and 260 bytes, each from a multiple of 256 on
+    assert text.count("device=") == 4, text  # and the large ones, those that leave, those that an operator reads
+
+
 class Writing(Stub):
     """A kernel that writes 0, 1, 2, ... to the first of its pointers."""
 
@@ -676,6 +797,22 @@ def test_nothing_is_kept_alive(device):
     del x, y
     gc.collect()
     assert gone[0]() is None and gone[1]() is None
+
+
+def test_detached_twins_are_left_out_unless_they_leave(device):
+    def work(tensors):
+        inside, leaves, base = tensors[0].detach(), tensors[0].detach(), tensors[1].detach()
+        return None, [inside + 1, leaves, base.view(2, 2)]
+
+    for i in range(4):
+        x, y = numbers(device) + i, numbers(device) * i
+        with torch.no_grad():
+            found = call([x, y], work)[1]
+        assert_equal(found, [x + 1, x, y.view(2, 2)])
+        assert found[1] is not x
+    (text,) = calls.sources()
+    made = [line for line in text.splitlines() if line.strip().startswith("t")]
+    assert len(made) == 4, text  # a sum, two twins, a view
 
 
 def test_the_kinds_used_last_are_remembered(device, monkeypatch):

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import weakref
 from collections import Counter
 
 import pytest
@@ -484,3 +485,32 @@ def test_the_work_of_a_step_does_not_grow_with_other_attachments():
         return found[True]
 
     assert calls(40) < 6 * calls(10)  # four times as many layers, and not four times four
+
+
+def test_a_model_that_was_trained_is_freed_with_its_optimizer():
+    def trained():
+        model = nn.Sequential(octavo.Linear(16, 8, recipe="fp8-delayed"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        octavo.attach(model, optimizer)
+        for _ in range(2):
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+        return weakref.ref(model[0].weight)
+
+    weights = [trained() for _ in range(3)]  # a later model may take the ids of an earlier one
+    gc.collect()
+    assert [weight() for weight in weights] == [None] * 3
+
+
+def test_an_attachment_takes_the_place_of_one_that_is_gone(monkeypatch):
+    """Even if it has the same id, and its optimizer as many parameters."""
+    monkeypatch.setattr("octavo.model.attach.id", lambda _: 7, raising=False)
+    for _ in range(2):
+        model = nn.Sequential(octavo.Linear(16, 8, bias=False, recipe="fp8-delayed"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        octavo.attach(model, optimizer)
+        model(torch.ones(4, 16)).sum().backward()
+        optimizer.step()
+        assert not model[0].scaling_forward_current.any() and model[0].scaling_forward_head.all()
+        del model, optimizer
+        gc.collect()

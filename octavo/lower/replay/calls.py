@@ -6,6 +6,9 @@ launches and returns. The first call of a kind runs as it is written. The second
 launch by launch, as a straight function, which runs in place of all later ones: same kernels, same arguments, same
 bits, a fraction of the host's time. It releases each tensor after its last use.
 
+A caller may ask first for the replay that calls of its kind ran `latest`: torch's own guards compare the layout of all
+tensors in less time than their key takes to make.
+
 A call is not recorded where a mode watches operators or functions, a tensor is a subclass, or the plain torch reference
 runs. A call that turns out to read a value, or a tensor that it was not given, goes on as it is written.
 """
@@ -14,7 +17,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +26,14 @@ from torch.utils import deterministic
 from octavo import backend, launch
 from octavo._torch.cuda import current_device
 from octavo._torch.dispatch import DeviceContext, dispatch_depth, function_depth, function_mode, innermost_transform
+from octavo._torch.guards import are_tried, same_layouts
 from octavo.lower.replay.recorder import NotRecordable, Recorder
 
 log = logging.getLogger("octavo.replay")
 
 DEVICES = {"cuda"}  # where calls are recorded: on a CPU the reference's arithmetic is what takes time
 MOST = 4096  # kinds of calls remembered, the ones used last
+GUARDED = 8  # times that guards are made for a kind
 _PLAIN = frozenset((Tensor, nn.Parameter))
 Results = tuple[Any, tuple[Any, ...]]  # something that is the same for all calls of a kind, then tensors and Nones
 Work = Callable[[Sequence[Tensor]], Results]
@@ -37,14 +42,25 @@ Work = Callable[[Sequence[Tensor]], Results]
 class _Kind:
     """A kind of call: the function that replays it, once it is recorded."""
 
-    __slots__ = ("refused", "replay")
+    __slots__ = ("guarded", "refused", "replay")
 
     def __init__(self) -> None:
         self.replay: Callable[..., Results] | None = None
         self.refused = False
+        self.guarded = 0  # how often guards were made for it: they tell more tensors apart than a key does
 
 
 _kinds: "OrderedDict[tuple[Any, ...], _Kind]" = OrderedDict()
+_latest: "dict[tuple[Any, ...], _Latest]" = {}  # by the heads of keys
+
+
+class _Latest(NamedTuple):
+    """The replay that a call ran last, and what calls must have in common with that one to run it too."""
+
+    same_layouts: Callable[..., bool]
+    ends: list[int]  # the last four bits of each address
+    recast: torch.dtype | None
+    replay: Callable[..., Results]
 
 
 def key_of(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
@@ -64,6 +80,35 @@ def fixed_key_of(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any,
     if not _is_recordable(tensors[0]):
         return None
     return (*head, _recast(tensors[0]), *[t.data_ptr() & 15 for t in tensors])
+
+
+def latest(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> Callable[..., Results] | None:
+    """Return the replay that `call` ran last for a key with this head, if these tensors would have the same key.
+    Otherwise, and where guards see a difference that the key does not, return None: make the key then."""
+    found = _latest.get(head)
+    if found is None:
+        return None
+    first = tensors[0]
+    if (
+        found.same_layouts(*tensors)
+        and [t.data_ptr() & 15 for t in tensors] == found.ends
+        and _is_recordable(first)
+        and _recast(first) is found.recast
+        and not launch.is_watched()
+    ):
+        return found.replay
+    return None
+
+
+def _note_latest(head: tuple[Any, ...], kind: _Kind, tensors: Sequence[Tensor]) -> None:
+    """Let `latest` find this kind's replay. Kinds that take turns under one head are left to their keys."""
+    if kind.replay is None or kind.guarded >= GUARDED or not are_tried():
+        return
+    kind.guarded += 1
+    if len(_latest) >= MOST:
+        _latest.clear()
+    ends = [t.data_ptr() & 15 for t in tensors]
+    _latest[head] = _Latest(same_layouts(tensors), ends, _recast(tensors[0]), kind.replay)
 
 
 def _recast(first: Tensor) -> torch.dtype | None:
@@ -96,8 +141,8 @@ def _functions_are_watched() -> bool:
     return any([type(function_mode(i)) is not DeviceContext for i in modes])
 
 
-def call(key: tuple[Any, ...], tensors: Sequence[Tensor], work: Work) -> Results:
-    """Call work(tensors), or replay it if a call of this key was recorded."""
+def call(key: tuple[Any, ...], tensors: Sequence[Tensor], work: Work, head: tuple[Any, ...] | None = None) -> Results:
+    """Call work(tensors), or replay it if a call of this key was recorded. With a `head`, `latest` finds the replay."""
     kind = _kinds.get(key)
     if kind is None:
         _remember(key)
@@ -105,6 +150,8 @@ def call(key: tuple[Any, ...], tensors: Sequence[Tensor], work: Work) -> Results
     with suppress(KeyError):  # another thread may have dropped it
         _kinds.move_to_end(key)
     if kind.replay is not None and not launch.is_watched():  # a replay does not tell of its launches
+        if head is not None:
+            _note_latest(head, kind, tensors)
         return kind.replay(*tensors)
     if kind.replay is None and not kind.refused and _are_different(tensors):
         return _recorded(kind, tensors, work)
@@ -120,6 +167,7 @@ def _remember(key: tuple[Any, ...]) -> None:
 def forget() -> None:
     """Drop all recorded calls."""
     _kinds.clear()
+    _latest.clear()
 
 
 def sources() -> list[str]:

@@ -1,7 +1,6 @@
 """A layer whose calls are recorded and replayed: the contract of any layer, the same bits, less of the host's time."""
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -10,10 +9,11 @@ from octavo._torch.autograd import preserve_version_counter
 from octavo.layers.contract import ForwardResult, Tensors
 from octavo.lower.adapter import Adapter
 from octavo.lower.packing import pack, packing
-from octavo.lower.replay.calls import call, key_of
+from octavo.lower.replay.calls import Results, call, key_of, latest
 from octavo.wgrad.targets import LazyTarget, Target, Writes
 
 Groups = tuple[Any, Any, Any]  # of tensors
+Replay = Callable[..., Results]
 
 
 class Replayed(Adapter):
@@ -29,8 +29,14 @@ class Replayed(Adapter):
             made, saved = self.layer.forward_and_save(config, fields, saving)
             return made.outputs, made.extras, saved if saving else ()
 
-        outputs, extras, saved = self._forward("save" if saving else "", config, inputs, run)
+        outputs, extras, saved = self._forward(_which(saving), config, inputs, run)
         return ForwardResult(outputs, extras, ()), saved
+
+    def latest_forward(self, config: Any, saving: bool, marks: str, tensors: Sequence[Tensor]) -> Replay | None:
+        """The replay of `forward_and_save` for these inputs, if calls like it ran before. `marks` and `tensors` are the
+        inputs as `pack` lists them. It returns how many outputs, and how many outputs and extras there are, and the
+        marks of the saved; then outputs, extras, and all that are saved but None."""
+        return latest(_head((self, _which(saving), config.key, marks), tensors), tensors) if tensors else None
 
     def _forward(self, which: str, config: Any, inputs: Any, run: Callable[[Any], Groups]) -> Groups:
         """Call run(inputs), or replay it. `which` tells the possible functions apart."""
@@ -39,17 +45,18 @@ class Replayed(Adapter):
             return run(inputs)
         tensors: list[Any] = []
         marks = pack(inputs, tensors)
-        key = key_of((self, which, config.key, marks), tensors)
+        begin = (self, which, config.key, marks)
+        key = key_of(begin, tensors)
         if key is None:
             return run(inputs)
 
-        def work(tensors: Sequence[Any]) -> tuple[tuple[int, int], Tensors]:
-            groups = run(self.Inputs._make(packing(marks).unpack(tensors)))
-            first = len(groups[0])
-            return (first, first + len(groups[1])), tuple(chain.from_iterable(groups))
+        def work(tensors: Sequence[Any]) -> tuple[tuple[int, int, str], Tensors]:
+            outputs, extras, rest = run(self.Inputs._make(packing(marks).unpack(tensors)))
+            results = [*outputs, *extras]
+            return (len(outputs), len(results), pack(rest, results)), tuple(results)
 
-        (first, second), results = call(key, tensors, work)
-        return results[:first], results[first:second], results[second:]
+        (first, second, kept), results = call(key, tensors, work, _head(begin, tensors))
+        return results[:first], results[first:second], tuple(packing(kept).unpack(results[second:]))
 
     def backward(self, config: Any, saved: Any, buffers: Any, grads: Tensors, writes: Writes | None = None) -> Tensors:
         # without a gradient of every output there may be a buffer that the layer does not write to
@@ -59,7 +66,8 @@ class Replayed(Adapter):
             return self.layer.backward(config, saved, buffers, grads, writes)
         places, modes = opened
         tensors: list[Any] = []
-        marks = pack((*saved, *places, *grads), tensors)
+        kept = pack(saved, tensors)
+        marks = kept + "," + pack((*places, *grads), tensors) if saved else pack((*places, *grads), tensors)
         key = key_of((self, "backward", config.key, marks, *modes), tensors)
         if key is None:
             return self.layer.backward(config, saved, buffers, grads)
@@ -72,8 +80,32 @@ class Replayed(Adapter):
             return None, tuple(self.layer.backward(config, tuple(own), self.Buffers._make(named), tuple(dys)))
 
         if not any(modes):
-            return call(key, tensors, work)[1]
+            return call(key, tensors, work, _head(self._begin_backward(config, kept, buffers), tensors))[1]
         return _written(buffers, places, lambda: call(key, tensors, work)[1])
+
+    def latest_backward(
+        self, config: Any, kept: str, saved: Sequence[Tensor], buffers: Any, grads: Tensors
+    ) -> tuple[Replay, list[Any]] | None:
+        """The replay of `backward` for these tensors, with its arguments, if calls like it ran before; not where it
+        writes to a target. `kept` and `saved` are what forward saved, as `pack` lists it."""
+        written = [t for t in buffers if t is not None]
+        if not all([type(t) is Tensor for t in (*written, *grads)]):
+            return None
+        tensors = [*saved, *written, *grads]
+        replay = latest(_head(self._begin_backward(config, kept, buffers), tensors), tensors)
+        return None if replay is None else (replay, tensors)
+
+    def _begin_backward(self, config: Any, kept: str, buffers: Any) -> tuple[Any, ...]:
+        return (self, "backward", config.key, kept, *[t is None for t in buffers])
+
+
+def _which(saving: bool) -> str:
+    return "save" if saving else ""
+
+
+def _head(begin: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    """What tells most kinds of calls apart: the shapes of x and w, too."""
+    return (*begin, len(tensors), *[getattr(t, "shape", None) for t in tensors[:2]])
 
 
 def _opened(buffers: Any) -> tuple[list[Any], list[str]] | None:

@@ -18,9 +18,9 @@ from octavo import launch
 from octavo._torch import gemm
 from octavo._torch.cuda import current_stream
 from octavo._torch.dispatch import TorchDispatchMode
-from octavo._torch.operators import assert_async
+from octavo._torch.operators import assert_async, schema
 from octavo._torch.tensors import EMPTY_STRIDED, is_alias
-from octavo.lower.replay.source import Line, address, in_form, needed, with_deletions
+from octavo.lower.replay.source import Line, address, in_form, needed, with_deletions, with_one_fill, without_twins
 
 
 class NotRecordable(Exception):
@@ -35,6 +35,7 @@ _FRESH = {
 _SHORT: dict[Any, Callable[..., Any]] = {
     **gemm.FUNCTIONS,
     torch.ops.aten.add_.Tensor: Tensor.add_,
+    torch.ops.aten.as_strided.default: Tensor.as_strided,
     torch.ops.aten.detach.default: Tensor.detach,
     torch.ops.aten.maximum.out: torch.maximum,
     torch.ops.aten.mm.default: torch.mm,
@@ -43,6 +44,7 @@ _SHORT: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.transpose.int: Tensor.transpose,
     torch.ops.aten.unbind.int: Tensor.unbind,
     torch.ops.aten.view.default: Tensor.view,
+    torch.ops.aten.view.dtype: Tensor.view,
     torch.ops.aten.sum.dim_IntList: torch.sum,
     torch.ops.aten.zero_.default: Tensor.zero_,
     torch.ops.aten.zeros.default: torch.zeros,
@@ -81,8 +83,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forms: dict[str, str] = {}  # a fresh tensor, or all of one in another form -> what allocates it like this
         self._why = ""
         self._tiled = False
+        self._mutates = False  # whether an operator, which counts versions, writes to a tensor
         self._inputs = tuple(f"i{n}" for n in range(len(inputs)))
-        self._index = inputs[0].get_device()
+        self._device, self._index = inputs[0].device, inputs[0].get_device()
         for t, name in zip(inputs, self._inputs, strict=True):
             self._names[id(t)] = weakref.ref(t), name
 
@@ -108,6 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, func: Any, said: list[str], uses: list[str], args: Any, made: Any) -> None:
         if any(tag in func.tags for tag in _READS):
             raise NotRecordable(f"{func} depends on values")
+        self._mutates = self._mutates or schema(func).is_mutable
         results = list(made) if isinstance(made, (list, tuple)) else [] if func is assert_async else [made]
         if not all(isinstance(t, Tensor) for t in results):
             raise NotRecordable(f"{func} returns something else than tensors")
@@ -115,9 +119,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._add(room := self._room(made), [], [made], idle=True)
             self._forms[self._known(made)] = room
             return
-        short = self._constant(_SHORT.get(func, func))
+        short = self._constant(Tensor.t if _turns(func, args) else _SHORT.get(func, func))
+        said = said[:1] if _turns(func, args) else said
         many = isinstance(made, (list, tuple))
-        self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view)
+        twin = func is torch.ops.aten.detach.default
+        zeros = made.nbytes if func is torch.ops.aten.zeros.default and made.get_device() == self._index else 0
+        self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view, twin=twin, zeros=zeros)
         if func.is_view:
             for t in results:
                 name = self._known(t)  # some return what they are given, or a copy of it: aten.to, aten.reshape
@@ -131,6 +138,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotRecordable(f"something is made on {t.device}")
         make = self._constant(EMPTY_STRIDED[t.device.type])
         return f"{make}({tuple(t.shape)}, {t.stride()}, {self._constant(t.dtype)})"
+
+    def _zeros(self, nbytes: int) -> str:
+        make, dtype, device = (self._constant(v) for v in (torch.zeros, torch.uint8, self._device))
+        return f"{make}({nbytes}, dtype={dtype}, device={device})"
 
     def launched(self, one: launch.Launch, pointers: Sequence[Any]) -> None:
         """Record a kernel launch."""
@@ -164,7 +175,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         addresses.append(name)
         return address(name) + (f" + {offset}" if offset else "")
 
-    def _add(self, text: str, uses: list[str], made: list[Any], *, many: bool = False, idle: bool = False) -> None:
+    def _add(
+        self, text: str, uses: list[str], made: list[Any], *, many: bool = False, idle: bool = False,
+        twin: bool = False, zeros: int = 0,
+    ) -> None:  # fmt: skip
         makes: list[str] = []
         for t in made:
             known = self._known(t)
@@ -176,7 +190,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if fresh:
             target = f"{', '.join(makes)}," if many else makes[0]
             text = f"{target} = {text}"
-        self._lines.append(Line(text, tuple(uses), fresh, idle=idle))
+        self._lines.append(Line(text, tuple(uses), fresh, idle=idle, twin=twin and len(fresh) == 1, zeros=zeros))
 
     def _known(self, t: Any) -> str:
         reference, name = self._names.get(id(t), (None, ""))
@@ -216,7 +230,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         returned = [self._said(t, uses) for t in results]
         if self._why:
             raise NotRecordable(self._why)
-        lines = in_form(needed(self._lines, set(uses)), self._forms, set(uses))
+        lines = without_twins(needed(self._lines, set(uses)), set(uses))
+        lines = with_one_fill(in_form(lines, self._forms, set(uses)), set(uses), self._zeros)
         source = "\n    ".join([
             f"def replay({', '.join(self._inputs)}):",
             *self._opening(),
@@ -226,8 +241,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         space = dict(self._constants)
         exec(compile(source, "<octavo replay>", "exec"), space)  # every word of it was written above
         replay: Callable[..., Any] = space["replay"]
-        replay.source = source  # type: ignore[attr-defined]
+        replay.source, replay.mutates = source, self._mutates  # type: ignore[attr-defined]
         return replay
+
+
+def _turns(func: Any, args: Any) -> bool:
+    """Whether this transposes a matrix, for which there is a shorter way."""
+    return func is torch.ops.aten.permute.default and list(args[1]) == [1, 0]
 
 
 def _covers(view: Tensor, t: Tensor) -> bool:

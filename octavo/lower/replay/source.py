@@ -1,10 +1,14 @@
-"""The lines of a recorded call, and the passes over them before they become a function: unused lines are left out, a
-tensor that is only used in another form is allocated in that form, and every tensor is deleted after its last use.
+"""The lines of a recorded call, and the passes over them before they become a function: unused lines are left out, so
+are detached twins of tensors, a tensor that is only used in another form is allocated in that form, small zeros that
+kernels get are one allocation, filled at once, and every tensor is deleted after its last use.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
+
+APART = 256  # bytes: tensors that are one allocation begin at multiples of it
+SMALL = 2**20  # bytes of zeros that may live longer than they are used
 
 
 class Line(NamedTuple):
@@ -13,6 +17,8 @@ class Line(NamedTuple):
     makes: tuple[str, ...]
     addresses: tuple[str, ...] = ()  # used too, but only for their addresses
     idle: bool = False  # allocates, or makes a view: not needed where its result is not used
+    zeros: int = 0  # how many bytes it allocates and fills with zeros
+    twin: bool = False  # makes the same tensor without its gradient: not needed where nothing records gradients
 
 
 def address(name: str) -> str:
@@ -27,6 +33,37 @@ def needed(lines: list[Line], returned: set[str]) -> list[Line]:
             used.update(line.uses, line.addresses)
             kept.append(line)
     return kept[::-1]
+
+
+def without_twins(lines: list[Line], returned: set[str]) -> list[Line]:
+    """The lines, with tensors in the place of their detached twins. A twin that is returned, or a view of which is,
+    stays: autograd would take it for the tensor itself."""
+    leaving = set(returned)
+    for line in reversed(lines):
+        if line.idle and leaving.intersection(line.makes):
+            leaving.update(line.uses)
+    own: dict[str, str] = {}
+    kept: list[Line] = []
+    for line in lines:
+        line = renamed(line, own)
+        if line.twin and not leaving.intersection(line.makes):
+            own[line.makes[0]] = line.uses[0]
+        else:
+            kept.append(line)
+    return kept
+
+
+def renamed(line: Line, names: dict[str, str]) -> Line:
+    """The line, with other names for the tensors that it uses."""
+    used = [name for name in (*line.uses, *line.addresses) if name in names]
+    if not used:
+        return line
+    pattern = "|".join(rf"\b{re.escape(name)}\b" for name in used)
+    return line._replace(
+        text=re.sub(pattern, lambda found: names[found.group()], line.text),
+        uses=tuple(names.get(name, name) for name in line.uses),
+        addresses=tuple(names.get(name, name) for name in line.addresses),
+    )
 
 
 def in_form(lines: list[Line], forms: dict[str, str], returned: set[str]) -> list[Line]:
@@ -50,6 +87,38 @@ def readdressed(line: Line, old: str, new: str) -> Line:
         return line
     addresses = tuple(new if name == old else name for name in line.addresses)
     return line._replace(text=re.sub(rf"\b{re.escape(address(old))}", address(new), line.text), addresses=addresses)
+
+
+def with_one_fill(lines: list[Line], returned: set[str], zeros: Callable[[int], str]) -> list[Line]:
+    """The lines, with one allocation for all small zeros that are used by their addresses alone. `zeros` writes an
+    allocation of so many bytes."""
+    used = returned.union(*[line.uses for line in lines])
+    starts: dict[str, int] = {}
+    total = 0
+    for line in lines:
+        if 0 < line.zeros <= SMALL and not used.intersection(line.makes):
+            starts[line.makes[0]] = total
+            total += -(-line.zeros // APART) * APART
+    if len(starts) < 2:
+        return lines
+    one = next(iter(starts))
+    kept: list[Line] = []
+    for line in lines:
+        if one in line.makes:
+            kept.append(Line(f"{one} = {zeros(total)}", (), (one,)))
+        elif not starts.keys() & set(line.makes):
+            kept.append(_moved(line, starts, one))
+    return kept
+
+
+def _moved(line: Line, starts: dict[str, int], one: str) -> Line:
+    """The line, with places in one tensor for the addresses of several."""
+    text = line.text
+    for name in starts.keys() & set(line.addresses):
+        place = address(one) + (f" + {starts[name]}" if starts[name] else "")
+        text = re.sub(rf"\b{re.escape(address(name))}", place, text)
+    addresses = dict.fromkeys(one if name in starts else name for name in line.addresses)
+    return line._replace(text=text, addresses=tuple(addresses))
 
 
 def with_deletions(lines: list[Line], returned: set[str]) -> Iterable[str]:
