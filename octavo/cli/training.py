@@ -245,8 +245,8 @@ class Clock:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.half = plan, plan.steps // 2
         self.started = self.first = self.middle = self.ended = time.perf_counter()
-        self.steps = 0  # those that this process made
-        self.begun = self.started  # by this process
+        self.steps = 0  # those that this process made after its first, which compiles
+        self.begun = 0.0  # when the first had ended
         self.peak = 0
         self._reset_peak()
 
@@ -257,7 +257,10 @@ class Clock:
             self.first = self.ended
         if step == self.half:
             self.middle = self.ended
-        self.steps += 1
+        if self.begun:
+            self.steps += 1
+        else:
+            self.begun = time.perf_counter()
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -278,7 +281,7 @@ class Clock:
 
     def go_on(self, times: dict[str, float]) -> None:
         """Goes on with the times of a run that was saved."""
-        self.ended = self.begun = time.perf_counter()
+        self.ended = time.perf_counter()
         self.started = self.ended - times["seconds"]
         self.first, self.middle = self.started + times["first"], self.started + times["middle"]
 
@@ -286,7 +289,7 @@ class Clock:
         return (self.plan.steps - self.half) * self.plan.tokens() / (self.ended - self.middle)
 
     def so_far(self) -> float:
-        """Returns the tokens per second of this process, as far as the host knows."""
+        """Returns the tokens per second of this process after its first step, as far as the host knows; 0 before."""
         return self.steps * self.plan.tokens() / max(time.perf_counter() - self.begun, 1e-9)
 
     def seconds(self) -> float:

@@ -389,6 +389,26 @@ def test_a_long_text_holds_a_bounded_part_out(tmp_path, monkeypatch):
     assert len(held_out) == corpus.MOST_HELD_OUT and len(text) == 2**23 - corpus.MOST_HELD_OUT
 
 
+# -- the clock ------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_leaves_the_first_step_and_samples_out_of_its_rates(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(training.time, "perf_counter", lambda: now[0])
+    clock = training.Clock(training.Plan(4, 2, shape=SMALL))  # 32 bytes a step
+    for step, seconds in enumerate((100.0, 1.0, 2.0, 2.0), start=1):
+        now[0] += seconds
+        clock.tick(step)
+        if step > 1:
+            with clock.stopped():
+                now[0] += 1000.0
+    assert clock.so_far() == pytest.approx(3 * 32 / 5)
+    assert clock.first_step() == 100 and clock.seconds() == 105 and clock.rate() == pytest.approx(2 * 32 / 4)
+    saved, later = clock.times(), training.Clock(training.Plan(4, 2, shape=SMALL))
+    later.go_on(saved)
+    assert later.first_step() == 100 and later.seconds() == 105
+
+
 # -- the bar ---------------------------------------------------------------------------------------------------------
 
 
