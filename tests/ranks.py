@@ -1,7 +1,7 @@
 """One pool of four processes over gloo, for all tests that need several ranks.
 
 A job is a function of a module, called on every rank with its group and its rank there: `job(group, rank, *arguments)`.
-Jobs of two ranks run twice at once, in two groups; the results of the first group come back.
+A job of two ranks runs on the first two.
 """
 
 import io
@@ -9,12 +9,12 @@ import multiprocessing
 import os
 import traceback
 from datetime import timedelta
-from functools import cache
 
 import torch
 import torch.distributed as dist
 
 WORLD = 4
+GROUPS = {}  # of the first ranks, by size
 TIMEOUT = 60  # seconds that a rank waits for another
 
 
@@ -39,17 +39,17 @@ class Pool:
             process.start()
 
     def run(self, job, *arguments, size=WORLD):
-        """Returns what each rank of the (first) group returns; raises if a rank raised."""
+        """Returns what each rank returns; raises if a rank raised."""
         if not self.processes:
             self._start()
-        for pipe in self.pipes:
+        for pipe in self.pipes[:size]:
             pipe.send_bytes(_packed((job, arguments, size)))
-        answers = [_unpacked(pipe.recv_bytes()) for pipe in self.pipes]
+        answers = [_unpacked(pipe.recv_bytes()) for pipe in self.pipes[:size]]
         errors = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(answers) if error is not None]
         if errors:
             self.close()
         assert not errors, "\n".join(errors)
-        return [found for found, _ in answers[:size]]
+        return [found for found, _ in answers]
 
     def close(self):
         for process in self.processes:
@@ -79,8 +79,7 @@ def _serve(rank, store, pipe):
         try:
             torch._dynamo.reset()
             torch.manual_seed(0)
-            group = _group(size)
-            pipe.send_bytes(_packed((job(group, rank % size, *arguments), None)))
+            pipe.send_bytes(_packed((job(GROUPS[size], rank, *arguments), None)))
         except Exception:
             pipe.send_bytes(_packed((None, traceback.format_exc())))
 
@@ -91,11 +90,5 @@ def join(store):
         "gloo", init_method=f"file://{store}", rank=int(os.environ["RANK"]), world_size=WORLD,
         timeout=timedelta(seconds=TIMEOUT),
     )  # fmt: skip
-    _group.cache_clear()
-
-
-@cache
-def _group(size):
-    """This rank's group of `size` neighbours."""
-    made = [dist.new_group(range(first, first + size)) for first in range(0, WORLD, size)]
-    return made[dist.get_rank() // size]
+    for size in (2, WORLD):
+        GROUPS[size] = dist.new_group(range(size))

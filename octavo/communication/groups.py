@@ -13,7 +13,8 @@ from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
 
 if TYPE_CHECKING:
-    from torch.distributed import DeviceMesh, ProcessGroup  # some builds of torch have none
+    from torch.distributed import ProcessGroup  # some builds of torch have none
+    from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT = ""  # the name of the default group, whatever torch calls it
 # a group, its name, a mesh of one dim or (mesh, dim); None: the default group
@@ -97,7 +98,7 @@ def _is_initialized() -> bool:
 
 def _is_registered(name: str, group: Any) -> bool:
     try:
-        return process_group(name) == group
+        return bool(process_group(name) == group)
     except UnsupportedConfig:
         return False
 
