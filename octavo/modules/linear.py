@@ -35,7 +35,6 @@ from octavo.modules.parallel import (
     agreed_weight,
     check_ranks,
     gathered,
-    local_part,
     local_sizes,
     own_part,
     parallel_of,
@@ -107,6 +106,7 @@ class Linear(Quantized, nn.Linear):
     NAME: ClassVar[str] = "linear"
     return_bias = False
     keep_weight_codes = True  # for dgrad, from forward to backward; if False, backward makes them again
+    keeps_dtensors = False  # whether the parameters are DTensors, of which kernels get this rank's part
     _ranks_checked = False  # whether the ranks were found to call the layer alike
 
     def __init__(
@@ -140,6 +140,15 @@ class Linear(Quantized, nn.Linear):
     def weight_names(self) -> list[str]:
         return ["weight"]
 
+    def check_holdable_as_shards(self, what: str) -> None:
+        """Part of the layer contract. Raises if DTensors cannot take the place of the parameters."""
+        self.refuse_parametrized(what)
+        if self._codes.held:
+            raise UnsupportedConfig(
+                f"{what} splits weights, and {self.op_describe()} holds its weight as codes. Split it first, or "
+                "octavo.revert(model)."
+            )
+
     def whole_weight(self) -> Tensor:
         return self.weight
 
@@ -155,7 +164,9 @@ class Linear(Quantized, nn.Linear):
         parallel = self.split()
         if parallel is None:
             return ()
-        return agreed_weight(self, parallel, recipe, self.whole_weight(), as_nodes)
+        weight = self._own_part("weight")
+        assert weight is not None
+        return agreed_weight(self, parallel, recipe, weight, as_nodes)
 
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         return spec_route(left, right, device)
@@ -256,7 +267,14 @@ sequence_parallel=True)
         if parallel is not None:
             return self._forward_in_parallel(parallel, x, is_first_microbatch, fp8_output, as_nodes)  # type: ignore[no-any-return]
         out = self._one_call(x, is_first_microbatch, fp8_output, as_nodes, NOTHING)
-        return (out, self.bias) if self.return_bias else out
+        return (out, self._own_part("bias")) if self.return_bias else out
+
+    def _own_part(self, name: str) -> Tensor | None:
+        """Returns a parameter as kernels read it: this rank's part of a DTensor, whose gradient is a DTensor's."""
+        found: Any = getattr(self, name)
+        if not self.keeps_dtensors or found is None:
+            return found  # type: ignore[no-any-return]
+        return found.to_local()  # type: ignore[no-any-return]
 
     def _one_call(
         self, x: Any, is_first_microbatch: bool | Tensor | None, fp8_output: bool, as_nodes: bool, given: Given
@@ -278,9 +296,10 @@ sequence_parallel=True)
         sent."""
         where, size, group = self.op_describe(), parallel.size(), parallel.group
         recipe = self._recipe or self._followed(ambient.recipe)
-        weight = local_part(self.weight)
+        weight, bias = self._own_part("weight"), self._own_part("bias")
+        assert weight is not None
         check_features(x, weight)
-        column, bias = parallel.mode == "column", self.bias
+        column = parallel.mode == "column"
         if not column and fp8_output:
             raise UnsupportedConfig(
                 f"{where}: fp8_output=True returns codes of y, and y is summed over ranks. Leave it out."
@@ -318,7 +337,7 @@ sequence_parallel=True)
         if parallel is None or parallel.mode == "column":
             return y
         where = self.op_describe()
-        bias: Tensor | None = None if self.return_bias else self.bias
+        bias = None if self.return_bias else self._own_part("bias")
         if not parallel.sequence:
             y = collectives.all_reduce(y, parallel.group, where)
         else:
@@ -340,7 +359,8 @@ sequence_parallel=True)
         recipe = self._recipe or self._followed(ambient.recipe)
         parallel = given.parallel
         splits_x = parallel is not None and parallel.mode == "row"
-        weight, bias = self.weight, None if self.return_bias or splits_x else self.bias
+        weight, bias = self._own_part("weight"), None if self.return_bias or splits_x else self._own_part("bias")
+        assert weight is not None
         codes = _codes_for(recipe, x) if type(x) is QTensor else ()
         check_features(x, weight)
         if bias is not None and type(bias) is not nn.Parameter:
@@ -425,7 +445,9 @@ sequence_parallel=True)
         if parallel.mode == "row" and parallel.sequence and has_shape(x):
             collectives.check_divides(x.shape, parallel.size(), self.op_describe())
         if has_shape(x):
-            check_features(x, self.weight)
+            weight = self._own_part("weight")
+            assert weight is not None
+            check_features(x, weight)
             check_ranks(self, parallel, self._recipe or self._followed(ambient.recipe), x)
         return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes, Given(parallel))
 

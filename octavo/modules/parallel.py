@@ -149,9 +149,14 @@ def why_values(recipe: Recipe, trains: bool, rows: int) -> str:
     return plan.why_values
 
 
-def local_part(parameter: Any) -> Any:
-    """Return the memory of a parameter that kernels read: this rank's part of a DTensor, with its gradient."""
-    return parameter
+def size_of_mesh(mesh: Any, what: str) -> int:
+    """Return the number of ranks of a mesh, which must have one dim."""
+    if mesh.ndim != 1:
+        raise UnsupportedConfig(
+            f"{what} takes a DeviceMesh of one dim, got one of {mesh.ndim}, named {mesh.mesh_dim_names}. Pass one of "
+            "its dims: mesh['tp']."
+        )
+    return int(mesh.size())
 
 
 def summed_gradient(x: Any, group: str, where: str) -> Any:
@@ -227,7 +232,7 @@ def _cast(
     columns: Parts = ()
     whole = [spec if scales_whole(spec) and (not delayed or measured) else None for spec in (row, column)]
     if each is not None or any([spec is not None for spec in whole]):
-        found = _agreed(layer, parallel, (*whole, None, None), each, x, layer.weight, as_nodes)
+        found = _agreed(layer, parallel, (*whole, None, None), each, x, x, as_nodes)
         agreed = (found[0:1], found[1:2]) if any([spec is not None for spec in whole]) else ()
         columns = (found[4:].view(-1, 1),) if each is not None else ()
     key = f"shard-cast(recipe={recipe.key},has_columns={has_columns},observe='{observe}',measured='{measured}')"
