@@ -16,6 +16,9 @@ bit. Ctrl-C then ends the step, saves, and prints the command that resumes.
 One small run shows that a recipe trains. It does not rank recipes: a gap of one percent either way is noise at this
 size, and the model is too small to gain speed.
 
+--parallel tp=2,dp=2 splits the layers of the recipe over two ranks and each batch over two, on the four ranks of
+torchrun --nproc-per-node 4 -m octavo train ...
+
 example: octavo train --recipe "fp8-block(scale='fp32')" --steps 400 --json run.json
 """
 
@@ -39,7 +42,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from octavo.cli import corpus, machine, options, output, page, saves, table
+from octavo.cli import corpus, machine, options, output, page, parallel, saves, table
 from octavo.cli.gpt import GPT, Shape
 from octavo.cli.mixture import LoadMeter, MixtureShape, mixtures
 from octavo.cli.progress import Progress
@@ -72,6 +75,7 @@ class Plan:
     device: torch.device = CPU
     compile: bool = False
     shape: Shape = SHAPE
+    ranks: parallel.Ranks | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch < 1:
@@ -133,6 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also write a page with curves to FILE; default: DIR/report.html with --out DIR, else none",
     )  # fmt: skip
     saves.add_arguments(parser, options.count)
+    parallel.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -140,7 +145,14 @@ def run(arguments: argparse.Namespace) -> int:
     device = machine.parse_device(arguments.device)
     if arguments.compile:
         check_compiler(device)
-    plan = Plan(arguments.steps, arguments.batch, arguments.seed, device, arguments.compile, shape_of(arguments.model))
+    ranks = parallel.start(arguments, device)
+    shape = shape_of(arguments.model)
+    plan = Plan(arguments.steps, arguments.batch, arguments.seed, device, arguments.compile, shape, ranks)
+    with parallel.first_rank_speaks(ranks, arguments):
+        return _report(arguments, plan, chosen)
+
+
+def _report(arguments: argparse.Namespace, plan: Plan, chosen: Recipe | Policy) -> int:
     saved = saves.from_options(arguments)
     report: dict[str, Any] = {}
     target = arguments.html if saved is None or arguments.html is not None else str(saved.folder / "report.html")
@@ -272,6 +284,8 @@ def train(
     model = GPT(plan.shape, seed=plan.seed, plain=chosen is None).to(plan.device)
     if chosen is not None:
         converted(model, chosen, 0 if keeper is None else keeper.steps_made())
+        if plan.ranks is not None:
+            parallel.split(model, plan.ranks)
     call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True) if plan.compile else model
     clock, progress = Clock(plan), Progress(name.ljust(len(BASELINE)), plan.steps)
 
@@ -308,18 +322,22 @@ def optimize(
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
     # ends delayed scaling's step at each step of the optimizer
-    attached = attach(model, optimizer) if quantized else None
+    ranks = plan.ranks
+    attached = attach(model, optimizer, None if ranks is None else ranks.everyone) if quantized else None
     balanced = mixtures(model)
     begun = 0 if run is None else run.restore(model, optimizer, schedule)
     with nullcontext() if run is None else run.keeper.finishing_steps():
         for step, batch in islice(enumerate(data, start=1), begun, None):
-            loss = loss_of(call, batch.to(plan.device))
+            loss = loss_of(call, (batch if ranks is None else ranks.own_rows(batch)).to(plan.device))
             sum((mixture.aux_loss for mixture in balanced), loss).backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            if ranks is None:
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            else:
+                ranks.finish(model, CLIP)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            note(step, loss.detach())
+            note(step, loss.detach() if ranks is None else ranks.mean(loss.detach()))
             if run is not None:
                 run.after(step, model, optimizer, schedule)
     if attached is not None:

@@ -48,7 +48,7 @@ def test_json_has_every_step(tmp_path):
     report = json.loads(path.read_text())
     assert report["plan"] == {
         "steps": 6, "batch": 2, "seed": 3, "device": "cpu", "compile": False,
-        "shape": {"width": 32, "layers": 1, "heads": 2, "context": 16, "mixture": None},
+        "shape": {"width": 32, "layers": 1, "heads": 2, "context": 16, "mixture": None}, "ranks": None,
     }  # fmt: skip
     assert report["recipe"]["recipe"] == "fp8-block(scale='fp32')"
     assert report["machine"]["torch"] == torch.__version__
