@@ -87,7 +87,7 @@ def test_two_ranks_compute_what_one_process_does(ranks, kind, sequence, recipe):
     check(ranks, kind, recipe, sequence)
 
 
-@pytest.mark.parametrize(("kind", "sequence"), [("linear", True), ("mlp", True), ("mlp", False)])
+@pytest.mark.parametrize(("kind", "sequence"), [("mlp", True), pytest.param("linear", True, marks=pytest.mark.slow)])
 def test_a_graph_computes_it_too(ranks, kind, sequence):
     check(ranks, kind, "fp8-block", sequence, compiled=True)
 

@@ -43,7 +43,13 @@ def _split(group, rank, recipe, mode, compiled, scaled):
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-block"])
 @pytest.mark.parametrize("mode", ["column", "row"])
-@pytest.mark.parametrize(("compiled", "scaled", "size"), [(False, False, 2), (False, True, 2), (True, False, 2)])
+@pytest.mark.parametrize(
+    ("compiled", "scaled", "size"),
+    [
+        (False, True, 2),
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in ((True, False, 2), (False, False, 4))],
+    ],
+)
 def test_ranks_compute_what_one_process_does(ranks, recipe, mode, compiled, scaled, size):
     module = layer(recipe, scale_bias=scaled)
     y, dx, dw, db = step(module, module, *data(scaled))
