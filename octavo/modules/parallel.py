@@ -133,6 +133,20 @@ def _gather_plan(recipe_key: str, trains: bool) -> GatherPlan:
     return GatherPlan("", tuple([height for height in heights if height not in (None, 1)]), has_columns)
 
 
+def told(parallel: Parallel, recipe: Recipe) -> str:
+    """Return what a layer that is split sends when it trains, in words."""
+    title = f"its {'output' if parallel.mode == 'column' else 'input'} features are split over {parallel.size()} ranks"
+    if not parallel.sequence:
+        return f"{title}; {'dx' if parallel.mode == 'column' else 'y'} is summed over them"
+    if parallel.mode == "row":
+        return f"{title}; y is summed, and its rows are scattered"
+    plan = _gather_plan(recipe.key, True)
+    if plan.why_values:
+        return f"{title}; rows of x are gathered as values: {plan.why_values}"
+    blocks = f", or as values where those of a rank do not fill blocks of {max(plan.heights)}" if plan.heights else ""
+    return f"{title}; rows of x are gathered as codes{blocks}"
+
+
 @while_tracing
 def gather_plan(recipe_key: str, trains: bool) -> GatherPlan:
     """Return how the rows of x are gathered in a recipe; `trains` says whether dw is wanted. Gathered codes must be

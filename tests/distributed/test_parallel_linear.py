@@ -346,6 +346,25 @@ def test_a_graph_has_one_node_each_way_and_the_collectives_beside_it(ranks, mode
     assert graphs <= 2
 
 
+def _explained(group, rank, recipe, mode, sequence):
+    layer = octavo.Linear(64, 64, recipe=recipe, parallel_mode=mode, sequence_parallel=sequence, tp_group=group)
+    report = octavo.explain(torch.nn.Sequential(layer), torch.ones(8, layer.in_features))
+    return report.layers[0].parallel, str(report)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode", "sequence", "wanted"),
+    [("fp8-block(wgrad='bf16')", "column", True, "rows of x are gathered as values: dw takes x unquantized"),
+     ("fp8-current", "column", True, "split over 2 ranks; rows of x are gathered as codes"),
+     ("mxfp8", "column", True, "as codes, or as values where those of a rank do not fill blocks of 32"),
+     ("fp8-block", "column", False, "dx is summed over them"), ("fp8-block", "row", False, "y is summed over them"),
+     ("fp8-block", "row", True, "y is summed, and its rows are scattered")],
+)  # fmt: skip
+def test_explain_says_what_is_sent(ranks, recipe, mode, sequence, wanted):
+    for told, report in ranks.run(_explained, recipe, mode, sequence, size=2):
+        assert wanted in told and told in report
+
+
 # -- delayed scaling ---------------------------------------------------------------------------------------------------
 
 
