@@ -138,10 +138,11 @@ def gathered_scales(scale: Tensor, size: int, group: str, where: str) -> Tensor:
 
 
 def largest(amaxes: Tensor, group: str, where: str) -> Tensor:
-    """The maximum over ranks of float32 that are not negative. They are compared as integers: backends may drop a NaN
-    among floats, and the bits of a NaN are larger than those of Inf."""
-    bits = amaxes.abs().view(torch.int32)
-    return _sent("all-reduce (max)", all_reduce_operator, where, group, bits, "max").view(torch.float32)
+    """The maximum over ranks: of float32, where NaN counts as Inf, which backends do not drop; or of their bits, as
+    int32. Bits of numbers that are not negative are in the order of the numbers, and those of NaN come last."""
+    if amaxes.dtype == torch.float32:
+        amaxes = torch.where(amaxes.isnan(), float("inf"), amaxes)
+    return _sent("all-reduce (max)", all_reduce_operator, where, group, amaxes, "max")
 
 
 # -- without gradients -------------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 Two kinds of quantizers derive a scale from a whole tensor: one scale for each tensor, and NVFP4's second level. Where
 ranks have parts of a tensor, they take the maximum of their amaxes before the cast. An operand's agreed amaxes are two
-tensors of one element, for its row and its column codes.
+tensors of one element, for its row and its column codes, each the bits of a float32 as int32: a collective compares
+them so.
 """
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from octavo.delayed_scaling.casts import cast_args
@@ -35,7 +37,7 @@ def agreed_cast(
 ) -> CastArgs:
     """The arguments of a cast by agreed amaxes. Under delayed scaling they serve until a step has seen an amax."""
     if part:
-        return cast_args(recipe, pair, part, lambda spec, has_seen: agreed[0].view(1), observed)
+        return cast_args(recipe, pair, part, lambda spec, has_seen: number_of(agreed[0]).view(1), observed)
     row, column = pair
     first = None if row is None else _shaped(agreed[0], row)
     if row is column:  # one tensor for both orientations: kernels then write both from one read
@@ -44,4 +46,10 @@ def agreed_cast(
 
 
 def _shaped(amax: Tensor, spec: Quantizer) -> Tensor:
-    return amax.view(1) if spec.two_level else amax.view(1, 1)
+    found = number_of(amax)
+    return found.view(1) if spec.two_level else found.view(1, 1)
+
+
+def number_of(bits: Tensor) -> Tensor:
+    """The float32 whose bits are given."""
+    return bits.view(torch.float32)

@@ -1,7 +1,7 @@
 """The amaxes of x and of a weight that ranks agree on before they cast, without a gradient.
 
-y is float32 [4]: row's and column's of each, zero where an operand is not measured; then, where each column of x has a
-scale of its own, the amaxes of x's columns."""
+y is int32 [4], the bits of float32: row's and column's of each, zero where an operand is not measured; then, where each
+column of x has a scale of its own, the amaxes of x's columns. Bits are compared and sent: a NaN is the largest."""
 
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -49,11 +49,11 @@ class AmaxesLayer(Layer):
             columns = spec.measured(as_matrix(inputs.x), None, spec, None, None, None)[1]
             assert columns is not None
             found.append(columns.reshape(-1))
-        return ForwardResult((torch.cat(found),), (), ())
+        return ForwardResult((torch.cat(found).abs().view(torch.int32),), (), ())
 
     def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         size = 4 if config.each_column is None else 4 + inputs.x.shape[-1]
-        return ForwardResult((TensorProto((size,), torch.float32, inputs.x.device),), (), ())
+        return ForwardResult((TensorProto((size,), torch.int32, inputs.x.device),), (), ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return False, False

@@ -71,7 +71,7 @@ class Inputs(NamedTuple):
     scaling: Parts = ()  # delayed: multipliers of x, w, dy, an element each; if one is measured also their amax counts
     seen: Parts = ()  # delayed, observed in place: running amaxes of x and w, one element each
     x_column: Parts = ()  # of a quantized input in the other orientation [K, M]
-    agreed: Parts = ()  # amaxes that ranks have agreed on, one element each: by row and by column, of x and of w
+    agreed: Parts = ()  # amaxes that ranks have agreed on, bits of one element each: row's and column's, of x and of w
 
 
 class Buffers(NamedTuple):

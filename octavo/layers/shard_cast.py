@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from octavo.delayed_scaling import casts
-from octavo.delayed_scaling.agreed import agreed_cast
+from octavo.delayed_scaling.agreed import agreed_cast, number_of
 from octavo.layers.contract import ForwardResult, Layer, Tensors
 from octavo.quant.proto import TensorProto
 from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair, as_matrix, column_axis, quantize_pair
@@ -48,8 +48,8 @@ class Inputs(NamedTuple):
     x: Tensor
     scaling: Any = ()  # delayed: multipliers of x, w, dy; if x is measured also their amax counts
     seen: Any = ()  # delayed, observed in place: running amaxes of x and w
-    agreed: Any = ()  # amaxes of x by row and by column, one element each
-    columns: Any = ()  # the amaxes of each column, [K, 1]
+    agreed: Any = ()  # amaxes of x by row and by column, one element each, as bits
+    columns: Any = ()  # the amaxes of each column, [K, 1], as bits
 
 
 class ShardCastLayer(Layer):
@@ -67,7 +67,7 @@ class ShardCastLayer(Layer):
         row, column = config.pair
         if inputs.columns:  # a scale of a row is the rank's own, and one of a column is all ranks'
             first, _ = quantize_pair(x, row, None, CastArgs())
-            _, second = quantize_pair(x, None, column, CastArgs(amax=(None, inputs.columns[0])))
+            _, second = quantize_pair(x, None, column, CastArgs(amax=(None, number_of(inputs.columns[0]))))
         else:
             part = inputs.scaling[casts.part_of(casts.X, config.measured)]
             if inputs.agreed:
