@@ -131,10 +131,16 @@ def joined(values: Tensor, token: Tensor) -> Tensor:
 
 def gathered_scales(scale: Tensor, size: int, group: str, where: str) -> Tensor:
     """Scales [rows, blocks] of all ranks' rows, in the layout of one tensor's: rows are fastest where they were."""
-    rows = gather(scale.contiguous().view(torch.uint8), size, group, where).view(scale.dtype)
-    if scale.dim() == 2 and scale.stride(0) == 1 and scale.shape[1] > 1:
-        return rows.t().contiguous().t()
+    n, blocks = scale.shape
+    rows = gather_bytes(scale, size, group, where).view(size * n, blocks)
+    if scale.stride(0) == 1 and scale.stride(1) == max(n, 1):
+        return rows.t().reshape(-1).as_strided((size * n, blocks), (1, max(size * n, 1)))
     return rows
+
+
+def gather_bytes(x: Tensor, size: int, group: str, where: str) -> Tensor:
+    """The elements of all ranks, row by row, flat; they are sent as bytes."""
+    return gather(x.reshape(-1).view(torch.uint8), size, group, where).view(x.dtype)
 
 
 def largest(amaxes: Tensor, group: str, where: str) -> Tensor:

@@ -225,8 +225,9 @@ def gather_column_codes(codes: Tensor, size: int, group: str, where: str) -> Ten
 def gather_column_scale(scale: Tensor, spec: Quantizer, size: int, group: str, where: str) -> Tensor:
     if spec.block[1] is None:  # one scale for all tokens, which the ranks have agreed on
         return scale
-    turned = scale.t().contiguous()
-    return collectives.gather(turned.view(torch.uint8), size, group, where).view(scale.dtype).t()
+    features, blocks = scale.shape
+    flat = collectives.gather_bytes(scale.t(), size, group, where)  # a block of tokens after another
+    return flat.as_strided((features, size * blocks), (1, max(features, 1)))
 
 
 def _cast(
