@@ -348,8 +348,9 @@ def _agreed(
 
 
 def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
-    """At a layer's first call in eager mode: raise if ranks have different recipes, settings or shapes."""
-    if torch.compiler.is_compiling() or layer._ranks_checked:  # a graph would guard on the second
+    """In eager mode, at a layer's first call and on a CPU at each: raise if ranks have different recipes, settings or
+    shapes. gloo ends a process that receives more than it expects. A GPU would have to be waited for."""
+    if torch.compiler.is_compiling() or (layer._ranks_checked and x.device.type != "cpu"):  # a graph would guard on it
         return
     if isinstance(x, FakeTensor) or x.device.type == "meta":
         return

@@ -223,6 +223,50 @@ def test_a_weight_held_as_codes(ranks, mode):
     assert ranks.run(_held, mode, size=2) == [True] * 2
 
 
+def _parts_are_kept(group, rank, folder):
+    _, part = pair(group, "fp8-block", "column", True)
+    model, said = torch.nn.Sequential(part), []
+    for call in (octavo.revert, lambda model: octavo.save_checkpoint(folder, model)):
+        try:
+            call(model)
+        except octavo.errors.UnsupportedConfig as problem:
+            said.append(str(problem))
+    return said, type(model[0]).__name__, part.parallel is not None
+
+
+def test_functions_that_need_whole_weights_refuse_parts(ranks, tmp_path):
+    for said, name, is_split in ranks.run(_parts_are_kept, str(tmp_path / "run"), size=2):
+        assert [text.split(" needs")[0] for text in said] == ["octavo.revert", "octavo.save_checkpoint"]
+        assert all("0 is split over 2 ranks (parallel_mode='column')" in text for text in said)
+        assert name == "Linear" and is_split
+    assert not (tmp_path / "run").exists()
+
+
+def _cached_on_disk(group, rank):
+    """Hits of the compiler's cache when a layer of the same settings is compiled again, by all ranks."""
+    from torch._dynamo.utils import counters
+
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        _, part = pair(group, "fp8-block", "column", True)
+        x, dy, *_ = shards.tensors()
+        call = torch.compile(part, fullgraph=True)
+        call(x_of(x, group, "column", True).requires_grad_()).backward(cut(dy, group, 1).contiguous())
+        torch.distributed.barrier(group)
+        graphs = counters["inductor"]
+        hits = graphs["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+        found.append((hits, graphs["fxgraph_cache_miss"] + graphs["fxgraph_cache_bypass"]))
+    return found
+
+
+@pytest.mark.slow
+def test_the_disk_cache_serves_all_ranks(ranks):
+    for _, again in ranks.run(_cached_on_disk, size=2):
+        assert again[0] > 0 and again[1] == 0
+
+
 def _deferred_in_a_graph(group, rank, recipe):
     _, part = pair(group, recipe, "column", True, delay_wgrad_compute=True)
     twin = pair(group, recipe, "column", True)[1]
