@@ -34,6 +34,7 @@ from octavo.modules.parallel import (
     agree,
     agreed_weight,
     check_ranks,
+    check_rows,
     gathered,
     local_sizes,
     own_part,
@@ -300,6 +301,8 @@ sequence_parallel=True)
         assert weight is not None
         check_features(x, weight)
         column = parallel.mode == "column"
+        if parallel.sequence:
+            check_rows(x, where)
         if not column and fp8_output:
             raise UnsupportedConfig(
                 f"{where}: fp8_output=True returns codes of y, and y is summed over ranks. Leave it out."
@@ -443,6 +446,7 @@ sequence_parallel=True)
         if parallel is None:
             return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes)
         if parallel.mode == "row" and parallel.sequence and has_shape(x):
+            check_rows(x, self.op_describe())
             collectives.check_divides(x.shape, parallel.size(), self.op_describe())
         if has_shape(x):
             weight = self._own_part("weight")

@@ -313,7 +313,8 @@ def agree(
     if not letters:
         return "", ()
     like = weight if type(x) is QTensor or "x" not in letters else x
-    found = _agreed(layer, parallel, specs, None, like, weight, as_nodes)
+    # a held weight has no memory to measure
+    found = _agreed(layer, parallel, specs, None, like, weight if "w" in letters else like, as_nodes)
     parts = found[0:1], found[1:2], found[2:3], found[3:4]
     return letters, parts[0 if "x" in letters else 2 : 4 if "w" in letters else 2]
 
@@ -345,6 +346,15 @@ def _agreed(
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_rows(x: Any, where: str) -> None:
+    """Refuse an x without rows under sequence parallelism, where ranks have parts of them."""
+    if len(x.shape) < 2:
+        raise UnsupportedShape(
+            f"{where} with sequence_parallel=True takes x [rows, ..., features], of two dims or more, got "
+            f"{tuple(x.shape)}: the first dim is split over ranks. Pass x[None], or leave sequence_parallel out."
+        )
 
 
 def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:

@@ -112,3 +112,47 @@ def test_the_activation_still_writes_the_codes_of_a_row_layer(ranks):
 def test_a_norm_over_split_features_is_refused():
     with pytest.raises(octavo.errors.UnsupportedConfig, match="the norm needs all of them"):
         octavo.LayerNormLinear(8, 8, parallel_mode="row")
+
+
+def _pair(group, rank, recipe, sequence, compiled, steps):
+    """A column layer, an activation and a row layer in a Sequential; with several steps, the last in a graph too."""
+    torch.manual_seed(6)
+    settings = {"dtype": torch.bfloat16, "recipe": recipe, "sequence_parallel": sequence, "tp_group": group}
+    if group is None:
+        settings |= {"sequence_parallel": False}
+    modes = (None, None) if group is None else ("column", "row")
+    model = octavo.Sequential(
+        octavo.Linear(HIDDEN, FFN, parallel_mode=modes[0], **settings),
+        octavo.ops.GELU(),
+        octavo.Linear(FFN, HIDDEN, parallel_mode=modes[1], **settings),
+    )
+    x, dy = (cut(t, group, 0).contiguous() if sequence and group else t for t in data("mlp"))
+
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    end = torch.compile(octavo.step, backend="aot_eager", fullgraph=True) if compiled and steps > 1 else octavo.step
+    for _ in range(steps):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        y.backward(dy)
+        end(model)
+    return y.detach(), leaf.grad, model[0].weight.grad, model[2].weight.grad, model.explain(x).fired
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sequence", "compiled"),
+    [("fp8-block", False, False), ("fp8-block", False, True), ("fp8-delayed", False, False),
+     ("fp8-delayed", True, False), pytest.param("fp8-delayed", False, True, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_a_pair_of_layers_in_a_sequential(ranks, recipe, sequence, compiled):
+    steps = 3 if recipe == "fp8-delayed" else 1
+    right = _pair(None, 0, recipe, False, False, steps)
+    found = ranks.run(_pair, recipe, sequence, compiled, steps, size=2)
+    for place in (0, 1):
+        made = [own[place] for own in found]
+        assert error(torch.cat(made) if sequence else made[0], right[place]) <= SUMS
+    assert error(torch.cat([own[2] for own in found]), right[2]) <= SUMS
+    assert error(torch.cat([own[3] for own in found], 1), right[3]) <= SUMS
+    assert all(own[4] == found[0][4] for own in found)
+    if not sequence and not (compiled and steps > 1):  # nothing stands between the two; a graph's steps tell nobody
+        assert found[0][4] == right[4] != ()

@@ -427,6 +427,7 @@ def _refused(group, rank):
     found["rows"] = _message(row, torch.ones(6, 16))
     found["features"] = _message(row, torch.ones(8, 64))
     found["codes"] = _message(lambda: row(torch.ones(8, 16), fp8_output=True))
+    found["dims"] = _message(row, torch.ones(16))
     found["after"] = row(torch.ones(8, 16)).shape  # nothing was sent before, so that ranks are in step
     return found
 
@@ -438,6 +439,7 @@ def test_what_does_not_divide_is_refused_before_anything_is_sent(ranks):
         assert "x of (6, 16) does not divide by the 4 processes" in told["rows"]
         assert "takes inputs [..., 16], got (8, 64)" in told["features"]
         assert "fp8_output=True returns codes of y, and y is summed" in told["codes"]
+        assert "takes x [rows, ..., features], of two dims or more, got (16,)" in told["dims"]
         assert told["after"] == (2, 32)
 
 
