@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 import octavo
 from octavo.distributed import ColwiseParallel, RowwiseParallel, distribute_parameters
@@ -103,6 +103,42 @@ def test_a_plan_of_parallelize_module_computes_what_one_process_does(ranks, reci
         for name, right in model.named_parameters():
             assert error(own[2][name], grads[name]) <= SUMS, name
             assert own[3][name].shape == right.shape
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(11)
+        self.norm, self.mlp = nn.RMSNorm(HIDDEN), MLP()
+        nn.init.uniform_(self.norm.weight, 0.5, 1.5)
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def _normed(group, rank):
+    model = Normed()
+    octavo.convert(model, "fp8-block")
+    plan = {
+        "norm": SequenceParallel(sequence_dim=0), "mlp.up": ColwiseParallel(input_layouts=Shard(0)),
+        "mlp.down": RowwiseParallel(output_layouts=Shard(0)),
+    }  # fmt: skip
+    parallelize_module(model, mesh_of(group), plan)
+    x, dy = (cut(t, group, 0).contiguous() for t in data())
+    y = model(x)
+    y.backward(dy)
+    return y.detach(), model.norm.weight.grad.full_tensor()
+
+
+def test_norms_of_torch_take_torchs_style(ranks):
+    model, (x, dy) = Normed(), data()
+    octavo.convert(model, "fp8-block")
+    y = model(x)
+    y.backward(dy)
+    found = ranks.run(_normed, size=2)
+    assert error(torch.cat([own[0] for own in found]), y.detach()) <= SUMS
+    for own in found:
+        assert error(own[1], model.norm.weight.grad) <= SUMS
 
 
 def _save(group, rank, folder):
