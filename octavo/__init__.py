@@ -9,6 +9,7 @@
     Recipes     recipe("fp8-current"), and Policy for one per layer; their classes are in `octavo.recipes`
     Tensors     QTensor, GroupedTensor, buffer; quantizers are in `octavo.quant`, number formats in `octavo.formats`
     Trainers    `octavo.integrations`, which is imported by itself: transformers, accelerate, Lightning
+    Many GPUs   parallel_mode= of layers; `octavo.distributed`, imported by itself: styles for parallelize_module
     The rest    sac_save_ops, `octavo.backend`, `octavo.errors`
 
 `help(octavo.convert)` and so on describe each of them.

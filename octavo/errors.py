@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 __all__ = [
+    "CollectiveFailed",
     "InvalidCheckpoint",
     "ModifiedInPlace",
     "UnknownSetting",
@@ -104,6 +105,17 @@ class UnsupportedConfig(Unsupported, ValueError):
         ... except octavo.errors.UnsupportedConfig as error:
         ...     print(str(error).split(". ")[-1])
         Did you mean 'fp8-current'?
+    """
+
+
+class CollectiveFailed(Unsupported, RuntimeError):
+    """A collective did not complete: another rank has ended, or takes part with other shapes or in another order.
+
+    The message names the layer that waited, the collective and this rank.
+
+    Example:
+        >>> issubclass(octavo.errors.CollectiveFailed, RuntimeError)
+        True
     """
 
 

@@ -48,7 +48,7 @@ from octavo.modules.activation import (
     SReLU,
     SwiGLU,
 )
-from octavo.modules.collective import AllGather, AllReduce, ReduceScatter
+from octavo.modules.collective import AllGather, AllReduce, ReduceScatter, SumGradient
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.linear import Linear
 from octavo.modules.norm import L2Normalization, LayerNorm, RMSNorm
@@ -102,6 +102,7 @@ __all__ = [
     "Sequential",
     "SiLU",
     "SiTUGLU",
+    "SumGradient",
     "SwiGLU",
     "register_backward_fusion",
     "register_forward_backward_fusion",

@@ -55,6 +55,16 @@ def _nothing_recorded() -> None:
     calls.forget()
 
 
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """Four processes that run functions: `ranks.run(job, *arguments, size=2)`."""
+    from tests.ranks import Pool
+
+    pool = Pool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def fresh_compiler() -> None:
     """Graphs of other tests are forgotten, and the counters of torch.compile begin at zero."""

@@ -18,6 +18,7 @@ ORDER = (
     "backend",
     "launch",
     "quant",
+    "communication",
     "kernels",
     "recipes",
     "ambient",

@@ -2,10 +2,12 @@
 2.11 and 2.13."""
 
 import torch
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import _functional_collectives  # importing it gives the operators their gradients
 
 AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor  # a result on its way: kernels wait for it
 all_gather_into_tensor = torch.ops._c10d_functional.all_gather_into_tensor
 all_reduce = torch.ops._c10d_functional.all_reduce
 reduce_scatter_tensor = torch.ops._c10d_functional.reduce_scatter_tensor
+resolve_process_group = _resolve_process_group  # the group that is registered under a name now; RuntimeError for none
 wait_tensor = torch.ops._c10d_functional.wait_tensor

@@ -27,7 +27,7 @@ from octavo.checkpoints.structure import decoded, encoded
 from octavo.checkpoints.tensor_file import TensorFile, damaged
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.model.attach import OptimizerWrapper
-from octavo.model.layers import check_model
+from octavo.model.layers import check_model, refuse_parts
 from octavo.model.state_dicts import checked_loads, state_dict, write_state
 from octavo.text import some
 
@@ -77,7 +77,7 @@ def save_checkpoint(
         The folder of the checkpoint.
 
     Raises:
-        UnsupportedConfig: the checkpoint of this step exists, or `step` is negative.
+        UnsupportedConfig: the checkpoint of this step exists, `step` is negative, or a weight is split over ranks.
         UnsupportedDtype: `model` is no module, `optimizer` is no optimizer, `extra` is no dict, a tensor is sharded or
             sparse, or an object is no plain value.
         UnsupportedDevice: a tensor is on the meta device.
@@ -98,6 +98,10 @@ def save_checkpoint(
     if extra is not None and not isinstance(extra, Mapping):
         raise UnsupportedDtype(f'extra is a dict, got {type(extra).__name__}. Write extra={{"name": value}}.')
     model = unwrapped(model)
+    refuse_parts(
+        model, "save_checkpoint", "Save it with torch.distributed.checkpoint, after "
+        "octavo.distributed.distribute_parameters(model, mesh) where a constructor made the parts.",
+    )  # fmt: skip
     weights = {plain: tensor for plain, (_, tensor) in named_tensors(model).items()}
     recipe = {plain_name(name): tensor for name, tensor in state_dict(model).items()}
     contents: dict[str, tuple[dict[str, Tensor], dict[str, str]]] = {

@@ -72,16 +72,16 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads = shape.heads
+        self.heads, self.depth = shape.heads, shape.width // shape.heads  # --parallel leaves a rank some of the heads
         self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
         self.out = nn.Linear(shape.width, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.shape
-        q, k, v = self.qkv(x).view(b, t, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)  # [B, heads, T, D]
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, self.depth).permute(2, 0, 3, 1, 4)  # [B, heads, T, D]
         q, k = (rotate(F.rms_norm(z, z.shape[-1:])) for z in (q, k))  # bounded, so rounding changes them little
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        mixed: Tensor = self.out(y.transpose(1, 2).reshape(b, t, c))
+        mixed: Tensor = self.out(y.transpose(1, 2).reshape(b, t, self.heads * self.depth))
         return mixed
 
 

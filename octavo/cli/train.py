@@ -22,6 +22,9 @@ memory, and the environment: one file, nothing else needed.
 bit. Ctrl-C then ends the step, saves, and prints the command that resumes. A recipe that DIR does not have yet starts
 beside the runs that it has.
 
+--parallel tp=2,dp=2 splits the layers of the recipe over two ranks and each batch over two, on the four ranks of
+torchrun --nproc-per-node 4 -m octavo train ...
+
 One small run shows that a recipe trains. It does not rank recipes: another seed moves a gap by half a percent at this
 size, and the small model is too small to gain speed.
 
@@ -41,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.cli import corpus, machine, options, output, page, saves
+from octavo.cli import corpus, machine, options, output, page, parallel, saves
 from octavo.cli.gpt import GPT
 from octavo.cli.saves import Keeper, Saves
 from octavo.cli.train_text import render, runs_of
@@ -117,6 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also write a page to FILE; default: DIR/report.html with --out DIR, else none",
     )  # fmt: skip
     saves.add_arguments(parser, options.count)
+    parallel.add_arguments(parser)
 
 
 def _sizes(name: str) -> str:
@@ -126,10 +130,21 @@ def _sizes(name: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     subjects = subjects_of(arguments)
-    page_at = arguments.html
-    if page_at is None and arguments.out is not None:
-        page_at = str(Path(arguments.out) / "report.html")
-    plan = plan_of(arguments, samples=0 if page_at is None else SAMPLES)
+    plan = plan_of(arguments, samples=0 if _page_of(arguments) is None else SAMPLES)
+    with parallel.first_rank_speaks(plan.ranks, arguments):
+        return _report(arguments, plan, subjects)
+
+
+def _page_of(arguments: argparse.Namespace) -> str | None:
+    """Returns the file of the page; None if there is to be none."""
+    if arguments.html is None and arguments.out is not None:
+        return str(Path(arguments.out) / "report.html")
+    found: str | None = arguments.html
+    return found
+
+
+def _report(arguments: argparse.Namespace, plan: Plan, subjects: list[Subject]) -> int:
+    page_at = _page_of(arguments)
     saved = saves.from_options(arguments, [subject.folder for subject in subjects])
     report: dict[str, Any] = {}
     try:
@@ -153,9 +168,11 @@ def plan_of(arguments: argparse.Namespace, samples: int) -> Plan:
         check_compiler(device)
     shape = shape_of(arguments.model, arguments.size)
     corpus.check(arguments.data, shape.context)
+    ranks = parallel.start(arguments, device)
     return Plan(
-        arguments.steps, arguments.batch, arguments.seed, device, arguments.compile, shape, arguments.data, samples
-    )
+        arguments.steps, arguments.batch, arguments.seed, device, arguments.compile, shape, arguments.data,
+        samples if ranks is None else 0, ranks,
+    )  # fmt: skip
 
 
 def subjects_of(arguments: argparse.Namespace) -> list[Subject]:

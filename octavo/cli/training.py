@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from octavo._torch.compilation import reset as forget_graphs
-from octavo.cli import corpus
+from octavo.cli import corpus, parallel
 from octavo.cli.gpt import GPT, Shape, loss_of
 from octavo.cli.mixture import LoadMeter, MixtureShape, mixtures
 from octavo.cli.numerics import Sampler
@@ -63,6 +63,7 @@ class Plan:
     shape: Shape = SIZES["small"]
     data: str | None = None  # a file of text; None is the book that the package contains
     samples: int = 0  # steps at which the tensors of quantized layers are inspected
+    ranks: parallel.Ranks | None = None  # None in one process
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.batch < 1:
@@ -159,6 +160,8 @@ def train(
     model = GPT(plan.shape, seed=plan.seed, plain=chosen is None).to(plan.device)
     if chosen is not None:
         converted(model, chosen, 0 if keeper is None else keeper.steps_made())
+        if plan.ranks is not None:
+            parallel.split(model, plan.ranks)
     call: Callable[[Tensor], Tensor] = torch.compile(model, fullgraph=True) if plan.compile else model
     clock, progress = Clock(plan), make_progress(name.ljust(len(BASELINE)), plan.steps)
     sampler = Sampler(plan.steps, plan.samples)
@@ -206,18 +209,22 @@ def optimize(
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, plan.steps))
     # ends delayed scaling's step at each step of the optimizer
-    attached = attach(model, optimizer) if quantized else None
+    ranks = plan.ranks
+    attached = attach(model, optimizer, None if ranks is None else ranks.everyone) if quantized else None
     balanced = mixtures(model)
     begun = 0 if run is None else run.restore(model, optimizer, schedule)
     with nullcontext() if run is None else run.keeper.finishing_steps():
         for step, batch in islice(enumerate(data, start=1), begun, None):
-            loss = loss_of(call, batch.to(plan.device))
+            loss = loss_of(call, (batch if ranks is None else ranks.own_rows(batch)).to(plan.device))
             sum((mixture.aux_loss for mixture in balanced), loss).backward()  # type: ignore[no-untyped-call]
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            if ranks is None:
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            else:
+                ranks.finish(model, CLIP)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            note(step, loss.detach())
+            note(step, loss.detach() if ranks is None else ranks.mean(loss.detach()))
             if run is not None:
                 run.after(step, model, optimizer, schedule)
     if attached is not None:

@@ -84,11 +84,13 @@ class DelayedScaling:
         self._counted: int | None = None  # the version of the weights that the last of them made
         self.said = False  # whether it has warned that a step is overdue
         self.origin = ""  # of the memory: loaded "state", its "own" steps, or "weights" that were loaded alone
+        self.agreed_number = 0  # of amaxes that all ranks were found to have, at the model's first layer
         self._views: dict[str, tuple[Tensor, ...]] = {}  # of buffers: making them takes longer than launching a kernel
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has weights of other versions, and forwards and updates of its own to come
-        return {**self.__dict__, "_views": {}, "_version": None, "_counted": None, "_forwards": 0, "_updates": 0}
+        return {**self.__dict__, "_views": {}, "_version": None, "_counted": None, "_forwards": 0, "_updates": 0,
+                "agreed_number": 0}  # fmt: skip
 
     def refusal(self, recipe: Recipe) -> str:
         """The reason why this memory cannot follow a recipe; empty if it can."""

@@ -10,7 +10,8 @@ from torch.fx import Proxy
 from torch.utils.checkpoint import checkpoint
 
 from octavo.ambient import ambient, autocast
-from octavo.errors import check_choice
+from octavo.communication.groups import Group
+from octavo.errors import UnsupportedConfig, check_choice
 from octavo.fused import conditions
 from octavo.fuser.inputs import refuse_symbol
 from octavo.fuser.runs import RECAST
@@ -48,6 +49,10 @@ class _Block(Sequential):
     _allowed_refusals = (*Sequential._allowed_refusals, conditions.QUANTIZED, RECAST)
     _way_out = "A plain octavo.Sequential of the same modules runs without it."
 
+    def _check_required(self, layout: Any, told: list[Any]) -> None:
+        if not any([isinstance(module, Linear) and module.split() is not None for module in self.children()]):
+            super()._check_required(layout, told)  # collectives between the modules keep some from fusing
+
 
 class LayerNormLinear(_Block):
     """A norm and a linear layer that run as one: the norm writes the codes that the Linear multiplies.
@@ -67,6 +72,11 @@ class LayerNormLinear(_Block):
         recipe: the recipe of the Linear: a name, a canonical string or a `Recipe`. None follows `octavo.autocast`.
         device: the device of the parameters.
         dtype: the dtype of the parameters.
+        parallel_mode: "column" gives each rank of `tp_group` a part of the output features, as in `octavo.Linear`;
+            None does not split them. The norm needs all input features, so "row" is refused.
+        sequence_parallel: each rank has a part of the rows of x, which are gathered after the norm. The gradients of
+            the norm's parameters are summed over ranks.
+        tp_group: the ranks, as in `octavo.Linear`.
         **settings: further keywords of `octavo.Linear`, such as `keep_weight_codes`.
 
     Raises:
@@ -92,10 +102,23 @@ class LayerNormLinear(_Block):
         recipe: str | Recipe | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool = False,
+        tp_group: Group = None,
         **settings: bool,
     ) -> None:
+        if parallel_mode == "row":
+            raise UnsupportedConfig(
+                "LayerNormLinear(parallel_mode='row') gives each rank a part of x's features, and the norm needs all "
+                "of them. Use a norm, then octavo.Linear(parallel_mode='row') where x is split."
+            )
         norm = _norm(normalization, in_features, eps, zero_centered_gamma, device, dtype)
-        linear = Linear(in_features, out_features, bias, device, dtype, recipe=recipe, **settings)  # type: ignore[arg-type]
+        linear = Linear(
+            in_features, out_features, bias, device, dtype, recipe=recipe,
+            parallel_mode=parallel_mode, sequence_parallel=sequence_parallel, tp_group=tp_group, **settings,  # type: ignore[arg-type]
+        )  # fmt: skip
+        if sequence_parallel:
+            norm.sum_gradients_over(tp_group)
         super().__init__({"norm": norm, "linear": linear}, require="norm-linear")
 
 
@@ -121,6 +144,11 @@ class LayerNormMLP(_Block):
         activation_recompute: save only x for backward, which runs forward again. Choose it if memory is short.
         device: the device of the parameters.
         dtype: the dtype of the parameters.
+        set_parallel_mode: split the block over the ranks of `tp_group`: `fc1` by its output features (each half of a
+            gated activation's), `fc2` by its input features.
+        sequence_parallel: each rank has a part of the rows of x and y. The gradients of the norm's parameters and of
+            fc2's bias are summed over ranks.
+        tp_group: the ranks, as in `octavo.Linear`.
         **settings: further keywords of `octavo.Linear`, for both. Here `keep_weight_codes` is False by default:
             backward quantizes the weights again instead of keeping their codes.
 
@@ -149,16 +177,26 @@ class LayerNormMLP(_Block):
         activation_recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Group = None,
         **settings: bool,
     ) -> None:
-        settings = {"keep_weight_codes": False, **settings}
+        shared: dict[str, Any] = {"keep_weight_codes": False, **settings, "recipe": recipe}
+        shared |= {"sequence_parallel": sequence_parallel, "tp_group": tp_group}
         wide = fc1_width(activation, ffn_hidden_size)
+        modes = ("column", "row") if set_parallel_mode else (None, None)
+        halves = wide // ffn_hidden_size if ffn_hidden_size else 1
         modules = {
             "norm": _norm(normalization, hidden_size, eps, zero_centered_gamma, device, dtype),
-            "fc1": Linear(hidden_size, wide, bias, device, dtype, recipe=recipe, **settings),  # type: ignore[arg-type]
+            "fc1": Linear(
+                hidden_size, wide, bias, device, dtype, parallel_mode=modes[0], column_blocks=halves, **shared
+            ),
             "activation": KINDS[activation](),
-            "fc2": Linear(ffn_hidden_size, hidden_size, bias, device, dtype, recipe=recipe, **settings),  # type: ignore[arg-type]
+            "fc2": Linear(ffn_hidden_size, hidden_size, bias, device, dtype, parallel_mode=modes[1], **shared),
         }
+        if sequence_parallel:
+            modules["norm"].sum_gradients_over(tp_group)
         self.activation_recompute = activation_recompute
         super().__init__(modules, require=("norm-linear", "activation-linear"))
 

@@ -26,8 +26,9 @@ NESTED = (
     "torch.nested.nested_tensor_from_jagged(layer(x.values()), x.offsets())"
 )
 PARALLEL = (
-    "a DTensor: tensor parallelism (parallelize_module, distribute_tensor) is not supported yet. Leave the layer out "
-    "of the plan, or shard with FSDP2: fully_shard gives whole weights to the forward of the module it was called on"
+    "a DTensor, which only an octavo.Linear takes that octavo.distributed.ColwiseParallel or RowwiseParallel has "
+    "split. Use these in the plan of parallelize_module, leave the layer out of it, or shard with FSDP2: fully_shard "
+    "gives whole weights to the forward of the module it was called on"
 )
 
 

@@ -112,6 +112,7 @@ class FusibleOperation(NoTorchScript):
     op_hooked: bool = False  # a copy for `explain`, whose original has hooks
     op_runs_its_forward: ClassVar[bool] = False  # whether its `forward` is from outside octavo and torch
     delay_wgrad_compute: bool = False
+    parallel: Any = None  # how a weight is split over ranks; what follows asks op_starts_run and op_ends_run if it is
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -121,6 +122,22 @@ class FusibleOperation(NoTorchScript):
     def why_not_fusible(self, x: Any) -> str:
         """Return why this operation joins no run in a call with x; empty if it joins one."""
         return ""
+
+    def op_starts_run(self) -> bool:
+        """Whether a run that this operation joins begins with it: `op_begin` comes before."""
+        return False
+
+    def op_ends_run(self) -> bool:
+        """Whether a run that this operation joins ends with it: `op_finish` comes after."""
+        return False
+
+    def op_begin(self, x: Any) -> Any:
+        """Return x of a run that begins with this operation: a collective whose gradient is summed."""
+        return x
+
+    def op_finish(self, y: Any) -> Any:
+        """Return y of a run that ends with this operation, summed over ranks."""
+        return y
 
     def op_makes_node(self) -> bool:
         """Whether a call of this operation by itself is a graph node rather than plain torch."""

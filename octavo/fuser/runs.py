@@ -215,7 +215,11 @@ class OperationFuser:
             else:
                 part = [_connected(step, channels) if step.extras else step for step in steps[at:end]]
                 later = {t.channel for step in steps[end:] for t in step.extras if isinstance(t, Wire)}
+                if steps[at].op.parallel is not None:
+                    x = steps[at].op.op_begin(x)
                 x, made_by_each = _run(part, x, number, told, later, self)
+                if steps[end - 1].op.parallel is not None:
+                    x = steps[end - 1].op.op_finish(x)
                 given += made_by_each
             for i in range(at, end):
                 for (name, _), t in zip(steps[i].drains, given[i], strict=True):
@@ -243,7 +247,11 @@ def _run_end(steps: list[Step], at: int, x: Any) -> int:
             break  # a node would return one value twice
         if steps[end].op.op_needs_shape and any([isinstance(step.op, BasicOperation) for step in steps[at:end]]):
             break  # the shape of a user's output is not known inside a run
+        if steps[end].op.parallel is not None and end > at and steps[end].op.op_starts_run():
+            break  # a collective stands before it
         end += 1
+        if steps[end - 1].op.parallel is not None and steps[end - 1].op.op_ends_run():
+            break  # or after it
     while end > at and steps[end - 1].op.op_forks:  # a fork at the end only aliases y
         end -= 1
     if end > at and steps[at].op.op_forks and not (x.requires_grad and torch.is_grad_enabled()):

@@ -21,6 +21,7 @@ from octavo.inspection.capture import Capture
 from octavo.inspection.report import CompileReport, Layer
 from octavo.model.convert import route
 from octavo.model.layers import layers
+from octavo.modules.parallel import told
 from octavo.modules.quantized import UNQUANTIZED, Quantized
 from octavo.recipes.recipe import GEMMS
 from octavo.wgrad.main_grad import has_buffer
@@ -180,6 +181,7 @@ def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
         routes=tuple((name, layer.route(g.left, g.right, weight.device)) for name, g in gemms.items()),
         why=route(weight.device, recipe)[1],
         uncompiled="" if seen else _why_uncompiled(path, layer, capture.refusals()),
+        parallel="" if (split := layer.split()) is None else told(split, recipe),
     )
 
 

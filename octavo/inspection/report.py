@@ -88,6 +88,7 @@ class Layer:
         routes: for fprop, dgrad and wgrad each, how it runs: "native", "emulated" or "reference".
         why: why a matrix product is emulated; empty if none is.
         uncompiled: why the layer is in no graph; empty if it is in one.
+        parallel: what the layer sends, if its weight is split over ranks; empty if it is not.
     """
 
     path: str
@@ -95,6 +96,7 @@ class Layer:
     routes: tuple[tuple[str, str], ...]
     why: str = ""
     uncompiled: str = ""
+    parallel: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the layer as plain data, for JSON.
@@ -222,11 +224,12 @@ def _layer_lines(layers: tuple[Layer, ...]) -> list[str]:
         return ["There is no layer of Octavo's in this model."]
     equal: dict[tuple[Any, ...], list[str]] = {}
     for layer in layers:
-        equal.setdefault((layer.recipe, layer.routes, layer.why, layer.uncompiled), []).append(layer.path)
+        kind = layer.recipe, layer.routes, layer.why, layer.uncompiled, layer.parallel
+        equal.setdefault(kind, []).append(layer.path)
     rows = [("layers", "count", "recipe", *(gemm for gemm, _ in layers[0].routes))]
     notes = []
-    for (recipe, routes, why, uncompiled), paths in equal.items():
+    for (recipe, routes, why, uncompiled, parallel), paths in equal.items():
         name = path_names(paths)
         rows.append((name, str(len(paths)), recipe, *(route for _, route in routes)))
-        notes += [f"{name}: {text}" for text in (why, uncompiled and f"not compiled: {uncompiled}") if text]
+        notes += [f"{name}: {text}" for text in (why, uncompiled and f"not compiled: {uncompiled}", parallel) if text]
     return [*columns(rows), *notes]

@@ -183,6 +183,7 @@ class WeightCast(NamedTuple):
     amaxes: Sequence[Tensor] = ()  # delayed: one tensor, of x's and w's amaxes so far, if they are observed
     scaling: Sequence[Tensor] = ()  # delayed: w's multiplier, and if it is measured how many amaxes it has seen
     skip: Tensor | None = None  # on the device: where it is not zero, nothing is written
+    agreed: Sequence[Tensor] = ()  # the weight's amaxes by row and by column, where ranks have agreed on them
 
 
 class WeightLayer(Layer):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.operators import unsafe_view
+from octavo.delayed_scaling.agreed import agreed_amaxes, agreed_cast
 from octavo.delayed_scaling.casts import Amaxes, cast_args, known_scale, observed_amaxes
 from octavo.kernels.column_sums import column_sums
 from octavo.kernels.gemm import product
@@ -69,6 +70,8 @@ class Inputs(NamedTuple):
     w_column: Parts = ()  # ... and wᵀ's [K, N]
     scaling: Parts = ()  # delayed: multipliers of x, w, dy, an element each; if one is measured also their amax counts
     seen: Parts = ()  # delayed, observed in place: running amaxes of x and w, one element each
+    x_column: Parts = ()  # of a quantized input in the other orientation [K, M]
+    agreed: Parts = ()  # amaxes that ranks have agreed on, bits of one element each: row's and column's, of x and of w
 
 
 class Buffers(NamedTuple):
@@ -195,12 +198,18 @@ class LinearLayer(MatmulLayer):
             None if row is None or not cast.row else row.assemble(cast.row, (n, k), weight.dtype),
             None if column is None or not cast.column else column.assemble(cast.column, (k, n), weight.dtype),
         )
+        if cast.agreed:
+            observed = cast.amaxes[0].chunk(2)[1] if cast.amaxes else None
+            found = agreed_cast(config.recipe, (row, column), cast.scaling, cast.agreed, observed)
+            fill_pair(as_matrix(weight), codes, found._replace(skip=cast.skip))
+            return
         fill_pair(as_matrix(weight), codes, weight_cast_args(config, cast, (row, column), partial(_amax, weight)))
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Saved:
         fresh = Fresh._make(made.fresh)
+        given = inputs._replace(x_codes=inputs.x_column) if config.x_has_columns else inputs
         return Saved(
-            *saved_operands(config, inputs, fresh),
+            *saved_operands(config, given, fresh),
             fresh.width,
             *saved_scaling(config, inputs.scaling),
             *made.extras[config.dy_buffer_extras],
@@ -304,12 +313,14 @@ def _quantized_x(config: Config, inputs: Inputs, observed: Tensor | None) -> tup
         shape = (inputs.x_codes[0].shape[0], inputs.weight.shape[1])
         return spec.assemble(inputs.x_codes, shape, config.y_dtype), None
     assert inputs.x is not None
-    return _quantize(config, inputs.x, config.x_pair, inputs.scaling[config.x_scaling], observed)
+    agreed = agreed_amaxes("x", config.agreed, inputs.agreed)
+    return _quantize(config, inputs.x, config.x_pair, inputs.scaling[config.x_scaling], observed, agreed=agreed)
 
 
 def _quantized_w(config: Config, inputs: Inputs, observed: Tensor | None) -> tuple[QTensor | None, QTensor | None]:
     if config.weight == "plain":
-        return _quantize(config, inputs.weight, config.w_pair, inputs.scaling[config.w_scaling], observed)
+        agreed, part = agreed_amaxes("w", config.agreed, inputs.agreed), inputs.scaling[config.w_scaling]
+        return _quantize(config, inputs.weight, config.w_pair, part, observed, agreed=agreed)
     spec = config.quant.fprop.right
     n, k = inputs.weight.shape
     return (None if spec is None else spec.assemble(inputs.w_row, (n, k), inputs.weight.dtype)), None
@@ -322,11 +333,15 @@ def _quantize(
     scaling: Sequence[Tensor],
     observed: Tensor | None,
     seed: Tensor | None = None,
+    agreed: Parts = (),
 ) -> tuple[QTensor | None, QTensor | None]:
     """Quantize x in the orientations of a pair of quantizers, by x's part of `scaling` if that is delayed."""
     if pair[0] is None and pair[1] is None:
         return None, None
-    arguments = cast_args(config.recipe, pair, scaling, partial(_amax, x), observed, seed)
+    if agreed:
+        arguments = agreed_cast(config.recipe, pair, scaling, agreed, observed)
+    else:
+        arguments = cast_args(config.recipe, pair, scaling, partial(_amax, x), observed, seed)
     return quantize_pair(x, *pair, arguments, one_scale=True)
 
 

@@ -39,7 +39,7 @@ _CHOICES = {
     "bias_dtype": ("", *DTYPES),
     "scales_dtype": ("", *DTYPES),
 }
-_LETTERS = {"grads": "xwbs", "measured": casts.LETTERS}
+_LETTERS = {"grads": "xwbs", "measured": casts.LETTERS, "agreed": "xw"}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -205,7 +205,9 @@ class Config(LinearSettings):
     """The settings of a call: with its tensors, they decide what it does."""
 
     x: str = "plain"  # or "codes"
+    x_has_columns: bool = False  # the codes are there in both orientations
     quantize_output: bool = False
+    agreed: str = ""  # letters of "xw": their amaxes are given, row's and column's each; ranks have agreed on them
 
     @cached_property
     def casts_x(self) -> bool:
@@ -216,7 +218,7 @@ class Config(LinearSettings):
         """The recipe's wgrad mode, except that x given as codes in long blocks cannot be transposed: its values are
         used."""
         spec = self.quant.fprop.left
-        if self.x == "codes" and self.quant.wgrad.mode != "dequantized":
+        if self.x == "codes" and self.quant.wgrad.mode != "dequantized" and not self.x_has_columns:
             turns = self.quant.wgrad.mode == "quantized" and spec is not None and is_square(spec.block)
             return "quantized" if turns else "dequantized"
         return self.quant.wgrad.mode
@@ -226,7 +228,7 @@ class Config(LinearSettings):
         if "w" not in self.grads:
             return ""
         if self.x == "codes":
-            return "row"
+            return "column" if self.x_has_columns and self.wgrad_mode == "quantized" else "row"
         if self.x_columns == "backward" and self.wgrad_mode == "quantized":
             return ""
         return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.wgrad_mode]

@@ -46,6 +46,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.layers import (
     activation,
     add,
+    amaxes,
     chain,
     coded_activation,
     fork,
@@ -56,6 +57,7 @@ from octavo.layers import (
     permute_probs,
     rounding,
     router_logits,
+    shard_cast,
     token_sort,
     unpermute,
 )
@@ -73,8 +75,8 @@ from octavo.quant.qtensor import Join
 
 # imported so that plans find them by name
 _KNOWN = (
-    activation, add, chain, coded_activation, fork, grouped_linear, linear, norm, permute, permute_probs, rounding,
-    router_logits, token_sort, unpermute,
+    activation, add, amaxes, chain, coded_activation, fork, grouped_linear, linear, norm, permute, permute_probs,
+    rounding, router_logits, shard_cast, token_sort, unpermute,
 )  # fmt: skip
 
 
@@ -441,17 +443,17 @@ _attach.register_autograd(lambda ctx, dy: _backward(ctx, [dy]), setup_context=_s
 @torch.library.custom_op("octavo::refresh", mutates_args=("row", "column", "amaxes"))
 def _refresh(
     weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
-    skip: Tensor | None, call: str,
+    skip: Tensor | None, agreed: list[Tensor], call: str,
 ) -> None:  # fmt: skip
     _, name, key = call.split("|", 2)
     layer = LAYERS[name]
-    layer.refresh(layer.config(key), WeightCast(weight, row, column, amaxes, scaling, skip))
+    layer.refresh(layer.config(key), WeightCast(weight, row, column, amaxes, scaling, skip, agreed))
 
 
 @_refresh.register_fake
 def _(
     weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
-    skip: Tensor | None, call: str,
+    skip: Tensor | None, agreed: list[Tensor], call: str,
 ) -> None:  # fmt: skip
     return None
 
@@ -459,7 +461,7 @@ def _(
 def refresh(name: str, key: str, cast: WeightCast) -> None:
     """Quantize a weight into cached codes, in place: the node before the layer's own."""
     parts = [list(group) for group in (cast.row, cast.column, cast.amaxes, cast.scaling)]
-    torch.ops.octavo.refresh(cast.weight, *parts, cast.skip, DIGEST + "|" + name + "|" + key)
+    torch.ops.octavo.refresh(cast.weight, *parts, cast.skip, list(cast.agreed), DIGEST + "|" + name + "|" + key)
 
 
 advanced = [0]  # steps of optimizers that graphs have taken: a graph must not guard on a number that changes

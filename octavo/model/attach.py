@@ -5,12 +5,13 @@ wrapper. Several optimizers of one model can be attached: each steps the layers 
 """
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
 
 from octavo._torch.optimizers import runs_hooks
+from octavo.communication.groups import Group, name_of
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.model.layers import check_model, layers
 from octavo.model.overflow import warn_of_overflow
@@ -18,9 +19,6 @@ from octavo.model.step import step_layers
 from octavo.model.weights import refresh_layers
 from octavo.modules.quantized import Quantized
 from octavo.weights import optimizer_hooks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # some builds of torch have none
 
 _BY_HAND = "call octavo.step(model) and octavo.refresh_weights(model) after each of its steps"
 _attached: "weakref.WeakSet[Attachment]" = weakref.WeakSet()  # attachments that were not removed
@@ -40,11 +38,12 @@ class Attachment:
     Args:
         model: the model.
         optimizer: the torch optimizer that got the hook.
-        group: the process group over which amaxes are reduced.
+        group: the ranks that agree on amaxes.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, group: "ProcessGroup | None") -> None:
-        self.model, self.group = model, group
+    def __init__(self, model: nn.Module, optimizer: Optimizer, group: Group) -> None:
+        self.model = model
+        self.group = None if group is None else name_of(group)
         self.optimizer = weakref.ref(optimizer)  # weak: its hook keeps this object alive
         self.layers = weakref.WeakSet(layer for _, layer in layers(model))  # as of the last step
         self._handle = optimizer.register_step_post_hook(self._after_step)
@@ -110,9 +109,7 @@ def _claims(layer: Quantized, index: dict[int, list["weakref.ref[Attachment]"]])
     return [one for ref in known if (one := ref()) is not None and layer in one.layers]
 
 
-def attach(
-    model: nn.Module, optimizer: Optimizer | OptimizerWrapper, group: "ProcessGroup | None" = None
-) -> Attachment:
+def attach(model: nn.Module, optimizer: Optimizer | OptimizerWrapper, group: Group = None) -> Attachment:
     """Calls `octavo.step(model, group)` and `octavo.refresh_weights(model)` after every step of an optimizer.
 
     The recipe fp8-delayed and weight caches need these calls; other recipes run without. Attach each optimizer of a
@@ -123,7 +120,7 @@ def attach(
         model: a module with Octavo layers.
         optimizer: a torch optimizer of the model's own parameters, or a wrapper that has one at `.optimizer`. Build it
             after whatever replaces parameters (`fully_shard`, `quantize_weights`).
-        group: the process group over which the amaxes of fp8-delayed are reduced; None reduces nothing.
+        group: the ranks that agree on the amaxes of fp8-delayed, as in `octavo.step`.
 
     Returns:
         A handle. Its `remove()` ends the attachment; a `with` block around it does the same at its end.

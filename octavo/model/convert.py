@@ -22,7 +22,7 @@ from octavo.model import adopted_experts
 from octavo.model.adopted import clashes, class_for, is_patched, is_plain, stock_class, unpatch
 from octavo.model.adopted_experts import is_adopted, is_experts
 from octavo.model.conversion import ConversionReport, Row
-from octavo.model.layers import check_model
+from octavo.model.layers import check_model, refuse_parts
 from octavo.model.matrices import holders, qualified, why_left
 from octavo.model.policy import Policy
 from octavo.model.selection import (
@@ -164,7 +164,8 @@ def revert(model: nn.Module) -> None:
 
     Raises:
         UnsupportedConfig: `model` is no module; or a layer has weight gradients that wait for `backward_dw()`, a
-            parametrization, or a forward that was replaced on the instance. The model is then unchanged.
+            parametrization, a forward that was replaced on the instance, or a weight that is split over ranks. The
+            model is then unchanged.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(16, 8))
@@ -174,6 +175,7 @@ def revert(model: nn.Module) -> None:
         True
     """
     check_model(model, "revert", error=UnsupportedConfig)
+    refuse_parts(model, "revert", "Load a checkpoint of the ranks into a model without parallel layers.")
     # subclasses of Sequential that require fusions, such as LayerNormMLP
     blocks = [m for m in model.modules() if isinstance(m, Sequential) and type(m) is not Sequential and m.require]
     bound = {id(module) for block in blocks for module in block.modules()}
@@ -209,7 +211,7 @@ def revert(model: nn.Module) -> None:
     for _, module in linears:
         unpatch(module)
         module._tear_down()
-        for name in ("return_bias", "keep_weight_codes"):
+        for name in ("return_bias", "keep_weight_codes", "parallel", "keeps_dtensors", "_ranks_checked"):
             module.__dict__.pop(name, None)
         module.__class__ = stock_class(module)  # type: ignore[assignment]
     for encoder in model.modules():

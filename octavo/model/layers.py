@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 from torch.optim import Optimizer
 
-from octavo.errors import Unsupported, UnsupportedDtype
+from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDtype
 from octavo.modules.quantized import Quantized
 from octavo.values import shown
 
@@ -50,6 +50,17 @@ def layers(model: nn.Module) -> Iterator[tuple[str, Quantized]]:
     for path, module in model.named_modules():
         if isinstance(module, Quantized):
             yield path, module
+
+
+def refuse_parts(model: nn.Module, function: str, way_out: str) -> None:
+    """Raises if a layer's weight is split over ranks: this process has a part of it."""
+    for path, layer in layers(model):
+        parallel = layer.split()
+        if parallel is not None:
+            raise UnsupportedConfig(
+                f"octavo.{function} needs whole weights, and {path or 'the model'} is split over {parallel.size()} "
+                f"ranks (parallel_mode={parallel.mode!r}). {way_out}"
+            )
 
 
 def joined(path: str, name: str) -> str:

@@ -1,25 +1,25 @@
 """`octavo.step`: ends a training step by updating the delayed scales of a whole model from the step's amaxes."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from octavo._torch.cuda import is_capturing
+from octavo._torch.foreach import foreach_copy_
+from octavo.communication.collectives import gather, largest
+from octavo.communication.groups import Group, name_of, size_now
 from octavo.delayed_scaling.memory import DIRECTIONS, look
+from octavo.errors import UnsupportedConfig
 from octavo.model.layers import check_model, layers
 from octavo.model.overflow import warn_of_overflow
 from octavo.modules.quantized import Quantized
 from octavo.quant import DelayedState
 from octavo.quant.state import update_all
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # some builds of torch have none
 
-
-def step(model: nn.Module, group: "ProcessGroup | None" = None) -> None:
+def step(model: nn.Module, group: Group = None) -> None:
     """Ends a training step: updates delayed scales from the amaxes that the layers observed since the last call.
 
     Call it after each `optimizer.step()`, or let `octavo.attach` call it. Only fp8-delayed has scales to update. If a
@@ -29,11 +29,14 @@ def step(model: nn.Module, group: "ProcessGroup | None" = None) -> None:
 
     Args:
         model: a module with Octavo layers.
-        group: the process group over which the amaxes are first reduced by maximum, so that its ranks keep equal
-            scales. Every rank must then hold the same layers. None reduces nothing.
+        group: the ranks that first agree on the amaxes, by maximum in one collective, so that they keep equal scales:
+            a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim). Every rank must hold the same layers. Pass
+            the group of all data-parallel and tensor-parallel ranks. None agrees only on layers that are split over
+            ranks, each over its own `tp_group`.
 
     Raises:
         UnsupportedDtype: `model` is no module.
+        UnsupportedConfig: the ranks of the group have different numbers of layers.
 
     Example:
         >>> model = nn.Sequential(octavo.Linear(16, 8, recipe="fp8-delayed"))
@@ -64,13 +67,44 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
                 if scaling.looks():
                     cold.append(module)
             scaling.stepped()
+    _agree(modules, group, in_graph)
     for (_, algorithm, margin, _), states in batches.items():
-        update_all(states, algorithm=algorithm, margin=margin, reduce=None if group is None else _maximum_over(group))
+        update_all(states, algorithm=algorithm, margin=margin)
     if cold:
         look(cold)
     for module in modules:  # last: a new recipe may drop the memory that this step has updated
         module.end_scheduled_step(in_graph)
 
 
-def _maximum_over(group: Any) -> Any:
-    return lambda amaxes: dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+def _agree(modules: Sequence[Quantized], group: Any, in_graph: bool) -> None:
+    """Take the maximum of all amaxes over ranks, in one collective for each group (and device)."""
+    everyone = None if group is None else name_of(group)
+    shared: dict[tuple[str, torch.device], list[Quantized]] = {}
+    for module in modules:
+        name = everyone
+        if name is None and module.parallel is not None:
+            name = module.parallel.group
+        if name is not None and module._scaling.recipe is not None and size_now(name) > 1:
+            shared.setdefault((name, module._place()), []).append(module)
+    for (name, _), members in shared.items():
+        amaxes = [m._scaling.state(m, direction).current for m in members for direction in DIRECTIONS]
+        sizes = [amax.numel() for amax in amaxes]
+        if not in_graph:
+            _check_number(members[0], name, sum(sizes))
+        agreed = largest(torch.cat(amaxes), name, "octavo.step")
+        foreach_copy_(amaxes, list(torch.split(agreed, sizes)))
+
+
+def _check_number(first: Quantized, name: str, number: int) -> None:
+    """Raise if ranks have different numbers of amaxes: asked once, and again where the number changes."""
+    scaling = first._scaling
+    if scaling.agreed_number == number or first._place().type == "meta":
+        return
+    own = torch.tensor([number], device=first._place())
+    found = gather(own, size_now(name), name, "octavo.step").tolist()
+    if any(n != number for n in found):
+        raise UnsupportedConfig(
+            f"octavo.step agrees on the amaxes of all ranks, which must hold the same layers in fp8-delayed. By rank "
+            f"they have {found} amaxes. Give all ranks the same model and recipes, or step without a group."
+        )
+    scaling.agreed_number = number

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import claim, is_captured, is_inside_operator, is_static, is_watched
 from octavo.ambient import ambient
+from octavo.communication import collectives
+from octavo.communication.groups import Group
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
 from octavo.fuser.inputs import arrived, check_input, check_weight
@@ -22,6 +24,7 @@ from octavo.layers.linear_config import call_key
 from octavo.lower.call import Stage, call, takes_nodes
 from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.memory import joined_rows
+from octavo.modules.parallel import SPLIT, Parallel, local_sizes, own_part, parallel_of
 from octavo.modules.quantized import Quantized, outside, wanted
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
@@ -63,9 +66,17 @@ class GroupedLinear(Quantized):
             turning cached row codes around, so that a cache holds row codes alone. More time, less memory.
         strict: raise if torch.compile cannot take the layer with these settings. With False the layer warns and runs
             outside of the graph.
+        parallel_mode: how the weights are split over the ranks of `tp_group`: "column" gives each rank a part of the
+            output features of every group, "row" a part of the input features and of x's. The sizes above are those of
+            the whole layer. All ranks have the same rows and groups; y of a row layer and dx of a column layer are
+            summed over ranks. Each rank scales its own part.
+        tp_group: the ranks: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim). None is the default
+            group.
+        column_blocks: in a column layer, the number of equal blocks of output features that are split each by itself:
+            2 before a gated activation.
 
     Raises:
-        UnsupportedShape: `num_groups` is out of range.
+        UnsupportedShape: `num_groups` is out of range, or the ranks do not divide the features.
         UnsupportedConfig: `tail` or the recipe is unknown, or the layer cannot run in the recipe.
 
     Example:
@@ -98,8 +109,13 @@ class GroupedLinear(Quantized):
         tail: str = "zero",
         keep_weight_codes: bool = True,
         strict: bool = True,
+        parallel_mode: str | None = None,
+        tp_group: Group = None,
+        column_blocks: int = 1,
     ) -> None:
         super().__init__()
+        self.parallel = parallel_of("GroupedLinear", parallel_mode, False, tp_group, False, column_blocks)
+        in_features, out_features = local_sizes("GroupedLinear", self.parallel, in_features, out_features)
         check_choice(tail, ("zero", "untouched"), what="GroupedLinear.tail")
         if not 1 <= num_groups <= MAX_GROUPS:
             raise UnsupportedShape(f"A GroupedLinear has 1 to {MAX_GROUPS} groups, got {num_groups}.")
@@ -122,6 +138,7 @@ class GroupedLinear(Quantized):
 
     def reset_parameters(self) -> None:
         """Initialises the parameters of each group as nn.Linear does, and derives the seed of stochastic rounding anew.
+        A part of a weight is that of the whole weight: seed all ranks alike.
 
         Example:
             >>> layer = octavo.GroupedLinear(2, 16, 8)
@@ -129,11 +146,20 @@ class GroupedLinear(Quantized):
             >>> bool((layer.weight.abs() <= 16**-0.5).all())
             True
         """
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0
+        parallel = self.split()
+        size = 1 if parallel is None else parallel.size()
+        columns, rows = (size, 1) if parallel is not None and parallel.mode == "column" else (1, size)
+        bound = 1 / math.sqrt(self.in_features * rows) if self.in_features else 0
         for names in (self._weight_names, self._bias_names):
             for name in names:
                 for part in [getattr(self, name)] if len(names) > 1 else getattr(self, name):
-                    nn.init.uniform_(part, -bound, bound)
+                    if parallel is None or part.is_meta or (rows > 1 and part.dim() == 1):
+                        nn.init.uniform_(part, -bound, bound)
+                        continue
+                    shape = (part.shape[0] * columns, *[n * rows for n in part.shape[1:]])
+                    whole = torch.empty(shape, dtype=part.dtype, device=part.device).uniform_(-bound, bound)
+                    with torch.no_grad():
+                        part.copy_(own_part(whole, parallel, 0 if columns > 1 else 1))
         self._reset_seed()
 
     # -- parameters, one or many -----------------------------------------------------------------------------------
@@ -216,6 +242,8 @@ class GroupedLinear(Quantized):
         return isinstance(config, Config)
 
     def why_not_fusible(self, x: Any) -> str:
+        if self.op_ends_run() and self._bias_names:
+            return SPLIT  # its bias, of each row's group, is added after the sum
         if x.dim() != 2:
             return "x has other than two dims, and a run of grouped layers takes rows"
         if torch.compiler.is_compiling():
@@ -319,6 +347,10 @@ class GroupedLinear(Quantized):
         splits = splits_on(weights[0].device, m_splits, self.num_groups)
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
         scales = self._bias_scales(scales, rows)
+        parallel = self.split()
+        if parallel is not None:
+            self._check_split(parallel, out, dgrad_out, dy_codes)
+            rows = self.op_begin(rows)
         # fake and meta tensors have shapes only
         shapes_only = isinstance(rows, FakeTensor) or rows.is_meta
         as_nodes = shapes_only or (dy_codes is None and takes_nodes([self]))
@@ -326,12 +358,50 @@ class GroupedLinear(Quantized):
             got = dy_codes.__name__ if isinstance(dy_codes, type) else type(dy_codes).__name__
             raise UnsupportedDtype(f"dy_codes is an octavo.quant.GradientCodes(), got {got}. Make one for this call.")
         buffers = CallersMemory(out, dgrad_out, None if shapes_only else dy_codes)
-        stage = self._stage(rows, weights, splits, scales, buffers, is_first_microbatch, as_nodes, codes)
+        own = None if self.op_ends_run() else scales  # the bias of a row layer is added later
+        stage = self._stage(rows, weights, splits, own, buffers, is_first_microbatch, as_nodes, codes)
         tensors = call(stage, rows, as_nodes, self, shape)
         if stage.after is not None:
             stage.after(tensors[1:])
         y = tensors[0]
+        if parallel is not None and parallel.mode == "row":
+            y = self.op_finish(y if y.dim() == 2 else y.flatten(0, -2))
+            if self._bias_names:
+                y = (y + self._bias_of_rows(splits, scales, y)).to(y.dtype)
         return y if y.dim() == len(shape) else y.view(shape)
+
+    # -- split over ranks ------------------------------------------------------------------------------------------
+
+    def op_begin(self, x: Any) -> Any:
+        parallel = self.split()
+        if parallel is None or parallel.mode == "row" or not (x.requires_grad and torch.is_grad_enabled()):
+            return x
+        return collectives.copy(x, parallel.group, self.op_describe())
+
+    def op_finish(self, y: Tensor) -> Tensor:
+        parallel = self.split()
+        if parallel is None or parallel.mode == "column":
+            return y
+        return collectives.all_reduce(y, parallel.group, self.op_describe())
+
+    def _bias_of_rows(self, splits: Tensor, scales: Tensor | None, y: Tensor) -> Tensor:
+        """Returns the bias of each row's group, zero in the tail; in float32, in which its gradient is summed."""
+        bias = self._stacked_bias()
+        assert bias is not None
+        ends = splits.cumsum(0)
+        group = torch.searchsorted(ends, torch.arange(y.shape[0], device=y.device, dtype=ends.dtype), right=True)
+        rows = torch.cat([bias, bias.new_zeros(1, bias.shape[1])]).float()[group]
+        return rows if scales is None else rows * scales[:, None].float()
+
+    def _check_split(self, parallel: Parallel, out: Any, dgrad_out: Any, dy_codes: Any) -> None:
+        """Raises for memory and codes of the caller's that a layer cannot use whose y or dx is summed over ranks."""
+        given = (("dgrad_out", dgrad_out),) if parallel.mode == "column" else (("out", out), ("dy_codes", dy_codes))
+        for name, value in given:
+            if value is not None:
+                raise UnsupportedConfig(
+                    f"{self.op_describe()}: {name} is memory of one rank, and a {parallel.mode} layer sums over ranks "
+                    "after it has written. Leave it out."
+                )
 
     def _stage(
         self, x: Tensor, weights: Sequence[Any], splits: Tensor, scales: Tensor | None, buffers: "CallersMemory",
@@ -340,7 +410,7 @@ class GroupedLinear(Quantized):
         """Returns the Stage of a call with the rows of x, or with a token and its codes."""
         codes = codes or NO_CODES
         recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
-        weight, bias = self._stacked_weight(weights), self._stacked_bias()
+        weight, bias = self._stacked_weight(weights), None if self.op_ends_run() else self._stacked_bias()
         grads = wanted(x.requires_grad, weights, bias, scales)
         self._check_buffers(x, grads, buffers.out, buffers.dgrad_out)
         side = self._weight_side(recipe, weights, grads, is_first_microbatch, as_nodes, len(codes.row) > 0)

@@ -5,22 +5,38 @@ the state of the recipe. `forward` gathers both and calls `octavo.layers.linear`
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from octavo._torch.tensors import is_sharded
 from octavo._torch.tracing import is_inside_operator
 from octavo.ambient import ambient
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
-from octavo.formats import FLOATS
+from octavo.communication import collectives
+from octavo.communication.groups import Group, size_of
+from octavo.delayed_scaling.agreed import scales_whole
+from octavo.errors import UnsupportedConfig
 from octavo.fuser.inputs import arrived, check_input, check_weight
+from octavo.fuser.operation import has_shape
 from octavo.kernels.gemm import spec_route
 from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.linear import Config, layer
 from octavo.layers.linear_config import call_key, known_key
 from octavo.lower.call import Stage, call, takes_nodes
-from octavo.modules.quantized import Quantized, outside, wanted
+from octavo.modules.parallel import (
+    NOTHING,
+    SPLIT,
+    Given,
+    agree,
+    check_ranks,
+    check_rows,
+    local_sizes,
+    own_part,
+    parallel_of,
+)
+from octavo.modules.quantized import outside, wanted
+from octavo.modules.split_linear import SplitLinear, check_features
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
@@ -29,11 +45,8 @@ from octavo.values import Value
 from octavo.weights.held import HeldWeight, linked_token, parameter
 from octavo.wgrad.refusals import graph_refusal
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # some builds of torch have none
 
-
-class Linear(Quantized, nn.Linear):
+class Linear(SplitLinear, nn.Linear):
     """A linear layer, y = x · Wᵀ + b, whose three matrix products run in the precision of a recipe.
 
     It is an `nn.Linear`: the constructor, the parameter names, the initialisation and the state dict are the same.
@@ -57,13 +70,23 @@ class Linear(Quantized, nn.Linear):
             quantizes the weight again: less memory for one more read of the weight.
         strict: raise if torch.compile cannot take the layer with these settings. With False the layer warns and runs
             outside of the graph.
-        parallel_mode: must be None. Octavo does not implement tensor parallelism.
-        sequence_parallel: must be False. Octavo does not implement sequence parallelism.
-        tp_group: must be None. Octavo does not implement tensor parallelism.
+        parallel_mode: how the weight is split over the ranks of `tp_group`: "column" gives each rank a part of the
+            output features, "row" a part of the input features and of x's. The sizes above are those of the whole
+            layer; `weight` is this rank's part. None does not split it.
+        sequence_parallel: outside of a column layer and a row layer after it, each rank has a part of the rows of x
+            and y, their first dim. A column layer gathers x, as codes where the recipe allows it; a row layer scatters
+            y. With False x and y are the same on all ranks there.
+        tp_group: the ranks: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim). None is the default
+            group.
+        gather_again: in a column layer with `sequence_parallel`, keep this rank's codes of x for backward, and gather
+            those of all ranks once more there: less memory, more traffic. Only in eager mode; a graph keeps them.
+        column_blocks: in a column layer, the number of equal blocks of output features that are split each by itself:
+            2 before a gated activation, 3 for a projection to q, k and v of equal sizes.
 
     Raises:
-        UnsupportedConfig: the recipe is unknown, the recipe does not take weights of this dtype, or an argument asks
-            for tensor parallelism.
+        UnsupportedConfig: the recipe is unknown, the recipe does not take weights of this dtype, or the settings of
+            tensor parallelism do not fit each other.
+        UnsupportedShape: the ranks do not divide the features.
 
     Example:
         >>> layer = octavo.Linear(64, 32, recipe="fp8-current")
@@ -96,10 +119,14 @@ class Linear(Quantized, nn.Linear):
         strict: bool = True,
         parallel_mode: str | None = None,
         sequence_parallel: bool = False,
-        tp_group: "ProcessGroup | None" = None,
+        tp_group: Group = None,
+        gather_again: bool = False,
+        column_blocks: int = 1,
     ) -> None:
-        _refuse_parallel(parallel_mode, sequence_parallel, tp_group)
-        super().__init__(in_features, out_features, bias, device, dtype)
+        parallel = parallel_of("Linear", parallel_mode, sequence_parallel, tp_group, gather_again, column_blocks)
+        sizes = local_sizes("Linear", parallel, in_features, out_features)
+        self.parallel = parallel  # read by reset_parameters, which torch's constructor calls
+        super().__init__(*sizes, bias, device, dtype)
         self.return_bias = return_bias
         self.keep_weight_codes = keep_weight_codes
         self._set_up(recipe, fuse_wgrad_accumulation, delay_wgrad_compute, strict)
@@ -122,8 +149,21 @@ class Linear(Quantized, nn.Linear):
         return spec_route(left, right, device)
 
     def reset_parameters(self) -> None:
-        """Initialises weight and bias as `nn.Linear` does, and derives the seed of stochastic rounding anew."""
-        super().reset_parameters()
+        """Initialises weight and bias as `nn.Linear` does, and derives the seed of stochastic rounding anew. A part of
+        a weight is that of the whole weight: seed all ranks alike."""
+        parallel = self.parallel
+        size = 1 if parallel is None else size_of(parallel.group)
+        if parallel is None or size == 1 or self.weight.is_meta or is_sharded(self.weight):
+            super().reset_parameters()
+        else:
+            column = parallel.mode == "column"
+            sizes = self.in_features * (1 if column else size), self.out_features * (size if column else 1)
+            weight = self.weight
+            whole = nn.Linear(*sizes, self.bias is not None, weight.device, weight.dtype)
+            with torch.no_grad():
+                weight.copy_(own_part(whole.weight, parallel, 0 if column else 1))
+                if self.bias is not None:
+                    self.bias.copy_(own_part(whole.bias, parallel, 0) if column else whole.bias)
         self._reset_seed()
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -166,17 +206,29 @@ class Linear(Quantized, nn.Linear):
             return outside(self, why, input, is_first_microbatch, fp8_output)  # type: ignore[no-any-return]
         x = input if type(input) is QTensor else _cast(input)
         as_nodes = takes_nodes([self])
-        stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes)
+        parallel = self.split()
+        if parallel is not None:
+            return self._forward_in_parallel(parallel, x, is_first_microbatch, fp8_output, as_nodes)  # type: ignore[no-any-return]
+        out = self._one_call(x, is_first_microbatch, fp8_output, as_nodes, NOTHING)
+        return (out, self._own_part("bias")) if self.return_bias else out
+
+    def _one_call(
+        self, x: Any, is_first_microbatch: bool | Tensor | None, fp8_output: bool, as_nodes: bool, given: Given
+    ) -> Any:
+        """Returns y of one call of the layer's node."""
+        stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes, given)
         tensors = call(stage, x.token if type(x) is QTensor else x, as_nodes, self)
         if stage.after is not None:
             stage.after(tensors[1:])
         y = tensors[0]
         if type(x) is QTensor and x.token is None and len(x.shape) != 2:
             y = y.view(*x.shape[:-1], y.shape[-1])
-        out = self._quantized_output(tensors, y) if fp8_output else y
-        return (out, self.bias) if self.return_bias else out
+        return self._quantized_output(tensors, y) if fp8_output else y
 
-    def _stage(self, x: Any, is_first_microbatch: bool | Tensor | None, fp8_output: bool, as_nodes: bool) -> Stage:
+    def _stage(
+        self, x: Any, is_first_microbatch: bool | Tensor | None, fp8_output: bool, as_nodes: bool,
+        given: Given = NOTHING,
+    ) -> Stage:  # fmt: skip
         """Returns the Stage of a call with x: a tensor, codes, or an Edge inside a run. Reads the weight once, because
         each read of a parametrized weight computes it."""
         tracing = torch.compiler.is_compiling()
@@ -185,7 +237,10 @@ class Linear(Quantized, nn.Linear):
         elif self._unborn:
             self._settle()
         recipe = self._recipe or self._followed(ambient.recipe)
-        weight, bias = self.weight, None if self.return_bias else self.bias
+        parallel = given.parallel
+        splits_x = parallel is not None and parallel.mode == "row"
+        weight, bias = self._own_part("weight"), None if self.return_bias or splits_x else self._own_part("bias")
+        assert weight is not None
         codes = _codes_for(recipe, x) if type(x) is QTensor else ()
         check_features(x, weight)
         if bias is not None and type(bias) is not nn.Parameter:
@@ -197,18 +252,25 @@ class Linear(Quantized, nn.Linear):
             )
         grads = wanted(x.requires_grad, [weight], bias)
         side = self._weight_side(recipe, (weight,), grads, is_first_microbatch, as_nodes, len(codes) > 0)
+        more: dict[str, Any] = {}
+        agreed: Parts = ()
+        if parallel is not None:
+            letters, agreed = agree(self, parallel, recipe, x, weight, side.settings, grads, as_nodes)
+            more = {"x_has_columns": len(given.columns) > 0, "agreed": letters}
         key = (call_key if tracing else known_key)(
             self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
             bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype], grads=grads, x="codes" if codes else "plain",
             quantize_output=fp8_output, recompute_w_columns=not self.keep_weight_codes, **side.settings,
+            **more,
         )  # fmt: skip
         width = weight.shape[0]
         weight = linked_token((weight,)) if side.settings["weight"] == "held" else weight
         start = recipe.linear().parts if fp8_output else 0  # index of the first extra after y's codes
         return Stage(
-            self.NAME, key, (weight.detach() if side.elsewhere else weight, bias, codes, *side.inputs), side.buffers,
-            grads != "", width, anchored=side.elsewhere,
-            after=self._after(key, side, codes, start) if side.has_extras else None,
+            self.NAME, key,
+            (weight.detach() if side.elsewhere else weight, bias, codes, *side.inputs, given.columns, agreed),
+            side.buffers, grads != "", width, anchored=side.elsewhere,
+            after=self._after(key, side, given.columns or codes, start) if side.has_extras else None,
         )  # fmt: skip
 
     def _quantized_output(self, tensors: Sequence[Tensor], token: Tensor) -> QTensor:
@@ -227,6 +289,13 @@ class Linear(Quantized, nn.Linear):
         return isinstance(config, Config)
 
     def why_not_fusible(self, x: Any) -> str:
+        if (parallel := self.split()) is not None:
+            if parallel.mode == "column" and parallel.sequence:
+                return SPLIT
+            recipe = self._recipe or self._followed(ambient.recipe)
+            if parallel.mode == "row" and scales_whole(recipe.linear().fprop.left):
+                if not recipe.stateful or "x" in self._scaling.cold:
+                    return SPLIT  # the ranks agree on x's amax before it is cast
         if self.return_bias:
             return "return_bias=True hands its bias to the caller"
         if torch.compiler.is_compiling():
@@ -250,7 +319,18 @@ class Linear(Quantized, nn.Linear):
                 "together pass codes to each other. Leave it out."
             )
         check_input("Linear", x)
-        return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes)
+        parallel = self.split()
+        if parallel is None:
+            return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes)
+        if parallel.mode == "row" and parallel.sequence and has_shape(x):
+            check_rows(x, self.op_describe())
+            collectives.check_divides(x.shape, parallel.size(), self.op_describe())
+        if has_shape(x):
+            weight = self._own_part("weight")
+            assert weight is not None
+            check_features(x, weight)
+            check_ranks(self, parallel, self._recipe or self._followed(ambient.recipe), x)
+        return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes, Given(parallel))
 
     # -- state dicts -----------------------------------------------------------------------------------------------
 
@@ -271,20 +351,8 @@ class Linear(Quantized, nn.Linear):
 
     def extra_repr(self) -> str:
         recipe = "from octavo.autocast" if self._recipe is None else self._recipe.key
-        return f"{super().extra_repr()}, recipe={recipe}" + (", weight held as codes" if self._codes.held else "")
-
-
-def _refuse_parallel(parallel_mode: str | None, sequence_parallel: bool, tp_group: "ProcessGroup | None") -> None:
-    for name, value in (
-        ("parallel_mode", parallel_mode),
-        ("sequence_parallel", sequence_parallel),
-        ("tp_group", tp_group),
-    ):
-        if value not in (None, False):
-            raise UnsupportedConfig(
-                f"Linear({name}={value!r}) asks for tensor parallelism, which is not part of this version. "
-                "Leave it out, and shard with FSDP or DDP."
-            )
+        told = f"{super().extra_repr()}, recipe={recipe}" + (", weight held as codes" if self._codes.held else "")
+        return told if self.parallel is None else f"{told}, {self.parallel.shown()}"
 
 
 def _cast(x: Any) -> Tensor:
@@ -307,26 +375,3 @@ def _codes_for(recipe: Recipe, x: QTensor) -> Parts:
             "Use one recipe for both layers, or pass x.dequantize()."
         )
     return tuple(x.tensors())
-
-
-def check_features(x: Any, weight: Tensor, title: str = "Linear") -> None:
-    """Raises if x (anything with a shape and a device) does not fit the weight. If x has `like`, () is unknown."""
-    if type(weight) is not nn.Parameter or weight.layout is not torch.strided:
-        check_weight(title, weight, "its weight")
-    if not x.shape and getattr(x, "like", None) is None:
-        raise UnsupportedShape(
-            f"This {title} takes inputs [..., {weight.shape[1]}], got (). Check the layer before it."
-        )
-    if x.shape and x.shape[-1] != weight.shape[1]:
-        found = tuple([len(range(n)) for n in x.shape])  # numbers, even where the compiler uses symbols
-        raise UnsupportedShape(
-            f"This {title} takes inputs [..., {weight.shape[1]}], got {found}. "
-            "Check the layer before it, or in_features."
-        )
-    if x.device != weight.device:
-        raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
-    if weight.dtype not in FLOATS:
-        raise UnsupportedDtype(
-            f"{title} takes its weight in float32, bfloat16 or float16, got {weight.dtype}. Cast the layer: "
-            "layer.float()."
-        )

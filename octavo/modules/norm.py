@@ -5,11 +5,13 @@ float64, and rounds once.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from octavo.communication import collectives
+from octavo.communication.groups import Group, name_of, size_now
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_not_negative
 from octavo.formats import FLOATS
 from octavo.fuser.inputs import check_input, check_weight
@@ -29,6 +31,7 @@ class _Norm(FusibleOperation, nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     normalized_shape: tuple[int, ...] = ()
+    gradient_group: str | None = None  # the ranks over which the gradients of the parameters are summed
 
     def __init__(self, eps: float, zero_centered_gamma: bool = False, dims: int = 1) -> None:
         super().__init__()
@@ -83,8 +86,32 @@ class _Norm(FusibleOperation, nn.Module):
         weight, bias = self.weight, self.bias
         if has_shape(x):
             self._check_fits(x, weight, bias)
+        group = self.gradient_group
+        if group is not None and size_now(group) > 1:
+            name = type(self).__name__
+            weight, bias = [p if p is None else collectives.copy(p, group, name) for p in (weight, bias)]  # type: ignore[assignment]
         grads, key = self._said(x.requires_grad, weight, bias)
         return Stage("norm", key, (weight, bias), (), grads != "")
+
+    def sum_gradients_over(self, group: Group) -> Self:
+        """Sums the gradients of the parameters over ranks that each have a part of the rows, as under sequence
+        parallelism. The parameters must be the same on all of them.
+
+        Args:
+            group: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim); None is the default group.
+
+        Returns:
+            This norm.
+
+        Raises:
+            UnsupportedConfig: torch knows no such group.
+
+        Example:
+            >>> octavo.ops.RMSNorm(64).sum_gradients_over(None)(torch.ones(2, 64)).shape
+            torch.Size([2, 64])
+        """
+        self.gradient_group = name_of(group)
+        return self
 
     def _check_fits(self, x: Tensor | Edge, *parameters: Tensor | None) -> None:
         shape = self.normalized_shape

@@ -23,6 +23,7 @@ from octavo.delayed_scaling.checkpoint import ROUNDING
 from octavo.errors import UnsupportedConfig, warn
 from octavo.formats import FLOATS
 from octavo.fuser.operation import FusibleOperation
+from octavo.modules.parallel import Parallel
 from octavo.modules.schedule import STEP, RecipeSchedule
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
@@ -70,6 +71,7 @@ class Quantized(FusibleOperation, nn.Module):
     fuse_wgrad_accumulation: bool
     delay_wgrad_compute: bool
     strict: bool
+    parallel: Parallel | None = None  # how the weight is split over ranks
     _schedule: RecipeSchedule | None = None  # recipes that the layer changes to at given steps
 
     # -- the weight: subclasses define these -----------------------------------------------------------------------
@@ -105,6 +107,24 @@ class Quantized(FusibleOperation, nn.Module):
     def caches_columns(self, quant: LinearQuant) -> bool:
         """Part of the layer contract. Whether a cache of the weight has column codes besides row codes."""
         return True
+
+    def split(self) -> Parallel | None:
+        """Part of the layer contract. Returns how the weight is split over ranks; None if there is one rank."""
+        parallel = self.parallel
+        return None if parallel is None or parallel.size() == 1 else parallel
+
+    def op_starts_run(self) -> bool:
+        parallel = self.split()
+        return parallel is not None and parallel.mode == "column"
+
+    def op_ends_run(self) -> bool:
+        parallel = self.split()
+        return parallel is not None and parallel.mode == "row"
+
+    def agreed_weight_amaxes(self, recipe: Recipe, as_nodes: bool) -> Parts:
+        """Part of the layer contract. Returns the amaxes of the weight, by row and by column, that ranks have agreed on
+        for a cast into the cache; none if the scales follow from this process's weight."""
+        return ()
 
     def route(self, left: Quantizer | None, right: Quantizer | None, device: torch.device) -> str:
         """Part of the layer contract. Returns how the device multiplies operands of these quantizers: "native",

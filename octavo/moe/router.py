@@ -8,7 +8,7 @@ from octavo.fuser.inputs import arrived, check_input
 from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.router_logits import product
 from octavo.lower.call import Stage, call, takes_nodes
-from octavo.modules.linear import check_features
+from octavo.modules.split_linear import check_features
 
 
 class Router(nn.Linear):

@@ -320,21 +320,12 @@ def warm_encode(encode: Tensor, warm: Tensor, amax: Tensor, spec: Tensorwise, ma
     return torch.where(warm, encode, measured)
 
 
-def update_all(
-    states: Sequence[DelayedState],
-    *,
-    algorithm: str = "max",
-    margin: int = 0,
-    reduce: Callable[[Tensor], None] | None = None,
-) -> None:
-    """Updates many states of one window length and device at once, in a fixed number of launches. `reduce` may take the
-    maximum of all their amaxes over processes, in place."""
+def update_all(states: Sequence[DelayedState], *, algorithm: str = "max", margin: int = 0) -> None:
+    """Updates many states of one window length and device at once, in a fixed number of launches."""
     if not states:
         return
     names = tuple(states[0].tensors())
     stacked = DelayedState(**{name: torch.cat([getattr(s, name) for s in states]) for name in names})
-    if reduce is not None:
-        reduce(stacked.current)
     stacked.update(algorithm=algorithm, margin=margin)
     sizes = [s.current.numel() for s in states]
     for name in names:

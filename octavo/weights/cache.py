@@ -75,6 +75,7 @@ class WeightCache:
         amaxes: Sequence[Tensor] = (),
         scaling: Sequence[Tensor] = (),
         skip: Tensor | None = None,
+        agreed: Sequence[Tensor] = (),
     ) -> None:
         """Quantize `weight` into the module's buffers, making those that are missing. A column that is there stays in
         use. Without `scaling` a delayed recipe's scale is the weight's own. Where `skip`, on the device, is not zero,
@@ -87,7 +88,7 @@ class WeightCache:
             row, columns = self.parts(module, "row"), self.parts(module, "column")
             known = self._weights
             self._weights = None  # unknown until the cast is done
-            quantize_into(kind, WeightCast(weight, row, columns, amaxes, scaling, skip))
+            quantize_into(kind, WeightCast(weight, row, columns, amaxes, scaling, skip, agreed))
         if skip is not None:  # the host cannot tell whether the codes changed: it keeps what it knew
             self._weights = known
             return

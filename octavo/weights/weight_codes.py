@@ -84,7 +84,11 @@ class WeightCodes(WeightCache):
         """Quantize the weight into the cache."""
         refuse_shards(layer.weight_parts(), "refresh_weights")
         amaxes, scaling = layer._scaling.of_weight(layer, recipe, observe)
-        self.fill(layer, layer.whole_weight(), recipe, column=column, amaxes=amaxes, scaling=scaling, skip=skip)
+        agreed = layer.agreed_weight_amaxes(recipe, False)
+        self.fill(
+            layer, layer.whole_weight(), recipe,
+            column=column, amaxes=amaxes, scaling=scaling, skip=skip, agreed=agreed,
+        )  # fmt: skip
 
     def _noted(self, layer: Any, first: Flag, grads: str, observe: bool) -> tuple[Flag, bool]:
         """Return the flag of the block, and whether the cache is used as it is. The flag is noted for a checkpoint,
@@ -125,7 +129,8 @@ class WeightCodes(WeightCache):
             key = layer.NAME + "(recipe=" + recipe.key + ")"
             with torch.no_grad():
                 weight = layer.whole_weight().detach()
-                refresh_in_graph(layer.NAME, key, WeightCast(weight, row, columns, amaxes, scaling, skip))
+                agreed = layer.agreed_weight_amaxes(recipe, True)
+                refresh_in_graph(layer.NAME, key, WeightCast(weight, row, columns, amaxes, scaling, skip, agreed))
 
     def make_cache(self, layer: Any, recipe_key: str, column: bool, observe: bool, trains: bool) -> bool:
         """Make the cache that a graph is about to use."""

@@ -197,7 +197,7 @@ OPERATIONS = {
     **{name: alone(getattr(ops, name)) for name in (
         "GELU", "QGELU", "ReLU", "SReLU", "SiLU", "GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU",
         "ClampedSwiGLU", "SiTUGLU", "L2Normalization", "Identity", "MakeExtraOutput", "AllGather", "AllReduce",
-        "ReduceScatter",
+        "ReduceScatter", "SumGradient",
     )},
     **{name: alone(getattr(ops, name), extra=("scales",)) for name in (
         "ScaledSwiGLU", "ScaledClampedSwiGLU", "ScaledSiTUGLU", "ScaledSReLU",

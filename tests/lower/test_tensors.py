@@ -17,7 +17,9 @@ from octavo.errors import Unsupported, UnsupportedDtype, UnsupportedShape
 from octavo.fuser.inputs import strange
 from tests.lower.kinds import KINDS, RECIPES, ROWS, K, build
 
-PARALLEL = r"got a DTensor: tensor parallelism \(parallelize_module, distribute_tensor\) is not supported yet"
+PARALLEL = (
+    r"got a DTensor, which only an octavo.Linear takes that octavo.distributed.ColwiseParallel or RowwiseParallel"
+)
 FSDP = r"or shard with FSDP2: fully_shard gives whole weights to the forward of the module it was called on"
 SUBCLASS = r"a tensor subclass with operators of its own \(torchao's quantized weights are such\), and layers read"
 

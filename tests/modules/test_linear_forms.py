@@ -53,16 +53,9 @@ def test_the_constructor_takes_what_nn_linear_takes_in_its_order():
     assert all(p.kind is p.KEYWORD_ONLY for p in more.values())
     assert list(more) == [
         "recipe", "return_bias", "fuse_wgrad_accumulation", "delay_wgrad_compute", "keep_weight_codes",
-        "strict", "parallel_mode", "sequence_parallel", "tp_group",
+        "strict", "parallel_mode", "sequence_parallel", "tp_group", "gather_again",
+        "column_blocks",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "setting", [{"parallel_mode": "column"}, {"parallel_mode": "row"}, {"sequence_parallel": True}, {"tp_group": "tp"}]
-)
-def test_tensor_parallelism_is_refused_until_it_lands(setting):
-    with pytest.raises(UnsupportedConfig, match=next(iter(setting))):
-        octavo.Linear(8, 8, **setting)
 
 
 # -- shapes and strides --------------------------------------------------------------------------------------------

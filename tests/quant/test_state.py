@@ -453,13 +453,6 @@ def test_many_states_update_as_each_alone(algorithm):
     assert addresses == [t.data_ptr() for state in together for t in state.tensors().values()]
 
 
-def test_a_reduction_sees_every_amax_of_the_step_before_it_enters():
-    states = states_after(2, 3)
-    update_all(states, reduce=lambda current: current.fill_(2.0))
-    assert all(state.encode[0].item() == F(448.0) / F(max(state.history[0].tolist())) for state in states)
-    assert all(2.0 in state.history[-1].tolist() for state in states)
-
-
 @pytest.mark.parametrize("steps", [0, 1, 3, 4, 5, 11])
 def test_a_restored_state_goes_on_as_the_one_it_came_from(steps):
     for original in states_after(steps, steps):

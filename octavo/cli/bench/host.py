@@ -7,6 +7,8 @@ layer              one layer of 32 x 256 -> 256: the time until the host has sta
 of a stack         the same for each of 16 such layers in one model, which torch.compile takes as one graph
 at size            one layer of 8192 x 4096 -> 4096: the time from step to step, of the device or of the host
 
+split over one rank    the first two recipes with parallel_mode="column": the cost of the parallel path
+
 The cases take turns, so that a host that becomes slower does so for all of them. torchao is timed compiled, if it is
 installed.
 
@@ -28,10 +30,12 @@ from octavo.cli.bench import linear, peers
 from octavo.cli.bench.on_device import compiled
 from octavo.cli.bench.step import settled_step, training_step
 from octavo.cli.timing import WARMUP, eager_ms, host_us
+from octavo.modules.linear import Linear
 
 RECIPES = ("bf16", "fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block")
 TINY, AT_SIZE = (32, 256, 256), (8192, 4096, 4096)
 STACK = 16
+COLUMN = "split over one rank"
 ROUNDS = 12
 SUBJECTS = {"layer": (1, TINY), "of a stack": (STACK, TINY), "at size": (1, AT_SIZE)}
 
@@ -46,6 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def measure(arguments: Namespace, report: dict[str, Any]) -> None:
     makers: dict[str, Callable[[int, int], nn.Module]] = {"nn.Linear": linear.stock}
     makers |= {f"octavo {name}": partial(linear.low, recipe=name) for name in arguments.recipes}
+    makers |= {f"octavo {name}, {COLUMN}": partial(_column, recipe=name) for name in arguments.recipes[:2]}
     conversions = {} if arguments.no_peers else peers.conversions()
     report |= {
         "suite": "host",
@@ -65,6 +70,11 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
             report["subjects"][subject] = _readings(steps, layers, at_size=shape == AT_SIZE)
         del steps
         torch.cuda.empty_cache()
+
+
+def _column(k: int, n: int, recipe: str) -> nn.Module:
+    """Returns a layer that is split over one rank, which should cost what the layer itself does."""
+    return Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16, recipe=recipe, parallel_mode="column")
 
 
 def _stack(make: Callable[[int, int], nn.Module], layers: int, shape: tuple[int, int, int]) -> nn.Module:

@@ -1,0 +1,1 @@
+"""Process groups by name, and collectives over them that carry gradients."""

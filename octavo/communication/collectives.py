@@ -1,0 +1,209 @@
+"""Collectives over a group, with gradients. Each waits for its result at once, and is a node beside those of layers.
+
+They call torch's functional operators by name. Sums keep the dtype of the tensor; the caller has reduced it to bf16 or
+not. `where` names the layer that waits: a collective that fails says who waited, for what and for whom.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo._torch.collectives import all_gather_into_tensor, reduce_scatter_tensor, wait_tensor
+from octavo._torch.collectives import all_reduce as all_reduce_operator
+from octavo.communication.groups import rank_of, registered_name, registered_name_now, size_of
+from octavo.errors import CollectiveFailed, UnsupportedShape
+from octavo.quant.qtensor import Join, QTensor
+
+
+class _AllGather(torch.autograd.Function):
+    """Rows of all ranks, one after the other. dx is the sum over ranks of dy's rows for this one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, group: str, where: str) -> Tensor:
+        ctx.call = size, group, where
+        return gather(x, size, group, where)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return scatter_sum(dy, *ctx.call), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """The sum over ranks, each rank its part of the rows. dx is the gathered dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, group: str, where: str) -> Tensor:
+        ctx.call = size, group, where
+        return scatter_sum(x, size, group, where)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return gather(dy, *ctx.call), None, None, None
+
+
+class _AllReduce(torch.autograd.Function):
+    """The sum over ranks. dx is dy: what follows is the same on all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, where: str) -> Tensor:
+        return total(x, group, where)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return dy, None, None
+
+
+class _Copy(torch.autograd.Function):
+    """x, the same on all ranks. dx is the sum over ranks of dy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str, where: str) -> Tensor:
+        ctx.call = group, where
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return total(dy, *ctx.call), None, None
+
+
+class _GatherToken(torch.autograd.Function):
+    """The token of gathered codes: one element in the shape of all ranks' rows. dx is reduced as _AllGather's is."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, size: int, group: str, where: str) -> Tensor:
+        ctx.call = size, group, where
+        return token.new_zeros(1).expand(size * token.shape[0], *token.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return scatter_sum(dy, *ctx.call), None, None, None
+
+
+def all_gather(x: Tensor, size: int, group: str, where: str) -> Tensor:
+    """Concatenate the rows (dim 0) of all ranks; differentiable."""
+    check_rows(x.shape, where)
+    found: Tensor = _AllGather.apply(x, size, group, where)  # type: ignore[no-untyped-call]
+    return found
+
+
+def reduce_scatter(x: Tensor, size: int, group: str, where: str) -> Tensor:
+    """Sum over ranks, and return this rank's part of the rows; differentiable."""
+    check_divides(x.shape, size, where)
+    found: Tensor = _ReduceScatter.apply(x, size, group, where)  # type: ignore[no-untyped-call]
+    return found
+
+
+def all_reduce(x: Tensor, group: str, where: str) -> Tensor:
+    """Sum over ranks; the gradient passes unchanged."""
+    found: Tensor = _AllReduce.apply(x, group, where)  # type: ignore[no-untyped-call]
+    return found
+
+
+def copy(x: Tensor, group: str, where: str) -> Tensor:
+    """Return x; its gradient is summed over ranks."""
+    found: Tensor = _Copy.apply(x, group, where)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gather_codes(q: QTensor, size: int, group: str, where: str) -> QTensor:
+    """Concatenate the rows of all ranks' codes and scales, bytes as they are. Each row must have scales of its own, or
+    all ranks one scale; q's own serves then."""
+    check_rows(q.shape, where)
+    shape = (size * q.shape[0], *q.shape[1:])
+    codes = gather(q.codes.view(torch.uint8), size, group, where)
+    scale = q.scale if q.spec.block[0] is None else gathered_scales(q.scale, size, group, where)
+    token = None if q.token is None else gather_token(q.token, size, group, where)
+    return QTensor(codes.view(q.codes.dtype), scale, q.spec, shape, q.dtype, q.global_scale, token)
+
+
+def gather_token(token: Tensor, size: int, group: str, where: str) -> Tensor:
+    """The token of gathered codes, for the token of this rank's."""
+    found: Tensor = _GatherToken.apply(token, size, group, where)  # type: ignore[no-untyped-call]
+    return found
+
+
+def joined(values: Tensor, token: Tensor) -> Tensor:
+    """The values, whose gradient goes to the token."""
+    found: Tensor = Join.apply(values, token)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gathered_scales(scale: Tensor, size: int, group: str, where: str) -> Tensor:
+    """Scales [rows, blocks] of all ranks' rows, in the layout of one tensor's: rows are fastest where they were."""
+    n, blocks = scale.shape
+    rows = gather_bytes(scale, size, group, where).view(size * n, blocks)
+    if scale.stride(0) == 1 and scale.stride(1) == max(n, 1):
+        return rows.t().reshape(-1).as_strided((size * n, blocks), (1, max(size * n, 1)))
+    return rows
+
+
+def gather_bytes(x: Tensor, size: int, group: str, where: str) -> Tensor:
+    """The elements of all ranks, row by row, flat; they are sent as bytes."""
+    return gather(x.reshape(-1).view(torch.uint8), size, group, where).view(x.dtype)
+
+
+def largest(amaxes: Tensor, group: str, where: str) -> Tensor:
+    """The maximum over ranks: of float32, where NaN counts as Inf, which backends do not drop; or of their bits, as
+    int32. Bits of numbers that are not negative are in the order of the numbers, and those of NaN come last."""
+    if amaxes.dtype == torch.float32:
+        amaxes = torch.where(amaxes.isnan(), float("inf"), amaxes)
+    return _sent("all-reduce (max)", all_reduce_operator, where, group, amaxes, "max")
+
+
+# -- without gradients -------------------------------------------------------------------------------------------------
+
+
+def gather(x: Tensor, size: int, group: str, where: str) -> Tensor:
+    """Concatenate the rows of all ranks."""
+    return _sent("all-gather", all_gather_into_tensor, where, group, x.contiguous(), size)
+
+
+def scatter_sum(x: Tensor, size: int, group: str, where: str) -> Tensor:
+    """Sum over ranks, and return this rank's part of the rows."""
+    check_divides(x.shape, size, where)
+    return _sent("reduce-scatter", reduce_scatter_tensor, where, group, x.contiguous(), "sum", size)
+
+
+def total(x: Tensor, group: str, where: str) -> Tensor:
+    """Sum over ranks."""
+    return _sent("all-reduce", all_reduce_operator, where, group, x.contiguous(), "sum")
+
+
+def check_rows(shape: tuple[int, ...], where: str) -> None:
+    """Refuse a tensor without rows to concatenate."""
+    if not shape:
+        raise UnsupportedShape(f"{where} gathers rows, the first dim of x, and x has no dims. Pass x [tokens, ...].")
+
+
+def check_divides(shape: tuple[int, ...], size: int, where: str) -> None:
+    """Refuse rows that do not divide by the ranks, before anything is sent."""
+    if not shape or shape[0] % size:
+        found = tuple([len(range(n)) for n in shape])  # numbers, even where a compiler uses symbols
+        raise UnsupportedShape(
+            f"{where} leaves each process an equal part of x's rows, its first dim, and x of {found} does not divide "
+            f"by the {size} processes of the group. Pad the rows to a multiple of {size} and drop the padding after, "
+            "or use AllReduce."
+        )
+
+
+def _sent(kind: str, operator: Any, where: str, group: str, x: Tensor, *settings: Any) -> Tensor:
+    """Run a collective on x and wait for its result."""
+    if torch.compiler.is_compiling():
+        found: Tensor = wait_tensor(operator(x, *settings, registered_name_now(group)))
+        return found
+    try:
+        found = wait_tensor(operator(x, *settings, registered_name(group)))
+    except RuntimeError as error:
+        raise CollectiveFailed(_failure(kind, where, group, x, error)) from error
+    return found
+
+
+def _failure(kind: str, where: str, group: str, x: Tensor, error: RuntimeError) -> str:
+    lines = str(error).strip().splitlines()
+    return (
+        f"{where} waited in {kind} of {x.dtype} {tuple(x.shape)}, as rank {rank_of(group)} of {size_of(group)} in the "
+        f"process group {registered_name(group)!r}, and it failed: {lines[0] if lines else type(error).__name__} "
+        "Another rank has ended, raised an error before this call, or passed other shapes: look at the first error in "
+        "the logs of all ranks, and check that all of them run the same layers, recipes and shapes."
+    )

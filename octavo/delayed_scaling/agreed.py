@@ -1,0 +1,55 @@
+"""Casts by amaxes that several ranks have agreed on, so that all of them use one scale.
+
+Two kinds of quantizers derive a scale from a whole tensor: one scale for each tensor, and NVFP4's second level. Where
+ranks have parts of a tensor, they take the maximum of their amaxes before the cast. An operand's agreed amaxes are two
+tensors of one element, for its row and its column codes, each the bits of a float32 as int32: a collective compares
+them so.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from octavo.delayed_scaling.casts import cast_args
+from octavo.quant.qtensor import Parts
+from octavo.quant.quantizer import CastArgs, Quantizer, QuantizerPair
+from octavo.recipes import Recipe
+
+WHOLE = (None, None)  # the block of a quantizer with one scale for a tensor
+
+
+def scales_whole(spec: Quantizer | None) -> bool:
+    """Whether a scale of this quantizer depends on the whole tensor."""
+    return spec is not None and (spec.block == WHOLE or spec.two_level)
+
+
+def agreed_amaxes(letter: str, letters: str, agreed: Parts) -> Parts:
+    """An operand's amaxes, row's and column's; empty if they were not agreed."""
+    if letter not in letters:
+        return ()
+    at = 2 * letters.index(letter)
+    return agreed[at : at + 2]
+
+
+def agreed_cast(
+    recipe: Recipe, pair: QuantizerPair, part: Sequence[Tensor], agreed: Sequence[Tensor], observed: Tensor | None
+) -> CastArgs:
+    """The arguments of a cast by agreed amaxes. Under delayed scaling they serve until a step has seen an amax."""
+    if part:
+        return cast_args(recipe, pair, part, lambda spec, has_seen: number_of(agreed[0]).view(1), observed)
+    row, column = pair
+    first = None if row is None else _shaped(agreed[0], row)
+    if row is column:  # one tensor for both orientations: kernels then write both from one read
+        return CastArgs(amax=(first, first), observed=observed)
+    return CastArgs(amax=(first, None if column is None else _shaped(agreed[1], column)), observed=observed)
+
+
+def _shaped(amax: Tensor, spec: Quantizer) -> Tensor:
+    found = number_of(amax)
+    return found.view(1) if spec.two_level else found.view(1, 1)
+
+
+def number_of(bits: Tensor) -> Tensor:
+    """The float32 whose bits are given."""
+    return bits.view(torch.float32)

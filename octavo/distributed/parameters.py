@@ -1,0 +1,53 @@
+"""DTensor parameters for layers that were built with `parallel_mode`."""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from octavo.communication.groups import name_of
+from octavo.errors import UnsupportedConfig
+from octavo.modules.linear import Linear
+from octavo.modules.parallel import size_of_mesh
+
+
+def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Puts DTensors in the place of the parameters of layers that were built with `parallel_mode` over this mesh.
+
+    Checkpoints then know which part of a weight each rank has: `torch.distributed.checkpoint` saves and loads them
+    over any number of ranks, and a full state dict has the keys and shapes of the model in one process. Call it before
+    the optimizer is made.
+
+    Args:
+        model: a module with parallel layers.
+        mesh: a DeviceMesh of one dim, whose group is the layers' `tp_group`.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedConfig: the mesh has several dims; a layer has another group, or several blocks of output features,
+            whose parts are not adjacent in the whole weight.
+    """
+    size_of_mesh(mesh, "distribute_parameters")
+    group = name_of(mesh)
+    for layer in model.modules():
+        if not isinstance(layer, Linear) or layer.parallel is None or layer.keeps_dtensors:
+            continue
+        if layer.parallel.group != group:
+            raise UnsupportedConfig(
+                f"{layer.op_describe()} is split over the group {layer.parallel.group!r}, and the mesh has {group!r}. "
+                "Pass the mesh that was its tp_group."
+            )
+        if layer.parallel.blocks > 1:
+            raise UnsupportedConfig(
+                f"{layer.op_describe()} has {layer.parallel.blocks} blocks of output features, each of which is split: "
+                "a rank's part is not one range of the whole weight, as a DTensor's is. Use a Linear for each block."
+            )
+        layer.check_holdable_as_shards("distribute_parameters")
+        column = layer.parallel.mode == "column"
+        for key, parameter in list(layer.named_parameters(recurse=False)):
+            placement: Placement = Shard(0) if column else Shard(1) if key == "weight" else Replicate()
+            whole = DTensor.from_local(parameter.detach(), mesh, [placement], run_check=False)
+            layer.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
+        layer.keeps_dtensors = True
+    return model

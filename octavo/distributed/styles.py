@@ -1,0 +1,155 @@
+"""Styles for `parallelize_module`: a Linear whose parameters are DTensors, and whose forward is `parallel_mode`'s."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from octavo.errors import UnsupportedConfig, UnsupportedShape
+from octavo.modules.linear import Linear
+from octavo.modules.parallel import size_of_mesh
+
+
+class _Style(ParallelStyle):
+    """A way to split a Linear over the ranks of a mesh of one dim."""
+
+    MODE: str
+    input_layouts: Placement
+    output_layouts: Placement
+    src_data_rank: int | None = 0
+
+    def __init__(self, outside: Placement, outside_name: str, inside: Placement, inside_name: str, local: bool) -> None:
+        super().__init__()
+        if not isinstance(outside, Replicate) and outside != Shard(0):
+            raise UnsupportedConfig(
+                f"{type(self).__name__}.{outside_name} is Replicate(), or Shard(0) for parts of the rows, got "
+                f"{outside}. Make the sequence the first dim: x.transpose(0, 1)."
+            )
+        if inside != Shard(-1):
+            raise UnsupportedConfig(
+                f"{type(self).__name__}.{inside_name} is Shard(-1), the features of this rank, got {inside}. A pair of "
+                "ColwiseParallel and RowwiseParallel keeps them so; other layers stay out of the plan."
+            )
+        self.sequence_parallel = outside == Shard(0)
+        self.input_layouts, self.output_layouts = (outside, inside) if self.MODE == "column" else (inside, outside)
+        self.use_local_output = local
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        name = type(self).__name__
+        if not isinstance(module, Linear):
+            raise UnsupportedConfig(
+                f"octavo.distributed.{name} splits an octavo.Linear, got {type(module).__name__}. Convert the model "
+                "first (octavo.convert), and use torch's own style for other modules."
+            )
+        size = size_of_mesh(device_mesh, name)
+        dim = 0 if self.MODE == "column" else 1
+        if module.weight.shape[dim] % size:
+            raise UnsupportedShape(
+                f"{name} gives each rank an equal part of {module.op_describe()}, and {module.weight.shape[dim]} "
+                f"{'out' if dim == 0 else 'in'}_features do not divide by the {size} ranks of the mesh. Pad them to a "
+                f"multiple of {size}."
+            )
+        module.check_holdable_as_shards(name)
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            placement: Placement = Shard(dim) if key == "weight" or dim == 0 else Replicate()
+            whole = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
+        module.set_tensor_parallel_group(device_mesh, self.MODE, self.sequence_parallel)
+        module.keeps_dtensors = True
+        module.register_forward_pre_hook(self._enter)
+        if not self.use_local_output:
+            module.register_forward_hook(_Leave(device_mesh, self.output_layouts))
+        return module
+
+    def _enter(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        x = arguments[0]
+        if not isinstance(x, DTensor):
+            return None
+        wanted = self.input_layouts if self.input_layouts != Shard(-1) else Shard(x.ndim - 1)
+        if tuple(x.placements) != (wanted,):
+            x = x.redistribute(placements=[wanted])
+        return (x.to_local(), *arguments[1:])
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(input_layouts={self.input_layouts}, output_layouts={self.output_layouts}, "
+            f"use_local_output={self.use_local_output})"
+        )
+
+
+class _Leave:
+    """A forward hook that returns y as a DTensor."""
+
+    def __init__(self, mesh: DeviceMesh, placement: Placement) -> None:
+        self.mesh, self.placement = mesh, placement
+
+    def __call__(self, module: nn.Module, arguments: Any, y: Any) -> Any:
+        return DTensor.from_local(y, self.mesh, [self.placement], run_check=False)
+
+
+class ColwiseParallel(_Style):
+    """Splits an `octavo.Linear` by its output features: `parallel_mode="column"`.
+
+    Args:
+        input_layouts: Replicate(), the default: x is the same on all ranks. Shard(0): each rank has a part of the rows
+            (sequence parallelism), which are gathered as codes where the recipe allows it.
+        output_layouts: Shard(-1), the features of this rank.
+        use_local_output: True returns a plain tensor; False a DTensor.
+
+    Raises:
+        UnsupportedConfig: a layout is another one.
+
+    Example:
+        >>> from octavo.distributed import ColwiseParallel
+        >>> ColwiseParallel()
+        ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(dim=-1), use_local_output=True)
+    """
+
+    MODE = "column"
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(
+            input_layouts or Replicate(), "input_layouts", output_layouts or Shard(-1), "output_layouts",
+            use_local_output,
+        )  # fmt: skip
+
+
+class RowwiseParallel(_Style):
+    """Splits an `octavo.Linear` by its input features: `parallel_mode="row"`.
+
+    Args:
+        input_layouts: Shard(-1), the features of this rank, as a column layer returns them.
+        output_layouts: Replicate(), the default: y is summed over ranks. Shard(0): each rank gets a part of the rows of
+            the sum (sequence parallelism).
+        use_local_output: True returns a plain tensor; False a DTensor.
+
+    Raises:
+        UnsupportedConfig: a layout is another one.
+
+    Example:
+        >>> from octavo.distributed import RowwiseParallel
+        >>> RowwiseParallel()
+        RowwiseParallel(input_layouts=Shard(dim=-1), output_layouts=Replicate(), use_local_output=True)
+    """
+
+    MODE = "row"
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        super().__init__(
+            output_layouts or Replicate(), "output_layouts", input_layouts or Shard(-1), "input_layouts",
+            use_local_output,
+        )  # fmt: skip

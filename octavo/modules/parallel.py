@@ -1,0 +1,384 @@
+"""Tensor and sequence parallelism of a Linear: the collectives around its one node each way.
+
+    column   w [N/P, K]   x is the same on all ranks, or under sequence parallelism each rank has a part of its rows
+                          (dim 0), which are gathered: as codes where the recipe allows it. dx is summed, or scattered.
+    row      w [N, K/P]   each rank has a part of x's features. y is summed, or scattered, and then the bias is added.
+
+Scales of whole tensors (fp8-current, nvfp4, the first step of fp8-delayed) follow from amaxes that the ranks agree on,
+so that x and w have the codes that one process would give them.
+"""
+
+import math
+import zlib
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from octavo._torch.cuda import is_capturing
+from octavo._torch.fakes import FakeTensor
+from octavo._torch.tracing import while_tracing
+from octavo.communication import collectives
+from octavo.communication.groups import name_of, rank_of, size_now, size_of
+from octavo.delayed_scaling.agreed import WHOLE, scales_whole
+from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
+from octavo.lower.call import Stage, call
+from octavo.quant.qtensor import Parts, QTensor
+from octavo.quant.quantizer import Quantizer
+from octavo.recipes import Recipe
+from octavo.recipes import recipe as resolve
+
+MODES = ("column", "row")
+SPLIT = "its weight is split over ranks, and a collective stands between it and its neighbours"  # why it joins no run
+
+
+class Parallel(NamedTuple):
+    """How a layer's weight is split over the ranks of a group."""
+
+    mode: str  # "column": its output features; "row": its input features
+    sequence: bool  # outside of a pair of layers, each rank has a part of the rows
+    group: str  # its name
+    gather_again: bool = False  # backward gathers x's codes again, rather than keep those of all ranks
+    blocks: int = 1  # of output features, each of which is split: two for the halves of a gated activation
+
+    def size(self) -> int:
+        """The number of ranks, a constant where a compiler traces."""
+        return size_now(self.group)
+
+    def shown(self) -> str:
+        """The settings, as a layer prints them."""
+        group = f", tp_group={self.group!r}" if self.group else ""
+        return f"parallel_mode={self.mode!r}, sequence_parallel={self.sequence}{group}"
+
+
+class Given(NamedTuple):
+    """What the ranks have prepared for one call of a layer."""
+
+    parallel: Parallel | None = None
+    columns: Parts = ()  # x's codes by column, besides those by row
+
+
+NOTHING = Given()
+
+
+def parallel_of(
+    title: str, parallel_mode: str | None, sequence_parallel: bool, tp_group: Any, gather_again: bool = False,
+    blocks: int = 1,
+) -> Parallel | None:  # fmt: skip
+    """Return the settings of a layer; None if it is not parallel."""
+    if parallel_mode is None:
+        for name, value in (("sequence_parallel", sequence_parallel), ("tp_group", tp_group)):
+            if value not in (None, False):
+                raise UnsupportedConfig(
+                    f"{title}({name}=...) says how a parallel layer works, and parallel_mode is None. Pass "
+                    "parallel_mode='column' or 'row' too."
+                )
+        return None
+    check_choice(parallel_mode, MODES, what=f"{title}.parallel_mode")
+    check_choice(sequence_parallel, (False, True), what=f"{title}.sequence_parallel")
+    return Parallel(parallel_mode, sequence_parallel, name_of(tp_group), gather_again, blocks)
+
+
+def local_sizes(title: str, parallel: Parallel | None, in_features: int, out_features: int) -> tuple[int, int]:
+    """Return the sizes of this rank's part of a weight."""
+    size = 1 if parallel is None else size_of(parallel.group)
+    if parallel is None or size == 1:
+        return in_features, out_features
+    name, features = ("out", out_features) if parallel.mode == "column" else ("in", in_features)
+    blocks = parallel.blocks if parallel.mode == "column" else 1
+    if features % (size * blocks):
+        each = f"each of the {blocks} blocks of its" if blocks > 1 else "its"
+        raise UnsupportedShape(
+            f"{title}(parallel_mode={parallel.mode!r}) gives each rank an equal part of {each} {name}_features, and "
+            f"{features} do not divide by the {size} ranks of the group. Pad {name}_features to a multiple of "
+            f"{size * blocks}."
+        )
+    part = features // size
+    return (in_features, part) if parallel.mode == "column" else (part, out_features)
+
+
+def own_part(whole: Tensor, parallel: Parallel, dim: int) -> Tensor:
+    """Return this rank's part of a tensor along a dim: of each block of output features, where there are several."""
+    size, rank = size_of(parallel.group), rank_of(parallel.group)
+    blocks = whole.chunk(parallel.blocks if parallel.mode == "column" else 1, dim)
+    return torch.cat([block.chunk(size, dim)[rank] for block in blocks], dim)
+
+
+# -- x ----------------------------------------------------------------------------------------------------------------
+
+
+class GatherPlan(NamedTuple):
+    """How the rows of x are gathered."""
+
+    why_values: str  # rather than codes; empty if codes
+    heights: tuple[int, ...]  # the rows of a rank must fill blocks of so many, which share a scale
+    has_columns: bool  # whether dw needs x's column codes: where one scale covers x, row codes are turned around
+
+
+@lru_cache(maxsize=256)
+def _gather_plan(recipe_key: str, trains: bool) -> GatherPlan:
+    quant = resolve(recipe_key).linear()
+    row, column = quant.fprop.left, quant.wgrad.right
+    if row is None:
+        return GatherPlan(f"{recipe_key} does not quantize x in fprop", (), False)
+    if not row.shipped or (column is not None and not column.shipped):
+        return GatherPlan("a quantizer is not Octavo's own", (), False)
+    if trains and quant.wgrad.mode == "high_precision":
+        return GatherPlan("dw takes x unquantized", (), False)
+    has_columns = trains and column is not None and not (row == column and row.block == WHOLE)
+    heights = (row.block[0], column.block[1] if has_columns and column is not None else None)
+    return GatherPlan("", tuple([height for height in heights if height not in (None, 1)]), has_columns)
+
+
+def told(parallel: Parallel, recipe: Recipe) -> str:
+    """Return what a layer that is split sends when it trains, in words."""
+    title = f"its {'output' if parallel.mode == 'column' else 'input'} features are split over {parallel.size()} ranks"
+    if not parallel.sequence:
+        return f"{title}; {'dx' if parallel.mode == 'column' else 'y'} is summed over them"
+    if parallel.mode == "row":
+        return f"{title}; y is summed, and its rows are scattered"
+    plan = _gather_plan(recipe.key, True)
+    if plan.why_values:
+        return f"{title}; rows of x are gathered as values: {plan.why_values}"
+    blocks = f", or as values where those of a rank do not fill blocks of {max(plan.heights)}" if plan.heights else ""
+    return f"{title}; rows of x are gathered as codes{blocks}"
+
+
+@while_tracing
+def gather_plan(recipe_key: str, trains: bool) -> GatherPlan:
+    """Return how the rows of x are gathered in a recipe; `trains` says whether dw is wanted. Gathered codes must be
+    those that one process gives to all rows."""
+    return _gather_plan(recipe_key, trains)
+
+
+def why_values(recipe: Recipe, trains: bool, rows: int) -> str:
+    """Return why a rank's rows of x are gathered as values rather than codes; empty if as codes."""
+    plan = gather_plan(recipe.key, trains)
+    for height in plan.heights:
+        if rows % height:
+            return f"the rows of a rank do not fill blocks of {height}, which share a scale"
+    return plan.why_values
+
+
+def size_of_mesh(mesh: Any, what: str) -> int:
+    """Return the number of ranks of a mesh, which must have one dim."""
+    if mesh.ndim != 1:
+        raise UnsupportedConfig(
+            f"{what} takes a DeviceMesh of one dim, got one of {mesh.ndim}, named {mesh.mesh_dim_names}. Pass one of "
+            "its dims: mesh['tp']."
+        )
+    return int(mesh.size())
+
+
+def summed_gradient(x: Any, group: str, where: str) -> Any:
+    """Return x, a tensor or codes, whose gradient is summed over ranks."""
+    if type(x) is not QTensor:
+        return collectives.copy(x, group, where)
+    assert x.token is not None
+    token = collectives.copy(x.token, group, where)
+    return QTensor(x.codes, x.scale, x.spec, x.shape, x.dtype, x.global_scale, token=token)
+
+
+def gathered(
+    layer: Any, parallel: Parallel, recipe: Recipe, x: Tensor, trains: bool, as_nodes: bool
+) -> tuple[Any, Parts, Any]:
+    """Return the rows of all ranks, values or codes; their codes by column; and a context for the call with them."""
+    size, where = parallel.size(), layer.op_describe()
+    collectives.check_rows(x.shape, where)
+    rows = math.prod(x.shape[:-1])
+    if why_values(recipe, trains, rows):
+        return collectives.all_gather(x, size, parallel.group, where), (), nullcontext()
+    has_columns = gather_plan(recipe.key, trains).has_columns
+    row_parts, column_parts = _cast(layer, parallel, recipe, x.detach(), has_columns, as_nodes)
+    quant = recipe.linear()
+    assert quant.fprop.left is not None
+    q = quant.fprop.left.assemble(row_parts, tuple(x.shape), x.dtype)
+    token = x if x.requires_grad and torch.is_grad_enabled() else None  # what is gathered is a token of it
+    own = QTensor(q.codes, q.scale, q.spec, q.shape, q.dtype, q.global_scale, token=token)
+    whole = collectives.gather_codes(own, size, parallel.group, where)
+    again = parallel.gather_again and not as_nodes and trains
+    if not has_columns:
+        keep = GatherAgain(layer, parallel, recipe, row_parts, tuple(whole.tensors())) if again else nullcontext()
+        return whole, (), keep
+    if again:
+        return whole, column_parts, GatherAgain(layer, parallel, recipe, column_parts, column_parts)
+    spec = quant.wgrad.right
+    assert spec is not None
+    return whole, gather_columns(column_parts, spec, size, parallel.group, where), nullcontext()
+
+
+def gather_columns(parts: Parts, spec: Quantizer, size: int, group: str, where: str) -> Parts:
+    """Return column codes [K, tokens of all ranks] and their scales, from those of this rank's tokens."""
+    codes, scale, *rest = parts
+    return gather_column_codes(codes, size, group, where), gather_column_scale(scale, spec, size, group, where), *rest
+
+
+def gather_column_codes(codes: Tensor, size: int, group: str, where: str) -> Tensor:
+    features, width = codes.shape
+    many = collectives.gather(codes.view(torch.uint8), size, group, where).view(size, features, width)
+    return many.transpose(0, 1).reshape(features, size * width).view(codes.dtype)
+
+
+def gather_column_scale(scale: Tensor, spec: Quantizer, size: int, group: str, where: str) -> Tensor:
+    if spec.block[1] is None:  # one scale for all tokens, which the ranks have agreed on
+        return scale
+    features, blocks = scale.shape
+    flat = collectives.gather_bytes(scale.t(), size, group, where)  # a block of tokens after another
+    return flat.as_strided((features, size * blocks), (1, max(features, 1)))
+
+
+def _cast(
+    layer: Any, parallel: Parallel, recipe: Recipe, x: Tensor, has_columns: bool, as_nodes: bool
+) -> tuple[Parts, Parts]:
+    """Cast this rank's rows. Returns the tensors of row codes and of column codes."""
+    scaling, delayed = layer._scaling, recipe.stateful
+    observe = ""
+    if delayed and layer.training and torch.is_grad_enabled():
+        observe = "returned" if as_nodes else "in_place"
+    measured = scaling.measures("codes", "", False) if delayed and scaling.cold else ""
+    quant = recipe.linear()
+    row, column = quant.fprop.left, quant.wgrad.right if has_columns else None
+    assert row is not None
+    each = column if column is not None and column.block == (1, None) else None
+    agreed: Parts = ()
+    columns: Parts = ()
+    whole = [spec if scales_whole(spec) and (not delayed or measured) else None for spec in (row, column)]
+    if each is not None or any([spec is not None for spec in whole]):
+        found = _agreed(layer, parallel, (*whole, None, None), each, x, x, as_nodes)
+        agreed = (found[0:1], found[1:2]) if any([spec is not None for spec in whole]) else ()
+        columns = (found[4:].view(-1, 1),) if each is not None else ()
+    key = f"shard-cast(recipe={recipe.key},has_columns={has_columns},observe='{observe}',measured='{measured}')"
+    inputs = (
+        scaling.inputs(layer, measured) if delayed else (),
+        scaling.seen(layer) if observe == "in_place" else (),
+        agreed, columns,
+    )  # fmt: skip
+    _, *parts = call(Stage("shard-cast", key, inputs, (), False), x, as_nodes)
+    number = 3 if row.two_level else 2
+    if observe == "returned":
+        scaling.remember(layer, parts[number * (1 + has_columns)])
+    return tuple(parts[:number]), tuple(parts[number : number * (1 + has_columns)])
+
+
+class GatherAgain(torch.autograd.graph.saved_tensors_hooks):
+    """While a layer saves tensors for backward: keeps this rank's codes of x, and gathers those of all ranks when
+    backward asks for them."""
+
+    def __init__(self, layer: Any, parallel: Parallel, recipe: Recipe, own: Parts, whole: Parts) -> None:
+        """`own` are this rank's codes and scales; `whole` those that the layer saves: row codes of all ranks, or `own`
+        itself, which are then column codes."""
+        ranks = parallel.size(), parallel.group, layer.op_describe()
+        places = {(t.data_ptr(), t.shape): place for place, t in enumerate(whole[:2])}
+        quant, by_column = recipe.linear(), whole is own
+        spec = quant.wgrad.right if by_column else quant.fprop.left
+        assert spec is not None
+
+        def pack(t: Tensor) -> Any:
+            place = places.get((t.data_ptr(), t.shape))
+            return t if place is None else place
+
+        def unpack(kept: Any) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            if by_column:
+                return gather_column_scale(own[1], spec, *ranks) if kept else gather_column_codes(own[0], *ranks)
+            if kept:
+                return own[1] if spec.block[0] is None else collectives.gathered_scales(own[1], *ranks)
+            return collectives.gather(own[0].view(torch.uint8), *ranks).view(own[0].dtype)
+
+        super().__init__(pack, unpack)
+
+
+# -- amaxes ------------------------------------------------------------------------------------------------------------
+
+
+def agree(
+    layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: Tensor, settings: dict[str, Any], grads: str,
+    as_nodes: bool,
+) -> tuple[str, Parts]:  # fmt: skip
+    """Return the letters of the operands of a call whose amaxes the ranks agree on, and these amaxes."""
+    quant, delayed, measured = recipe.linear(), recipe.stateful, settings["measured"]
+    specs: list[Quantizer | None] = [None] * 4
+    letters = ""
+    if parallel.mode == "row" and type(x) is not QTensor and (not delayed or "x" in measured):
+        column = quant.wgrad.right if "w" in grads else None
+        specs[:2] = [spec if scales_whole(spec) else None for spec in (quant.fprop.left, column)]
+        letters += "x" if any([spec is not None for spec in specs]) else ""
+    if settings["weight"] == "plain" and (not delayed or "w" in measured):
+        specs[2:] = _weight_specs(recipe)
+        letters += "w" if any([spec is not None for spec in specs[2:]]) else ""
+    if not letters:
+        return "", ()
+    like = weight if type(x) is QTensor or "x" not in letters else x
+    # a held weight has no memory to measure
+    found = _agreed(layer, parallel, specs, None, like, weight if "w" in letters else like, as_nodes)
+    parts = found[0:1], found[1:2], found[2:3], found[3:4]
+    return letters, parts[0 if "x" in letters else 2 : 4 if "w" in letters else 2]
+
+
+def agreed_weight(layer: Any, parallel: Parallel, recipe: Recipe, weight: Tensor, as_nodes: bool) -> Parts:
+    """Return the amaxes of a weight by row and by column, for a cast into a cache; none if it needs none."""
+    specs = _weight_specs(recipe)
+    if not any([spec is not None for spec in specs]) or (recipe.stateful and "w" not in layer._scaling.cold):
+        return ()
+    found = _agreed(layer, parallel, (None, None, *specs), None, weight, weight, as_nodes)
+    return found[2:3], found[3:4]
+
+
+def _weight_specs(recipe: Recipe) -> list[Quantizer | None]:
+    quant = recipe.linear()
+    return [spec if scales_whole(spec) else None for spec in (quant.fprop.right, quant.dgrad.right)]
+
+
+def _agreed(
+    layer: Any, parallel: Parallel, specs: Sequence[Quantizer | None], each: Quantizer | None, x: Tensor,
+    weight: Tensor, as_nodes: bool,
+) -> Tensor:  # fmt: skip
+    """Measure x and a weight, and take the maximum over ranks: x's row and column, w's row and column, x's columns."""
+    fields = zip(("x_row", "x_column", "w_row", "w_column", "each_column"), (*specs, each), strict=True)
+    key = "amaxes(" + ",".join([f"{name}={spec.key}" for name, spec in fields if spec is not None]) + ")"
+    with torch.no_grad():
+        (measured,) = call(Stage("amaxes", key, (weight.detach(),), (), False), x.detach(), as_nodes)[:1]
+        return collectives.largest(measured, parallel.group, layer.op_describe())
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def check_rows(x: Any, where: str) -> None:
+    """Refuse an x without rows under sequence parallelism, where ranks have parts of them."""
+    if len(x.shape) < 2:
+        raise UnsupportedShape(
+            f"{where} with sequence_parallel=True takes x [rows, ..., features], of two dims or more, got "
+            f"{tuple(x.shape)}: the first dim is split over ranks. Pass x[None], or leave sequence_parallel out."
+        )
+
+
+def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
+    """In eager mode, at a layer's first call and on a CPU at each: raise if ranks have different recipes, settings or
+    shapes. gloo ends a process that receives more than it expects. A GPU would have to be waited for."""
+    if torch.compiler.is_compiling() or (layer._ranks_checked and x.device.type != "cpu"):  # a graph would guard on it
+        return
+    if isinstance(x, FakeTensor) or x.device.type == "meta":
+        return
+    if x.device.type == "cuda" and is_capturing():
+        return
+    layer._ranks_checked = True
+    own = (
+        f"{recipe.key}, parallel_mode={parallel.mode!r}, sequence_parallel={parallel.sequence}, "
+        f"weight {tuple(layer.weight.shape)}, x {x.dtype} {tuple(x.shape)}"
+    )
+    digest = torch.tensor([zlib.crc32(own.encode())], dtype=torch.int64, device=x.device)
+    found = collectives.gather(digest, parallel.size(), parallel.group, layer.op_describe()).tolist()
+    mine = rank_of(parallel.group)
+    others = [rank for rank, one in enumerate(found) if one != found[mine]]
+    if others:
+        layer._ranks_checked = False
+        raise UnsupportedConfig(
+            f"{layer.op_describe()} is split over {len(found)} ranks, which must call it alike. Rank {mine} has {own}; "
+            f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} differ. Give all ranks the same "
+            "recipe, settings and number of tokens."
+        )
