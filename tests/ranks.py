@@ -7,6 +7,7 @@ A job of two ranks runs on the first two.
 import io
 import multiprocessing
 import os
+import sys
 import traceback
 from datetime import timedelta
 
@@ -70,7 +71,8 @@ def _unpacked(data):
 
 
 def _serve(rank, store, pipe):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
     join(store)

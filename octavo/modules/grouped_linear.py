@@ -376,13 +376,13 @@ class GroupedLinear(Quantized):
         parallel = self.split()
         if parallel is None or parallel.mode == "row" or not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        return collectives.copy(x, parallel.group, self.op_describe())
+        return collectives.copy(x, parallel.group, self.where())
 
     def op_finish(self, y: Tensor) -> Tensor:
         parallel = self.split()
         if parallel is None or parallel.mode == "column":
             return y
-        return collectives.all_reduce(y, parallel.group, self.op_describe())
+        return collectives.all_reduce(y, parallel.group, self.where())
 
     def _bias_of_rows(self, splits: Tensor, scales: Tensor | None, y: Tensor) -> Tensor:
         """Returns the bias of each row's group, zero in the tail; in float32, in which its gradient is summed."""

@@ -323,8 +323,8 @@ class Linear(SplitLinear, nn.Linear):
         if parallel is None:
             return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes)
         if parallel.mode == "row" and parallel.sequence and has_shape(x):
-            check_rows(x, self.op_describe())
-            collectives.check_divides(x.shape, parallel.size(), self.op_describe())
+            check_rows(x, self.where())
+            collectives.check_divides(x.shape, parallel.size(), self.where())
         if has_shape(x):
             weight = self._own_part("weight")
             assert weight is not None

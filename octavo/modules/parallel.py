@@ -148,10 +148,14 @@ def told(parallel: Parallel, recipe: Recipe) -> str:
 
 
 @while_tracing
+def _gather_plan_now(recipe_key: str, trains: bool) -> tuple[Any, ...]:
+    return tuple(_gather_plan(recipe_key, trains))
+
+
 def gather_plan(recipe_key: str, trains: bool) -> GatherPlan:
     """Return how the rows of x are gathered in a recipe; `trains` says whether dw is wanted. Gathered codes must be
     those that one process gives to all rows."""
-    return _gather_plan(recipe_key, trains)
+    return GatherPlan(*_gather_plan_now(recipe_key, trains))
 
 
 def why_values(recipe: Recipe, trains: bool, rows: int) -> str:
@@ -186,7 +190,7 @@ def gathered(
     layer: Any, parallel: Parallel, recipe: Recipe, x: Tensor, trains: bool, as_nodes: bool
 ) -> tuple[Any, Parts, Any]:
     """Return the rows of all ranks, values or codes; their codes by column; and a context for the call with them."""
-    size, where = parallel.size(), layer.op_describe()
+    size, where = parallel.size(), layer.where()
     collectives.check_rows(x.shape, where)
     rows = math.prod(x.shape[:-1])
     if why_values(recipe, trains, rows):
@@ -270,7 +274,7 @@ class GatherAgain(torch.autograd.graph.saved_tensors_hooks):
     def __init__(self, layer: Any, parallel: Parallel, recipe: Recipe, own: Parts, whole: Parts) -> None:
         """`own` are this rank's codes and scales; `whole` those that the layer saves: row codes of all ranks, or `own`
         itself, which are then column codes."""
-        ranks = parallel.size(), parallel.group, layer.op_describe()
+        ranks = parallel.size(), parallel.group, layer.where()
         places = {(t.data_ptr(), t.shape): place for place, t in enumerate(whole[:2])}
         quant, by_column = recipe.linear(), whole is own
         spec = quant.wgrad.right if by_column else quant.fprop.left
@@ -342,7 +346,7 @@ def _agreed(
     key = "amaxes(" + ",".join([f"{name}={spec.key}" for name, spec in fields if spec is not None]) + ")"
     with torch.no_grad():
         (measured,) = call(Stage("amaxes", key, (weight.detach(),), (), False), x.detach(), as_nodes)[:1]
-        return collectives.largest(measured, parallel.group, layer.op_describe())
+        return collectives.largest(measured, parallel.group, layer.where())
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

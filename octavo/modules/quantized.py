@@ -113,6 +113,11 @@ class Quantized(FusibleOperation, nn.Module):
         parallel = self.parallel
         return None if parallel is None or parallel.size() == 1 else parallel
 
+    def where(self) -> str:
+        """Part of the layer contract. Returns the name of this layer for collectives. A graph gets that of the class:
+        it would be another graph for each path."""
+        return type(self).__name__ if torch.compiler.is_compiling() else self.op_describe()
+
     def op_starts_run(self) -> bool:
         parallel = self.split()
         return parallel is not None and parallel.mode == "column"

@@ -53,7 +53,7 @@ class SplitLinear(Quantized):
     ) -> Any:
         """Returns y of a call with collectives before and after the layer's node. All is checked before anything is
         sent."""
-        where, size, group = self.op_describe(), parallel.size(), parallel.group
+        where, size, group = self.where(), parallel.size(), parallel.group
         recipe = self._recipe or self._followed(ambient.recipe)
         weight, bias = self._own_part("weight"), self._own_part("bias")
         assert weight is not None
@@ -91,13 +91,13 @@ class SplitLinear(Quantized):
         parallel = self.split()
         if parallel is None or parallel.mode == "row" or not (x.requires_grad and torch.is_grad_enabled()):
             return x
-        return summed_gradient(x, parallel.group, self.op_describe())
+        return summed_gradient(x, parallel.group, self.where())
 
     def op_finish(self, y: Tensor) -> Tensor:
         parallel = self.split()
         if parallel is None or parallel.mode == "column":
             return y
-        where = self.op_describe()
+        where = self.where()
         bias = None if self.return_bias else self._own_part("bias")
         if not parallel.sequence:
             y = collectives.all_reduce(y, parallel.group, where)

@@ -17,7 +17,8 @@ import torch, torch.distributed as dist
 import octavo
 
 rank, store, fault = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+if sys.platform == "linux":
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2, timeout=timedelta(seconds=%d))
 layer = octavo.Linear(64, 64, recipe="fp8-current", parallel_mode="row")
 x = torch.ones(4, 32, requires_grad=True)

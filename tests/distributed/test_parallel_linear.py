@@ -366,6 +366,25 @@ def test_explain_says_what_is_sent(ranks, recipe, mode, sequence, wanted):
         assert wanted in told and told in report
 
 
+def _layers_of_a_model(group, rank, recipe):
+    """How many graphs the layers of a converted model take, each compiled by itself."""
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+    octavo.convert(model, recipe)
+    for layer in model:
+        layer.set_tensor_parallel_group(group, "row", True)
+        layer.compile(backend="aot_eager", fullgraph=True)
+    for layer in model:
+        layer(torch.ones(8, 64, requires_grad=True)).sum().backward()
+    return counters["stats"]["unique_graphs"]
+
+
+def test_layers_of_a_model_share_a_graph(ranks):
+    assert ranks.run(_layers_of_a_model, "fp8-current", size=2) == [1, 1]
+
+
 # -- delayed scaling ---------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
@@ -247,3 +248,26 @@ def test_what_a_style_takes_and_refuses(ranks):
 def test_other_layouts_are_refused(make):
     with pytest.raises(UnsupportedConfig, match=r"(Replicate|Shard)\("):
         make()
+
+
+def _sharded_twice(group, rank, recipe):
+    """FSDP2 over two data-parallel ranks, of layers that are split over two others."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = converted(recipe)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    x, dy = (t.chunk(2)[mesh.get_local_rank("dp")].contiguous() for t in data())
+    model(x).backward(dy)
+    kinds = {type(p).__name__ for p in model.parameters()}
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}, kinds
+
+
+def test_fsdp_shards_what_is_split(ranks):
+    model, (x, dy) = converted("fp8-block"), data()
+    for rows, gradient in zip(x.chunk(2), dy.chunk(2), strict=True):
+        (model(rows) / 2).backward(gradient)  # FSDP averages
+    for found, kinds in ranks.run(_sharded_twice, "fp8-block"):
+        assert kinds == {"DTensor"}
+        for name, p in model.named_parameters():
+            assert error(found[name], p.grad) <= SUMS, name
