@@ -1,7 +1,7 @@
 """Two processes on one GPU: gloo for control and for the layers' collectives, symmetric memory between the two.
 
-python -m tests.distributed.two_on_one_gpu STORE RANK prints one line of JSON: for each thing that was tried True, or
-the error. It needs TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
+python -m tests.distributed.two_on_one_gpu STORE RANK prints lines of JSON, the last with everything that was tried:
+True, or the error. What may end the process comes last. It needs TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1.
 """
 
 import json
@@ -27,11 +27,12 @@ def main(store, rank):
     for name, attempt in {
         "gloo all-reduce of CUDA tensors": all_reduce,
         "gloo all-gather of CUDA bytes": all_gather,
-        "symmetric memory": symmetric,
-        "symmetric memory: one-shot all-reduce": one_shot,
         "column layer": lambda: layer("column"),
         "row layer": lambda: layer("row"),
+        "symmetric memory": symmetric,
+        "symmetric memory: one-shot all-reduce": one_shot,
     }.items():
+        print(json.dumps(report | {name: "ended the process"}), flush=True)
         try:
             report[name] = bool(attempt())
         except Exception as error:
