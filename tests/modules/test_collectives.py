@@ -173,7 +173,9 @@ class _Stranger:
     group_name = "nowhere"
 
 
-@pytest.mark.parametrize("group", [_Stranger(), object(), 3, ("mesh", "tp")], ids=str)
+@pytest.mark.parametrize(
+    "group", [_Stranger(), object(), 3, ("mesh", "tp")], ids=["a name of no group", "an object", "a number", "a pair"]
+)
 def test_a_group_that_torch_does_not_know_is_refused(group):
     with pytest.raises(UnsupportedConfig, match=r"A group (is a ProcessGroup|given as a pair)"):
         ops.AllReduce(group)
