@@ -384,7 +384,7 @@ def test_the_table_of_the_host():
     runs = [run["subjects"] for run in results("host-h200")["runs"]]
     for label, *cells in tables(BENCHMARKS, "## Host time")[1][1:]:
         subject, case = label.replace("`", "").split(": ")
-        case = {"fp8-delayed": "octavo fp8-delayed"}.get(case, case)
+        case = f"octavo {case}" if case.startswith("fp8") else case
         for mode, cell in zip(("eager", "compiled"), cells, strict=True):
             found = [run[names[subject]].get(case, {}).get(mode) for run in runs]
             said = ["–" if us is None else f"{statistics.median(us):.0f}" for us in found]
@@ -400,6 +400,23 @@ def test_the_tables_of_nvfp4s_gap():
         assert (mean, stdev) == (f"{rows[gaps]['mean_percent']:+.2f}", f"{rows[gaps]['stdev_percent']:.2f}")
     assert rows[shown[0][1]]["candidate"] == "nvfp4"
     heading = "## NVFP4 closer to bf16"
-    assert [by_means[cell] for _, cell in tables(CHOOSING, heading)[0][1:]] == ["last 10 % bf16", "last block bf16"]
+    of_mixtures = {row["candidate"]: row for row in results("nvfp4-gap-moe-h200")["results"]}
+    assert [by_means[cell] for _, cell, _ in tables(CHOOSING, heading)[0][1:]] == ["last 10 % bf16", "last block bf16"]
+    for _, gpt, mixture in tables(CHOOSING, heading)[0][1:]:
+        row = of_mixtures[by_means[gpt]]
+        assert mixture == f"{row['mean_percent']:+.2f} ± {row['stdev_percent']:.2f}" and row["mean_percent"] < 1.5
+    shown = tables(BENCHMARKS, "### A mixture of experts")[1][1:]
+    rows |= {" ".join(f"{gap:+.2f}" for gap in row["gaps_percent"]): row for row in of_mixtures.values()}
+    for _, gaps, mean, stdev in shown:
+        assert (mean, stdev) == (f"{rows[gaps]['mean_percent']:+.2f}", f"{rows[gaps]['stdev_percent']:.2f}")
     assert f"ended {found['nvfp4']['mean_percent']:.2f} % above bf16" in section(CHOOSING, heading)
     assert all(found[name]["mean_percent"] < 1.5 for name in ("last 10 % bf16", "last block bf16"))
+
+
+def test_the_shares_of_nvfp4s_casts():
+    best = {}
+    for row in results("nvfp4-casts-h200")["results"]:
+        best[row["case"]] = max(best.get(row["case"], 0), row["of_copy"])
+    text = " ".join(section(BENCHMARKS, "## Casting to low precision").split())
+    shown = re.search(r"([\d.]+) of copy for weights, ([\d.]+) for activations and ([\d.]+) for gradients", text)
+    assert shown.groups() == tuple(f"{best[case]:.2f}" for case in ("weights", "activations", "gradients"))

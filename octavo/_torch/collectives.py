@@ -1,6 +1,8 @@
 """Functional collectives. Operators are called by name: the Python functions around them were renamed between torch
 2.11 and 2.13."""
 
+from typing import Any
+
 import torch
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import _functional_collectives  # importing it gives the operators their gradients
@@ -11,3 +13,8 @@ all_reduce = torch.ops._c10d_functional.all_reduce
 reduce_scatter_tensor = torch.ops._c10d_functional.reduce_scatter_tensor
 resolve_process_group = _resolve_process_group  # the group that is registered under a name now; RuntimeError for none
 wait_tensor = torch.ops._c10d_functional.wait_tensor
+
+
+def backend_name(group: Any, device: torch.device) -> str:
+    """The backend that a group uses for tensors of a device, such as "gloo" or "nccl"."""
+    return str(group._get_backend(device).name())

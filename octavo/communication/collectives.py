@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo._torch.collectives import all_gather_into_tensor, reduce_scatter_tensor, wait_tensor
+from octavo._torch.collectives import all_gather_into_tensor, backend_name, reduce_scatter_tensor, wait_tensor
 from octavo._torch.collectives import all_reduce as all_reduce_operator
-from octavo.communication.groups import rank_of, registered_name, registered_name_now, size_of
-from octavo.errors import CollectiveFailed, UnsupportedShape
+from octavo.communication.groups import process_group, rank_of, registered_name, registered_name_now, size_of
+from octavo.errors import CollectiveFailed, UnsupportedConfig, UnsupportedShape
 from octavo.quant.qtensor import Join, QTensor
 
 
@@ -162,6 +162,8 @@ def gather(x: Tensor, size: int, group: str, where: str) -> Tensor:
 def scatter_sum(x: Tensor, size: int, group: str, where: str) -> Tensor:
     """Sum over ranks, and return this rank's part of the rows."""
     check_divides(x.shape, size, where)
+    if x.is_cuda and not torch.compiler.is_compiling():
+        _refuse_gloo(x.device, group, where)
     return _sent("reduce-scatter", reduce_scatter_tensor, where, group, x.contiguous(), "sum", size)
 
 
@@ -184,6 +186,15 @@ def check_divides(shape: tuple[int, ...], size: int, where: str) -> None:
             f"{where} leaves each process an equal part of x's rows, its first dim, and x of {found} does not divide "
             f"by the {size} processes of the group. Pad the rows to a multiple of {size} and drop the padding after, "
             "or use AllReduce."
+        )
+
+
+def _refuse_gloo(device: torch.device, group: str, where: str) -> None:
+    """Gloo has no reduce-scatter of CUDA tensors: instead of an error, it ends the process."""
+    if backend_name(process_group(group), device) == "gloo":
+        raise UnsupportedConfig(
+            f"{where} sums over ranks in a reduce-scatter, and the process group {registered_name(group)!r} uses gloo "
+            f"for {device.type} tensors, which has none. Use NCCL: init_process_group('nccl'), or 'cpu:gloo,cuda:nccl'."
         )
 
 

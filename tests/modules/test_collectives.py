@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 import octavo
 from octavo import ops, quant
+from octavo._torch.fakes import FakeTensorMode
+from octavo.communication import collectives
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.quant import QTensor
 from tests import ranks as tests_ranks
@@ -203,3 +205,10 @@ def test_rows_that_do_not_divide_are_refused_before_anything_is_sent(found):
         ) in own["refused"]
         assert "x of () does not divide by the 2 processes" in own["refused scalar"]
         assert own["after"] == [[4.0] * 4]
+
+
+def test_a_reduce_scatter_over_gloo_on_a_gpu_is_refused(monkeypatch):
+    for name, value in (("backend_name", "gloo"), ("process_group", None), ("registered_name", "0")):
+        monkeypatch.setattr(collectives, name, lambda *_, value=value: value)
+    with FakeTensorMode(), pytest.raises(UnsupportedConfig, match=r"uses gloo for cuda tensors.*Use NCCL"):
+        collectives.scatter_sum(torch.empty(4, 2, device="cuda"), 2, "0", "This Linear")
