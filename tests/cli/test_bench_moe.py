@@ -227,7 +227,7 @@ def test_the_process_of_another_library_measures_one_case(on_a_cpu, monkeypatch)
 
 def test_a_real_process_hands_over_its_report_or_its_last_words():
     report = isolated.report_of(["train", "--device", "cpu", "--steps", "1", "--batch", "1"])
-    assert len(report["recipe"]["losses"]) == 1 and report["said"] == ""
+    assert len(report["recipes"][0]["losses"]) == 1 and report["said"] == ""
     with pytest.raises(RuntimeError, match="octavo train: There is no device called 'abacus'"):
         isolated.report_of(["train", "--device", "abacus"])
 

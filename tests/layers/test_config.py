@@ -50,7 +50,7 @@ def test_every_layer_answers_the_whole_contract():
     }
     assert set(layers) == {
         "activation", "add", "amaxes", "chain", "coded-activation", "fork", "grouped-linear", "linear", "norm",
-        "permute", "permute-probs", "rounding", "shard-cast", "token-sort", "unpermute",
+        "permute", "permute-probs", "rounding", "router-logits", "shard-cast", "token-sort", "unpermute",
     }  # fmt: skip
     assert all(layer.title and layer.config(layer.Config().key) == layer.Config() for layer in layers.values())
 

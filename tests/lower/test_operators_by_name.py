@@ -395,7 +395,7 @@ def test_the_ops_pass_opcheck(recipe):
     key = f"linear(recipe={recipe},dtype='float32',weight_dtype='float32',bias_dtype='float32',grads='xwb')"
     seed = layer._buffers.get("rounding_seed")
     tensors = [t for t in (*inputs[:3], *inputs.scaling, seed) if t is not None]
-    plan = f"{graph.DIGEST}|linear|1,1,1,t0,t0,t0,t{len(inputs.scaling)},t0|t0,0,{int(seed is not None)},0|{key}"
+    plan = f"{graph.DIGEST}|linear|1,1,1,t0,t0,t0,t{len(inputs.scaling)},t0,t0,t0|t0,0,{int(seed is not None)},0|{key}"
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     found = torch.library.opcheck(torch.ops.octavo.run.default, (tensors[::-1], plan), test_utils=tests)
     assert found == dict.fromkeys(tests, "SUCCESS")

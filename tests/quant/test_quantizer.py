@@ -421,12 +421,12 @@ def test_another_dtype_is_refused(spec, dtype):
 @pytest.mark.parametrize("x", [[[1.0]], 1.0, None, "x"], ids=repr)
 def test_what_is_no_tensor_is_refused(spec, x):
     for entry in entries(spec, x):
-        with pytest.raises(UnsupportedDtype, match=rf"takes a torch\.Tensor, got {type(x).__name__}\. Use torch"):
+        with pytest.raises(UnsupportedDtype, match=rf"takes a torch\.Tensor as x, got {type(x).__name__}\. Use torch"):
             entry()
 
 
 def test_a_qtensor_is_not_quantized_twice():
-    with pytest.raises(UnsupportedDtype, match=r"takes a torch\.Tensor, got QTensor"):
+    with pytest.raises(UnsupportedDtype, match=r"takes a torch\.Tensor as x, got QTensor\. Pass its dequantize"):
         Q.MX().quantize(Q.MX().quantize(randn(4, 40)))
 
 
