@@ -260,7 +260,7 @@ class Linear(SplitLinear, nn.Linear):
         key = (call_key if tracing else known_key)(
             self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
             bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype], grads=grads, x="codes" if codes else "plain",
-            quantize_output=fp8_output, recompute_w_columns=not self.keep_weight_codes, **side.settings,
+            quantize_output=bool(fp8_output), recompute_w_columns=not self.keep_weight_codes, **side.settings,
             **more,
         )  # fmt: skip
         width = weight.shape[0]
