@@ -65,6 +65,8 @@ def test_torchs_transforms_and_tracer_take_a_router(dtype):
     leaf = x.clone().requires_grad_()
     router(leaf).backward(dy)
     assert torch.equal(torch.func.vmap(router)(x), y)
+    mapped = torch.compile(lambda x: torch.func.vmap(router)(x), fullgraph=True, backend="aot_eager")
+    assert torch.equal(mapped(x), y)
     assert torch.equal(torch.func.grad(lambda x: (router(x) * dy).sum())(x), leaf.grad)
     weights = torch.stack([router.weight.detach(), 2 * router.weight.detach()])
     both = torch.func.vmap(lambda weight: torch.func.functional_call(router, {"weight": weight}, (x,)))(weights)
