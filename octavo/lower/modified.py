@@ -7,10 +7,11 @@ from octavo.errors import ModifiedInPlace
 
 TORCHS = "one of the variables needed for gradient computation has been modified by an inplace operation"
 PARAMETER = "a parameter or an input"
-FOUND = re.compile(
-    r"modified by an inplace operation: \[torch\.(.+?) \[(.*?)\]\](, which is output \d+ of \w+,)? is at version "
+FOUND = re.compile(  # torch writes torch.FloatTensor and torch.cuda.FloatTensor, but CPUBFloat16Type
+    r"modified by an inplace operation: \[(?:torch\.)?(.+?) \[(.*?)\]\](, which is output \d+ of \w+,)? is at version "
     r"(\d+); expected version (\d+)"
 )
+CODES = re.compile(r"ByteTensor|Float8|Float4")
 
 
 def title_of(owner: Any, layer: Any) -> str:
@@ -35,7 +36,7 @@ def explain_modified(error: RuntimeError, title: str) -> None:
     if found is None:
         return
     kind, sizes, made, now, then = found.groups()
-    what = "a value that it was given" if made else "codes of its weight" if kind.endswith("ByteTensor") else PARAMETER
+    what = "a value that it was given" if made else "codes of its weight" if CODES.search(kind) else PARAMETER
     try:
         refuse_modified(title, f"{what}, {kind} ({sizes})", int(then), int(now))
     except ModifiedInPlace as ours:

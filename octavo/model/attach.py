@@ -84,19 +84,19 @@ class _Index:
     alive."""
 
     def __init__(self) -> None:
-        self.key: list[tuple[int, int]] = []
         self.known: list[weakref.ref[Attachment]] = []
+        self.held: list[set[int]] = []  # by each of these
         self.found: dict[int, list[weakref.ref[Attachment]]] = {}
 
     def now(self) -> dict[int, list["weakref.ref[Attachment]"]]:
-        """Returns the index, rebuilt if attachments or the parameter groups of their optimizers have changed."""
+        """Returns the index, rebuilt if attachments or the parameters of their optimizers have changed."""
         pairs = [(one, optimizer) for one in list(_attached) if (optimizer := one.optimizer()) is not None]
-        key = [(id(one), sum([len(group["params"]) for group in optimizer.param_groups])) for one, optimizer in pairs]
-        if key != self.key or any([one() is None for one in self.known]):  # another may have the id of one that is gone
-            self.key, self.known, self.found = key, [weakref.ref(one) for one, _ in pairs], {}
-            for known, (_, optimizer) in zip(self.known, pairs, strict=True):
-                for parameter in _held(optimizer):
-                    self.found.setdefault(parameter, []).append(known)
+        known, held = [weakref.ref(one) for one, _ in pairs], [_held(optimizer) for _, optimizer in pairs]
+        if known != self.known or held != self.held:  # a reference to one that is gone equals no other
+            self.known, self.held, self.found = known, held, {}
+            for one, parameters in zip(known, held, strict=True):
+                for parameter in parameters:
+                    self.found.setdefault(parameter, []).append(one)
         return self.found
 
 

@@ -17,7 +17,7 @@ from octavo.communication import collectives
 from octavo.communication.groups import Group, size_of
 from octavo.delayed_scaling.agreed import scales_whole
 from octavo.errors import UnsupportedConfig
-from octavo.fuser.inputs import arrived, check_input, check_weight
+from octavo.fuser.inputs import arrived, check_input
 from octavo.fuser.operation import has_shape
 from octavo.kernels.gemm import spec_route
 from octavo.layers.contract import DTYPE_NAMES
@@ -36,7 +36,7 @@ from octavo.modules.parallel import (
     parallel_of,
 )
 from octavo.modules.quantized import outside, wanted
-from octavo.modules.split_linear import SplitLinear, check_features
+from octavo.modules.split_linear import SplitLinear, check_bias, check_features
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
@@ -243,8 +243,8 @@ class Linear(SplitLinear, nn.Linear):
         assert weight is not None
         codes = _codes_for(recipe, x) if type(x) is QTensor else ()
         check_features(x, weight)
-        if bias is not None and type(bias) is not nn.Parameter:
-            check_weight("Linear", bias, "its bias")
+        if bias is not None:
+            check_bias(bias, weight)
         if fp8_output and recipe.linear().fprop.left is None:
             raise UnsupportedConfig(
                 f"fp8_output=True quantizes y as the next layer's fprop would, and {recipe} quantizes nothing there. "
@@ -260,7 +260,7 @@ class Linear(SplitLinear, nn.Linear):
         key = (call_key if tracing else known_key)(
             self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
             bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype], grads=grads, x="codes" if codes else "plain",
-            quantize_output=fp8_output, recompute_w_columns=not self.keep_weight_codes, **side.settings,
+            quantize_output=bool(fp8_output), recompute_w_columns=not self.keep_weight_codes, **side.settings,
             **more,
         )  # fmt: skip
         width = weight.shape[0]

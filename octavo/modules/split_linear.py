@@ -180,3 +180,15 @@ def check_features(x: Any, weight: Tensor, title: str = "Linear") -> None:
             f"{title} takes its weight in float32, bfloat16 or float16, got {weight.dtype}. Cast the layer: "
             "layer.float()."
         )
+
+
+def check_bias(bias: Tensor, weight: Tensor) -> None:
+    """Raises if a Linear's bias is no plain tensor, or of a dtype or device that the kernels would not get."""
+    if type(bias) is not nn.Parameter:
+        check_weight("Linear", bias, "its bias")
+    if bias.dtype not in FLOATS:
+        raise UnsupportedDtype(
+            f"Linear takes its bias in float32, bfloat16 or float16, got {bias.dtype}. Cast the layer: layer.float()."
+        )
+    if bias.device != weight.device:
+        raise UnsupportedDevice(f"The bias is on {bias.device} and the weight on {weight.device}. Move them together.")

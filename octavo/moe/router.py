@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from octavo._torch.dispatch import has_transforms
 from octavo._torch.fakes import FakeTensor
 from octavo.fuser.inputs import arrived, check_input
 from octavo.layers.contract import DTYPE_NAMES
@@ -17,7 +18,8 @@ class Router(nn.Linear):
     Experts are chosen by small differences of logits, which 16 bits would round away. No recipe quantizes the layer,
     `torch.autocast` does not apply to it, and `octavo.convert` leaves it as it is. Backward keeps x in its own dtype.
     A GPU multiplies a bfloat16 x and weight on its tensor cores, where their products are exact; other dtypes take a
-    float32 product, in TF32 where `torch.set_float32_matmul_precision` allows that.
+    float32 product, in TF32 where `torch.set_float32_matmul_precision` allows that. A second derivative, and a batch of
+    gradients (`is_grads_batched=True`), need x and the weight in float32.
 
     Args:
         in_features: the size of the last dim of x.
@@ -59,8 +61,8 @@ class Router(nn.Linear):
         check_input("Router", x)
         weight: Tensor = self.weight
         check_features(x, weight, "Router")
-        if x.dtype == weight.dtype == torch.float32:  # autograd itself saves no other copies
-            return product(x, weight)
+        if x.dtype == weight.dtype == torch.float32 or _takes_operators():  # float32: autograd makes no other copies
+            return product(x.float(), weight.float())
         wanted = ("x" if x.requires_grad else "") + ("w" if weight.requires_grad else "")
         grads = wanted if torch.is_grad_enabled() else ""
         key = (
@@ -68,3 +70,8 @@ class Router(nn.Linear):
         )
         stage = Stage("router-logits", key, (weight,), (), grads != "", self.out_features)
         return call(stage, x, takes_nodes() or isinstance(x, FakeTensor) or x.is_meta)[0]
+
+
+def _takes_operators() -> bool:
+    """Whether torch.func or torch.jit.trace takes this call: they know operators of torch alone."""
+    return has_transforms() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]

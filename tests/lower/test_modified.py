@@ -62,6 +62,17 @@ def test_a_step_between_forward_and_backward(kind, recipe):
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_step_before_backward_in_any_dtype(dtype):
+    """torch names a bfloat16 tensor in another way than the rest."""
+    module = octavo.Linear(16, 8, dtype=dtype)
+    y = module(torch.ones(4, 16, dtype=dtype, requires_grad=True))
+    with torch.no_grad():
+        module.weight.zero_()
+    with pytest.raises(ModifiedInPlace, match=r"Linear\(16, 8\) needs a parameter or an input, \w+ \(8, 16\)"):
+        y.sum().backward()
+
+
 def test_a_weight_that_is_quantized_again_in_backward_must_be_as_it_was():
     module, _ = build("again", "fp8-block")
     with pytest.raises(

@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map
 
 import octavo
-from octavo.errors import Unsupported, UnsupportedDtype, UnsupportedShape
+from octavo.errors import Unsupported, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.fuser.inputs import strange
 from tests.lower.kinds import KINDS, RECIPES, ROWS, K, build
 
@@ -148,6 +148,15 @@ def test_so_is_a_bias(kind):
     module, extras = build(kind, "bf16")
     with pytest.raises(UnsupportedDtype, match=rf"takes plain tensors as its bias, got a .*{SUBCLASS}"):
         with_parameters(module, Quantized, ("bias",))(torch.randn(ROWS, K), *extras)
+
+
+@pytest.mark.parametrize("kind", ["linear", "sequential"])
+def test_a_bias_of_another_dtype_or_device_is_refused(kind):
+    module, extras = build(kind, "fp8-current")
+    with pytest.raises(UnsupportedDtype, match=r"Linear takes its bias in float32, .*, got torch\.float64"):
+        with_parameters(module, torch.Tensor.double, ("bias",))(torch.randn(ROWS, K), *extras)
+    with pytest.raises(UnsupportedDevice, match="The bias is on meta and the weight on cpu"):
+        with_parameters(module, lambda t: t.float().to("meta"), ("bias",))(torch.randn(ROWS, K), *extras)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -290,6 +290,19 @@ def test_two_optimizers_in_turn_step_their_own_layers():
     y.sum().backward()  # its multipliers are what they were
 
 
+def test_two_optimizers_that_exchange_their_parameters():
+    """As many as before: each serves the layer that it holds now."""
+    model = converted()
+    halves = [SGD(model[i].parameters(), 0.01) for i in (0, 2)]
+    for optimizer in halves:
+        octavo.attach(model, optimizer)
+    train(model, halves, 1)
+    first, second = [optimizer.param_groups[0] for optimizer in halves]
+    first["params"], second["params"] = second["params"], first["params"]
+    train(model[0], halves[1:], 2)
+    assert newest(model, "0") == (3, 3) and newest(model, "2") == (1, 1)
+
+
 def test_both_refresh_what_they_wrote():
     model = converted("fp8-block")
     both = [SGD([model[0].weight], 0.1), SGD([model[2].weight], 0.1)]

@@ -1,6 +1,7 @@
 """Quantized tensors between layers, with their gradients, and weights held as codes alone."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -286,3 +287,14 @@ def test_delayed_codes_do_not_depend_on_when_they_are_asked_for(recipe):
     assert_same(first.y, second.y)
     if recipe not in ("nvfp4", "fp8-delayed"):
         assert_result(first, second)
+
+
+def test_a_flag_that_is_a_tensor_may_change_and_is_not_kept():
+    layer, x, flag = octavo.Linear(16, 8, recipe="fp8-current"), torch.randn(4, 16), torch.tensor(True)
+    y = layer(x)
+    assert isinstance(layer(x, fp8_output=flag), QTensor)
+    flag.fill_(False)
+    assert torch.equal(layer(x, fp8_output=flag), y)
+    kept = weakref.ref(flag)
+    del flag
+    assert kept() is None

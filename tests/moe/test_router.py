@@ -55,3 +55,21 @@ def test_another_number_of_features_is_refused(dtype):
 def test_a_weight_in_float64_is_refused():
     with pytest.raises(UnsupportedDtype, match="Router takes its weight in float32, bfloat16 or float16, got"):
         Router(64, 8).double()(torch.randn(4, 64))
+
+
+@dtypes
+def test_torchs_transforms_and_tracer_take_a_router(dtype):
+    router = Router(64, 8, dtype=dtype)
+    x = torch.randn(3, 4, 64, dtype=dtype)
+    y, dy = router(x), torch.randn(3, 4, 8)
+    leaf = x.clone().requires_grad_()
+    router(leaf).backward(dy)
+    assert torch.equal(torch.func.vmap(router)(x), y)
+    mapped = torch.compile(lambda x: torch.func.vmap(router)(x), fullgraph=True, backend="aot_eager")
+    assert torch.equal(mapped(x), y)
+    assert torch.equal(torch.func.grad(lambda x: (router(x) * dy).sum())(x), leaf.grad)
+    weights = torch.stack([router.weight.detach(), 2 * router.weight.detach()])
+    both = torch.func.vmap(lambda weight: torch.func.functional_call(router, {"weight": weight}, (x,)))(weights)
+    assert torch.equal(both, torch.stack([y, 2 * y]))
+    assert torch.equal(torch.func.jvp(router, (x,), (x,))[1], y)
+    assert torch.equal(torch.jit.trace(router, (torch.ones(3, 4, 64, dtype=dtype),))(x), y)

@@ -11,7 +11,7 @@ from tests.quant import ptx
 
 pytest.importorskip("triton")
 
-from octavo.quant.nvfp4 import triton as kernel
+from octavo.quant.nvfp4.codes import codes_ptx
 
 EVERY = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 # maxima of a tensor: everyday ones, and those at which S_enc, its reciprocal or a multiplier leaves the normal numbers
@@ -34,7 +34,7 @@ def codes(x: torch.Tensor, e: torch.Tensor, words: bool, r: torch.Tensor | None 
     if r is not None:
         bytes_of = r.to(torch.uint8).view(-1, 8).numpy().view("<u4")
         operands += [np.ascontiguousarray(bytes_of[:, 0])] * 8 + [np.ascontiguousarray(bytes_of[:, 1])] * 8
-    text = kernel._codes_ptx(words, r is not None)
+    text = codes_ptx(words, r is not None)
     packed, _ = ptx.run(text, operands, 2)
     packed = np.broadcast_to(packed, e.shape)
     nibbles = [packed >> np.uint32(4 * i) & np.uint32(15) for i in range(8)]
