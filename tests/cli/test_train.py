@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -467,6 +468,31 @@ def test_a_resumed_bar_counts_only_its_own_steps(monkeypatch):
     assert progress.due(91)  # the first step of this process
     progress.show(91, "loss 1.000")
     assert "90 s left" in stream.getvalue()
+
+
+def test_the_time_left_is_that_of_steps_without_the_first_and_pauses(monkeypatch):
+    stream, now = Terminal(), [0.0]
+    monkeypatch.setattr("octavo.cli.progress.time.perf_counter", lambda: now[0])
+    progress = Progress("bf16", 10, stream)
+    for step, seconds in enumerate((100.0, 2.0, 2.0), start=1):
+        now[0] += seconds
+        assert progress.due(step)
+        progress.show(step, "loss 1.000")
+        with progress.paused():
+            now[0] += 1000.0
+    lines = stream.getvalue().split("\r\x1b[K")[1:]
+    assert [line.split("  ")[-1] for line in lines] == [
+        "100 s, 900 s left",
+        "1102 s, 16 s left",
+        "2104 s, 14 s left",
+    ]
+
+
+def test_the_bar_of_a_run_pauses_while_tensors_are_sampled(monkeypatch):
+    paused = []
+    monkeypatch.setattr(Progress, "paused", lambda self: nullcontext(paused.append(self.title.strip())))
+    training.train(training.Plan(4, 2, shape=SMALL, samples=2), recipe("mxfp8"))
+    assert paused == ["mxfp8", "mxfp8"]
 
 
 def test_a_terminal_with_rich_gets_its_bar(monkeypatch):
