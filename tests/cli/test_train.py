@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import sys
 from contextlib import nullcontext
 
@@ -12,6 +13,7 @@ import octavo
 from octavo.cli import corpus, main, train, training
 from octavo.cli.gpt import BYTES, GPT, Shape
 from octavo.cli.progress import LINES, Progress, RichProgress, make_progress
+from octavo.cli.train_text import gap_text
 from octavo.errors import UnsupportedShape
 from octavo.recipes import SHIPPED, recipe
 
@@ -78,9 +80,24 @@ def test_several_recipes_and_a_policy_share_one_baseline(tmp_path, capsys):
         gap = 100 * (run["loss"] / report["bf16"]["loss"] - 1)
         assert run["gap_percent"] == pytest.approx(gap)
         line = next(line for line in printed.out.splitlines() if line.startswith(run["recipe"] + "  "))
-        assert f"{run['gap_percent']:+.2f} ± {run['gap_noise_percent']:.2f} %" in line
+        assert gap_text(run) in line
     alone = trained("fp8-current", steps=6)
     assert report["recipes"][2]["losses"] == alone.losses and report["recipes"][2]["loss"] == alone.loss
+
+
+@pytest.mark.parametrize(
+    ("gap", "noise", "said"),
+    [
+        (1.234, 0.056, "+1.23 ± 0.06 %"),
+        (-0.001, 0.0042, "+0.00 ± < 0.01 %"),
+        (-0.2, 0.005001, "-0.20 ± 0.01 %"),
+        (0.0, 0.0, "+0.00 ± 0.00 %"),
+        (0.5, None, "+0.50 %"),
+        (math.nan, math.nan, "+nan ± nan %"),
+    ],
+)
+def test_a_small_noise_is_not_shown_as_none(gap, noise, said):
+    assert gap_text({"gap_percent": gap, "gap_noise_percent": noise}) == said
 
 
 def test_the_noise_of_a_gap_is_that_of_a_paired_mean():
