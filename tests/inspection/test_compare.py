@@ -130,6 +130,14 @@ def test_the_result_is_text_a_flat_dict_and_a_page(tmp_path):
     assert text.count("<svg") == len(found.rows) and "http" not in text
 
 
+def test_the_page_has_the_order_of_the_text_and_names_its_bars():
+    found = octavo.compare(mlp(), batches(), "mxfp8", "nvfp4")
+    text, largest = found.html(), max(max(row.first_error, row.second_error) for row in found.rows)
+    listed = [line.split()[0] for line in str(found).splitlines()[3:]]
+    assert sorted(listed, key=lambda name: text.index(f"<td>{name}</td>")) == listed
+    assert f"error up to {largest:.0%}: mxfp8 above, nvfp4 below" in text
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
