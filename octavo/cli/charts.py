@@ -65,6 +65,11 @@ def figure(curves: Sequence[Curve], caption: str, *, zero: bool = False) -> str:
     )
 
 
+def has_band(curves: Sequence[Curve]) -> bool:
+    """Whether a band is drawn around one of the curves."""
+    return any(_drawn(value, band) for curve in curves for value, band in zip(curve.values, curve.band, strict=False))
+
+
 def _extent(curve: Curve) -> list[float]:
     """The values of a curve; those of its band only after the first steps, whose bands are as wide as the losses."""
     band = [v + side * b for v, b in list(zip(curve.values, curve.band, strict=False))[10:] for side in (-1, 1)]

@@ -6,21 +6,21 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
-from octavo.cli.charts import SMOOTH, Curve, figure, gaps, smooth
+from octavo.cli.charts import SMOOTH, Curve, figure, gaps, has_band, smooth
 from octavo.cli.train_text import gap_text, runs_of
 from octavo.webpage import document, key, paragraph, table
 
 COLOURS = ("#8a8f98", "#2f7ed8", "#d9822b", "#2a9d6f", "#a855c7", "#c2416b", "#5b6ee1", "#7a8b00")  # the baseline first
-MODELS = {"gpt": "A small GPT", "llama": "A small Llama"}
+MODELS = {"gpt": "A GPT", "llama": "A Llama"}
 WHERE = "Native: by the chip; emulated: the same codes, multiplied in bfloat16; reference: in float64."
-NOISE = (
-    "After ± is the standard error of the gap over the pieces of the held-out text; the band is two standard errors of "
-    "the running mean. One run is no ranking: another seed moves a gap by up to half a percent at this size."
-)
+NOISE = "After ± is the standard error of the gap over the pieces of the held-out text."
+BAND = "The band is two standard errors of the running mean."
+RANKING = "One run is no ranking: another seed moves the gap of a small model by half a percent."
 NUMERICS = (
     "Means over the sampled steps, each measured by octavo.inspect on a copy of the model. Underflow: values that are "
-    "not zero and become zero; saturated: values beyond the largest code; SQNR: signal to quantization noise; cosine: "
-    "that of dx and dw with those of the same layer in float32. The darker a cell, the worse."
+    "not zero and become zero; saturated, where there are any: values beyond the largest code; SQNR: signal to "
+    "quantization noise; cosine: that of dx and dw with those of the same layer in float32. The more "
+    "orange a cell, the worse."
 )
 MEMORY = (
     "A step is the mean of the second half. The first step contains the compilation of kernels and graphs. Kept: what "
@@ -46,7 +46,7 @@ def render(report: dict[str, Any]) -> str:
         "<h2>Loss</h2>",
         figure(
             [Curve(run["recipe"], smooth(run["losses"]), colours[run["recipe"]]) for run in runs],
-            f"Training loss, mean over {100 * SMOOTH:.0f} % of the steps",
+            f"Training loss by step, in nats per byte, mean over {100 * SMOOTH:.0f} % of the steps",
         ),
         _summary(runs, colours),
     ]
@@ -57,8 +57,8 @@ def render(report: dict[str, Any]) -> str:
             for values, band in [gaps(run["losses"], runs[0]["losses"])]
         ]
         parts += [
-            figure(above, f"Training loss above {runs[0]['recipe']}, in percent, smoothed alike", zero=True),
-            paragraph(NOISE, soft=True),
+            figure(above, f"Training loss above {runs[0]['recipe']} by step, in percent, smoothed alike", zero=True),
+            paragraph(" ".join([NOISE, *([BAND] if has_band(above) else []), RANKING]), soft=True),
         ]
     sampled = [run for run in runs if run.get("numerics")]
     parts += ["<h2>What the recipe does to each layer</h2>", paragraph(NUMERICS, soft=True)] if sampled else []
@@ -74,7 +74,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def _model(plan: dict[str, Any]) -> str:
-    return "A small mixture of experts" if plan["shape"].get("mixture") else MODELS[plan["shape"]["family"]]
+    return "A GPT with experts" if plan["shape"].get("mixture") else MODELS[plan["shape"]["family"]]
 
 
 def _head(report: dict[str, Any]) -> str:
@@ -86,7 +86,15 @@ def _head(report: dict[str, Any]) -> str:
 
 def _settings(plan: dict[str, Any], facts: dict[str, Any]) -> list[tuple[str, Any]]:
     text = plan.get("data") or "Alice's Adventures in Wonderland, in the package"
-    listed = [("text", text), ("compiled", "yes" if plan["compile"] else "no"), *facts.items(), *plan["shape"].items()]
+    shape = {name: value for name, value in plan["shape"].items() if name != "mixture"}
+    mixture = (plan["shape"].get("mixture") or {}).items()
+    listed = [
+        ("text", text),
+        ("compiled", "yes" if plan["compile"] else "no"),
+        *facts.items(),
+        *shape.items(),
+        *mixture,
+    ]
     return [(name, value) for name, value in listed if value is not None]
 
 
@@ -103,12 +111,12 @@ def _summary(runs: Sequence[dict[str, Any]], colours: dict[str, str]) -> str:
         ended = run["loss"] is not None
         rows.append([
             _name(run, colours),
-            gap_text(run),
             f"{run['loss']:.4f}" if ended else f"interrupted after step {len(run['losses'])}",
+            gap_text(run),
             f"{run['losses'][-1]:.4f}",
             f"{run['tokens_per_s']:.0f}" if ended else "",
         ])  # fmt: skip
-    return table(("recipe", "gap", "held-out loss", "last step", "tokens/s"), rows)
+    return table(("recipe", "held-out loss", "gap", "training loss, last step", "tokens/s"), rows)
 
 
 def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[str, Any]) -> str:
@@ -118,8 +126,8 @@ def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[st
         [
             _name(run, colours),
             f"{1e3 * tokens / run['tokens_per_s']:.1f} ms",
-            _unit(run.get("first_step_s"), "s"),
-            _unit(run["seconds"], "s"),
+            _time(run.get("first_step_s")),
+            _time(run["seconds"]),
             _unit(run.get("kept_mib"), "MiB"),
             _unit(run.get("peak_mib"), "MiB"),
         ]
@@ -127,6 +135,10 @@ def _cost(runs: Sequence[dict[str, Any]], colours: dict[str, str], plan: dict[st
     ]
     header = ("recipe", "a step", "first step", "all steps", "kept", "peak")
     return "<h2>Time and memory</h2>" + table(header, rows) + paragraph(MEMORY, soft=True)
+
+
+def _time(seconds: float | None) -> str:
+    return _unit(seconds, "s") if seconds is None or seconds >= 1 else _unit(1e3 * seconds, "ms")
 
 
 def _unit(value: float | None, unit: str) -> str:

@@ -3,6 +3,8 @@ few lines anywhere else."""
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 BAR, LINES = 24, 4  # characters of a bar; lines of a whole run if the stream is not a terminal
@@ -17,13 +19,14 @@ class Progress:
         self.stream = sys.stderr if stream is None else stream
         self.live = self.stream.isatty()
         self.started = time.perf_counter()
-        self.before: int | None = None  # steps that an earlier process made
+        self.first: int | None = None  # the first step of this process, which compiles and says little about the others
+        self.begun = self.started  # when that step had ended, later by all pauses since
         self.shown = self.started - INTERVAL
         self.open = False  # a terminal line was begun and not ended
 
     def due(self, done: int) -> bool:
-        if self.before is None:
-            self.before = done - 1
+        if self.first is None:
+            self.first, self.begun = done, time.perf_counter()
         if done == self.total:
             return True
         if self.live:
@@ -33,9 +36,19 @@ class Progress:
     def show(self, done: int, text: str) -> None:
         self.shown = time.perf_counter()
         spent = self.shown - self.started
-        each = spent / max(done - (self.before or 0), 1)
+        later = 0 if self.first is None else done - self.first
+        each = (self.shown - self.begun) / later if later else spent
         left = "" if done == self.total else f", {each * (self.total - done):.0f} s left"
         self.write(done, f"{text}  {spent:.0f} s{left}")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves a block that is no part of a step out of the time that a step takes, and so of the time left."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.begun += time.perf_counter() - before
 
     def write(self, done: int, text: str) -> None:
         """Shows the bar after so many steps, with a text."""

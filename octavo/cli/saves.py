@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser, count: Callable[[str], int]) 
     )  # fmt: skip
     parser.add_argument(
         "--save-every", type=count, default=None, metavar="N",
-        help="save after every N steps too; default: only then",
+        help="with --out, save after every N steps too; default: at the end and after Ctrl-C",
     )  # fmt: skip
     parser.add_argument(
         "--resume", action="store_true",
@@ -188,7 +188,7 @@ class Keeper:
         def ask(*_: Any) -> None:
             self.asked = True
             signal.signal(signal.SIGINT, before)
-            print("\nSaving after this step. Ctrl-C again stops without.", file=sys.stderr, flush=True)
+            print("\nSaving after this step. Ctrl-C again stops without saving.", file=sys.stderr, flush=True)
 
         signal.signal(signal.SIGINT, ask)
         try:

@@ -26,7 +26,10 @@ def render(report: dict[str, Any]) -> str:
             step, loss = len(run["losses"]), run["losses"][-1]
             parts.append(f"{run['recipe']} was interrupted after step {step}, at a training loss of {loss:.4f}.")
     if any("gap_percent" in run for run in ended):
-        parts.append("± is the standard error over the held-out text. Another seed moves a gap by half a percent.")
+        parts.append(
+            "The gap is how far a loss is above that of bf16; ± is its standard error over the held-out text. "
+            "Another seed moves a gap by half a percent."
+        )
     if facts["gpu"] is None:
         parts.append("A CPU runs the reference: the same codes and scales as a GPU, GEMMs in float64, not faster.")
     return "\n\n".join(parts)
@@ -42,8 +45,10 @@ def gap_text(run: dict[str, Any]) -> str:
     """Returns a run's gap with its noise; "" for the baseline."""
     if run.get("gap_percent") is None:
         return ""
-    noise = run.get("gap_noise_percent")
-    return f"{run['gap_percent']:+.2f}" + ("" if noise is None else f" ± {noise:.2f}") + " %"
+    said, noise = f"{round(run['gap_percent'], 2) + 0.0:+.2f}", run.get("gap_noise_percent")  # + 0.0: no minus zero
+    if noise is not None:
+        said += " ± < 0.01" if 0 < noise < 0.005 else f" ± {noise:.2f}"
+    return said + " %"
 
 
 def rule_table(name: str, policy: dict[str, Any]) -> str:

@@ -172,7 +172,7 @@ def train(
         if show and progress.due(step):
             progress.show(step, f"loss {loss.item():.3f}  {clock.so_far():.0f} tokens/s")
         if sampler.due(step):
-            with clock.stopped():
+            with clock.stopped(), progress.paused():
                 sampler.take(step, model)
 
     run = None if keeper is None else SavedRun(keeper, losses, clock, sampler)

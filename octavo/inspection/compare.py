@@ -110,16 +110,20 @@ class Comparison(NamedTuple):
             >>> octavo.compare(octavo.Linear(64, 64), [torch.randn(32, 64)], "mxfp8", "nvfp4").html()[:15]
             '<!DOCTYPE html>'
         """
-        header, *rows = self._cells(self.rows)
-        largest = max([max(_finite(row.first_error), _finite(row.second_error)) for row in self.rows], default=0) or 1
-        body = [[*map(escape, cells), _bars(row, largest)] for cells, row in zip(rows, self.rows, strict=True)]
-        head = (*header, "relative error: first above, second below")
+        ordered, (first, second) = self._ordered(), self._names()
+        header, *rows = self._cells(ordered)
+        largest = max([max(_finite(row.first_error), _finite(row.second_error)) for row in ordered], default=0) or 1
+        body = [[*map(escape, cells), _bars(row, largest)] for cells, row in zip(rows, ordered, strict=True)]
+        head = (*header, f"error up to {largest:.0%}: {first} above, {second} below")
         return document("octavo.compare", [paragraph(self._title()), table(head, body, left=True)], wide=True)
 
     def __str__(self) -> str:
+        return "\n".join([self._title(), "", *columns(self._cells(self._ordered()))])
+
+    def _ordered(self) -> list[ComparedRow]:
+        """The whole gradient, then the parameters, those with the largest difference first."""
         whole, *rest = self.rows
-        ordered = [whole, *sorted(rest, key=lambda row: -abs(row.first_error - row.second_error))]
-        return "\n".join([self._title(), "", *columns(self._cells(ordered))])
+        return [whole, *sorted(rest, key=lambda row: -abs(row.first_error - row.second_error))]
 
     def _title(self) -> str:
         names = ("unquantized", *self._names())

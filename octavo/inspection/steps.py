@@ -13,6 +13,7 @@ from octavo.model.convert import convert
 from octavo.model.layers import layers
 from octavo.modules.quantized import UNQUANTIZED
 from octavo.recipes import Recipe
+from octavo.recipes import recipe as resolve
 
 Loss = Callable[[Any], Tensor]
 
@@ -44,7 +45,7 @@ def gradients_of(model: nn.Module, batch: tuple[Any, ...], loss: Loss | None = N
 
 def give_recipe(model: nn.Module, recipe: str | Recipe) -> None:
     """Run a model in another recipe: its layers of Octavo that are quantized, or that follow `octavo.autocast`; if it
-    has no layer of Octavo, those that `convert` takes. Raises if `convert` takes none."""
+    has no layer of Octavo, those that `convert` takes. Raises if there is no such layer."""
     found = [layer for _, layer in layers(model)]
     if not found:
         with warnings.catch_warnings(action="ignore"):  # an error says it
@@ -54,12 +55,18 @@ def give_recipe(model: nn.Module, recipe: str | Recipe) -> None:
                 f"No layer of this {type(model).__name__} can run in a recipe. {report.summary()} Pass a model with "
                 "nn.Linear layers, or with layers of Octavo."
             )
+    taken = [layer for layer in found if layer.recipe is None or layer.recipe.linear() != UNQUANTIZED.linear()]
+    if found and not taken and resolve(recipe).linear() != UNQUANTIZED.linear():
+        raise UnsupportedConfig(
+            f"All layers of Octavo in this {type(model).__name__} are in bf16, and such layers stay so: none would run "
+            f"in {recipe}. Call octavo.revert(model) first, or pass the model as it was before octavo.convert."
+        )
     for layer in found:
         layer._schedule = None  # a policy's later recipe is none of the given ones
-        if layer.recipe is None or layer.recipe.linear() != UNQUANTIZED.linear():
-            layer.release_codes()
-            layer.lose_recipe()
-            layer.recipe = recipe  # type: ignore[assignment]
+    for layer in taken:
+        layer.release_codes()
+        layer.lose_recipe()
+        layer.recipe = recipe  # type: ignore[assignment]
 
 
 def _own(x: Any) -> Any:

@@ -64,7 +64,9 @@ class PolicyRule:
 
     def __str__(self) -> str:
         where = " or ".join(map(repr, self.layers))
-        blocks = f" in the {' and '.join(self.blocks)} blocks" if self.blocks else ""
+        # "last 1" is the last block, "last 2" the last 2 blocks
+        named = " and ".join(f"{b.removesuffix(' 1')} block{'' if b.endswith(' 1') else 's'}" for b in self.blocks)
+        blocks = f" in the {named}" if named else ""
         start = f" from step {self.from_step}" if self.from_step else ""
         return f"{where}{blocks}{start}: {NONE if self.recipe is None else self.recipe}"
 

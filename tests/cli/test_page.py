@@ -86,6 +86,27 @@ def test_curves_stay_inside_of_their_charts():
             assert charts.LEFT <= x <= charts.WIDE - charts.RIGHT and charts.TOP <= y <= charts.HIGH - charts.BOTTOM
 
 
+def test_a_band_is_explained_where_one_is_drawn():
+    assert page.BAND in page.render(BOTH)  # the mean of two steps
+    assert page.BAND not in page.render(report(BASE, run("nvfp4", FALLING[:20], gap_percent=1.0)))  # of one
+
+
+def test_short_times_are_in_milliseconds():
+    cells = Reader(page.render(report(run("bf16 (torch)", FALLING, first_step_s=0.0314, seconds=2.5)))).cells
+    assert {"31.4 ms", "2.5 s"} <= set(cells)
+
+
+def test_the_settings_of_a_mixture_have_a_row_each():
+    found = report(BASE)
+    found["plan"]["shape"] = {**found["plan"]["shape"], "mixture": {"experts": 8, "top_k": 2}}
+    text = page.render(found)
+    assert (
+        "<td>experts</td><td>8</td>" in text
+        and "<td>top_k</td><td>2</td>" in text
+        and "{" not in text.split("</style>")[1]
+    )
+
+
 def test_names_are_text_and_no_markup():
     text = page.render(report(run("fp8-block(scale='<b>&')", FALLING)))
     Reader(text)

@@ -267,7 +267,7 @@ def test_ctrl_c_in_a_process_saves(tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "Traceback" not in err
-    assert "Saving after this step. Ctrl-C again stops without." in err
+    assert "Saving after this step. Ctrl-C again stops without saving." in err
     (step,) = steps_in(tmp_path / "a b/bf16")
     assert 10 <= int(step.removeprefix("step-")) <= 40
     *_, line = err.splitlines()

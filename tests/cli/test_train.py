@@ -2,7 +2,9 @@
 
 import io
 import json
+import math
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import octavo
 from octavo.cli import corpus, main, train, training
 from octavo.cli.gpt import BYTES, GPT, Shape
 from octavo.cli.progress import LINES, Progress, RichProgress, make_progress
+from octavo.cli.train_text import gap_text
 from octavo.errors import UnsupportedShape
 from octavo.recipes import SHIPPED, recipe
 
@@ -77,9 +80,24 @@ def test_several_recipes_and_a_policy_share_one_baseline(tmp_path, capsys):
         gap = 100 * (run["loss"] / report["bf16"]["loss"] - 1)
         assert run["gap_percent"] == pytest.approx(gap)
         line = next(line for line in printed.out.splitlines() if line.startswith(run["recipe"] + "  "))
-        assert f"{run['gap_percent']:+.2f} ± {run['gap_noise_percent']:.2f} %" in line
+        assert gap_text(run) in line
     alone = trained("fp8-current", steps=6)
     assert report["recipes"][2]["losses"] == alone.losses and report["recipes"][2]["loss"] == alone.loss
+
+
+@pytest.mark.parametrize(
+    ("gap", "noise", "said"),
+    [
+        (1.234, 0.056, "+1.23 ± 0.06 %"),
+        (-0.001, 0.0042, "+0.00 ± < 0.01 %"),
+        (-0.2, 0.005001, "-0.20 ± 0.01 %"),
+        (0.0, 0.0, "+0.00 ± 0.00 %"),
+        (0.5, None, "+0.50 %"),
+        (math.nan, math.nan, "+nan ± nan %"),
+    ],
+)
+def test_a_small_noise_is_not_shown_as_none(gap, noise, said):
+    assert gap_text({"gap_percent": gap, "gap_noise_percent": noise}) == said
 
 
 def test_the_noise_of_a_gap_is_that_of_a_paired_mean():
@@ -467,6 +485,31 @@ def test_a_resumed_bar_counts_only_its_own_steps(monkeypatch):
     assert progress.due(91)  # the first step of this process
     progress.show(91, "loss 1.000")
     assert "90 s left" in stream.getvalue()
+
+
+def test_the_time_left_is_that_of_steps_without_the_first_and_pauses(monkeypatch):
+    stream, now = Terminal(), [0.0]
+    monkeypatch.setattr("octavo.cli.progress.time.perf_counter", lambda: now[0])
+    progress = Progress("bf16", 10, stream)
+    for step, seconds in enumerate((100.0, 2.0, 2.0), start=1):
+        now[0] += seconds
+        assert progress.due(step)
+        progress.show(step, "loss 1.000")
+        with progress.paused():
+            now[0] += 1000.0
+    lines = stream.getvalue().split("\r\x1b[K")[1:]
+    assert [line.split("  ")[-1] for line in lines] == [
+        "100 s, 900 s left",
+        "1102 s, 16 s left",
+        "2104 s, 14 s left",
+    ]
+
+
+def test_the_bar_of_a_run_pauses_while_tensors_are_sampled(monkeypatch):
+    paused = []
+    monkeypatch.setattr(Progress, "paused", lambda self: nullcontext(paused.append(self.title.strip())))
+    training.train(training.Plan(4, 2, shape=SMALL, samples=2), recipe("mxfp8"))
+    assert paused == ["mxfp8", "mxfp8"]
 
 
 def test_a_terminal_with_rich_gets_its_bar(monkeypatch):

@@ -99,12 +99,13 @@ def test_layers_without_quantization_stay_so_and_others_change_their_recipe():
 
 
 def test_layers_that_change_at_a_step_do_not_change_here():
-    model, x = nn.Sequential(octavo.Linear(64, 32, recipe="bf16")), batches(3)
+    layers = octavo.Linear(64, 64, recipe="bf16"), octavo.Linear(64, 32, recipe="fp8-block")
+    model, x = nn.Sequential(*layers), batches(3)
     twin = copy.deepcopy(model)
-    policy = octavo.Policy([{"recipe": "mxfp8", "from_step": 1}, ("*", "bf16")])
+    policy = octavo.Policy([{"layers": "0", "recipe": "mxfp8", "from_step": 1}, ("0", "bf16"), ("1", "fp8-block")])
     octavo.convert(model, policy, overwrite=True, high_precision=())
     found, plain = (octavo.compare(one, x, "mxfp8", "nvfp4") for one in (model, twin))
-    assert found == plain
+    assert found == plain and found.rows[0].second_error > 0
     octavo.step(model)
     assert model[0].recipe.key == "mxfp8"
 
@@ -128,6 +129,25 @@ def test_the_result_is_text_a_flat_dict_and_a_page(tmp_path):
     found.save_html(tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert text.count("<svg") == len(found.rows) and "http" not in text
+
+
+def test_layers_in_bf16_stay_so_and_a_model_of_them_is_refused():
+    model = mlp()
+    octavo.convert(model, "bf16")
+    with pytest.raises(UnsupportedConfig, match=r"are in bf16, .*: none would run in mxfp8. Call octavo.revert"):
+        octavo.compare(model, batches(), "mxfp8", "nvfp4")
+    assert octavo.compare(model, batches(), "bf16", "bf16").rows[0].first_error == 0
+    octavo.revert(model)
+    octavo.convert(model, octavo.Policy([("0", "bf16"), ("*", "fp8-block")]))
+    assert octavo.compare(model, batches(), "bf16", "mxfp8").rows[0].second_error > 0
+
+
+def test_the_page_has_the_order_of_the_text_and_names_its_bars():
+    found = octavo.compare(mlp(), batches(), "mxfp8", "nvfp4")
+    text, largest = found.html(), max(max(row.first_error, row.second_error) for row in found.rows)
+    listed = [line.split()[0] for line in str(found).splitlines()[3:]]
+    assert sorted(listed, key=lambda name: text.index(f"<td>{name}</td>")) == listed
+    assert f"error up to {largest:.0%}: mxfp8 above, nvfp4 below" in text
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import re
 import sys
 import weakref
 from collections import Counter
@@ -466,6 +467,17 @@ def test_every_counts_the_steps_of_an_optimizer():
             other.step()
     assert {row.calls for row in report.rows()} == {2 * 3}
     assert "7 steps counted, one of 3 measured" in str(report)
+
+
+def test_histograms_of_a_page_have_the_range_that_is_occupied():
+    model = nn.Sequential(octavo.Linear(64, 64, bias=False, recipe="fp8-current"))
+    with octavo.inspect(model) as report, torch.no_grad():
+        model[0].weight.fill_(2.0**-5)  # its scale is 2**-5 / 448, from 2**-14 on
+        model(torch.full((16, 64), 8.0))
+    text = report.html()
+    assert "all from 2^-14 to 2^5;" in text  # y is 16
+    places = [float(x) for x in re.findall(r'<rect x="([\d.]+)"', text)]
+    assert min(places) == 0.0 and max(places) == pytest.approx(96 * 18 / 19, abs=0.1)
 
 
 def test_the_report_is_text_a_flat_dict_and_a_page(tmp_path):

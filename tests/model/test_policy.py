@@ -115,6 +115,19 @@ def test_rules_are_a_list(rules):
         octavo.Policy(rules)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "said"),
+    [
+        ("last 1", "in the last block"),
+        ("last 11", "in the last 11 blocks"),
+        (["first 1", "last 2"], "in the first block and last 2 blocks"),
+    ],
+)
+def test_a_rule_says_which_blocks(blocks, said):
+    (rule,) = octavo.Policy([{"blocks": blocks, "recipe": "bf16"}]).rules
+    assert str(rule) == f"'*' {said}: bf16"
+
+
 def test_two_rules_with_the_same_conditions_are_refused():
     with pytest.raises(UnsupportedConfig, match=r"rule 3: it has the same conditions as rule 1 .* Remove one"):
         octavo.Policy([("*.up", "bf16"), ("*", "mxfp8"), ("*.up", "fp8-block")])
