@@ -379,8 +379,9 @@ def check_rows(x: Any, where: str) -> None:
 
 
 def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
-    """In eager mode, at a layer's first call and on a CPU at each: raise if ranks have different recipes, settings or
-    shapes. gloo ends a process that receives more than it expects. A GPU would have to be waited for."""
+    """In eager mode, at a layer's first call and on a CPU at each: raise if ranks have different recipes, settings,
+    shapes or gradients to compute. gloo ends a process that receives more than it expects. A GPU would have to be
+    waited for."""
     if torch.compiler.is_compiling() or (layer._ranks_checked and x.device.type != "cpu"):  # a graph would guard on it
         return
     if isinstance(x, FakeTensor) or x.device.type == "meta":
@@ -390,7 +391,7 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
     layer._ranks_checked = True
     own = (
         f"{recipe.key}, parallel_mode={parallel.mode!r}, sequence_parallel={parallel.sequence}, "
-        f"weight {tuple(layer.weight.shape)}, x {x.dtype} {tuple(x.shape)}"
+        f"weight {tuple(layer.weight.shape)}, x {x.dtype} {tuple(x.shape)}{_wanted(layer, parallel, x)}"
     )
     digest = torch.tensor([zlib.crc32(own.encode())], dtype=torch.int64, device=x.device)
     found = collectives.gather(digest, parallel.size(), parallel.group, layer.op_describe()).tolist()
@@ -400,8 +401,20 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
         layer._ranks_checked = False
         raise UnsupportedConfig(
             f"{layer.op_describe()} is split over {len(found)} ranks, which must call it alike. Rank {mine} has {own}; "
-            f"{_differ(others)}. Give all ranks the same recipe, settings and number of tokens."
+            f"{_differ(others)}. Give all ranks the same recipe, settings, number of tokens and gradients to compute."
         )
+
+
+def _wanted(layer: Any, parallel: Parallel, x: Any) -> str:
+    """What else decides which collectives a call and its backward make: the gradients that are wanted."""
+    column, sequence = parallel.mode == "column", parallel.sequence
+    wants = {name: torch.is_grad_enabled() and t is not None and t.requires_grad for name, t in
+             (("dx", x), ("dw", layer.weight), ("db", layer.bias))}  # fmt: skip
+    if column and sequence:
+        return f", dx={wants['dx']}, dw={wants['dw']}, gather_again={parallel.gather_again}"
+    if column:
+        return f", dx={wants['dx']}"
+    return f", dx or dw={wants['dx'] or wants['dw']}, db={wants['db']}" if sequence else ""
 
 
 def _differ(others: list[int]) -> str:
