@@ -185,7 +185,7 @@ def check_divides(shape: tuple[int, ...], size: int, where: str) -> None:
         raise UnsupportedShape(
             f"{where} leaves each process an equal part of x's rows, its first dim, and x of {found} does not divide "
             f"by the {size} processes of the group. Pad the rows to a multiple of {size} and drop the padding after, "
-            "or use AllReduce."
+            "or keep all rows on each process: sequence_parallel=False, or ops.AllReduce."
         )
 
 

@@ -33,6 +33,11 @@ def name_of(group: Any) -> str:
         if group != DEFAULT:
             process_group(group)
         return group
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise UnsupportedConfig(
+            "This process is not in the group: torch.distributed.new_group returns a number to ranks that it leaves "
+            "out. Give each rank the group that it is in: init_device_mesh makes one for each set of ranks."
+        )
     name = getattr(group, "group_name", None)
     if not isinstance(name, str) or not _is_registered(name, group):
         raise UnsupportedConfig(
@@ -73,6 +78,11 @@ def rank_of(name: str) -> int:
     if name == DEFAULT and not _is_initialized():
         return 0
     return int(process_group(name).rank())
+
+
+def ranks_in(name: str) -> list[int]:
+    """Return the ranks of the group, by their numbers in the default group."""
+    return list(dist.get_process_group_ranks(process_group(name)))
 
 
 def registered_name(name: str) -> str:

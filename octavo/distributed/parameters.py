@@ -4,7 +4,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from octavo.communication.groups import name_of
+from octavo.communication.groups import name_of, ranks_in
 from octavo.errors import UnsupportedConfig
 from octavo.modules.linear import Linear
 from octavo.modules.parallel import size_of_mesh
@@ -19,24 +19,24 @@ def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     Args:
         model: a module with parallel layers.
-        mesh: a DeviceMesh of one dim, whose group is the layers' `tp_group`.
+        mesh: a DeviceMesh of one dim, of the ranks of the layers' `tp_group`.
 
     Returns:
         The model.
 
     Raises:
-        UnsupportedConfig: the mesh has several dims; a layer has another group, or several blocks of output features,
-            whose parts are not adjacent in the whole weight.
+        UnsupportedConfig: the mesh has several dims; a layer is split over other ranks, or has several blocks of output
+            features, whose parts are not adjacent in the whole weight.
     """
     size_of_mesh(mesh, "distribute_parameters")
     group = name_of(mesh)
     for layer in model.modules():
         if not isinstance(layer, Linear) or layer.parallel is None or layer.keeps_dtensors:
             continue
-        if layer.parallel.group != group:
+        if ranks_in(layer.parallel.group) != ranks_in(group):
             raise UnsupportedConfig(
-                f"{layer.op_describe()} is split over the group {layer.parallel.group!r}, and the mesh has {group!r}. "
-                "Pass the mesh that was its tp_group."
+                f"{layer.op_describe()} is split over the ranks {ranks_in(layer.parallel.group)}, and the mesh has "
+                f"{ranks_in(group)}. Pass the mesh that was its tp_group."
             )
         if layer.parallel.blocks > 1:
             raise UnsupportedConfig(

@@ -22,7 +22,7 @@ from octavo._torch.cuda import is_capturing
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import while_tracing
 from octavo.communication import collectives
-from octavo.communication.groups import name_of, rank_of, size_now, size_of
+from octavo.communication.groups import name_of, rank_of, size_of
 from octavo.delayed_scaling.agreed import WHOLE, scales_whole
 from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
 from octavo.lower.call import Stage, call
@@ -43,10 +43,11 @@ class Parallel(NamedTuple):
     group: str  # its name
     gather_again: bool = False  # backward gathers x's codes again, rather than keep those of all ranks
     blocks: int = 1  # of output features, each of which is split: two for the halves of a gated activation
+    ranks: int = 1  # of the group when the layer was made: the weight is the part of one of so many
 
     def size(self) -> int:
-        """The number of ranks, a constant where a compiler traces."""
-        return size_now(self.group)
+        """The number of ranks, a constant where a compiler traces. Raises if the layer was made for another number."""
+        return _size_now(self.group, self.ranks, self.mode)
 
     def shown(self) -> str:
         """The settings, as a layer prints them."""
@@ -79,7 +80,23 @@ def parallel_of(
         return None
     check_choice(parallel_mode, MODES, what=f"{title}.parallel_mode")
     check_choice(sequence_parallel, (False, True), what=f"{title}.sequence_parallel")
-    return Parallel(parallel_mode, sequence_parallel, name_of(tp_group), gather_again, blocks)
+    group = name_of(tp_group)
+    return Parallel(parallel_mode, sequence_parallel, group, gather_again, blocks, size_of(group))
+
+
+@while_tracing
+def _size_now(group: str, ranks: int, mode: str) -> int:
+    size = size_of(group)
+    if size == ranks:
+        return size
+    which = f"the process group {group!r}" if group else "the default process group"
+    made_for = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    raise UnsupportedConfig(
+        f"A layer with parallel_mode={mode!r} was made for {made_for} of {which}, which has {size} now, and its weight "
+        "is a part for the former. Call torch.distributed.init_process_group before you make the layer, and "
+        "destroy_process_group after its last call. A Linear whose weight is the part of a rank of another group takes "
+        "that by set_tensor_parallel_group."
+    )
 
 
 def local_sizes(title: str, parallel: Parallel | None, in_features: int, out_features: int) -> tuple[int, int]:
@@ -362,8 +379,9 @@ def check_rows(x: Any, where: str) -> None:
 
 
 def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
-    """In eager mode, at a layer's first call and on a CPU at each: raise if ranks have different recipes, settings or
-    shapes. gloo ends a process that receives more than it expects. A GPU would have to be waited for."""
+    """In eager mode, at a layer's first call and on a CPU at each: raise if ranks have different recipes, settings,
+    shapes or gradients to compute. gloo ends a process that receives more than it expects. A GPU would have to be
+    waited for."""
     if torch.compiler.is_compiling() or (layer._ranks_checked and x.device.type != "cpu"):  # a graph would guard on it
         return
     if isinstance(x, FakeTensor) or x.device.type == "meta":
@@ -373,7 +391,7 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
     layer._ranks_checked = True
     own = (
         f"{recipe.key}, parallel_mode={parallel.mode!r}, sequence_parallel={parallel.sequence}, "
-        f"weight {tuple(layer.weight.shape)}, x {x.dtype} {tuple(x.shape)}"
+        f"weight {tuple(layer.weight.shape)}, x {x.dtype} {tuple(x.shape)}{_wanted(layer, parallel, x)}"
     )
     digest = torch.tensor([zlib.crc32(own.encode())], dtype=torch.int64, device=x.device)
     found = collectives.gather(digest, parallel.size(), parallel.group, layer.op_describe()).tolist()
@@ -383,6 +401,21 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
         layer._ranks_checked = False
         raise UnsupportedConfig(
             f"{layer.op_describe()} is split over {len(found)} ranks, which must call it alike. Rank {mine} has {own}; "
-            f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))} differ. Give all ranks the same "
-            "recipe, settings and number of tokens."
+            f"{_differ(others)}. Give all ranks the same recipe, settings, number of tokens and gradients to compute."
         )
+
+
+def _wanted(layer: Any, parallel: Parallel, x: Any) -> str:
+    """What else decides which collectives a call and its backward make: the gradients that are wanted."""
+    column, sequence = parallel.mode == "column", parallel.sequence
+    wants = {name: torch.is_grad_enabled() and t is not None and t.requires_grad for name, t in
+             (("dx", x), ("dw", layer.weight), ("db", layer.bias))}  # fmt: skip
+    if column and sequence:
+        return f", dx={wants['dx']}, dw={wants['dw']}, gather_again={parallel.gather_again}"
+    if column:
+        return f", dx={wants['dx']}"
+    return f", dx or dw={wants['dx'] or wants['dw']}, db={wants['db']}" if sequence else ""
+
+
+def _differ(others: list[int]) -> str:
+    return f"rank {others[0]} differs" if len(others) == 1 else f"ranks {', '.join(map(str, others))} differ"

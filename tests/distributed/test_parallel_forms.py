@@ -5,9 +5,11 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import octavo
+from octavo.errors import UnsupportedConfig
 from tests.distributed import shards
 from tests.distributed.shards import K, N, cut, error
 
@@ -175,6 +177,52 @@ def _copies(group, rank):
 
 def test_copies_pickles_state_dicts_and_a_second_backward(ranks):
     assert ranks.run(_copies, size=2) == [[True] * 4] * 2
+
+
+def _of_all_ranks(group, rank, mode):
+    """A pickled layer of the default group, which has all four ranks."""
+    return pickle.dumps(octavo.Linear(K, N, recipe="fp8-block", parallel_mode=mode))
+
+
+@pytest.mark.parametrize("mode", ["column", "row"])
+def test_a_part_of_a_weight_does_not_run_in_a_single_process(ranks, mode):
+    part = pickle.loads(ranks.run(_of_all_ranks, mode)[0])
+    with pytest.raises(UnsupportedConfig, match="was made for 4 ranks of the default process group, which has 1 now"):
+        part(torch.ones(2, part.weight.shape[1]))
+    assert part.state_dict()["weight"].shape == ((N // 4, K) if mode == "column" else (N, K // 4))
+
+
+def _called(group, rank, made):
+    layer = pickle.loads(made)
+    try:
+        layer(torch.ones(2, K), *([torch.tensor([1, 1])] if isinstance(layer, octavo.GroupedLinear) else []))
+    except UnsupportedConfig as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [(octavo.Linear, (K, N)), (octavo.GroupedLinear, (2, K, N))])
+def test_a_layer_that_was_made_before_the_group_does_not_run_in_it(ranks, kind, sizes):
+    for found in ranks.run(_called, pickle.dumps(kind(*sizes, parallel_mode="row"))):
+        assert "was made for 1 rank of the default process group, which has 4 now" in found
+        assert "Call torch.distributed.init_process_group before you make the layer" in found
+
+
+def _left_out(group, rank):
+    own = dist.new_group([0, 1])
+    try:
+        return tuple(octavo.Linear(K, N, parallel_mode="column", tp_group=own).weight.shape)
+    except UnsupportedConfig as error:
+        return str(error)
+    finally:
+        if rank < 2:
+            dist.destroy_process_group(own)
+
+
+def test_a_rank_that_a_group_leaves_out_is_told_so(ranks):
+    inside, _, outside, _ = ranks.run(_left_out)
+    assert inside == (N // 2, K)
+    assert outside.startswith("This process is not in the group")
 
 
 def _not_finite(group, rank, recipe, value):

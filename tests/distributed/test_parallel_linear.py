@@ -464,20 +464,24 @@ def test_what_does_not_divide_is_refused_before_anything_is_sent(ranks):
 
 def _different(group, rank, what):
     recipe = "fp8-block" if what == "recipes" and rank else "fp8-current"
-    layer = octavo.Linear(64, 64, recipe=recipe, parallel_mode="column", sequence_parallel=True, tp_group=group)
+    layer = octavo.Linear(
+        64, 64, recipe=recipe, parallel_mode="column", sequence_parallel=True, tp_group=group,
+        gather_again=what == "gather_again" and rank == 1,
+    )  # fmt: skip
+    layer.weight.requires_grad_(what != "dw" or rank == 0)
     tokens = 16 if "tokens" in what and rank else 8
     if what == "tokens later":
         layer(torch.ones(8, 64))
-    told = _message(layer, torch.ones(tokens, 64))
-    if what != "recipes":
+    told = _message(layer, torch.ones(tokens, 64, requires_grad=what == "dx" and rank == 1))
+    if what in ("tokens", "tokens later", "dx"):
         layer(torch.ones(8, 64))  # and the ranks are still in step
     return told
 
 
-@pytest.mark.parametrize("what", ["recipes", "tokens", "tokens later"])
+@pytest.mark.parametrize("what", ["recipes", "tokens", "tokens later", "dx", "dw", "gather_again"])
 def test_ranks_that_differ_are_told(ranks, what):
     for rank, told in enumerate(ranks.run(_different, what, size=2)):
-        assert f"Rank {rank} has fp8-" in told and f"rank {1 - rank} differ" in told
+        assert f"Rank {rank} has fp8-" in told and f"rank {1 - rank} differs. " in told
         assert "Linear(64, 32) is split over 2 ranks, which must call it alike" in told
 
 

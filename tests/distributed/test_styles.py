@@ -209,6 +209,25 @@ def test_parts_of_a_constructor_are_saved_as_the_whole(ranks, tmp_path):
     assert same(state["model"], stock().state_dict())
 
 
+def _default_group(group, rank):
+    mesh = init_device_mesh("cpu", (4,))
+    model = nn.Sequential(octavo.Linear(HIDDEN, FFN, recipe="fp8-block", parallel_mode="column"))
+    weight = distribute_parameters(model, mesh)[0].weight
+    half = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))["tp"]
+    other = nn.Sequential(octavo.Linear(HIDDEN, FFN, recipe="fp8-block", parallel_mode="column"))
+    try:
+        distribute_parameters(other, half)
+    except UnsupportedConfig as error:
+        return tuple(weight.shape), str(error)
+    return tuple(weight.shape), "no error"
+
+
+def test_parts_over_the_default_group_take_a_mesh_of_all_ranks(ranks):
+    for rank, (shape, refused) in enumerate(ranks.run(_default_group)):
+        assert shape == (FFN, HIDDEN)
+        assert f"split over the ranks [0, 1, 2, 3], and the mesh has {[0, 1] if rank < 2 else [2, 3]}" in refused
+
+
 def _edges(group, rank):
     found = {}
     model, x = split(group, "fp8-block", use_local_output=False), data()[0]
