@@ -1,4 +1,4 @@
-"""What the host does in a step of one layer, tiny and at size: events of torch's profiler, and how they grow.
+"""List the host's work in a step of one layer, tiny and at size: events of torch's profiler, and how they grow.
 
     python3 -m benchmarks.host_trace [--device cuda] [--recipes bf16,fp8-delayed] [--out PATH]
 

@@ -1,4 +1,4 @@
-"""What octavo.inspect costs a training step: never on, on, on for one step of ten, and off again after the block.
+"""Measure the cost of octavo.inspect in a training step: never on, on, on for one step of ten, and off again.
 
     python3 -m benchmarks.inspect_cost --json benchmarks/results/inspect-cost-h200.json
     python3 -m benchmarks.inspect_cost --device cpu --size 64,1,2,32 --steps 3 --modes eager

@@ -1,4 +1,4 @@
-"""What costs NVFP4 its loss gap, and which settings or policies lower it: every candidate over four seeds.
+"""Train with settings and policies that may lower NVFP4's loss gap: every candidate over four seeds.
 
     python3 -m benchmarks.nvfp4_gap --processes 8 --budget 120 --json benchmarks/results/nvfp4-gap-h200.json
     python3 -m benchmarks.nvfp4_gap --model moe --candidates nvfp4 "last block bf16" --json nvfp4-gap-moe.json

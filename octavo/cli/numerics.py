@@ -1,4 +1,4 @@
-"""What a recipe does to the tensors of a run at sampled steps, and the memory that one step keeps for backward.
+"""Numerics of a run: a recipe's effect on tensors at sampled steps, and the memory that one step keeps for backward.
 
 Both are measured on copies of the model, so that a sampled run has every bit of one that is not.
 """

@@ -42,7 +42,7 @@ class _Call(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What a call keeps for its backward, besides saved tensors."""
+    """The part of a call that its backward needs besides saved tensors."""
 
     layer: Replayed
     config: Any

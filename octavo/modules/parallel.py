@@ -56,7 +56,7 @@ class Parallel(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the ranks have prepared for one call of a layer."""
+    """The results of the collectives before one call of a layer."""
 
     parallel: Parallel | None = None
     columns: Parts = ()  # x's codes by column, besides those by row
@@ -406,7 +406,7 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
 
 
 def _wanted(layer: Any, parallel: Parallel, x: Any) -> str:
-    """What else decides which collectives a call and its backward make: the gradients that are wanted."""
+    """The settings that decide the collectives of a call and its backward: the gradients that are wanted."""
     column, sequence = parallel.mode == "column", parallel.sequence
     wants = {name: torch.is_grad_enabled() and t is not None and t.requires_grad for name, t in
              (("dx", x), ("dw", layer.weight), ("db", layer.bias))}  # fmt: skip

@@ -104,7 +104,7 @@ def _which(saving: bool) -> str:
 
 
 def _head(begin: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What tells most kinds of calls apart: the shapes of x and w, too."""
+    """The part of a key that tells most kinds of calls apart: the shapes of x and w, too."""
     return (*begin, len(tensors), *[getattr(t, "shape", None) for t in tensors[:2]])
 
 
