@@ -7,10 +7,8 @@ amaxes each of them has seen. One operand's part is its multiplier, and if it is
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import CastArgs, QuantizerPair
 from octavo.quant.state import warm_encode
 from octavo.quant.tensorwise import Tensorwise
@@ -26,21 +24,11 @@ class Amaxes(NamedTuple):
 
     x: Tensor | None = None
     w: Tensor | None = None
-    returned: Tensor | None = None  # both in one tensor, which the layer returns as an extra
 
 
 def part_of(place: int, measured: str) -> slice:
     """The slice of `scaling` that is an operand's part."""
     return slice(place, None, 3) if LETTERS[place] in measured else slice(place, place + 1)
-
-
-def observed_amaxes(observe: str, seen: Parts, number: int, device: torch.device) -> Amaxes:
-    """Choose where the amaxes of x and w go. A graph's node returns `number` amaxes of each; elsewhere casts raise
-    `seen` in place."""
-    if observe == "returned":
-        both = torch.zeros(2 * number, dtype=torch.float32, device=device)
-        return Amaxes(both[:number], both[number:], both)
-    return Amaxes(*seen)
 
 
 def known_scale(part: Sequence[Tensor], observed: Tensor | None) -> CastArgs:

@@ -158,23 +158,20 @@ class DelayedScaling:
         # a buffer may be replaced, and its memory too (`buffer.data = ...`, as FSDP moves it)
         if kept is not None and kept[0]._base is buffer and kept[0].data_ptr() == buffer.data_ptr():
             return kept
-        slots = buffer.shape[0] // 2
-        views = (buffer if slots == 1 and tracing else buffer.view(2, slots)).unbind()
+        views = buffer.view(2, buffer.shape[0] // 2).unbind()
         if not tracing:
             self._views[field] = views
         return views
 
     # -- one call of the layer -----------------------------------------------------------------------------------------
 
-    def observes(self, weight: Tensor, as_nodes: bool) -> str:
-        """Return how a call observes the amaxes of x and w: "in_place", or as a node "returned"; without gradients not
-        at all."""
+    def observes(self, weight: Tensor, as_nodes: bool) -> bool:
+        """Return whether a call observes the amaxes of x and w: without gradients it does not."""
         if not torch.is_grad_enabled():
-            return ""
-        if as_nodes:
-            return "returned"
-        self.watch(weight)
-        return "in_place"
+            return False
+        if not as_nodes:  # a graph would guard on the counts
+            self.watch(weight)
+        return True
 
     def measures(self, weight: str, grads: str, codes: bool) -> str:
         """Letters of the operands that a call measures: those in `cold` that it casts. It scales them by their own
@@ -200,15 +197,6 @@ class DelayedScaling:
         if recipe.stateful:
             slots = self.inputs(layer, "w" if "w" in self.cold else "")[1::3]
         return [current] if observe and current is not None else [], list(slots)
-
-    def remember(self, layer: nn.Module, amax: Tensor) -> None:
-        """Keep the amaxes that a call returned."""
-        current = layer._buffers[BUFFER_NAMES["forward"]["current"]]
-        assert current is not None
-        if torch.compiler.is_compiling():
-            current.copy_(torch.maximum(current, amax))
-        else:
-            torch.maximum(current, amax, out=current)
 
     # -- a checkpoint --------------------------------------------------------------------------------------------------
 

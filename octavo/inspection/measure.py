@@ -26,7 +26,8 @@ from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Quantizer, as_matrix, quantize_pair
 from octavo.recipes import BF16
 
-PLAIN = {"observe": "", "main_grad": "", "dummy_grad": False, "deferred_wgrad": ""}  # settings of a call without writes
+# settings of a call without writes
+PLAIN = {"observe": False, "main_grad": "", "dummy_grad": False, "deferred_wgrad": ""}
 ALIGNED = 16  # columns of grouped codes
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
-from octavo.delayed_scaling.casts import Amaxes, cast_args, known_scale, observed_amaxes
+from octavo.delayed_scaling.casts import Amaxes, cast_args, known_scale
 from octavo.errors import UnsupportedShape
 from octavo.kernels import grouped_gemm
 from octavo.layers.contract import DTYPES, ForwardResult, Tensors, WeightCast
@@ -155,7 +155,7 @@ class Inputs(NamedTuple):
     w_row: Parts = ()  # of a weight given as codes
     w_column: Parts = ()
     scaling: Parts = ()  # delayed: multipliers [G] of x, w, dy; if one is measured also their amax counts
-    seen: Parts = ()  # delayed, observed in place: running amaxes [G] of x and w
+    seen: Parts = ()  # delayed, observed: running amaxes [G] of x and w
     x_codes: Parts = ()  # of x given as codes: those of its rows ...
     x_column_codes: Parts = ()  # ... and of its columns, if there are any
 
@@ -241,7 +241,7 @@ class GroupedLinearLayer(MatmulLayer):
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         groups = split(inputs.splits, inputs.x.shape[0])
-        amaxes = observed_amaxes(config.observe, inputs.seen, groups.number, inputs.x.device)
+        amaxes = Amaxes(*inputs.seen)
         if config.x == "codes":
             codes: tuple[GroupedTensor | None, GroupedTensor | None]
             codes = given_rows(config.quant.fprop.left, inputs.x_codes, groups, inputs.x.shape[1], config.y_dtype), None
@@ -257,8 +257,6 @@ class GroupedLinearLayer(MatmulLayer):
         groups = abstract_groups(x.shape[0], number, x.device)
         padded = groups[2].shape[0] * BLOCK
         extras: tuple[TensorProto, ...] = ()
-        if config.observe == "returned":
-            extras = (TensorProto((2 * number,), torch.float32, x.device),)
         if config.dy_buffers:
             buffers = _abstract_dy_buffers(config, y, padded, number)
             extras = (*extras, *abstract_deferred_extras(config, x, buffers))
@@ -403,7 +401,7 @@ def forward_from(
         _check_out(config, inputs, inputs.out)
     w_row, w_column = _quantized_weight(config, inputs, amaxes.w)
     y = _output(config, inputs, x[0], w_row, groups)
-    extras: Parts = () if amaxes.returned is None else (amaxes.returned,)
+    extras: Parts = ()
     if config.dy_buffers:
         like = TensorProto(tuple(y.shape), y.dtype, y.device)
         buffers = _abstract_dy_buffers(config, like, groups.padded, groups.number)

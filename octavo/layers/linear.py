@@ -23,7 +23,7 @@ from torch import Tensor
 from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.operators import unsafe_view
 from octavo.delayed_scaling.agreed import agreed_amaxes, agreed_cast
-from octavo.delayed_scaling.casts import Amaxes, cast_args, known_scale, observed_amaxes
+from octavo.delayed_scaling.casts import Amaxes, cast_args, known_scale
 from octavo.kernels.column_sums import column_sums
 from octavo.kernels.gemm import product
 from octavo.layers.contract import DTYPES, ForwardResult, Tensors, WeightCast
@@ -69,7 +69,7 @@ class Inputs(NamedTuple):
     w_row: Parts = ()  # of a weight given as codes: w's [N, K] ...
     w_column: Parts = ()  # ... and wᵀ's [K, N]
     scaling: Parts = ()  # delayed: multipliers of x, w, dy, an element each; if one is measured also their amax counts
-    seen: Parts = ()  # delayed, observed in place: running amaxes of x and w, one element each
+    seen: Parts = ()  # delayed, observed: running amaxes of x and w, one element each
     x_column: Parts = ()  # of a quantized input in the other orientation [K, M]
     agreed: Parts = ()  # amaxes that ranks have agreed on, bits of one element each: row's and column's, of x and of w
 
@@ -135,7 +135,7 @@ class LinearLayer(MatmulLayer):
         return tuple([Fresh._fields.index(name) for name in self.scales if name not in whole])
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
-        amaxes = observed_amaxes(config.observe, inputs.seen, 1, inputs.weight.device)
+        amaxes = Amaxes(*inputs.seen)
         return forward_from(config, inputs, _quantized_x(config, inputs, amaxes.x), amaxes)
 
     def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
@@ -143,8 +143,6 @@ class LinearLayer(MatmulLayer):
         x: Any = inputs.x if inputs.x is not None else inputs.x_codes[0]
         y = TensorProto((*x.shape[:-1], weight.shape[0]), config.y_dtype, weight.device)
         output, extras = _abstract_quantized_output(config, y) if config.quantize_output else (y, ())
-        if config.observe == "returned":
-            extras = (*extras, TensorProto((2,), torch.float32, weight.device))
         if config.dy_buffers:
             extras = (*extras, *abstract_deferred_extras(config, x, _abstract_dy_buffers(config, y)))
         x_kept = _abstract_codes(config.made_x, config.x_pair, x)
@@ -258,7 +256,7 @@ def forward_from(
     """Run the rest of forward after x's cast. A fused producer, which casts x itself, passes x's leading dims."""
     w = _quantized_w(config, inputs, amaxes.w)
     y = _output(config, inputs, x[0], w[0], lead)
-    extras: Parts = () if amaxes.returned is None else (amaxes.returned,)
+    extras: Parts = ()
     if config.quantize_output:
         y, extras = _quantized_output(config, y, extras)
     if config.dy_buffers:

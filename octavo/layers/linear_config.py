@@ -29,7 +29,6 @@ known_key = lru_cache(maxsize=4096)(call_key)  # the same for calls that no comp
 _CHOICES = {
     "x": ("plain", "codes"),
     "weight": ("plain", "codes", "held"),
-    "observe": ("", "returned", "in_place"),
     "main_grad": ("", "add", "overwrite"),
     "deferred_wgrad": ("", "mailbox", "buffers"),
     "tail": ("zero", "untouched"),
@@ -52,7 +51,7 @@ class LinearSettings(Value):
     bias_dtype: str = ""  # empty: no bias
     grads: str = ""  # which gradients are wanted: letters of "xwb", with scales of the bias also "s"
     weight: str = "plain"  # or "codes", passed besides the weight; or "held": there are only codes
-    observe: str = ""  # delayed scaling's amaxes are measured, and "returned" or raised "in_place"
+    observe: bool = False  # delayed: running amaxes of x and w are raised in place, and in backward that of dy
     measured: str = ""  # delayed: letters of "xwd" (d is dy): scaled by their own amax until a step has seen one
     main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
     dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
@@ -182,8 +181,7 @@ class LinearSettings(Value):
     @cached_property
     def dy_buffer_extras(self) -> slice:
         """The places of dy's buffers among the extras."""
-        start = self.output_parts + (self.observe == "returned")
-        return slice(start, start + self.dy_buffers)
+        return slice(self.output_parts, self.output_parts + self.dy_buffers)
 
     @cached_property
     def deferred_span(self) -> tuple[int, int]:

@@ -8,7 +8,6 @@ columns (fp8-rowwise), one for all tokens of a feature, are agreed on in the sam
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from octavo.delayed_scaling import casts
@@ -24,7 +23,7 @@ from octavo.values import Value, register
 class Config(Value):
     recipe: Recipe = BF16()
     has_columns: bool = False  # whether x's column codes are made too
-    observe: str = ""  # delayed: x's amax is "returned" or raised "in_place"
+    observe: bool = False  # delayed: the running amax of x is raised
     measured: str = ""  # delayed: "x" until a step has seen one
     grads: str = ""  # of x, none
 
@@ -47,7 +46,7 @@ class Config(Value):
 class Inputs(NamedTuple):
     x: Tensor
     scaling: Any = ()  # delayed: multipliers of x, w, dy; if x is measured also their amax counts
-    seen: Any = ()  # delayed, observed in place: running amaxes of x and w
+    seen: Any = ()  # delayed, observed: running amaxes of x and w
     agreed: Any = ()  # amaxes of x by row and by column, one element each, as bits
     columns: Any = ()  # the amaxes of each column, [K, 1], as bits
 
@@ -56,14 +55,14 @@ class ShardCastLayer(Layer):
     """Casts the tokens of one rank."""
 
     def extras(self, config: Config) -> int:
-        return config.parts + (config.observe == "returned")
+        return config.parts
 
     def decided_by_layout(self, config: Config, side: str) -> bool:
         return all(spec.shipped for spec, _ in config.specs)
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x = inputs.x
-        amaxes = casts.observed_amaxes(config.observe, inputs.seen, 1, x.device)
+        amaxes = casts.Amaxes(*inputs.seen)
         row, column = config.pair
         if inputs.columns:  # a scale of a row is the rank's own, and one of a column is all ranks'
             first, _ = quantize_pair(x, row, None, CastArgs())
@@ -76,8 +75,6 @@ class ShardCastLayer(Layer):
                 arguments = casts.cast_args(config.recipe, config.pair, part, partial(_amax, x), amaxes.x)
             first, second = quantize_pair(x, row, column, arguments)
         parts = [t for q in (first, second) if q is not None for t in q.tensors()]
-        if amaxes.returned is not None:
-            parts.append(amaxes.returned)
         return ForwardResult((x.new_empty(0),), tuple(parts), ())
 
     def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
@@ -86,15 +83,13 @@ class ShardCastLayer(Layer):
         for spec, at in config.specs:
             q = spec.proto(x, column_axis(len(x.shape)) if at else -1)
             parts += [p for p in (q.codes, q.scale, q.global_scale) if p is not None]
-        if config.observe == "returned":
-            parts.append(TensorProto((2,), torch.float32, x.device))
         return ForwardResult((TensorProto((0,), x.dtype, x.device),), tuple(parts), ())
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return (False,) * len(Inputs._fields)
 
     def keeps_state(self, config: Config) -> bool:
-        return config.observe != ""
+        return config.observe
 
     def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
         return (None,) * len(Inputs._fields)

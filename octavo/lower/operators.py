@@ -18,9 +18,12 @@ A forward that writes y to the caller's memory is two nodes, since an operator t
                                                                                       carries its gradient to run_bwd
 
 Codes leave a node as bytes and scales flat (`layer.flat_places`): bytes have no gradient by dtype, and a flat scale's
-size is not specialised for small batches. Backward's writes to buffers are not declared to the compiler: a buffer that
-passed through forward cannot be mutated by a declared op once two microbatches are in flight. The backward node writes
-under a preserved version counter, and is marked to have effects.
+size is not specialised for small batches. Writes to buffers are not declared to the compiler: an operator that mutates
+has no gradient, and a buffer that passed through forward cannot be mutated by a declared op once two microbatches are
+in flight. The backward node writes under a preserved version counter, and is marked to have effects. The forward node
+is not: a partitioner would run it in backward too, where its inputs are kept. It raises running amaxes, if it runs a
+second time to the same numbers. Other nodes that read or write amaxes declare it (`octavo.lower.scale_update`), which
+keeps them in order. A forward whose results nothing uses does not run in a graph, and raises none.
 
 A gradient in the caller's memory (`dgrad_out`) is therefore no result of the backward node, and a compiler may read it
 before the node has run: a partitioner moves a product of such a gradient into the forward graph, where the memory holds
@@ -293,7 +296,6 @@ def _(tensors: list[Tensor], call: str, mask: str, copies: bool) -> list[Tensor]
 
 
 has_side_effect(torch.ops.octavo.run_bwd.default)
-UNDECLARED_WRITES = (torch.ops.octavo.run_bwd.default,)  # all operators whose schema does not tell what they write
 
 
 def _set_up(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
@@ -411,6 +413,9 @@ def _in_places(made: ForwardResult, out: Tensor, places: int) -> tuple[Tensor, .
 
 for _name, _places in INTO.items():
     _define_into(_name, _places)
+
+# all operators whose schema does not tell everything that they write
+UNDECLARED_WRITES = [getattr(torch.ops.octavo, name).default for name in ("run", "run_bwd", *INTO)]
 
 
 @torch.library.custom_op("octavo::attach", mutates_args=())

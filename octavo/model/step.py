@@ -12,6 +12,7 @@ from octavo.communication.collectives import gather, largest
 from octavo.communication.groups import Group, name_of, size_now
 from octavo.delayed_scaling.memory import DIRECTIONS, look
 from octavo.errors import UnsupportedConfig
+from octavo.lower.scale_update import read_amaxes, update_scales, write_amaxes
 from octavo.model.layers import check_model, layers
 from octavo.model.overflow import warn_of_overflow
 from octavo.modules.quantized import Quantized
@@ -69,7 +70,10 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
             scaling.stepped()
     _agree(modules, group, in_graph)
     for (_, algorithm, margin, _), states in batches.items():
-        update_all(states, algorithm=algorithm, margin=margin)
+        if torch.compiler.is_compiling():
+            update_scales(states, algorithm, margin)
+        else:
+            update_all(states, algorithm=algorithm, margin=margin)
     if cold:
         look(cold)
     for module in modules:  # last: a new recipe may drop the memory that this step has updated
@@ -91,8 +95,11 @@ def _agree(modules: Sequence[Quantized], group: Any, in_graph: bool) -> None:
         sizes = [amax.numel() for amax in amaxes]
         if not in_graph:
             _check_number(members[0], name, sum(sizes))
-        agreed = largest(torch.cat(amaxes), name, "octavo.step")
-        foreach_copy_(amaxes, list(torch.split(agreed, sizes)))
+        if torch.compiler.is_compiling():
+            write_amaxes(amaxes, largest(read_amaxes(amaxes), name, "octavo.step"))
+        else:
+            agreed = largest(torch.cat(amaxes), name, "octavo.step")
+            foreach_copy_(amaxes, list(torch.split(agreed, sizes)))
 
 
 def _check_number(first: Quantized, name: str, number: int) -> None:

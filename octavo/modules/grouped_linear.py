@@ -431,7 +431,7 @@ class GroupedLinear(Quantized):
             self.NAME, key, (weight, bias, splits, scales, None, *side.inputs, *codes),
             (*side.buffers, buffers.dgrad_out, buffers.dy_codes), grads != "", self.out_features,
             anchored=side.elsewhere, watched=watched, out=buffers.out,
-            after=self._after(key, side, codes.column or codes.row) if side.has_extras else None,
+            after=self._after(key, codes.column or codes.row) if side.has_extras else None,
         )  # fmt: skip
 
     def _codes_of(self, x: GroupedTensor, splits: Any, own: Tensor) -> "tuple[Tensor, Any, XCodes]":

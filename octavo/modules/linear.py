@@ -265,12 +265,11 @@ class Linear(SplitLinear, nn.Linear):
         )  # fmt: skip
         width = weight.shape[0]
         weight = linked_token((weight,)) if side.settings["weight"] == "held" else weight
-        start = recipe.linear().parts if fp8_output else 0  # index of the first extra after y's codes
         return Stage(
             self.NAME, key,
             (weight.detach() if side.elsewhere else weight, bias, codes, *side.inputs, given.columns, agreed),
             side.buffers, grads != "", width, anchored=side.elsewhere,
-            after=self._after(key, side, given.columns or codes, start) if side.has_extras else None,
+            after=self._after(key, given.columns or codes) if side.has_extras else None,
         )  # fmt: skip
 
     def _quantized_output(self, tensors: Sequence[Tensor], token: Tensor) -> QTensor:

@@ -256,9 +256,7 @@ def _cast(
 ) -> tuple[Parts, Parts]:
     """Cast this rank's rows. Returns the tensors of row codes and of column codes."""
     scaling, delayed = layer._scaling, recipe.stateful
-    observe = ""
-    if delayed and layer.training and torch.is_grad_enabled():
-        observe = "returned" if as_nodes else "in_place"
+    observe = delayed and layer.training and torch.is_grad_enabled()
     measured = scaling.measures("codes", "", False) if delayed and scaling.cold else ""
     quant = recipe.linear()
     row, column = quant.fprop.left, quant.wgrad.right if has_columns else None
@@ -271,16 +269,14 @@ def _cast(
         found = _agreed(layer, parallel, (*whole, None, None), each, x, x, as_nodes)
         agreed = (found[0:1], found[1:2]) if any([spec is not None for spec in whole]) else ()
         columns = (found[4:].view(-1, 1),) if each is not None else ()
-    key = f"shard-cast(recipe={recipe.key},has_columns={has_columns},observe='{observe}',measured='{measured}')"
+    key = f"shard-cast(recipe={recipe.key},has_columns={has_columns},observe={observe},measured='{measured}')"
     inputs = (
         scaling.inputs(layer, measured) if delayed else (),
-        scaling.seen(layer) if observe == "in_place" else (),
+        scaling.seen(layer) if observe else (),
         agreed, columns,
     )  # fmt: skip
     _, *parts = call(Stage("shard-cast", key, inputs, (), False), x, as_nodes)
     number = 3 if row.two_level else 2
-    if observe == "returned":
-        scaling.remember(layer, parts[number * (1 + has_columns)])
     return tuple(parts[:number]), tuple(parts[number : number * (1 + has_columns)])
 
 

@@ -305,8 +305,8 @@ class Quantized(FusibleOperation, nn.Module):
     ) -> WeightSide:  # fmt: skip
         """Returns the weight's part in a call. `has_codes`: x arrived as codes."""
         scaling = self._scaling
-        observe = scaling.observes(weights[0], as_nodes) if recipe.stateful and self.training else ""
-        kind = self._codes.supply(self, recipe, weights, first, grads, observe != "")
+        observe = scaling.observes(weights[0], as_nodes) if recipe.stateful and self.training else False
+        kind = self._codes.supply(self, recipe, weights, first, grads, observe)
         measured = scaling.measures(kind, grads, has_codes) if recipe.stateful and scaling.cold else ""
         main_grad, dummy, delay = "", False, ""
         if "w" in grads and self.fuse_wgrad_accumulation:
@@ -320,15 +320,15 @@ class Quantized(FusibleOperation, nn.Module):
             (
                 *(self._codes.of_call(self, kind, weights[0]) if kind != "plain" else ((), ())),
                 scaling.inputs(self, measured) if recipe.stateful else (),
-                scaling.seen(self) if observe == "in_place" else (),
+                scaling.seen(self) if observe else (),
             ),
             self._written(grads, observe, main_grad, delay, as_nodes),
             # a weight whose gradient bypasses autograd stays out of its graph: hooks of the weight would get None
             not as_nodes and (delay != "" or (main_grad != "" and not dummy)),
-            observe == "returned" or delay == "buffers",
+            delay == "buffers",
         )  # fmt: skip
 
-    def _written(self, grads: str, observe: str, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
+    def _written(self, grads: str, observe: bool, main_grad: str, delay: str, as_nodes: bool) -> tuple[Any, ...]:
         """Returns the buffers that backward writes to: main_grad, dy's amax, the counter of rounding, the mailbox."""
         target: Any = () if as_nodes else None
         if not grads:
@@ -338,16 +338,12 @@ class Quantized(FusibleOperation, nn.Module):
             target, box = self._wgrad.buffers(self, main_grad, delay, as_nodes)
         return target, amax, self._buffers.get(SEED), box
 
-    def _after(self, key: str, side: WeightSide, codes: Parts = (), start: int = 0) -> Any:
-        """Returns the function that takes a call's extra outputs: it stores operands for a delayed dW, and amaxes.
-        `codes` are x's, as the caller passed them; returned amaxes are at index `start`."""
-        delay, returned = side.settings["deferred_wgrad"] == "buffers", side.settings["observe"] == "returned"
+    def _after(self, key: str, codes: Parts) -> Any:
+        """Returns the function that takes a call's extra outputs: it stores operands for a delayed dW. `codes` are x's,
+        as the caller passed them."""
 
         def after(extras: Sequence[Tensor]) -> None:
-            if delay:
-                self._wgrad.post(self, key, extras, codes)
-            if returned:
-                self._scaling.remember(self, extras[start])
+            self._wgrad.post(self, key, extras, codes)
 
         return after
 

@@ -123,9 +123,15 @@ class WeightCodes(WeightCache):
         cached = self.recipe
         if cached is None or cached.key != recipe.key:  # never now; read here, it is a guard of the graph
             raise UnsupportedConfig(f"The weight cache holds codes of {cached}, and {recipe} is in force.")
+        row, columns = self.parts(layer, "row"), self.parts(layer, "column")
+        if not row and not columns:
+            raise UnsupportedConfig(
+                f"{layer.op_describe()} made its weight cache while a graph was traced that had read the layer before, "
+                "as octavo.step does, and such a graph does not see new buffers. Call the layer once with "
+                "is_first_microbatch=True before you compile, or octavo.step outside of the graph."
+            )
         if first:
             amaxes, scaling = layer._scaling.of_weight(layer, recipe, observe)
-            row, columns = self.parts(layer, "row"), self.parts(layer, "column")
             key = layer.NAME + "(recipe=" + recipe.key + ")"
             with torch.no_grad():
                 weight = layer.whole_weight().detach()

@@ -86,9 +86,10 @@ def test_a_clean_model_is_one_graph_with_a_node_a_layer_each_way(recipe):
     assert [layer.path for layer in report.layers] == ["0", "1", "2"]
 
 
-def test_what_folds_a_state_is_listed_by_name():
+def test_delayed_scaling_adds_no_node():
+    """The layers raise the amaxes themselves: a kernel more for each would take the host as long as a small GEMM."""
     report = octavo.explain(mlp("fp8-delayed", depth=2), spiky(8, 48))
-    assert dict(report.captured[0].others)["aten.maximum.default"] == 2
+    assert {name for name, _ in report.captured[0].others} == {"aten.view.default", "aten.unbind.int"}, "no kernels"
 
 
 def test_a_weight_cache_is_a_node_more():

@@ -8,8 +8,8 @@ from octavo.layers.linear_config import call_key
 from octavo.recipes import SHIPPED, recipe
 
 MODES = {
-    "linear": ("x", "weight", "observe", "main_grad", "deferred_wgrad", "x_columns", "dtype", "bias_dtype"),
-    "grouped-linear": ("weight", "observe", "main_grad", "deferred_wgrad", "tail", "dtype", "scales_dtype"),
+    "linear": ("x", "weight", "main_grad", "deferred_wgrad", "x_columns", "dtype", "bias_dtype"),
+    "grouped-linear": ("weight", "main_grad", "deferred_wgrad", "tail", "dtype", "scales_dtype"),
 }
 
 

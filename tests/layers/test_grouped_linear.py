@@ -27,7 +27,7 @@ def inputs_for(config: Config) -> Inputs:
     if config.weight != "plain":
         row, column = codes_of(config, weight, scaling[1:2])
     scales = torch.rand(ROWS) if config.scales_dtype else None
-    seen = (torch.zeros(G), torch.zeros(G)) if config.observe == "in_place" else ()
+    seen = (torch.zeros(G), torch.zeros(G)) if config.observe else ()
     return Inputs(x, weight, bias, torch.tensor(SIZES), scales, None, row, column, scaling, seen)
 
 
@@ -42,7 +42,7 @@ def codes_of(config, weight, scaling):
 def configs(name):
     subject = recipe(name)
     quantizes = subject.linear().fprop.mode == "quantized"
-    ways = ("", "returned", "in_place") if subject.stateful else ("",)
+    ways = (False, True) if subject.stateful else (False,)
     for grads, weight, observe in itertools.product(GRADS, ("plain", "codes") if quantizes else ("plain",), ways):
         measured = "xwd" if subject.stateful and subject.cold_start == "current" else ""
         yield Config(

@@ -32,13 +32,13 @@ def inputs_for(config: Config, lead=(M,)) -> Inputs:
         pair = quantize_pair(w, quant.fprop.right, quant.dgrad.right, given)
         row, column = (() if q is None else tuple(q.tensors()) for q in pair)
     bias = torch.randn(N) if config.bias_dtype else None
-    seen = (torch.zeros(1), torch.zeros(1)) if config.observe == "in_place" else ()
+    seen = (torch.zeros(1), torch.zeros(1)) if config.observe else ()
     return Inputs(x, w, bias, x_codes, row, column, scaling, seen)
 
 
 def configs():
     for name, grads, x, weight, observe, output in itertools.product(
-        RECIPES, GRADS, ("plain", "codes"), ("plain", "codes"), ("", "returned", "in_place"), (False, True)
+        RECIPES, GRADS, ("plain", "codes"), ("plain", "codes"), (False, True), (False, True)
     ):
         subject = recipe(name)
         quantizes = subject.linear().fprop.mode == "quantized"
@@ -85,15 +85,14 @@ def test_backward_lives_on_what_save_kept_and_gives_a_gradient_for_each_input(na
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if recipe(name).stateful])
-def test_amaxes_raised_in_place_are_those_that_are_returned(name):
-    extra = Config(recipe(name), observe="returned")
-    inputs = inputs_for(extra)
-    amax = layer.forward(extra, inputs).extras[0]
+def test_running_amaxes_are_raised_and_never_lowered(name):
+    config = Config(recipe(name), observe=True)
+    inputs = inputs_for(config)
     seen = torch.zeros(2)
-    layer.forward(Config(recipe(name), observe="in_place"), inputs._replace(seen=seen.unbind()))
-    assert torch.equal(seen, amax) and amax.min() > 0
+    layer.forward(config, inputs._replace(seen=seen.unbind()))
+    assert seen.tolist() == [inputs.x.abs().max(), inputs.weight.abs().max()]
     seen.fill_(99)
-    layer.forward(Config(recipe(name), observe="in_place"), inputs._replace(seen=seen.unbind()))
+    layer.forward(config, inputs._replace(seen=seen.unbind()))
     assert seen.tolist() == [99, 99]
 
 

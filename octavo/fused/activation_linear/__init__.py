@@ -4,7 +4,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.delayed_scaling.casts import observed_amaxes
+from octavo.delayed_scaling.casts import Amaxes
 from octavo.fused import conditions
 from octavo.fuser.pattern import Condition, Forward, FusedOperation, Rule
 from octavo.kernels import activation_quantize
@@ -24,7 +24,7 @@ class ActivationLinear(FusedOperation):
     def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
         first, second = configs
         own, x = inputs[0], inputs[0].x
-        amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
+        amaxes = Amaxes(*inputs[1].seen)
         like = TensorProto(activation.shape_of_y(first, tuple(x.shape)), x.dtype, x.device)
         pair, given = linear.x_buffers(second, inputs[1].scaling, like, amaxes.x)
         vectors = activation.vector(own.scales), activation.vector(own.bias), activation.vector(own.seed)

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo._torch.operators import unsafe_view
-from octavo.delayed_scaling.casts import observed_amaxes
+from octavo.delayed_scaling.casts import Amaxes
 from octavo.fused import conditions
 from octavo.fused.activation_linear import conditions_at
 from octavo.fused.grouped_mlp import (
@@ -56,7 +56,7 @@ class RoutedExperts(FusedOperation):
         _, first, act, second, _ = configs
         moved, own, last = inputs[0], inputs[1], inputs[4]
         groups = split(own.splits, moved.slots.shape[0])
-        amaxes = observed_amaxes(first.observe, own.seen, groups.number, moved.x.device)
+        amaxes = Amaxes(*own.seen)
         x, source = activation.matrix(moved.x), moves.tokens(moved.slots, moved.positions)
         codes = grouped_linear.quantized_x(first, own, x, groups, amaxes.x, source)
         up = grouped_linear.forward_from(first, own, codes, groups, amaxes)

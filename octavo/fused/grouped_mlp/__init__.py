@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from octavo._torch.operators import assert_async
-from octavo.delayed_scaling.casts import observed_amaxes
+from octavo.delayed_scaling.casts import Amaxes
 from octavo.errors import UnsupportedConfig
 from octavo.fused import conditions
 from octavo.fused.activation_bias import own_bias
@@ -53,7 +53,7 @@ class ActivationGroupedLinear(FusedOperation):
         act, second = configs
         own, x, after = inputs[0], inputs[0].x, inputs[1]
         groups = split(after.splits, x.shape[0])
-        amaxes = observed_amaxes(second.observe, after.seen, groups.number, x.device)
+        amaxes = Amaxes(*after.seen)
         like = TensorProto(activation.shape_of_y(act, tuple(x.shape)), x.dtype, x.device)
         pair, given = grouped_linear.x_buffers(second, after.scaling, like, groups, amaxes.x)
         vectors = activation.vector(own.scales), activation.vector(own.bias), activation.vector(own.seed)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.delayed_scaling.casts import observed_amaxes
+from octavo.delayed_scaling.casts import Amaxes
 from octavo.fused import conditions
 from octavo.fuser.pattern import Forward, FusedOperation, Rule
 from octavo.kernels import norm_quantize
@@ -21,7 +21,7 @@ class NormLinear(FusedOperation):
     def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
         first, second = configs
         x = inputs[0].x
-        amaxes = observed_amaxes(second.observe, inputs[1].seen, 1, inputs[1].weight.device)
+        amaxes = Amaxes(*inputs[1].seen)
         like = TensorProto(tuple(x.shape), x.dtype, x.device)
         pair, given = linear.x_buffers(second, inputs[1].scaling, like, amaxes.x)
         mean, rstd = norm_quantize.forward(

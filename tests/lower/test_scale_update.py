@@ -1,0 +1,59 @@
+"""Delayed scaling's step in the graph of a forward, before it or after it: running amaxes are read and reset in order,
+whatever a compiler moves. Layers raise them without telling it."""
+
+import pytest
+import torch
+
+import octavo
+from tests.modules.oracle import make, spiky
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
+
+
+def step_after(layer, x, **flags):
+    y = layer(x, **flags)
+    octavo.step(layer)
+    return y
+
+
+def step_before(layer, x, **flags):
+    octavo.step(layer)
+    return layer(x, **flags)
+
+
+def step_between(layer, x, **flags):
+    y = layer(x, **flags)
+    octavo.step(layer)
+    return y + layer(8 * x, **flags)
+
+
+def two_layers(layer, x, **flags):
+    y = layer(x, **flags) + layer(16 * x)
+    octavo.step(layer)
+    return y
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("flags", [{}, {"is_first_microbatch": True}], ids=["plain", "cached"])
+@pytest.mark.parametrize("program", [step_after, step_before, step_between, two_layers])
+def test_amaxes_are_read_and_reset_where_the_program_says(program, flags, backend):
+    layer, twin = make("fp8-delayed(history=4)"), make("fp8-delayed(history=4)")
+    for each in (layer, twin):
+        each(spiky(24, 48, seed=9), **flags).sum().backward()  # operands are measured until a step has seen them
+        octavo.step(each)
+        if program in (step_after, step_between, two_layers):
+            each.requires_grad_(False)  # a backward after the step would need the scales of before, and is refused
+    compiled = torch.compile(program, fullgraph=True, backend=backend)
+    for i in range(4):
+        x = 2.0**i * spiky(24, 48, seed=i)
+        assert torch.equal(compiled(layer, x, **flags), program(twin, x, **flags)), i
+        for (name, mine), theirs in zip(layer.named_buffers(), twin.buffers(), strict=True):
+            assert torch.equal(mine, theirs), (i, name)
+    raised = layer.get_buffer("scaling_forward_current")
+    assert (raised.count_nonzero() > 0) == (program in (step_before, step_between)), "what a step leaves"
+
+
+def test_a_cache_that_a_stepping_graph_would_make_is_refused():
+    layer = make("fp8-delayed")
+    with pytest.raises(Exception, match=r"is_first_microbatch=True before you compile"):
+        torch.compile(step_before, fullgraph=True, backend="aot_eager")(layer, spiky(8, 48), is_first_microbatch=True)
