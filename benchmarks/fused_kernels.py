@@ -13,7 +13,7 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels import activation, grouped_gemm, norm
 from octavo.kernels.activation import ACTIVATIONS, Inputs, Wanted
 from octavo.kernels.activation_quantize import triton as actq
-from octavo.kernels.norm import Norm
+from octavo.kernels.norm import Norm, Residual
 from octavo.kernels.norm_quantize import triton as normq
 from octavo.kernels.tile_cast import Target
 from octavo.quant import Block1D, Block2D, TensorProto, Tensorwise
@@ -204,6 +204,11 @@ def norms():
     rms = Norm("rms", 1e-5)
     statistics_ms = timed(lambda: normq.statistics(rms, x, weight, None))
     print(f"rms statistics alone {statistics_ms:.3f} ms; y {timed(lambda: norm.forward(rms, x, weight, None)):.3f} ms")
+    residual = Residual(torch.randn_like(x), torch.empty_like(x))
+    sum_ms = timed(lambda: norm.summed(x, residual))
+    fused_ms = timed(lambda: normq.statistics(rms, x, weight, None, residual))
+    floor = 1.5 * timed(lambda: residual.z.copy_(x))  # it reads two and writes one
+    print(f"x + extra {sum_ms:.3f} ms; with rms statistics {fused_ms:.3f} ms; floor by copy {floor:.3f} ms")
     for spec, sides in ((Tensorwise(), "r"), (Tensorwise(), "rc"), (Block1D(), "rc"), (Block2D(), "rc")):
         pair, given = pair_of(spec, M, N, sides), given_to(spec)
         configs = [c for c in normq.CONFIGS if spec.takes_encode or c.rows == c.columns == 128]
@@ -212,7 +217,7 @@ def norms():
             fill_pair(norm.forward(rms, x, weight, None).y, pair, given)
 
         def fused(config):
-            normq.forward(rms, x, weight, None, pair, given, config)
+            normq.forward(rms, x, weight, None, pair, given, config=config)
 
         size = nbytes(x, pair) + nbytes(x)  # x is read twice
         compare(f"rms {M}x{N} {spec} {sides}", plain, fused, configs, [(pair, given)], size)

@@ -9,6 +9,7 @@ from typing import Any
 from octavo.fused import (
     activation_bias,
     activation_linear,
+    add_norm_linear,
     fork_sum,
     grouped_mlp,
     linear_epilogue,
@@ -18,7 +19,7 @@ from octavo.fused import (
 from octavo.fuser import pattern
 
 PACKAGES: tuple[Any, ...] = (
-    mlp, grouped_mlp, norm_linear, linear_epilogue, activation_linear, activation_bias, fork_sum
+    mlp, grouped_mlp, add_norm_linear, norm_linear, linear_epilogue, activation_linear, activation_bias, fork_sum
 )  # fmt: skip
 
 if not pattern.global_rules():

@@ -45,6 +45,11 @@ CASES = {  # name -> (rule, its operations)
     "norm, linear": ("norm-linear", lambda r: [ops.RMSNorm(H), linear(r)]),
     "layer norm, linear with bias": ("norm-linear", lambda r: [ops.LayerNorm(H), linear(r, FFN, bias=True)]),
     "zero-centered norm, linear": ("norm-linear", lambda r: [ops.RMSNorm(H, zero_centered_gamma=True), linear(r)]),
+    "add, norm, linear": ("add-norm-linear", lambda r: [ops.AddExtraInput(), ops.RMSNorm(H), linear(r)]),
+    "add, extra output, layer norm, linear": (
+        "add-norm-linear",
+        lambda r: [ops.AddExtraInput(), ops.MakeExtraOutput(), ops.LayerNorm(H), linear(r, FFN, bias=True)],
+    ),
     "swiglu, linear": ("activation-linear", lambda r: [ops.SwiGLU(), linear(r, k=H // 2)]),
     "gelu, linear with bias": ("activation-linear", lambda r: [ops.GELU(), linear(r, FFN, bias=True)]),
     "linear, bias": ("linear-bias", lambda r: [linear(r, FFN), ops.Bias(FFN)]),
@@ -63,7 +68,8 @@ CASES = {  # name -> (rule, its operations)
         lambda r: [linear(r, FFN, bias=True), ops.GELU(), linear(r, H, FFN, bias=True)],
     ),
 }  # fmt: skip
-OF_QUANTIZED = ("norm-linear", "activation-linear", "mlp", "linear-scale")  # they have nothing to gain otherwise
+# they have nothing to gain otherwise
+OF_QUANTIZED = ("norm-linear", "add-norm-linear", "activation-linear", "mlp", "linear-scale")
 NO_ROUNDING_SAVED = OF_QUANTIZED  # y of each operation is rounded as it is alone
 ROUNDED_ONCE = "linear-scale-add"  # scale · y + residual, without a rounding in between
 SLOW = ("fp8-rowwise", "fp8-block", "mxfp8")  # recipes that others of their kind stand for

@@ -137,6 +137,14 @@ BLOCK = (
 FUSIONS = {
     "norm, linear": run_of("norm-linear", of(ops.RMSNorm, K), plain()),
     "layer norm, linear with bias": run_of("norm-linear", of(ops.LayerNorm, K), plain(bias=True)),
+    "add, norm, linear": run_of(
+        "add-norm-linear", of(ops.AddExtraInput), of(ops.LayerNorm, K), plain(bias=True), extra=("residual",),
+        extra_width=K,
+    ),
+    "add, extra output, norm, linear": run_of(
+        "add-norm-linear", of(ops.AddExtraInput), of(ops.MakeExtraOutput), of(ops.RMSNorm, K), plain(),
+        extra=("residual",), extra_width=K,
+    ),
     "swiglu, linear": run_of("activation-linear", of(ops.SwiGLU), plain(k=K // 2)),
     "gelu, linear with bias": run_of("activation-linear", of(ops.GELU), plain(bias=True)),
     "scaled swiglu, linear": run_of("activation-linear", of(ops.ScaledSwiGLU), plain(k=K // 2), extra=("scales",)),

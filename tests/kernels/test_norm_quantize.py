@@ -8,6 +8,7 @@ from octavo.errors import UnsupportedShape
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import norm as norms
 from octavo.kernels import norm_quantize as kernel
+from octavo.kernels.norm import Residual
 from octavo.quant import MX, Block1D, Block2D, Rowwise, Tensorwise
 from octavo.quant.quantizer import CastArgs, fill_pair
 from tests.kernels.test_activation_quantize import DTYPES, ODD, SPECS, assert_same, contents, empty_pair, given_to
@@ -16,21 +17,23 @@ from tests.kernels.test_norm import NORMS, operands
 every = pytest.mark.parametrize("name", NORMS)
 
 
-def check(norm, x, weight, bias, spec, sides="rc", **settings):
-    """Codes, scales, the amax observed, mean and rstd."""
+def check(norm, x, weight, bias, spec, sides="rc", extra=None, **settings):
+    """Codes, scales, the amax observed, mean and rstd; with `extra` the sum of x and extra too."""
     results = []
     for fused in (True, False):
         pair, given = empty_pair(spec, *x.shape, x.dtype, x.device, sides), given_to(spec, x.device, 63.0)
+        z = None if extra is None else torch.full(x.shape, 7.0, dtype=x.dtype, device=x.device)
+        residual = None if z is None else Residual(extra, z)
         if not fused:
-            y, mean, rstd = norms.forward(norm, x, weight, bias)
+            y, mean, rstd = norms.forward(norm, x if z is None else torch.add(x, extra, out=z), weight, bias)
             fill_pair(y, pair, given)
         elif settings:
             twin = backend.twin("octavo.kernels.norm_quantize", x)
-            mean, rstd = twin.forward(norm, x, weight, bias, pair, given, **settings)
+            mean, rstd = twin.forward(norm, x, weight, bias, pair, given, residual, **settings)
         else:
-            mean, rstd = kernel.forward(norm, x, weight, bias, pair, given)
+            mean, rstd = kernel.forward(norm, x, weight, bias, pair, given, residual)
         assert (mean is None) == (not norm.centers)
-        found = [t.cpu().view(torch.uint8) for t in (mean, rstd) if t is not None]
+        found = [t.cpu().view(torch.uint8) for t in (mean, rstd, z) if t is not None]
         results.append([*contents(pair, given), *found])
     assert_same(*results, what=f"{spec} {sides}")
 
@@ -47,11 +50,20 @@ def test_fills_what_a_cast_of_y_would(name, spec):
 
 
 @every
+@pytest.mark.parametrize("spec", [*SPECS, MX(), Rowwise()], ids=str)
+def test_fills_what_a_cast_of_the_norm_of_a_sum_would(name, spec):
+    for dtype in DTYPES:
+        x, extra, weight, bias = operands(NORMS[name], 37, 96, dtype)
+        check(NORMS[name], x, weight, bias, spec, extra=extra)
+
+
+@every
 @pytest.mark.parametrize("m", [0, 1])
 def test_hardly_any_rows(name, m):
-    x, _, weight, bias = operands(NORMS[name], m, 8, torch.bfloat16)
+    x, extra, weight, bias = operands(NORMS[name], m, 8, torch.bfloat16)
     for spec in (Tensorwise(), Block1D()):
         check(NORMS[name], x, weight, bias, spec)
+        check(NORMS[name], x, weight, bias, spec, extra=extra)
 
 
 def test_codes_of_another_shape_are_refused():
@@ -102,6 +114,45 @@ def test_triton_fills_the_same_bytes_for_every_side_and_dtype(name, spec, dtype)
 
 
 @pytest.mark.gpu
+@every
+@pytest.mark.parametrize(("m", "n"), [*WIDTHS, (77, 128), (19, 8192), (3, 8208)])
+def test_triton_fills_the_same_bytes_for_a_sum(name, m, n):
+    for dtype in DTYPES:
+        x, extra, weight, bias = operands(NORMS[name], m, n, dtype, "cuda")
+        for spec in (Tensorwise(), Block1D(), Rowwise()):
+            check(NORMS[name], x, weight, bias, spec, extra=extra)
+
+
+def moved(t, by):
+    """t at an address that is no multiple of 16 bytes."""
+    return torch.cat((t.new_zeros(by), t.reshape(-1)))[by:].view(t.shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["layer", "rms"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [272, 257, 4096])
+def test_triton_fills_the_same_bytes_for_a_sum_of_anything(name, dtype, n):
+    """However x and extra lie in memory, and whatever their values are."""
+    x, extra, weight, bias = operands(NORMS[name], 130, n, dtype, "cuda")
+    for i, value in enumerate(ODD):
+        x[11 * i, 5 * i] = extra[11 * i + 1, 3] = torch.tensor(value).to(dtype)
+    x[120, 1] = extra[120, 1] = torch.finfo(dtype).max
+    x[121, 1], extra[121, 1] = torch.inf, -torch.inf
+    x[122], extra[122] = x[123], -x[123]  # zero
+    x[124] = extra[124] = torch.finfo(dtype).smallest_normal / 4  # subnormal, and so is the sum
+    for spec in (Tensorwise(), Block1D(), Rowwise()):
+        for sides in ("r", "c", "rc"):
+            check(NORMS[name], x, weight, bias, spec, sides, extra=extra)
+        check(NORMS[name], x, weight, bias, spec, extra=x)
+        for a, b in (
+            (moved(x, 1), extra), (x, moved(extra, 3)), (moved(x, 2), moved(extra, 5)), (x.T.contiguous().T, extra),
+            (x, extra[:1].expand(extra.shape)), (torch.cat((x, x), 1)[:, :n], extra), (x[:1], extra[:1]),
+        ):  # fmt: skip
+            check(NORMS[name], a, weight, bias, spec, extra=b)
+
+
+@pytest.mark.gpu
 def test_triton_fills_the_same_bytes_in_every_configuration():
     from octavo.kernels.norm_quantize.triton import CONFIGS
 
@@ -116,5 +167,6 @@ def test_triton_fills_the_same_bytes_in_every_configuration():
 def test_triton_hardly_any_rows():
     for name in NORMS:
         for m in (0, 1):
-            x, _, weight, bias = operands(NORMS[name], m, 8, torch.bfloat16, "cuda")
+            x, extra, weight, bias = operands(NORMS[name], m, 8, torch.bfloat16, "cuda")
             check(NORMS[name], x, weight, bias, Tensorwise())
+            check(NORMS[name], x, weight, bias, Tensorwise(), extra=extra)

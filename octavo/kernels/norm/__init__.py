@@ -9,6 +9,9 @@
 
 Backward takes x again, with the mean and rstd that forward computed, as float32 [M]. With `zero_centered` the weight
 is γ - 1. y and dx have x's dtype. `added` is another gradient of x, which is added to dx before dx is rounded.
+
+A forward with a `Residual` normalises z = x + extra instead of x, and writes z too, in the pass that reads x and extra.
+z is rounded to x's dtype before it is normalised, so that y, mean and rstd are those of z written and then normalised.
 """
 
 from typing import NamedTuple
@@ -32,6 +35,18 @@ class Norm(NamedTuple):
     @property
     def averages(self) -> bool:
         return self.kind != "l2"
+
+
+class Residual(NamedTuple):
+    """What is added to x before the norm, and memory for the sum."""
+
+    extra: Tensor  # [M, N], in x's dtype
+    z: Tensor  # [M, N], contiguous, in x's dtype: x + extra is written to it
+
+
+def summed(x: Tensor, residual: Residual | None) -> Tensor:
+    """Writes the sum in a pass of its own and returns it; returns x if there is nothing to add."""
+    return x if residual is None else torch.add(x, residual.extra, out=residual.z)
 
 
 class Normed(NamedTuple):
@@ -64,12 +79,14 @@ class Gradients(NamedTuple):
     bias: Tensor | None
 
 
-def forward(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Normed:
+def forward(
+    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Residual | None = None
+) -> Normed:
     if x.numel() == 0:
         empty = torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return Normed(y, empty if norm.centers else None, empty.clone())
-    found: Normed = backend.twin(__name__, x).forward(norm, x, weight, bias)
+    found: Normed = backend.twin(__name__, x).forward(norm, x, weight, bias, residual)
     return found
 
 

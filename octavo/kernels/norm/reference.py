@@ -2,11 +2,13 @@
 
 from torch import Tensor
 
-from octavo.kernels.norm import Gradients, Norm, Normed, Statistics, Wanted
+from octavo.kernels.norm import Gradients, Norm, Normed, Residual, Statistics, Wanted, summed
 
 
-def forward(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Normed:
-    wide = x.double()
+def forward(
+    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Residual | None = None
+) -> Normed:
+    wide = summed(x, residual).double()
     mean = wide.mean(1) if norm.centers else None
     centered = wide if mean is None else wide - mean[:, None]
     rstd = (_average(norm, centered * centered) + norm.eps).rsqrt()

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.column_sums import column_sums
-from octavo.kernels.norm import Gradients, Norm, Normed, Statistics, Wanted
+from octavo.kernels.norm import Gradients, Norm, Normed, Residual, Statistics, Wanted, summed
 from octavo.launch import Launch
 from octavo.quant import tile
 from octavo.quant.tile import Variant
@@ -72,20 +72,31 @@ def _store_normed(
     tl.store(y + at, found.to(y.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
 
 
+@triton.jit
+def _sum(v, extra, z, rows, columns, M, N, stride_m, stride_n):
+    """v + extra as z has it, rounded; z is written, at the strides of extra."""
+    found = (v + _load(extra, rows, columns, M, N, stride_m, stride_n)).to(z.dtype.element_ty)
+    at = rows.to(tl.int64)[:, None] * stride_m + columns.to(tl.int64)[None, :] * stride_n
+    tl.store(z + at, found, mask=(rows < M)[:, None] & (columns < N)[None, :])
+    return found.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["writes"])
 def _forward_kernel(
-    x, y, mean_out, rstd_out, weight, bias, M, N, stride_m, stride_n, writes,
+    x, y, mean_out, rstd_out, weight, bias, extra, z, M, N, stride_m, stride_n, writes,
     EPS: tl.constexpr, CENTER: tl.constexpr, AVERAGE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """y is written where `writes` is not zero. That is asked at run time: without the store, rows might be laid out
-    over the threads in another way, and summed in another order."""
+    over the threads in another way, and summed in another order. `extra` and z, of whole rows, lie as x does."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     divisor = tl.cast(N, tl.float32) if AVERAGE else 1.0
     mean = tl.zeros((ROWS,), tl.float32)
     if WHOLE:
         v = _load(x, rows, columns, M, N, stride_m, stride_n)
+        if extra is not None:
+            v = _sum(v, extra, z, rows, columns, M, N, stride_m, stride_n)
         if CENTER:
             mean = tl.div_rn(tl.sum(v, 1), mean + divisor)
         c = _around(v, mean, columns, N, CENTER)
@@ -244,19 +255,43 @@ def constants(norm: Norm) -> dict[str, object]:
     return {"CENTER": norm.centers, "AVERAGE": norm.averages, "ZERO_CENTERED": norm.zero_centered}
 
 
-def forward(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Normed:
+def forward(
+    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Residual | None = None
+) -> Normed:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     mean, rstd = _statistics_of(norm, x)
-    _forward_launch(norm, (*x.shape, *x.stride(), 1))(x, y, mean, rstd, weight, bias)
+    _launch_forward(norm, x, y, mean, rstd, weight, bias, residual, writes=1)
     return Normed(y, mean, rstd)
 
 
-def statistics(norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor | None, Tensor]:
+def statistics(
+    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Residual | None = None
+) -> tuple[Tensor | None, Tensor]:
     """Returns mean and rstd only, to the same bits as `forward`, whose kernel it launches."""
     mean, rstd = _statistics_of(norm, x)
     y = rstd.view(x.dtype)  # the kernel does not write it, but it has the alignment of forward's y
-    _forward_launch(norm, (*x.shape, *x.stride(), 0))(x, y, mean, rstd, weight, bias)
+    _launch_forward(norm, x, y, mean, rstd, weight, bias, residual, writes=0)
     return mean, rstd
+
+
+def _launch_forward(
+    norm: Norm, x: Tensor, y: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None, bias: Tensor | None,
+    residual: Residual | None, writes: int,
+) -> None:  # fmt: skip
+    if residual is None or not _adds(x, residual):
+        x = summed(x, residual)
+        _forward_launch(norm, (*x.shape, *x.stride(), writes))(x, y, mean, rstd, weight, bias, None, None)
+    else:  # at the strides of z, which are those of a fresh tensor: of one row or column, x may have others
+        strides = (x.shape[1], 1)
+        _forward_launch(norm, (*x.shape, *strides, writes))(x, y, mean, rstd, weight, bias, *residual)
+
+
+def _adds(x: Tensor, residual: Residual) -> bool:
+    """Whether the kernel adds: to whole rows, of tensors that lie alike. Other strides or another dtype would lay the
+    rows out over the threads in another way, and sum them in another order."""
+    return x.shape[1] <= MOST and all(
+        [t.shape == x.shape and t.dtype == x.dtype and t.is_contiguous() for t in (x, *residual)]
+    )
 
 
 def _statistics_of(norm: Norm, x: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -364,13 +399,15 @@ def _variants(norm: Norm, n: int, dtype: torch.dtype) -> list[Variant]:
         "ROWS": rows, "COLUMNS": columns, "HEIGHT": PART_HEIGHT,
     }  # fmt: skip
 
-    def variant(name, kernel, warps=warps, added=None, **changed):
-        said, own = {**pointers, **sizes, "added": added}, {**fixed, **changed}
+    def variant(name, kernel, warps=warps, added=None, extra=None, **changed):
+        said, own = {**pointers, **sizes, "added": added, "extra": extra, "z": extra}, {**fixed, **changed}
         signature = {k: said[k] for k in kernel.arg_names if said.get(k) is not None}
         own = {k: own.get(k) for k in kernel.arg_names if k not in signature}
         return Variant(f"{name} {title}", kernel, signature, own, warps, 1)
 
     found = [variant("norm", _forward_kernel)]
+    if weight and n <= MOST:  # octavo/fused/add_norm_linear
+        found.append(variant("norm of a sum", _forward_kernel, extra=kind))
     backward = _backward_kernel if n <= MOST else _long_dx_kernel
     found.append(variant("norm backward", backward))
     if norm.kind == "rms" and dtype != torch.float32:  # octavo/fused/fork_sum

@@ -3,8 +3,9 @@
     forward     y, in x's dtype, into the orientations of `pair`; mean and rstd are returned, for backward
 
 The kernels never write y itself: one launch reads x for the statistics of its rows, another reads it again, tile by
-tile, and writes codes. Codes, scales and observed amaxes have the bits that the norm's own kernel and `fill_pair`
-produce. `fuses` tells which casts do that. All others, and rows in groups, write y and cast it, to the same bits.
+tile, and writes codes. With a `Residual` the first launch adds it and writes the sum, which the second one reads.
+Codes, scales and observed amaxes have the bits that the norm's own kernel and `fill_pair` produce. `fuses` tells which
+casts do that. All others, and rows in groups, write y and cast it, to the same bits.
 """
 
 import torch
@@ -14,7 +15,7 @@ from octavo import backend
 from octavo.errors import UnsupportedShape
 from octavo.kernels import norm as norms
 from octavo.kernels import tile_cast
-from octavo.kernels.norm import Norm
+from octavo.kernels.norm import Norm, Residual
 from octavo.kernels.tile_cast import QTensorPair
 from octavo.quant.quantizer import CastArgs, Quantizer, fill_pair
 
@@ -28,9 +29,11 @@ def fuses(row: Quantizer | None, column: Quantizer | None, given_encode: bool, d
 
 
 def forward(
-    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, pair: QTensorPair, cast_args: CastArgs
-) -> Statistics:
-    """Fills (row, column) of y, to the bits of `fill_pair(norm.forward(norm, x, weight, bias).y, pair, cast_args)`."""
+    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, pair: QTensorPair, cast_args: CastArgs,
+    residual: Residual | None = None,
+) -> Statistics:  # fmt: skip
+    """Fills (row, column) of y, to the bits of
+    `fill_pair(norm.forward(norm, x, weight, bias, residual).y, pair, cast_args)`."""
     m, n = x.shape
     for q, shape in zip(pair, ((m, n), (n, m)), strict=True):
         if q is not None and cast_args.groups is None and (q.rows, q.columns) != shape:
@@ -38,14 +41,15 @@ def forward(
                 f"y is {m} x {n}, so that codes of {shape[0]} x {shape[1]} are filled; got {q!r}. "
                 "Allocate it with proto().empty()."
             )
-    found: Statistics = backend.twin(__name__, x).forward(norm, x, weight, bias, pair, cast_args)
+    found: Statistics = backend.twin(__name__, x).forward(norm, x, weight, bias, pair, cast_args, residual)
     return found
 
 
 def plain_forward(
-    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, pair: QTensorPair, cast_args: CastArgs
-) -> Statistics:
+    norm: Norm, x: Tensor, weight: Tensor | None, bias: Tensor | None, pair: QTensorPair, cast_args: CastArgs,
+    residual: Residual | None = None,
+) -> Statistics:  # fmt: skip
     """Writes y, then casts it."""
-    y, mean, rstd = norms.forward(norm, x, weight, bias)
+    y, mean, rstd = norms.forward(norm, x, weight, bias, residual)
     fill_pair(y, pair, cast_args)
     return mean, rstd

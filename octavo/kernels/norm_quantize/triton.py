@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import tile_cast
-from octavo.kernels.norm import Norm
+from octavo.kernels.norm import Norm, Residual
 from octavo.kernels.norm.triton import normed, statistics
 from octavo.kernels.norm_quantize import Statistics, plain_forward
 from octavo.kernels.tile_cast import QTensorPair
@@ -62,11 +62,14 @@ def forward(
     bias: Tensor | None,
     pair: QTensorPair,
     cast_args: CastArgs,
+    residual: Residual | None = None,
     config: Config | None = None,
 ) -> Statistics:
     if x.numel() == 0 or tile_cast.refusal(pair, cast_args, x.dtype, "the normalised rows"):
-        return plain_forward(norm, x, weight, bias, pair, cast_args)
-    mean, rstd = statistics(norm, x, weight, bias)
+        return plain_forward(norm, x, weight, bias, pair, cast_args, residual)
+    mean, rstd = statistics(norm, x, weight, bias, residual)
+    if residual is not None:
+        x = residual.z
     spec = tile_casts.spec_of(pair)
     sizes = (*x.shape, *x.stride(), *tile_casts.strides(pair))
     _cast_launch(norm.centers, norm.zero_centered, spec, x.dtype, sizes, config or _config(spec))(
