@@ -27,6 +27,7 @@ MODULES = (
     "octavo.kernels.decode.triton",
     "octavo.kernels.gemm.triton",
     "octavo.kernels.column_sums.triton",
+    "octavo.kernels.rotary.triton",
     "octavo.kernels.activation.triton",
     "octavo.kernels.norm.triton",
     "octavo.kernels.activation_quantize.triton",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo import ops
 from octavo.cli.transformer import SwiGLU
+from octavo.kernels.rotary import heads_of
 
 EPS = 1e-5  # of the norms
 TURN = 10000.0  # positions per radian of the slowest pair of channels
@@ -47,16 +48,10 @@ class Size:
 
 
 def rotation(length: int, width: int) -> tuple[Tensor, Tensor]:
-    """Returns factors [T, 1, D] of `rotate`: for a channel itself, and for the other one of its pair."""
+    """Returns factors [T, 1, D] of rotary positions: for a channel itself, and for the other one of its pair."""
     speed = TURN ** (-torch.arange(0, width, 2) / width)
     angle = torch.arange(length)[:, None, None] * speed  # [T, 1, D/2]
     return torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
-
-
-def rotate(x: Tensor, own: Tensor, other: Tensor) -> Tensor:
-    """Rotates pairs of channels of x [B, T, heads, D] by an angle proportional to the position. Channel i and channel
-    i + D/2 are a pair: `roll` swaps them in one kernel, and the signs are in `other`."""
-    return torch.addcmul(x * own, x.roll(x.shape[-1] // 2, -1), other)
 
 
 class RotaryAttention(nn.Module):
@@ -81,13 +76,8 @@ class RotaryAttention(nn.Module):
 
     def heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v, each [B, heads, T, D], q and k rotated."""
-        size = self.size
-        # one split: its gradient is one copy, that of slices would be one of all of qkv for each
-        rows = qkv.view(*qkv.shape[:-1], -1, size.head_width)
-        q, k, v = rows.split((size.heads, size.kv_heads, size.kv_heads), dim=2)  # type: ignore[no-untyped-call]
-        # under autocast the factors stay in float32, and the rows are in a shorter dtype
-        own, other = self.own[: qkv.shape[1]], self.other[: qkv.shape[1]]
-        q, k = (rotate(x, own, other).to(qkv.dtype) for x in (q, k))
+        length = qkv.shape[1]
+        q, k, v = heads_of(qkv, self.own[:length], self.other[:length], self.size.heads, self.size.kv_heads)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 

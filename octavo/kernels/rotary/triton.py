@@ -1,0 +1,123 @@
+"""A program has one position of one sequence: all heads of q, then those of k, and in backward those of v."""
+
+# mypy: allow-untyped-defs, allow-untyped-decorators, no-check-untyped-defs
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from octavo.launch import Launch
+from octavo.quant.tile import Variant
+
+HEADS, WARPS = 8, 4  # heads at a time
+
+
+@triton.jit
+def _turn(
+    x, y, cosine, sine, count, step_x, step_y,
+    HALF: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Rotates `count` heads of x, `step_x` elements apart, to y."""
+    channels = tl.arange(0, WIDE)
+    for first in range(0, count, HEADS):
+        heads = first + tl.arange(0, HEADS)
+        live = (heads < count)[:, None] & (channels < HALF)[None, :]
+        at_x = x + heads[:, None] * step_x + channels[None, :]
+        low = tl.load(at_x, mask=live, other=0.0).to(tl.float32)
+        high = tl.load(at_x + HALF, mask=live, other=0.0).to(tl.float32)
+        at_y = y + heads[:, None] * step_y + channels[None, :]
+        tl.store(at_y, (low * cosine - high * sine).to(y.dtype.element_ty), mask=live)
+        tl.store(at_y + HALF, (high * cosine + low * sine).to(y.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _factors(own, other, t, HALF: tl.constexpr, WIDE: tl.constexpr):
+    channels = tl.arange(0, WIDE)
+    live = channels < HALF
+    cosine = tl.load(own + t * 2 * HALF + channels, mask=live, other=0.0).to(tl.float32)
+    sine = tl.load(other + t * 2 * HALF + HALF + channels, mask=live, other=0.0).to(tl.float32)
+    return cosine[None, :], sine[None, :]
+
+
+@triton.jit
+def _rotate_kernel(
+    qkv, own, other, q, k, T, H, S, HALF: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    cosine, sine = _factors(own, other, row % T, HALF, WIDE)
+    D: tl.constexpr = 2 * HALF
+    at = row.to(tl.int64)
+    x = qkv + at * (H + 2 * S) * D
+    _turn(x, q + at * H * D, cosine, sine, H, D, D, HALF, WIDE, HEADS)
+    _turn(x + H * D, k + at * S * D, cosine, sine, S, D, D, HALF, WIDE, HEADS)
+
+
+@triton.jit
+def _back_kernel(
+    dq, dk, dv, own, other, out, T, H, S, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    HALF: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    b, t = (row // T).to(tl.int64), (row % T).to(tl.int64)
+    cosine, sine = _factors(own, other, row % T, HALF, WIDE)
+    D: tl.constexpr = 2 * HALF
+    y = out + row.to(tl.int64) * (H + 2 * S) * D
+    _turn(dq + b * q_batch + t * q_token, y, cosine, -sine, H, q_head, D, HALF, WIDE, HEADS)
+    _turn(dk + b * k_batch + t * k_token, y + H * D, cosine, -sine, S, k_head, D, HALF, WIDE, HEADS)
+    whole, nothing = cosine * 0 + 1, cosine * 0
+    _turn(dv + b * v_batch + t * v_token, y + (H + S) * D, whole, nothing, S, v_head, D, HALF, WIDE, HEADS)
+
+
+def rotate(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> tuple[Tensor, Tensor]:
+    batch, length, width = qkv.shape
+    channels = width // (heads + 2 * shared)
+    q = torch.empty(batch, length, heads, channels, dtype=qkv.dtype, device=qkv.device)
+    k = torch.empty(batch, length, shared, channels, dtype=qkv.dtype, device=qkv.device)
+    if qkv.numel():
+        _forward(batch * length, length, heads, shared, channels)(qkv, own.contiguous(), other.contiguous(), q, k)
+    return q, k
+
+
+def rotate_back(dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor) -> Tensor:
+    dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
+    batch, length, heads, channels = dq.shape
+    shared = dk.shape[2]
+    out = torch.empty(batch, length, (heads + 2 * shared) * channels, dtype=dq.dtype, device=dq.device)
+    if out.numel():
+        strides = tuple(step for t in (dq, dk, dv) for step in t.stride()[:3])
+        launch = _backward(batch * length, length, heads, shared, channels, strides)
+        launch(dq, dk, dv, own.contiguous(), other.contiguous(), out)
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _forward(rows: int, length: int, heads: int, shared: int, channels: int) -> Launch:
+    return Launch(_rotate_kernel, rows, (length, heads, shared), num_warps=WARPS, **_constants(channels))
+
+
+@lru_cache(maxsize=4096)
+def _backward(
+    rows: int, length: int, heads: int, shared: int, channels: int, strides: tuple[int, ...]
+) -> Launch:  # fmt: skip
+    return Launch(_back_kernel, rows, (length, heads, shared, *strides), num_warps=WARPS, **_constants(channels))
+
+
+def _constants(channels: int) -> dict[str, int]:
+    return {"HALF": channels // 2, "WIDE": triton.next_power_of_2(channels // 2), "HEADS": HEADS}
+
+
+def variants() -> list[Variant]:
+    sizes = {"T": "i32", "H": "i32", "S": "i32"}
+    steps = {f"{x}_{dim}": "i32" for x in "qkv" for dim in ("batch", "token", "head")}
+    found = []
+    for dtype in ("*bf16", "*fp16", "*fp32"):
+        forward = {"qkv": dtype, "own": "*fp32", "other": "*fp32", "q": dtype, "k": dtype, **sizes}
+        back = {"dq": dtype, "dk": dtype, "dv": dtype, "own": "*fp32", "other": "*fp32", "out": dtype, **sizes, **steps}
+        found += [
+            Variant(f"rotation of {dtype}", _rotate_kernel, forward, _constants(128), WARPS),
+            Variant(f"rotation of gradients, {dtype}", _back_kernel, back, _constants(128), WARPS),
+        ]
+    return found

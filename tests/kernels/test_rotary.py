@@ -1,0 +1,74 @@
+"""Rotary positions: the heads of q, k and v against torch's own operations in float64, and their gradients."""
+
+import pytest
+import torch
+
+from octavo.cli.llama import rotation
+from octavo.kernels.rotary import heads_of, rows_of
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+CASES = [(2, 5, 4, 4, 16), (1, 7, 6, 2, 24), (3, 1, 1, 1, 2), (2, 9, 9, 3, 128), (0, 4, 2, 2, 8)]  # B, T, H, S, D
+
+
+def case(sizes, dtype, device):
+    batch, length, heads, shared, channels = sizes
+    torch.manual_seed(0)
+    qkv = torch.randn(batch, length, (heads + 2 * shared) * channels).to(device, dtype).requires_grad_()
+    own, other = (factor.to(device) for factor in rotation(length, channels))
+    return qkv, own, other, heads, shared
+
+
+def exact(qkv, own, other, heads, shared):
+    """The same in float64, pair by pair."""
+    rows = rows_of(qkv.double(), heads + 2 * shared)
+    half = rows.shape[-1] // 2
+    cosine, sine = own[..., :half].double(), other[..., half:].double()
+
+    def turned(x):
+        low, high = x[..., :half], x[..., half:]
+        return torch.cat((low * cosine - high * sine, high * cosine + low * sine), -1)
+
+    q, k, v = rows[:, :, :heads], rows[:, :, heads : heads + shared], rows[:, :, heads + shared :]
+    return turned(q), turned(k), v
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+def test_heads_and_their_gradients_are_those_of_float64(sizes, dtype, device):
+    qkv, *rest = case(sizes, dtype, device)
+    twin = qkv.detach().double().requires_grad_()
+    found, want = heads_of(qkv, *rest), exact(twin, *rest)
+    # of other layouts: as attention's gradients come, of [B, heads, T, D]
+    grads = [torch.randn_like(t.transpose(1, 2).contiguous()).transpose(1, 2) for t in found]
+    torch.autograd.backward(found, grads)
+    torch.autograd.backward(want, [g.double() for g in grads])
+    for got, exactly in zip((*found, qkv.grad), (*want, twin.grad), strict=True):
+        assert got.dtype == dtype and got.shape == exactly.shape
+        error = (got.double() - exactly).abs()
+        assert bool((error <= 1.01 * torch.finfo(dtype).eps * (exactly.abs() / 2 + 4 * torch.finfo(torch.float32).eps)
+                     + 4 * torch.finfo(torch.float32).eps).all())  # fmt: skip
+    assert torch.equal(found[2].double(), want[2]), "v is as it was"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_graph_has_the_same_bits(device):
+    torch._dynamo.reset()
+    call = torch.compile(heads_of, fullgraph=True, backend="aot_eager")
+    for given in (call, heads_of):
+        qkv, *rest = case((2, 5, 4, 2, 16), torch.bfloat16, device)
+        found = given(qkv, *rest)
+        sum(t.float().square().sum() for t in found).backward()
+        if given is call:
+            first = [*found, qkv.grad]
+    assert all(torch.equal(a, b) for a, b in zip(first, [*found, qkv.grad], strict=True))
+
+
+@pytest.mark.gpu
+def test_kernels_have_the_bits_of_the_reference_where_products_are_exact():
+    qkv, own, other, heads, shared = case((2, 33, 8, 4, 64), torch.bfloat16, "cuda")
+    own, other = own.bfloat16(), other.bfloat16()  # products of two bfloat16 are exact in float32
+    found = heads_of(qkv, own, other, heads, shared)
+    want = heads_of(qkv.detach().cpu(), own.cpu(), other.cpu(), heads, shared)
+    for got, reference in zip(found, want, strict=True):
+        assert torch.equal(got.cpu(), reference)
