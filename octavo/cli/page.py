@@ -15,7 +15,9 @@ MODELS = {"gpt": "A GPT", "llama": "A Llama"}
 WHERE = "Native: by the chip; emulated: the same codes, multiplied in bfloat16; reference: in float64."
 NOISE = "After ± is the standard error of the gap over the pieces of the held-out text."
 BAND = "The band is two standard errors of the running mean."
-RANKING = "One run is no ranking: another seed moves the gap of a small model by half a percent."
+RANKING = (
+    "One run is no ranking: another seed moves the gap of a small model by half a percent, after few steps by more."
+)
 NUMERICS = (
     "Means over the sampled steps, each measured by octavo.inspect on a copy of the model. Underflow: values that are "
     "not zero and become zero; saturated, where there are any: values beyond the largest code; SQNR: signal to "

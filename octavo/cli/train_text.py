@@ -28,7 +28,7 @@ def render(report: dict[str, Any]) -> str:
     if any("gap_percent" in run for run in ended):
         parts.append(
             "The gap is how far a loss is above that of bf16; ± is its standard error over the held-out text. "
-            "Another seed moves a gap by half a percent."
+            "Another seed moves a gap by half a percent, after few steps by more."
         )
     if facts["gpu"] is None:
         parts.append("A CPU runs the reference: the same codes and scales as a GPU, GEMMs in float64, not faster.")
