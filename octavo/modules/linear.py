@@ -24,11 +24,11 @@ from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.linear import Config, layer
 from octavo.layers.linear_config import call_key, known_key
 from octavo.lower.call import Stage, call, takes_nodes
+from octavo.modules.agreement import agree
 from octavo.modules.parallel import (
     NOTHING,
     SPLIT,
     Given,
-    agree,
     check_ranks,
     check_rows,
     local_sizes,
@@ -255,7 +255,8 @@ class Linear(SplitLinear, nn.Linear):
         more: dict[str, Any] = {}
         agreed: Parts = ()
         if parallel is not None:
-            letters, agreed = agree(self, parallel, recipe, x, weight, side.settings, grads, as_nodes)
+            values = None if codes else x
+            letters, agreed = agree(self, parallel, recipe, values, weight, side.settings, grads, as_nodes)
             more = {"x_has_columns": len(given.columns) > 0, "agreed": letters}
         key = (call_key if tracing else known_key)(
             self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
@@ -329,7 +330,8 @@ class Linear(SplitLinear, nn.Linear):
             weight = self._own_part("weight")
             assert weight is not None
             check_features(x, weight)
-            check_ranks(self, parallel, self._recipe or self._followed(ambient.recipe), x)
+            recipe = self._recipe or self._followed(ambient.recipe)
+            check_ranks(self, parallel, recipe, x, weight, self._own_part("bias"))
         return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes, Given(parallel))
 
     # -- state dicts -----------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ so that x and w have the codes that one process would give them.
 
 import math
 import zlib
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from octavo.communication.groups import name_of, rank_of, size_of
 from octavo.delayed_scaling.agreed import WHOLE, scales_whole
 from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
 from octavo.lower.call import Stage, call
+from octavo.modules.agreement import largest_of
 from octavo.quant.qtensor import Parts, QTensor
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
@@ -268,7 +268,7 @@ def _cast(
     columns: Parts = ()
     whole = [spec if scales_whole(spec) and (not delayed or measured) else None for spec in (row, column)]
     if each is not None or any([spec is not None for spec in whole]):
-        found = _agreed(layer, parallel, (*whole, None, None), each, x, x, as_nodes)
+        found = largest_of(layer, parallel.group, (*whole, None, None), x, x, as_nodes, each=each)
         agreed = (found[0:1], found[1:2]) if any([spec is not None for spec in whole]) else ()
         columns = (found[4:].view(-1, 1),) if each is not None else ()
     key = f"shard-cast(recipe={recipe.key},has_columns={has_columns},observe='{observe}',measured='{measured}')"
@@ -313,59 +313,6 @@ class GatherAgain(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
-# -- amaxes ------------------------------------------------------------------------------------------------------------
-
-
-def agree(
-    layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: Tensor, settings: dict[str, Any], grads: str,
-    as_nodes: bool,
-) -> tuple[str, Parts]:  # fmt: skip
-    """Return the letters of the operands of a call whose amaxes the ranks agree on, and these amaxes."""
-    quant, delayed, measured = recipe.linear(), recipe.stateful, settings["measured"]
-    specs: list[Quantizer | None] = [None] * 4
-    letters = ""
-    if parallel.mode == "row" and type(x) is not QTensor and (not delayed or "x" in measured):
-        column = quant.wgrad.right if "w" in grads else None
-        specs[:2] = [spec if scales_whole(spec) else None for spec in (quant.fprop.left, column)]
-        letters += "x" if any([spec is not None for spec in specs]) else ""
-    if settings["weight"] == "plain" and (not delayed or "w" in measured):
-        specs[2:] = _weight_specs(recipe)
-        letters += "w" if any([spec is not None for spec in specs[2:]]) else ""
-    if not letters:
-        return "", ()
-    like = weight if type(x) is QTensor or "x" not in letters else x
-    # a held weight has no memory to measure
-    found = _agreed(layer, parallel, specs, None, like, weight if "w" in letters else like, as_nodes)
-    parts = found[0:1], found[1:2], found[2:3], found[3:4]
-    return letters, parts[0 if "x" in letters else 2 : 4 if "w" in letters else 2]
-
-
-def agreed_weight(layer: Any, parallel: Parallel, recipe: Recipe, weight: Tensor, as_nodes: bool) -> Parts:
-    """Return the amaxes of a weight by row and by column, for a cast into a cache; none if it needs none."""
-    specs = _weight_specs(recipe)
-    if not any([spec is not None for spec in specs]) or (recipe.stateful and "w" not in layer._scaling.cold):
-        return ()
-    found = _agreed(layer, parallel, (None, None, *specs), None, weight, weight, as_nodes)
-    return found[2:3], found[3:4]
-
-
-def _weight_specs(recipe: Recipe) -> list[Quantizer | None]:
-    quant = recipe.linear()
-    return [spec if scales_whole(spec) else None for spec in (quant.fprop.right, quant.dgrad.right)]
-
-
-def _agreed(
-    layer: Any, parallel: Parallel, specs: Sequence[Quantizer | None], each: Quantizer | None, x: Tensor,
-    weight: Tensor, as_nodes: bool,
-) -> Tensor:  # fmt: skip
-    """Measure x and a weight, and take the maximum over ranks: x's row and column, w's row and column, x's columns."""
-    fields = zip(("x_row", "x_column", "w_row", "w_column", "each_column"), (*specs, each), strict=True)
-    key = "amaxes(" + ",".join([f"{name}={spec.key}" for name, spec in fields if spec is not None]) + ")"
-    with torch.no_grad():
-        (measured,) = call(Stage("amaxes", key, (weight.detach(),), (), False), x.detach(), as_nodes)[:1]
-        return collectives.largest(measured, parallel.group, layer.where())
-
-
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
@@ -378,7 +325,7 @@ def check_rows(x: Any, where: str) -> None:
         )
 
 
-def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
+def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: Tensor, bias: Tensor | None) -> None:
     """In eager mode, at a layer's first call and on a CPU at each: raise if ranks have different recipes, settings,
     shapes or gradients to compute. gloo ends a process that receives more than it expects. A GPU would have to be
     waited for."""
@@ -391,7 +338,7 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
     layer._ranks_checked = True
     own = (
         f"{recipe.key}, parallel_mode={parallel.mode!r}, sequence_parallel={parallel.sequence}, "
-        f"weight {tuple(layer.weight.shape)}, x {x.dtype} {tuple(x.shape)}{_wanted(layer, parallel, x)}"
+        f"weight {tuple(weight.shape)}, x {x.dtype} {tuple(x.shape)}{_wanted(parallel, x, weight, bias)}"
     )
     digest = torch.tensor([zlib.crc32(own.encode())], dtype=torch.int64, device=x.device)
     found = collectives.gather(digest, parallel.size(), parallel.group, layer.op_describe()).tolist()
@@ -405,11 +352,11 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
         )
 
 
-def _wanted(layer: Any, parallel: Parallel, x: Any) -> str:
+def _wanted(parallel: Parallel, x: Any, weight: Tensor, bias: Tensor | None) -> str:
     """The settings that decide the collectives of a call and its backward: the gradients that are wanted."""
     column, sequence = parallel.mode == "column", parallel.sequence
     wants = {name: torch.is_grad_enabled() and t is not None and t.requires_grad for name, t in
-             (("dx", x), ("dw", layer.weight), ("db", layer.bias))}  # fmt: skip
+             (("dx", x), ("dw", weight), ("db", bias))}  # fmt: skip
     if column and sequence:
         return f", dx={wants['dx']}, dw={wants['dw']}, gather_again={parallel.gather_again}"
     if column:

@@ -240,6 +240,28 @@ def test_a_cached_weight_has_the_same_codes(ranks, recipe, mode, compiled):
         assert equal == [True, True]
 
 
+def _columns_again(group, rank, recipe, compiled):
+    """dx of a layer whose backward makes the weight's column codes again, and of one that keeps them."""
+    made = []
+    for keep in (True, False):
+        torch._dynamo.reset()
+        x, dy, w, b = shards.tensors(outlier=True)
+        layer = octavo.Linear(
+            K, N, dtype=x.dtype, recipe=recipe, parallel_mode="column", tp_group=group, keep_weight_codes=keep
+        )
+        loaded(layer, cut(w, group, 0), cut(b, group, 0))
+        call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        leaf = x.requires_grad_()
+        call(leaf).backward(cut(dy, group, 1).contiguous())
+        made.append(leaf.grad)
+    return torch.equal(*made)
+
+
+@pytest.mark.parametrize(("recipe", "compiled"), [("fp8-current", False), ("fp8-current", True), ("fp8-block", False)])
+def test_column_codes_made_again_are_those_of_forward(ranks, recipe, compiled):
+    assert ranks.run(_columns_again, recipe, compiled, size=2) == [True, True]
+
+
 def _destinations(group, rank, recipe, sequence):
     """dw by autograd, in main_grad, and by backward_dw."""
     made = []

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import octavo
-from octavo.modules import split_linear
+from octavo.modules import grouped_linear, split_linear
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -16,7 +16,8 @@ BACKENDS = ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow))
 @pytest.fixture
 def two_ranks(monkeypatch):
     """A group of two ranks that sends nothing, and layers that do not compare their calls, as in a graph."""
-    monkeypatch.setattr(split_linear, "check_ranks", lambda *call: None)
+    for module in (split_linear, grouped_linear):
+        monkeypatch.setattr(module, "check_ranks", lambda *call: None)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()
