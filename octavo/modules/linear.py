@@ -78,8 +78,8 @@ class Linear(SplitLinear, nn.Linear):
             y. With False x and y are the same on all ranks there.
         tp_group: the ranks: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim). None is the default
             group.
-        gather_again: in a column layer with `sequence_parallel`, keep this rank's codes of x for backward, and gather
-            those of all ranks once more there: less memory, more traffic. Only in eager mode; a graph keeps them.
+        gather_again: in a column layer with `sequence_parallel`, keep this rank's part of x for backward, and gather
+            that of all ranks there: less memory, more traffic. Only in eager mode; a graph keeps all.
         column_blocks: in a column layer, the number of equal blocks of output features that are split each by itself:
             2 before a gated activation, 3 for a projection to q, k and v of equal sizes.
 

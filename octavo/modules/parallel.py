@@ -10,6 +10,7 @@ so that x and w have the codes that one process would give them.
 
 import math
 import zlib
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from octavo.communication.groups import name_of, rank_of, size_of
 from octavo.delayed_scaling.agreed import WHOLE, scales_whole
 from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
 from octavo.lower.call import Stage, call
+from octavo.lower.modified import refuse_modified
 from octavo.modules.agreement import largest_of
 from octavo.quant.qtensor import Parts, QTensor
 from octavo.quant.quantizer import Quantizer
@@ -210,8 +212,13 @@ def gathered(
     size, where = parallel.size(), layer.where()
     collectives.check_rows(x.shape, where)
     rows = math.prod(x.shape[:-1])
+    ranks = size, parallel.group, where
+    again = parallel.gather_again and not as_nodes and trains
     if why_values(recipe, trains, rows):
-        return collectives.all_gather(x, size, parallel.group, where), (), nullcontext()
+        values = collectives.all_gather(x, *ranks)
+        if not again or recipe.linear().wgrad.mode != "high_precision":  # the layer saves no values
+            return values, (), nullcontext()
+        return values, (), GatherAgain(_values_again(x.detach(), values, *ranks))
     has_columns = gather_plan(recipe.key, trains).has_columns
     row_parts, column_parts = _cast(layer, parallel, recipe, x.detach(), has_columns, as_nodes)
     quant = recipe.linear()
@@ -219,16 +226,51 @@ def gathered(
     q = quant.fprop.left.assemble(row_parts, tuple(x.shape), x.dtype)
     token = x if x.requires_grad and torch.is_grad_enabled() else None  # what is gathered is a token of it
     own = QTensor(q.codes, q.scale, q.spec, q.shape, q.dtype, q.global_scale, token=token)
-    whole = collectives.gather_codes(own, size, parallel.group, where)
-    again = parallel.gather_again and not as_nodes and trains
+    whole = collectives.gather_codes(own, *ranks)
     if not has_columns:
-        keep = GatherAgain(layer, parallel, recipe, row_parts, tuple(whole.tensors())) if again else nullcontext()
-        return whole, (), keep
-    if again:
-        return whole, column_parts, GatherAgain(layer, parallel, recipe, column_parts, column_parts)
+        return whole, (), GatherAgain(_rows_again(q, whole, *ranks)) if again else nullcontext()
     spec = quant.wgrad.right
     assert spec is not None
-    return whole, gather_columns(column_parts, spec, size, parallel.group, where), nullcontext()
+    if again:  # the layer saves this rank's codes, which backward replaces by those of all ranks
+        return whole, column_parts, GatherAgain(_columns_again(column_parts, spec, *ranks))
+    return whole, gather_columns(column_parts, spec, *ranks), nullcontext()
+
+
+Again = list[tuple[Tensor, Callable[[], Tensor]]]
+
+
+def _values_again(own: Tensor, whole: Tensor, size: int, group: str, where: str) -> Again:
+    """The rows of all ranks, and how to gather them from this rank's, which are the caller's memory."""
+    version = own._version
+
+    def rows() -> Tensor:
+        if own._version != version:
+            refuse_modified(where, "its x", version, own._version)
+        return collectives.gather(own, size, group, where)
+
+    return [(whole, rows)]
+
+
+def _rows_again(own: QTensor, whole: QTensor, size: int, group: str, where: str) -> Again:
+    """Row codes of all ranks and their scales, and how to gather them from this rank's."""
+
+    def codes() -> Tensor:
+        return collectives.gather(own.codes.view(torch.uint8), size, group, where).view(own.codes.dtype)
+
+    def scale() -> Tensor:
+        if own.spec.block[0] is None:  # one scale for all rows, which the ranks have agreed on
+            return own.scale
+        return collectives.gathered_scales(own.scale, size, group, where)
+
+    return [(whole.codes, codes), (whole.scale, scale)]
+
+
+def _columns_again(own: Parts, spec: Quantizer, size: int, group: str, where: str) -> Again:
+    """This rank's column codes and their scales, and how to gather those of all ranks."""
+    return [
+        (own[0], lambda: gather_column_codes(own[0], size, group, where)),
+        (own[1], lambda: gather_column_scale(own[1], spec, size, group, where)),
+    ]
 
 
 def gather_columns(parts: Parts, spec: Quantizer, size: int, group: str, where: str) -> Parts:
@@ -285,30 +327,20 @@ def _cast(
 
 
 class GatherAgain(torch.autograd.graph.saved_tensors_hooks):
-    """While a layer saves tensors for backward: keeps this rank's codes of x, and gathers those of all ranks when
-    backward asks for them."""
+    """While a layer saves tensors for backward: drops those of all ranks, and gathers them when backward asks."""
 
-    def __init__(self, layer: Any, parallel: Parallel, recipe: Recipe, own: Parts, whole: Parts) -> None:
-        """`own` are this rank's codes and scales; `whole` those that the layer saves: row codes of all ranks, or `own`
-        itself, which are then column codes."""
-        ranks = parallel.size(), parallel.group, layer.where()
-        places = {(t.data_ptr(), t.shape): place for place, t in enumerate(whole[:2])}
-        quant, by_column = recipe.linear(), whole is own
-        spec = quant.wgrad.right if by_column else quant.fprop.left
-        assert spec is not None
+    def __init__(self, again: Sequence[tuple[Tensor, Callable[[], Tensor]]]) -> None:
+        """`again` has the tensors that are not to be kept, and for each a function that gathers it, or another one to
+        take its place, from what this rank keeps."""
+        places = {(t.data_ptr(), t.shape): place for place, (t, _) in enumerate(again)}
+        gathers = [gather for _, gather in again]
 
         def pack(t: Tensor) -> Any:
             place = places.get((t.data_ptr(), t.shape))
             return t if place is None else place
 
         def unpack(kept: Any) -> Tensor:
-            if isinstance(kept, Tensor):
-                return kept
-            if by_column:
-                return gather_column_scale(own[1], spec, *ranks) if kept else gather_column_codes(own[0], *ranks)
-            if kept:
-                return own[1] if spec.block[0] is None else collectives.gathered_scales(own[1], *ranks)
-            return collectives.gather(own[0].view(torch.uint8), *ranks).view(own[0].dtype)
+            return kept if isinstance(kept, Tensor) else gathers[kept]()
 
         super().__init__(pack, unpack)
 

@@ -95,7 +95,10 @@ def compare(plain, split, x):
     assert graphs(*split, x) == graphs(*plain, x)
 
 
-@pytest.mark.parametrize("recipe", SHIPPED)
+SAMPLE = ("fp8-delayed", "fp8-block")
+
+
+@pytest.mark.parametrize("recipe", [r if r in SAMPLE else pytest.param(r, marks=pytest.mark.slow) for r in SHIPPED])
 @pytest.mark.parametrize(("mode", "sequence"), MODES)
 def test_a_linear_is_the_plain_one(group, recipe, mode, sequence):
     plain = linear(recipe)
