@@ -33,7 +33,7 @@ class Config(Value):
 
 class Inputs(NamedTuple):
     x: Tensor  # [rows, K]; any tensor if x is not measured
-    splits: Tensor  # [G]
+    splits: Tensor  # [G]; any tensor [G, ...] if x is not measured
     weight: Tensor  # [G, N, K]; any tensor if the weights are not measured
 
 

@@ -38,6 +38,8 @@ def agree(
     if not letters:
         return "", ()
     like = weight if x is None or "x" not in letters else x
+    if splits is not None and "x" not in letters:
+        splits = weight  # sizes are not read; inside of a run they may be unknown
     # a held weight has no memory to measure
     found = largest_of(layer, parallel.group, specs, like, weight if "w" in letters else like, as_nodes, splits)
     parts = _each(found, 1 if splits is None else splits.shape[0])
@@ -45,15 +47,15 @@ def agree(
 
 
 def agreed_weight(
-    layer: Any, group: str, recipe: Recipe, weight: Tensor, as_nodes: bool, splits: Tensor | None = None
+    layer: Any, group: str, recipe: Recipe, weight: Tensor, as_nodes: bool, of_groups: bool = False
 ) -> Parts:
-    """Return the amaxes of a weight by row and by column, for a cast into a cache; none if it needs none. `splits` of a
-    grouped layer are of any values: the weights have groups of their own."""
+    """Return the amaxes of a weight by row and by column, for a cast into a cache; none if it needs none. `of_groups`:
+    it has a weight for each group."""
     specs = _weight_specs(recipe)
     if not any([spec is not None for spec in specs]) or (recipe.stateful and "w" not in layer._scaling.cold):
         return ()
-    found = largest_of(layer, group, (None, None, *specs), weight, weight, as_nodes, splits)
-    return _each(found, 1 if splits is None else splits.shape[0])[2:]
+    found = largest_of(layer, group, (None, None, *specs), weight, weight, as_nodes, weight if of_groups else None)
+    return _each(found, weight.shape[0] if of_groups else 1)[2:]
 
 
 def largest_of(
@@ -65,7 +67,7 @@ def largest_of(
     fields = zip(("x_row", "x_column", "w_row", "w_column", "each_column"), (*specs, each), strict=True)
     name = "amaxes" if splits is None else "grouped-amaxes"
     key = f"{name}(" + ",".join([f"{field}={spec.key}" for field, spec in fields if spec is not None]) + ")"
-    more = (weight.detach(),) if splits is None else (splits, weight.detach())
+    more = (weight.detach(),) if splits is None else (splits.detach(), weight.detach())
     with torch.no_grad():
         (measured,) = call(Stage(name, key, more, (), False), x.detach(), as_nodes)[:1]
         return collectives.largest(measured, group, layer.where())

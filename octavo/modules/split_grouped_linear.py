@@ -17,7 +17,6 @@ from octavo.recipes import Recipe
 class SplitGroupedLinear(Quantized):
     """A linear layer of groups of which a rank may have a part: collectives stand before and after its node."""
 
-    num_groups: int
     _ranks_checked = False  # whether the ranks were found to call the layer alike
 
     def _stacked_bias(self) -> Tensor | None:
@@ -40,9 +39,7 @@ class SplitGroupedLinear(Quantized):
         parallel = self.split()
         if parallel is None:
             return ()
-        weight = self.whole_weight()
-        splits = torch.zeros(self.num_groups, dtype=torch.int32, device=weight.device)
-        return agreed_weight(self, parallel.group, recipe, weight, as_nodes, splits)
+        return agreed_weight(self, parallel.group, recipe, self.whole_weight(), as_nodes, of_groups=True)
 
     def _bias_of_rows(self, splits: Tensor, scales: Tensor | None, y: Tensor) -> Tensor:
         """Returns the bias of each row's group, zero in the tail; in float32, in which its gradient is summed."""

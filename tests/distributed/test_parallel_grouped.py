@@ -205,6 +205,27 @@ def test_a_row_layer_whose_ranks_agree_on_x_is_no_part_of_a_run(ranks):
         assert error(own[0], right[0]) <= SUMS
 
 
+@octavo.values.register("per-token-rows")
+class PerToken(octavo.recipes.Recipe):
+    """A scale for each row of x, which ranks need not agree on, and one for each weight, which they do."""
+
+    def gemms(self):
+        x, w = octavo.quant.Rowwise(), octavo.quant.Tensorwise()
+        return octavo.recipes.LinearQuant.of(x=(x, x), w=(w, w), dy=(x, x))
+
+
+def _weights_in_a_run(group, rank):
+    """A row layer in a run, whose x is not there yet when ranks agree on its weights."""
+    return _experts(group, rank, "per-token-rows")
+
+
+def test_ranks_agree_on_weights_inside_of_a_run(ranks):
+    right = _weights_in_a_run(None, 0)
+    for own in ranks.run(_weights_in_a_run, size=2):
+        assert own[4] == right[4] != ()
+        assert error(own[0], right[0]) <= SUMS
+
+
 def _refused(group, rank):
     found = []
     x, sizes = torch.ones(ROWS, K, dtype=torch.bfloat16), torch.tensor(SPLITS)
