@@ -5,10 +5,11 @@ looked up at each call, so that one that was destroyed and made again, under the
 """
 
 from typing import TYPE_CHECKING, Any, TypeAlias
+from weakref import ref
 
 import torch.distributed as dist
 
-from octavo._torch.collectives import resolve_process_group
+from octavo._torch.collectives import default_group, is_live, resolve_process_group
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
 
@@ -66,11 +67,25 @@ def process_group(name: str) -> Any:
         ) from error
 
 
+_SIZES: dict[str, tuple["ref[Any]", int]] = {}  # of groups by name, with the group that had this size
+
+
 def size_of(name: str) -> int:
-    """Return the number of ranks; 1 for the default group where torch.distributed is not initialized."""
-    if name == DEFAULT and not _is_initialized():
-        return 1
-    return int(process_group(name).size())
+    """Return the number of ranks; 1 for the default group where torch.distributed is not initialized. A group that is
+    still the same one is not asked again: layers ask at every call."""
+    known = _SIZES.get(name)
+    if name == DEFAULT:
+        group = default_group()
+        if group is None:
+            return 1
+        if known is not None and known[0]() is group:
+            return known[1]
+    elif known is not None and is_live(known[0]()):
+        return known[1]
+    group = process_group(name)
+    size = int(group.size())
+    _SIZES[name] = ref(group), size
+    return size
 
 
 def rank_of(name: str) -> int:

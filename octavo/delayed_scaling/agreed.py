@@ -2,8 +2,8 @@
 
 Two kinds of quantizers derive a scale from a whole tensor: one scale for each tensor, and NVFP4's second level. Where
 ranks have parts of a tensor, they take the maximum of their amaxes before the cast. An operand's agreed amaxes are two
-tensors of one element, for its row and its column codes, each the bits of a float32 as int32: a collective compares
-them so.
+tensors of one element, or of one for each group, for its row and its column codes, each the bits of a float32 as int32:
+a collective compares them so.
 """
 
 from collections.abc import Sequence
@@ -33,21 +33,28 @@ def agreed_amaxes(letter: str, letters: str, agreed: Parts) -> Parts:
 
 
 def agreed_cast(
-    recipe: Recipe, pair: QuantizerPair, part: Sequence[Tensor], agreed: Sequence[Tensor], observed: Tensor | None
-) -> CastArgs:
+    recipe: Recipe, pair: QuantizerPair, part: Sequence[Tensor], agreed: Sequence[Tensor], observed: Tensor | None,
+    of_groups: bool = False,
+) -> CastArgs:  # fmt: skip
     """The arguments of a cast by agreed amaxes. Under delayed scaling they serve until a step has seen an amax."""
     if part:
-        return cast_args(recipe, pair, part, lambda spec, has_seen: number_of(agreed[0]).view(1), observed)
+        return cast_args(recipe, pair, part, lambda spec, has_seen: number_of(agreed[0]).view(-1), observed)
     row, column = pair
-    first = None if row is None else _shaped(agreed[0], row)
+    first = None if row is None else _shaped(agreed[0], row, of_groups)
     if row is column:  # one tensor for both orientations: kernels then write both from one read
         return CastArgs(amax=(first, first), observed=observed)
-    return CastArgs(amax=(first, None if column is None else _shaped(agreed[1], column)), observed=observed)
+    second = None if column is None else _shaped(agreed[1], column, of_groups)
+    return CastArgs(amax=(first, second), observed=observed)
 
 
-def _shaped(amax: Tensor, spec: Quantizer) -> Tensor:
+def _shaped(amax: Tensor, spec: Quantizer, of_groups: bool = False) -> Tensor:
     found = number_of(amax)
-    return found.view(1) if spec.two_level else found.view(1, 1)
+    return found if of_groups else found.view(1) if spec.two_level else found.view(1, 1)
+
+
+def agreed_columns(bits: Tensor | None, spec: Quantizer | None) -> Tensor | None:
+    """The amax of a cast by column, from agreed bits; None if there are none."""
+    return None if bits is None or spec is None else _shaped(bits, spec)
 
 
 def number_of(bits: Tensor) -> Tensor:

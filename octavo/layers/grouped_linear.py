@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
+from octavo.delayed_scaling.agreed import agreed_amaxes, agreed_cast, number_of
 from octavo.delayed_scaling.casts import Amaxes, cast_args, known_scale
 from octavo.errors import UnsupportedShape
 from octavo.kernels import grouped_gemm
@@ -158,6 +159,7 @@ class Inputs(NamedTuple):
     seen: Parts = ()  # delayed, observed: running amaxes [G] of x and w
     x_codes: Parts = ()  # of x given as codes: those of its rows ...
     x_column_codes: Parts = ()  # ... and of its columns, if there are any
+    agreed: Parts = ()  # amaxes [G] that ranks have agreed on, as bits: row's and column's, of x and of w
 
 
 class Buffers(NamedTuple):
@@ -205,6 +207,7 @@ class SavedTensors(NamedTuple):
     dy_seen: Tensor | None
     x_encode: Tensor | None  # delayed multipliers of x's and w's columns, if those are made in backward
     w_encode: Tensor | None
+    w_amax: Tensor | None  # as bits, if ranks have agreed on it and w's columns are made in backward
     start: Tensor  # these five as of octavo.quant.groups.Groups
     block: Tensor
     owner: Tensor
@@ -298,7 +301,7 @@ class GroupedLinearLayer(MatmulLayer):
 
     def refresh(self, config: Config, cast: WeightCast) -> None:
         specs, (number, _, k) = (config.quant.fprop.right, config.quant.dgrad.right), cast.weight.shape
-        matrix, groups = _stacked(cast.weight)
+        matrix, groups = stacked(cast.weight)
         row, column = (
             GroupedTensor(grouped_assemble(spec, parts, number, side, _wide(k), matrix.dtype), groups, side)
             if spec is not None and parts
@@ -306,8 +309,13 @@ class GroupedLinearLayer(MatmulLayer):
             for spec, parts, side in zip(specs, (cast.row, cast.column), ("row", "column"), strict=True)
         )
         cast = cast._replace(scaling=[t.view(number) for t in cast.scaling])
-        arguments = weight_cast_args(config, cast, specs, partial(_amaxes, matrix, groups, None))
-        fill_groups(_aligned(matrix), (row, column), arguments)
+        if cast.agreed:
+            observed = cast.amaxes[0].chunk(2)[1] if cast.amaxes else None
+            arguments = agreed_cast(config.recipe, specs, cast.scaling, cast.agreed, observed, of_groups=True)
+            arguments = arguments._replace(skip=cast.skip)
+        else:
+            arguments = weight_cast_args(config, cast, specs, partial(_amaxes, matrix, groups, None))
+        fill_groups(aligned(matrix), (row, column), arguments)
 
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Saved:
         fresh = Fresh._make(made.fresh)
@@ -318,7 +326,7 @@ class GroupedLinearLayer(MatmulLayer):
             fresh.width,
             inputs.bias if "s" in config.grads else None,
             inputs.scales if "b" in config.grads else None,
-            *saved_scaling(config, inputs.scaling),
+            *saved_scaling(config, inputs.scaling, inputs.agreed),
             fresh.start,
             fresh.block,
             fresh.owner,
@@ -415,8 +423,8 @@ def quantized_x(
     config: Config, inputs: Inputs, x: Tensor, groups: Groups, observed: Tensor | None, source: Tensor | None = None
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
     """Quantize x, or the rows of x that `source` names."""
-    part = inputs.scaling[config.x_scaling]
-    return _quantize(config, x, config.x_pair, groups, part, observed, source=source)
+    part, agreed = inputs.scaling[config.x_scaling], agreed_amaxes("x", config.agreed, inputs.agreed)
+    return _quantize(config, x, config.x_pair, groups, part, observed, source=source, agreed=agreed)
 
 
 def x_buffers(
@@ -464,15 +472,18 @@ def _output(config: Config, inputs: Inputs, x: GroupedTensor | None, w: QTensor 
 
 def _quantize(
     config: Config, x: Tensor, pair: QuantizerPair, groups: Groups, scaling: Sequence[Tensor], observed: Tensor | None,
-    seed: Tensor | None = None, source: Tensor | None = None,
+    seed: Tensor | None = None, source: Tensor | None = None, agreed: Parts = (),
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:  # fmt: skip
     """Quantize x in the orientations of a pair of quantizers, by x's part of `scaling`, one multiplier for each group,
     if that is delayed. `source` names the rows of x."""
     if pair[0] is None and pair[1] is None:
         return None, None
     part = [t.view(groups.number) for t in scaling]
-    arguments = cast_args(config.recipe, pair, part, partial(_amaxes, x, groups, source), observed, seed)
-    return quantize_groups(_aligned(x), *pair, groups, arguments._replace(source=source))
+    if agreed:
+        arguments = agreed_cast(config.recipe, pair, part, agreed, observed, of_groups=True)
+    else:
+        arguments = cast_args(config.recipe, pair, part, partial(_amaxes, x, groups, source), observed, seed)
+    return quantize_groups(aligned(x), *pair, groups, arguments._replace(source=source))
 
 
 def _amaxes(x: Tensor, groups: Groups, source: Tensor | None, spec: Tensorwise, skip: Tensor) -> Tensor:
@@ -482,7 +493,8 @@ def _amaxes(x: Tensor, groups: Groups, source: Tensor | None, spec: Tensorwise, 
     return amax
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
+    """x with zeros in the columns that GEMMs read besides: what casts read."""
     return F.pad(x, (0, -x.shape[-1] % ALIGNED)) if x.shape[-1] % ALIGNED else x
 
 
@@ -505,12 +517,13 @@ def _quantized_weight(config: Config, inputs: Inputs, observed: Tensor | None) -
         return grouped_assemble(spec, inputs.w_row, number, "row", _wide(k), weight.dtype), None
     if config.w_pair[0] is None and config.w_pair[1] is None:
         return None, None
-    matrix, groups = _stacked(weight)
-    row, column = _quantize(config, matrix, config.w_pair, groups, inputs.scaling[config.w_scaling], observed)
+    matrix, groups = stacked(weight)
+    part, agreed = inputs.scaling[config.w_scaling], agreed_amaxes("w", config.agreed, inputs.agreed)
+    row, column = _quantize(config, matrix, config.w_pair, groups, part, observed, agreed=agreed)
     return (None if row is None else row.q), (None if column is None else column.q)
 
 
-def _stacked(weight: Tensor) -> tuple[Tensor, Groups]:
+def stacked(weight: Tensor) -> tuple[Tensor, Groups]:
     """Weights [G, N, K] as rows in groups."""
     number, n, k = weight.shape
     return weight.detach().reshape(number * n, k), equal(number, n, weight.device)
@@ -583,7 +596,7 @@ def x_columns_again(call: Backward, x: Tensor, groups: Groups, source: Tensor) -
     """Make the column codes of the rows of x that `source` names, as forward would have made them."""
     encode = call.kept.x_encode
     arguments = CastArgs(encode=None if encode is None else encode.view(groups.number), source=source)
-    column = quantize_groups(_aligned(x), None, call.config.quant.wgrad.right, groups, arguments)[1]
+    column = quantize_groups(aligned(x), None, call.config.quant.wgrad.right, groups, arguments)[1]
     assert column is not None
     return column
 
@@ -612,7 +625,7 @@ def quantized_dy(
     codes = row, _dy_columns(config, kept.dy_buffers, groups)
     part = [t.view(groups.number) for t in scaling]
     arguments = cast_args(config.recipe, pair, part, partial(_amaxes, dy, groups, None), observed, seed)
-    fill_groups(_aligned(dy), codes, arguments)
+    fill_groups(aligned(dy), codes, arguments)
     return codes
 
 
@@ -697,9 +710,10 @@ def _weight_columns(config: Config, kept: Saved, number: int, height: int, k: in
     if config.kept_w != "again":
         return _saved_columns(spec, kept.w, number, _wide(k), dtype)
     assert kept.w_codes is not None
-    matrix, groups = _stacked(kept.w_codes)
+    matrix, groups = stacked(kept.w_codes)
     encode = None if kept.w_encode is None else kept.w_encode.view(number)
-    _, column = quantize_groups(_aligned(matrix), None, spec, groups, CastArgs(encode=encode))
+    amax = None if kept.w_amax is None else number_of(kept.w_amax)
+    _, column = quantize_groups(aligned(matrix), None, spec, groups, CastArgs((None, amax), encode))
     assert column is not None
     return column.q
 

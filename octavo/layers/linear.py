@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.operators import unsafe_view
-from octavo.delayed_scaling.agreed import agreed_amaxes, agreed_cast
+from octavo.delayed_scaling.agreed import agreed_amaxes, agreed_cast, agreed_columns
 from octavo.delayed_scaling.casts import Amaxes, cast_args, known_scale
 from octavo.kernels.column_sums import column_sums
 from octavo.kernels.gemm import product
@@ -110,6 +110,7 @@ class SavedTensors(NamedTuple):
     dy_seen: Tensor | None = None
     x_encode: Tensor | None = None  # delayed multipliers of x's and w's columns, if those are made in backward
     w_encode: Tensor | None = None
+    w_amax: Tensor | None = None  # as bits, if ranks have agreed on it and w's columns are made in backward
     dy_buffer: Tensor | None = None  # for a deferred dw in a graph: dy itself, or its codes and the rest
     dy_buffer_1: Tensor | None = None
     dy_buffer_2: Tensor | None = None
@@ -209,7 +210,7 @@ class LinearLayer(MatmulLayer):
         return Saved(
             *saved_operands(config, given, fresh),
             fresh.width,
-            *saved_scaling(config, inputs.scaling),
+            *saved_scaling(config, inputs.scaling, inputs.agreed),
             *made.extras[config.dy_buffer_extras],
         )
 
@@ -464,7 +465,7 @@ def input_gradient(call: Backward, dy: Any, row: QTensor | None) -> Tensor:
     if config.kept_w == "plain":
         right = codes.to(dy.dtype).T
     elif config.kept_w == "again":
-        right = _columns_again(config, codes, kept.w_encode)
+        right = _columns_again(config, codes, kept.w_encode, kept.w_amax)
     elif config.kept_w == "row":
         assert config.quant.fprop.right is not None
         shape = (n, _columns_of(kept, codes))
@@ -477,9 +478,10 @@ def input_gradient(call: Backward, dy: Any, row: QTensor | None) -> Tensor:
     return dx if len(dy.shape) == 2 else dx.view(*dy.shape[:-1], dx.shape[-1])
 
 
-def _columns_again(config: Config, weight: Tensor, encode: Tensor | None) -> QTensor:
-    """Make the weight's column codes that forward would have made."""
-    _, column = quantize_pair(weight, None, config.quant.dgrad.right, CastArgs(encode=encode))
+def _columns_again(config: Config, weight: Tensor, encode: Tensor | None, bits: Tensor | None) -> QTensor:
+    """Make the weight's column codes that forward would have made; `bits` are of the amax that ranks agreed on."""
+    spec = config.quant.dgrad.right
+    _, column = quantize_pair(weight, None, spec, CastArgs((None, agreed_columns(bits, spec)), encode))
     assert column is not None
     return column
 

@@ -60,6 +60,7 @@ class LinearSettings(Value):
     deferred_wgrad: str = ""
     x_columns: str = "forward"  # or "backward": a fused operation makes x's column codes again for dw
     recompute_w_columns: bool = False  # in backward, from the weight itself: one more read, and nothing kept
+    agreed: str = ""  # letters of "xw": their amaxes are given, row's and column's each; ranks have agreed on them
 
     def validate(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]  # registered, it is a dataclass
@@ -205,7 +206,6 @@ class Config(LinearSettings):
     x: str = "plain"  # or "codes"
     x_has_columns: bool = False  # the codes are there in both orientations
     quantize_output: bool = False
-    agreed: str = ""  # letters of "xw": their amaxes are given, row's and column's each; ranks have agreed on them
 
     @cached_property
     def casts_x(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.delayed_scaling.agreed import agreed_amaxes
 from octavo.delayed_scaling.casts import Measure, W, X, cast_args
 from octavo.layers.contract import WeightCast, WeightLayer
 from octavo.layers.linear_config import LinearSettings
@@ -156,12 +157,16 @@ def saved_operands(config: LinearSettings, inputs: Any, fresh: Any) -> tuple[Any
     return *x, *w
 
 
-def saved_scaling(config: LinearSettings, scaling: Parts) -> tuple[Any, Any, Any, Any]:
-    """Four fields: dy's part of `scaling`, and the multipliers of x's and w's columns, if backward makes those."""
+def saved_scaling(config: LinearSettings, scaling: Parts, agreed: Parts) -> tuple[Any, Any, Any, Any, Any]:
+    """Five fields: dy's part of `scaling`, and if backward makes x's and w's columns, their multipliers, and w's amax
+    if ranks have agreed on it."""
     encode, seen = (*scaling[config.dy_scaling], None, None)[:2]
     makes_x = scaling and config.x_columns == "backward" and "w" in config.grads
     makes_w = scaling and config.kept_w == "again"
-    return encode, seen, scaling[X] if makes_x else None, scaling[W] if makes_w else None
+    amaxes = agreed_amaxes("w", config.agreed, agreed) if config.kept_w == "again" else ()
+    return (
+        encode, seen, scaling[X] if makes_x else None, scaling[W] if makes_w else None, amaxes[1] if amaxes else None,
+    )  # fmt: skip
 
 
 def weight_cast_args(config: LinearSettings, cast: WeightCast, pair: QuantizerPair, measure: Measure) -> CastArgs:

@@ -53,6 +53,7 @@ from octavo.layers import (
     chain,
     coded_activation,
     fork,
+    grouped_amaxes,
     grouped_linear,
     linear,
     norm,
@@ -78,8 +79,8 @@ from octavo.quant.qtensor import Join
 
 # imported so that plans find them by name
 _KNOWN = (
-    activation, add, amaxes, chain, coded_activation, fork, grouped_linear, linear, norm, permute, permute_probs,
-    rounding, router_logits, shard_cast, token_sort, unpermute,
+    activation, add, amaxes, chain, coded_activation, fork, grouped_amaxes, grouped_linear, linear, norm, permute,
+    permute_probs, rounding, router_logits, shard_cast, token_sort, unpermute,
 )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import claim, is_captured, is_inside_operator, is_static, is_watched
 from octavo.ambient import ambient
-from octavo.communication import collectives
 from octavo.communication.groups import Group
+from octavo.delayed_scaling.agreed import scales_whole
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
 from octavo.fuser.inputs import arrived, check_input, check_weight
@@ -24,8 +24,10 @@ from octavo.layers.linear_config import call_key
 from octavo.lower.call import Stage, call, takes_nodes
 from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.memory import joined_rows
-from octavo.modules.parallel import SPLIT, Parallel, local_sizes, own_part, parallel_of
-from octavo.modules.quantized import Quantized, outside, wanted
+from octavo.modules.agreement import agree
+from octavo.modules.parallel import SPLIT, check_ranks, local_sizes, own_part, parallel_of
+from octavo.modules.quantized import outside, wanted
+from octavo.modules.split_grouped_linear import SplitGroupedLinear
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import MAX_GROUPS, split
@@ -37,7 +39,7 @@ from octavo.weights.held import HeldWeight, linked_token, parameter
 from octavo.wgrad.refusals import graph_refusal
 
 
-class GroupedLinear(Quantized):
+class GroupedLinear(SplitGroupedLinear):
     """One linear layer for each group of rows: y[g] = x[g] · W[g]ᵀ + b[g]. Experts of a mixture are the usual groups.
 
     The caller packs the rows of all groups in one tensor, one group after the other, and passes the number of rows of
@@ -69,7 +71,7 @@ class GroupedLinear(Quantized):
         parallel_mode: how the weights are split over the ranks of `tp_group`: "column" gives each rank a part of the
             output features of every group, "row" a part of the input features and of x's. The sizes above are those of
             the whole layer. All ranks have the same rows and groups; y of a row layer and dx of a column layer are
-            summed over ranks. Each rank scales its own part.
+            summed over ranks.
         tp_group: the ranks: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim). None is the default
             group.
         column_blocks: in a column layer, the number of equal blocks of output features that are split each by itself:
@@ -242,8 +244,12 @@ class GroupedLinear(Quantized):
         return isinstance(config, Config)
 
     def why_not_fusible(self, x: Any) -> str:
-        if self.op_ends_run() and self._bias_names:
-            return SPLIT  # its bias, of each row's group, is added after the sum
+        if self.op_ends_run():
+            if self._bias_names:
+                return SPLIT  # its bias, of each row's group, is added after the sum
+            recipe = self._recipe or self._followed(ambient.recipe)
+            if scales_whole(recipe.linear().fprop.left) and (not recipe.stateful or "x" in self._scaling.cold):
+                return SPLIT  # the ranks agree on the amaxes of x before it is cast
         if x.dim() != 2:
             return "x has other than two dims, and a run of grouped layers takes rows"
         if torch.compiler.is_compiling():
@@ -271,6 +277,8 @@ class GroupedLinear(Quantized):
         splits = splits_on(weights[0].device, extras[0], self.num_groups)
         scales = self._bias_scales(extras[1] if len(extras) > 1 else None, x)
         buffers = CallersMemory(kwargs.get("out"), kwargs.get("dgrad_out"))
+        if has_shape(x):
+            self._check_ranks(x, weights[0])
         return self._stage(x, weights, splits, scales, buffers, kwargs.get("is_first_microbatch"), as_nodes)
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -350,6 +358,7 @@ class GroupedLinear(Quantized):
         parallel = self.split()
         if parallel is not None:
             self._check_split(parallel, out, dgrad_out, dy_codes)
+            self._check_ranks(rows, weights[0])
             rows = self.op_begin(rows)
         # fake and meta tensors have shapes only
         shapes_only = isinstance(rows, FakeTensor) or rows.is_meta
@@ -370,38 +379,12 @@ class GroupedLinear(Quantized):
                 y = (y + self._bias_of_rows(splits, scales, y)).to(y.dtype)
         return y if y.dim() == len(shape) else y.view(shape)
 
-    # -- split over ranks ------------------------------------------------------------------------------------------
-
-    def op_begin(self, x: Any) -> Any:
-        parallel = self.split()
-        if parallel is None or parallel.mode == "row" or not (x.requires_grad and torch.is_grad_enabled()):
-            return x
-        return collectives.copy(x, parallel.group, self.where())
-
-    def op_finish(self, y: Tensor) -> Tensor:
-        parallel = self.split()
-        if parallel is None or parallel.mode == "column":
-            return y
-        return collectives.all_reduce(y, parallel.group, self.where())
-
-    def _bias_of_rows(self, splits: Tensor, scales: Tensor | None, y: Tensor) -> Tensor:
-        """Returns the bias of each row's group, zero in the tail; in float32, in which its gradient is summed."""
-        bias = self._stacked_bias()
-        assert bias is not None
-        ends = splits.cumsum(0)
-        group = torch.searchsorted(ends, torch.arange(y.shape[0], device=y.device, dtype=ends.dtype), right=True)
-        rows = torch.cat([bias, bias.new_zeros(1, bias.shape[1])]).float()[group]
-        return rows if scales is None else rows * scales[:, None].float()
-
-    def _check_split(self, parallel: Parallel, out: Any, dgrad_out: Any, dy_codes: Any) -> None:
-        """Raises for memory and codes of the caller's that a layer cannot use whose y or dx is summed over ranks."""
-        given = (("dgrad_out", dgrad_out),) if parallel.mode == "column" else (("out", out), ("dy_codes", dy_codes))
-        for name, value in given:
-            if value is not None:
-                raise UnsupportedConfig(
-                    f"{self.op_describe()}: {name} is memory of one rank, and a {parallel.mode} layer sums over ranks "
-                    "after it has written. Leave it out."
-                )
+    def _check_ranks(self, rows: Any, weight: Tensor) -> None:
+        """Raises if other ranks call the layer in another way."""
+        if (parallel := self.split()) is not None:
+            recipe = self._recipe or self._allowed(self._followed(ambient.recipe))
+            bias = getattr(self, self._bias_names[0]) if self._bias_names else None
+            check_ranks(self, parallel, recipe, rows, weight, bias)
 
     def _stage(
         self, x: Tensor, weights: Sequence[Any], splits: Tensor, scales: Tensor | None, buffers: "CallersMemory",
@@ -415,6 +398,12 @@ class GroupedLinear(Quantized):
         self._check_buffers(x, grads, buffers.out, buffers.dgrad_out)
         side = self._weight_side(recipe, weights, grads, is_first_microbatch, as_nodes, len(codes.row) > 0)
         given: dict[str, Any] = {"x": "codes", "x_has_columns": len(codes.column) > 0} if codes.row else {}
+        agreed: Parts = ()
+        if (parallel := self.split()) is not None:
+            values = None if codes.row else x
+            given["agreed"], agreed = agree(
+                self, parallel, recipe, values, weight, side.settings, grads, as_nodes, splits
+            )
         key = call_key(
             self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
             bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype],
@@ -428,7 +417,7 @@ class GroupedLinear(Quantized):
         watched = weights if joined and self.LAYER.config(key).kept_w in ("plain", "again") else ()
         weight = weight.detach() if side.elsewhere else weight
         return Stage(
-            self.NAME, key, (weight, bias, splits, scales, None, *side.inputs, *codes),
+            self.NAME, key, (weight, bias, splits, scales, None, *side.inputs, *codes, agreed),
             (*side.buffers, buffers.dgrad_out, buffers.dy_codes), grads != "", self.out_features,
             anchored=side.elsewhere, watched=watched, out=buffers.out,
             after=self._after(key, codes.column or codes.row) if side.has_extras else None,

@@ -24,11 +24,11 @@ from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.linear import Config, layer
 from octavo.layers.linear_config import call_key, known_key
 from octavo.lower.call import Stage, call, takes_nodes
+from octavo.modules.agreement import agree
 from octavo.modules.parallel import (
     NOTHING,
     SPLIT,
     Given,
-    agree,
     check_ranks,
     check_rows,
     local_sizes,
@@ -78,8 +78,8 @@ class Linear(SplitLinear, nn.Linear):
             y. With False x and y are the same on all ranks there.
         tp_group: the ranks: a ProcessGroup, its name, a DeviceMesh of one dim or (mesh, dim). None is the default
             group.
-        gather_again: in a column layer with `sequence_parallel`, keep this rank's codes of x for backward, and gather
-            those of all ranks once more there: less memory, more traffic. Only in eager mode; a graph keeps them.
+        gather_again: in a column layer with `sequence_parallel`, keep this rank's part of x for backward, and gather
+            that of all ranks there: less memory, more traffic. Only in eager mode; a graph keeps all.
         column_blocks: in a column layer, the number of equal blocks of output features that are split each by itself:
             2 before a gated activation, 3 for a projection to q, k and v of equal sizes.
 
@@ -255,7 +255,8 @@ class Linear(SplitLinear, nn.Linear):
         more: dict[str, Any] = {}
         agreed: Parts = ()
         if parallel is not None:
-            letters, agreed = agree(self, parallel, recipe, x, weight, side.settings, grads, as_nodes)
+            values = None if codes else x
+            letters, agreed = agree(self, parallel, recipe, values, weight, side.settings, grads, as_nodes)
             more = {"x_has_columns": len(given.columns) > 0, "agreed": letters}
         key = (call_key if tracing else known_key)(
             self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
@@ -328,7 +329,8 @@ class Linear(SplitLinear, nn.Linear):
             weight = self._own_part("weight")
             assert weight is not None
             check_features(x, weight)
-            check_ranks(self, parallel, self._recipe or self._followed(ambient.recipe), x)
+            recipe = self._recipe or self._followed(ambient.recipe)
+            check_ranks(self, parallel, recipe, x, weight, self._own_part("bias"))
         return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes, Given(parallel))
 
     # -- state dicts -----------------------------------------------------------------------------------------------

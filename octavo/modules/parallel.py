@@ -10,7 +10,7 @@ so that x and w have the codes that one process would give them.
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ from octavo.communication.groups import name_of, rank_of, size_of
 from octavo.delayed_scaling.agreed import WHOLE, scales_whole
 from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
 from octavo.lower.call import Stage, call
+from octavo.lower.modified import refuse_modified
+from octavo.modules.agreement import largest_of
 from octavo.quant.qtensor import Parts, QTensor
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import Recipe
@@ -210,8 +212,13 @@ def gathered(
     size, where = parallel.size(), layer.where()
     collectives.check_rows(x.shape, where)
     rows = math.prod(x.shape[:-1])
+    ranks = size, parallel.group, where
+    again = parallel.gather_again and not as_nodes and trains
     if why_values(recipe, trains, rows):
-        return collectives.all_gather(x, size, parallel.group, where), (), nullcontext()
+        values = collectives.all_gather(x, *ranks)
+        if not again or recipe.linear().wgrad.mode != "high_precision":  # the layer saves no values
+            return values, (), nullcontext()
+        return values, (), GatherAgain(_values_again(x.detach(), values, *ranks))
     has_columns = gather_plan(recipe.key, trains).has_columns
     row_parts, column_parts = _cast(layer, parallel, recipe, x.detach(), has_columns, as_nodes)
     quant = recipe.linear()
@@ -219,16 +226,51 @@ def gathered(
     q = quant.fprop.left.assemble(row_parts, tuple(x.shape), x.dtype)
     token = x if x.requires_grad and torch.is_grad_enabled() else None  # what is gathered is a token of it
     own = QTensor(q.codes, q.scale, q.spec, q.shape, q.dtype, q.global_scale, token=token)
-    whole = collectives.gather_codes(own, size, parallel.group, where)
-    again = parallel.gather_again and not as_nodes and trains
+    whole = collectives.gather_codes(own, *ranks)
     if not has_columns:
-        keep = GatherAgain(layer, parallel, recipe, row_parts, tuple(whole.tensors())) if again else nullcontext()
-        return whole, (), keep
-    if again:
-        return whole, column_parts, GatherAgain(layer, parallel, recipe, column_parts, column_parts)
+        return whole, (), GatherAgain(_rows_again(q, whole, *ranks)) if again else nullcontext()
     spec = quant.wgrad.right
     assert spec is not None
-    return whole, gather_columns(column_parts, spec, size, parallel.group, where), nullcontext()
+    if again:  # the layer saves this rank's codes, which backward replaces by those of all ranks
+        return whole, column_parts, GatherAgain(_columns_again(column_parts, spec, *ranks))
+    return whole, gather_columns(column_parts, spec, *ranks), nullcontext()
+
+
+Again = list[tuple[Tensor, Callable[[], Tensor]]]
+
+
+def _values_again(own: Tensor, whole: Tensor, size: int, group: str, where: str) -> Again:
+    """The rows of all ranks, and how to gather them from this rank's, which are the caller's memory."""
+    version = own._version
+
+    def rows() -> Tensor:
+        if own._version != version:
+            refuse_modified(where, "its x", version, own._version)
+        return collectives.gather(own, size, group, where)
+
+    return [(whole, rows)]
+
+
+def _rows_again(own: QTensor, whole: QTensor, size: int, group: str, where: str) -> Again:
+    """Row codes of all ranks and their scales, and how to gather them from this rank's."""
+
+    def codes() -> Tensor:
+        return collectives.gather(own.codes.view(torch.uint8), size, group, where).view(own.codes.dtype)
+
+    def scale() -> Tensor:
+        if own.spec.block[0] is None:  # one scale for all rows, which the ranks have agreed on
+            return own.scale
+        return collectives.gathered_scales(own.scale, size, group, where)
+
+    return [(whole.codes, codes), (whole.scale, scale)]
+
+
+def _columns_again(own: Parts, spec: Quantizer, size: int, group: str, where: str) -> Again:
+    """This rank's column codes and their scales, and how to gather those of all ranks."""
+    return [
+        (own[0], lambda: gather_column_codes(own[0], size, group, where)),
+        (own[1], lambda: gather_column_scale(own[1], spec, size, group, where)),
+    ]
 
 
 def gather_columns(parts: Parts, spec: Quantizer, size: int, group: str, where: str) -> Parts:
@@ -266,7 +308,7 @@ def _cast(
     columns: Parts = ()
     whole = [spec if scales_whole(spec) and (not delayed or measured) else None for spec in (row, column)]
     if each is not None or any([spec is not None for spec in whole]):
-        found = _agreed(layer, parallel, (*whole, None, None), each, x, x, as_nodes)
+        found = largest_of(layer, parallel.group, (*whole, None, None), x, x, as_nodes, each=each)
         agreed = (found[0:1], found[1:2]) if any([spec is not None for spec in whole]) else ()
         columns = (found[4:].view(-1, 1),) if each is not None else ()
     key = f"shard-cast(recipe={recipe.key},has_columns={has_columns},observe={observe},measured='{measured}')"
@@ -281,85 +323,22 @@ def _cast(
 
 
 class GatherAgain(torch.autograd.graph.saved_tensors_hooks):
-    """While a layer saves tensors for backward: keeps this rank's codes of x, and gathers those of all ranks when
-    backward asks for them."""
+    """While a layer saves tensors for backward: drops those of all ranks, and gathers them when backward asks."""
 
-    def __init__(self, layer: Any, parallel: Parallel, recipe: Recipe, own: Parts, whole: Parts) -> None:
-        """`own` are this rank's codes and scales; `whole` those that the layer saves: row codes of all ranks, or `own`
-        itself, which are then column codes."""
-        ranks = parallel.size(), parallel.group, layer.where()
-        places = {(t.data_ptr(), t.shape): place for place, t in enumerate(whole[:2])}
-        quant, by_column = recipe.linear(), whole is own
-        spec = quant.wgrad.right if by_column else quant.fprop.left
-        assert spec is not None
+    def __init__(self, again: Sequence[tuple[Tensor, Callable[[], Tensor]]]) -> None:
+        """`again` has the tensors that are not to be kept, and for each a function that gathers it, or another one to
+        take its place, from what this rank keeps."""
+        places = {(t.data_ptr(), t.shape): place for place, (t, _) in enumerate(again)}
+        gathers = [gather for _, gather in again]
 
         def pack(t: Tensor) -> Any:
             place = places.get((t.data_ptr(), t.shape))
             return t if place is None else place
 
         def unpack(kept: Any) -> Tensor:
-            if isinstance(kept, Tensor):
-                return kept
-            if by_column:
-                return gather_column_scale(own[1], spec, *ranks) if kept else gather_column_codes(own[0], *ranks)
-            if kept:
-                return own[1] if spec.block[0] is None else collectives.gathered_scales(own[1], *ranks)
-            return collectives.gather(own[0].view(torch.uint8), *ranks).view(own[0].dtype)
+            return kept if isinstance(kept, Tensor) else gathers[kept]()
 
         super().__init__(pack, unpack)
-
-
-# -- amaxes ------------------------------------------------------------------------------------------------------------
-
-
-def agree(
-    layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: Tensor, settings: dict[str, Any], grads: str,
-    as_nodes: bool,
-) -> tuple[str, Parts]:  # fmt: skip
-    """Return the letters of the operands of a call whose amaxes the ranks agree on, and these amaxes."""
-    quant, delayed, measured = recipe.linear(), recipe.stateful, settings["measured"]
-    specs: list[Quantizer | None] = [None] * 4
-    letters = ""
-    if parallel.mode == "row" and type(x) is not QTensor and (not delayed or "x" in measured):
-        column = quant.wgrad.right if "w" in grads else None
-        specs[:2] = [spec if scales_whole(spec) else None for spec in (quant.fprop.left, column)]
-        letters += "x" if any([spec is not None for spec in specs]) else ""
-    if settings["weight"] == "plain" and (not delayed or "w" in measured):
-        specs[2:] = _weight_specs(recipe)
-        letters += "w" if any([spec is not None for spec in specs[2:]]) else ""
-    if not letters:
-        return "", ()
-    like = weight if type(x) is QTensor or "x" not in letters else x
-    # a held weight has no memory to measure
-    found = _agreed(layer, parallel, specs, None, like, weight if "w" in letters else like, as_nodes)
-    parts = found[0:1], found[1:2], found[2:3], found[3:4]
-    return letters, parts[0 if "x" in letters else 2 : 4 if "w" in letters else 2]
-
-
-def agreed_weight(layer: Any, parallel: Parallel, recipe: Recipe, weight: Tensor, as_nodes: bool) -> Parts:
-    """Return the amaxes of a weight by row and by column, for a cast into a cache; none if it needs none."""
-    specs = _weight_specs(recipe)
-    if not any([spec is not None for spec in specs]) or (recipe.stateful and "w" not in layer._scaling.cold):
-        return ()
-    found = _agreed(layer, parallel, (None, None, *specs), None, weight, weight, as_nodes)
-    return found[2:3], found[3:4]
-
-
-def _weight_specs(recipe: Recipe) -> list[Quantizer | None]:
-    quant = recipe.linear()
-    return [spec if scales_whole(spec) else None for spec in (quant.fprop.right, quant.dgrad.right)]
-
-
-def _agreed(
-    layer: Any, parallel: Parallel, specs: Sequence[Quantizer | None], each: Quantizer | None, x: Tensor,
-    weight: Tensor, as_nodes: bool,
-) -> Tensor:  # fmt: skip
-    """Measure x and a weight, and take the maximum over ranks: x's row and column, w's row and column, x's columns."""
-    fields = zip(("x_row", "x_column", "w_row", "w_column", "each_column"), (*specs, each), strict=True)
-    key = "amaxes(" + ",".join([f"{name}={spec.key}" for name, spec in fields if spec is not None]) + ")"
-    with torch.no_grad():
-        (measured,) = call(Stage("amaxes", key, (weight.detach(),), (), False), x.detach(), as_nodes)[:1]
-        return collectives.largest(measured, parallel.group, layer.where())
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -374,7 +353,7 @@ def check_rows(x: Any, where: str) -> None:
         )
 
 
-def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
+def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: Tensor, bias: Tensor | None) -> None:
     """In eager mode, at a layer's first call and on a CPU at each: raise if ranks have different recipes, settings,
     shapes or gradients to compute. gloo ends a process that receives more than it expects. A GPU would have to be
     waited for."""
@@ -387,7 +366,7 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
     layer._ranks_checked = True
     own = (
         f"{recipe.key}, parallel_mode={parallel.mode!r}, sequence_parallel={parallel.sequence}, "
-        f"weight {tuple(layer.weight.shape)}, x {x.dtype} {tuple(x.shape)}{_wanted(layer, parallel, x)}"
+        f"weight {tuple(weight.shape)}, x {x.dtype} {tuple(x.shape)}{_wanted(parallel, x, weight, bias)}"
     )
     digest = torch.tensor([zlib.crc32(own.encode())], dtype=torch.int64, device=x.device)
     found = collectives.gather(digest, parallel.size(), parallel.group, layer.op_describe()).tolist()
@@ -401,11 +380,11 @@ def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any) -> None:
         )
 
 
-def _wanted(layer: Any, parallel: Parallel, x: Any) -> str:
+def _wanted(parallel: Parallel, x: Any, weight: Tensor, bias: Tensor | None) -> str:
     """The settings that decide the collectives of a call and its backward: the gradients that are wanted."""
     column, sequence = parallel.mode == "column", parallel.sequence
     wants = {name: torch.is_grad_enabled() and t is not None and t.requires_grad for name, t in
-             (("dx", x), ("dw", layer.weight), ("db", layer.bias))}  # fmt: skip
+             (("dx", x), ("dw", weight), ("db", bias))}  # fmt: skip
     if column and sequence:
         return f", dx={wants['dx']}, dw={wants['dw']}, gather_again={parallel.gather_again}"
     if column:

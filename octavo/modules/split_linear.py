@@ -12,10 +12,10 @@ from octavo.communication.groups import Group
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS
 from octavo.fuser.inputs import check_weight
+from octavo.modules.agreement import agreed_weight
 from octavo.modules.parallel import (
     Given,
     Parallel,
-    agreed_weight,
     check_ranks,
     check_rows,
     gathered,
@@ -67,7 +67,7 @@ class SplitLinear(Quantized):
             )
         if not column and parallel.sequence:
             collectives.check_divides(x.shape, size, where)
-        check_ranks(self, parallel, recipe, x)
+        check_ranks(self, parallel, recipe, x, weight, bias)
         columns: Parts = ()
         again: Any = nullcontext()
         if column and parallel.sequence:
@@ -113,7 +113,7 @@ class SplitLinear(Quantized):
             return ()
         weight = self._own_part("weight")
         assert weight is not None
-        return agreed_weight(self, parallel, recipe, weight, as_nodes)
+        return agreed_weight(self, parallel.group, recipe, weight, as_nodes)
 
     def set_tensor_parallel_group(
         self, group: Group, parallel_mode: str | None = None, sequence_parallel: bool | None = None

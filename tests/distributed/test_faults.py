@@ -25,9 +25,14 @@ x = torch.ones(4, 32, requires_grad=True)
 layer(x)  # all is well
 column = octavo.Linear(64, 64, recipe="fp8-block", parallel_mode="column")
 y = column(torch.ones(4, 64, requires_grad=True))
+if fault.startswith("graph"):
+    layer.compile(backend="aot_eager", fullgraph=True)
+    layer(x)
 dist.barrier()
+if fault == "graph, forced to eager":
+    torch.compiler.set_stance("force_eager")
 if rank == 1:
-    if fault == "dies":
+    if fault == "dies" or fault.startswith("graph"):
         os._exit(3)
     if fault == "stops":
         time.sleep(%d)
@@ -39,8 +44,8 @@ if rank == 1:
 started = time.time()
 try:
     y.sum().backward() if fault == "dies before backward" else layer(x)
-except octavo.errors.CollectiveFailed as error:
-    print(f"{time.time() - started:.1f} | {error}", flush=True)
+except RuntimeError as error:
+    print(f"{time.time() - started:.1f} | {type(error).__name__} | {error}", flush=True)
     os._exit(0)
 """
 
@@ -61,17 +66,26 @@ def outcomes(tmp_path, fault):
 
 @pytest.mark.parametrize(
     ("fault", "what"),
-    [pytest.param("dies", "Linear(32, 64) waited in all-reduce (max) of torch.int32 (4,)", marks=pytest.mark.slow),
+    [pytest.param("dies", "Linear(32, 64) waited in all-gather of torch.int64 (1,)", marks=pytest.mark.slow),
+     pytest.param("graph, forced to eager", "Linear(32, 64) waited in all-gather", marks=pytest.mark.slow),
      ("dies before backward", "Linear(64, 32) waited in all-reduce of torch.float32 (4, 64)")],
 )  # fmt: skip
 def test_a_rank_that_ends_is_told_by_those_that_wait(tmp_path, fault, what):
     code, out, error = outcomes(tmp_path, fault)
     assert code == 0, error
-    seconds, message = out.split(" | ")
-    assert float(seconds) <= 2 * TIMEOUT
+    seconds, kind, message = out.split(" | ")
+    assert float(seconds) <= 2 * TIMEOUT and kind == "CollectiveFailed"
     assert what in message
     assert "as rank 0 of 2 in the process group '0', and it failed: " in message
     assert "Another rank has ended, raised an error before this call, or passed other shapes" in message
+
+
+@pytest.mark.slow
+def test_a_graph_says_what_the_backend_says(tmp_path):
+    code, out, error = outcomes(tmp_path, "graph")
+    assert code == 0, error
+    seconds, kind, message = out.split(" | ")
+    assert float(seconds) <= 2 * TIMEOUT and kind == "RuntimeError" and "Linear" not in message
 
 
 @pytest.mark.slow
@@ -80,5 +94,5 @@ def test_a_rank_that_stops_is_waited_for_no_longer_than_the_timeout(tmp_path, fa
     started = time.time()
     code, out, error = outcomes(tmp_path, fault)
     assert code == 0, error
-    assert "Linear(32, 64) waited in all-reduce (max)" in out
+    assert "Linear(32, 64) waited in all-gather of torch.int64" in out  # whether the ranks call the layer alike
     assert time.time() - started <= 60

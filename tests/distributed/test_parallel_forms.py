@@ -215,6 +215,7 @@ def _left_out(group, rank):
     except UnsupportedConfig as error:
         return str(error)
     finally:
+        dist.barrier(group)  # gloo may still connect the other rank
         if rank < 2:
             dist.destroy_process_group(own)
 

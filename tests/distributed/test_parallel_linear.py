@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedShape
 from tests.distributed import shards
-from tests.distributed.shards import K, M, N, alone, cut, error, loaded, split, whole
+from tests.distributed.shards import K, N, alone, cut, error, loaded, split, whole
+from tests.distributed.wire import Wire
 
 RECIPES = ("bf16", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 MODES = tuple(itertools.product(("column", "row"), (False, True)))
@@ -108,108 +108,7 @@ def test_no_tokens(ranks, recipe, mode, sequence):
         assert not dw.any()
 
 
-# -- what is sent ------------------------------------------------------------------------------------------------------
-
-
-class Wire(TorchDispatchMode):
-    """Counts the bytes that each collective sends."""
-
-    def __init__(self):
-        super().__init__()
-        self.sent = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), settings=None):
-        if function.namespace == "_c10d_functional" and "wait" not in str(function):
-            x = arguments[0]
-            if x.dtype != torch.int64 or x.numel() > 1:  # whether the ranks call the layer alike
-                size = x.numel() * x.element_size()
-                self.sent.append((str(function).split(".")[1], str(x.dtype).split(".")[1], size))
-        return function(*arguments, **(settings or {}))
-
-
-def _wire(group, rank, recipe, mode, sequence, tokens):
-    x, *_ = shards.tensors(tokens=tokens)
-    layer = octavo.Linear(
-        K, N, dtype=x.dtype, recipe=recipe, parallel_mode=mode, sequence_parallel=sequence, tp_group=group
-    )
-    x = cut(x, group, 0) if sequence else x
-    x = x if mode == "column" else cut(x, group, 1)
-    x = x.contiguous().requires_grad_()
-    for _ in range(steps_of(recipe)):
-        with Wire() as wire:
-            y = layer(x)
-            forward, wire.sent = wire.sent, []
-            y.sum().backward()
-        octavo.step(layer)
-    return forward, wire.sent, x.numel() * 2
-
-
-@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
-def test_gathered_codes_take_half_of_the_bytes(ranks, recipe):
-    forward, backward, plain = ranks.run(_wire, recipe, "column", True, M, size=2)[0]
-    gathers = [(kind, size) for name, kind, size in forward if name == "all_gather_into_tensor"]
-    assert gathers and {kind for kind, _ in gathers} == {"uint8"}
-    columns = 2 if recipe in ("fp8-rowwise", "fp8-block", "mxfp8", "nvfp4") else 1
-    assert sum(size for _, size in gathers) <= 0.52 * plain * columns
-    assert [(name, kind, size) for name, kind, size in backward] == [("reduce_scatter_tensor", "bfloat16", 2 * plain)]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "tokens"), [("bf16", M), ("fp8-block(wgrad='bf16')", M), ("fp8-block", 200), ("mxfp8", 80)]
-)
-def test_values_are_gathered_where_codes_would_differ(ranks, recipe, tokens):
-    forward, _, plain = ranks.run(_wire, recipe, "column", True, tokens, size=2)[0]
-    assert [sent for sent in forward if sent[0] == "all_gather_into_tensor"] == [
-        ("all_gather_into_tensor", "bfloat16", plain)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("mode", "sequence", "wanted"),
-    [("column", False, ([], ["all_reduce"])), ("row", False, (["all_reduce"], [])),
-     ("row", True, (["reduce_scatter_tensor"], ["all_reduce", "all_gather_into_tensor"]))],
-)  # fmt: skip
-def test_nothing_else_is_sent(ranks, mode, sequence, wanted):
-    forward, backward, _ = ranks.run(_wire, "fp8-block", mode, sequence, M, size=2)[0]
-    assert ([name for name, *_ in forward], sorted(name for name, *_ in backward)) == (wanted[0], sorted(wanted[1]))
-
-
 # -- other settings ----------------------------------------------------------------------------------------------------
-
-
-def _again(group, rank, recipe):
-    kept = {}
-    found = {}
-    for again in (False, True):
-        saved = {}
-
-        def note(t, saved=saved):
-            saved[t.data_ptr()] = t.numel() * t.element_size() if isinstance(t, torch.Tensor) else 0
-            return t
-
-        x, dy, w, b = shards.tensors()
-        layer = octavo.Linear(
-            K, N, dtype=x.dtype, recipe=recipe, parallel_mode="column", sequence_parallel=True, tp_group=group,
-            gather_again=again,
-        )  # fmt: skip
-        loaded(layer, cut(w, group, 0), cut(b, group, 0))
-        leaf = cut(x, group, 0).contiguous().requires_grad_()
-        found[again] = shards.steps(layer, layer, cut(x, group, 0).contiguous(), cut(dy, group, 1).contiguous(), 1)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            y = layer(leaf)
-        kept[again] = sum(saved.values())
-        del y
-    return [torch.equal(a, b) for a, b in zip(found[False], found[True], strict=True)], kept
-
-
-@pytest.mark.parametrize(
-    "recipe", ["fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "fp8-block(backward='dequantized')", "bf16"]
-)
-def test_codes_gathered_again_are_the_same(ranks, recipe):
-    for equal, kept in ranks.run(_again, recipe, size=2):
-        assert equal == [True] * 4
-        if recipe != "bf16":
-            assert kept[True] < kept[False]
 
 
 def _microbatches(group, rank, recipe, mode, compiled):
@@ -238,6 +137,28 @@ def _microbatches(group, rank, recipe, mode, compiled):
 def test_a_cached_weight_has_the_same_codes(ranks, recipe, mode, compiled):
     for equal in ranks.run(_microbatches, recipe, mode, compiled, size=2):
         assert equal == [True, True]
+
+
+def _columns_again(group, rank, recipe, compiled):
+    """dx of a layer whose backward makes the weight's column codes again, and of one that keeps them."""
+    made = []
+    for keep in (True, False):
+        torch._dynamo.reset()
+        x, dy, w, b = shards.tensors(outlier=True)
+        layer = octavo.Linear(
+            K, N, dtype=x.dtype, recipe=recipe, parallel_mode="column", tp_group=group, keep_weight_codes=keep
+        )
+        loaded(layer, cut(w, group, 0), cut(b, group, 0))
+        call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
+        leaf = x.requires_grad_()
+        call(leaf).backward(cut(dy, group, 1).contiguous())
+        made.append(leaf.grad)
+    return torch.equal(*made)
+
+
+@pytest.mark.parametrize(("recipe", "compiled"), [("fp8-current", False), ("fp8-current", True), ("fp8-block", False)])
+def test_column_codes_made_again_are_those_of_forward(ranks, recipe, compiled):
+    assert ranks.run(_columns_again, recipe, compiled, size=2) == [True, True]
 
 
 def _destinations(group, rank, recipe, sequence):

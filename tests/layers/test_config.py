@@ -49,8 +49,9 @@ def test_every_layer_answers_the_whole_contract():
         if isinstance(layer, Layer) and not name.startswith(("custom.", "fused."))
     }
     assert set(layers) == {
-        "activation", "add", "amaxes", "chain", "coded-activation", "fork", "grouped-linear", "linear", "norm",
-        "permute", "permute-probs", "rounding", "router-logits", "shard-cast", "token-sort", "unpermute",
+        "activation", "add", "amaxes", "chain", "coded-activation", "fork", "grouped-amaxes", "grouped-linear",
+        "linear", "norm", "permute", "permute-probs", "rounding", "router-logits", "shard-cast", "token-sort",
+        "unpermute",
     }  # fmt: skip
     assert all(layer.title and layer.config(layer.Config().key) == layer.Config() for layer in layers.values())
 

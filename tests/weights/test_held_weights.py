@@ -442,6 +442,7 @@ def test_a_write_in_a_graph_is_refused(write):
     assert_same(values(layer), before)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("each", [False, True], ids=["one", "each"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
 def test_groups_compile(each, frozen):
