@@ -45,6 +45,14 @@ def agreed_cast(
     return CastArgs(amax=(first, None if column is None else _shaped(agreed[1], column)), observed=observed)
 
 
+def kept_amax(amax: Tensor, spec: Quantizer | None) -> Tensor | None:
+    """An amax that forward kept, a float32 or its bits, as a cast in backward takes it; None if no scale follows from
+    it."""
+    if spec is None or not scales_whole(spec):
+        return None
+    return amax if amax.dtype == torch.float32 else _shaped(amax, spec)
+
+
 def _shaped(amax: Tensor, spec: Quantizer) -> Tensor:
     found = number_of(amax)
     return found.view(1) if spec.two_level else found.view(1, 1)
