@@ -47,14 +47,17 @@ def agreed_cast(
     return CastArgs(amax=(first, second), observed=observed)
 
 
+def kept_amax(amax: Tensor, spec: Quantizer | None) -> Tensor | None:
+    """An amax that forward kept, a float32 or its bits, as a cast in backward takes it; None if no scale follows from
+    it."""
+    if spec is None or not scales_whole(spec):
+        return None
+    return amax if amax.dtype == torch.float32 else _shaped(amax, spec)
+
+
 def _shaped(amax: Tensor, spec: Quantizer, of_groups: bool = False) -> Tensor:
     found = number_of(amax)
     return found if of_groups else found.view(1) if spec.two_level else found.view(1, 1)
-
-
-def agreed_columns(bits: Tensor | None, spec: Quantizer | None) -> Tensor | None:
-    """The amax of a cast by column, from agreed bits; None if there are none."""
-    return None if bits is None or spec is None else _shaped(bits, spec)
 
 
 def number_of(bits: Tensor) -> Tensor:

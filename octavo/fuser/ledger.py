@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from octavo.layers import chain
 from octavo.layers.dry_run import abstract, without_data
 
+_WEIGHT_CODES = ("w_codes", "w_scale", "w_global_scale")  # names of fields of Saved
+
 
 class KeptMemory(NamedTuple):
     """The memory that an operation keeps from forward to backward.
@@ -69,7 +71,7 @@ def ledger_of(names: Sequence[str], key: str, fields: Sequence[Any]) -> list[Kep
             if t is protos[0]:
                 sums["inputs"] += _bytes(t)
             elif id(t) not in given:
-                is_weight = i < len(columns) and columns[i].startswith("w_")
+                is_weight = i < len(columns) and columns[i] in _WEIGHT_CODES
                 sums["weight_codes" if is_weight else "activations"] += _bytes(t)
         found.append(KeptMemory("", **sums))
     if len(found) != len(names):  # an operation of a user's stands for several

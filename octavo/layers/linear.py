@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.operators import unsafe_view
-from octavo.delayed_scaling.agreed import agreed_amaxes, agreed_cast, agreed_columns
+from octavo.delayed_scaling.agreed import agreed_amaxes, agreed_cast, kept_amax
 from octavo.delayed_scaling.casts import Amaxes, cast_args, known_scale
 from octavo.kernels.column_sums import column_sums
 from octavo.kernels.gemm import product
@@ -93,6 +93,8 @@ class Fresh(NamedTuple):
     w_scale: Any = None
     w_global_scale: Any = None
     width: Any = None  # [0, K], for its shape alone
+    x_amax: Any = None  # [1, 1] float32: what forward measured, if backward makes column codes of x or w
+    w_amax: Any = None
 
 
 class SavedTensors(NamedTuple):
@@ -110,7 +112,8 @@ class SavedTensors(NamedTuple):
     dy_seen: Tensor | None = None
     x_encode: Tensor | None = None  # delayed multipliers of x's and w's columns, if those are made in backward
     w_encode: Tensor | None = None
-    w_amax: Tensor | None = None  # as bits, if ranks have agreed on it and w's columns are made in backward
+    x_amax: Tensor | None = None  # their amaxes, if one was measured; as bits, if ranks agreed on one
+    w_amax: Tensor | None = None
     dy_buffer: Tensor | None = None  # for a deferred dw in a graph: dy itself, or its codes and the rest
     dy_buffer_1: Tensor | None = None
     dy_buffer_2: Tensor | None = None
@@ -137,7 +140,9 @@ class LinearLayer(MatmulLayer):
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         amaxes = Amaxes(*inputs.seen)
-        return forward_from(config, inputs, _quantized_x(config, inputs, amaxes.x), amaxes)
+        x_amax = _own_amax(inputs.x, config.quant.fprop.left) if config.keeps_x_amax else None
+        x = _quantized_x(config, inputs, amaxes.x, x_amax)
+        return forward_from(config, inputs, x, amaxes, x_amax=x_amax)
 
     def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         weight: Any = inputs.weight
@@ -149,7 +154,11 @@ class LinearLayer(MatmulLayer):
         x_kept = _abstract_codes(config.made_x, config.x_pair, x)
         w_kept = _abstract_codes(config.made_w, config.w_pair, weight)
         width = TensorProto((0, weight.shape[1]), weight.dtype, weight.device) if config.keeps_width else None
-        return ForwardResult((output,), extras, Fresh(*x_kept, *w_kept, width))
+        x_amax, w_amax = (
+            TensorProto((1, 1), torch.float32, weight.device) if keeps else None
+            for keeps in (config.keeps_x_amax, config.keeps_w_amax)
+        )
+        return ForwardResult((output,), extras, Fresh(*x_kept, *w_kept, width, x_amax, w_amax))
 
     def wants(self, config: Config) -> tuple[bool, ...]:
         return "x" in config.grads, config.returns_dw, "b" in config.grads, *[False] * (len(Inputs._fields) - 3)
@@ -207,10 +216,13 @@ class LinearLayer(MatmulLayer):
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Saved:
         fresh = Fresh._make(made.fresh)
         given = inputs._replace(x_codes=inputs.x_column) if config.x_has_columns else inputs
+        *scaling, agreed = saved_scaling(config, inputs.scaling, inputs.agreed)
         return Saved(
             *saved_operands(config, given, fresh),
             fresh.width,
-            *saved_scaling(config, inputs.scaling, inputs.agreed),
+            *scaling,
+            fresh.x_amax,
+            fresh.w_amax if agreed is None else agreed,
             *made.extras[config.dy_buffer_extras],
         )
 
@@ -252,10 +264,12 @@ layer = LinearLayer(Config, Inputs, Fresh, Saved, Buffers)
 
 def forward_from(
     config: Config, inputs: Inputs, x: tuple[QTensor | None, QTensor | None], amaxes: Amaxes,
-    lead: tuple[int, ...] | None = None,
+    lead: tuple[int, ...] | None = None, x_amax: Tensor | None = None,
 ) -> ForwardResult:  # fmt: skip
-    """Run the rest of forward after x's cast. A fused producer, which casts x itself, passes x's leading dims."""
-    w = _quantized_w(config, inputs, amaxes.w)
+    """Run the rest of forward after x's cast. A fused producer, which casts x itself, passes x's leading dims, and if
+    `config.keeps_x_amax` the amax that it measured."""
+    w_amax = _own_amax(inputs.weight, config.quant.fprop.right) if config.keeps_w_amax else None
+    w = _quantized_w(config, inputs, amaxes.w, w_amax)
     y = _output(config, inputs, x[0], w[0], lead)
     extras: Parts = ()
     if config.quantize_output:
@@ -266,7 +280,7 @@ def forward_from(
     width = inputs.weight.new_empty(0, inputs.weight.shape[1]) if config.keeps_width else None
     x_kept = Kept.of(x[config.made_x == "column"] if config.made_x else None)
     w_kept = Kept.of(w[config.made_w == "column"] if config.made_w else None)
-    return ForwardResult((y,), extras, Fresh(*x_kept, *w_kept, width))
+    return ForwardResult((y,), extras, Fresh(*x_kept, *w_kept, width, x_amax, w_amax))
 
 
 def _output(
@@ -305,7 +319,9 @@ def flat(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _quantized_x(config: Config, inputs: Inputs, observed: Tensor | None) -> tuple[QTensor | None, QTensor | None]:
+def _quantized_x(
+    config: Config, inputs: Inputs, observed: Tensor | None, amax: Tensor | None
+) -> tuple[QTensor | None, QTensor | None]:
     if config.x == "codes":
         spec = config.quant.fprop.left
         assert spec is not None
@@ -313,13 +329,16 @@ def _quantized_x(config: Config, inputs: Inputs, observed: Tensor | None) -> tup
         return spec.assemble(inputs.x_codes, shape, config.y_dtype), None
     assert inputs.x is not None
     agreed = agreed_amaxes("x", config.agreed, inputs.agreed)
-    return _quantize(config, inputs.x, config.x_pair, inputs.scaling[config.x_scaling], observed, agreed=agreed)
+    part = inputs.scaling[config.x_scaling]
+    return _quantize(config, inputs.x, config.x_pair, part, observed, agreed=agreed, amax=amax)
 
 
-def _quantized_w(config: Config, inputs: Inputs, observed: Tensor | None) -> tuple[QTensor | None, QTensor | None]:
+def _quantized_w(
+    config: Config, inputs: Inputs, observed: Tensor | None, amax: Tensor | None
+) -> tuple[QTensor | None, QTensor | None]:
     if config.weight == "plain":
         agreed, part = agreed_amaxes("w", config.agreed, inputs.agreed), inputs.scaling[config.w_scaling]
-        return _quantize(config, inputs.weight, config.w_pair, part, observed, agreed=agreed)
+        return _quantize(config, inputs.weight, config.w_pair, part, observed, agreed=agreed, amax=amax)
     spec = config.quant.fprop.right
     n, k = inputs.weight.shape
     return (None if spec is None else spec.assemble(inputs.w_row, (n, k), inputs.weight.dtype)), None
@@ -333,12 +352,16 @@ def _quantize(
     observed: Tensor | None,
     seed: Tensor | None = None,
     agreed: Parts = (),
+    amax: Tensor | None = None,
 ) -> tuple[QTensor | None, QTensor | None]:
-    """Quantize x in the orientations of a pair of quantizers, by x's part of `scaling` if that is delayed."""
+    """Quantize x in the orientations of a pair of quantizers, by x's part of `scaling` if that is delayed, or by an
+    amax of x that is known."""
     if pair[0] is None and pair[1] is None:
         return None, None
     if agreed:
         arguments = agreed_cast(config.recipe, pair, scaling, agreed, observed)
+    elif amax is not None:
+        arguments = CastArgs(amax=(amax, amax))
     else:
         arguments = cast_args(config.recipe, pair, scaling, partial(_amax, x), observed, seed)
     return quantize_pair(x, *pair, arguments, one_scale=True)
@@ -346,6 +369,15 @@ def _quantize(
 
 def _amax(x: Tensor, spec: Tensorwise, skip: Tensor) -> Tensor:
     return spec.amax(x, skip=skip).view(1)
+
+
+def _own_amax(x: Tensor | None, spec: Quantizer | None) -> Tensor:
+    """x's amax, measured as a cast by this quantizer would."""
+    assert x is not None and spec is not None
+    matrix = x if x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()) else as_matrix(x)
+    amax = spec.measured(matrix, spec, None, None, None, None)[0]
+    assert amax is not None
+    return amax
 
 
 def _quantized_output(config: Config, y: Tensor, extras: Parts) -> tuple[Tensor, Parts]:
@@ -417,7 +449,8 @@ def x_column_buffer(call: Backward, like: TensorProto) -> tuple[QTensor | None, 
     """The output buffer and cast arguments for a fused backward that makes x's column codes again."""
     if "w" not in call.config.grads:
         return None, CastArgs()
-    return empty_pair(like, None, call.config.quant.wgrad.right)[1], CastArgs(encode=call.kept.x_encode)
+    arguments = CastArgs(amax=(None, call.kept.x_amax), encode=call.kept.x_encode)
+    return empty_pair(like, None, call.config.quant.wgrad.right)[1], arguments
 
 
 def finish(call: Backward, dy: Any, column: QTensor | None, x_column: QTensor | None = None) -> Tensor | None:
@@ -465,7 +498,7 @@ def input_gradient(call: Backward, dy: Any, row: QTensor | None) -> Tensor:
     if config.kept_w == "plain":
         right = codes.to(dy.dtype).T
     elif config.kept_w == "again":
-        right = _columns_again(config, codes, kept.w_encode, kept.w_amax)
+        right = _columns_again(config, codes, kept)
     elif config.kept_w == "row":
         assert config.quant.fprop.right is not None
         shape = (n, _columns_of(kept, codes))
@@ -478,10 +511,11 @@ def input_gradient(call: Backward, dy: Any, row: QTensor | None) -> Tensor:
     return dx if len(dy.shape) == 2 else dx.view(*dy.shape[:-1], dx.shape[-1])
 
 
-def _columns_again(config: Config, weight: Tensor, encode: Tensor | None, bits: Tensor | None) -> QTensor:
-    """Make the weight's column codes that forward would have made; `bits` are of the amax that ranks agreed on."""
+def _columns_again(config: Config, weight: Tensor, kept: Saved) -> QTensor:
+    """Make the weight's column codes that forward would have made."""
     spec = config.quant.dgrad.right
-    _, column = quantize_pair(weight, None, spec, CastArgs((None, agreed_columns(bits, spec)), encode))
+    amax = None if kept.w_amax is None else kept_amax(kept.w_amax, spec)
+    _, column = quantize_pair(weight, None, spec, CastArgs(amax=(None, amax), encode=kept.w_encode))
     assert column is not None
     return column
 

@@ -10,6 +10,7 @@ from octavo.errors import UnsupportedConfig, check_choice
 from octavo.layers.contract import DTYPES
 from octavo.quant.blocks import is_square
 from octavo.quant.quantizer import Quantizer, QuantizerPair
+from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import BF16, LinearQuant, Recipe
 from octavo.values import Value, register
 from octavo.wgrad.deferred import dy_buffer_count
@@ -240,6 +241,24 @@ class Config(LinearSettings):
         if self.makes_w_again and self.quant.dgrad.mode == "quantized":
             return "again"
         return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.quant.dgrad.mode]
+
+    @cached_property
+    def keeps_x_amax(self) -> bool:
+        """Whether forward keeps x's amax, which it measured: backward casts x's columns by it and does not measure."""
+        if self.x_columns != "backward" or not self.casts_x or "w" not in self.grads or self.kept_x:
+            return False
+        return "x" not in self.agreed and self._measures(self.quant.fprop.left, self.quant.wgrad.right)
+
+    @cached_property
+    def keeps_w_amax(self) -> bool:
+        """The same of w's amax. One that ranks agreed on is an input, and backward needs no other."""
+        if self.kept_w != "again" or "w" in self.agreed:
+            return False
+        return self._measures(self.quant.fprop.right, self.quant.dgrad.right)
+
+    def _measures(self, row: Quantizer | None, column: Quantizer | None) -> bool:
+        """Whether forward measures an amax of the whole tensor for the row, from which the column's scale follows."""
+        return not self.recipe.stateful and isinstance(row, Tensorwise) and row == column
 
     @cached_property
     def keeps_width(self) -> bool:

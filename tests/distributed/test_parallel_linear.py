@@ -26,6 +26,10 @@ def _split(group, rank, *arguments):
     return split(group, *arguments)
 
 
+def _split_without_codes(group, rank, *arguments):
+    return split(group, *arguments, keep_weight_codes=False)
+
+
 def bounds(recipe, mode):
     """How far y, dx, dw and db may be from one process's; 0 is equal. Larger ones than SUMS are from bf16's."""
     noise = OWN_SCALES.get(recipe, 0)
@@ -52,6 +56,17 @@ def check(ranks, recipe, mode, sequence, compiled, size, **options):
 @pytest.mark.parametrize(("mode", "sequence"), MODES)
 def test_two_ranks_compute_what_one_process_does(ranks, recipe, mode, sequence):
     check(ranks, recipe, mode, sequence, False, 2)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block", "nvfp4(stochastic=False)"])
+@pytest.mark.parametrize("mode", ["column", "row"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_codes_that_backward_makes_again_have_the_scale_that_ranks_agreed_on(ranks, recipe, mode, compiled):
+    arguments = recipe, mode, False, compiled, 1
+    kept, again = (ranks.run(way, *arguments, size=2) for way in (_split, _split_without_codes))
+    for one, other in zip(kept, again, strict=True):
+        for name, wanted, found in zip(("y", "dx", "dw", "db"), one, other, strict=True):
+            assert torch.equal(found, wanted), name
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,41 @@ def test_schemes_without_a_kernel_go_by_way_of_the_value(spec):
     assert_same(contents((first, second), CastArgs()), contents(want, CastArgs()))
 
 
+on_gpu = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@every
+@pytest.mark.parametrize("device", ["cpu", on_gpu])
+def test_backward_takes_the_amax_that_forward_measured(name, device):
+    """To the bytes of a backward that measures y again. A given amax is used, not measured: twice as much is another
+    scale."""
+    fn, spec = ACTIVATIONS[name], Tensorwise()
+    for shape, interleave in (((130, 256), 0), ((37, 144), 16)):
+        fn = fn._replace(interleave=interleave if fn.gated else 0)
+        x, dy, extra = operands(fn, *shape, torch.bfloat16, device, extra=("bias",))
+        y = activation.forward(fn, x, **extra)
+        row = empty_pair(spec, *shape, x.dtype, device, "r")
+        amax = kernel.forward(fn, Inputs(x, **extra), Target(row))
+        assert torch.equal(amax, y.float().abs().amax().view(1, 1))
+        for given in (amax, 2 * amax, None):
+            dx = empty_pair(Tensorwise(E5M2), shape[0], x.shape[1], x.dtype, device)
+            column, want = (empty_pair(spec, *shape, x.dtype, device, "c") for _ in range(2))
+            again = Target(column, CastArgs(amax=(None, given)))
+            kernel.backward(fn, dy, Inputs(x, **extra), Target(dx), again)
+            fill_pair(y, want, CastArgs(amax=(None, amax if given is None else given)))
+            assert_same(contents(column, CastArgs()), contents(want, CastArgs()))
+            want = Tensorwise(E5M2).quantize_both(activation.backward(fn, dy, x, **extra).x)
+            assert_same(contents(dx, CastArgs()), contents(want, CastArgs()))
+
+
+def test_no_amax_is_returned_where_a_multiplier_is_given_or_blocks_have_scales():
+    fn = ACTIVATIONS["swiglu"]
+    x, _, extra = operands(fn, 5, 64, torch.bfloat16)
+    for spec, given in ((Tensorwise(), given_to(Tensorwise(), "cpu")), (Block1D(), CastArgs()), (MX(), CastArgs())):
+        pair = empty_pair(spec, 5, 64, x.dtype, "cpu")
+        assert kernel.forward(fn, Inputs(x, **extra), Target(pair, given)) is None
+
+
 @every
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)], ids=str)
 def test_nothing_gives_nothing(name, shape):

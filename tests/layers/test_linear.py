@@ -62,6 +62,22 @@ def test_forward_returns_what_abstract_describes(name, lead):
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_amaxes_are_kept_where_backward_casts_by_them(name):
+    for x_columns, again, weight in itertools.product(("forward", "backward"), (False, True), ("plain", "codes")):
+        if weight == "codes" and recipe(name).linear().fprop.mode != "quantized":
+            continue
+        config = Config(recipe(name), grads="xw", x_columns=x_columns, recompute_w_columns=again, weight=weight)
+        inputs = inputs_for(config)
+        made = check_forward(layer, config, inputs)
+        saved = layer.save(config, inputs, made)
+        current = name == "fp8-current"
+        assert (saved.x_amax is not None) == (current and x_columns == "backward")
+        assert (saved.w_amax is not None) == (current and again and weight == "plain")
+        assert saved.x_amax is None or saved.x_amax.tolist() == [[inputs.x.abs().max()]]
+        assert saved.w_amax is None or saved.w_amax.tolist() == [[inputs.weight.abs().max()]]
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_backward_lives_on_what_save_kept_and_gives_a_gradient_for_each_input(name):
     for config in (c for c in ALL if c.recipe == recipe(name)):
         inputs = inputs_for(config)

@@ -28,8 +28,10 @@ class ActivationLinear(FusedOperation):
         like = TensorProto(activation.shape_of_y(first, tuple(x.shape)), x.dtype, x.device)
         pair, given = linear.x_buffers(second, inputs[1].scaling, like, amaxes.x)
         vectors = activation.vector(own.scales), activation.vector(own.bias), activation.vector(own.seed)
-        activation_quantize.forward(first.function, ActInputs(activation.matrix(x), *vectors), Target(pair, given))
-        made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
+        operands = ActInputs(activation.matrix(x), *vectors)
+        found = activation_quantize.forward(first.function, operands, Target(pair, given))
+        x_amax = found if second.keeps_x_amax else None
+        made = linear.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]), x_amax)
         return [ForwardResult((None,), (), ()), made]
 
 

@@ -8,7 +8,8 @@ Codes, scales and observed amaxes have the bits that the activation's own kernel
 for the gradients of bias and scales, are added in another order. `fuses` tells which casts need no value written. All
 other cases write the value, then cast it, to the same bits. These include, in the backward of a gated function, block
 scaling and interleaved columns in float32 or with dropout. A Tensorwise without a multiplier takes a pass before, which
-computes the values for their amax and writes nothing else.
+computes the values for their amax and writes nothing else. `forward` returns that amax: given to `backward` as the one
+of y, it saves the pass that would measure y again.
 
 Rows in groups (`octavo.quant.groups`) come as `groups` of a target's cast arguments. x, dy and row scales are packed,
 and the kernels do not read their tail; codes are in the padded layout. Each group is cast as if it were alone, with a
@@ -42,14 +43,16 @@ def fuses(row: Quantizer | None, column: Quantizer | None, dtype: torch.dtype) -
     return tile_cast.fuses(row, column, True, dtype, "the activation")
 
 
-def forward(fn: Function, inputs: Inputs, y: Target) -> None:
-    """Fills the codes of y, to the bits of `fill_pair(activation.forward(fn, *inputs), *y)`."""
+def forward(fn: Function, inputs: Inputs, y: Target) -> Tensor | None:
+    """Fills the codes of y, to the bits of `fill_pair(activation.forward(fn, *inputs), *y)`. Returns the amax that the
+    scale of a Tensorwise follows from, [1, 1] or one for each group; None if a multiplier is given."""
     x = inputs.x
     assert x is not None
     _check_sizes(y, x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1], "y")
     if y.pair == (None, None):
-        return
-    backend.twin(__name__, x).forward(fn, inputs, y)
+        return None
+    found: Tensor | None = backend.twin(__name__, x).forward(fn, inputs, y)
+    return found
 
 
 def backward(
@@ -76,11 +79,11 @@ def backward(
     return found
 
 
-def plain_forward(fn: Function, inputs: Inputs, y: Target) -> None:
+def plain_forward(fn: Function, inputs: Inputs, y: Target) -> Tensor | None:
     """Writes y, then casts it."""
     x, scales, bias, seed = inputs
     assert x is not None
-    _fill(activation.forward(fn, x, scales, bias, seed, _end(y.cast_args.groups)), y)
+    return _fill(activation.forward(fn, x, scales, bias, seed, _end(y.cast_args.groups)), y)
 
 
 def plain_backward(
@@ -113,13 +116,22 @@ def _end(groups: Groups | None) -> Tensor | None:
     return None if groups is None else groups.start[-1:]
 
 
-def _fill(value: Tensor, target: Target) -> None:
-    """Casts a value. Codes of groups may have more columns, which are zeros."""
-    row, column = target.pair
+def _fill(value: Tensor, target: Target) -> Tensor | None:
+    """Casts a value, and returns the one amax that its scale follows from, if there is one. Codes of groups may have
+    more columns, which are zeros."""
+    (row, column), cast_args = target
     wide = row.columns if row is not None else column.rows if column is not None else value.shape[1]
     if wide > value.shape[1]:
         value = F.pad(value, (0, wide - value.shape[1]))
-    fill_pair(value, target.pair, target.cast_args)
+    lead = column if row is None else row
+    amax = None
+    if lead is not None and tile_cast.takes_amax(*target):
+        amax = cast_args.amax[row is None]
+        if amax is None:
+            amax = lead.spec.measured(value, lead.spec, None, cast_args.skip, cast_args.groups, cast_args.source)[0]
+            cast_args = cast_args._replace(amax=(amax, amax))
+    fill_pair(value, target.pair, cast_args)
+    return amax
 
 
 def _check_sizes(target: Target, m: int, k: int, what: str) -> None:

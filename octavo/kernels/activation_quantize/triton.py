@@ -418,7 +418,8 @@ _NO_PASS = _Cast()
 
 
 def _passes(target: Target, dtype: torch.dtype) -> tuple[_Cast | None, _Cast]:
-    """Returns the pass that measures first, None if scales are given or follow from blocks; and the cast."""
+    """Returns the pass that measures first, None if scales or amaxes are given or scales follow from blocks; and the
+    cast."""
     if target.pair == (None, None):
         return None, _NO_PASS
     spec, groups = tile_casts.spec_of(target.pair), target.cast_args.groups
@@ -426,7 +427,10 @@ def _passes(target: Target, dtype: torch.dtype) -> tuple[_Cast | None, _Cast]:
     in_groups = groups is not None
     if not tile_casts.measures(*target):
         return None, _Cast(_Kind(spec, dtype, "given", in_groups), (*pointers, None), strides)
-    amax = torch.zeros(_scales(groups), dtype=torch.float32, device=_device(target.pair))
+    given = target.cast_args.amax[target.pair[0] is None]
+    if given is not None:
+        return None, _Cast(_Kind(spec, dtype, "measured", in_groups), (*pointers, given), strides)
+    amax = torch.zeros((1, 1) if groups is None else groups.number, dtype=torch.float32, device=_device(target.pair))
     before = _Cast(_Kind(spec, dtype, "measure", in_groups), (*(None,) * 5, amax, None))
     return before, _Cast(_Kind(spec, dtype, "measured", in_groups), (*pointers, amax), strides)
 
@@ -448,7 +452,7 @@ def _is_whole(pair: tile_cast.QTensorPair, width: int) -> bool:
     return (row is None or row.columns == width) and (column is None or column.rows == width)
 
 
-def forward(fn: Function, inputs: Inputs, y: Target, config: Config | None = None) -> None:
+def forward(fn: Function, inputs: Inputs, y: Target, config: Config | None = None) -> Tensor | None:
     x, (pair, cast_args) = inputs.x, y
     assert x is not None
     m, width = x.shape[0], x.shape[1] // 2 if fn.gated else x.shape[1]
@@ -459,11 +463,13 @@ def forward(fn: Function, inputs: Inputs, y: Target, config: Config | None = Non
         configs = CONFIGS if pair[1] is not None else (ROWS_ALONE, *CONFIGS)
         config = tile_casts.fitting(configs, tile_casts.spec_of(pair))
     groups = cast_args.groups
-    for cast in _passes(y, x.dtype):
+    passes = _passes(y, x.dtype)
+    for cast in passes:
         if cast is not None:
             sizes = (m if groups is None else groups.padded, width, *x.stride(), *cast.strides, _scales(groups))
             launch = _forward_launch(fn, cast.kind, sizes, config)
             launch(*inputs, *cast.pointers, *tile.pointers_of(groups))
+    return passes[1].pointers[-1]
 
 
 def backward(
@@ -676,6 +682,7 @@ def variants() -> list[Variant]:
     for name, fn in (("swiglu", swiglu), ("situglu", situ), ("gelu", gelu)):
         found += [
             _backward_variant(name, fn, gradient, half, MEASURING, again=given, way="one measure"),
+            _backward_variant(name, fn, gradient, half, MEASURING, way="one measure"),
             _backward_variant(name, fn, gradient, half, again=given, way="one measured"),
             _backward_variant(name, fn, gradient, torch.float32, again=given, way="one measured"),
         ]

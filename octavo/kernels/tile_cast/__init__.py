@@ -51,13 +51,24 @@ def fuses(row: Quantizer | None, column: Quantizer | None, knows_scale: bool, dt
 
 def refusal(pair: QTensorPair, cast_args: CastArgs, dtype: torch.dtype, what: str, *, measures: bool = False) -> str:
     """Returns `fuses` for a call, and refuses cast arguments that the kernels do not take. A kernel that `measures`
-    finds a multiplier that is not given in a pass before, and takes rows in groups, each with a multiplier."""
+    finds a multiplier that is not given from an amax, given or measured in a pass before, and takes rows in groups,
+    each with a multiplier."""
     row, column = (None if q is None else q.spec for q in pair)
     why = fuses(row, column, cast_args.encode is not None or measures, dtype, what)
     if why:
         return why
     if cast_args.groups is not None and not measures:
         return f"Rows in groups are cast from {what} once it is written."
-    if cast_args.skip is not None or cast_args.amax != (None, None):
+    if cast_args.skip is not None or not (measures or cast_args.amax == (None, None)):
         return f"A skip flag and a given amax are for a cast of {what} on its own."
+    if cast_args.amax != (None, None) and not takes_amax(pair, cast_args):
+        return f"The given amaxes of {what} are not one that both orientations follow from."
     return ""
+
+
+def takes_amax(pair: QTensorPair, cast_args: CastArgs) -> bool:
+    """Whether all scales of a cast follow from one amax, that of a Tensorwise or of each of its groups: it is given for
+    every orientation, or for none and may be measured."""
+    there = [(q.spec, amax) for q, amax in zip(pair, cast_args.amax, strict=True) if q is not None]
+    one = all([amax is there[0][1] for _, amax in there])
+    return one and cast_args.encode is None and all([isinstance(spec, Tensorwise) for spec, _ in there])

@@ -5,7 +5,7 @@ sizes       row_stride, row_block_stride, column_stride, column_block_stride, of
 constants   PUT, RULE, and a tile of ROWS by COLUMNS on W warps
 
 A kernel that takes rows in groups has a pointer `measured` besides: the amaxes from which multipliers follow that are
-not given, as a pass before found them (`measure`).
+not given, as the caller gives them or a pass before found them (`measure`).
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ MEASURE: dict[str, Any] = {"PUT": measure, "RULE": ()}  # the constants of the p
 
 
 def measures(pair: QTensorPair, cast_args: CastArgs) -> bool:
-    """Whether the multiplier of a cast follows from an amax that a pass before must find."""
+    """Whether the multiplier of a cast follows from an amax, which the caller gives or a pass before must find."""
     return cast_args.encode is None and isinstance(spec_of(pair), Tensorwise)
 
 
