@@ -216,13 +216,13 @@ class LinearLayer(MatmulLayer):
     def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Saved:
         fresh = Fresh._make(made.fresh)
         given = inputs._replace(x_codes=inputs.x_column) if config.x_has_columns else inputs
-        *scaling, agreed = saved_scaling(config, inputs.scaling, inputs.agreed)
+        scaling = saved_scaling(config, inputs.scaling, inputs.agreed)
         return Saved(
             *saved_operands(config, given, fresh),
             fresh.width,
-            *scaling,
+            *scaling[:-1],
             fresh.x_amax,
-            fresh.w_amax if agreed is None else agreed,
+            fresh.w_amax if scaling[-1] is None else scaling[-1],  # that of all ranks
             *made.extras[config.dy_buffer_extras],
         )
 
