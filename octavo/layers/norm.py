@@ -90,8 +90,9 @@ class NormLayer(Layer):
     def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
         x: Any = inputs.x
         shape = tuple(x.shape)
-        row = TensorProto((math.prod(shape[: len(shape) - config.dims]),), torch.float32, x.device)
-        fresh = Fresh(row if config.norm.centers else None, row) if config.keeps else Fresh()
+        rows = math.prod(shape[: len(shape) - config.dims])
+        mean, rstd = (TensorProto((rows,), torch.float32, x.device) for _ in range(2))  # two tensors, not one twice
+        fresh = Fresh(mean if config.norm.centers else None, rstd) if config.keeps else Fresh()
         return ForwardResult((TensorProto(shape, x.dtype, x.device),), (), fresh)
 
     def wants(self, config: Config) -> tuple[bool, ...]:

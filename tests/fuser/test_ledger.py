@@ -35,6 +35,18 @@ def test_a_run_keeps_what_the_ledger_says(recipe):
     assert [e.op for e in ledger] == ["RMSNorm", "Linear", "SwiGLU", "Linear"]
 
 
+@recipes(["fp8-current", "fp8-block", "fp8-rowwise"])
+def test_amaxes_that_backward_casts_by_are_in_the_ledger_to_the_byte(recipe):
+    """They are no codes of weights: those are made again."""
+    model, x = fill(octavo.LayerNormMLP(32, 48, activation="swiglu", recipe=recipe)), spiky(24, 32).requires_grad_()
+    ledger = model.explain(x).ledger
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    total = sum(n for at, n in saved(lambda: model(x)).items() if at not in weights)
+    assert total == sum(e.activations + e.inputs for e in ledger)
+    assert all(e.weight_codes == 0 for e in ledger)
+    assert ledger[3].activations == (8 if recipe == "fp8-current" else 0)  # of the activated values and of fc2's weight
+
+
 def grouped(recipe, **settings):
     common = {"bias": False, "recipe": recipe, **settings}
     first, second = octavo.GroupedLinear(3, 48, 64, **common), octavo.GroupedLinear(3, 32, 48, **common)
