@@ -381,14 +381,45 @@ def test_the_table_of_mixtral():
 
 def test_the_table_of_the_host():
     names = {"one tiny layer": "layer", "of a stack of sixteen": "of a stack", "8192 × 4096→4096": "at size"}
-    runs = [run["subjects"] for run in results("host-h200")["runs"]]
+    subjects = results("host-h200")["subjects"]
     for label, *cells in tables(BENCHMARKS, "## Host time")[1][1:]:
         subject, case = label.replace("`", "").split(": ")
         case = f"octavo {case}" if case.startswith("fp8") else case
         for mode, cell in zip(("eager", "compiled"), cells, strict=True):
-            found = [run[names[subject]].get(case, {}).get(mode) for run in runs]
-            said = ["–" if us is None else f"{statistics.median(us):.0f}" for us in found]
-            assert cell == (", ".join(said) if any(us is not None for us in found) else "–"), label
+            assert cell == f"{statistics.median(subjects[names[subject]][case][mode]):.0f}", label
+    over = {
+        mode: [statistics.median(subjects["layer"][case][mode]) for case in ("octavo fp8-delayed", "nn.Linear")]
+        for mode in ("eager", "compiled")
+    }
+    added = [round(octavo) - round(stock) for octavo, stock in (over["compiled"], over["eager"])]
+    assert f"fp8-delayed adds {added[0]} µs to a tiny `nn.Linear`, and eager {added[1]}" in section(
+        BENCHMARKS, "## Host time"
+    )
+
+
+def test_the_table_of_a_whole_model():
+    names = {"blocks": "octavo fp8-delayed, blocks", "convert": "octavo fp8-delayed, convert"}
+    found = {row["case"]: row for row in results("model-h200")["results"]}
+    shown = tables(BENCHMARKS, "## A whole model")[0][1:]
+    assert len(shown) == len(found)
+    for label, *cells in shown:
+        for short, name in names.items():
+            label = label.replace(f"`fp8-delayed`, {short}", name)
+        row = found[label]
+        assert cells == [
+            f"{row['ms']:.2f}",
+            f"{row['of_bf16']:.3f}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['peak_mib']:.0f}",
+        ]
+
+
+def test_the_table_of_inspects_cost():
+    found = {f"`{row['recipe']}`": row for row in results("inspect-cost-h200")["results"]}
+    for recipe, *cells, peak in tables("docs/inspect.md", "## What it costs")[0][1:]:
+        row = found[recipe]
+        assert [float(cell) for cell in cells] == [float(f"{ms:.3g}") for ms in row["ms"].values()]
+        assert peak == f"{row['peak_mib']['before']:.0f}, {row['peak_mib']['every=1']:.0f}"
 
 
 def test_the_tables_of_nvfp4s_gap():

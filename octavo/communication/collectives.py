@@ -11,6 +11,7 @@ from torch import Tensor
 
 from octavo._torch.collectives import all_gather_into_tensor, backend_name, reduce_scatter_tensor, wait_tensor
 from octavo._torch.collectives import all_reduce as all_reduce_operator
+from octavo._torch.tracing import while_tracing
 from octavo.communication.groups import process_group, rank_of, registered_name, registered_name_now, size_of
 from octavo.errors import CollectiveFailed, UnsupportedConfig, UnsupportedShape
 from octavo.quant.qtensor import Join, QTensor
@@ -162,8 +163,6 @@ def gather(x: Tensor, size: int, group: str, where: str) -> Tensor:
 def scatter_sum(x: Tensor, size: int, group: str, where: str) -> Tensor:
     """Sum over ranks, and return this rank's part of the rows."""
     check_divides(x.shape, size, where)
-    if x.is_cuda and not torch.compiler.is_compiling():
-        _refuse_gloo(x.device, group, where)
     return _sent("reduce-scatter", reduce_scatter_tensor, where, group, x.contiguous(), "sum", size)
 
 
@@ -189,17 +188,22 @@ def check_divides(shape: tuple[int, ...], size: int, where: str) -> None:
         )
 
 
-def _refuse_gloo(device: torch.device, group: str, where: str) -> None:
-    """Gloo has no reduce-scatter of CUDA tensors: instead of an error, it ends the process."""
+@while_tracing
+def refuse_gloo(device: torch.device, group: str, where: str) -> bool:
+    """Refuse gloo for CUDA tensors: torch's functional collectives end the process with a segmentation fault there."""
     if backend_name(process_group(group), device) == "gloo":
         raise UnsupportedConfig(
-            f"{where} sums over ranks in a reduce-scatter, and the process group {registered_name(group)!r} uses gloo "
-            f"for {device.type} tensors, which has none. Use NCCL: init_process_group('nccl'), or 'cpu:gloo,cuda:nccl'."
+            f"{where} sends {device.type} tensors over the process group {registered_name(group)!r}, which uses gloo "
+            "for them, and torch's functional collectives end the process then. Use NCCL: init_process_group('nccl'), "
+            "or 'cpu:gloo,cuda:nccl'."
         )
+    return False
 
 
 def _sent(kind: str, operator: Any, where: str, group: str, x: Tensor, *settings: Any) -> Tensor:
     """Run a collective on x and wait for its result."""
+    if x.is_cuda:
+        refuse_gloo(x.device, group, where)
     if torch.compiler.is_compiling():
         found: Tensor = wait_tensor(operator(x, *settings, registered_name_now(group)))
         return found

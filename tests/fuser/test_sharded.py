@@ -133,6 +133,7 @@ def _process(rank, store):
     from_meta(rank)
     converted_later(rank)
     whole_weights(rank)
+    dist.barrier()  # gloo aborts a process whose peer leaves while it still listens
     dist.destroy_process_group()
 
 

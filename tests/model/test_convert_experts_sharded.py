@@ -42,6 +42,7 @@ def steps(rank, file):
         for model in (whole, sharded):
             octavo.step(model)
             model.zero_grad()
+    dist.barrier()  # gloo aborts a process whose peer leaves while it still listens
     dist.destroy_process_group()
 
 

@@ -207,8 +207,33 @@ def test_rows_that_do_not_divide_are_refused_before_anything_is_sent(found):
         assert own["after"] == [[4.0] * 4]
 
 
-def test_a_reduce_scatter_over_gloo_on_a_gpu_is_refused(monkeypatch):
+@pytest.fixture
+def over_gloo(monkeypatch):
     for name, value in (("backend_name", "gloo"), ("process_group", None), ("registered_name", "0")):
         monkeypatch.setattr(collectives, name, lambda *_, value=value: value)
-    with FakeTensorMode(), pytest.raises(UnsupportedConfig, match=r"uses gloo for cuda tensors.*Use NCCL"):
-        collectives.scatter_sum(torch.empty(4, 2, device="cuda"), 2, "0", "This Linear")
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda x: collectives.scatter_sum(x, 2, "0", "This Linear"),
+        lambda x: collectives.gather(x, 2, "0", "This Linear"),
+        lambda x: collectives.total(x, "0", "This Linear"),
+        lambda x: collectives.largest(x, "0", "This Linear"),
+    ],
+    ids=["reduce-scatter", "all-gather", "all-reduce", "maximum"],
+)
+def test_gloo_on_a_gpu_is_refused(over_gloo, collective):
+    with FakeTensorMode(), pytest.raises(UnsupportedConfig, match=r"cuda tensors over .* uses gloo .* Use NCCL"):
+        collective(torch.empty(4, 2, device="cuda"))
+
+
+def test_gloo_on_a_gpu_is_refused_while_a_graph_is_traced(over_gloo):
+    torch._dynamo.reset()
+
+    def sends(x):
+        collectives.refuse_gloo(x.device, "0", "This Linear")
+        return x + 1
+
+    with pytest.raises(Exception, match=r"uses gloo for them.* Use NCCL"):
+        torch.compile(sends, fullgraph=True, backend="aot_eager")(torch.ones(2))

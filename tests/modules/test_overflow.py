@@ -159,6 +159,7 @@ def _process(rank, store):
             found[recipe] = _averaged(model, step)
         assert all(flags == found[None] for flags in found.values()), (place, value, found)
         assert any(found[None]) == (place is not None)
+    dist.barrier()  # gloo aborts a process whose peer leaves while it still listens
     dist.destroy_process_group()
 
 
