@@ -1,4 +1,4 @@
-"""What Octavo says without raising: to the logger "octavo", and once to the terminal of a program without logging."""
+"""Messages that are no errors go to the logger "octavo", and once to the terminal of a program without logging."""
 
 import logging
 import subprocess

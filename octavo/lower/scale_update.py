@@ -38,8 +38,7 @@ def _(amaxes: list[Tensor], values: Tensor) -> None:
 
 @torch.library.custom_op("octavo::update_scales", mutates_args=("states",))
 def _update(states: list[Tensor], algorithm: str, margin: int) -> None:
-    fields = len(states) // _FIELDS
-    found = [DelayedState(*states[i * _FIELDS : (i + 1) * _FIELDS]) for i in range(fields)]
+    found = [DelayedState(*states[at : at + _FIELDS]) for at in range(0, len(states), _FIELDS)]
     update_all(found, algorithm=algorithm, margin=margin)
 
 

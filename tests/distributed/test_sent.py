@@ -1,4 +1,4 @@
-"""What a split Linear sends: how often, as codes or values, and how many bytes; and what backward gathers again."""
+"""Collectives of a split Linear: their number, whether they send codes or values, and their bytes, also in backward."""
 
 import pytest
 import torch

@@ -33,7 +33,7 @@ def sent(step):
 
 
 class Forgotten(torch.autograd.Function):
-    """x, whose gradient nobody takes."""
+    """Returns x, and no gradient for it in backward."""
 
     @staticmethod
     def forward(ctx, x):

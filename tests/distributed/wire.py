@@ -1,4 +1,4 @@
-"""What collectives send."""
+"""Counts the collectives of a call, and their bytes."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -38,7 +38,7 @@ class Norm(NamedTuple):
 
 
 class Residual(NamedTuple):
-    """What is added to x before the norm, and memory for the sum."""
+    """A tensor to add to x before the norm, and memory for the sum."""
 
     extra: Tensor  # [M, N], in x's dtype
     z: Tensor  # [M, N], contiguous, in x's dtype: x + extra is written to it

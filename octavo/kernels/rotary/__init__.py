@@ -3,7 +3,8 @@
 q, k and v lie side by side in the rows of one tensor [B, T, (H + 2 S) D]: H heads of q, S of k and of v. Channel i and
 channel i + D/2 of a head of q or k are a pair, which is rotated by an angle that depends on the position. Factors are
 [T, 1, D]: `own` for a channel itself, the cosine, and `other` for the other one of its pair, the sine, negative in the
-first half. Sums are float32, rounded once.
+first half. Sums are float32, rounded once. On a GPU a gradient of v that is not finite makes both channels of its pair
+NaN: v passes through the same code with a cosine of one. The reference copies it.
 
 Of torch's operations the gradient, whose parts are laid side by side again, takes ten kernels, and as one kernel of
 Inductor's three times as long as its bytes.
