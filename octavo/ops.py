@@ -1,4 +1,5 @@
-"""The fusible operations: norms, activations, dropout, residuals, collectives, and the layers Linear and GroupedLinear.
+"""The fusible operations: norms, activations, dropout, residuals, attention, collectives, and the layers Linear and
+GroupedLinear.
 
 Each one is a module that works alone. In an `octavo.Sequential`, operations that follow each other run together, and
 rules fuse them.
@@ -48,6 +49,7 @@ from octavo.modules.activation import (
     SReLU,
     SwiGLU,
 )
+from octavo.modules.attention import RotaryAttention
 from octavo.modules.collective import AllGather, AllReduce, ReduceScatter, SumGradient
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.linear import Linear
@@ -92,6 +94,7 @@ __all__ = [
     "ReLU",
     "ReduceScatter",
     "Reshape",
+    "RotaryAttention",
     "Rule",
     "SReGLU",
     "SReLU",

@@ -28,6 +28,7 @@ MODULES = (
     "octavo.kernels.gemm.triton",
     "octavo.kernels.column_sums.triton",
     "octavo.kernels.rotary.triton",
+    "octavo.kernels.rotary_quantize.triton",
     "octavo.kernels.activation.triton",
     "octavo.kernels.norm.triton",
     "octavo.kernels.activation_quantize.triton",

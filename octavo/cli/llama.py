@@ -8,16 +8,16 @@ do gate and value. Tensors are [B, T, C]: sequences, positions, width. `octavo b
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo import ops
 from octavo.cli.transformer import SwiGLU
 from octavo.kernels.rotary import heads_of
+from octavo.modules.attention import RotaryFactors
 
 EPS = 1e-5  # of the norms
-TURN = 10000.0  # positions per radian of the slowest pair of channels
+TURN = 10000.0  # positions per radian of the slowest pair of channels, about
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,13 @@ class Size:
 # -- in plain torch --------------------------------------------------------------------------------------------------
 
 
-def rotation(length: int, width: int) -> tuple[Tensor, Tensor]:
-    """Returns factors [T, 1, D] of rotary positions: for a channel itself, and for the other one of its pair."""
-    speed = TURN ** (-torch.arange(0, width, 2) / width)
-    angle = torch.arange(length)[:, None, None] * speed  # [T, 1, D/2]
-    return torch.cat((angle.cos(), angle.cos()), -1), torch.cat((-angle.sin(), angle.sin()), -1)
-
-
-class RotaryAttention(nn.Module):
-    """Causal attention between the projections: rows of q, k and v, side by side, to rows of mixed values."""
-
-    own: Tensor
-    other: Tensor
+class RotaryAttention(RotaryFactors):
+    """Causal attention between the projections: rows of q, k and v, side by side, to rows of mixed values. As
+    `ops.RotaryAttention`, but no operation."""
 
     def __init__(self, size: Size) -> None:
-        super().__init__()
+        super().__init__(size.length, size.head_width, TURN)
         self.size = size
-        for name, factor in zip(("own", "other"), rotation(size.length, size.head_width), strict=True):
-            self.register_buffer(name, factor, persistent=False)
 
     def forward(self, qkv: Tensor) -> Tensor:
         mixed = F.scaled_dot_product_attention(*self.heads(qkv), is_causal=True, enable_gqa=self.shares)
@@ -120,7 +109,7 @@ def fused_blocks(size: Size, recipe: str) -> nn.Module:
             ops.MakeExtraOutput(channel=f"before attention {i}", output_to_caller=False),
             ops.RMSNorm(size.width, eps=EPS),
             ops.Linear(size.width, size.qkv_width, bias=False, recipe=recipe),
-            RotaryAttention(size),
+            ops.RotaryAttention(size.heads, size.head_width, kv_heads=size.kv_heads, positions=size.length, base=TURN),
             ops.Linear(size.width, size.width, bias=False, recipe=recipe),
             ops.AddExtraInput(source=f"before attention {i}"),
             ops.MakeExtraOutput(channel=f"before MLP {i}", output_to_caller=False),

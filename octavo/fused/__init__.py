@@ -13,13 +13,15 @@ from octavo.fused import (
     fork_sum,
     grouped_mlp,
     linear_epilogue,
+    linear_rotary,
     mlp,
     norm_linear,
 )
 from octavo.fuser import pattern
 
 PACKAGES: tuple[Any, ...] = (
-    mlp, grouped_mlp, add_norm_linear, norm_linear, linear_epilogue, activation_linear, activation_bias, fork_sum
+    mlp, grouped_mlp, add_norm_linear, norm_linear, linear_epilogue, activation_linear, activation_bias,
+    linear_rotary, fork_sum,
 )  # fmt: skip
 
 if not pattern.global_rules():

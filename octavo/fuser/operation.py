@@ -20,15 +20,16 @@ class Edge(NamedTuple):
     requires_grad: bool
     like: Any = None  # if the shape is unknown, and so (): (shape, dtype, device) of the dry run's tensor
     leads: bool = False  # whether it is the x of the whole run
+    made_by: str = ""  # the name of the layer that makes it, of one output and that output alone
 
     def after(self, stage: Stage) -> "Edge":
         """Return the y of a stage whose x is this Edge."""
         if stage.width is None:
-            return self._replace(requires_grad=stage.needs, leads=False)
+            return self._replace(requires_grad=stage.needs, leads=False, made_by=stage.name)
         width = stage.width
         shape = (*self.shape[:-1], width) if self.shape else ()
         like = None if self.like is None else ((*self.like[0][:-1], width), *self.like[1:])
-        return Edge(shape, self.dtype, self.device, stage.needs, like)
+        return Edge(shape, self.dtype, self.device, stage.needs, like, made_by=stage.name)
 
     @classmethod
     def of(cls, x: Tensor) -> "Edge":
@@ -101,6 +102,7 @@ class FusibleOperation(NoTorchScript):
 
     num_extra_inputs: int = 0
     num_extra_outputs: int = 0
+    op_inner_outputs: ClassVar[int] = 0  # side outputs of its stage that only `op_inside` sees: a run ends with it
     op_keywords: ClassVar[tuple[str, ...]] = ()  # keywords of a call, passed through op_kwargs
     op_memory: ClassVar[tuple[str, str] | None] = None  # keywords for the caller's memory: dx's, y's
     op_needs_shape: ClassVar[bool] = False  # whether its stage needs x's shape: it follows no user's operation in a run
@@ -138,6 +140,10 @@ class FusibleOperation(NoTorchScript):
     def op_finish(self, y: Any) -> Any:
         """Return y of a run that ends with this operation, summed over ranks."""
         return y
+
+    def op_inside(self, y: Any, *sides: Any) -> Any:
+        """Return this operation's y, from the outputs of its stage: the part that is plain torch."""
+        raise NotImplementedError
 
     def op_makes_node(self) -> bool:
         """Whether a call of this operation by itself is a graph node rather than plain torch."""

@@ -252,6 +252,8 @@ def _run_end(steps: list[Step], at: int, x: Any) -> int:
         end += 1
         if steps[end - 1].op.parallel is not None and steps[end - 1].op.op_ends_run():
             break  # or after it
+        if steps[end - 1].op.op_inner_outputs:
+            break  # the rest of it is plain torch
     while end > at and steps[end - 1].op.op_forks:  # a fork at the end only aliases y
         end -= 1
     if end > at and steps[at].op.op_forks and not (x.requires_grad and torch.is_grad_enabled()):
@@ -372,7 +374,12 @@ def _run(
     for stage, (start, stop) in zip(stages, plan.extras, strict=True):
         if stage.after is not None:
             stage.after(made[start:stop])
-    return made[0], _given(steps, x, made, hidden)
+    given = _given(steps, x, made, hidden)
+    op = steps[-1].op
+    if not op.op_inner_outputs:
+        return made[0], given
+    end = 1 + sum([t is not None for own in given for t in own])
+    return op.op_inside(made[0], *made[end : end + op.op_inner_outputs]), given
 
 
 def _takes_nodes(steps: Sequence[Step], x: Tensor) -> bool:

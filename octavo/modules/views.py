@@ -236,7 +236,7 @@ class MakeExtraOutput(FusibleOperation, nn.Module):
 
     def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         key = f"fork(leads={x.leads},grads='{'x' if x.requires_grad else ''}')"
-        y = x._replace(leads=False)
+        y = x._replace(leads=False, made_by="")
         return Stage("fork", key, (), (), x.requires_grad, outputs=(y, y))
 
     @classmethod

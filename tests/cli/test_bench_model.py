@@ -138,7 +138,7 @@ def test_settled_blocks_fuse_from_attention_to_attention():
     blocks = training.model.blocks
     assert isinstance(blocks, octavo.Sequential)
     plan = blocks.explain(torch.randn(2, 16, TINY.width, dtype=torch.bfloat16, requires_grad=True))
-    assert {"norm-linear", "add-norm-linear", "mlp", "add-rmsnorm"} <= set(plan.fired)
+    assert {"norm-linear", "add-norm-linear", "mlp", "add-rmsnorm", "linear-rotary"} <= set(plan.fired)
     steps = [step for run in plan.runs for step in run.forward]
     assert steps.count("add-norm-linear") == 2 * TINY.layers - 1 and steps.count("add") == 1  # before the last norm
     assert len(plan.runs) == TINY.layers + 1

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from octavo.cli.llama import rotation
 from octavo.kernels.rotary import heads_of, rows_of
+from octavo.modules.attention import RotaryFactors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = [(2, 5, 4, 4, 16), (1, 7, 6, 2, 24), (3, 1, 1, 1, 2), (2, 9, 9, 3, 128), (0, 4, 2, 2, 8)]  # B, T, H, S, D
@@ -14,7 +14,8 @@ def case(sizes, dtype, device):
     batch, length, heads, shared, channels = sizes
     torch.manual_seed(0)
     qkv = torch.randn(batch, length, (heads + 2 * shared) * channels).to(device, dtype).requires_grad_()
-    own, other = (factor.to(device) for factor in rotation(length, channels))
+    factors = RotaryFactors(length, channels, 10000.0).to(device)
+    own, other = factors.own, factors.other
     return qkv, own, other, heads, shared
 
 
@@ -62,6 +63,17 @@ def test_a_graph_has_the_same_bits(device):
         if given is call:
             first = [*found, qkv.grad]
     assert all(torch.equal(a, b) for a, b in zip(first, [*found, qkv.grad], strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_gradient_of_v_is_copied_as_it_is(device):
+    qkv, *rest = case((1, 3, 2, 2, 8), torch.bfloat16, device)
+    found = heads_of(qkv, *rest)
+    dv = torch.randn_like(found[2])
+    dv[0, 0, 0, 0], dv[0, 1, 1, 5], dv[0, 2, 0, 2] = float("inf"), float("nan"), -0.0
+    torch.autograd.backward(found, [torch.zeros_like(found[0]), torch.zeros_like(found[1]), dv])
+    got = rows_of(qkv.grad, 6)[:, :, 4:]
+    assert torch.equal(got.contiguous().view(torch.int16), dv.view(torch.int16))
 
 
 @pytest.mark.gpu

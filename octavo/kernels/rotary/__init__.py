@@ -3,8 +3,7 @@
 q, k and v lie side by side in the rows of one tensor [B, T, (H + 2 S) D]: H heads of q, S of k and of v. Channel i and
 channel i + D/2 of a head of q or k are a pair, which is rotated by an angle that depends on the position. Factors are
 [T, 1, D]: `own` for a channel itself, the cosine, and `other` for the other one of its pair, the sine, negative in the
-first half. Sums are float32, rounded once. On a GPU a gradient of v that is not finite makes both channels of its pair
-NaN: v passes through the same code with a cosine of one. The reference copies it.
+first half. Sums are float32, rounded once. v is copied.
 
 Of torch's operations the gradient, whose parts are laid side by side again, takes ten kernels, and as one kernel of
 Inductor's three times as long as its bytes.
@@ -16,6 +15,18 @@ import torch
 from torch import Tensor
 
 from octavo import backend
+
+
+def rotate(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> tuple[Tensor, Tensor]:
+    """Returns q [B, T, H, D] and k [B, T, S, D] of contiguous qkv, rotated."""
+    found: tuple[Tensor, Tensor] = backend.twin(__name__, qkv).rotate(qkv, own, other, heads, shared)
+    return found
+
+
+def rotate_back(dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor) -> Tensor:
+    """Returns the gradient of qkv, from those of q, k and v."""
+    found: Tensor = backend.twin(__name__, dq).rotate_back(dq, dk, dv, own, other)
+    return found
 
 
 def heads_of(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,8 +55,7 @@ def rows_of(x: Tensor, heads: int) -> Tensor:
 
 @torch.library.custom_op("octavo::rotate", mutates_args=())
 def _rotate(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = backend.twin(__name__, qkv).rotate(qkv, own, other, heads, shared)
-    return found
+    return rotate(qkv, own, other, heads, shared)
 
 
 @_rotate.register_fake
@@ -57,8 +67,7 @@ def _(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> tuple
 
 @torch.library.custom_op("octavo::rotate_back", mutates_args=())
 def _rotate_back(dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor) -> Tensor:
-    found: Tensor = backend.twin(__name__, dq).rotate_back(dq, dk, dv, own, other)
-    return found
+    return rotate_back(dq, dk, dv, own, other)
 
 
 @_rotate_back.register_fake

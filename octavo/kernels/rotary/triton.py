@@ -16,6 +16,13 @@ HEADS, WARPS = 8, 4  # heads at a time
 
 
 @triton.jit
+def turned(x, other, cosine, sine):
+    """A channel rotated, of it and the other one of its pair. The sum is fused by name: a compiler may fuse either
+    product, and the kernels that rotate must have the same bits."""
+    return tl.fma(x, cosine, other * sine)
+
+
+@triton.jit
 def _turn(
     x, y, cosine, sine, count, step_x, step_y,
     HALF: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
@@ -29,8 +36,19 @@ def _turn(
         low = tl.load(at_x, mask=live, other=0.0).to(tl.float32)
         high = tl.load(at_x + HALF, mask=live, other=0.0).to(tl.float32)
         at_y = y + heads[:, None] * step_y + channels[None, :]
-        tl.store(at_y, (low * cosine - high * sine).to(y.dtype.element_ty), mask=live)
-        tl.store(at_y + HALF, (high * cosine + low * sine).to(y.dtype.element_ty), mask=live)
+        tl.store(at_y, turned(low, high, cosine, -sine).to(y.dtype.element_ty), mask=live)
+        tl.store(at_y + HALF, turned(high, low, cosine, sine).to(y.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _copy(x, y, count, step_x, step_y, HALF: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr):
+    """Copies `count` heads of x, `step_x` elements apart, to y."""
+    channels = tl.arange(0, 2 * WIDE)
+    for first in range(0, count, HEADS):
+        heads = first + tl.arange(0, HEADS)
+        live = (heads < count)[:, None] & (channels < 2 * HALF)[None, :]
+        v = tl.load(x + heads[:, None] * step_x + channels[None, :], mask=live, other=0.0)
+        tl.store(y + heads[:, None] * step_y + channels[None, :], v, mask=live)
 
 
 @triton.jit
@@ -67,8 +85,7 @@ def _back_kernel(
     y = out + row.to(tl.int64) * (H + 2 * S) * D
     _turn(dq + b * q_batch + t * q_token, y, cosine, -sine, H, q_head, D, HALF, WIDE, HEADS)
     _turn(dk + b * k_batch + t * k_token, y + H * D, cosine, -sine, S, k_head, D, HALF, WIDE, HEADS)
-    whole, nothing = cosine * 0 + 1, cosine * 0
-    _turn(dv + b * v_batch + t * v_token, y + (H + S) * D, whole, nothing, S, v_head, D, HALF, WIDE, HEADS)
+    _copy(dv + b * v_batch + t * v_token, y + (H + S) * D, S, v_head, D, HALF, WIDE, HEADS)
 
 
 def rotate(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> tuple[Tensor, Tensor]:

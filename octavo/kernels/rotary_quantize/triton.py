@@ -1,0 +1,125 @@
+"""A program has a tile of the gradient: some positions, and channels of q, of k or of v. It reads the other channels of
+their pairs as well, which neighbours in the tile read too, and rotates as `octavo.kernels.rotary.triton` does."""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from octavo.formats import E4M3, E5M2
+from octavo.kernels import tile_cast
+from octavo.kernels.rotary.triton import turned
+from octavo.kernels.rotary_quantize import plain_backward
+from octavo.kernels.tile_cast import Target
+from octavo.kernels.tile_cast import triton as tile_casts
+from octavo.launch import Launch
+from octavo.quant import dual, tile
+from octavo.quant.block import Block1D, Block2D
+from octavo.quant.quantizer import Quantizer
+from octavo.quant.tensorwise import Tensorwise
+from octavo.quant.tile import Config, Variant, tile_index
+
+CONFIGS = (Config(64, 128, 8), Config(128, 128, 16))
+STRIDES = tuple(f"{x}_{dim}" for x in "qkv" for dim in ("batch", "token", "head"))
+
+
+@gluon.jit
+def _cast_kernel(
+    dq, dk, dv, own, other, row, column, row_scale, column_scale, encode, observed, M, K, T, H, S,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    row_stride, row_block_stride, column_stride, column_block_stride,
+    D: gl.constexpr, PUT: gl.constexpr, RULE: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    pm, pk = tile_index(K, COLUMNS)
+    layout: gl.constexpr = dual.row_layout(COLUMNS, W)
+    rows = pm * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    s = 1.0
+    if encode is not None:
+        s = gl.load(encode)
+    # the part that all of the tile is in
+    first = pk * COLUMNS
+    part, start, batch, token, step = dq, first, q_batch, q_token, q_head
+    if first >= H * D:
+        part, start, batch, token, step = dk, first - H * D, k_batch, k_token, k_head
+    if first >= (H + S) * D:
+        part, start, batch, token, step = dv, first - (H + S) * D, v_batch, v_token, v_head
+    columns = start + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    head, channel = columns // D, columns % D
+    HALF: gl.constexpr = D // 2
+    is_low = channel < HALF
+    t = rows % T
+    place = (rows // T).to(gl.int64) * batch + t.to(gl.int64) * token
+    at = place[:, None] + (head.to(gl.int64) * step + channel)[None, :]
+    live = (rows < M)[:, None]
+    x = gl.load(part + at, mask=live, other=0.0)
+    if first < (H + S) * D:
+        further = gl.where(is_low, HALF, -HALF)
+        pair = gl.load(part + at + further[None, :], mask=live, other=0.0).to(gl.float32)
+        # of both channels of a pair the factors of one are read: own is the same, and other its negative
+        angle = (t * D)[:, None] + gl.where(is_low, channel, channel - HALF)[None, :]
+        cosine = gl.load(own + angle, mask=live, other=0.0).to(gl.float32)
+        sine = gl.load(other + angle + HALF, mask=live, other=0.0).to(gl.float32)
+        sine = gl.where(is_low[None, :], sine, -sine)
+        x = turned(x.to(gl.float32), pair, cosine, sine).to(dq.dtype.element_ty)
+    PUT(
+        x, row, column, row_scale, column_scale, s, observed, M, K, K, pm * ROWS, first,
+        row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
+    )  # fmt: skip
+
+
+def backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor, target: Target, config: Config | None = None
+) -> None:
+    pair, cast_args = target
+    batch, length, heads, channels = dq.shape
+    shared = dk.shape[2]
+    spec = tile_casts.spec_of(pair)
+    config = config or tile_casts.fitting(CONFIGS, spec)
+    whole = heads * channels % config.columns == 0 == shared * channels % config.columns
+    if dq.numel() == 0 or not whole or tile_cast.refusal(pair, cast_args, dq.dtype, "the gradient of q, k and v"):
+        plain_backward(dq, dk, dv, own, other, target)
+        return
+    dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
+    shape = (batch * length, (heads + 2 * shared) * channels)
+    steps = tuple(step for t in (dq, dk, dv) for step in t.stride()[:3])
+    sizes = (*shape, length, heads, shared, *steps, *tile_casts.strides(pair))
+    _cast_launch(spec, dq.dtype, channels, sizes, config)(
+        dq, dk, dv, own.contiguous(), other.contiguous(), *tile_casts.pointers(pair, cast_args)
+    )
+
+
+def _constants(spec: Quantizer, dtype: torch.dtype, channels: int, config: Config) -> dict[str, Any]:
+    return {
+        "D": channels, **tile_casts.constants(spec, dtype), "ROWS": config.rows, "COLUMNS": config.columns,
+        "W": config.warps,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _cast_launch(
+    spec: Quantizer, dtype: torch.dtype, channels: int, sizes: tuple[int, ...], config: Config
+) -> Launch:  # fmt: skip
+    own = _constants(spec, dtype, channels, config)
+    return Launch(_cast_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps, **own)
+
+
+def variants() -> list[Variant]:
+    given, rows, square, half = Tensorwise(E5M2), Block1D(), Block2D(E4M3, "fp32"), torch.bfloat16
+    found = [_variant(spec, dtype) for spec in (given, rows, square) for dtype in (half, torch.float16, torch.float32)]
+    return [*found, _variant(given, half, channels=64), _variant(given, half, column=False)]
+
+
+def _variant(spec: Quantizer, dtype: torch.dtype, channels: int = 128, column: bool = True) -> Variant:
+    config, pointer = tile_casts.fitting(CONFIGS, spec), tile.POINTERS[dtype]
+    there, fixed = tile_casts.signature(spec, column=column)
+    there |= dict.fromkeys(("dq", "dk", "dv"), pointer) | {"own": "*fp32", "other": "*fp32"}
+    there |= dict.fromkeys(("M", "K", "T", "H", "S", *STRIDES), "i32")
+    fixed |= _constants(spec, dtype, channels, config)
+    own = {name: fixed.get(name) for name in _cast_kernel.arg_names if name not in there}
+    signature = {name: there[name] for name in _cast_kernel.arg_names if name in there}
+    title = f"rotary gradient {dtype} to {spec}{'' if column else ', row alone'}, {channels} channels {config}"
+    return Variant(title, _cast_kernel, signature, own, config.warps)
