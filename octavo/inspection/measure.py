@@ -1,8 +1,8 @@
 """Measures one call of a layer: its casts, as the layer makes them, and its GEMMs beside a high-precision shadow.
 
-The shadow is the same layer in float32 without quantization, on the same x, w and dy. The layer's own dw may go to a
-buffer, or be computed later. So it is computed here once more, by the layer's functions from the same tensors, which
-gives the same bits.
+The shadow is the same layer in float32 without quantization, on the same x, w and dy: one GEMM each for y, dx and dw.
+The layer's own dw may go to a buffer, or be computed later. So it is computed here once more, by the layer's functions
+from the same tensors, which gives the same bits.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.delayed_scaling.casts import DY, X, cast_args, part_of
-from octavo.inspection.statistics import Cast, largest_codes, record_operand, record_result
-from octavo.layers.contract import LAYERS, WeightCast
+from octavo.inspection.statistics import Cast, record_operand, record_result
+from octavo.layers.contract import LAYERS, ForwardResult, WeightCast
 from octavo.layers.grouped_linear import given_rows
 from octavo.lower.packing import packing
+from octavo.quant import blocks
 from octavo.quant.grouped import GroupedTensor, groups_amax, quantize_groups
-from octavo.quant.groups import Groups, split
+from octavo.quant.groups import BLOCK, Groups, split
+from octavo.quant.groups.reference import pack
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Quantizer, as_matrix, quantize_pair
@@ -29,6 +31,7 @@ from octavo.recipes import BF16
 # settings of a call without writes
 PLAIN = {"observe": False, "main_grad": "", "dummy_grad": False, "deferred_wgrad": ""}
 ALIGNED = 16  # columns of grouped codes
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 class Call(NamedTuple):
@@ -36,6 +39,7 @@ class Call(NamedTuple):
 
     layer: Any
     config: Any  # of a call that writes nothing but its results
+    wgrad: Any  # the same, of a call for dw alone
     shadow: Any  # the config of the shadow
     inputs: Any
     seed: Tensor | None
@@ -45,47 +49,51 @@ class Call(NamedTuple):
     def of(cls, text: str, tensors: Sequence[Tensor]) -> "Call":
         """Parse the string of `octavo.inspection.watched`; `tensors` are what it packed."""
         _, name, presence, key = text.split("|", 3)
-        layer, (config, shadow) = LAYERS[name], _configs(name, key)
+        layer, (config, wgrad, shadow) = LAYERS[name], _configs(name, key)
         *fields, seed = packing(presence).unpack(tensors)
         inputs = layer.Inputs._make(fields)
         groups = split(inputs.splits, inputs.x.shape[0]) if name == "grouped-linear" else None
-        return cls(layer, config, shadow, inputs, seed, groups)
+        return cls(layer, config, wgrad, shadow, inputs, seed, groups)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def record_forward(self, stats: Tensor, y: Tensor) -> None:
         """Record x, w and the y that the layer returned."""
-        x, x_cast = self.x()
-        w, w_cast = self.w()
+        x, w = self.x(), self.w()
+        x_cast, w_cast = self.x_cast(x), self.w_cast()
         record_operand(stats, "x", x, x_cast)
-        record_operand(stats, "w", w, w_cast)
+        record_operand(stats, "w", None if w is None else _rows(w), w_cast)
         made = self.layer.forward(self.shadow, self._exact(x, x_cast, w, w_cast))
         record_result(stats, "y", self.live(_rows(y)), self.live(_rows(made.outputs[0])))
 
-    def x(self) -> tuple[Tensor | None, Cast | None]:
-        """x before the cast (None if it arrived as codes), and its cast."""
-        spec, inputs = self.config.quant.fprop.left, self.inputs
-        if self.config.x == "codes":
-            return None, self._given_x(spec)
-        x = self.live(_rows(inputs.x))
-        return x, self._cast(x, spec, inputs.scaling[part_of(X, self.config.measured)] if inputs.scaling else (), None)
+    def x(self) -> Tensor | None:
+        """x before the cast; None if it arrived as codes."""
+        return None if self.config.x == "codes" else self.live(_rows(self.inputs.x))
 
-    def w(self) -> tuple[Tensor | None, Cast | None]:
-        """The weight (None if it is held as codes), and its cast: the codes in use if there are some."""
+    def x_cast(self, x: Tensor | None) -> Cast | None:
+        """The cast of x, or the codes that arrived; None if the recipe does not quantize x."""
+        spec, inputs = self.config.quant.fprop.left, self.inputs
+        if x is None:
+            return self._given_x(spec)
+        return self._cast(x, spec, inputs.scaling[part_of(X, self.config.measured)] if inputs.scaling else (), None)
+
+    def w(self) -> Tensor | None:
+        """The weight; None if it is held as codes."""
+        weight: Tensor = self.inputs.weight
+        return None if self.config.weight == "held" else weight
+
+    def w_cast(self) -> Cast | None:
+        """The cast of the weight: the codes in use if there are some. None if the recipe does not quantize it."""
         config, inputs, layer = self.config, self.inputs, self.layer
-        weight, spec = inputs.weight, config.quant.fprop.right
+        weight, spec, parts = inputs.weight, config.quant.fprop.right, inputs.w_row
         if spec is None or spec.basis:
-            return (None if config.weight == "held" else weight), None
-        parts = inputs.w_row
+            return None
         if config.weight == "plain":
             proto = layer.abstract_weight(config, TensorProto.of(weight))[0]
             parts = tuple(proto.empty().tensors())
             scaling = inputs.scaling[config.w_scaling] if inputs.scaling else ()
             layer.refresh(config, WeightCast(weight, parts, (), scaling=scaling))
-        filled = (largest_codes(parts[0], spec.fmt), *parts[1:])
-        shape = tuple(weight.shape)
-        values, limit = (layer.weight_values(config, codes, shape, torch.float32) for codes in (parts, filled))
-        return (None if config.weight == "held" else weight), Cast(values, limit, spec.fmt)
+        return read(layer.weight_codes(config, parts, tuple(weight.shape), torch.float32), weight.shape[-1])
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -93,18 +101,17 @@ class Call(NamedTuple):
         """Record dy and dw. Returns the shadow's dx; None if x takes no gradient."""
         config, layer = self.config, self.layer
         rows = self.live(_rows(dy))
-        alone = not self.inputs.scaling or getattr(config, "scales_dy_alone", False)
-        scaling = () if alone else self.inputs.scaling[part_of(DY, config.measured)]
+        fresh = not self.inputs.scaling or getattr(config, "scales_dy_alone", False)
+        scaling = () if fresh else self.inputs.scaling[part_of(DY, config.measured)]
         record_operand(stats, "dy", rows, self._cast(rows, config.quant.dgrad.left, scaling, self.seed))
-        (x, x_cast), (w, w_cast) = self.x(), self.w()
-        exact = self._exact(x, x_cast, w, w_cast)
-        _, saved = layer.forward_and_save(self.shadow, exact, True)
+        x, w = self.x(), self.w()
+        exact = self._exact(x, None if x is not None else self.x_cast(x), w, None if w is not None else self.w_cast())
         dx: Tensor | None
-        dx, dw, *_ = layer.backward(self.shadow, saved, layer.Buffers(), (rows.float(),))
+        dx, dw, *_ = layer.backward(self.shadow, self._saved(exact), layer.Buffers(), (rows.float(),))
         if "w" in config.grads:
-            _, saved = layer.forward_and_save(config, self._flat_inputs(), True)
+            _, saved = layer.forward_and_save(self.wgrad, self._flat_inputs(), True)
             seed = None if self.seed is None else self.seed.clone()
-            own = layer.backward(config, saved, layer.Buffers(seed=seed), (rows.to(config.y_dtype),))[1]
+            own = layer.backward(self.wgrad, saved, layer.Buffers(seed=seed), (rows.to(config.y_dtype),))[1]
             record_result(stats, "dw", own, dw)
         if dx is None or self.groups is None:
             return dx
@@ -127,7 +134,7 @@ class Call(NamedTuple):
         seed = seed if spec.draws else None
         if self.groups is None:
             args = cast_args(self.config.recipe, (spec, None), scaling, lambda s, skip: s.amax(x).view(1), None, seed)
-            return read(quantize_pair(x, spec, None, args)[0])
+            return read(quantize_pair(x, spec, None, args)[0], x.shape[1])
         groups, part = self.groups, [t.view(self.groups.number) for t in scaling]
         measure: Any = lambda s, skip: groups_amax(x, s, None, groups)[0]  # noqa: E731
         args = cast_args(self.config.recipe, (spec, None), part, measure, None, seed)
@@ -139,18 +146,27 @@ class Call(NamedTuple):
         if self.groups is not None:
             return read(given_rows(spec, inputs.x_codes, self.groups, k, self.config.y_dtype), k)
         shape = (inputs.x_codes[0].shape[0], k)
-        return read(spec.assemble(inputs.x_codes, shape, self.config.y_dtype))
+        return read(spec.assemble(inputs.x_codes, shape, self.config.y_dtype), k)
 
     def _flat_inputs(self) -> Any:
         """The inputs, with the leading dims of x folded."""
         x = self.inputs.x
         return self.inputs if x is None or self.config.x == "codes" else self.inputs._replace(x=_rows(x))
 
+    def _saved(self, exact: Any) -> Any:
+        """What the shadow's backward needs of forward, without its GEMM: a forward without quantization makes nothing
+        for backward but the places of groups."""
+        fresh = dict.fromkeys(self.layer.Fresh._fields)
+        if self.groups is not None:
+            fresh |= dict(zip(Groups._fields, self.groups.tensors(), strict=False))
+            fresh["width"] = exact.weight.new_empty(0, exact.weight.shape[-1])
+        return self.layer.save(self.shadow, exact, ForwardResult((), (), self.layer.Fresh(**fresh)))
+
     def _exact(self, x: Tensor | None, x_cast: Cast | None, w: Tensor | None, w_cast: Cast | None) -> Any:
         """The inputs of the shadow: float32, from the codes' values where only codes are left."""
         found = {
             "x": (x if x is not None else x_cast.values).float(),  # type: ignore[union-attr]
-            "weight": (w if w is not None else w_cast.values).float(),  # type: ignore[union-attr]
+            "weight": (w if w is not None else w_cast.values.view(self.inputs.weight.shape)).float(),  # type: ignore[union-attr]
         }
         for name in ("bias", "scales"):
             given = getattr(self.inputs, name, None)
@@ -169,22 +185,34 @@ def record_input_gradient(stats: Tensor, dx: Tensor, exact: Tensor) -> None:
     record_result(stats, "dx", torch.where(tail, 0.0, dx), torch.where(tail, 0.0, exact))
 
 
-def read(q: QTensor | GroupedTensor | None, columns: int | None = None) -> Cast:
+def read(q: QTensor | GroupedTensor | None, columns: int) -> Cast:
     """The values of codes and the largest ones that their scales can represent; of grouped codes, without padding."""
     assert q is not None
-    matrix = q.q if isinstance(q, GroupedTensor) else q
-    matrix = replace(matrix, token=None)
-    filled = replace(matrix, codes=largest_codes(matrix.codes, matrix.spec.fmt))
-    values, limit = (
-        (replace(q, q=m, token=None, columns=None) if isinstance(q, GroupedTensor) else m).dequantize(torch.float32)
-        for m in (matrix, filled)
-    )
-    return Cast(_rows(values)[:, :columns], _rows(limit)[:, :columns], matrix.spec.fmt)
+    groups, matrix = (q.groups, q.q) if isinstance(q, GroupedTensor) else (None, q)
+    bare = replace(q, token=None, columns=None) if isinstance(q, GroupedTensor) else replace(q, token=None)
+    values = _rows(bare.dequantize(torch.float32))[:, :columns]
+    width = matrix.spec.block[1]
+    across = 1 if width is None else blocks.ceil_div(columns, width)
+    return Cast(values, _limits(matrix, groups)[:, :across], width, matrix.spec.fmt)
+
+
+def _limits(q: QTensor, groups: Groups | None) -> Tensor:
+    """The largest magnitude that each scale can represent, for each row, or one row if all rows share scales: what
+    dequantize() makes of the largest code."""
+    spec, height = q.spec, q.spec.block[0]
+    limits = spec.fmt.max * spec.scale_values(q)
+    if groups is None:
+        limits = limits if q.global_scale is None else limits * q.global_scale
+        return blocks.spread(blocks.no_larger(limits, FLOAT32_MAX), (height, None), q.rows, q.columns)
+    owner = groups.owner.clamp_min(0)[:, None].expand(-1, BLOCK).reshape(-1)
+    limits = limits.index_select(0, owner) if height is None else blocks.spread(limits, (height, None), *q.codes.shape)
+    limits = limits if q.global_scale is None else limits * q.global_scale[owner][:, None]
+    return pack(blocks.no_larger(limits, FLOAT32_MAX), groups)
 
 
 @lru_cache(maxsize=4096)
-def _configs(name: str, key: str) -> tuple[Any, Any]:
-    """The settings of a call without its writes, and of its shadow."""
+def _configs(name: str, key: str) -> tuple[Any, Any, Any]:
+    """The settings of a call without its writes, of one for dw alone, and of the shadow."""
     config = LAYERS[name].config(key)
     grads = "".join(letter for letter in config.grads if letter in "xw")
     quiet = {**PLAIN, "grads": grads}
@@ -196,7 +224,7 @@ def _configs(name: str, key: str) -> tuple[Any, Any]:
     if name != "linear":
         shadow |= {"x_has_columns": False, "scales_dtype": config.scales_dtype and "float32"}
     own = replace(config, **quiet)
-    return own, replace(own, **shadow)
+    return own, replace(own, grads="w"), replace(own, **shadow)
 
 
 def _rows(x: Tensor) -> Tensor:

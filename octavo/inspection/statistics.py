@@ -4,6 +4,7 @@ A row holds sums over calls, then largest values, then two histograms over power
 of operations on the tensor's device, and the host reads nothing, so a CUDA graph can capture it.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
 from octavo.formats import Format
+from octavo.quant import blocks
 
 TENSORS = ("x", "w", "dy", "y", "dx", "dw")  # the rows; x, w and dy are cast, the others are results of GEMMs
 SUMS = (
@@ -33,111 +35,124 @@ BINS, LOWEST = 96, -72  # of a histogram: one for each power of two, the first a
 AMAXES = slice(len(SUMS) + len(LARGEST), len(SUMS) + len(LARGEST) + BINS)  # one count for each call
 SCALES = slice(AMAXES.stop, AMAXES.stop + BINS)  # one count for each element
 SHAPE = (len(TENSORS), SCALES.stop)
+ROWS = 1024  # copies of a histogram while it is counted
 
 
 class Cast(NamedTuple):
-    """The result of a cast, in the shape of the tensor that was cast."""
+    """The result of a cast of a matrix."""
 
-    values: Tensor  # that the codes stand for
-    limit: Tensor  # the largest magnitude that the element's scale can represent
+    values: Tensor  # [rows, K] float32: what the codes stand for
+    limit: Tensor  # [rows or 1, blocks of columns] float32: the largest magnitude that a scale can represent
+    block: int | None  # columns that share a scale; None if all do
     fmt: Format
+
+    def spread(self, bounds: Tensor) -> Tensor:
+        """A bound for each limit, in a shape that broadcasts to the values."""
+        return blocks.spread(bounds, (None, self.block), *self.values.shape)
+
+    def scales(self) -> Tensor:
+        """The histogram of the scales: how many values have one there."""
+        rows, columns = self.values.shape
+        whole = columns if self.block is None else self.block
+        first = torch.arange(self.limit.shape[1], dtype=torch.float64, device=self.limit.device) * whole
+        heights = rows if self.limit.shape[0] == 1 else 1
+        return _histogram(self.limit / self.fmt.max, (columns - first).clamp(0, whole) * heights)
 
 
 def record_operand(stats: Tensor, tensor: str, source: Tensor | None, cast: Cast | None) -> None:
     """Add one call's x, w or dy: the values before the cast, None if only codes are left, and the cast, None if the
     recipe does not quantize the tensor."""
     assert source is not None or cast is not None
-    values = (source if source is not None else cast.values).float()  # type: ignore[union-attr]
-    sums, amax, finite = _plain(values)
-    scales = None
-    if cast is not None:
-        scales = _histogram(cast.limit / cast.fmt.max)
-        if source is not None:
-            finite &= cast.values.isfinite()  # a value that is not finite takes its block along
-            kept = torch.where(finite, values, 0.0)
-            sums["underflow"] = ((kept != 0) & (cast.values == 0)).sum()
-            beyond = kept.abs() > cast.limit * (1 + _half_step(cast.fmt))
-            sums["saturated"] = (beyond & (cast.limit > 0)).sum()  # a scale of zero makes zeros
-            sums |= _compared(torch.where(finite, cast.values, 0.0), kept)
-    _add(stats, tensor, sums, {"amax": amax}, _histogram(amax.view(1)), scales)
+    sums, amax = _plain(source if source is not None else cast.values)  # type: ignore[union-attr]
+    if cast is not None and source is not None:
+        noise, finite = _difference(cast.values, source)  # a value that is not finite takes its block along
+        kept = torch.where(finite, source, 0.0)
+        # a scale of zero makes zeros, and does not saturate
+        bounds = torch.where(cast.limit > 0, cast.limit * (1 + _half_step(cast.fmt)), math.inf)
+        sums["underflow"] = _nonzero(torch.where(cast.values == 0, kept, 0.0))
+        sums["saturated"] = _nonzero(torch.where(kept.abs() > cast.spread(bounds), kept, 0.0))
+        sums |= {"compared": sums["calls"], "signal": _size(kept).square(), "noise": _size(noise).square()}
+    _add(stats, tensor, sums, {"amax": amax}, None if cast is None else cast.scales())
 
 
 def record_result(stats: Tensor, tensor: str, made: Tensor, exact: Tensor) -> None:
     """Add one call's y, dx or dw, and the same of the high-precision shadow."""
-    made, exact = made.float(), exact.float()
-    sums, amax, finite = _plain(made)
-    finite &= exact.isfinite()
-    a, b = torch.where(finite, made, 0.0).double(), torch.where(finite, exact, 0.0).double()
-    sums |= _compared(a, b)
-    size_a, size_b = a.norm(), b.norm()
-    has = (size_a > 0) | (size_b > 0)
-    cosine = torch.where(has, (a * b).sum() / (size_a * size_b).clamp_min(1e-300), 0.0)
+    sums, amax = _plain(made)
+    difference, finite = _difference(made, exact)
+    noise = _size(difference)
+    a, b = (torch.where(finite, t, 0.0).double() for t in (made, exact))
+    size_a, size_b = _size(a), _size(b)
+    has = ((size_a > 0) | (size_b > 0)).double()
+    cosine = a.mul_(b).sum() / (size_a * size_b).clamp_min(1e-300)
+    sums |= {"compared": sums["calls"], "signal": size_b.square(), "noise": noise.square()}
     sums |= {"cosine": cosine, "cosines": has}
-    _add(stats, tensor, sums, {"amax": amax, "deficit": torch.where(has, 1 - cosine, 0.0)}, _histogram(amax.view(1)))
+    _add(stats, tensor, sums, {"amax": amax, "deficit": has - cosine})
 
 
-def _plain(values: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Counts of the values alone, their amax, and which are finite."""
-    finite = values.isfinite()
-    kept = torch.where(finite, values, 0.0)
-    amax = kept.abs().amax() if values.numel() else values.new_zeros(())
+def _plain(values: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Counts of the values alone, and their amax."""
+    kept = torch.nan_to_num(values, 0.0, 0.0, 0.0)
     one = torch.ones((), dtype=torch.float64, device=values.device)
-    sums = {
-        "calls": one,
-        "total": one * values.numel(),
-        "nonfinite": (~finite).sum(),
-        "nonzero": (kept != 0).sum(),
-        "silent": (amax == 0) & finite.all() & (values.numel() > 0),
-    }
-    return sums, amax, finite
+    amax = torch.linalg.vector_norm(kept, math.inf).double() if values.numel() else 0 * one
+    nonzero = _nonzero(kept)
+    nonfinite = _nonzero(values) - nonzero  # Inf and NaN are not zero
+    sums = {"calls": one, "total": one * values.numel(), "nonfinite": nonfinite, "nonzero": nonzero}
+    if values.numel():
+        sums["silent"] = (amax + nonfinite == 0).double()
+    return sums, amax
 
 
-def _compared(made: Tensor, exact: Tensor) -> dict[str, Tensor]:
-    made, exact = made.double(), exact.double()
-    one = torch.ones((), dtype=torch.float64, device=made.device)
-    return {"compared": one, "signal": exact.square().sum(), "noise": (made - exact).square().sum()}
+def _difference(made: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """made - exact, zero where one of them is not finite, and where both are."""
+    difference = made - exact
+    kept = torch.nan_to_num(difference, 0.0, 0.0, 0.0)
+    return kept, kept == difference
 
 
-def _histogram(values: Tensor) -> Tensor:
-    """Counts values by power of two; zeros and values that are not finite count nowhere."""
+def _size(values: Tensor) -> Tensor:
+    """The Euclidean norm, summed in float64: squares of float32 may overflow or vanish."""
+    found: Tensor = torch.linalg.vector_norm(values, dtype=torch.float64)
+    return found
+
+
+def _nonzero(values: Tensor) -> Tensor:
+    """How many values are not zero, in float64. A sum of booleans would first copy them to eight bytes each."""
+    dtype = torch.float32 if values.shape[-1] <= 2**24 else torch.float64  # in which the counts of a row are exact
+    of_rows: Tensor = torch.linalg.vector_norm(values, 0, dim=-1, dtype=dtype)
+    return of_rows.sum(dtype=torch.float64)
+
+
+def _histogram(values: Tensor, numbers: Tensor) -> Tensor:
+    """Counts values by power of two, each as often as its number says; `numbers` broadcasts. Zeros and values that are
+    not finite count nowhere. Neighbours count in different rows, since atomic additions to one address wait for each
+    other."""
     counted = values.isfinite() & (values > 0)
-    exponent = torch.where(counted, values, 1.0).double().log2()
-    places = (exponent.floor() - LOWEST).clamp(0, BINS - 1).long()
-    counts = torch.zeros(BINS, dtype=torch.float64, device=values.device)
-    return counts.scatter_add_(0, places.flatten(), counted.flatten().double())
+    _, exponents = torch.frexp(torch.where(counted, values, 1.0))  # from 2**(exponent - 1) on
+    places = (exponents.long() - (LOWEST + 1)).clamp_(0, BINS - 1).flatten()
+    rows = min(max(places.numel(), 1), ROWS)
+    if rows > 1:
+        places += torch.arange(places.numel(), device=values.device) % rows * BINS
+    counts = torch.zeros(rows * BINS, dtype=torch.float64, device=values.device)
+    counts.scatter_add_(0, places, torch.where(counted, numbers, 0.0).flatten())
+    return counts.view(rows, BINS).sum(0)
 
 
 def _add(
-    stats: Tensor, tensor: str, sums: dict[str, Tensor], largest: dict[str, Tensor], amaxes: Tensor,
-    scales: Tensor | None = None,
-) -> None:  # fmt: skip
-    row = stats[TENSORS.index(tensor)]
-    zero = torch.zeros((), dtype=torch.float64, device=stats.device)
-    added = torch.stack([sums.get(name, zero).double() for name in SUMS])
-    raised = torch.stack([largest.get(name, zero).double() for name in LARGEST])
+    stats: Tensor, tensor: str, sums: dict[str, Tensor], largest: dict[str, Tensor], scales: Tensor | None = None
+) -> None:
+    row, zero = stats[TENSORS.index(tensor)], 0 * sums["calls"]
+    found = torch.stack([*(sums.get(name, zero) for name in SUMS), *(largest.get(name, zero) for name in LARGEST)])
+    amaxes = _histogram(largest["amax"].view(1), sums["calls"])
     places = slice(len(SUMS), len(SUMS) + len(LARGEST))
     with preserve_version_counter(stats):  # a graph in flight may have saved it
-        row[: len(SUMS)] += added
-        row[places] = torch.maximum(row[places], raised)
-        row[AMAXES] += amaxes
+        row[: len(SUMS)].add_(found[: len(SUMS)])
+        row[places] = torch.maximum(row[places], found[places])
+        row[AMAXES].add_(amaxes)
         if scales is not None:
-            row[SCALES] += scales
+            row[SCALES].add_(scales)
 
 
 @lru_cache
 def _half_step(fmt: Format) -> float:
     """Half the distance of the two largest codes, relative to the largest: what rounding alone may take away."""
     return 2.0**fmt.emax / (fmt.min_normal / fmt.min_subnormal) / 2 / fmt.max
-
-
-@lru_cache
-def largest_byte(fmt: Format) -> int:
-    """The stored byte whose codes are all the largest one."""
-    codes = fmt.encode(torch.tensor([fmt.max])).view(torch.uint8)
-    code = int(codes[0])
-    return code | code << 4 if fmt.packed == 2 else code
-
-
-def largest_codes(codes: Tensor, fmt: Format) -> Tensor:
-    """Codes in this shape that are all the largest one."""
-    return torch.full(codes.shape, largest_byte(fmt), dtype=torch.uint8, device=codes.device).view(fmt.dtype)

@@ -193,6 +193,10 @@ class WeightLayer(Layer):
         """Row and column codes of a weight, without data; None for an orientation that the recipe does not use."""
         raise NotImplementedError
 
+    def weight_codes(self, config: Any, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """The QTensor or GroupedTensor of a weight with these row codes; columns that GEMMs read besides are in it."""
+        raise NotImplementedError
+
     def weight_values(self, config: Any, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The weight that row codes stand for."""
         raise NotImplementedError

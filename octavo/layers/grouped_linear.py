@@ -290,14 +290,20 @@ class GroupedLinearLayer(MatmulLayer):
             None if column is None else _weight_proto(column, "column", weight),
         )
 
-    def weight_values(
+    def weight_codes(
         self, config: Config, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> Tensor:
+    ) -> GroupedTensor:
         number, n, k = shape
         spec = config.quant.fprop.right
         assert spec is not None
         q = grouped_assemble(spec, row, number, "row", _wide(k), dtype)
-        return GroupedTensor(q, equal(number, n, q.device), "row").dequantize(dtype).view(number, n, -1)[..., :k]
+        return GroupedTensor(q, equal(number, n, q.device), "row")
+
+    def weight_values(
+        self, config: Config, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Tensor:
+        number, n, k = shape
+        return self.weight_codes(config, row, shape, dtype).dequantize(dtype).view(number, n, -1)[..., :k]
 
     def refresh(self, config: Config, cast: WeightCast) -> None:
         specs, (number, _, k) = (config.quant.fprop.right, config.quant.dgrad.right), cast.weight.shape

@@ -192,12 +192,17 @@ class LinearLayer(MatmulLayer):
         row, column = config.quant.fprop.right, config.quant.dgrad.right
         return (None if row is None else row.proto(weight)), (None if column is None else column.proto(weight, 0))
 
+    def weight_codes(
+        self, config: Config, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> QTensor:
+        spec = config.quant.fprop.right
+        assert spec is not None
+        return spec.assemble(row, shape, dtype)
+
     def weight_values(
         self, config: Config, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype
     ) -> Tensor:
-        spec = config.quant.fprop.right
-        assert spec is not None
-        return spec.assemble(row, shape, dtype).dequantize(dtype)
+        return self.weight_codes(config, row, shape, dtype).dequantize(dtype)
 
     def refresh(self, config: Config, cast: WeightCast) -> None:
         weight, (n, k) = cast.weight, cast.weight.shape

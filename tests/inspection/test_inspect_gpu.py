@@ -1,12 +1,16 @@
 """octavo.inspect on a GPU: no step waits for the device, and captured steps record at each replay."""
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
 import octavo
+from octavo.inspection import statistics
+from octavo.inspection.measure import read
+from octavo.quant import MX, NVFP4, Block1D, Block2D, Rowwise, Tensorwise
 from octavo.recipes import SHIPPED
 from tests.waiting import no_waiting
 
@@ -66,6 +70,34 @@ def test_the_numbers_are_those_of_a_cpu(recipe):
     for name in (f"0/{tensor}/{number}" for tensor in "xw" for number in ("underflow", "saturated", "amax")):
         assert name not in found or found[name] == numbers[name]
     assert found["2/y/cosine"] == pytest.approx(numbers["2/y/cosine"], abs=1e-3)
+
+
+@pytest.mark.parametrize("spec", [Tensorwise(), Rowwise(), Block1D(), Block2D(), MX(), NVFP4()], ids=str)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_counts_and_histograms_are_those_of_a_cpu(spec, deterministic):
+    x = torch.randn(1000, 1111, device="cuda") * torch.logspace(-30, 9, 1000, device="cuda")[:, None]
+    x[3, 3], x[4, 4], x[600:800] = math.nan, math.inf, 0.0
+    codes = spec.quantize(x.cpu())
+    found = []
+    for device in ("cuda", "cpu"):
+        parts = [t.to(device) for t in codes.tensors()]
+        cast = read(spec.assemble(parts, codes.shape, torch.float32), x.shape[1])
+        stats = torch.zeros(statistics.SHAPE, dtype=torch.float64, device=device)
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            statistics.record_operand(stats, "x", x.to(device), cast)
+            statistics.record_operand(stats, "w", x.to(device, torch.bfloat16), cast)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        statistics.record_result(stats, "y", x.to(device, torch.bfloat16), x.to(device))
+        found.append(stats.cpu())
+    sums = [statistics.SUMS.index(name) for name in ("signal", "noise", "cosine")]
+    deficit = len(statistics.SUMS) + statistics.LARGEST.index("deficit")
+    torch.testing.assert_close(found[0][:, sums], found[1][:, sums], rtol=1e-9, atol=0)
+    torch.testing.assert_close(found[0][:, deficit], found[1][:, deficit], rtol=0, atol=1e-12)
+    for stats in found:
+        stats[:, [*sums, deficit]] = 0
+    assert torch.equal(*found)
 
 
 @every
