@@ -128,7 +128,7 @@ def test_the_decision_table():
             f"{times:.2f}",
             f"{fused['bf16 compiled']['ms'] / fused[name]['ms']:.2f}" if name in fused else "–",
             f"{row['saved_mib']:.0f}",
-            "–" if name in slow else f"{row['peak_mib']:.0f}",
+            f"{row['peak_mib']:.0f}",
             gap(name),
         ], name
 
@@ -392,9 +392,13 @@ def test_the_table_of_the_host():
         for mode in ("eager", "compiled")
     }
     added = [round(octavo) - round(stock) for octavo, stock in (over["compiled"], over["eager"])]
-    assert f"fp8-delayed adds {added[0]} µs to a tiny `nn.Linear`, and eager {added[1]}" in section(
-        BENCHMARKS, "## Host time"
-    )
+    text = " ".join(section(BENCHMARKS, "## Host time").split())
+    assert f"fp8-delayed adds {added[0]} µs to a tiny `nn.Linear`, and eager {added[1]}" in text
+    graph = [round(compiled) - round(eager) for compiled, eager in zip(over["compiled"], over["eager"], strict=True)]
+    assert f"by {graph[1]} µs for `nn.Linear`, and by {graph[0]} for fp8-delayed" in text
+    stack = results("host-before-h200")["runs"][0]["subjects"]["of a stack"]
+    peer, own = (statistics.median(stack[case]["compiled"]) for case in ("torchao tensorwise", "octavo fp8-delayed"))
+    assert f"took {peer:.0f} with torchao and {own:.0f} with fp8-delayed" in text
 
 
 def test_the_table_of_a_whole_model():
@@ -412,6 +416,37 @@ def test_the_table_of_a_whole_model():
             f"{row['tokens_per_s']:,.0f}",
             f"{row['peak_mib']:.0f}",
         ]
+
+
+def part_of_a_model(kernel):
+    """Returns the row of the table of kernels that a GPU kernel belongs to."""
+    starts = {
+        "nvjet_sm90_q": "matrix products in FP8",
+        "nvjet": "products of the head",
+        "_forward": "SwiGLU",
+        "_backward": "SwiGLU",
+        "_sums": "SwiGLU",
+        "_cast": "other casts",
+        "_rotate": "rotary",
+        "_back_": "rotary",
+    }
+    words = {"cudnn": "attention", "FusedOptimizer": "AdamW", "embedding": "embedding", "softmax": "loss"}
+    named = [part for start, part in starts.items() if kernel.startswith(start)]
+    return (named + [part for word, part in words.items() if word in kernel] + ["the rest"])[0]
+
+
+def test_the_table_of_a_whole_models_kernels():
+    (row,) = [row for row in results("model-h200")["results"] if row["case"] == "octavo fp8-delayed, blocks, compiled"]
+    parts = {}
+    for each in row["kernels"]:
+        part = part_of_a_model(each["kernel"])
+        parts[part] = parts.get(part, 0) + each["ms"]
+    assert f"take {sum(parts.values()):.1f} ms of the GPU" in section(BENCHMARKS, "## A whole model")
+    shown = tables(BENCHMARKS, "## A whole model")[1][1:]
+    assert len(shown) == len(parts)
+    for ms, label in shown:
+        (found,) = [parts[part] for part in parts if label.startswith(part)]
+        assert ms == f"{found:.1f}", label
 
 
 def test_the_table_of_inspects_cost():

@@ -28,7 +28,7 @@ COMMON = ("bias", "delay_wgrad_compute", "fuse_wgrad_accumulation", "keep_weight
 class MoE(nn.Module):
     """A mixture of experts in place of a transformer's MLP: each token goes to the experts that a router chooses.
 
-    It consists of `router`, an `nn.Linear` without bias that computes in float32, `experts`, an `octavo.moe.Experts` in
+    It consists of `router`, an `octavo.moe.Router`, which computes in float32, `experts`, an `octavo.moe.Experts` in
     the recipe, and, if asked for, `shared`, an MLP for all tokens, with `shared_gate`. In a recipe that quantizes the
     experts are one operation each way. Memory is allocated for tokens · top_k rows, so that no token is dropped
     whatever the routing is. Nothing is read on the host: a CUDA graph follows a changing routing.
