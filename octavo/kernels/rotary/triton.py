@@ -16,13 +16,6 @@ HEADS, WARPS = 8, 4  # heads at a time
 
 
 @triton.jit
-def turned(x, other, cosine, sine):
-    """A channel rotated, of it and the other one of its pair. The sum is fused by name: a compiler may fuse either
-    product, and the kernels that rotate must have the same bits."""
-    return tl.fma(x, cosine, other * sine)
-
-
-@triton.jit
 def _turn(
     x, y, cosine, sine, count, step_x, step_y,
     HALF: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
@@ -36,8 +29,8 @@ def _turn(
         low = tl.load(at_x, mask=live, other=0.0).to(tl.float32)
         high = tl.load(at_x + HALF, mask=live, other=0.0).to(tl.float32)
         at_y = y + heads[:, None] * step_y + channels[None, :]
-        tl.store(at_y, turned(low, high, cosine, -sine).to(y.dtype.element_ty), mask=live)
-        tl.store(at_y + HALF, turned(high, low, cosine, sine).to(y.dtype.element_ty), mask=live)
+        tl.store(at_y, (low * cosine - high * sine).to(y.dtype.element_ty), mask=live)
+        tl.store(at_y + HALF, (high * cosine + low * sine).to(y.dtype.element_ty), mask=live)
 
 
 @triton.jit

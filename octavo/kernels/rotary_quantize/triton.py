@@ -1,5 +1,7 @@
-"""A program has a tile of the gradient: some positions, and channels of q, of k or of v. It reads the other channels of
-their pairs as well, which neighbours in the tile read too, and rotates as `octavo.kernels.rotary.triton` does."""
+"""A program has some positions, and one tile of channels after the other: a tile lies in q, in k or in v. It reads the
+other channels of pairs as well, which neighbours in the tile read too. The factors of its positions are in the chip's
+first cache from its second tile on: for a tile they are twice as many bytes as the gradient. The compiler contracts the
+rotation as in `octavo.kernels.rotary.triton`: the first product into the sum."""
 
 from functools import lru_cache
 from typing import Any
@@ -11,7 +13,6 @@ from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import tile_cast
-from octavo.kernels.rotary.triton import turned
 from octavo.kernels.rotary_quantize import plain_backward
 from octavo.kernels.tile_cast import Target
 from octavo.kernels.tile_cast import triton as tile_casts
@@ -23,24 +24,18 @@ from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tile import Config, Variant, tile_index
 
 CONFIGS = (Config(64, 128, 8), Config(128, 128, 16))
+TURNS = 8  # tiles of a program
 STRIDES = tuple(f"{x}_{dim}" for x in "qkv" for dim in ("batch", "token", "head"))
 
 
 @gluon.jit
-def _cast_kernel(
-    dq, dk, dv, own, other, row, column, row_scale, column_scale, encode, observed, M, K, T, H, S,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
-    row_stride, row_block_stride, column_stride, column_block_stride,
-    D: gl.constexpr, PUT: gl.constexpr, RULE: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+def _turned_tile(
+    dq, dk, dv, own, other, M, T, H, S, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    pm, pk, D: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    pm, pk = tile_index(K, COLUMNS)
+    """A tile of the gradient, in its dtype; zero below the last row."""
     layout: gl.constexpr = dual.row_layout(COLUMNS, W)
     rows = pm * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    s = 1.0
-    if encode is not None:
-        s = gl.load(encode)
-    # the part that all of the tile is in
     first = pk * COLUMNS
     part, start, batch, token, step = dq, first, q_batch, q_token, q_head
     if first >= H * D:
@@ -64,16 +59,37 @@ def _cast_kernel(
         cosine = gl.load(own + angle, mask=live, other=0.0).to(gl.float32)
         sine = gl.load(other + angle + HALF, mask=live, other=0.0).to(gl.float32)
         sine = gl.where(is_low[None, :], sine, -sine)
-        x = turned(x.to(gl.float32), pair, cosine, sine).to(dq.dtype.element_ty)
-    PUT(
-        x, row, column, row_scale, column_scale, s, observed, M, K, K, pm * ROWS, first,
-        row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
-    )  # fmt: skip
+        x = (x.to(gl.float32) * cosine + pair * sine).to(dq.dtype.element_ty)
+    return x
+
+
+@gluon.jit
+def _cast_kernel(
+    dq, dk, dv, own, other, row, column, row_scale, column_scale, encode, observed, M, K, T, H, S,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
+    row_stride, row_block_stride, column_stride, column_block_stride,
+    D: gl.constexpr, TURNS: gl.constexpr, PUT: gl.constexpr, RULE: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    pm, turn = tile_index(K, COLUMNS * TURNS)
+    for pk in range(turn * TURNS, gl.minimum(turn * TURNS + TURNS, K // COLUMNS)):
+        x = _turned_tile(
+            dq, dk, dv, own, other, M, T, H, S, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token,
+            v_head, pm, pk, D, ROWS, COLUMNS, W,
+        )  # fmt: skip
+        s = 1.0
+        if encode is not None:
+            s = gl.load(encode)
+        PUT(
+            x, row, column, row_scale, column_scale, s, observed, M, K, K, pm * ROWS, pk * COLUMNS,
+            row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
+        )  # fmt: skip
 
 
 def backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor, target: Target, config: Config | None = None
-) -> None:
+    dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor, target: Target, config: Config | None = None,
+    turns: int = TURNS,
+) -> None:  # fmt: skip
     pair, cast_args = target
     batch, length, heads, channels = dq.shape
     shared = dk.shape[2]
@@ -87,24 +103,25 @@ def backward(
     shape = (batch * length, (heads + 2 * shared) * channels)
     steps = tuple(step for t in (dq, dk, dv) for step in t.stride()[:3])
     sizes = (*shape, length, heads, shared, *steps, *tile_casts.strides(pair))
-    _cast_launch(spec, dq.dtype, channels, sizes, config)(
+    _cast_launch(spec, dq.dtype, channels, sizes, config, turns)(
         dq, dk, dv, own.contiguous(), other.contiguous(), *tile_casts.pointers(pair, cast_args)
     )
 
 
-def _constants(spec: Quantizer, dtype: torch.dtype, channels: int, config: Config) -> dict[str, Any]:
+def _constants(spec: Quantizer, dtype: torch.dtype, channels: int, config: Config, turns: int) -> dict[str, Any]:
     return {
-        "D": channels, **tile_casts.constants(spec, dtype), "ROWS": config.rows, "COLUMNS": config.columns,
+        "D": channels, "TURNS": turns, **tile_casts.constants(spec, dtype), "ROWS": config.rows, "COLUMNS": config.columns,
         "W": config.warps,
     }  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def _cast_launch(
-    spec: Quantizer, dtype: torch.dtype, channels: int, sizes: tuple[int, ...], config: Config
+    spec: Quantizer, dtype: torch.dtype, channels: int, sizes: tuple[int, ...], config: Config, turns: int
 ) -> Launch:  # fmt: skip
-    own = _constants(spec, dtype, channels, config)
-    return Launch(_cast_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps, **own)
+    own = _constants(spec, dtype, channels, config, turns)
+    strip = config._replace(columns=turns * config.columns)
+    return Launch(_cast_kernel, tile.tiles(sizes[:2], strip), sizes, num_warps=config.warps, **own)
 
 
 def variants() -> list[Variant]:
@@ -118,7 +135,7 @@ def _variant(spec: Quantizer, dtype: torch.dtype, channels: int = 128, column: b
     there, fixed = tile_casts.signature(spec, column=column)
     there |= dict.fromkeys(("dq", "dk", "dv"), pointer) | {"own": "*fp32", "other": "*fp32"}
     there |= dict.fromkeys(("M", "K", "T", "H", "S", *STRIDES), "i32")
-    fixed |= _constants(spec, dtype, channels, config)
+    fixed |= _constants(spec, dtype, channels, config, TURNS)
     own = {name: fixed.get(name) for name in _cast_kernel.arg_names if name not in there}
     signature = {name: there[name] for name in _cast_kernel.arg_names if name in there}
     title = f"rotary gradient {dtype} to {spec}{'' if column else ', row alone'}, {channels} channels {config}"
