@@ -20,6 +20,7 @@ from octavo.quant.tile import Variant
 
 MOST = 8192  # more would spill in backward, which holds x, dy and two sums
 LONG = 4096  # columns that a program reads at a time of a longer row
+STAGES = {2: 3, 4: 2}  # by the bytes of an element: at most 96 KiB of a row of dy, x and what is added, and the next
 PART_COLUMNS, PART_ROWS, PART_HEIGHT = 128, 16, 512  # dγ and dβ of long rows: a program's columns, tile, rows
 
 
@@ -138,37 +139,40 @@ def _statistics(mean, rstd, rows, M, CENTER: tl.constexpr):
 
 
 @triton.jit
-def _store_dx(dx, added, g, found, r, along, shift, rows, columns, M, N, CENTER: tl.constexpr):
-    """along = mean of g · x̂, shift = mean of g, [ROWS] each."""
+def _store_dx(dx, more, g, found, r, along, shift, rows, columns, M, N, CENTER: tl.constexpr):
+    """along = mean of g · x̂, shift = mean of g, [ROWS] each; `more` is added, or None."""
     d = g - found * along[:, None]
     if CENTER:
         d -= shift[:, None]
     d *= r[:, None]
+    if more is not None:
+        d += more
     at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-    live = (rows < M)[:, None] & (columns < N)[None, :]
-    if added is not None:
-        d += tl.load(added + at, mask=live, other=0.0).to(tl.float32)
-    tl.store(dx + at, d.to(dx.dtype.element_ty), mask=live)
+    tl.store(dx + at, d.to(dx.dtype.element_ty), mask=(rows < M)[:, None] & (columns < N)[None, :])
 
 
 @triton.jit
 def _backward_kernel(
     dy, x, rstd, mean, weight, dx, dw, db, added, M, N, dy_stride_m, dy_stride_n, stride_m, stride_n,
     CENTER: tl.constexpr, AVERAGE: tl.constexpr, ZERO_CENTERED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows: dx, and this program's part of dγ and dβ [programs, N]."""
+    """Whole rows: dx, and this program's part of dγ and dβ [programs, N]. Rows are copied to shared memory STAGES - 1
+    rounds before they are needed: a program that asks for a row only then waits for memory most of the time."""
     columns = tl.arange(0, COLUMNS)
     divisor = tl.cast(N, tl.float32) if AVERAGE else 1.0
     if weight is not None:
         gamma = _gamma(weight, columns, N, ZERO_CENTERED)
     dw_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
     db_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for first in range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS):
+    for first in tl.range(tl.program_id(0) * ROWS, M, tl.num_programs(0) * ROWS, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
         m, r = _statistics(mean, rstd, rows, M, CENTER)
         g = _load(dy, rows, columns, M, N, dy_stride_m, dy_stride_n)
         v = _load(x, rows, columns, M, N, stride_m, stride_n)
+        more = None
+        if added is not None:
+            more = _load(added, rows, columns, M, N, N, 1)
         found = _around(v, m, columns, N, CENTER) * r[:, None]
         if dw is not None:
             dw_sum += g * found
@@ -181,7 +185,7 @@ def _backward_kernel(
             shift = along
             if CENTER:
                 shift = tl.sum(g, 1) / divisor
-            _store_dx(dx, added, g, found, r, along, shift, rows, columns, M, N, CENTER)
+            _store_dx(dx, more, g, found, r, along, shift, rows, columns, M, N, CENTER)
     at = tl.program_id(0).to(tl.int64) * N + columns
     if dw is not None:
         tl.store(dw + at, tl.sum(dw_sum, 0), mask=columns < N)
@@ -216,7 +220,10 @@ def _long_dx_kernel(
             g *= _gamma(weight, columns, N, ZERO_CENTERED)
         v = _load(x, rows, columns, M, N, stride_m, stride_n)
         found = _around(v, m, columns, N, CENTER) * r[:, None]
-        _store_dx(dx, added, g, found, r, along, shift, rows, columns, M, N, CENTER)
+        more = None
+        if added is not None:
+            more = _load(added, rows, columns, M, N, N, 1)
+        _store_dx(dx, more, g, found, r, along, shift, rows, columns, M, N, CENTER)
 
 
 @triton.jit
@@ -317,7 +324,8 @@ def backward(
     parts = _parts(m, n, dy.device)
     dw, db = (None if d is None else torch.empty(parts, n, dtype=torch.float32, device=dy.device) for d in wanted[1:])
     if n <= MOST:
-        _backward_launch(norm, sizes, parts)(dy, x, rstd, mean, weight, dx, dw, db, added)
+        stages = STAGES[max(dy.element_size(), x.element_size())]
+        _backward_launch(norm, sizes, parts, stages)(dy, x, rstd, mean, weight, dx, dw, db, added)
     else:
         if dx is not None:
             _long_dx_launch(norm, sizes)(dy, x, rstd, mean, weight, dx, added)
@@ -350,11 +358,12 @@ def _forward_launch(norm: Norm, sizes: tuple[int, ...]) -> Launch:
 
 
 @lru_cache(maxsize=4096)
-def _backward_launch(norm: Norm, sizes: tuple[int, ...], parts: int) -> Launch:
+def _backward_launch(norm: Norm, sizes: tuple[int, ...], parts: int, stages: int) -> Launch:
     rows, columns, warps = _shape(sizes[1])
     return Launch(
-        _backward_kernel, parts, sizes, num_warps=warps, num_stages=1, **constants(norm), ROWS=rows, COLUMNS=columns
-    )
+        _backward_kernel, parts, sizes, num_warps=warps, num_stages=1,
+        **constants(norm), ROWS=rows, COLUMNS=columns, STAGES=stages,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
@@ -396,7 +405,7 @@ def _variants(norm: Norm, n: int, dtype: torch.dtype) -> list[Variant]:
     sizes = dict.fromkeys(("M", "N", "stride_m", "dy_stride_m", "writes"), "i32")
     fixed = {
         "stride_n": 1, "dy_stride_n": 1, "EPS": norm.eps, **constants(norm), "WHOLE": n <= MOST,
-        "ROWS": rows, "COLUMNS": columns, "HEIGHT": PART_HEIGHT,
+        "ROWS": rows, "COLUMNS": columns, "HEIGHT": PART_HEIGHT, "STAGES": STAGES[dtype.itemsize],
     }  # fmt: skip
 
     def variant(name, kernel, warps=warps, added=None, extra=None, **changed):
