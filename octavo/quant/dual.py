@@ -4,7 +4,9 @@ whole blocks within a few threads; plain Triton would reduce across warps and tr
 The kernel loads a tile with sixteen neighbours of a row per thread, eight threads per 128 columns. The transpose goes
 through shared memory once, still in two-byte elements, into that same layout. From there on the two orientations share
 the same code: a block's amax takes sixteen values in a thread and at most three shuffles, and each thread writes
-sixteen codes. Elementwise helpers are plain Triton (`octavo.quant.tile`), which Gluon compiles as its own.
+sixteen codes. With one scale for all, the codes themselves are turned around instead (`store_turned`): each is made
+once, and half the bytes pass through shared memory. Elementwise helpers are plain Triton (`octavo.quant.tile`), which
+Gluon compiles as its own.
 
 Measured on an H200, both orientations of 16384x8192 bfloat16: 1x128 blocks 0.25 ms in plain Triton, 0.144 here.
 """
@@ -78,3 +80,43 @@ def store_codes_inside(
     at = rows.to(gl.int64)[:, None] * pitch + columns[None, :]
     quantized = gl.convert_layout(values.to(codes.dtype.element_ty), layout)
     gl.store(codes + at, quantized, mask=(rows < M)[:, None] & (columns < K)[None, :])
+
+
+@gluon.constexpr_function
+def _pair_layout(columns, warps):
+    """Returns `row_layout` for pairs of neighbours: eight per thread."""
+    across = min(columns // 16, 32)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _turned_layout(rows, columns, warps):
+    """Returns a layout of [columns / 2, rows] with up to sixteen neighbours of a row per thread, so that no thread is
+    idle."""
+    each = max(4, min(16, rows * columns // (64 * warps)))
+    across = min(rows // each, 32)
+    return gl.BlockedLayout([1, each], [32 // across, across], [warps, 1], [1, 0])
+
+
+_BYTES_APART = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;")  # of four pairs
+
+
+@gluon.jit
+def store_turned(codes, values, M, K, first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """Codes values [R, C], turned around -> codes[first_row:, first_column:] of a contiguous [M, K]. They pass through
+    shared memory as pairs of neighbours, in the two bytes that ldmatrix transposes; after that a thread has the pairs
+    of two neighbouring columns, and takes them apart."""
+    left, right = gl.split(gl.reshape(values.to(gl.uint8, bitcast=True), (R, C // 2, 2)))
+    pairs = gl.convert_layout(left.to(gl.uint16) | (right.to(gl.uint16) << 8), _pair_layout(C, W))
+    layout: gl.constexpr = _turned_layout(R, C, W)
+    turned = gl.convert_layout(gl.permute(pairs, (1, 0)), layout)
+    rows = first_row + 2 * gl.arange(0, C // 2, layout=gl.SliceLayout(1, layout))
+    columns = first_column + gl.arange(0, R, layout=gl.SliceLayout(0, layout))
+    at = rows.to(gl.int64)[:, None] * K + columns[None, :]
+    kind: gl.constexpr = codes.dtype.element_ty
+    inside = (columns < K)[None, :]
+    even, odd = gl.inline_asm_elementwise(
+        _BYTES_APART, "=r,=r,r,r", [turned], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4
+    )
+    gl.store(codes + at, even.to(kind, bitcast=True), mask=(rows < M)[:, None] & inside)
+    gl.store(codes + at + K, odd.to(kind, bitcast=True), mask=(rows + 1 < M)[:, None] & inside)

@@ -202,44 +202,6 @@ def divide(NUMERATOR: tl.constexpr, x):
     return tl.div_rn(tl.where(x == x, NUMERATOR, NUMERATOR), x)
 
 
-# Four elements per word. The cast saturates Inf to 0x7b or 0xfb; the next byte is the Inf of that sign.
-_E5M2_WITH_INF = tl.constexpr(
-    """
-{
-    .reg .b16 low, high;
-    .reg .b32 word;
-    .reg .f32 a, b;
-    .reg .pred is_inf;
-    mul.f32 a, $1, $5;
-    mul.f32 b, $2, $6;
-    cvt.rn.satfinite.e5m2x2.f32 low, b, a;
-    mul.f32 a, $3, $7;
-    mul.f32 b, $4, $8;
-    cvt.rn.satfinite.e5m2x2.f32 high, b, a;
-    mov.b32 word, {low, high};
-"""
-    + "".join(
-        f"""
-    abs.f32 a, ${i + 1};
-    setp.eq.f32 is_inf, a, 0f7F800000;
-    @is_inf add.u32 word, word, {1 << 8 * i};
-"""
-        for i in range(4)
-    )
-    + """
-    mov.b32 $0, word;
-}
-"""
-)
-
-
-@triton.jit
-def e5m2_with_inf(v, s):
-    """E5M2 codes of v * s, saturated, but Inf where v is infinite."""
-    code = tl.inline_asm_elementwise(_E5M2_WITH_INF, "=r,r,r,r,r,r,r,r,r", [v, s], dtype=tl.uint8, is_pure=True, pack=4)
-    return code.to(tl.float8e5, bitcast=True)
-
-
 @triton.jit
 def magnitude_bits(v):
     """|v| as an integer of v's own width: ordered as the magnitudes are, NaN above all, so that an integer max is an

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch
-from octavo.quant import dual, tile
+from octavo.quant import dual, fp8_words, tile
 from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
@@ -28,6 +28,7 @@ from octavo.quant.tile import (
 )
 
 CONFIGS = (Config(128, 128, 8), Config(64, 128, 4))
+_INF = gl.constexpr(0x7F800000)  # bits of float32; those of NaN are above
 
 
 @gluon.jit
@@ -51,29 +52,32 @@ def store_scale(row_scale, column_scale, g, undo):
 
 @gluon.jit
 def _store_tile(
-    v, s, row, column, M, K, pitch, first_row, first_column,
+    v, s, largest, row, column, M, K, pitch, first_row, first_column,
     GIVEN: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """The codes of v, in the orientations that are there; `pitch` is how far apart rows of `row` are. By a multiplier
-    that was GIVEN, an Inf stays visible in its code; by one that was measured it saturates, and the scale is NaN."""
-    if row is not None:
-        codes = _codes(v, s, row.dtype.element_ty, GIVEN)
-        dual.store_codes_inside(row, codes, M, K, pitch, first_row, first_column, ROWS, COLUMNS, W)
-    if column is not None:
-        # turned around before the cast: plain Triton, turning the codes, wrote wrong bytes for float32 tiles
-        codes = _codes(dual.transpose(v, ROWS, W), s, column.dtype.element_ty, GIVEN)
-        dual.store_codes(column, codes, K, M, first_column, first_row, COLUMNS, ROWS, W)
+    that was GIVEN, an Inf stays visible in its code; by one that was measured it saturates, and the scale is NaN.
+    `largest` is None or the bits of v's amax: if that is finite, no code of E5M2 is compared with Inf."""
+    kind: gl.constexpr = row.dtype.element_ty if row is not None else column.dtype.element_ty
+    if GIVEN and (largest is not None) and (kind == gl.float8e5):
+        if largest < _INF:
+            _store_codes(v, s, row, column, M, K, pitch, first_row, first_column, kind, False, ROWS, COLUMNS, W)
+        else:
+            _store_codes(v, s, row, column, M, K, pitch, first_row, first_column, kind, True, ROWS, COLUMNS, W)
+    else:
+        _store_codes(v, s, row, column, M, K, pitch, first_row, first_column, kind, GIVEN, ROWS, COLUMNS, W)
 
 
 @gluon.jit
-def _codes(v, s, kind: gl.constexpr, GIVEN: gl.constexpr):
-    wide = v.to(gl.float32)
-    if not GIVEN:
-        return wide * s
-    elif kind == gl.float8e5:
-        return tile.e5m2_with_inf(wide, s)
-    else:
-        return wide * s + wide * 0.0  # one instruction more: zero for a finite v, whatever its product, else NaN
+def _store_codes(
+    v, s, row, column, M, K, pitch, first_row, first_column,
+    kind: gl.constexpr, GIVEN: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    codes = fp8_words.cast(v, s, kind, GIVEN)
+    if row is not None:
+        dual.store_codes_inside(row, codes, M, K, pitch, first_row, first_column, ROWS, COLUMNS, W)
+    if column is not None:  # one scale: the other orientation has the same codes
+        dual.store_turned(column, codes, K, M, first_column, first_row, ROWS, COLUMNS, W)
 
 
 @gluon.jit
@@ -85,12 +89,14 @@ def put(
     """A tile cast (`octavo.kernels.tile_cast`): what `_cast_kernel` makes of a tile, once the multiplier s is known.
     RULE: whether it was given; whether rows are in groups, whose scales the kernel stores itself; and how a multiplier
     follows from an amax."""
+    largest = None
     if observed is not None:
-        raise_amax(observed, amax_bits(v))
+        largest = amax_bits(v)
+        raise_amax(observed, largest)
     if not RULE[1]:
         if gl.program_id(0) == 0:
             store_scale(row_scale, column_scale, 0, divide(1.0, s))
-    _store_tile(v, s, row, column, M, K, pitch, first_row, first_column, RULE[0], ROWS, COLUMNS, W)
+    _store_tile(v, s, largest, row, column, M, K, pitch, first_row, first_column, RULE[0], ROWS, COLUMNS, W)
 
 
 @gluon.jit
@@ -129,12 +135,14 @@ def _cast_kernel(
     else:
         v = dual.gather_tile(x, gather, end, height, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
     s, undo = multiplier(amax, encode, g, MAX, EPS, CEILING, POW2)
+    largest = None
     if observed is not None:
-        raise_amax(observed + g, amax_bits(v))
+        largest = amax_bits(v)
+        raise_amax(observed + g, largest)
     if owner is None:
         if gl.program_id(0) == 0:
             store_scale(row_scale, column_scale, 0, undo)
-    _store_tile(v, s, row, column, M, K, K, pm * ROWS, pk * COLUMNS, encode is not None, ROWS, COLUMNS, W)
+    _store_tile(v, s, largest, row, column, M, K, K, pm * ROWS, pk * COLUMNS, encode is not None, ROWS, COLUMNS, W)
 
 
 def amax(
