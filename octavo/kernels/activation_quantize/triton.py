@@ -43,7 +43,7 @@ from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.quant.tensorwise import Tensorwise
-from octavo.quant.tensorwise.triton import multiplier, store_scale
+from octavo.quant.tensorwise.triton import multiplier, store_given_scale, store_scale
 from octavo.quant.tile import Config, Variant, encode_scale, group_of, group_tile, tile_index
 
 # fastest first, measured on an H200 with [8192, 28672] into both orientations; blocks take the first of 128 x 128
@@ -94,6 +94,20 @@ def _raw(x, rows, columns, live, stride_m, stride_k):
     return gl.load(x + at, mask=live, other=0.0)
 
 
+@gluon.constexpr_function
+def _word(dtype):
+    """How many elements a register holds."""
+    return 32 // dtype.primitive_bitwidth
+
+
+@gluon.jit
+def _here(v):
+    """v, computed no later than here: the compiler would move the computation to where v is used, and keep its wider
+    inputs in registers until then."""
+    pack: gl.constexpr = _word(v.dtype)
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [v], dtype=v.dtype, is_pure=False, pack=pack)
+
+
 @gluon.jit
 def _added(v, bias, columns, limit, live):
     """float32 of v, the bias added; zero outside, as v is: the twin of activation.triton._values."""
@@ -128,7 +142,7 @@ def _multiplier_of(encode, measured, g, RULE: gl.constexpr):
     if encode is not None:
         return gl.load(encode + g)
     elif measured is not None:
-        s, _ = encode_scale(gl.load(measured + g), RULE[2], RULE[3], RULE[4], RULE[5])
+        s, _ = encode_scale(gl.load(measured + g), RULE[1], RULE[2], RULE[3], RULE[4])
         return s
     else:
         return 1.0
@@ -138,14 +152,14 @@ def _multiplier_of(encode, measured, g, RULE: gl.constexpr):
 def _store_group_scales(
     row_scale, column_scale, encode, measured, pm, pk, M, G, RULE: gl.constexpr, ROWS: gl.constexpr
 ):
-    """A group without rows has a scale too, and no tile: the tiles share out the groups. Blocks store their own, and so
-    does a cast by a given multiplier outside of groups. Backward calls it just before a cast, one orientation at a
-    time: without a branch between them, as `put` has one elsewhere, the compiler mixes the casts and keeps twice the
-    values in registers."""
+    """A group without rows has a scale too, and no tile: the tiles share out the groups. Blocks store their own, and
+    `store_given_scale` that of a given multiplier outside of groups. Backward calls it just before a cast, one
+    orientation at a time: without a branch between them, the compiler mixes the casts and keeps twice the values in
+    registers."""
     if (encode is not None) or (measured is not None):
         if pk == 0:
             for i in range(pm, G, gl.maximum(gl.cdiv(M, ROWS), 1)):
-                _, undo = multiplier(measured, encode, i, RULE[2], RULE[3], RULE[4], RULE[5])
+                _, undo = multiplier(measured, encode, i, RULE[1], RULE[2], RULE[3], RULE[4])
                 store_scale(row_scale, column_scale, i, undo)
 
 
@@ -223,6 +237,8 @@ def _forward_kernel(
     if GATED:
         at_a, at_b = places(columns, H, INTERLEAVE)
         a, b = _raw(x, rows, at_a, live, stride_m, stride_k), _raw(x, rows, at_b, live, stride_m, stride_k)
+        if owner is None:
+            store_given_scale(row_scale, column_scale, encode, s)
         a, b = _added(a, bias, at_a, 2 * H, live), _added(b, bias, at_b, 2 * H, live)
         value, _ = CURVE(clamped_a(a, LIMIT), ALPHA)
         gate, _ = gate_of(b, LIMIT, GATE, BETA, OFFSET)
@@ -230,6 +246,9 @@ def _forward_kernel(
     else:
         value, _ = CURVE(_added(_raw(x, rows, columns, live, stride_m, stride_k), bias, columns, H, live), ALPHA)
     y = _finished(value, x, scales, seed, rows, columns, live, end, H, DROP, KEPT, AT_ZERO, WHOLE)
+    if (owner is None) and not GATED:
+        y = _here(y)
+        store_given_scale(row_scale, column_scale, encode, s)
     PUT(
         y, row, column, row_scale, column_scale, s, observed, M, H, H, pm * ROWS, pk * COLUMNS,
         row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
@@ -269,6 +288,9 @@ def _backward_kernel(
     if GATED:
         a = _raw(x, rows, columns, live, stride_m, stride_k)
         b = _raw(x, rows, columns + H, live, stride_m, stride_k)
+        if owner is None:
+            store_given_scale(row_scale, column_scale, encode, s)
+            store_given_scale(None, again_scale, again_encode, again_s)
         a, b = _added(a, bias, columns, H, live), _added(b, bias, columns + H, 2 * H, live)
         value, slope = CURVE(clamped_a(a, LIMIT), ALPHA)
         gate, gate_slope = gate_of(b, LIMIT, GATE, BETA, OFFSET)
@@ -276,7 +298,7 @@ def _backward_kernel(
         g = _unscaled(begun, scales, rows, live, end, WHOLE)
         da, db = gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT)
         value *= gate
-        da, db = da.to(dy.dtype.element_ty), db.to(dy.dtype.element_ty)
+        da, db = _here(da.to(dy.dtype.element_ty)), _here(db.to(dy.dtype.element_ty))
     else:
         if x is not None:
             v = _added(_raw(x, rows, columns, live, stride_m, stride_k), bias, columns, H, live)
@@ -285,7 +307,7 @@ def _backward_kernel(
         value, slope = CURVE(v, ALPHA)
         begun = _begun(g, seed, rows, columns, H, DROP, KEPT)
         g = _unscaled(begun, scales, rows, live, end, WHOLE)
-        da = (g * slope).to(dy.dtype.element_ty)
+        da = _here((g * slope).to(dy.dtype.element_ty))
     N = 2 * H if GATED else H
     if ds_parts is not None:
         _store_row_sums(ds_parts, begun * value, pm * ROWS, pk, M, ROWS, COLUMNS, W)
@@ -293,6 +315,8 @@ def _backward_kernel(
         y = _finished(value, x, scales, seed, rows, columns, live, end, H, DROP, KEPT, AT_ZERO, WHOLE)
         if (owner is not None) or (again_measured is not None):
             _store_group_scales(None, again_scale, again_encode, again_measured, pm, pk, M, G, AGAIN_RULE, ROWS)
+        elif not GATED:
+            store_given_scale(None, again_scale, again_encode, again_s)
         AGAIN_PUT(
             y, None, again, None, again_scale, again_s, again_observed, M, H, H, pm * ROWS, pk * COLUMNS,
             0, 0, again_stride, again_block_stride, AGAIN_RULE, ROWS, COLUMNS, W,
@@ -305,6 +329,8 @@ def _backward_kernel(
                 _store_group_scales(row_scale, None, encode, measured, pm, pk, M, G, RULE, ROWS)
             else:
                 _store_group_scales(row_scale, column_scale, encode, measured, pm, pk, M, G, RULE, ROWS)
+        elif not GATED:
+            store_given_scale(row_scale, column_scale, encode, s)
         PUT(
             da, row, column, row_scale, column_scale, s, observed, M, H, N, pm * ROWS, pk * COLUMNS,
             row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
@@ -368,7 +394,7 @@ def _woven_kernel(
     begun = _begun(g, seed, rows, of_y, H, DROP, KEPT)
     g = _unscaled(begun, scales, rows, live, end, WHOLE)
     da, db = gated_slopes(g, a, b, value, slope, gate, gate_slope, LIMIT)
-    d = gl.where(is_a[None, :], da, db).to(dy.dtype.element_ty)
+    d = _here(gl.where(is_a[None, :], da, db).to(dy.dtype.element_ty))
     if ds_parts is not None:
         products = gl.where(is_a[None, :], begun * (value * gate), 0.0)  # a pair has two columns here, and counts once
         _store_row_sums(ds_parts, products, pm * ROWS, pk, M, ROWS, COLUMNS, W)
@@ -377,6 +403,8 @@ def _woven_kernel(
     if PUT is not None:
         if (owner is not None) or (measured is not None):
             _store_group_scales(row_scale, column_scale, encode, measured, pm, pk, M, G, RULE, ROWS)
+        else:
+            store_given_scale(row_scale, column_scale, encode, s)
         PUT(
             d, row, column, row_scale, column_scale, s, observed, M, N, N, pm * ROWS, pk * COLUMNS,
             row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
@@ -397,13 +425,11 @@ class _Kind(NamedTuple):
     spec: Quantizer
     dtype: torch.dtype
     way: str  # the multiplier of a Tensorwise is "given" or follows from a "measured" amax; or "measure" that amax
-    in_groups: bool
 
     def constants(self) -> dict[str, Any]:
         if self.way == "measure":
             return tile_casts.MEASURE
-        stored_apart = self.in_groups or self.way == "measured"
-        return tile_casts.constants(self.spec, self.dtype, self.way == "given", stored_apart)
+        return tile_casts.constants(self.spec, self.dtype, self.way == "given")
 
 
 class _Cast(NamedTuple):
@@ -424,15 +450,14 @@ def _passes(target: Target, dtype: torch.dtype) -> tuple[_Cast | None, _Cast]:
         return None, _NO_PASS
     spec, groups = tile_casts.spec_of(target.pair), target.cast_args.groups
     pointers, strides = tile_casts.pointers(*target), tile_casts.strides(target.pair)
-    in_groups = groups is not None
     if not tile_casts.measures(*target):
-        return None, _Cast(_Kind(spec, dtype, "given", in_groups), (*pointers, None), strides)
+        return None, _Cast(_Kind(spec, dtype, "given"), (*pointers, None), strides)
     given = target.cast_args.amax[target.pair[0] is None]
     if given is not None:
-        return None, _Cast(_Kind(spec, dtype, "measured", in_groups), (*pointers, given), strides)
+        return None, _Cast(_Kind(spec, dtype, "measured"), (*pointers, given), strides)
     amax = torch.zeros((1, 1) if groups is None else groups.number, dtype=torch.float32, device=_device(target.pair))
-    before = _Cast(_Kind(spec, dtype, "measure", in_groups), (*(None,) * 5, amax, None))
-    return before, _Cast(_Kind(spec, dtype, "measured", in_groups), (*pointers, amax), strides)
+    before = _Cast(_Kind(spec, dtype, "measure"), (*(None,) * 5, amax, None))
+    return before, _Cast(_Kind(spec, dtype, "measured"), (*pointers, amax), strides)
 
 
 def _scales(groups: Groups | None) -> int:
@@ -774,7 +799,7 @@ def _in_groups(way: str) -> bool:
 
 
 def _kind(spec: Quantizer, dtype: torch.dtype, way: str) -> _Kind:
-    return _Kind(spec, dtype, way.removeprefix("one ") or "given", _in_groups(way))
+    return _Kind(spec, dtype, way.removeprefix("one ") or "given")
 
 
 def _cast_signature(spec: Quantizer, row: bool, column: bool, way: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -23,6 +23,7 @@ from octavo.quant.block import Block1D, Block2D
 from octavo.quant.blocks import is_square
 from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.quant.tensorwise import Tensorwise
+from octavo.quant.tensorwise.triton import store_given_scale
 from octavo.quant.tile import Config, Variant, tile_index
 
 CONFIGS = (Config(64, 128, 8), Config(128, 128, 16), Config(128, 128, 8))
@@ -47,6 +48,7 @@ def _cast_kernel(
     if CENTER:
         m = gl.load(mean + rows, mask=rows < M, other=0.0)
     v = dual.load_tile(x, M, K, stride_m, stride_k, pm * ROWS, pk * COLUMNS, ROWS, COLUMNS, W)
+    store_given_scale(row_scale, column_scale, encode, s)
     y = normed(v.to(gl.float32), m, r, weight, bias, columns, K, CENTER, ZERO_CENTERED)
     y = dual.only(y, M - pm * ROWS, K - pk * COLUMNS)  # below the last row β is not zero, nor 0 · γ if γ is Inf
     PUT(

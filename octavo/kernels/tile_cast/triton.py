@@ -4,8 +4,9 @@ pointers    row, column, row_scale, column_scale, encode, observed
 sizes       row_stride, row_block_stride, column_stride, column_block_stride, of the scales
 constants   PUT, RULE, and a tile of ROWS by COLUMNS on W warps
 
-A kernel that takes rows in groups has a pointer `measured` besides: the amaxes from which multipliers follow that are
-not given, as the caller gives them or a pass before found them (`measure`).
+A kernel stores the scale of a Tensorwise itself (`store_given_scale`). One that takes rows in groups has a pointer
+`measured` besides: the amaxes from which multipliers follow that are not given, as the caller gives them or a pass
+before found them (`measure`).
 """
 
 from typing import Any
@@ -51,7 +52,7 @@ def measures(pair: QTensorPair, cast_args: CastArgs) -> bool:
     return cast_args.encode is None and isinstance(spec_of(pair), Tensorwise)
 
 
-def constants(spec: Quantizer, dtype: torch.dtype, given: bool = True, in_groups: bool = False) -> dict[str, Any]:
+def constants(spec: Quantizer, dtype: torch.dtype, given: bool = True) -> dict[str, Any]:
     """Returns the constants for values that the kernel rounds to this dtype before it casts them. `given` tells whether
     the caller gives the multiplier of a Tensorwise."""
     if isinstance(spec, _Blocks):
@@ -59,7 +60,7 @@ def constants(spec: Quantizer, dtype: torch.dtype, given: bool = True, in_groups
         return {"PUT": put_block, "RULE": rule}
     assert isinstance(spec, Tensorwise)
     measured = (spec.fmt.max, spec.eps, FLOAT32_MAX, spec.pow2)
-    return {"PUT": put_tensorwise, "RULE": (given, in_groups, *measured)}
+    return {"PUT": put_tensorwise, "RULE": (given, *measured)}
 
 
 def pointers(pair: QTensorPair, cast_args: CastArgs) -> tuple[Tensor | None, ...]:

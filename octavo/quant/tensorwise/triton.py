@@ -51,6 +51,16 @@ def store_scale(row_scale, column_scale, g, undo):
 
 
 @gluon.jit
+def store_given_scale(row_scale, column_scale, encode, s):
+    """Stores the scale of a multiplier that was given for the whole tensor. A kernel with several loads calls it after
+    them and before the first use of what they bring. It is a branch, and a load before a branch stays there: else ptxas
+    moves loads down to where their values are needed, and a program waits for memory several times."""
+    if encode is not None:
+        if gl.program_id(0) == 0:
+            store_scale(row_scale, column_scale, 0, divide(1.0, s))
+
+
+@gluon.jit
 def _store_tile(
     v, s, largest, row, column, M, K, pitch, first_row, first_column,
     GIVEN: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
@@ -87,15 +97,11 @@ def put(
     RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """A tile cast (`octavo.kernels.tile_cast`): what `_cast_kernel` makes of a tile, once the multiplier s is known.
-    RULE: whether it was given; whether rows are in groups, whose scales the kernel stores itself; and how a multiplier
-    follows from an amax."""
+    RULE: whether it was given, and how a multiplier follows from an amax. The kernel stores the scales itself."""
     largest = None
     if observed is not None:
         largest = amax_bits(v)
         raise_amax(observed, largest)
-    if not RULE[1]:
-        if gl.program_id(0) == 0:
-            store_scale(row_scale, column_scale, 0, divide(1.0, s))
     _store_tile(v, s, largest, row, column, M, K, pitch, first_row, first_column, RULE[0], ROWS, COLUMNS, W)
 
 
@@ -135,13 +141,13 @@ def _cast_kernel(
     else:
         v = dual.gather_tile(x, gather, end, height, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
     s, undo = multiplier(amax, encode, g, MAX, EPS, CEILING, POW2)
+    if owner is None:  # before the amax, so that all loads are before a branch: see `store_given_scale`
+        if gl.program_id(0) == 0:
+            store_scale(row_scale, column_scale, 0, undo)
     largest = None
     if observed is not None:
         largest = amax_bits(v)
         raise_amax(observed + g, largest)
-    if owner is None:
-        if gl.program_id(0) == 0:
-            store_scale(row_scale, column_scale, 0, undo)
     _store_tile(v, s, largest, row, column, M, K, K, pm * ROWS, pk * COLUMNS, encode is not None, ROWS, COLUMNS, W)
 
 
