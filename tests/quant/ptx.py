@@ -2,6 +2,8 @@
 
 Sums of a float32 and a product of two are computed in float64 and rounded once more. For the instructions that Octavo
 writes that is the fused result: the factors have few bits, or the sum is far from a tie.
+
+A branch is taken by all elements or by none.
 """
 
 import re
@@ -14,12 +16,26 @@ ONE = np.float32(1)
 def run(text: str, operands: list[np.ndarray], outputs: int) -> list[np.ndarray]:
     """Runs the lines between braces on operands $outputs, $outputs + 1 and so on, and returns $0, $1 and so on."""
     registers: dict[str, np.ndarray] = {f"${outputs + i}": bits(value) for i, value in enumerate(operands)}
-    for line in text.replace("{", "").replace("}", "").split(";"):
-        words = line.split(None, 1)
-        if not words or words[0] == ".reg":
+    going_to = None
+    for line in re.findall(r"[^;:{}]+[;:]", text):
+        line = line.strip()
+        if line.endswith(":"):
+            going_to = None if going_to == line[:-1] else going_to
+            continue
+        words = line[:-1].split(None, 1)
+        condition = True
+        if words[0].startswith("@"):
+            taken = np.unique(registers[words[0][1:]])
+            assert len(taken) == 1, "some elements branch and others do not"
+            condition, words = bool(taken[0]), words[1].split(None, 1)
+        if going_to is not None or not condition or words[0] == ".reg":
+            continue
+        if words[0] == "bra":
+            going_to = words[1].strip()
             continue
         target, *names = (name.strip() for name in words[1].split(","))
         registers[target] = _OPERATIONS[words[0]](*(_value(name, registers) for name in names))
+    assert going_to is None, f"there is no {going_to}"
     return [registers[f"${i}"] for i in range(outputs)]
 
 
@@ -43,8 +59,8 @@ def _floats(*values: np.ndarray) -> list[np.ndarray]:
 def _rounded(exact: np.ndarray, way: str, saturate: bool) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         found = exact.astype(np.float32)
-        if way == "rm":
-            found = np.where(found > exact, np.nextafter(found, np.float32(-np.inf)), found)
+        if way == "rz":
+            found = np.where(np.abs(found) > np.abs(exact), np.nextafter(found, np.float32(0)), found)
         if saturate:
             found = np.where(np.isnan(found), np.float32(0), np.clip(found, np.float32(0), ONE))
     return bits(found)
@@ -83,6 +99,22 @@ def _logic(a, b, c, table) -> np.ndarray:
     return found
 
 
+def _pair_of_halves(upper, lower) -> np.ndarray:
+    """Two float32 as float16, rounded towards zero."""
+    found = []
+    for value in _floats(*np.broadcast_arrays(upper, lower)):
+        with np.errstate(over="ignore", invalid="ignore"):
+            half = value.astype(np.float16)
+        found.append(half.view(np.uint16).astype(np.uint32) - (np.abs(half).astype(np.float64) > np.abs(value)))
+    return found[0].astype(np.uint32) << np.uint32(16) | found[1].astype(np.uint32)
+
+
+def _smaller_halves(a, b) -> np.ndarray:
+    """The smaller ones of two pairs of float16; a NaN gives way."""
+    a, b = (np.ascontiguousarray(v).view(np.float16) for v in np.broadcast_arrays(np.atleast_1d(a), b))
+    return np.fmin(a, b).view(np.uint32)
+
+
 _OPERATIONS = {
     "mov.b32": lambda a: a,
     "mov.f32": lambda a: a,
@@ -94,7 +126,18 @@ _OPERATIONS = {
     "add.rn.f32": lambda a, b: _fused(a, bits(np.array([1.0])), b),
     "fma.rn.f32": _fused,
     "fma.rn.sat.f32": lambda a, b, c: _fused(a, b, c, "rn", True),
-    "fma.rm.f32": lambda a, b, c: _fused(a, b, c, "rm"),
+    "fma.rz.f32": lambda a, b, c: _fused(a, b, c, "rz"),
+    "cvt.rz.f16x2.f32": _pair_of_halves,
+    "min.f16x2": _smaller_halves,
+    "shr.u32": lambda a, n: a >> n,
+    "xor.b32": lambda a, b: a ^ b,
+    "sub.u32": lambda a, b: a - b,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "setp.gt.f32": lambda a, b: np.greater(*_floats(a, b)),
+    "setp.le.u32": lambda a, b: a <= b,
+    "setp.le.or.u32": lambda a, b, p: (a <= b) | p,
+    "setp.ge.or.u32": lambda a, b, p: (a >= b) | p,
+    "setp.neu.and.f32": lambda a, b, p: np.not_equal(*_floats(a, b)) & p,
     "prmt.b32": _permute,
     "lop3.b32": _logic,
     "setp.nan.f32": lambda a, b: np.isnan(_floats(a)[0]) | np.isnan(_floats(b)[0]),
