@@ -68,7 +68,7 @@ def some(pointers: dict) -> tuple[dict, dict]:
 
 def grouped_for_hopper() -> list:
     """Matrices come as tensor descriptors, whose type names their layout."""
-    from octavo.kernels.grouped_gemm.hopper import contraction, fast_row_groups, plain, row_groups
+    from octavo.kernels.grouped_gemm.hopper import contraction, fast_row_groups, plain, row_groups, wgrad
     from octavo.kernels.grouped_gemm.hopper.tiles import HALF_TILE, TILE
     from octavo.quant.tile import Variant
 
@@ -91,7 +91,7 @@ def grouped_for_hopper() -> list:
         scales, apart = {"a_scale": "*fp32", "b_scale": "*fp32"}, dict.fromkeys(("group_rows", "group_columns"), "i32")
         steps = dict.fromkeys(("a_scale_step", "b_scale_row"), "i32")
         groups = {"a_scale_group": "i32", "b_scale_group": "i32"}
-        line, half = f"tensordesc<fp32[1, 128],{contraction.LINE!r}>", f"tensordesc<{out}[64, 128],{HALF_TILE!r}>"
+        half = f"tensordesc<{out}[64, 128],{HALF_TILE!r}>"
         for way, bias, scaled in BIASES:
             whole = None if out == "fp32" else half
             pointers = {**codes, "whole": whole, "bias": bias, "scales": scaled, **scales, **WHERE}
@@ -106,9 +106,14 @@ def grouped_for_hopper() -> list:
                     add(fast, fast_row_groups.fast_rows_kernel, wide, numbers, COUNT=stages, **own)
         for way, adds, whole in (("", False, None), (", added", True, None), (", by halves", False, half)):
             if whole is None or out != "fp32":
-                pointers = {**codes, "a_lines": line, "b_lines": line, "whole": whole, "block": "*i32"}
-                numbers = sizes | {"span": "i32"}
-                add(f"grouped depth {name}{way}", contraction.depth_kernel, pointers, numbers, ADD=adds)
+                for kind, of in (("", wgrad.NARROW), (" wide", wgrad.WIDE)):
+                    lines = {
+                        f"{n}_lines": f"tensordesc<fp32[1, {c}],{wgrad.LINE!r}>"
+                        for n, c in (("a", 128), ("b", of.across))
+                    }
+                    part = None if whole is None else f"tensordesc<{out}[64, {of.part}],{of.layout!r}>"
+                    pointers = {**codes, "b": tiles(right, of.across), **lines, "whole": part, "block": "*i32"}
+                    add(f"grouped{kind} depth {name}{way}", of.kernel, pointers, sizes | {"span": "i32"}, ADD=adds)
                 pointers = {**codes, "whole": whole, **scales, "block": "*i32"}
                 for each in (False, True):
                     kind, own = ("rowwise" if each else "tensorwise"), {"A_EACH": each, "B_EACH": each}

@@ -2,40 +2,27 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
 
-from functools import lru_cache
-
-import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from octavo.kernels.grouped_gemm.hopper.tiles import (
-    HALF_TILE,
     SIZE,
-    SPAN,
     STAGES,
     add_products,
     add_unscaled,
     barriers,
-    can_be_copied,
     flat_layout,
     following,
-    processors,
     room_for_tiles,
     scaled,
     scales_ahead,
     sum_layout,
-    tiles_of,
 )
-from octavo.kernels.grouped_gemm.scales import grouped_strides, whole
-from octavo.launch import TiledLaunch, Tiles
-from octavo.quant.grouped import GroupedTensor
-from octavo.quant.groups import BLOCK
 
 
 @gluon.jit
-def _place_of(t, span, down, across):
+def place_of(t, span, down, across):
     """Tile number -> (group, tile down at which its span begins, tile across, tile down within the span). A span of
     tiles down goes all the way across before the next one begins, so that both operands stay in the cache."""
     at = t // span
@@ -45,7 +32,7 @@ def _place_of(t, span, down, across):
 
 
 @gluon.jit
-def _place_after(group, top, n, low, step_group, step_top, step_n, step_low, span, down, across):
+def place_after(group, top, n, low, step_group, step_top, step_n, step_low, span, down, across):
     """The place so many groups, tiles down, across and within a span further on. It takes no divisions, the slowest
     arithmetic between tiles."""
     low += step_low
@@ -60,21 +47,22 @@ def _place_after(group, top, n, low, step_group, step_top, step_n, step_low, spa
 
 
 @gluon.jit
-def _depth_of(group, block, G):
+def depth_of(group, block, G):
     """The blocks that a tile of a group is contracted over; of any group, since it is asked for one tile ahead."""
     group = gl.minimum(group, G - 1)
     return gl.load(block + group), gl.load(block + group + 1)
 
 
 @gluon.jit
-def _load_depth(a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, empty, block, G, N, K, span):
-    down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
+def load_depth(a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, empty, block, G, N, K, span):
+    ACROSS: gl.constexpr = right.shape[1]
+    down, across = gl.cdiv(N, SIZE), gl.cdiv(K, ACROSS)
     stage, phase = gl.to_tensor(0), gl.to_tensor(1)
     tiles = G * down * across
-    group, top, n, low = _place_of(gl.program_id(0), span, down, across)
-    step_group, step_top, step_n, step_low = _place_of(gl.num_programs(0), span, down, across)
+    group, top, n, low = place_of(gl.program_id(0), span, down, across)
+    step_group, step_top, step_n, step_low = place_of(gl.num_programs(0), span, down, across)
     for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        first, end = _depth_of(group, block, G)
+        first, end = depth_of(group, block, G)
         # Triton 3.6 drops a carried value that only bounds an inner loop, and then this one never ends: `first` is used
         # for coordinates too, so that `group` is kept
         for i in range(0, end - first):
@@ -85,15 +73,13 @@ def _load_depth(a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready,
                 scales: gl.constexpr = a_lines.block_type.nbytes + b_lines.block_type.nbytes
                 mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes + scales)
                 tma.async_copy_global_to_shared(a_lines, [step, (top + low) * SIZE], bar, of_rows.index(stage))
-                tma.async_copy_global_to_shared(b_lines, [step, n * SIZE], bar, of_columns.index(stage))
+                tma.async_copy_global_to_shared(b_lines, [step, n * ACROSS], bar, of_columns.index(stage))
             else:
                 mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
             tma.async_copy_global_to_shared(a, [(top + low) * SIZE, step * SIZE], bar, left.index(stage))
-            tma.async_copy_global_to_shared(b, [n * SIZE, step * SIZE], bar, right.index(stage))
-            stage, phase = following(stage, phase)
-        group, top, n, low = _place_after(
-            group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
-        )
+            tma.async_copy_global_to_shared(b, [n * ACROSS, step * SIZE], bar, right.index(stage))
+            stage, phase = following(stage, phase, left.shape[0])
+        group, top, n, low = place_after(group, top, n, low, step_group, step_top, step_n, step_low, span, down, across)
 
 
 @gluon.jit
@@ -146,16 +132,16 @@ def _multiply_depth(
     down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     tiles = G * down * across
-    group, top, n, low = _place_of(gl.program_id(0), span, down, across)
-    step_group, step_top, step_n, step_low = _place_of(gl.num_programs(0), span, down, across)
-    first, end = _depth_of(group, block, G)
+    group, top, n, low = place_of(gl.program_id(0), span, down, across)
+    step_group, step_top, step_n, step_low = place_of(gl.num_programs(0), span, down, across)
+    first, end = depth_of(group, block, G)
     if whole is not None:
         room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
     for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        next_group, next_top, next_n, next_low = _place_after(
+        next_group, next_top, next_n, next_low = place_after(
             group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
         )
-        next_first, next_end = _depth_of(next_group, block, G)
+        next_first, next_end = depth_of(next_group, block, G)
         total, stage, phase = add_products(
             HALF, left, right, of_rows, of_columns, ready, empty, stage, phase, end - first, _add_scaled
         )
@@ -181,16 +167,16 @@ def _multiply_whole_depth(
     down, across = gl.cdiv(N, SIZE), gl.cdiv(K, SIZE)
     stage, phase = gl.to_tensor(0), gl.to_tensor(0)
     tiles = G * down * across
-    group, top, n, low = _place_of(gl.program_id(0), span, down, across)
-    step_group, step_top, step_n, step_low = _place_of(gl.num_programs(0), span, down, across)
-    first, end = _depth_of(group, block, G)
+    group, top, n, low = place_of(gl.program_id(0), span, down, across)
+    step_group, step_top, step_n, step_low = place_of(gl.num_programs(0), span, down, across)
+    first, end = depth_of(group, block, G)
     if whole is not None:
         room = gl.allocate_shared_memory(whole.dtype, [H, SIZE], whole.layout)
     for _ in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        next_group, next_top, next_n, next_low = _place_after(
+        next_group, next_top, next_n, next_low = place_after(
             group, top, n, low, step_group, step_top, step_n, step_low, span, down, across
         )
-        next_first, next_end = _depth_of(next_group, block, G)
+        next_first, next_end = depth_of(next_group, block, G)
         rows = (top + low) * SIZE + HALF * H + gl.arange(0, H, layout=gl.SliceLayout(1, SUM))
         at_a, at_b = a_scale + group * a_scale_group, b_scale + group * b_scale_group
         some = (first < end).to(gl.int32)
@@ -222,8 +208,8 @@ def depth_kernel(a, b, a_lines, b_lines, out, whole, block, G, N, K, span, ADD: 
                                ADD)),
             (_multiply_depth, (1, left, right, of_rows, of_columns, ready, empty, out, whole, block, G, N, K, span,
                                ADD)),
-            (_load_depth, (a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, empty, block, G, N, K,
-                           span)),
+            (load_depth, (a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, empty, block, G, N, K,
+                          span)),
         ],
         [4, 1],
         [232, 40],
@@ -243,56 +229,8 @@ def whole_depth_kernel(
                                      G, N, K, a_scale_group, b_scale_group, span, A_EACH, B_EACH, ADD)),
             (_multiply_whole_depth, (1, left, right, ready, empty, out, whole, a_scale, b_scale, block,
                                      G, N, K, a_scale_group, b_scale_group, span, A_EACH, B_EACH, ADD)),
-            (_load_depth, (a, b, None, None, left, right, None, None, ready, empty, block, G, N, K, span)),
+            (load_depth, (a, b, None, None, left, right, None, None, ready, empty, block, G, N, K, span)),
         ],
         [4, 1],
         [232, 40],
     )  # fmt: skip
-
-
-# -- launches ----------------------------------------------------------------------------------------------------------
-
-LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-
-def _halves(out: Tensor) -> Tiles | None:
-    """Returns `out` [G, N, K] for TMA to write by half tiles; None if float32, unaligned, or a half spans groups."""
-    if out.dtype == torch.float32 or out.shape[1] % BLOCK or out.shape[2] % 8 or out.data_ptr() % 16:
-        return None
-    return Tiles(out.view(-1, out.shape[2]), [BLOCK // 2, BLOCK], HALF_TILE)
-
-
-def _span(n: int) -> int:
-    """Returns how many tiles down are computed together: as many as divide their number, SPAN at most."""
-    down = -(-n // BLOCK)
-    return next(span for span in range(SPAN.value, 0, -1) if down % span == 0)
-
-
-def takes_wgrad(a: GroupedTensor, b: GroupedTensor) -> bool:
-    scales = whole(a.q.spec) or (can_be_copied(a.q.scale.T) and can_be_copied(b.q.scale.T))
-    return can_be_copied(a.q.codes) and can_be_copied(b.q.codes) and scales
-
-
-def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
-    codes, halves = (tiles_of(a.q.codes), tiles_of(b.q.codes)), None if accumulate else _halves(out)
-    block, programs = a.groups.block, processors(out.device)
-    sizes, span = (a.groups.number, *out.shape[1:]), _span(out.shape[1])
-    if whole(a.q.spec):
-        left, right = grouped_strides(a), grouped_strides(b)
-        launch = _whole_depth_launch(
-            programs, (*sizes, left.group, right.group, span), left.row == 1, right.row == 1, accumulate
-        )
-        launch(*codes, out, halves, a.q.scale, b.q.scale, block)
-    else:
-        lines = (Tiles(q.scale.T, [1, BLOCK], LINE) for q in (a.q, b.q))  # [blocks, N] and [blocks, K], contiguous
-        _depth_launch(programs, (*sizes, span), accumulate)(*codes, *lines, out, halves, block)
-
-
-@lru_cache(maxsize=4096)
-def _depth_launch(programs: int, sizes: tuple[int, ...], add: bool) -> TiledLaunch:
-    return TiledLaunch(depth_kernel, programs, sizes, num_warps=4, ADD=add)
-
-
-@lru_cache(maxsize=4096)
-def _whole_depth_launch(programs: int, sizes: tuple[int, ...], a_each: bool, b_each: bool, add: bool) -> TiledLaunch:
-    return TiledLaunch(whole_depth_kernel, programs, sizes, num_warps=4, A_EACH=a_each, B_EACH=b_each, ADD=add)

@@ -22,6 +22,7 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     barriers,
     begun,
     following,
+    is_wide,
     operands,
     processors,
     room_for_tiles,
@@ -149,8 +150,6 @@ def _launch(programs: int, sizes: tuple[int, ...], a_each: bool, b_each: bool, s
 
 
 def fast_tile(n: int, blocks: int, programs: int) -> tuple[int, int]:
-    """Returns the columns of a result tile, and how many buffers fit beside the room for its rows. The tile is wide if
-    it wastes few columns and there is one for each program, in at most `blocks` blocks of rows. The bits of a sum do
-    not depend on the choice."""
-    fits, fills = n % 256 == 0 or n > 1024, blocks * -(-n // 256) >= programs
-    return (256, 4) if fits and fills else (128, 6)
+    """Returns the columns of a result tile, and how many buffers fit beside the room for its rows; there are at most
+    `blocks` blocks of rows. The bits of a sum do not depend on the choice."""
+    return (256, 4) if is_wide(n, blocks, programs) else (128, 6)

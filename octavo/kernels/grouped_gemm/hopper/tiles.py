@@ -171,6 +171,7 @@ def scaled(total, of_rows, of_columns, b_scale, columns, N, B_EACH: gl.constexpr
 
 TILE = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], gl.float8e4nv)
 HALF_TILE = gl.NVMMASharedLayout.get_default_for([BLOCK // 2, BLOCK], gl.bfloat16)
+QUARTER_TILE = gl.NVMMASharedLayout.get_default_for([BLOCK // 2, BLOCK // 2], gl.bfloat16)
 
 
 @cache
@@ -186,3 +187,9 @@ def can_be_copied(matrix: Tensor) -> bool:
 
 def tiles_of(codes: Tensor) -> Tiles:
     return Tiles(codes, [BLOCK, BLOCK], TILE)
+
+
+def is_wide(columns: int, lines: int, programs: int) -> bool:
+    """Whether result tiles have 256 columns rather than 128: if that wastes few columns, and `lines` rows of tiles have
+    one for each program."""
+    return (columns % 256 == 0 or columns > 1024) and lines * -(-columns // 256) >= programs
