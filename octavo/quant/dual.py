@@ -4,7 +4,7 @@ whole blocks within a few threads; plain Triton would reduce across warps and tr
 The kernel loads a tile with sixteen neighbours of a row per thread, eight threads per 128 columns. The transpose goes
 through shared memory once, still in two-byte elements, into that same layout. From there on the two orientations share
 the same code: a block's amax takes sixteen values in a thread and at most three shuffles, and each thread writes
-sixteen codes. With one scale for all, the codes themselves are turned around instead (`store_turned`): each is made
+sixteen codes. With one scale for all, small tiles turn the codes themselves around (`store_turned`): each is made
 once, and half the bytes pass through shared memory. Elementwise helpers are plain Triton (`octavo.quant.tile`), which
 Gluon compiles as its own.
 
@@ -96,6 +96,13 @@ def _turned_layout(rows, columns, warps):
     each = max(4, min(16, rows * columns // (64 * warps)))
     across = min(rows // each, 32)
     return gl.BlockedLayout([1, each], [32 // across, across], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def can_be_turned(rows, columns):
+    """Whether `store_turned` takes tiles of this size. Triton 3.6 writes wrong bytes for tiles of 128 rows and for
+    64x32; these sizes have the bits of `transpose` on an H200."""
+    return rows <= 64 and columns >= 64
 
 
 _BYTES_APART = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;")  # of four pairs

@@ -4,7 +4,8 @@ computed).
     backward    the gradients of q, k and v, rotated back and side by side, in their dtype, into codes
 
 Codes, scales and observed amaxes have the bits that `rotate_back` and `fill_pair` produce. Where no tile cast takes the
-codes (`octavo.kernels.tile_cast`), or a tile would reach over two of q, k and v, the gradient is written, then cast.
+codes (`octavo.kernels.tile_cast`), for blocks of float32, and where a tile would reach over two of q, k and v, the
+gradient is written, then cast.
 """
 
 from torch import Tensor

@@ -24,7 +24,7 @@ from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tile import Config, Variant, tile_index
 
 CONFIGS = (Config(64, 128, 8), Config(128, 128, 16))
-TURNS = 8  # tiles of a program
+TURNS = 4  # tiles of a program: 0.139 ms for 8192 x 12288 on an H200, and 0.157 with one
 STRIDES = tuple(f"{x}_{dim}" for x in "qkv" for dim in ("batch", "token", "head"))
 
 
@@ -96,7 +96,13 @@ def backward(
     spec = tile_casts.spec_of(pair)
     config = config or tile_casts.fitting(CONFIGS, spec)
     whole = heads * channels % config.columns == 0 == shared * channels % config.columns
-    if dq.numel() == 0 or not whole or tile_cast.refusal(pair, cast_args, dq.dtype, "the gradient of q, k and v"):
+    spills = dq.dtype == torch.float32 and tile_casts.is_block(spec)
+    if (
+        dq.numel() == 0
+        or not whole
+        or spills
+        or tile_cast.refusal(pair, cast_args, dq.dtype, "the gradient of q, k and v")
+    ):
         plain_backward(dq, dk, dv, own, other, target)
         return
     dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
@@ -126,8 +132,13 @@ def _cast_launch(
 
 def variants() -> list[Variant]:
     given, rows, square, half = Tensorwise(E5M2), Block1D(), Block2D(E4M3, "fp32"), torch.bfloat16
-    found = [_variant(spec, dtype) for spec in (given, rows, square) for dtype in (half, torch.float16, torch.float32)]
-    return [*found, _variant(given, half, channels=64), _variant(given, half, column=False)]
+    found = [_variant(spec, dtype) for spec in (given, rows, square) for dtype in (half, torch.float16)]
+    return [
+        *found,
+        _variant(given, torch.float32),
+        _variant(given, half, channels=64),
+        _variant(given, half, column=False),
+    ]
 
 
 def _variant(spec: Quantizer, dtype: torch.dtype, channels: int = 128, column: bool = True) -> Variant:

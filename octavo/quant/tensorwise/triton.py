@@ -86,8 +86,12 @@ def _store_codes(
     codes = fp8_words.cast(v, s, kind, GIVEN)
     if row is not None:
         dual.store_codes_inside(row, codes, M, K, pitch, first_row, first_column, ROWS, COLUMNS, W)
-    if column is not None:  # one scale: the other orientation has the same codes
-        dual.store_turned(column, codes, K, M, first_column, first_row, ROWS, COLUMNS, W)
+    if column is not None:
+        if dual.can_be_turned(ROWS, COLUMNS):  # one scale: the other orientation has the same codes
+            dual.store_turned(column, codes, K, M, first_column, first_row, ROWS, COLUMNS, W)
+        else:
+            turned = fp8_words.cast(dual.transpose(v, ROWS, W), s, kind, GIVEN)
+            dual.store_codes(column, turned, K, M, first_column, first_row, COLUMNS, ROWS, W)
 
 
 @gluon.jit
