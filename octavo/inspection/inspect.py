@@ -277,7 +277,7 @@ def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
 def _restore(layer: Quantized) -> None:
     """Make a watched layer as it was."""
     drop_buffers(layer, [STATS])
-    for name in ("inspection", "inspected_recipe", "_watched_call"):
+    for name in ("inspection", "inspected_recipe"):
         layer.__dict__.pop(name, None)
     layer.__class__ = type(layer)._inspected_class  # type: ignore[attr-defined]
 

@@ -7,13 +7,14 @@ from the same tensors, which gives the same bits.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo.delayed_scaling.agreed import agreed_amaxes, agreed_cast
 from octavo.delayed_scaling.casts import DY, X, cast_args, part_of
 from octavo.inspection.statistics import Cast, record_operand, record_result
 from octavo.layers.contract import LAYERS, ForwardResult, WeightCast
@@ -24,9 +25,11 @@ from octavo.quant.grouped import GroupedTensor, groups_amax, quantize_groups
 from octavo.quant.groups import BLOCK, Groups, split
 from octavo.quant.groups.reference import pack
 from octavo.quant.proto import TensorProto
-from octavo.quant.qtensor import QTensor
+from octavo.quant.qtensor import Parts, QTensor
 from octavo.quant.quantizer import Quantizer, as_matrix, quantize_pair
+from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import BF16
+from octavo.recipes import recipe as resolve
 
 # settings of a call without writes
 PLAIN = {"observe": False, "main_grad": "", "dummy_grad": False, "deferred_wgrad": ""}
@@ -44,16 +47,17 @@ class Call(NamedTuple):
     inputs: Any
     seed: Tensor | None
     groups: Groups | None
+    recorded: str  # "x" if that was recorded before it was gathered
 
     @classmethod
     def of(cls, text: str, tensors: Sequence[Tensor]) -> "Call":
         """Parse the string of `octavo.inspection.watched`; `tensors` are what it packed."""
-        _, name, presence, key = text.split("|", 3)
+        _, name, presence, recorded, key = text.split("|", 4)
         layer, (config, wgrad, shadow) = LAYERS[name], _configs(name, key)
         *fields, seed = packing(presence).unpack(tensors)
         inputs = layer.Inputs._make(fields)
         groups = split(inputs.splits, inputs.x.shape[0]) if name == "grouped-linear" else None
-        return cls(layer, config, wgrad, shadow, inputs, seed, groups)
+        return cls(layer, config, wgrad, shadow, inputs, seed, groups, recorded)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -61,7 +65,8 @@ class Call(NamedTuple):
         """Record x, w and the y that the layer returned."""
         x, w = self.x(), self.w()
         x_cast, w_cast = self.x_cast(x), self.w_cast()
-        record_operand(stats, "x", x, x_cast)
+        if "x" not in self.recorded:
+            record_operand(stats, "x", x, x_cast)
         record_operand(stats, "w", None if w is None else _rows(w), w_cast)
         made = self.layer.forward(self.shadow, self._exact(x, x_cast, w, w_cast))
         record_result(stats, "y", self.live(_rows(y)), self.live(_rows(made.outputs[0])))
@@ -75,7 +80,8 @@ class Call(NamedTuple):
         spec, inputs = self.config.quant.fprop.left, self.inputs
         if x is None:
             return self._given_x(spec)
-        return self._cast(x, spec, inputs.scaling[part_of(X, self.config.measured)] if inputs.scaling else (), None)
+        scaling = inputs.scaling[part_of(X, self.config.measured)] if inputs.scaling else ()
+        return self._cast(x, spec, scaling, None, agreed_amaxes("x", self.config.agreed, inputs.agreed))
 
     def w(self) -> Tensor | None:
         """The weight; None if it is held as codes."""
@@ -92,7 +98,8 @@ class Call(NamedTuple):
             proto = layer.abstract_weight(config, TensorProto.of(weight))[0]
             parts = tuple(proto.empty().tensors())
             scaling = inputs.scaling[config.w_scaling] if inputs.scaling else ()
-            layer.refresh(config, WeightCast(weight, parts, (), scaling=scaling))
+            agreed = agreed_amaxes("w", config.agreed, inputs.agreed)
+            layer.refresh(config, WeightCast(weight, parts, (), scaling=scaling, agreed=agreed))
         return read(layer.weight_codes(config, parts, tuple(weight.shape), torch.float32), weight.shape[-1])
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -127,19 +134,30 @@ class Call(NamedTuple):
         assert self.groups is not None
         return (torch.arange(rows.shape[0], device=rows.device) < self.groups.start[-1])[:, None]
 
-    def _cast(self, x: Tensor, spec: Quantizer | None, scaling: Sequence[Tensor], seed: Tensor | None) -> Cast | None:
-        """The cast that the layer makes of x or dy, by delayed scaling's multiplier in use if there is one."""
+    def _cast(
+        self, x: Tensor, spec: Quantizer | None, scaling: Sequence[Tensor], seed: Tensor | None, agreed: Parts = ()
+    ) -> Cast | None:
+        """The cast that the layer makes of x or dy, by delayed scaling's multiplier in use if there is one, or by the
+        amaxes that ranks have agreed on."""
         if spec is None or spec.basis:
             return None
-        seed = seed if spec.draws else None
-        if self.groups is None:
-            args = cast_args(self.config.recipe, (spec, None), scaling, lambda s, skip: s.amax(x).view(1), None, seed)
+        groups, part = self.groups, scaling if self.groups is None else [t.view(self.groups.number) for t in scaling]
+        if agreed:
+            args = agreed_cast(self.config.recipe, (spec, None), part, agreed, None, of_groups=groups is not None)
+        else:
+            seed = seed if spec.draws else None
+            args = cast_args(self.config.recipe, (spec, None), part, partial(self._amax, x), None, seed)
+        if groups is None:
             return read(quantize_pair(x, spec, None, args)[0], x.shape[1])
-        groups, part = self.groups, [t.view(self.groups.number) for t in scaling]
-        measure: Any = lambda s, skip: groups_amax(x, s, None, groups)[0]  # noqa: E731
-        args = cast_args(self.config.recipe, (spec, None), part, measure, None, seed)
         wide = F.pad(x, (0, -x.shape[1] % ALIGNED))
         return read(quantize_groups(wide, spec, None, groups, args)[0], x.shape[1])
+
+    def _amax(self, x: Tensor, spec: Tensorwise, skip: Tensor) -> Tensor:
+        if self.groups is None:
+            return spec.amax(x).view(1)
+        amax = groups_amax(x, spec, None, self.groups)[0]
+        assert amax is not None
+        return amax
 
     def _given_x(self, spec: Quantizer) -> Cast | None:
         inputs, k = self.inputs, self.inputs.weight.shape[-1]
@@ -175,6 +193,15 @@ class Call(NamedTuple):
         if self.groups is not None:
             found["splits"] = self.inputs.splits
         return self.layer.Inputs(**{"bias": None, **found})
+
+
+def record_rows(stats: Tensor, x: Tensor, parts: Sequence[Tensor], recipe: str) -> None:
+    """Record this rank's rows of x, and their codes, whose first tensor is given as bytes."""
+    spec = resolve(recipe).linear().fprop.left
+    assert spec is not None
+    rows = _rows(x)
+    q = spec.assemble((parts[0].view(spec.fmt.dtype), *parts[1:]), tuple(rows.shape), x.dtype)
+    record_operand(stats, "x", rows, read(q, rows.shape[1]))
 
 
 def record_input_gradient(stats: Tensor, dx: Tensor, exact: Tensor) -> None:
@@ -219,10 +246,11 @@ def _configs(name: str, key: str) -> tuple[Any, Any, Any]:
     quiet |= {"quantize_output": False} if name == "linear" else {"dgrad_out": False, "tail": "zero"}
     shadow: dict[str, Any] = {
         "recipe": BF16(), "dtype": "float32", "weight_dtype": "float32", "weight": "plain", "x": "plain",
-        "measured": "", "recompute_w_columns": False, "bias_dtype": config.bias_dtype and "float32",
+        "measured": "", "agreed": "", "x_has_columns": False, "recompute_w_columns": False,
+        "bias_dtype": config.bias_dtype and "float32",
     }  # fmt: skip
     if name != "linear":
-        shadow |= {"x_has_columns": False, "scales_dtype": config.scales_dtype and "float32"}
+        shadow["scales_dtype"] = config.scales_dtype and "float32"
     own = replace(config, **quiet)
     return own, replace(own, grads="w"), replace(own, **shadow)
 

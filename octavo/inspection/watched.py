@@ -1,18 +1,24 @@
-"""A layer that `octavo.inspect` watches: its own class with a forward around it, and the four operators it calls.
+"""A layer that `octavo.inspect` watches: its own class with four operators around the layer's node, and one before.
 
-    octavo::inspect_x   (x, stats) -> x, link                    before the layer; backward: inspect_dx
+    octavo::inspect_x   (x, stats) -> x, link                    before the node; backward: inspect_dx
     octavo::inspect_y   (y, link?, tensors, stats, call) -> y    after it, records x, w, y; backward: inspect_dy
     octavo::inspect_dy  (dy, tensors, stats, call, like) -> dy, dx of the shadow      records dy and dw
     octavo::inspect_dx  (dx, dx of the shadow, stats) -> dx                           records dx
+    octavo::inspect_rows (x, parts of its codes, stats, recipe) -> codes    records x that is gathered as codes
+
+Collectives of a layer that is split over ranks are outside of the four: x has been gathered, and y and dx are this
+rank's terms of sums. The shadow has the same tensors, so both are comparable, and nothing more is sent.
 
 The link carries nothing forward. Its gradient is the shadow's dx, which so arrives where the layer's dx does. Eager
 calls, graphs and captures run the same operators. Their writes to `stats` are not declared, as those of
 `octavo::run_bwd` are not: two microbatches may be in flight. An operator returns a copy, since it may not return its
 input.
 
-The call is `digest|layer|presence|config`, as of `octavo.lower.operators`, with the seed of rounding as a last tensor.
+The call is `digest|layer|presence|recorded|config`, as of `octavo.lower.operators`, with the seed of rounding as a last
+tensor; `recorded` is "x" if inspect_rows has recorded it.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -20,12 +26,15 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from octavo.ambient import ambient
 from octavo.fuser.operation import WATCHED
-from octavo.inspection.measure import Call, record_input_gradient
+from octavo.inspection.measure import Call, record_input_gradient, record_rows
+from octavo.lower.call import Stage
 from octavo.lower.operators import DIGEST
 from octavo.lower.packing import pack
+from octavo.modules.parallel import Parallel
 from octavo.modules.quantized import SEED, Quantized
-from octavo.quant import GradientCodes, GroupedTensor, QTensor
+from octavo.quant import GradientCodes, QTensor
 
 STATS = "inspection_stats"  # the buffer
 
@@ -42,43 +51,49 @@ class Switch:
 
 
 class Watched(Quantized):
-    """The forward of a layer that is inspected. `watched_class` puts it in front of the layer's own class."""
+    """The node of a layer that is inspected. `watched_class` puts it in front of the layer's own class."""
 
     inspection: Switch
-    _watched_call: Any = None  # the stage of the call that runs, and its x
 
     def why_not_fusible(self, x: Any) -> str:
         return WATCHED if self.inspection.inside else super().why_not_fusible(x)
 
-    def forward(self, input: Any, *arguments: Any, **keywords: Any) -> Any:
-        if not self.inspection.on or any(type(v) is GradientCodes for v in (*arguments, *keywords.values())):
-            made = super().forward(input, *arguments, **keywords)  # type: ignore[misc]
-            if self._watched_call is not None:
-                self._watched_call = None
-            return made
-        stats = self._buffers[STATS]
-        x, link = _entered(input, stats)
-        made = super().forward(x, *arguments, **keywords)  # type: ignore[misc]
-        if self._watched_call is None:  # it ran outside of the graph, and was recorded there
-            return made
-        stage, rows = self._watched_call
-        self._watched_call = None
-        tensors: list[Tensor] = []
-        call = DIGEST + "|" + stage.name + "|" + self._packed(stage, rows, tensors) + "|" + stage.key
-        if not torch.compiler.is_compiling():
-            self.__dict__["inspected_recipe"] = self._recipe_key(stage.key)
-        y = made[0] if type(made) is tuple else made
-        values = y.dequantize() if type(y) is QTensor else y
-        y_seen = torch.ops.octavo.inspect_y(values, link, [t.detach() for t in tensors], stats, call)
-        if type(y) is QTensor:
-            y_seen = QTensor(y.codes, y.scale, y.spec, y.shape, y.dtype, y.global_scale, y_seen)
-        return (y_seen, *made[1:]) if type(made) is tuple else y_seen
+    def split(self) -> Parallel | None:
+        parallel = super().split()
+        if parallel is None or not parallel.gather_again or not self.inspection.inside:
+            return parallel
+        return parallel._replace(gather_again=False)  # backward measures dw from x's codes of all ranks, too
 
-    def _stage(self, x: Any, *arguments: Any, **keywords: Any) -> Any:
-        stage = super()._stage(x, *arguments, **keywords)  # type: ignore[misc]
-        if self.inspection.on:  # else nothing takes the tensors out again
-            self._watched_call = (stage, x)
-        return stage
+    def _run_node(self, stage: Stage, x: Any, as_nodes: bool, shape: tuple[int, ...] | None = None) -> Any:
+        if not self.inspection.on or any([type(buffer) is GradientCodes for buffer in stage.buffers]):
+            return super()._run_node(stage, x, as_nodes, shape)
+        stats: Any = self._buffers[STATS]
+        link = None
+        if x is not None and x.requires_grad and torch.is_grad_enabled():
+            x, link = torch.ops.octavo.inspect_x(x, stats)
+        made = super()._run_node(stage, x, as_nodes, shape)
+        tensors: list[Tensor] = []
+        recorded = "x" if self._now("_gathers_codes", stage.key) else ""
+        presence = self._packed(stage, x, tensors)
+        call = DIGEST + "|" + stage.name + "|" + presence + "|" + recorded + "|" + stage.key
+        if not torch.compiler.is_compiling():
+            self.__dict__["inspected_recipe"] = self.LAYER.config(stage.key).recipe.key
+        y = self._values_of_y(stage, made)
+        return torch.ops.octavo.inspect_y(y, link, [t.detach() for t in tensors], stats, call), *made[1:]
+
+    def rows_to_gather(self, x: Tensor, codes: QTensor) -> QTensor:
+        if not self.inspection.on:
+            return codes
+        recipe = self._recipe or self._followed(ambient.recipe)
+        parts = [t.view(torch.uint8) if t is codes.codes else t for t in codes.tensors()]
+        seen = torch.ops.octavo.inspect_rows(x, parts, self._buffers[STATS], recipe.key).view(codes.codes.dtype)
+        return QTensor(seen, codes.scale, codes.spec, codes.shape, codes.dtype, codes.global_scale)
+
+    def _gathers_codes(self, key: str) -> bool:
+        """Whether the codes of x in this call were gathered."""
+        parallel = self.split()
+        gathers = parallel is not None and parallel.mode == "column" and parallel.sequence
+        return gathers and self.LAYER.config(key).x == "codes"
 
     def _packed(self, stage: Any, x: Any, tensors: list[Tensor]) -> str:
         """Add the call's tensors to a list, without those that it writes to, and return which there are."""
@@ -90,25 +105,15 @@ class Watched(Quantized):
                 fields[place] = None
         return pack([*fields, self._buffers.get(SEED)], tensors)
 
-    def _recipe_key(self, key: str) -> str:
-        found: str = self.LAYER.config(key).recipe.key
-        return found
+    def _values_of_y(self, stage: Stage, made: Sequence[Tensor]) -> Tensor:
+        """y, or the values of its codes with the gradient of its token."""
+        if not self._now("_returns_codes", stage.key):
+            return made[0]
+        values: Tensor = self._quantized_output(made, made[0]).dequantize()  # type: ignore[operator]
+        return values
 
-
-def _entered(x: Any, stats: Any) -> tuple[Any, Tensor | None]:
-    """x, through the operator that records its gradient if it takes one. What is no x the layer refuses itself."""
-    if not torch.is_grad_enabled() or not getattr(x, "requires_grad", False):
-        return x, None
-    if isinstance(x, Tensor):
-        kind = x.device.type
-        if kind != "meta" and torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))  # as the layer would
-        seen, link = torch.ops.octavo.inspect_x(x, stats)
-        return seen, link
-    token, link = torch.ops.octavo.inspect_x(x.token, stats)
-    if type(x) is GroupedTensor:
-        return GroupedTensor(x.q, x.groups, x.orientation, x.columns, token), link
-    return QTensor(x.codes, x.scale, x.spec, x.shape, x.dtype, x.global_scale, token), link
+    def _returns_codes(self, key: str) -> bool:
+        return getattr(self.LAYER.config(key), "quantize_output", False)
 
 
 @cache
@@ -132,6 +137,17 @@ def _(x: Tensor, stats: Tensor) -> tuple[Tensor, Tensor]:
 
 def _link(x: Tensor) -> Tensor:
     return torch.zeros(1, dtype=torch.float32, device=x.device).expand(x.shape)
+
+
+@torch.library.custom_op("octavo::inspect_rows", mutates_args=())
+def _inspect_rows(x: Tensor, parts: list[Tensor], stats: Tensor, recipe: str) -> Tensor:
+    record_rows(stats, x, parts, recipe)
+    return parts[0].clone()
+
+
+@_inspect_rows.register_fake
+def _(x: Tensor, parts: list[Tensor], stats: Tensor, recipe: str) -> Tensor:
+    return torch.empty_like(parts[0])
 
 
 @torch.library.custom_op("octavo::inspect_dx", mutates_args=())
@@ -197,5 +213,5 @@ def _backward_y(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
 
 _inspect_x.register_autograd(_backward_x, setup_context=_save_x)
 _inspect_y.register_autograd(_backward_y, setup_context=_save_y)
-for _name in ("inspect_x", "inspect_y", "inspect_dx", "inspect_dy"):
+for _name in ("inspect_rows", "inspect_x", "inspect_y", "inspect_dx", "inspect_dy"):
     has_side_effect(getattr(torch.ops.octavo, _name).default)

@@ -21,7 +21,7 @@ from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.grouped_linear import Config, layer, turns
 from octavo.layers.grouped_linear import refusal as grouped_refusal
 from octavo.layers.linear_config import call_key
-from octavo.lower.call import Stage, call, takes_nodes
+from octavo.lower.call import Stage, takes_nodes
 from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.memory import joined_rows
 from octavo.modules.agreement import agree
@@ -369,7 +369,7 @@ class GroupedLinear(SplitGroupedLinear):
         buffers = CallersMemory(out, dgrad_out, None if shapes_only else dy_codes)
         own = None if self.op_ends_run() else scales  # the bias of a row layer is added later
         stage = self._stage(rows, weights, splits, own, buffers, is_first_microbatch, as_nodes, codes)
-        tensors = call(stage, rows, as_nodes, self, shape)
+        tensors = self._run_node(stage, rows, as_nodes, shape)
         if stage.after is not None:
             stage.after(tensors[1:])
         y = tensors[0]

@@ -23,7 +23,7 @@ from octavo.kernels.gemm import spec_route
 from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.linear import Config, layer
 from octavo.layers.linear_config import call_key, known_key
-from octavo.lower.call import Stage, call, takes_nodes
+from octavo.lower.call import Stage, takes_nodes
 from octavo.modules.agreement import agree
 from octavo.modules.parallel import (
     NOTHING,
@@ -217,7 +217,7 @@ class Linear(SplitLinear, nn.Linear):
     ) -> Any:
         """Returns y of one call of the layer's node."""
         stage = self._stage(x, is_first_microbatch, fp8_output, as_nodes, given)
-        tensors = call(stage, x.token if type(x) is QTensor else x, as_nodes, self)
+        tensors = self._run_node(stage, x.token if type(x) is QTensor else x, as_nodes)
         if stage.after is not None:
             stage.after(tensors[1:])
         y = tensors[0]

@@ -223,7 +223,7 @@ def gathered(
     row_parts, column_parts = _cast(layer, parallel, recipe, x.detach(), has_columns, as_nodes)
     quant = recipe.linear()
     assert quant.fprop.left is not None
-    q = quant.fprop.left.assemble(row_parts, tuple(x.shape), x.dtype)
+    q = layer.rows_to_gather(x.detach(), quant.fprop.left.assemble(row_parts, tuple(x.shape), x.dtype))
     token = x if x.requires_grad and torch.is_grad_enabled() else None  # what is gathered is a token of it
     own = QTensor(q.codes, q.scale, q.spec, q.shape, q.dtype, q.global_scale, token=token)
     whole = collectives.gather_codes(own, *ranks)

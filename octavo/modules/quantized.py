@@ -23,6 +23,7 @@ from octavo.delayed_scaling.checkpoint import ROUNDING
 from octavo.errors import UnsupportedConfig, warn
 from octavo.formats import FLOATS
 from octavo.fuser.operation import FusibleOperation
+from octavo.lower.call import Stage, call
 from octavo.modules.parallel import Parallel
 from octavo.modules.schedule import STEP, RecipeSchedule
 from octavo.quant.qtensor import Parts
@@ -298,6 +299,12 @@ class Quantized(FusibleOperation, nn.Module):
         return recipe
 
     # -- one call of the layer -----------------------------------------------------------------------------------------
+
+    def _run_node(
+        self, stage: Stage, x: Tensor | None, as_nodes: bool, shape: tuple[int, ...] | None = None
+    ) -> Sequence[Tensor]:
+        """Runs the layer's node, inside of all collectives. Returns y, then extras; see `octavo.lower.call`."""
+        return call(stage, x, as_nodes, self, shape)
 
     def _weight_side(
         self, recipe: Recipe, weights: Sequence[Tensor], grads: str, first: bool | Tensor | None, as_nodes: bool,

@@ -87,6 +87,11 @@ class SplitLinear(Quantized):
             bias = collectives.copy(bias, group, where)  # each rank adds it to its own rows
         return y, bias
 
+    def rows_to_gather(self, x: Tensor, codes: QTensor) -> QTensor:
+        """Part of the layer contract. Called with this rank's rows of x and their codes before these are gathered.
+        Returns the codes."""
+        return codes
+
     def op_begin(self, x: Any) -> Any:
         parallel = self.split()
         if parallel is None or parallel.mode == "row" or not (x.requires_grad and torch.is_grad_enabled()):
