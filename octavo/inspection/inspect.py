@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from octavo._torch.modules import drop_buffers, uncompiled
+from octavo._torch.modules import uncompiled
 from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.findings import findings, verdict
 from octavo.inspection.html import page
 from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS
 from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table
-from octavo.inspection.watched import STATS, Switch, Watched, watched_class
+from octavo.inspection.watched import STATS, Switch, Watched, unwatch, watched_class
 from octavo.model.layers import check_model, layers
 from octavo.modules.quantized import UNQUANTIZED, Quantized
 from octavo.text import plural
@@ -91,19 +91,20 @@ class Inspection:
 
     def _watch(self, layer: Quantized) -> None:
         if isinstance(layer, Watched):
-            _restore(layer)  # it was copied in another block, which has ended
+            unwatch(layer)  # it was copied in another block, which has ended
         with torch.inference_mode(False):  # made there, it could not be written to elsewhere
             stats = torch.zeros(SHAPE, dtype=torch.float64, device=layer._place())
         layer.register_buffer(STATS, stats, persistent=False)
         layer.__dict__["inspection"] = self._switch
-        kind: Any = type(layer)
-        layer.__class__ = watched_class(kind)
+        if not isinstance(layer, Watched):
+            kind: Any = type(layer)
+            layer.__class__ = watched_class(kind)
         self._watched.append(layer)
 
     def _leave(self) -> None:
         self._inside = self._switch.inside = self._switch.on = False
         for layer in self._watched:
-            _restore(layer)
+            unwatch(layer)
         self._watched = []
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
@@ -243,9 +244,11 @@ def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
     dw with those of the same layer in float32 (the shadow), on the same x, w and dy.
 
     In the block each layer runs by itself: fusions that would hide one of its tensors are off, and so results may
-    differ in their last bits. A step takes several times as long. Nothing waits for the device until the report is
-    read. Compiled functions are compiled again in the block, and their graphs of before serve again after it; a CUDA
-    graph that was captured before records nothing. Outside of the block the layers are as they were.
+    differ in their last bits. Gradients of `octavo.MoE` differ by the rounding of codes, some percent: the fused
+    experts cast another dy. Of a layer that is split over ranks, each rank measures its own part, before sums over
+    ranks; enter the block on all of them. A step takes several times as long. Nothing waits for the device until the
+    report is read. Compiled functions are compiled again in the block, and their graphs of before serve again after it;
+    a CUDA graph that was captured before records nothing. Outside of the block the layers are as they were.
 
     Args:
         model: a module with Octavo layers. The block changes their classes, and restores them.
@@ -272,14 +275,6 @@ def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
     if type(every) is not int or every < 1:
         raise UnsupportedConfig(f"octavo.inspect(every=) is an int from 1 up, got {every!r}. 10 measures a tenth.")
     return Inspection(model, every)
-
-
-def _restore(layer: Quantized) -> None:
-    """Make a watched layer as it was."""
-    drop_buffers(layer, [STATS])
-    for name in ("inspection", "inspected_recipe"):
-        layer.__dict__.pop(name, None)
-    layer.__class__ = type(layer)._inspected_class  # type: ignore[attr-defined]
 
 
 def _named(numbers: list[float]) -> dict[str, Any]:

@@ -19,13 +19,15 @@ tensor; `recorded` is "x" if inspect_rows has recorded it.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.node import has_side_effect
 
+from octavo._torch.modules import drop_buffers
 from octavo.ambient import ambient
 from octavo.fuser.operation import WATCHED
 from octavo.inspection.measure import Call, record_input_gradient, record_rows
@@ -114,6 +116,40 @@ class Watched(Quantized):
 
     def _returns_codes(self, key: str) -> bool:
         return getattr(self.LAYER.config(key), "quantize_output", False)
+
+    def _tear_down(self) -> None:
+        super()._tear_down()
+        _forget(self)  # `octavo.revert` gives the layer another class
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles the layer as it is outside of the block."""
+        kind = vars(type(self)).get("_inspected_class")
+        if kind is None:  # a class was made from that of the block
+            return super().__reduce_ex__(protocol)
+        plain = kind.__new__(kind)
+        vars(plain).update(vars(self))
+        for name in ("_buffers", "_non_persistent_buffers_set"):
+            vars(plain)[name] = copy(vars(self)[name])
+        _forget(plain)
+        make, *rest = plain.__reduce_ex__(protocol)
+        return object.__new__ if make.__name__ == "__newobj__" else make, *rest  # by which pickle makes its own class
+
+
+def unwatch(layer: Quantized) -> None:
+    """Make a layer as it was outside of the block. One that has got another class in the block keeps that: a class that
+    was made from the block's runs as ever."""
+    kind = vars(type(layer)).get("_inspected_class")
+    if kind is not None:
+        layer.__class__ = kind
+    drop_buffers(layer, [STATS])
+    if not isinstance(layer, Watched):
+        _forget(layer)
+
+
+def _forget(layer: nn.Module) -> None:
+    drop_buffers(layer, [STATS])
+    for name in ("inspection", "inspected_recipe"):
+        vars(layer).pop(name, None)
 
 
 @cache
