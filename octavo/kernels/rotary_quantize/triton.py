@@ -116,8 +116,8 @@ def backward(
 
 def _constants(spec: Quantizer, dtype: torch.dtype, channels: int, config: Config, turns: int) -> dict[str, Any]:
     return {
-        "D": channels, "TURNS": turns, **tile_casts.constants(spec, dtype), "ROWS": config.rows, "COLUMNS": config.columns,
-        "W": config.warps,
+        "D": channels, "TURNS": turns, **tile_casts.constants(spec, dtype),
+        "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
     }  # fmt: skip
 
 
