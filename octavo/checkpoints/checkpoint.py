@@ -4,7 +4,7 @@
     recipe.safetensors      octavo.state_dict(model)
     optimizer.safetensors   optimizer.state_dict(), if there is an optimizer
     run.safetensors         the state of random numbers, and what the caller adds
-    checkpoint.json         the step, and the size and SHA-256 of each file; written last
+    checkpoint.json         the step, the recipe of each layer, the size and SHA-256 of each file; written last
 
 A file holds values that are no tensors as JSON in its header. Nothing is pickled.
 """
@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from octavo._torch.modules import plain_name, uncompiled
-from octavo.checkpoints import optimizer_state, random_state, tensor_file
+from octavo.checkpoints import layer_recipes, optimizer_state, random_state, tensor_file
 from octavo.checkpoints.folder import find, name_of, new_checkpoint, read_manifest
 from octavo.checkpoints.structure import decoded, encoded
 from octavo.checkpoints.tensor_file import TensorFile, damaged
@@ -111,7 +111,7 @@ def save_checkpoint(
     }
     if optimizer is not None:
         contents[OPTIMIZER] = encoded(optimizer_state.export(optimizer, model))
-    with new_checkpoint(Path(folder), step) as (partial, files):
+    with new_checkpoint(Path(folder), step, layer_recipes.export(model)) as (partial, files):
         for name, (tensors, metadata) in contents.items():
             files[name] = tensor_file.write(partial / name, tensors, metadata)
     return Path(folder) / name_of(step)
@@ -158,6 +158,7 @@ def load_checkpoint(
             raise _lacks(checkpoint, name)
     files = {name: tensor_file.read(checkpoint / name, manifest.files[name]) for name in wanted}
     weights = _checked_weights(files[MODEL], model)
+    layer_recipes.check(manifest.recipes, model, manifest.step)
     recipe = checked_loads(model, files[RECIPE].tensors, way="")
     random, extra = _run(checkpoint / RUN, files[RUN])
     set_generators = random_state.restorer(checkpoint / RUN, random)

@@ -2,7 +2,7 @@
 
 run/
   step-000100/          complete: it has its name only since everything in it is on the disk
-    checkpoint.json     the step, and the size and SHA-256 of each file
+    checkpoint.json     the step, the recipe of each layer, and the size and SHA-256 of each file
     model.safetensors, ...
   .partial-3f2a9c01/    a process that was killed left it; nothing reads it
 """
@@ -25,8 +25,8 @@ from octavo.text import plural
 from octavo.values import shown
 from octavo.version import __version__
 
-MANIFEST, FORMAT, VERSION = "checkpoint.json", "octavo-checkpoint", 1
-LARGEST_MANIFEST = 1_000_000  # bytes
+MANIFEST, FORMAT, VERSION = "checkpoint.json", "octavo-checkpoint", 2
+LARGEST_MANIFEST = 16_000_000  # bytes: a line for each layer
 NAME = re.compile(r"step-([0-9]{6,18})")
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # a name that stays in its folder, and that any system can open
 PASS = "Pass the folder that octavo.save_checkpoint was given, or a checkpoint in it."
@@ -36,6 +36,7 @@ class Manifest(NamedTuple):
     """The content of checkpoint.json."""
 
     step: int
+    recipes: dict[str, str]  # of the layers that have one, by their paths
     files: dict[str, Digest]
 
 
@@ -47,7 +48,7 @@ def name_of(step: int) -> str:
 
 
 @contextmanager
-def new_checkpoint(run: Path, step: int) -> Iterator[tuple[Path, dict[str, Digest]]]:
+def new_checkpoint(run: Path, step: int, recipes: dict[str, str]) -> Iterator[tuple[Path, dict[str, Digest]]]:
     """Yields a folder to write files to, and a dict for their digests. At the end of the block the folder becomes the
     run's checkpoint of that step, at once. If the block raises, it is removed, and the run is as before."""
     target = run / name_of(step)
@@ -63,7 +64,7 @@ def new_checkpoint(run: Path, step: int) -> Iterator[tuple[Path, dict[str, Diges
     try:
         files: dict[str, Digest] = {}
         yield partial, files
-        _write_manifest(partial / MANIFEST, Manifest(step, files))
+        _write_manifest(partial / MANIFEST, Manifest(step, recipes, files))
         _sync(partial)
         os.rename(partial, target)
     except BaseException:
@@ -76,7 +77,7 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
     files = {name: digest._asdict() for name, digest in manifest.files.items()}
     content = {
         "format": FORMAT, "version": VERSION, "step": manifest.step, "octavo": __version__, "torch": torch.__version__,
-        "files": files,
+        "recipes": manifest.recipes, "files": files,
     }  # fmt: skip
     with open(path, "x") as file:
         file.write(json.dumps(content, indent=1) + "\n")
@@ -158,15 +159,19 @@ def read_manifest(path: Path) -> Manifest:
 
 def _manifest(file: Path, content: Any) -> Manifest:
     match content:
-        case {"format": str(kind), "version": int(version), "step": int(step), "files": dict(files)} if (
-            kind == FORMAT and step >= 0
-        ):
-            if version != VERSION:
-                raise InvalidCheckpoint(
-                    f"{file} has version {version} of the format, and this Octavo ({__version__}) reads {VERSION}. "
-                    "Load it with the version of Octavo that wrote it."
-                )
-            return Manifest(step, {name: _digest(file, name, digest) for name, digest in files.items()})
+        case {"format": str(kind), "version": int(version)} if kind == FORMAT and version != VERSION:
+            raise InvalidCheckpoint(
+                f"{file} has version {version} of the format, and this Octavo ({__version__}) reads {VERSION}. "
+                "Load it with the version of Octavo that wrote it."
+            )
+        case {
+            "format": str(kind),
+            "version": int(),
+            "step": int(step),
+            "recipes": dict(recipes),
+            "files": dict(files),
+        } if kind == FORMAT and step >= 0 and all(isinstance(recipe, str) for recipe in recipes.values()):
+            return Manifest(step, recipes, {name: _digest(file, name, digest) for name, digest in files.items()})
     raise damaged(file, f"it is {shown(repr(content))}")
 
 

@@ -1,5 +1,6 @@
 """Checkpoints that are damaged, foreign or of another model are refused in a sentence, and change nothing."""
 
+import copy
 import json
 import os
 import re
@@ -128,8 +129,11 @@ MANIFESTS = {
     "a digest of text": lambda m: {**m, "files": {**m["files"], "model.safetensors": "abc"}},
     "a name with a NUL": manifest_with(files={"a\0b": {"bytes": 1, "sha256": "0"}}),
     "half of a character": manifest_with(files={"\ud800": {"bytes": 1, "sha256": "0"}}),
-    "a later version": manifest_with(version=2),
-    "large": lambda m: " " * 2_000_000 + json.dumps(m),
+    "a later version": manifest_with(version=3), "an earlier version": manifest_with(version=1),
+    "no version": manifest_with(version=None), "no recipes": manifest_with(recipes=None),
+    "recipes of nothing": manifest_with(recipes=[]),
+    "a recipe of number": manifest_with(recipes={"up": 8}),
+    "large": lambda m: " " * 17_000_000 + json.dumps(m),
 }  # fmt: skip
 
 
@@ -170,8 +174,6 @@ def test_another_model_is_refused(saved):
     path, _, optimizer = saved
     refused(saved, r"up.weight of this model is \(48, 16\)", model=make(width=16)[0])
     refused(saved, "is torch.bfloat16, and torch.float32 in the checkpoint", model=make(dtype=torch.bfloat16)[0])
-    said = refused(saved, "recipes and the state do not match", model=make("fp8-current")[0])
-    assert said.endswith("Convert the model with the recipe it was saved with.")  # load_checkpoint has no strict=
     refused(saved, "missing 0.weight", model=nn.Sequential(octavo.Linear(2, 2)))
     meta = make()[0].to("meta")
     with pytest.raises(Unsupported, match="is on the meta device"):
@@ -181,6 +183,76 @@ def test_another_model_is_refused(saved):
             octavo.load_checkpoint(path, wrong)
         with pytest.raises(Unsupported, match="takes a model"):
             octavo.save_checkpoint(path, wrong)
+
+
+OTHERS = {
+    "fp8-current": "in fp8-current", "fp8-delayed(margin=1)": "in fp8-delayed(margin=1)", None: "without a recipe",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-block"])
+def test_another_recipe_is_refused_by_the_layer(recipe, other, tmp_path):
+    model, optimizer = make(recipe)
+    octavo.save_checkpoint(tmp_path, model, optimizer, step=3)
+    torch.manual_seed(1)
+    resumed = Net()
+    if other is not None:
+        octavo.convert(resumed, other)
+    said = refused((tmp_path, resumed, torch.optim.AdamW(resumed.parameters())))
+    assert said == (
+        f"up was saved in {recipe}, and is {OTHERS[other]} in this model; 2 more layers differ too. Convert the model "
+        "with the recipes of the checkpoint, and load it. To go on in other recipes, call octavo.revert(model) after "
+        "that, and convert again."
+    )
+
+
+def test_a_recipe_for_layers_that_were_saved_without_one_is_refused(tmp_path):
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), octavo.Linear(4, 4))
+    octavo.save_checkpoint(tmp_path, plain)
+    octavo.load_checkpoint(tmp_path, nn.Sequential(octavo.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+    octavo.convert(plain, "bf16", exclude="0")
+    with pytest.raises(Unsupported, match=r"^2 was saved without a recipe, and is in bf16 in this model. Convert the"):
+        octavo.load_checkpoint(tmp_path, plain)
+
+
+def test_a_checkpoint_of_one_layer_names_the_model(tmp_path):
+    octavo.save_checkpoint(tmp_path, octavo.Linear(4, 4, recipe="fp8-block"))
+    with pytest.raises(Unsupported, match=r"^The model was saved in fp8-block, and is in mxfp8"):
+        octavo.load_checkpoint(tmp_path, octavo.Linear(4, 4, recipe="mxfp8"))
+
+
+def test_a_policy_at_another_step_is_named(tmp_path):
+    policy = octavo.Policy([{"recipe": "bf16", "from_step": 2}, ("*", "fp8-block")])
+    model = Net()
+    octavo.convert(model, policy, step=2)
+    octavo.save_checkpoint(tmp_path, model, step=2)
+    early, late = Net(), Net()
+    octavo.convert(early, policy)
+    octavo.convert(late, policy, step=2)
+    with pytest.raises(Unsupported, match=r"up was saved in bf16, .* octavo.convert\(model, policy, step=2\)\."):
+        octavo.load_checkpoint(tmp_path, early)
+    octavo.load_checkpoint(tmp_path, late)
+    assert torch.equal(late.up.weight, model.up.weight)
+
+
+def test_a_run_goes_on_in_another_recipe_after_it_was_loaded_in_its_own(tmp_path):
+    model, optimizer = make("fp8-block")
+    octavo.save_checkpoint(tmp_path, model, optimizer, step=3)
+    resumed, other = make("fp8-block", seed=1)
+    octavo.load_checkpoint(tmp_path, resumed, other)
+    octavo.revert(resumed)
+    octavo.convert(resumed, "mxfp8")
+    assert str(resumed.up.recipe) == "mxfp8" and torch.equal(resumed.up.weight, model.up.weight)
+
+
+def test_a_manifest_with_the_paths_of_very_many_layers_is_read(tmp_path):
+    """A few long paths stand for many: a mixture may have a Linear for each expert."""
+    layer = octavo.Linear(1, 1, bias=False, recipe="fp8-block")
+    model = nn.ModuleDict({f"{i}" + "l" * 50_000: copy.deepcopy(layer) for i in range(30)})
+    octavo.save_checkpoint(tmp_path, model)
+    assert (tmp_path / "step-000000/checkpoint.json").stat().st_size > 1_000_000
+    octavo.load_checkpoint(tmp_path, model)
 
 
 def test_swapped_arguments_and_an_extra_that_is_no_dict_are_refused(saved):

@@ -1,0 +1,38 @@
+"""The recipe of each layer of a model, as a checkpoint names them, and the comparison with a model that loads it."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from octavo._torch.modules import plain_name
+from octavo.errors import UnsupportedConfig
+from octavo.model.layers import layers
+from octavo.text import plural
+
+Recipes = Mapping[str, str]  # canonical strings, by the paths of the layers that have a recipe of their own
+
+
+def export(model: nn.Module) -> dict[str, str]:
+    """Returns the recipes of a model's layers. A layer that follows `octavo.autocast`, or is torch's own, has none."""
+    return {plain_name(path): str(layer.recipe) for path, layer in layers(model) if layer.recipe is not None}
+
+
+def check(saved: Recipes, model: nn.Module, step: int) -> None:
+    """Raises if a layer of the model has another recipe than the checkpoint of that step, and names the first one."""
+    own = export(model)
+    different = [path for path in {**saved, **own} if saved.get(path) != own.get(path)]
+    if not different:
+        return
+    path = different[0]
+    more = f"; {plural(len(different) - 1, 'more layer')} differ too" if len(different) > 1 else ""
+    way = "Convert the model with the recipes of the checkpoint, and load it."
+    if any(layer._schedule is not None for _, layer in layers(model)):
+        way += f" A policy that changes recipes takes its step: octavo.convert(model, policy, step={step})."
+    raise UnsupportedConfig(
+        f"{path or 'The model'} was saved {_in(saved.get(path))}, and is {_in(own.get(path))} in this model{more}. "
+        f"{way} To go on in other recipes, call octavo.revert(model) after that, and convert again."
+    )
+
+
+def _in(recipe: str | None) -> str:
+    return "without a recipe" if recipe is None else f"in {recipe}"
