@@ -40,6 +40,7 @@ LATER = 64  # and then once in this many
 
 
 _LISTENERS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # modules whose memory must be stepped
+ATTACHMENTS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # of `octavo.attach`: each steps the modules in its `layers`
 
 
 def listen(module: nn.Module) -> None:
@@ -165,12 +166,12 @@ class DelayedScaling:
 
     # -- one call of the layer -----------------------------------------------------------------------------------------
 
-    def observes(self, weight: Tensor, as_nodes: bool) -> bool:
+    def observes(self, module: nn.Module, weight: Tensor, as_nodes: bool) -> bool:
         """Return whether a call observes the amaxes of x and w: without gradients it does not."""
         if not torch.is_grad_enabled():
             return False
         if not as_nodes:  # a graph would guard on the counts
-            self.watch(weight)
+            self.watch(module, weight)
         return True
 
     def measures(self, weight: str, grads: str, codes: bool) -> str:
@@ -221,17 +222,22 @@ class DelayedScaling:
 
     # -- whether it is stepped -----------------------------------------------------------------------------------------
 
-    def watch(self, weight: Tensor) -> None:
+    def watch(self, module: nn.Module, weight: Tensor) -> None:
         """Count a training forward, and warn once if `octavo.step` is never called: multipliers that stay at 1 are
-        silently wrong."""
+        silently wrong. An attached optimizer will call it."""
         self._forwards += 1
         version = None if weight.is_inference() else weight._version
         if version != self._version:
             self._updates += self._version is not None
             self._version = version
-        if (self._updates >= 2 or self._forwards >= PATIENCE) and not self.said:
-            self.said = True
-            say_late()
+        if self.is_late():
+            if any(module in attachment.layers for attachment in list(ATTACHMENTS)):
+                self._forwards = self._updates = 0
+            else:
+                for other in list(_LISTENERS):  # once a model: these would say it in this forward
+                    other._scaling.said = other._scaling.said or _will_be_late(other)
+                self.said = True
+                say_late()
         if self.origin == "weights":
             self.say_unrestored()
 
@@ -254,7 +260,9 @@ class DelayedScaling:
         self.origin = "own"
 
     def weights_loaded(self) -> None:
-        """Note that weights were loaded from a checkpoint; its other state may be loaded later."""
+        """Note that weights were loaded from a checkpoint, which is no update; its other state may be loaded later."""
+        self._forwards = self._updates = 0
+        self._version = None
         if not self.origin:
             self.origin = "weights"
 
@@ -304,8 +312,16 @@ def say_late() -> None:
     warn_caller(
         "fp8-delayed: octavo.step(model) was not called, and parameters were updated or a thousand forwards have run, "
         "so the scales are out of date. Call it once after every optimizer.step(), or call "
-        "octavo.attach(model, optimizer) once."
+        "octavo.attach(model, optimizer) once, with the optimizer that updates them."
     )
+
+
+def _will_be_late(module: Any) -> bool:
+    """Whether a step will be overdue at the module's next forward."""
+    scaling, weight = module._scaling, module._parameters.get(module.weight_names()[0])
+    version = None if weight is None or weight.is_inference() else weight._version
+    moved = scaling._version is not None and version != scaling._version
+    return bool(scaling._updates + moved >= 2 or scaling._forwards + 1 >= PATIENCE)
 
 
 def _cast(recipe: Delayed) -> str:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from octavo._torch.optimizers import runs_hooks
 from octavo.communication.groups import Group, name_of
+from octavo.delayed_scaling.memory import ATTACHMENTS
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.model.layers import check_model, layers
 from octavo.model.overflow import warn_of_overflow
@@ -21,7 +22,6 @@ from octavo.modules.quantized import Quantized
 from octavo.weights import optimizer_hooks
 
 _BY_HAND = "call octavo.step(model) and octavo.refresh_weights(model) after each of its steps"
-_attached: "weakref.WeakSet[Attachment]" = weakref.WeakSet()  # attachments that were not removed
 
 
 class OptimizerWrapper(Protocol):
@@ -47,12 +47,12 @@ class Attachment:
         self.optimizer = weakref.ref(optimizer)  # weak: its hook keeps this object alive
         self.layers = weakref.WeakSet(layer for _, layer in layers(model))  # as of the last step
         self._handle = optimizer.register_step_post_hook(self._after_step)
-        _attached.add(self)
+        ATTACHMENTS.add(self)
 
     def remove(self) -> None:
         """Removes the hook from the optimizer. A second call does nothing."""
         self._handle.remove()
-        _attached.discard(self)
+        ATTACHMENTS.discard(self)
 
     def __enter__(self) -> "Attachment":
         return self
@@ -90,7 +90,7 @@ class _Index:
 
     def now(self) -> dict[int, list["weakref.ref[Attachment]"]]:
         """Returns the index, rebuilt if attachments or the parameters of their optimizers have changed."""
-        pairs = [(one, optimizer) for one in list(_attached) if (optimizer := one.optimizer()) is not None]
+        pairs = [(one, optimizer) for one in list(ATTACHMENTS) if (optimizer := one.optimizer()) is not None]
         known, held = [weakref.ref(one) for one, _ in pairs], [_held(optimizer) for _, optimizer in pairs]
         if known != self.known or held != self.held:  # a reference to one that is gone equals no other
             self.known, self.held, self.found = known, held, {}
@@ -155,7 +155,7 @@ def attach(model: nn.Module, optimizer: Optimizer | OptimizerWrapper, group: Gro
             "(fully_shard, quantize_weights, load_state_dict with assign=True). If it updates copies or flattened "
             f"shards, which are written to the weights after its step, {_BY_HAND}."
         )
-    if any(one._steps(hooked, layer) for one in list(_attached) for layer in ours):
+    if any(one._steps(hooked, layer) for one in list(ATTACHMENTS) for layer in ours):
         raise UnsupportedConfig(
             f"This {type(hooked).__name__} and layers of this {type(model).__name__} are attached already, and each "
             "optimizer step would count the amaxes of cached weights twice. Keep the first attachment, or call "

@@ -312,7 +312,7 @@ class Quantized(FusibleOperation, nn.Module):
     ) -> WeightSide:  # fmt: skip
         """Returns the weight's part in a call. `has_codes`: x arrived as codes."""
         scaling = self._scaling
-        observe = scaling.observes(weights[0], as_nodes) if recipe.stateful and self.training else False
+        observe = scaling.observes(self, weights[0], as_nodes) if recipe.stateful and self.training else False
         kind = self._codes.supply(self, recipe, weights, first, grads, observe)
         measured = scaling.measures(kind, grads, has_codes) if recipe.stateful and scaling.cold else ""
         main_grad, dummy, delay = "", False, ""

@@ -163,6 +163,102 @@ def test_a_missing_step_is_said_once_for_all_layers_and_where_the_optimizer_step
     assert [w.filename for w in said if "octavo.step" in str(w.message)] == [__file__]
 
 
+# -- weights that change without an optimizer ------------------------------------------------------------------------
+
+
+def updated_by_hand(model, times):
+    for _ in range(times):
+        model(torch.ones(4, 16))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.9)
+    model(torch.ones(4, 16))
+
+
+def said_of(call, *arguments):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        call(*arguments)
+    return [str(w.message) for w in said]
+
+
+def test_weights_that_the_program_updates_are_said_once_for_all_layers():
+    model = delayed(nn.Linear(16, 16), nn.Linear(16, 16))
+    (text,) = said_of(updated_by_hand, model, 6)
+    assert "octavo.step(model) was not called" in text
+
+
+def test_many_forwards_are_said_once_for_all_layers():
+    model = delayed(nn.Linear(16, 16), nn.Linear(16, 16))
+    assert len(said_of(lambda: [model(torch.ones(1, 16)) for _ in range(1030)])) == 1
+
+
+def test_a_model_that_is_late_after_another_is_warned_of_too():
+    first, second = delayed(), delayed()
+    assert len(said_of(updated_by_hand, first, 3)) == 1
+    assert len(said_of(updated_by_hand, second, 3)) == 1
+
+
+def attached():
+    model = delayed(nn.ReLU(), nn.Linear(16, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, octavo.attach(model, optimizer)
+
+
+def test_an_attached_model_that_rolls_back_is_not_warned():
+    model, optimizer, _ = attached()
+
+    def rolled_back():
+        for _ in range(3):
+            trained(model, optimizer, 2)
+            model(torch.ones(4, 16))
+            model.load_state_dict(model.state_dict())
+            model(torch.ones(4, 16)).sum().backward()
+
+    assert said_of(rolled_back) == []
+
+
+def test_loading_weights_is_no_update():
+    model = delayed(nn.Linear(16, 16))
+    octavo.step(model)
+
+    def loads():
+        for _ in range(4):
+            model(torch.ones(4, 16))
+            model.load_state_dict(model.state_dict())
+
+    assert said_of(loads) == []
+
+
+def test_an_attached_model_is_warned_once_it_is_detached():
+    model, _, handle = attached()
+    assert said_of(updated_by_hand, model, 3) == []
+    assert said_of(lambda: [model(torch.ones(1, 16)) for _ in range(1030)]) == []
+    handle.remove()
+    assert len(said_of(updated_by_hand, model, 3)) == 1
+
+
+def test_an_attached_optimizer_that_evaluates_a_closure_is_not_warned():
+    model = delayed()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    octavo.attach(model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 16)).square().sum()
+        loss.backward()
+        return loss
+
+    assert said_of(lambda: [optimizer.step(closure) for _ in range(3)]) == []
+
+
+def test_an_optimizer_besides_the_attached_one_is_said():
+    model, *_ = attached()
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    (text,) = said_of(trained, model, other, 4)
+    assert text.endswith("call octavo.attach(model, optimizer) once, with the optimizer that updates them.")
+
+
 def test_a_pickled_model_has_not_missed_a_step():
     model = delayed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
