@@ -16,6 +16,7 @@ from octavo.delayed_scaling.memory import ATTACHMENTS
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.model.layers import check_model, layers
 from octavo.model.overflow import warn_of_overflow
+from octavo.model.pending_gradients import warn_of_pending
 from octavo.model.step import step_layers
 from octavo.model.weights import refresh_layers
 from octavo.modules.quantized import Quantized
@@ -66,15 +67,18 @@ class Attachment:
 
     def _after_step(self, stepped: Optimizer, *_: Any) -> None:
         optimizer_hooks.finish(stepped)  # so that codes made below have the weights' final versions
-        ours = [layer for _, layer in layers(self.model)]
-        self.layers = weakref.WeakSet(ours)
+        ours = list(layers(self.model))
+        self.layers = weakref.WeakSet(layer for _, layer in ours)
         index = _index.now()
-        claims = [_claims(layer, index) for layer in ours]
-        served = [layer for layer, claim in zip(ours, claims, strict=True) if not claim or self in claim]
-        step_layers(served, self.group)
+        claims = [_claims(layer, index) for _, layer in ours]
+        served = [
+            (path, layer) for (path, layer), claim in zip(ours, claims, strict=True) if not claim or self in claim
+        ]
+        step_layers([layer for _, layer in served], self.group)
         warn_of_overflow(self.model)
-        refresh_layers(served)
-        for layer, claim in zip(ours, claims, strict=True):
+        warn_of_pending(served)
+        refresh_layers([layer for _, layer in served])
+        for (_, layer), claim in zip(ours, claims, strict=True):
             if not claim:  # an unattached optimizer may write its weight without raising torch's version counter
                 layer._codes.end_step()
 

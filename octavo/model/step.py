@@ -15,6 +15,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.lower.scale_update import read_amaxes, update_scales, write_amaxes
 from octavo.model.layers import check_model, layers
 from octavo.model.overflow import warn_of_overflow
+from octavo.model.pending_gradients import warn_of_pending
 from octavo.modules.quantized import Quantized
 from octavo.quant import DelayedState
 from octavo.quant.state import update_all
@@ -24,9 +25,9 @@ def step(model: nn.Module, group: Group = None) -> None:
     """Ends a training step: updates delayed scales from the amaxes that the layers observed since the last call.
 
     Call it after each `optimizer.step()`, or let `octavo.attach` call it. Only fp8-delayed has scales to update. If a
-    policy changes recipes at a step, the call counts the steps and changes them. It also warns of tokens that the
-    dispatcher of an `octavo.MoE` dropped. It does not wait for a GPU to count them, so the warning comes a step or more
-    later.
+    policy changes recipes at a step, the call counts the steps and changes them. It also warns of weight gradients that
+    wait for `backward_dw()`, and of tokens that the dispatcher of an `octavo.MoE` dropped. It does not wait for a GPU
+    to count the tokens, so that warning comes a step or more later.
 
     Args:
         model: a module with Octavo layers.
@@ -45,8 +46,10 @@ def step(model: nn.Module, group: Group = None) -> None:
         >>> octavo.step(model)
     """
     check_model(model, "step")
-    step_layers([module for _, module in layers(model)], group)
+    ours = list(layers(model))
+    step_layers([module for _, module in ours], group)
     warn_of_overflow(model)
+    warn_of_pending(ours)
 
 
 def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:

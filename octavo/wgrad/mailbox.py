@@ -65,11 +65,17 @@ def operands_of(letter: Letter | Posted, layer: Any, weight: Tensor) -> tuple[An
 class Mailbox:
     def __init__(self) -> None:
         self._letters: deque[Letter | Posted | Computed] = deque()
+        self.said = False  # whether a step has warned of what waits
         self.posted: Any = None  # (newest Posted, (the one before, ...)), of graphs since the last look
 
     def __len__(self) -> int:
         self._collect()
         return len(self._letters)
+
+    def waiting(self) -> int:
+        """How many microbatches wait for a `backward_dw()` outside of captures."""
+        self._collect()
+        return sum(not letter.captured for letter in self._letters)
 
     def put(self, config: Any, *operands: Any) -> None:
         self._collect()
