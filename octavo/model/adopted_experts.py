@@ -29,6 +29,7 @@ from octavo.modules.activation import Activation
 from octavo.modules.permutation import Permute, Unpermute
 from octavo.modules.quantized import dtype_refusal
 from octavo.moe.experts import Experts
+from octavo.moe.permutation import sort
 from octavo.quant.groups import MAX_GROUPS
 from octavo.recipes import Recipe
 
@@ -248,5 +249,6 @@ def experts_forward(
         )
     if top_k_weights.dtype != hidden_states.dtype:
         top_k_weights = top_k_weights.float()
-    y: Tensor = experts(hidden_states, top_k_index, top_k_weights)
+    # transformers writes the number of experts for slots of other processes: `sort` drops them, Experts would refuse
+    y: Tensor = experts(hidden_states, sort(top_k_index, experts.num_experts), top_k_weights)
     return y.to(hidden_states.dtype)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo._torch.fakes import FakeTensor
 from octavo.errors import (
     UnknownSetting,
     UnsupportedConfig,
@@ -128,8 +129,9 @@ class Experts(Sequential):
 
         Args:
             input: x [..., hidden_size], in float32, bfloat16 or float16.
-            indices: the experts of each token [..., K], int32 or int64. An index out of range, such as -1, drops the
-                slot: it adds nothing to y. Or a `Permutation` that `octavo.moe.sort` made of such an index.
+            indices: the experts of each token [..., K], int32 or int64. -1 drops the slot: it adds nothing to y. Any
+                other index of no expert raises on a CPU, and drops the slot on a GPU, whose values are not read, and in
+                a graph. Or a `Permutation` that `octavo.moe.sort` made of such an index.
             probs: the weight of each slot [..., K], in float32 or in x's dtype. It receives a gradient.
             is_first_microbatch: True quantizes the weights into a cache, False uses the cache, None does neither, as in
                 `octavo.GroupedLinear`.
@@ -142,6 +144,7 @@ class Experts(Sequential):
                 another number of experts, or was made of a mask.
             UnsupportedDtype: x, `indices` or `probs` has the wrong dtype.
             UnsupportedDevice: `indices` or `probs` is on another device than x.
+            UnsupportedConfig: on a CPU, an index is neither an expert's nor -1.
 
         Example:
             >>> experts = octavo.moe.Experts(4, 64, 96, activation="gelu", recipe="fp8-current")
@@ -209,6 +212,7 @@ class Experts(Sequential):
         if isinstance(indices, Permutation):
             permutation = self._checked(indices)
         else:
+            _check_range(index, self.num_experts)
             permutation = sort(index.reshape(-1, slots), self.num_experts)
         sizes, positions, rows = permutation.sizes, permutation.positions.reshape(-1, slots), permutation.slots
         return positions, rows, sizes, sizes, positions, rows, probs.reshape(-1, slots)
@@ -232,6 +236,18 @@ class Experts(Sequential):
         known = {rule.name: rule for rule in RULES[state["fc1_output_storage"]]}
         rules = state["rules"] and tuple([known.get(rule, rule) for rule in state["rules"]])
         super().__setstate__({**state, "rules": rules})  # type: ignore[no-untyped-call]
+
+
+def _check_range(index: Tensor, experts: int) -> None:
+    """Raises for an index of no expert. Only on a CPU: on a GPU the host would wait for it."""
+    if index.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(index, FakeTensor):
+        return
+    wrong = index[(index < -1) | (index >= experts)]
+    if wrong.numel():
+        raise UnsupportedConfig(
+            f"Experts takes indices from 0 to {experts - 1}, and -1 for a slot without an expert, got "
+            f"{int(wrong[0])}. Check the router's number of experts, or write -1 for slots that are to be dropped."
+        )
 
 
 def _refuse_swapped(indices: Any, probs: Any) -> None:
