@@ -1,5 +1,6 @@
 """`octavo.moe.Experts`: the experts of a mixture, from routed tokens to their weighted sum."""
 
+from collections.abc import Iterable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -27,8 +28,18 @@ from octavo.moe.permutation import Permutation, sort
 from octavo.moe.routing import checked_index
 from octavo.recipes import Recipe
 
+PARALLEL = ("parallel_mode", "sequence_parallel", "tp_group", "gather_again", "column_blocks")  # keywords of layers
+
+
+def keywords_of(function: Any) -> tuple[str, ...]:
+    """Returns the names of a function's arguments."""
+    return tuple(name for name, p in signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD)
+
+
 # keywords of GroupedLinear that a mixture hands on
-SETTINGS = tuple(name for name, p in signature(GroupedLinear).parameters.items() if p.default is not p.empty)
+SETTINGS = tuple(
+    name for name, p in signature(GroupedLinear).parameters.items() if p.default is not p.empty and name not in PARALLEL
+)
 
 
 def _with_storage(refusal: NotFired) -> NotFired:
@@ -109,6 +120,7 @@ class Experts(Sequential):
         dtype: torch.dtype | None = None,
         **settings: bool | str,
     ) -> None:
+        check_settings("Experts", settings, keywords_of(Experts))
         check_choice(fc1_output_storage, tuple(RULES), what="fc1_output_storage")
         self.num_experts, self.fc1_output_storage = num_experts, fc1_output_storage
         common: dict[str, Any] = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype, **settings}
@@ -259,16 +271,28 @@ def _refuse_swapped(indices: Any, probs: Any) -> None:
         )
 
 
+def check_settings(title: str, settings: Iterable[str], own: Sequence[str]) -> None:
+    """Raises for keywords that neither the class `title`, whose own are `own`, nor its layers take."""
+    more = [name for name in SETTINGS if name not in own]
+    for name in settings:
+        if name in PARALLEL:
+            raise UnsupportedConfig(
+                f"{title}({name}=...): it does not split its experts over ranks. Split their features with "
+                "octavo.moe.permute, octavo.GroupedLinear(parallel_mode=...) and octavo.moe.unpermute, or give each "
+                "rank some of the experts with octavo.MoE(dispatcher=..., num_local_experts=...)."
+            )
+        if name not in (*own, *more):
+            raise UnknownSetting(
+                f"{title} has no setting {name!r}.{nearest(name, (*own, *more))} It takes {', '.join(own)}, and of "
+                f"octavo.GroupedLinear: {', '.join(more)}."
+            )
+
+
 def expert_layers(
     num_experts: int, hidden_size: int, ffn_hidden_size: int, activation: str, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the layers of experts, `fc1`, `activation` and `fc2`; `settings` are keywords of GroupedLinear."""
     wide = fc1_width(activation, ffn_hidden_size)
-    if unknown := [name for name in settings if name not in SETTINGS]:
-        raise UnknownSetting(
-            f"A mixture has no setting {unknown[0]!r}.{nearest(unknown[0], SETTINGS)} It takes its own arguments and "
-            f"those of octavo.GroupedLinear: {', '.join(SETTINGS)}."
-        )
     if settings.get("scale_bias"):
         raise UnsupportedConfig(
             "Experts(scale_bias=True): the probabilities multiply the experts' outputs, biases too. Leave it out."

@@ -13,7 +13,7 @@ from octavo.fuser.inputs import arrived, check_input
 from octavo.fuser.sequential import Sequential
 from octavo.modules.linear import Linear
 from octavo.moe.dispatch import Dispatch, check_combined, check_dispatched, check_dispatcher
-from octavo.moe.experts import Experts, expert_layers
+from octavo.moe.experts import Experts, check_settings, expert_layers, keywords_of
 from octavo.moe.losses import balance, z_loss
 from octavo.moe.permutation import sort
 from octavo.moe.router import Router
@@ -114,6 +114,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         _check_experts(num_experts, num_local_experts, dispatcher, settings)
+        own = keywords_of(MoE)
+        check_settings("MoE", settings, own if dispatcher is not None else (*own, "fc1_output_storage"))
         group_size(num_experts, top_k, score, normalize, groups, top_groups, group_best)
         if shared_gate and shared_ffn_size is None:
             raise UnsupportedConfig("MoE(shared_gate=True) has no shared MLP to gate. Pass shared_ffn_size too.")

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import moe
-from octavo.errors import UnknownSetting, UnsupportedConfig, UnsupportedDtype, UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from tests.fuser.models import (
     FUSED_AT_ONCE,
     GRAD_ERROR,
@@ -296,11 +296,6 @@ def test_counts_of_a_module_that_was_made_on_the_meta_device(how):
     for module in (model, twin):
         moe.update_bias(module.expert_bias, module.load)
     assert_same(model.expert_bias, twin.expert_bias)
-
-
-def test_an_unknown_setting_is_named():
-    with pytest.raises(UnknownSetting, match=r"no setting 'keep_weight_code'. Did you mean 'keep_weight_codes'"):
-        mixture(keep_weight_code=False)
 
 
 def test_the_repr_has_what_differs_from_the_default():
