@@ -111,7 +111,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     try:
         saved = ctx.saved_tensors
     except RuntimeError as error:
-        explain_modified(error, title_of(owner, layer))
+        explain_modified(error, title_of(owner, layer), str(config))
         raise
     elsewhere = layer.returned_elsewhere(config)
     latest = None if elsewhere else layer.latest_backward(config, marks, saved, buffers, grads[:outputs])

@@ -4,6 +4,7 @@ import re
 from typing import Any, NoReturn
 
 from octavo.errors import ModifiedInPlace
+from octavo.recipes import Delayed
 
 TORCHS = "one of the variables needed for gradient computation has been modified by an inplace operation"
 PARAMETER = "a parameter or an input"
@@ -21,23 +22,31 @@ def title_of(owner: Any, layer: Any) -> str:
     return f"{article} {kind} layer" if owner is None else str(owner.op_describe())
 
 
-def refuse_modified(title: str, what: str, then: int, now: int) -> NoReturn:
+def refuse_modified(title: str, what: str, then: int, now: int, writes: str = "optimizer.step()") -> NoReturn:
     raise ModifiedInPlace(
         f"{TORCHS}: {title} needs {what}, in backward as it was in forward. Its version was {then} then, and is {now} "
-        f"now. Call backward() before optimizer.step() or any other write to it, or run forward again after "
+        f"now. Call backward() before {writes} or any other write to it, or run forward again after "
         "the write."
     )
 
 
-def explain_modified(error: RuntimeError, title: str) -> None:
-    """Raise ModifiedInPlace from torch's own error about a saved tensor; return if the error is about something
-    else."""
+def explain_modified(error: RuntimeError, title: str, config: str) -> None:
+    """Raise ModifiedInPlace from torch's own error about a tensor that a call of this config has saved; return if the
+    error is about something else."""
     found = FOUND.search(str(error))
     if found is None:
         return
     kind, sizes, made, now, then = found.groups()
-    what = "a value that it was given" if made else "codes of its weight" if CODES.search(kind) else PARAMETER
+    what, writes = PARAMETER, "optimizer.step()"
+    if made:
+        what = "a value that it was given"
+    elif CODES.search(kind):
+        what = "codes of its weight"
+    elif Delayed.registered_name in config and "," not in sizes:  # one scale, or one for each group
+        writes = f"octavo.step(), {writes}"
+        scale = f"a scale of {Delayed.registered_name}"
+        what = scale if sizes == "1" else f"{PARAMETER}, or {scale}"
     try:
-        refuse_modified(title, f"{what}, {kind} ({sizes})", int(then), int(now))
+        refuse_modified(title, f"{what}, {kind} ({sizes})", int(then), int(now), writes)
     except ModifiedInPlace as ours:
         raise ours from error

@@ -330,7 +330,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
     try:
         kept = ctx.saved_tensors
     except RuntimeError as error:
-        explain_modified(error, title_of(None, parsed.layer))
+        explain_modified(error, title_of(None, parsed.layer), ctx.call)
         raise
     dys = [_zeros(p) if g is None else g for p, g in zip(ctx.outputs, grads, strict=False)]
     made = torch.ops.octavo.run_bwd([*kept, *dys], ctx.call, ctx.mask, ctx.copies)

@@ -54,7 +54,7 @@ def test_a_step_between_forward_and_backward(kind, recipe):
             steps(module, extras, x.requires_grad_(), True)
         text = str(error.value)
         assert text.startswith("one of the variables needed for gradient computation has been modified by an inplace")
-        assert TITLES[kind] in text and text.endswith(WAY_OUT)
+        assert TITLES[kind] in text and text.replace("octavo.step(), ", "").endswith(WAY_OUT)
         assert isinstance(error.value, RuntimeError) and isinstance(error.value, Unsupported)
     else:  # codes of the weight were kept
         found = steps(module, extras, x.clone().requires_grad_(), True)
@@ -106,6 +106,28 @@ def test_cached_codes_that_were_refreshed_are_named():
     octavo.refresh_weights(layer)
     with pytest.raises(ModifiedInPlace, match="needs codes of its weight, ByteTensor"):
         y.sum().backward()
+
+
+DELAYED = {
+    "linear": "Linear(64, 64) needs a scale of fp8-delayed, FloatTensor (1), in backward as it was in forward. ",
+    "grouped": "GroupedLinear(2, 64, 64) needs a parameter or an input, or a scale of fp8-delayed, FloatTensor (2)",
+    "sequential": "A run of Linear, GELU, Linear needs a scale of fp8-delayed, FloatTensor (1), in backward",
+}
+
+
+@pytest.mark.parametrize("kind", DELAYED)
+@pytest.mark.parametrize("before", [0, 1], ids=["cold", "warm"])
+def test_a_scale_that_octavo_step_has_changed_is_named(kind, before):
+    (module, extras), x = build(kind, "fp8-delayed"), torch.randn(ROWS, K, requires_grad=True)
+    for _ in range(before):
+        module(x, *extras).sum().backward()
+        octavo.step(module)
+    y = module(x, *extras)
+    octavo.step(module)
+    with pytest.raises(ModifiedInPlace) as error:
+        y.sum().backward()
+    assert DELAYED[kind] in str(error.value)
+    assert str(error.value).endswith(WAY_OUT.replace("before ", "before octavo.step(), "))
 
 
 def test_a_graph_that_is_gone_is_still_torchs_to_tell():
