@@ -61,7 +61,7 @@ def _checked(target: str, found: Any) -> tuple[nn.Module, Batches]:
     batches = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], list) else [tuple(inputs)]
     if not isinstance(model, nn.Module) or not inputs:
         raise UnsupportedConfig(
-            f"{target} must return (model, *inputs), a torch.nn.Module first, got {_kinds(found)}. Or (model, "
+            f"{target} must return (model, *inputs), a torch.nn.Module first, got {_got(found)}. Or (model, "
             "[(x1, y1), (x2, y2)])."
         )
     if not batches or not all(isinstance(batch, tuple) for batch in batches):
@@ -70,6 +70,11 @@ def _checked(target: str, found: Any) -> tuple[nn.Module, Batches]:
             f"{_kinds(tuple(batches))}. Write [(x,)], or (model, x) for a single call."
         )
     return model, batches
+
+
+def _got(found: Any) -> str:
+    model = found[0] if isinstance(found, tuple) and len(found) == 1 else found
+    return f"a model without inputs ({type(model).__name__})" if isinstance(model, nn.Module) else _kinds(found)
 
 
 def _kinds(found: Any) -> str:

@@ -56,6 +56,9 @@ MODULE = """
     def alone():
         return octavo.Linear(16, 16),
 
+    def only():
+        return octavo.Linear(16, 16)
+
     def loose():
         return octavo.Linear(16, 16), [rows(4)]
 
@@ -137,7 +140,11 @@ def test_json_alone_on_the_output_whatever_the_model_prints(capsys):
         (["subject_of_explain:missing"], "subject_of_explain has no function missing."),
         (["subject_of_explain:number"], "subject_of_explain has no function number."),
         (["subject_of_explain:nothing"], "must return (model, *inputs), a torch.nn.Module first, got NoneType."),
-        (["subject_of_explain:alone"], "must return (model, *inputs), a torch.nn.Module first, got (Linear)."),
+        (
+            ["subject_of_explain:alone"],
+            "must return (model, *inputs), a torch.nn.Module first, got a model without inp",
+        ),
+        (["subject_of_explain:only"], "got a model without inputs (Linear). Or (model, [(x1, y1), (x2, y2)])."),
         (["subject_of_explain:loose"], "one tuple of arguments for each call, got a list of (Tensor)."),
         (["subject_of_explain:clean", "--fail-on", "brake"], "takes a list of break, recompile, skip, got 'brake'."),
         (["subject_of_explain:clean", "--mode", "fast"], "mode must be one of 'default'"),
