@@ -36,6 +36,15 @@ CALLS = {  # what a user does, and the way out that the error names
     "a recipe of another library": (lambda _: octavo.recipe("float8"), "Names: bf16, fp8-block"),
     "half a name": (lambda _: octavo.autocast("fp8").__enter__(), "Did you mean 'fp8-block' or 'fp8-current'"),
     "a batch of integers": (lambda _: layer()(torch.ones(4, 16, dtype=torch.int64)), "Cast x first."),
+    "a batch and a layer in float64": (
+        lambda _: octavo.Linear(16, 16).double()(X.double()), "float64 and torch.float64. Cast both: module.float()(x.f"
+    ),
+    "a batch and a norm in float64": (lambda _: octavo.ops.RMSNorm(16).double()(X.double()), "Cast both"),
+    "a batch and a mixture in float64": (lambda _: octavo.MoE(16, 16, 4, 2).double()(X.double()), "Cast both"),
+    "a batch and groups in float64": (
+        lambda _: octavo.GroupedLinear(2, 16, 16).double()(X.double(), torch.tensor([2, 2])), "Cast both"
+    ),
+    "a layer in float64": (lambda _: octavo.Linear(16, 16).double()(X), "Cast the layer: layer.float()."),
     "a batch of another width": (lambda _: layer()(torch.randn(4, 8)), "Check the layer before it, or in_features."),
     "attach before convert": (
         lambda _: octavo.attach(m := nn.Linear(4, 4), SGD(m.parameters(), 0.1)),

@@ -3,7 +3,7 @@
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn import Parameter
 
@@ -85,10 +85,11 @@ def _as(name: str) -> str:
     return f" as {name}" if name else ""
 
 
-def check_input(title: str, x: Any, name: str = "") -> None:
+def check_input(title: str, x: Any, name: str = "", owner: nn.Module | None = None) -> None:
     """Check that x is a tensor, or an object with a shape and a dtype that stands for one, in a supported dtype.
 
-    `name` is the argument, if it is not x.
+    `name` is the argument, if it is not x. `owner` is the module that multiplies x by its parameters: an error says if
+    they have to be cast too.
     """
     if type(x) is not Tensor and isinstance(x, Proxy):  # some tracers' proxies have a dtype
         refuse_symbol(title)
@@ -101,6 +102,12 @@ def check_input(title: str, x: Any, name: str = "") -> None:
         refuse_codes(title)
     if dtype not in FLOATS:
         what = name or "x"
+        own = None if owner is None else next((p.dtype for p in owner.parameters() if p.dtype not in FLOATS), None)
+        if own is not None:
+            raise UnsupportedDtype(
+                f"{title} takes {what} and its parameters in float32, bfloat16 or float16, got {dtype} and {own}. Cast "
+                f"both: module.float()({what}.float())."
+            )
         raise UnsupportedDtype(f"{title} takes {what} in float32, bfloat16 or float16, got {dtype}. Cast {what} first.")
     if type(x) is GroupedTensor:
         raise UnsupportedDtype(

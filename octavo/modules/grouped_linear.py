@@ -272,7 +272,7 @@ class GroupedLinear(SplitGroupedLinear):
         elif self._unborn:
             self._settle()
         weights = self.weight_parts()
-        check_input("GroupedLinear", x)
+        check_input("GroupedLinear", x, owner=self)
         self._check_fit(x, weights[0])
         splits = splits_on(weights[0].device, extras[0], self.num_groups)
         scales = self._bias_scales(extras[1] if len(extras) > 1 else None, x)
@@ -450,7 +450,7 @@ class GroupedLinear(SplitGroupedLinear):
 
     def _input(self, x: Any, own: Tensor) -> Tensor:
         rows: Tensor = x if type(x) is Tensor else arrived(x)
-        check_input("GroupedLinear", rows)
+        check_input("GroupedLinear", rows, owner=self)
         kind = rows.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             rows = rows.to(torch.get_autocast_dtype(kind))

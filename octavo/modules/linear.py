@@ -204,7 +204,7 @@ class Linear(SplitLinear, nn.Linear):
                 self._now("_refuse", why)  # the code below is not reached: the whole operator falls back to eager
             torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
             return outside(self, why, input, is_first_microbatch, fp8_output)  # type: ignore[no-any-return]
-        x = input if type(input) is QTensor else _cast(input)
+        x = input if type(input) is QTensor else _cast(input, self)
         as_nodes = takes_nodes([self])
         parallel = self.split()
         if parallel is not None:
@@ -318,7 +318,7 @@ class Linear(SplitLinear, nn.Linear):
                 "fp8_output=True is for a Linear that is called by itself: in a Sequential, operations that run "
                 "together pass codes to each other. Leave it out."
             )
-        check_input("Linear", x)
+        check_input("Linear", x, owner=self)
         parallel = self.split()
         if parallel is None:
             return self._stage(x, kwargs.get("is_first_microbatch"), False, as_nodes)
@@ -356,10 +356,10 @@ class Linear(SplitLinear, nn.Linear):
         return told if self.parallel is None else f"{told}, {self.parallel.shown()}"
 
 
-def _cast(x: Any) -> Tensor:
+def _cast(x: Any, layer: nn.Module) -> Tensor:
     """Returns x, cast to the dtype of torch.autocast where that is enabled."""
     x = x if type(x) is Tensor else arrived(x)
-    check_input("Linear", x)
+    check_input("Linear", x, owner=layer)
     kind = x.device.type
     if kind != "meta" and torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))

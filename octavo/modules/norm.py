@@ -82,7 +82,7 @@ class _Norm(FusibleOperation, nn.Module):
         return isinstance(config, Config) and config.kind == cls.KIND
 
     def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
-        check_input(type(self).__name__, x)
+        check_input(type(self).__name__, x, owner=self)
         weight, bias = self.weight, self.bias
         if has_shape(x):
             self._check_fits(x, weight, bias)

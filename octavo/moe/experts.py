@@ -202,7 +202,7 @@ class Experts(Sequential):
 
     def _extras(self, x: Tensor, indices: Tensor | Permutation, probs: Tensor) -> tuple[Tensor, ...]:
         """Returns the extra inputs of the operations, in order, with all leading dims flattened."""
-        check_input("Experts", x)
+        check_input("Experts", x, owner=self)
         _refuse_swapped(indices, probs)
         check_input("Experts", probs, "probs")
         index = indices.positions if isinstance(indices, Permutation) else indices

@@ -252,7 +252,7 @@ class MoE(nn.Module):
 
     def _rows(self, x: Any) -> Tensor:
         x = arrived(x)
-        check_input("MoE", x)
+        check_input("MoE", x, owner=self)
         if x.dim() < 2 or x.shape[-1] != self.hidden_size:
             raise UnsupportedShape(
                 f"This MoE takes inputs [..., {self.hidden_size}] of two dims or more, got {tuple(x.shape)}. Check the "

@@ -58,7 +58,7 @@ class Router(nn.Linear):
             UnsupportedDevice: x and the weight are on two devices.
         """
         x = arrived(input)
-        check_input("Router", x)
+        check_input("Router", x, owner=self)
         weight: Tensor = self.weight
         check_features(x, weight, "Router")
         if x.dtype == weight.dtype == torch.float32 or _takes_operators():  # float32: autograd makes no other copies
