@@ -184,13 +184,14 @@ class LayerNormMLP(_Block):
     ) -> None:
         shared: dict[str, Any] = {"keep_weight_codes": False, **settings, "recipe": recipe}
         shared |= {"sequence_parallel": sequence_parallel, "tp_group": tp_group}
+        again = {"gather_again": shared.pop("gather_again", False)}  # of x, which fc1 alone gathers
         wide = fc1_width(activation, ffn_hidden_size)
         modes = ("column", "row") if set_parallel_mode else (None, None)
         halves = wide // ffn_hidden_size if ffn_hidden_size else 1
         modules = {
             "norm": _norm(normalization, hidden_size, eps, zero_centered_gamma, device, dtype),
             "fc1": Linear(
-                hidden_size, wide, bias, device, dtype, parallel_mode=modes[0], column_blocks=halves, **shared
+                hidden_size, wide, bias, device, dtype, parallel_mode=modes[0], column_blocks=halves, **again, **shared
             ),
             "activation": KINDS[activation](),
             "fc2": Linear(ffn_hidden_size, hidden_size, bias, device, dtype, parallel_mode=modes[1], **shared),

@@ -72,6 +72,11 @@ def parallel_of(
     blocks: int = 1,
 ) -> Parallel | None:  # fmt: skip
     """Return the settings of a layer; None if it is not parallel."""
+    if gather_again and not (parallel_mode == "column" and sequence_parallel):
+        raise UnsupportedConfig(
+            f"{title}(gather_again=True) is for a column layer with sequence_parallel=True, which gathers x, and this "
+            f"layer has parallel_mode={parallel_mode!r} and sequence_parallel={sequence_parallel!r}. Leave it out."
+        )
     if parallel_mode is None:
         for name, value in (("sequence_parallel", sequence_parallel), ("tp_group", tp_group)):
             if value not in (None, False):
