@@ -36,6 +36,7 @@ from octavo.layers.saved_values import told
 from octavo.layers.user_op import Functions, UserOp, fields_of
 from octavo.lower.call import Stage
 from octavo.quant import QTensor
+from octavo.text import plural
 from octavo.values import Value
 
 
@@ -167,7 +168,8 @@ class BasicOperation(FusibleOperation, nn.Module):
     def _check_given(self, extras: tuple[Any, ...], given: tuple[Any, ...]) -> None:
         if len(extras) != self.num_extra_inputs:
             raise ValueError(
-                f"{type(self).__name__} takes {self.num_extra_inputs} extra inputs besides x, got {len(extras)}."
+                f"{type(self).__name__} takes {plural(self.num_extra_inputs, 'extra input')} besides x, got "
+                f"{len(extras)}."
             )
         for i, extra in enumerate(extras):
             if not isinstance(extra, Tensor | Edge):  # an Edge stands for the output of another operation of the run

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig
 from octavo.lower.call import Stage, call, takes_nodes
+from octavo.text import plural
 from octavo.values import Value
 from octavo.weights.held import HeldWeight, refuse_codes
 
@@ -205,7 +206,7 @@ class FusibleOperation(NoTorchScript):
             >>> model(torch.ones(2))
             tensor([4., 4.])
         """
-        self._check_channel(index, name, self.num_extra_inputs, "inputs")
+        self._check_channel(index, name, self.num_extra_inputs, "input")
         self._channels("_input_channels")[index] = Channel(name)
         return self
 
@@ -231,7 +232,7 @@ class FusibleOperation(NoTorchScript):
             >>> octavo.Sequential(fork, octavo.ops.AddExtraInput(source="x"))(torch.ones(2))
             tensor([2., 2.])
         """
-        self._check_channel(index, name, self.num_extra_outputs, "outputs")
+        self._check_channel(index, name, self.num_extra_outputs, "output")
         if not isinstance(output_to_caller, bool):
             raise TypeError(f"output_to_caller is True or False, got {output_to_caller!r}.")
         self._channels("_output_channels")[index] = Channel(name, output_to_caller)
@@ -243,7 +244,7 @@ class FusibleOperation(NoTorchScript):
                 f"{type(self).__name__} is in a Sequential, which has resolved its channels. Name them before."
             )
         if not 0 <= index < count:
-            raise IndexError(f"{type(self).__name__} has {count} extra {what}, got index {index}.")
+            raise IndexError(f"{type(self).__name__} has {plural(count, f'extra {what}')}, got index {index}.")
         if not isinstance(name, str) or not name:
             raise ValueError(f"A channel's name is a string that is not empty, got {name!r}.")
 

@@ -36,6 +36,7 @@ from octavo.layers.dry_run import Miscounted
 from octavo.lower.call import Stage, call, takes_nodes
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Join
+from octavo.text import plural
 
 
 class Wire(NamedTuple):
@@ -170,7 +171,9 @@ class OperationFuser:
         """
         count = sum(op.num_extra_inputs for op in self.ops)
         if len(extras) != count:
-            raise UnsupportedConfig(f"These operations take {count} extra inputs besides x, got {len(extras)}.")
+            raise UnsupportedConfig(
+                f"These operations take {plural(count, 'extra input')} besides x, got {len(extras)}."
+            )
         steps, rest = [], iter(extras)
         for i, op in enumerate(self.ops):
             own = tuple(next(rest) for _ in range(op.num_extra_inputs))

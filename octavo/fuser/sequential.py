@@ -29,6 +29,7 @@ from octavo.fuser.pattern import FREE, KNOWN_SCALE, SIDES, NotFired, Rule, check
 from octavo.fuser.plan import Planned, Run
 from octavo.fuser.runs import Step, Told, Wire, told_run
 from octavo.quant import QTensor
+from octavo.text import plural
 
 OUTPUT_BUFFER_KEY = "out"
 """The keyword of a GroupedLinear for the tensor that receives y: `model(x, op_kwargs={0: {OUTPUT_BUFFER_KEY: y}})`."""
@@ -318,8 +319,8 @@ class Sequential(NoTorchScript, nn.Sequential):
             told = []
         if len(extra_inputs) != layout.inputs:
             raise UnsupportedConfig(
-                f"This Sequential takes {layout.inputs} extra inputs besides x, got {len(extra_inputs)}. They are "
-                "given in order of the operations that take them."
+                f"This Sequential takes {plural(layout.inputs, 'extra input')} besides x, got {len(extra_inputs)}. "
+                "They are given in order of the operations that take them."
             )
         return _Call(layout, extra_inputs, routed(self, layout, op_kwargs), {}, [], told)
 

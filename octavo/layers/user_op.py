@@ -26,6 +26,7 @@ from octavo.layers.contract import LAYERS, ForwardResult, Layer, Tensors
 from octavo.layers.dry_run import Miscounted, abstract, stand_in, tried, without_data
 from octavo.layers.gradient_check import check_gradient
 from octavo.layers.saved_values import kind_of, packed, slots_of, told, unpacked_all
+from octavo.text import plural
 from octavo.values import Value, register
 
 
@@ -174,7 +175,7 @@ class UserLayer(Layer):
         shown: list[Any] = []
         for i, ((layer, stage), values) in enumerate(zip(config.operations, extra, strict=True)):
             if len(values) != (want := layer.outputs(stage) - 1):
-                raise Miscounted(f"{where} returns {want} extra outputs{_of(i, count)}, got {len(values)}.")
+                raise Miscounted(f"{where} returns {plural(want, 'extra output')}{_of(i, count)}, got {len(values)}.")
             for k in config.shown[i]:
                 shown.append(values[k])
                 if values[k] is None:

@@ -40,7 +40,7 @@ from octavo.model.selection import (
 from octavo.modules.linear import Linear
 from octavo.modules.quantized import Quantized, dtype_refusal
 from octavo.recipes import Recipe
-from octavo.text import path_names
+from octavo.text import path_names, plural
 
 SETTINGS = ("keep_weight_codes", "fuse_wgrad_accumulation", "delay_wgrad_compute")
 # attributes that must be 0 so that the module calls its layers
@@ -197,7 +197,7 @@ def revert(model: nn.Module) -> None:
     for path, layer in [*linears, *inside]:
         if pending := len(layer._wgrad.mailbox):
             raise UnsupportedConfig(
-                f"{path or 'The model'} has {pending} weight gradients pending, which would be lost. "
+                f"{path or 'The model'} has {plural(pending, 'weight gradient')} pending, which would be lost. "
                 "Call backward_dw() for each first, or discard_dw(captured=True)."
             )
     changed = {id(module) for _, module in [*linears, *inside]}

@@ -173,6 +173,8 @@ def test_extra_inputs_and_outputs_pass_through(kept):
     kept(model[1])
     for call in (model, compiled(model)):
         assert_equal(call(x, *extras), want)
+    with pytest.raises(ValueError, match="takes 1 extra input besides x, got 0"):
+        octavo.Sequential(octavo.ops.AddExtraInput())(x)
     with pytest.raises(ValueError, match="takes 3 extra inputs besides x, got 1"):
         model(x, x)
 

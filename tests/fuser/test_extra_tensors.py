@@ -104,7 +104,7 @@ def test_a_channel_of_integers_wants_no_gradient(wrap):
 
 def test_a_fuser_counts_its_extra_inputs():
     fuser = ops.OperationFuser([ops.AddExtraInput(), ops.GELU()])
-    with pytest.raises(octavo.errors.UnsupportedConfig, match="1 extra inputs"):
+    with pytest.raises(octavo.errors.UnsupportedConfig, match="1 extra input"):
         fuser(rows())
 
 

@@ -37,7 +37,7 @@ X, DY = spiky(24, 48, seed=3), spiky(24, 40, seed=4)
 def test_gradients_that_wait_are_not_reverted_away():
     layer = make("fp8-current", delay_wgrad_compute=True)
     layer(X).backward(DY)
-    with pytest.raises(UnsupportedConfig, match="1 weight gradients pending"):
+    with pytest.raises(UnsupportedConfig, match="1 weight gradient pending"):
         octavo.revert(layer)
     layer.backward_dw()
     octavo.revert(layer)
