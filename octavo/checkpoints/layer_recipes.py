@@ -24,12 +24,13 @@ def check(saved: Recipes, model: nn.Module, step: int) -> None:
     if not different:
         return
     path = different[0]
-    more = f"; {plural(len(different) - 1, 'more layer')} differ too" if len(different) > 1 else ""
+    more = len(different) - 1
+    others = f"; {plural(more, 'more layer')} differ{'s' * (more == 1)} too" if more else ""
     way = "Convert the model with the recipes of the checkpoint, and load it."
     if any(layer._schedule is not None for _, layer in layers(model)):
         way += f" A policy that changes recipes takes its step: octavo.convert(model, policy, step={step})."
     raise UnsupportedConfig(
-        f"{path or 'The model'} was saved {_in(saved.get(path))}, and is {_in(own.get(path))} in this model{more}. "
+        f"{path or 'The model'} was saved {_in(saved.get(path))}, and is {_in(own.get(path))} in this model{others}. "
         f"{way} To go on in other recipes, call octavo.revert(model) after that, and convert again."
     )
 

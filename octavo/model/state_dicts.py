@@ -2,7 +2,7 @@
 steps."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -13,9 +13,10 @@ from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.model.layers import check_model, joined, layers
 from octavo.modules.quantized import Quantized
 from octavo.modules.schedule import STEP, check_step
-from octavo.text import some
+from octavo.text import plural, some
 
 State = dict[str, Tensor]  # of one layer: its tensors by their names in the layer
+DELAYED, ROUNDED = "fp8-delayed", "nvfp4, or another that rounds stochastically"  # the recipes with state
 _KEY = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:scaling|rounding|schedule)\..+)")  # a key of a model's state
 
 
@@ -121,10 +122,35 @@ def _check_names(loads: list[Load], unknown: list[str], way: str) -> None:
         hint = ""
         if any(name.endswith(STEP) for name in (*missing, *unknown)):
             hint = " If its policy changes recipes at a step, pass the step of the state: convert(..., step=)."
+        what = _other_recipe(loads, unknown) or f"missing {first}, unknown {second}"
         raise UnsupportedConfig(
-            f"This model's recipes and the state do not match: missing {first}, unknown {second}. "
-            f"Convert the model with the recipe it was saved with{way}.{hint}"
+            f"This model's recipes and the state do not match: {what}. Convert the model with the recipe it was saved "
+            f"with{way}.{hint}"
         )
+
+
+def _other_recipe(loads: list[Load], unknown: list[str]) -> str:
+    """Returns a sentence on the first layer whose state is another recipe's; empty if the state does not tell.
+    `unknown` are keys that no layer needs."""
+    if not loads and (kind := _recipe_of(match["name"] for key in unknown if (match := _KEY.fullmatch(key)))):
+        return f"the state is of {kind}, and the model has no layer of Octavo's"
+    different = []
+    for path, layer, state in loads:
+        found, wanted = _recipe_of(state), _recipe_of(layer.recipe_state())
+        if layer.recipe is not None and found != wanted and (found or wanted == DELAYED):
+            of = path or "the model"
+            what = f"the state of {of} is of {found}" if found else f"the state has no scales of {of}"
+            different.append(f"{what}, and the layer is in {layer.recipe}")
+    if not different:
+        return ""
+    more = len(different) - 1
+    return different[0] + (f"; {plural(more, 'more layer')} differ{'s' * (more == 1)} too" if more else "")
+
+
+def _recipe_of(names: Iterable[str]) -> str:
+    """Returns the recipe whose state has tensors of these names in a layer; empty for one without state."""
+    kinds = {name.partition(".")[0] for name in names}
+    return DELAYED if "scaling" in kinds else ROUNDED if "rounding" in kinds else ""
 
 
 def _by_layer(state: Any) -> tuple[dict[str, State], list[str]]:
