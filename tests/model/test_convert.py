@@ -114,6 +114,14 @@ def test_tied_parameters_of_two_modules_stay_tied():
     assert len(list(model.parameters())) == 3
 
 
+def test_revert_makes_linears_with_a_recipe_of_their_own_plain_and_leaves_blocks():
+    own = {"alone": octavo.Linear(16, 16, recipe="mxfp8"), "op": octavo.ops.Linear(16, 16, recipe="mxfp8")}
+    model = nn.ModuleDict({**own, "block": octavo.LayerNormLinear(16, 16, recipe="mxfp8")})
+    octavo.revert(model)
+    assert type(model["alone"]) is type(model["op"]) is nn.Linear
+    assert [str(layer.recipe) for layer in model.modules() if isinstance(layer, octavo.Linear)] == ["mxfp8"]
+
+
 def test_revert_gives_back_plain_linears_with_the_same_parameters():
     model, x = Net(), spiky(8, 48)
     parameters, want = {n: p for n, p in model.named_parameters()}, model(x).detach()
