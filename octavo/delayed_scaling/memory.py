@@ -32,6 +32,7 @@ BUFFER_NAMES = {
     direction: {field.name: f"scaling_{direction}_{field.name}" for field in fields(DelayedState)}
     for direction in DIRECTIONS
 }
+FORWARD, BACKWARD = (BUFFER_NAMES[direction] for direction in DIRECTIONS)
 BUFFERS = tuple(name for names in BUFFER_NAMES.values() for name in names.values())
 OPERANDS = {"forward": 2, "backward": 1}  # whose slots are in a direction's buffers, one operand after the other
 PATIENCE = 1024  # training forwards without a step before a warning
@@ -86,7 +87,8 @@ class DelayedScaling:
         self.said = False  # whether it has warned that a step is overdue
         self.origin = ""  # of the memory: loaded "state", its "own" steps, or "weights" that were loaded alone
         self.agreed_number = 0  # of amaxes that all ranks were found to have, at the model's first layer
-        self._views: dict[str, tuple[Tensor, ...]] = {}  # of buffers: making them takes longer than launching a kernel
+        # a buffer, its address, and views of it: making them takes longer than launching a kernel
+        self._views: dict[str, tuple[Tensor, int, tuple[Tensor, ...]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has weights of other versions, and forwards and updates of its own to come
@@ -139,29 +141,28 @@ class DelayedScaling:
     def inputs(self, module: nn.Module, measured: str = "") -> tuple[Tensor, ...]:
         """Multipliers of x, w, dy, and if one is measured how many amaxes each has seen: views of the buffers."""
         assert self.recipe is not None
-        views: list[Tensor] = []
-        for field in ("encode", "head") if measured else ("encode",):
-            single = module._buffers[BUFFER_NAMES["backward"][field]]
-            assert single is not None
-            views += [*self._pair(module, field), single]
-        return tuple(views)
+        buffers: Any = module._buffers
+        multipliers = *self._pair(buffers, FORWARD["encode"]), buffers[BACKWARD["encode"]]
+        if not measured:
+            return multipliers
+        return *multipliers, *self._pair(buffers, FORWARD["head"]), buffers[BACKWARD["head"]]
 
     def seen(self, module: nn.Module) -> tuple[Tensor, ...]:
         """Running amaxes of x and w: views of a buffer."""
-        return self._pair(module, "current")
+        return self._pair(module._buffers, FORWARD["current"])
 
-    def _pair(self, module: nn.Module, field: str) -> tuple[Tensor, ...]:
+    def _pair(self, buffers: Any, name: str) -> tuple[Tensor, ...]:
         """x's part and w's of a buffer, as views that are made once for each buffer."""
-        buffer = module._buffers[BUFFER_NAMES["forward"][field]]
-        assert buffer is not None
-        tracing = torch.compiler.is_compiling()
-        kept = None if tracing else self._views.get(field)
+        buffer = buffers[name]
+        if torch.compiler.is_compiling():
+            views: tuple[Tensor, ...] = buffer.view(2, buffer.shape[0] // 2).unbind()
+            return views
         # a buffer may be replaced, and its memory too (`buffer.data = ...`, as FSDP moves it)
-        if kept is not None and kept[0]._base is buffer and kept[0].data_ptr() == buffer.data_ptr():
-            return kept
+        kept, address = self._views.get(name), buffer.data_ptr()
+        if kept is not None and kept[0] is buffer and kept[1] == address:
+            return kept[2]
         views = buffer.view(2, buffer.shape[0] // 2).unbind()
-        if not tracing:
-            self._views[field] = views
+        self._views[name] = buffer, address, views
         return views
 
     # -- one call of the layer -----------------------------------------------------------------------------------------

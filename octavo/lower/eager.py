@@ -27,31 +27,19 @@ from octavo.memory import overlap
 _ANCHOR = torch.empty(0, requires_grad=True)
 
 
-class _Call(NamedTuple):
-    """One call, as autograd passes it to `_Run`: all but the tensors that may take a gradient."""
-
-    layer: Replayed
-    config: Any
-    fields: Sequence[Any]  # the layer's inputs
-    singles: Sequence[int]  # which of them are one tensor, the last first: they may take a gradient
-    buffers: Any
-    watched: "Watched | None"
-    owner: Any
-    replay: Any = None  # of forward, where one was found
-    tensors: Sequence[Tensor] = ()  # its arguments
-
-
-class _Kept(NamedTuple):
-    """The part of a call that its backward needs besides saved tensors."""
-
-    layer: Replayed
-    config: Any
-    singles: Sequence[int]
-    buffers: Any
-    watched: "Watched | None"
-    owner: Any
-    outputs: int
-    marks: str  # of what the layer saved, as `pack` writes them
+# One call, as autograd passes it to `_Run`: all but the tensors that may take a gradient. A plain tuple: a NamedTuple
+# takes three times as long to make, and every call makes two.
+#   layer, config
+#   fields      the layer's inputs
+#   singles     which of them are one tensor, the last first: they may take a gradient
+#   buffers     that backward writes to
+#   watched     a Watched, or None
+#   owner       named in messages
+#   replay      of forward, where one was found, and
+#   tensors     its arguments
+_Call = tuple[Replayed, Any, Sequence[Any], Sequence[int], Any, "Watched | None", Any, Any, Sequence[Tensor]]
+# The part of a call that its backward needs besides saved tensors, `ctx.call`: layer, config, singles, buffers, watched
+# and owner as above, then the number of outputs, and the marks of what the layer saved, as `pack` writes them
 
 
 class _Run(torch.autograd.Function):
@@ -69,7 +57,7 @@ class _Run(torch.autograd.Function):
             outputs, made, marks = len(firsts), len(firsts) + len(extras), pack(saved, rest)
             results = (*firsts, *extras, *rest)
         ctx.save_for_backward(*results[made:])
-        ctx.call = _Kept(layer, config, singles, buffers, watched, owner, outputs, marks)
+        ctx.call = layer, config, singles, buffers, watched, owner, outputs, marks
         ctx.set_materialize_grads(False)
         if made > outputs:
             ctx.mark_non_differentiable(*results[outputs:made])
@@ -119,7 +107,10 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         replay, tensors = latest
         # a graph of the same layer may be in flight, and have saved the same buffers
         written = tuple([t for t in buffers if t is not None]) if replay.mutates else ()
-        with preserve_version_counter(written) if written else nullcontext():
+        if written:
+            with preserve_version_counter(written):
+                found = replay(*tensors)[1]
+        else:
             found = replay(*tensors)[1]
         return None, None, *[found[i] for i in singles]
     if any([g is not None and is_batched(g) for g in grads[:outputs]]):
@@ -129,7 +120,7 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         begin_write(buffers[place], current_graph_task())
     written = tuple([t for t in buffers if isinstance(t, Tensor)])
     with preserve_version_counter(written) if written else nullcontext():
-        found = layer.backward(config, tuple(packing(marks).unpack(saved)), buffers, grads)
+        found = layer.backward(config, tuple(packing(marks).unpack(saved)), layer.Buffers._make(buffers), grads)
     if elsewhere:
         whole = [buffers[place] for place in elsewhere.values() if not buffers[place]._is_view()]
         torch.autograd.graph.increment_version(whole)  # a slice's version is the whole allocation's
@@ -208,10 +199,8 @@ def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
             written = [out, x] if overlap(out, x) else [out]
             torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])  # kernels do not
             marks = pack(fields, [])
-    call = _Call(
-        layer, config, fields, packing(marks).singles, layer.Buffers._make(stage.buffers),
-        Watched.now(stage.watched) if stage.watched else None, owner, replay, tensors,
-    )  # fmt: skip
+    watched = Watched.now(stage.watched) if stage.watched else None
+    call = layer, config, fields, packing(marks).singles, stage.buffers, watched, owner, replay, tensors
     made = _with_gradients(call, x, stage.anchored) if stage.needs else _without(call)
     if out is not None:
         keep(out, made[0])
@@ -220,12 +209,12 @@ def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
 
 def _without(call: _Call) -> tuple[Tensor, ...]:
     """Run a call that needs no gradient."""
-    layer, config, fields, replay = call.layer, call.config, call.fields, call.replay
+    layer, config, fields, _, _, _, _, replay, tensors = call
     check_transforms(fields)
     try:
         with torch.no_grad():
             if replay is not None:
-                (_, made, _), results = replay(*call.tensors)
+                (_, made, _), results = replay(*tensors)
                 found: tuple[Tensor, ...] = results[:made]
                 return found
             (outputs, extras, _), _ = layer.forward_and_save(config, layer.Inputs._make(fields), False)
@@ -237,14 +226,14 @@ def _without(call: _Call) -> tuple[Tensor, ...]:
 
 def _with_gradients(call: _Call, x: Any, anchored: bool) -> tuple[Tensor, ...]:
     """Run a call on x as a node of autograd's graph."""
-    fields, buffers = call.fields, call.buffers
-    for place in call.layer.returned_elsewhere(call.config).values():
+    layer, config, fields, singles, buffers, _, _, replay, _ = call
+    for place in layer.returned_elsewhere(config).values():
         refuse_overlap(buffers[place], fields)
         refuse_grad(buffers[place], x)
     # the last input first: autograd adds the gradients of a tensor that is passed twice in this order, as it does
     # for layers called one by one
-    given = [fields[i] for i in call.singles]
-    apply = _Run.apply if call.replay is None else _apply  # a replay was looked for outside of transforms alone
+    given = [fields[i] for i in singles]
+    apply = _Run.apply if replay is None else _apply  # a replay was looked for outside of transforms alone
     try:
         found: tuple[Tensor, ...] = apply(call, _ANCHOR if anchored else None, *given)  # type: ignore[no-untyped-call]
     except RuntimeError as error:

@@ -13,8 +13,11 @@ def pack(fields: Iterable[Any], tensors: list[Any]) -> str:
         if field is None:
             marks.append("0")
         elif isinstance(field, tuple):
-            marks.append("t" + str(len(field)))
-            tensors.extend(field)
+            if field:
+                marks.append("t" + str(len(field)))
+                tensors.extend(field)
+            else:
+                marks.append("t0")  # most of a call's
         else:
             marks.append("1")
             tensors.append(field)

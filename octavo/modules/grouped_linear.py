@@ -20,13 +20,13 @@ from octavo.kernels import grouped_gemm
 from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.grouped_linear import Config, layer, turns
 from octavo.layers.grouped_linear import refusal as grouped_refusal
-from octavo.layers.linear_config import call_key
+from octavo.layers.linear_config import call_key, known_key
 from octavo.lower.call import Stage, takes_nodes
 from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.memory import joined_rows
 from octavo.modules.agreement import agree
 from octavo.modules.parallel import SPLIT, check_ranks, local_sizes, own_part, parallel_of
-from octavo.modules.quantized import outside, wanted
+from octavo.modules.quantized import outside, settings_of, wanted
 from octavo.modules.split_grouped_linear import SplitGroupedLinear
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
@@ -397,23 +397,22 @@ class GroupedLinear(SplitGroupedLinear):
         grads = wanted(x.requires_grad, weights, bias, scales)
         self._check_buffers(x, grads, buffers.out, buffers.dgrad_out)
         side = self._weight_side(recipe, weights, grads, is_first_microbatch, as_nodes, len(codes.row) > 0)
+        settings = settings_of(side)
         given: dict[str, Any] = {"x": "codes", "x_has_columns": len(codes.column) > 0} if codes.row else {}
         agreed: Parts = ()
         if (parallel := self.split()) is not None:
             values = None if codes.row else x
-            given["agreed"], agreed = agree(
-                self, parallel, recipe, values, weight, side.settings, grads, as_nodes, splits
-            )
-        key = call_key(
+            given["agreed"], agreed = agree(self, parallel, recipe, values, weight, settings, grads, as_nodes, splits)
+        key = (call_key if torch.compiler.is_compiling() else known_key)(
             self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
             bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype],
             scales_dtype="" if scales is None else DTYPE_NAMES[scales.dtype], grads=grads,
             dgrad_out=buffers.dgrad_out is not None, tail=self.tail,
-            recompute_w_columns=not self.keep_weight_codes, scales_dy_alone=self.scales_dy_alone, **side.settings,
+            recompute_w_columns=not self.keep_weight_codes, scales_dy_alone=self.scales_dy_alone, **settings,
             **given,
         )  # fmt: skip
-        kind = side.settings["weight"]
-        joined = not (as_nodes or self._is_single or kind == "held") and weight.data_ptr() == weights[0].data_ptr()
+        plain = not (as_nodes or self._is_single or side.weight == "held")
+        joined = plain and weight.data_ptr() == weights[0].data_ptr()
         watched = weights if joined and self.LAYER.config(key).kept_w in ("plain", "again") else ()
         weight = weight.detach() if side.elsewhere else weight
         return Stage(

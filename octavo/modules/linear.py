@@ -5,6 +5,7 @@ the state of the recipe. `forward` gathers both and calls `octavo.layers.linear`
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from octavo.fuser.operation import has_shape
 from octavo.kernels.gemm import spec_route
 from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.linear import Config, layer
-from octavo.layers.linear_config import call_key, known_key
+from octavo.layers.linear_config import call_key
 from octavo.lower.call import Stage, takes_nodes
 from octavo.modules.agreement import agree
 from octavo.modules.parallel import (
@@ -35,7 +36,7 @@ from octavo.modules.parallel import (
     own_part,
     parallel_of,
 )
-from octavo.modules.quantized import outside, wanted
+from octavo.modules.quantized import outside, settings_of, wanted
 from octavo.modules.split_linear import SplitLinear, check_bias, check_features
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Parts
@@ -250,27 +251,25 @@ class Linear(SplitLinear, nn.Linear):
                 f"fp8_output=True quantizes y as the next layer's fprop would, and {recipe} quantizes nothing there. "
                 "Leave fp8_output out, or choose a recipe with a quantized fprop."
             )
-        grads = wanted(x.requires_grad, [weight], bias)
+        grads = wanted(x.requires_grad, (weight,), bias)
         side = self._weight_side(recipe, (weight,), grads, is_first_microbatch, as_nodes, len(codes) > 0)
-        more: dict[str, Any] = {}
         agreed: Parts = ()
+        more: tuple[tuple[str, Any], ...] = ()
         if parallel is not None:
             values = None if codes else x
-            letters, agreed = agree(self, parallel, recipe, values, weight, side.settings, grads, as_nodes)
-            more = {"x_has_columns": len(given.columns) > 0, "agreed": letters}
-        key = (call_key if tracing else known_key)(
-            self.NAME, recipe, dtype=DTYPE_NAMES[x.dtype], weight_dtype=DTYPE_NAMES[weight.dtype],
-            bias_dtype="" if bias is None else DTYPE_NAMES[bias.dtype], grads=grads, x="codes" if codes else "plain",
-            quantize_output=bool(fp8_output), recompute_w_columns=not self.keep_weight_codes, **side.settings,
-            **more,
+            letters, agreed = agree(self, parallel, recipe, values, weight, settings_of(side), grads, as_nodes)
+            more = ("x_has_columns", len(given.columns) > 0), ("agreed", letters)
+        key = (_key if tracing else _known_key)(
+            self.NAME, recipe, x.dtype, weight.dtype, None if bias is None else bias.dtype, grads, len(codes) > 0,
+            bool(fp8_output), not self.keep_weight_codes, more, *side[:6],
         )  # fmt: skip
         width = weight.shape[0]
-        weight = linked_token((weight,)) if side.settings["weight"] == "held" else weight
+        weight = linked_token((weight,)) if side.weight == "held" else weight
         return Stage(
             self.NAME, key,
             (weight.detach() if side.elsewhere else weight, bias, codes, *side.inputs, given.columns, agreed),
-            side.buffers, grads != "", width, anchored=side.elsewhere,
-            after=self._after(key, given.columns or codes) if side.has_extras else None,
+            side.buffers, grads != "", width, (), side.elsewhere, (), None,
+            self._after(key, given.columns or codes) if side.has_extras else None,
         )  # fmt: skip
 
     def _quantized_output(self, tensors: Sequence[Tensor], token: Tensor) -> QTensor:
@@ -354,6 +353,25 @@ class Linear(SplitLinear, nn.Linear):
         recipe = "from octavo.autocast" if self._recipe is None else self._recipe.key
         told = f"{super().extra_repr()}, recipe={recipe}" + (", weight held as codes" if self._codes.held else "")
         return told if self.parallel is None else f"{told}, {self.parallel.shown()}"
+
+
+def _key(
+    name: str, recipe: Recipe, dtype: torch.dtype, weight_dtype: torch.dtype, bias_dtype: torch.dtype | None,
+    grads: str, has_codes: bool, fp8_output: bool, recompute: bool, more: tuple[tuple[str, Any], ...],
+    weight: str, observe: bool, measured: str, main_grad: str, dummy_grad: bool, deferred_wgrad: str,
+) -> str:  # fmt: skip
+    """Returns the string of a call's config. Positional arguments, because the cache below takes them in half the time
+    of named ones."""
+    return call_key(
+        name, recipe, dtype=DTYPE_NAMES[dtype], weight_dtype=DTYPE_NAMES[weight_dtype],
+        bias_dtype="" if bias_dtype is None else DTYPE_NAMES[bias_dtype], grads=grads,
+        x="codes" if has_codes else "plain", quantize_output=fp8_output, recompute_w_columns=recompute, weight=weight,
+        observe=observe, measured=measured, main_grad=main_grad, dummy_grad=dummy_grad, deferred_wgrad=deferred_wgrad,
+        **dict(more),
+    )  # fmt: skip
+
+
+_known_key = lru_cache(maxsize=4096)(_key)  # for calls that no compiler traces
 
 
 def _cast(x: Any, layer: nn.Module) -> Tensor:

@@ -56,11 +56,24 @@ DY_AMAX = scaling.BUFFER_NAMES["backward"]["current"]  # the buffer in which bac
 class WeightSide(NamedTuple):
     """The weight's part in one call of a layer."""
 
-    settings: dict[str, Any]  # fields of the layer's config
+    weight: str  # "plain", "codes" or "held"; this and the next five are fields of the layer's config
+    observe: bool
+    measured: str
+    main_grad: str
+    dummy_grad: bool
+    deferred_wgrad: str
     inputs: tuple[Parts, ...]  # its codes by row and by column, delayed scaling's multipliers, running amaxes
     buffers: tuple[Any, ...]  # the buffers that backward writes to
     elsewhere: bool  # its gradient does not go through autograd
     has_extras: bool  # the call returns tensors for the layer besides y
+
+
+def settings_of(side: WeightSide) -> dict[str, Any]:
+    """Returns the fields of the layer's config that the weight's part in a call determines."""
+    return {
+        "weight": side.weight, "observe": side.observe, "measured": side.measured, "main_grad": side.main_grad,
+        "dummy_grad": side.dummy_grad, "deferred_wgrad": side.deferred_wgrad,
+    }  # fmt: skip
 
 
 class Quantized(FusibleOperation, nn.Module):
@@ -321,14 +334,11 @@ class Quantized(FusibleOperation, nn.Module):
         if "w" in grads and self.delay_wgrad_compute:
             self.refuse_parametrized("delay_wgrad_compute=True")
             delay = "buffers" if as_nodes else "mailbox"
+        row, column = self._codes.of_call(self, kind, weights[0]) if kind != "plain" else ((), ())
+        multipliers = scaling.inputs(self, measured) if recipe.stateful else ()
         return WeightSide(
-            {"weight": kind, "observe": observe, "measured": measured, "main_grad": main_grad, "dummy_grad": dummy,
-             "deferred_wgrad": delay},
-            (
-                *(self._codes.of_call(self, kind, weights[0]) if kind != "plain" else ((), ())),
-                scaling.inputs(self, measured) if recipe.stateful else (),
-                scaling.seen(self) if observe else (),
-            ),
+            kind, observe, measured, main_grad, dummy, delay,
+            (row, column, multipliers, scaling.seen(self) if observe else ()),
             self._written(grads, observe, main_grad, delay, as_nodes),
             # a weight whose gradient bypasses autograd stays out of its graph: hooks of the weight would get None
             not as_nodes and (delay != "" or (main_grad != "" and not dummy)),

@@ -17,6 +17,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import repeat
+from operator import and_
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ log = logging.getLogger("octavo.replay")
 DEVICES = {"cuda"}  # where calls are recorded: on a CPU the reference's arithmetic is what takes time
 MOST = 4096  # kinds of calls remembered, the ones used last
 GUARDED = 8  # times that guards are made for a kind
+_FOUR_BITS = repeat(15)
 _PLAIN = frozenset((Tensor, nn.Parameter))
 Results = tuple[Any, tuple[Any, ...]]  # something that is the same for all calls of a kind, then tensors and Nones
 Work = Callable[[Sequence[Tensor]], Results]
@@ -58,46 +61,62 @@ class _Latest(NamedTuple):
     """The replay that a call ran last, and what calls must have in common with that one to run it too."""
 
     same_layouts: Callable[..., bool]
-    ends: list[int]  # the last four bits of each address
+    ends: list[int]
     recast: torch.dtype | None
     replay: Callable[..., Results]
+    place: "_Place"
+
+
+class _Place(NamedTuple):
+    """A device, with its properties as plain values: torch makes a string at each read of its type."""
+
+    device: torch.device
+    kind: str
+    index: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Place":
+        device = tensor.device
+        return cls(device, device.type, device.index)
 
 
 def key_of(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """Return a key of all that decides what a call launches, or None if the call must not be recorded. `head` tells it
     from other calls on tensors of this layout."""
-    if not tensors or not _is_recordable(tensors[0]) or not _PLAIN.issuperset(map(type, tensors)):
+    if not tensors or not _is_recordable(place := _Place.of(tensors[0])) or not _PLAIN.issuperset(map(type, tensors)):
         return None
     try:
         layouts = [(t.shape, t.stride(), t.dtype, t.get_device(), t.data_ptr() & 15) for t in tensors]
     except RuntimeError:  # a sparse tensor has no strides
         return None
-    return (*head, _recast(tensors[0]), *layouts)
+    return (*head, _recast(place), *layouts)
 
 
 def fixed_key_of(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...] | None:
     """Return `key_of` tensors whose sizes, strides, dtypes and device are the same at every call with this `head`."""
-    if not _is_recordable(tensors[0]):
-        return None
-    return (*head, _recast(tensors[0]), *[t.data_ptr() & 15 for t in tensors])
+    place = _Place.of(tensors[0])
+    return (*head, _recast(place), *_ends(tensors)) if _is_recordable(place) else None
 
 
 def latest(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> Callable[..., Results] | None:
     """Return the replay that `call` ran last for a key with this head, if these tensors would have the same key.
     Otherwise, and where guards see a difference that the key does not, return None: make the key then."""
     found = _latest.get(head)
-    if found is None:
-        return None
-    first = tensors[0]
     if (
-        found.same_layouts(*tensors)
-        and [t.data_ptr() & 15 for t in tensors] == found.ends
-        and _is_recordable(first)
-        and _recast(first) is found.recast
+        found is not None
+        and found.same_layouts(*tensors)  # the same place, too
+        and _ends(tensors) == found.ends
+        and _is_recordable(found.place)
+        and _recast(found.place) is found.recast
         and not launch.is_watched()
     ):
         return found.replay
     return None
+
+
+def _ends(tensors: Sequence[Tensor]) -> list[int]:
+    """The last four bits of each address."""
+    return list(map(and_, map(Tensor.data_ptr, tensors), _FOUR_BITS))
 
 
 def _note_latest(head: tuple[Any, ...], kind: _Kind, tensors: Sequence[Tensor]) -> None:
@@ -107,20 +126,19 @@ def _note_latest(head: tuple[Any, ...], kind: _Kind, tensors: Sequence[Tensor]) 
     kind.guarded += 1
     if len(_latest) >= MOST:
         _latest.clear()
-    ends = [t.data_ptr() & 15 for t in tensors]
-    _latest[head] = _Latest(same_layouts(tensors), ends, _recast(tensors[0]), kind.replay)
+    place = _Place.of(tensors[0])
+    _latest[head] = _Latest(same_layouts(tensors), _ends(tensors), _recast(place), kind.replay, place)
 
 
-def _recast(first: Tensor) -> torch.dtype | None:
+def _recast(place: _Place) -> torch.dtype | None:
     """The dtype to which torch.autocast casts on this device; None where it is off."""
-    device = first.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return torch.get_autocast_dtype(place.kind) if torch.is_autocast_enabled(place.kind) else None
 
 
-def _is_recordable(first: Tensor) -> bool:
+def _is_recordable(place: _Place) -> bool:
     """Whether a call launches kernels on this device, with no mode between them and the tensors."""
-    device = first.device
-    if device.type not in DEVICES or dispatch_depth():
+    device, kind, index = place
+    if kind not in DEVICES or dispatch_depth():
         return False
     if function_depth() and _functions_are_watched():
         return False
@@ -128,9 +146,9 @@ def _is_recordable(first: Tensor) -> bool:
         return False  # torch fills allocations with NaN there
     if innermost_transform() is not None:  # vmap, jvp: tensors without memory
         return False
-    if device.type == "cpu":
+    if kind == "cpu":
         return True
-    if device.index != current_device():
+    if index != current_device():
         return False
     return backend.forced() != "reference" and backend.triton_refusal(device) is None
 

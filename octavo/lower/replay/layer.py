@@ -36,7 +36,7 @@ class Replayed(Adapter):
         """The replay of `forward_and_save` for these inputs, if calls like it ran before. `marks` and `tensors` are the
         inputs as `pack` lists them. It returns how many outputs, and how many outputs and extras there are, and the
         marks of the saved; then outputs, extras, and all that are saved but None."""
-        return latest(_head((self, _which(saving), config.key, marks), tensors), tensors) if tensors else None
+        return latest(_head((self, _which(saving), config.key, marks), tensors, 1), tensors) if tensors else None
 
     def _forward(self, which: str, config: Any, inputs: Any, run: Callable[[Any], Groups]) -> Groups:
         """Call run(inputs), or replay it. `which` tells the possible functions apart."""
@@ -55,7 +55,7 @@ class Replayed(Adapter):
             results = [*outputs, *extras]
             return (len(outputs), len(results), pack(rest, results)), tuple(results)
 
-        (first, second, kept), results = call(key, tensors, work, _head(begin, tensors))
+        (first, second, kept), results = call(key, tensors, work, _head(begin, tensors, 1))
         return results[:first], results[first:second], tuple(packing(kept).unpack(results[second:]))
 
     def backward(self, config: Any, saved: Any, buffers: Any, grads: Tensors, writes: Writes | None = None) -> Tensors:
@@ -80,7 +80,7 @@ class Replayed(Adapter):
             return None, tuple(self.layer.backward(config, tuple(own), self.Buffers._make(named), tuple(dys)))
 
         if not any(modes):
-            return call(key, tensors, work, _head(self._begin_backward(config, kept, buffers), tensors))[1]
+            return call(key, tensors, work, _head(self._begin_backward(config, kept, buffers), tensors, -1))[1]
         return _written(buffers, places, lambda: call(key, tensors, work)[1])
 
     def latest_backward(
@@ -88,11 +88,9 @@ class Replayed(Adapter):
     ) -> tuple[Replay, list[Any]] | None:
         """The replay of `backward` for these tensors, with its arguments, if calls like it ran before; not where it
         writes to a target. `kept` and `saved` are what forward saved, as `pack` lists it."""
-        written = [t for t in buffers if t is not None]
-        if not all([type(t) is Tensor for t in (*written, *grads)]):
-            return None
-        tensors = [*saved, *written, *grads]
-        replay = latest(_head(self._begin_backward(config, kept, buffers), tensors), tensors)
+        tensors = [*saved, *[t for t in buffers if t is not None], *grads]
+        # guards refuse what is no tensor: a target among the buffers, a gradient that is None
+        replay = latest(_head(self._begin_backward(config, kept, buffers), tensors, -1), tensors)
         return None if replay is None else (replay, tensors)
 
     def _begin_backward(self, config: Any, kept: str, buffers: Any) -> tuple[Any, ...]:
@@ -103,9 +101,11 @@ def _which(saving: bool) -> str:
     return "save" if saving else ""
 
 
-def _head(begin: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    """The part of a key that tells most kinds of calls apart: the shapes of x and w, too."""
-    return (*begin, len(tensors), *[getattr(t, "shape", None) for t in tensors[:2]])
+def _head(begin: tuple[Any, ...], tensors: Sequence[Any], other: int) -> tuple[Any, ...]:
+    """The part of a key that tells most kinds of calls apart: the shapes of the first tensor and of the `other`, which
+    are x and w in forward, an operand and dy in backward. A gradient may be None."""
+    other %= len(tensors)
+    return (*begin, len(tensors), getattr(tensors[0], "shape", None), getattr(tensors[other], "shape", None))
 
 
 def _opened(buffers: Any) -> tuple[list[Any], list[str]] | None:
