@@ -11,6 +11,7 @@ from torch import Tensor
 from octavo._torch.dispatch import dispatch_depth
 from octavo._torch.tracing import saved_elsewhere
 from octavo.lower import eager, operators
+from octavo.lower.eager import like as like
 from octavo.lower.stage import Stage as Stage
 
 

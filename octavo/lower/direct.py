@@ -29,12 +29,12 @@ def forward(text: str, *, fixed: bool) -> Node:
 
     def node(tensors: list[Tensor]) -> Sequence[Tensor]:
         if dispatch_depth() > 0:
-            found: list[Tensor] = torch.ops.octavo.run(tensors, text)
-            return found
+            made: list[Tensor] = torch.ops.octavo.run(tensors, text)
+            return made
         if parsed.writes:
             parsed.refuse(tensors[::-1])
-        replay = latest(run.head, tensors)
-        return work(tensors) if replay is None else replay(*tensors)[1]
+        found = latest(run.head, tensors)
+        return work(tensors) if found is None else found.replay(*tensors)[1]
 
     return node
 
@@ -48,16 +48,16 @@ def backward(text: str, mask: str, copies: bool, *, fixed: bool) -> Node:
 
     def node(tensors: list[Tensor]) -> Sequence[Tensor]:
         if dispatch_depth() > 0:
-            found: list[Tensor] = torch.ops.octavo.run_bwd(tensors, text, mask, copies)
-            return found
+            made: list[Tensor] = torch.ops.octavo.run_bwd(tensors, text, mask, copies)
+            return made
         if parsed.elsewhere:
             parsed.begin_writes(tensors)
-        replay = latest(run.head, tensors)
-        if replay is not None and not replay.mutates:  # type: ignore[attr-defined]
-            return replay(*tensors)[1]
+        found = latest(run.head, tensors)
+        if found is not None and not found.replay.mutates:  # type: ignore[attr-defined]
+            return found.replay(*tensors)[1]
         written = parsed.written_by_backward(tensors)
         with preserve_version_counter(written) if written else nullcontext():
-            return work(tensors) if replay is None else replay(*tensors)[1]
+            return work(tensors) if found is None else found.replay(*tensors)[1]
 
     return node
 

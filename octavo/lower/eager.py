@@ -19,6 +19,7 @@ from octavo.lower.caller_memory import begin_write, keep, refuse_grad, refuse_ov
 from octavo.lower.driven import driven
 from octavo.lower.modified import explain_modified, refuse_modified, title_of
 from octavo.lower.packing import pack, packing
+from octavo.lower.replay.calls import MOST, Latest, fits
 from octavo.lower.replay.layer import Replayed
 from octavo.lower.stage import Stage
 from octavo.lower.transforms import check_transforms, refuse_active, refuse_batched, refuse_tangents
@@ -180,16 +181,53 @@ class _Twice(torch.autograd.Function):
         )
 
 
+class Known(NamedTuple):
+    """A call that ran a replay. Calls that the same settings decide, on tensors of the same layout, run it too."""
+
+    key: str  # of its config
+    layer: Replayed
+    config: Any
+    singles: Sequence[int]
+    count: int  # of its tensors
+    found: Latest
+
+
+_known: dict[tuple[Any, ...], Known] = {}  # by the settings of stages
+
+
+def like(settings: tuple[Any, ...], tensors: list[Tensor]) -> Known | None:
+    """Return an earlier call that these settings decided, if its tensors had the layout of these. A stage for it need
+    not check anything that the layout tells, and passes it on as `Stage.like`."""
+    known = _known.get(settings)
+    return known if known is not None and known.count == len(tensors) and fits(known.found, tensors) else None
+
+
+def _note(stage: Stage, known: Known) -> None:
+    """Let `like` find this call."""
+    if len(_known) >= MOST:
+        _known.clear()
+    assert stage.settings is not None
+    _known[stage.settings] = known
+
+
 def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
     """Run one call. Returns outputs, then extras. Messages name the `owner` by its `op_describe()`."""
+    if stage.like is not None:
+        known, tensors = stage.like
+        call = (
+            known.layer, known.config, [x, *stage.inputs], known.singles, stage.buffers, None, owner,
+            known.found.replay, tensors,
+        )  # fmt: skip
+        return _with_gradients(call, x, False) if stage.needs else _without(call)
     layer = driven(LAYERS[stage.name])
     config = layer.config(stage.key)
     fields: list[Any] = [x, *stage.inputs]
-    tensors: list[Any] = []
+    tensors = []
     marks = pack(fields, tensors)
     out = stage.out
-    replay = layer.latest_forward(config, stage.needs, marks, tensors) if out is None else None
-    if replay is None:
+    found = layer.latest_forward(config, stage.needs, marks, tensors) if out is None else None
+    singles = packing(marks).singles
+    if found is None:
         fields = _in_memory(fields)
         if out is not None:
             at = layer.out_place(config)
@@ -198,9 +236,12 @@ def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
             begin_write(out)
             written = [out, x] if overlap(out, x) else [out]
             torch.autograd.graph.increment_version([t for t in written if not t.is_inference()])  # kernels do not
-            marks = pack(fields, [])
+            singles = packing(pack(fields, [])).singles
+    elif stage.settings is not None:
+        _note(stage, Known(stage.key, layer, config, singles, len(tensors), found))
     watched = Watched.now(stage.watched) if stage.watched else None
-    call = layer, config, fields, packing(marks).singles, stage.buffers, watched, owner, replay, tensors
+    replay = None if found is None else found.replay
+    call = layer, config, fields, singles, stage.buffers, watched, owner, replay, tensors
     made = _with_gradients(call, x, stage.anchored) if stage.needs else _without(call)
     if out is not None:
         keep(out, made[0])

@@ -20,3 +20,6 @@ class Stage(NamedTuple):
     watched: Sequence[Tensor] = ()  # tensors that must not be written to before backward
     out: Tensor | None = None  # the caller's memory for y
     after: Any = None  # called with its extras, once forward has run
+    # all that decided this stage but for the layout of its tensors; None: calls like it are not known again
+    settings: tuple[Any, ...] | None = None
+    like: Any = None  # an earlier call that this one is like, as `octavo.lower.call.like` found it

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from octavo._torch.dispatch import is_any_autocast_enabled
 from octavo._torch.tensors import is_sharded
 from octavo._torch.tracing import is_inside_operator
 from octavo.ambient import ambient
@@ -24,7 +25,7 @@ from octavo.kernels.gemm import spec_route
 from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.linear import Config, layer
 from octavo.layers.linear_config import call_key
-from octavo.lower.call import Stage, takes_nodes
+from octavo.lower.call import Stage, like, takes_nodes
 from octavo.modules.agreement import agree
 from octavo.modules.parallel import (
     NOTHING,
@@ -242,6 +243,12 @@ class Linear(SplitLinear, nn.Linear):
         splits_x = parallel is not None and parallel.mode == "row"
         weight, bias = self._own_part("weight"), None if self.return_bias or splits_x else self._own_part("bias")
         assert weight is not None
+        settings: tuple[Any, ...] | None = None
+        if not as_nodes and given is NOTHING and not fp8_output and type(x) is Tensor:
+            settings = self._settings(recipe, x, weight, bias, is_first_microbatch)
+            stage = None if settings is None else self._like(settings, recipe, x, weight, bias)
+            if stage is not None:
+                return stage
         codes = _codes_for(recipe, x) if type(x) is QTensor else ()
         check_features(x, weight)
         if bias is not None:
@@ -268,8 +275,48 @@ class Linear(SplitLinear, nn.Linear):
         return Stage(
             self.NAME, key,
             (weight.detach() if side.elsewhere else weight, bias, codes, *side.inputs, given.columns, agreed),
-            side.buffers, grads != "", width, (), side.elsewhere, (), None,
-            self._after(key, given.columns or codes) if side.has_extras else None,
+            side.buffers, grads != "", width, anchored=side.elsewhere,
+            after=self._after(key, given.columns or codes) if side.has_extras else None,
+            settings=settings if side.weight == "plain" else None,
+        )  # fmt: skip
+
+    def _settings(
+        self, recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None, first: bool | Tensor | None
+    ) -> tuple[Any, ...] | None:
+        """Returns all that decides the Stage of a call of plain tensors, but for their layout; None for a call with
+        codes of the weight, with scales that are measured, or with a gradient of the weight that does not go through
+        autograd."""
+        codes = self._codes
+        if first is not None or ambient.first is not None or codes.ambient or codes.held or self._scaling.cold:
+            return None
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            return None
+        return (
+            self.NAME, recipe, self.training, torch.is_grad_enabled(), self.keep_weight_codes, bias is None,
+            x.shape, x.requires_grad, weight.shape, weight.requires_grad,
+        )  # fmt: skip
+
+    def _like(
+        self, settings: tuple[Any, ...], recipe: Recipe, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Stage | None:
+        """Returns the Stage of a call that differs from an earlier one in the contents of its tensors alone: it needs
+        no check that the earlier one has passed. None if there was none."""
+        scaling = self._scaling
+        observe = recipe.stateful and self.training and torch.is_grad_enabled()
+        multipliers = scaling.inputs(self) if recipe.stateful else ()
+        seen = scaling.seen(self) if observe else ()
+        tensors = [x, weight, *multipliers, *seen] if bias is None else [x, weight, bias, *multipliers, *seen]
+        known = like(settings, tensors)
+        if known is None:
+            return None
+        grads = known.config.grads
+        if observe:
+            scaling.watch(weight)
+        if "w" in grads:
+            self._codes.trained = True
+        return Stage(
+            self.NAME, known.key, (weight, bias, (), (), (), multipliers, seen, (), ()),
+            self._written(grads, observe, "", "", False), grads != "", weight.shape[0], like=(known, tensors),
         )  # fmt: skip
 
     def _quantized_output(self, tensors: Sequence[Tensor], token: Tensor) -> QTensor:
@@ -378,9 +425,10 @@ def _cast(x: Any, layer: nn.Module) -> Tensor:
     """Returns x, cast to the dtype of torch.autocast where that is enabled."""
     x = x if type(x) is Tensor else arrived(x)
     check_input("Linear", x, owner=layer)
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
+    if torch.compiler.is_compiling() or is_any_autocast_enabled():
+        kind = x.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
     cast: Tensor = x
     return cast
 

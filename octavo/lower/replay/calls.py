@@ -54,10 +54,11 @@ class _Kind:
 
 
 _kinds: "OrderedDict[tuple[Any, ...], _Kind]" = OrderedDict()
-_latest: "dict[tuple[Any, ...], _Latest]" = {}  # by the heads of keys
+_era = object()  # replays of an earlier one are forgotten
+_latest: "dict[tuple[Any, ...], Latest]" = {}  # by the heads of keys
 
 
-class _Latest(NamedTuple):
+class Latest(NamedTuple):
     """The replay that a call ran last, and what calls must have in common with that one to run it too."""
 
     same_layouts: Callable[..., bool]
@@ -65,6 +66,7 @@ class _Latest(NamedTuple):
     recast: torch.dtype | None
     replay: Callable[..., Results]
     place: "_Place"
+    era: object
 
 
 class _Place(NamedTuple):
@@ -98,20 +100,23 @@ def fixed_key_of(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> tuple[Any,
     return (*head, _recast(place), *_ends(tensors)) if _is_recordable(place) else None
 
 
-def latest(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> Callable[..., Results] | None:
+def latest(head: tuple[Any, ...], tensors: Sequence[Tensor]) -> Latest | None:
     """Return the replay that `call` ran last for a key with this head, if these tensors would have the same key.
     Otherwise, and where guards see a difference that the key does not, return None: make the key then."""
     found = _latest.get(head)
-    if (
-        found is not None
-        and found.same_layouts(*tensors)  # the same place, too
-        and _ends(tensors) == found.ends
+    return found if found is not None and fits(found, tensors) else None
+
+
+def fits(found: Latest, tensors: Sequence[Tensor]) -> bool:
+    """Whether a call that is of the same kind but for its tensors, of which there are as many, may run this replay."""
+    return (
+        found.same_layouts(*tensors)  # in the same place, and with torch.autocast on or off as then
+        and list(map(and_, map(Tensor.data_ptr, tensors), _FOUR_BITS)) == found.ends  # as _ends, without a call
         and _is_recordable(found.place)
-        and _recast(found.place) is found.recast
+        and (found.recast is None or _recast(found.place) is found.recast)
+        and found.era is _era
         and not launch.is_watched()
-    ):
-        return found.replay
-    return None
+    )
 
 
 def _ends(tensors: Sequence[Tensor]) -> list[int]:
@@ -127,7 +132,7 @@ def _note_latest(head: tuple[Any, ...], kind: _Kind, tensors: Sequence[Tensor]) 
     if len(_latest) >= MOST:
         _latest.clear()
     place = _Place.of(tensors[0])
-    _latest[head] = _Latest(same_layouts(tensors), _ends(tensors), _recast(place), kind.replay, place)
+    _latest[head] = Latest(same_layouts(tensors), _ends(tensors), _recast(place), kind.replay, place, _era)
 
 
 def _recast(place: _Place) -> torch.dtype | None:
@@ -184,6 +189,8 @@ def _remember(key: tuple[Any, ...]) -> None:
 
 def forget() -> None:
     """Drop all recorded calls."""
+    global _era
+    _era = object()
     _kinds.clear()
     _latest.clear()
 

@@ -9,7 +9,7 @@ from octavo._torch.autograd import preserve_version_counter
 from octavo.layers.contract import ForwardResult, Tensors
 from octavo.lower.adapter import Adapter
 from octavo.lower.packing import pack, packing
-from octavo.lower.replay.calls import Results, call, key_of, latest
+from octavo.lower.replay.calls import Latest, Results, call, key_of, latest
 from octavo.wgrad.targets import LazyTarget, Target, Writes
 
 Groups = tuple[Any, Any, Any]  # of tensors
@@ -32,10 +32,10 @@ class Replayed(Adapter):
         outputs, extras, saved = self._forward(_which(saving), config, inputs, run)
         return ForwardResult(outputs, extras, ()), saved
 
-    def latest_forward(self, config: Any, saving: bool, marks: str, tensors: Sequence[Tensor]) -> Replay | None:
+    def latest_forward(self, config: Any, saving: bool, marks: str, tensors: Sequence[Tensor]) -> Latest | None:
         """The replay of `forward_and_save` for these inputs, if calls like it ran before. `marks` and `tensors` are the
-        inputs as `pack` lists them. It returns how many outputs, and how many outputs and extras there are, and the
-        marks of the saved; then outputs, extras, and all that are saved but None."""
+        inputs as `pack` lists them. The replay returns how many outputs, and how many outputs and extras there are, and
+        the marks of the saved; then outputs, extras, and all that are saved but None."""
         return latest(_head((self, _which(saving), config.key, marks), tensors, 1), tensors) if tensors else None
 
     def _forward(self, which: str, config: Any, inputs: Any, run: Callable[[Any], Groups]) -> Groups:
@@ -90,8 +90,8 @@ class Replayed(Adapter):
         writes to a target. `kept` and `saved` are what forward saved, as `pack` lists it."""
         tensors = [*saved, *[t for t in buffers if t is not None], *grads]
         # guards refuse what is no tensor: a target among the buffers, a gradient that is None
-        replay = latest(_head(self._begin_backward(config, kept, buffers), tensors, -1), tensors)
-        return None if replay is None else (replay, tensors)
+        found = latest(_head(self._begin_backward(config, kept, buffers), tensors, -1), tensors)
+        return None if found is None else (found.replay, tensors)
 
     def _begin_backward(self, config: Any, kept: str, buffers: Any) -> tuple[Any, ...]:
         return (self, "backward", config.key, kept, *[t is None for t in buffers])
