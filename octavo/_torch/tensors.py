@@ -15,6 +15,9 @@ PARAMETER_MARK = "_is_param"  # the attribute by which a tensor subclass is an n
 # by kind of device: an allocation as Inductor makes it, without the dispatcher
 EMPTY_STRIDED: dict[str, Any] = {kind: getattr(guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}
 
+# memory of a tensor in another shape, as Inductor makes it: no dispatcher, no gradient, a version of its own
+reinterpret: Any = guards._reinterpret_tensor  # type: ignore[attr-defined]
+
 
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor: FSDP2's, which are whole by the time of a call, or tensor parallelism's."""

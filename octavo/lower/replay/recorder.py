@@ -19,8 +19,18 @@ from octavo._torch import gemm
 from octavo._torch.cuda import current_stream
 from octavo._torch.dispatch import TorchDispatchMode
 from octavo._torch.operators import assert_async, schema
-from octavo._torch.tensors import EMPTY_STRIDED, is_alias
-from octavo.lower.replay.source import Line, address, in_form, needed, with_deletions, with_one_fill, without_twins
+from octavo._torch.tensors import EMPTY_STRIDED, is_alias, reinterpret
+from octavo.lower.replay.source import (
+    Line,
+    address,
+    in_form,
+    needed,
+    with_addresses_once,
+    with_aliases,
+    with_deletions,
+    with_one_fill,
+    without_twins,
+)
 
 
 class NotRecordable(Exception):
@@ -81,6 +91,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._constants: dict[str, Any] = {}
         self._within: dict[str, tuple[str, int]] = {}  # a view -> what it is a view of, and how many bytes further
         self._forms: dict[str, str] = {}  # a fresh tensor, or all of one in another form -> what allocates it like this
+        self._roots: dict[str, tuple[str, Any, int]] = {}  # a view -> its origin, that one's layout, elements further
+        self._aliases: dict[str, tuple[str, str]] = {}  # a view -> its origin, and what makes it from that
         self._why = ""
         self._tiled = False
         self._mutates = False  # whether an operator, which counts versions, writes to a tensor
@@ -111,7 +123,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, func: Any, said: list[str], uses: list[str], args: Any, made: Any) -> None:
         if any(tag in func.tags for tag in _READS):
             raise NotRecordable(f"{func} depends on values")
-        self._mutates = self._mutates or schema(func).is_mutable
+        writes = schema(func).is_mutable
+        self._mutates = self._mutates or writes
         results = list(made) if isinstance(made, (list, tuple)) else [] if func is assert_async else [made]
         if not all(isinstance(t, Tensor) for t in results):
             raise NotRecordable(f"{func} returns something else than tensors")
@@ -124,7 +137,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         many = isinstance(made, (list, tuple))
         twin = func is torch.ops.aten.detach.default
         zeros = made.nbytes if func is torch.ops.aten.zeros.default and made.get_device() == self._index else 0
-        self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view, twin=twin, zeros=zeros)
+        self._add(f"{short}({', '.join(said)})", uses, results, many=many, idle=func.is_view, twin=twin, zeros=zeros,
+                  writes=writes)  # fmt: skip
         if func.is_view:
             for t in results:
                 name = self._known(t)  # some return what they are given, or a copy of it: aten.to, aten.reshape
@@ -132,6 +146,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._within[name] = uses[0], t.data_ptr() - args[0].data_ptr()
                     if uses[0] in self._forms and _covers(t, args[0]):
                         self._forms[name] = self._room(t)
+                    if not many:
+                        self._note_alias(name, t, uses[0], args[0])
+
+    def _note_alias(self, name: str, view: Tensor, of: str, t: Tensor) -> None:
+        """Note how to make a view straight from the tensor that it is a view of, through others or not."""
+        if view.dtype != t.dtype or not view.numel() or any(one.is_neg() or one.is_conj() for one in (view, t)):
+            return
+        layout = tuple(view.shape), view.stride()
+        root, own, start = self._roots.get(of, (of, (tuple(t.shape), t.stride()), 0))
+        start += (view.data_ptr() - t.data_ptr()) // t.element_size()
+        self._roots[name] = root, own, start
+        same = layout == own and not start
+        make = "" if same else f"{self._constant(reinterpret)}({root}, {layout[0]}, {layout[1]}, {start})"
+        self._aliases[name] = root, make
 
     def _room(self, t: Tensor) -> str:
         if t.device.type not in EMPTY_STRIDED or t.get_device() != self._index:
@@ -153,9 +181,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if launch.device_index(pointers[0]) != self._index:
                 raise NotRecordable("it launches on several devices")
             given = [self._pointer(t, uses, addresses) for t in pointers]
-            head, tail = self._constant(direct.head), self._constant(one.tail)
-            start = f"{self._constant(direct.launch)}({one.grid}, 1, 1, stream, *{head}"
-            self._lines.append(Line(f"{start}, {', '.join(given)}, *{tail})", tuple(uses), (), tuple(addresses)))
+            head, tail = ([self._value(v) for v in values] for values in (direct.head, one.tail))
+            said = ", ".join([f"{one.grid}, 1, 1, stream", *head, *given, *tail])
+            text = f"{self._constant(direct.launch)}({said})"
+            self._lines.append(Line(text, tuple(uses), (), tuple(addresses)))
         except NotRecordable as why:
             self.refuse(str(why))
 
@@ -177,7 +206,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(
         self, text: str, uses: list[str], made: list[Any], *, many: bool = False, idle: bool = False,
-        twin: bool = False, zeros: int = 0,
+        twin: bool = False, zeros: int = 0, writes: bool = False,
     ) -> None:  # fmt: skip
         makes: list[str] = []
         for t in made:
@@ -190,7 +219,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if fresh:
             target = f"{', '.join(makes)}," if many else makes[0]
             text = f"{target} = {text}"
-        self._lines.append(Line(text, tuple(uses), fresh, idle=idle, twin=twin and len(fresh) == 1, zeros=zeros))
+        twin = twin and len(fresh) == 1
+        self._lines.append(Line(text, tuple(uses), fresh, idle=idle, twin=twin, zeros=zeros, writes=writes))
 
     def _known(self, t: Any) -> str:
         reference, name = self._names.get(id(t), (None, ""))
@@ -209,6 +239,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value)):
             return repr(value)
         return self._constant(value)
+
+    def _value(self, value: Any) -> str:
+        """Write an argument of a launch as source."""
+        return repr(value) if value is None or type(value) in (bool, int) else self._constant(value)
 
     def _constant(self, value: Any) -> str:
         for name, known in self._constants.items():
@@ -231,7 +265,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._why:
             raise NotRecordable(self._why)
         lines = without_twins(needed(self._lines, set(uses)), set(uses))
-        lines = with_one_fill(in_form(lines, self._forms, set(uses)), set(uses), self._zeros)
+        lines = with_aliases(in_form(lines, self._forms, set(uses)), self._aliases, set(self._inputs), set(uses))
+        lines = with_addresses_once(with_one_fill(lines, set(uses), self._zeros), set(self._inputs))
         source = "\n    ".join([
             f"def replay({', '.join(self._inputs)}):",
             *self._opening(),

@@ -1,14 +1,18 @@
 """The lines of a recorded call, and the passes over them before they become a function: unused lines are left out, so
-are detached twins of tensors, a tensor that is only used in another form is allocated in that form, small zeros that
-kernels get are one allocation, filled at once, and every tensor is deleted after its last use.
+are detached twins of tensors, a tensor that is only used in another form is allocated in that form, views are made
+without torch's dispatcher, small zeros that kernels get are one allocation, filled at once, an address is asked for
+once, and every tensor is deleted after its last use.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 APART = 256  # bytes: tensors that are one allocation begin at multiples of it
 SMALL = 2**20  # bytes of zeros that may live longer than they are used
+
+ADDRESS = re.compile(r"\b(\w+)\.data_ptr\(\)")
 
 
 class Line(NamedTuple):
@@ -18,6 +22,7 @@ class Line(NamedTuple):
     addresses: tuple[str, ...] = ()  # used too, but only for their addresses
     idle: bool = False  # allocates, or makes a view: not needed where its result is not used
     zeros: int = 0  # how many bytes it allocates and fills with zeros
+    writes: bool = False  # an operator writes to what it uses, and counts their versions
     twin: bool = False  # makes the same tensor without its gradient: not needed where nothing records gradients
 
 
@@ -81,6 +86,32 @@ def in_form(lines: list[Line], forms: dict[str, str], returned: set[str]) -> lis
     return lines
 
 
+def with_aliases(
+    lines: list[Line], aliases: dict[str, tuple[str, str]], inputs: set[str], returned: set[str]
+) -> list[Line]:
+    """The lines, with views made straight from the tensor that they are views of, and none where a view of a view is
+    that tensor again. `aliases` has this tensor for each view, and what makes the view. One that is returned or written
+    to stays, with all that it is a view of: it shares a gradient and a version."""
+    shared = set(returned)
+    for line in reversed(lines):
+        if line.writes or (line.idle and shared.intersection(line.makes)):
+            shared.update(line.uses)
+    own: dict[str, str] = {}
+    there, kept = set(inputs), list[Line]()
+    for line in lines:
+        line = renamed(line, own)
+        name = line.makes[0] if len(line.makes) == 1 else ""
+        root, make = aliases.get(name, ("", ""))
+        if line.idle and not shared.intersection(line.makes) and root in there:
+            if not make:
+                own[name] = root
+                continue
+            line = Line(f"{name} = {make}", (root,), (name,), idle=True)
+        there.update(line.makes)
+        kept.append(line)
+    return needed(kept, returned)
+
+
 def readdressed(line: Line, old: str, new: str) -> Line:
     """The line, with the address of one tensor replaced by that of another."""
     if old not in line.addresses:
@@ -119,6 +150,21 @@ def _moved(line: Line, starts: dict[str, int], one: str) -> Line:
         text = re.sub(rf"\b{re.escape(address(name))}", place, text)
     addresses = dict.fromkeys(one if name in starts else name for name in line.addresses)
     return line._replace(text=text, addresses=tuple(addresses))
+
+
+def with_addresses_once(lines: list[Line], inputs: set[str]) -> list[Line]:
+    """The lines, with a name for each address that is used more than once."""
+    often = Counter(found for line in lines for found in ADDRESS.findall(line.text))
+    names = {name: f"{name}_at" for name, count in often.items() if count > 1}
+    kept = [_asked(name, names) for name in names if name in inputs]
+    for line in lines:
+        kept.append(line._replace(text=ADDRESS.sub(lambda found: names.get(found[1], found[0]), line.text)))
+        kept += [_asked(name, names) for name in line.makes if name in names]
+    return kept
+
+
+def _asked(name: str, names: dict[str, str]) -> Line:
+    return Line(f"{names[name]} = {address(name)}", (), (), (name,))
 
 
 def with_deletions(lines: list[Line], returned: set[str]) -> Iterable[str]:
