@@ -93,6 +93,16 @@ def write_weight(layer):
         layer.weight.mul_(3)
 
 
+def cover_weight_in_class(layer):
+    """As SimpleFSDP does: the parameter stays in its table, and a property computes from it."""
+    computed = property(lambda self: self._parameters["weight"] * 2)
+    layer.__class__ = type("Covered", (type(layer),), {"weight": computed})
+
+
+def cover_weight_in_layer(layer):
+    layer.__dict__["weight"] = layer.weight.detach() * 2
+
+
 def setting(name, value):
     return lambda layer: setattr(layer, name, value)
 
@@ -110,6 +120,7 @@ CHANGES = {
     "weight replaced": replace_weight, "weight turned": turn_weight, "weight at an odd address": shift_weight,
     "weight written to": write_weight, "weight frozen": lambda layer: layer.weight.requires_grad_(False),
     "weight parametrized": lambda layer: parametrize.register_parametrization(layer, "weight", Twice()),
+    "weight covered by its class": cover_weight_in_class, "weight covered by the layer": cover_weight_in_layer,
     "weight held": lambda layer: octavo.quantize_weights(layer), "weights loaded": load_twice_the_weights,
     "bias dropped": drop_bias, "bias frozen": lambda layer: layer.bias.requires_grad_(False),
     "all frozen": lambda layer: layer.requires_grad_(False), "float32": lambda layer: layer.float(),
