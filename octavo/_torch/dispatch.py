@@ -11,7 +11,7 @@ dispatch_depth = torch._C._len_torch_dispatch_stack  # how many modes see the op
 function_depth = torch._C._len_torch_function_stack  # how many modes see its functions
 function_mode = torch._C._get_function_stack_at  # the one at a depth
 
-# whether torch.autocast is on for any device: a third of the time of asking for one by its name
+# whether torch.autocast is on for any device: a question without the name of one, which torch makes at each read
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 # __torch_function__ and __torch_dispatch__ of subclasses that override nothing

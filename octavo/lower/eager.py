@@ -28,8 +28,8 @@ from octavo.memory import overlap
 _ANCHOR = torch.empty(0, requires_grad=True)
 
 
-# One call, as autograd passes it to `_Run`: all but the tensors that may take a gradient. A plain tuple: a NamedTuple
-# takes three times as long to make, and every call makes two.
+# One call, as autograd passes it to `_Run`: all but the tensors that may take a gradient. A plain tuple, because every
+# call makes two, and NamedTuples are slower to make.
 #   layer, config
 #   fields      the layer's inputs
 #   singles     which of them are one tensor, the last first: they may take a gradient
@@ -188,7 +188,7 @@ class Known(NamedTuple):
     layer: Replayed
     config: Any
     singles: Sequence[int]
-    count: int  # of its tensors
+    size: int  # how many tensors it had
     found: Latest
 
 
@@ -199,7 +199,7 @@ def like(settings: tuple[Any, ...], tensors: list[Tensor]) -> Known | None:
     """Return an earlier call that these settings decided, if its tensors had the layout of these. A stage for it need
     not check anything that the layout tells, and passes it on as `Stage.like`."""
     known = _known.get(settings)
-    return known if known is not None and known.count == len(tensors) and fits(known.found, tensors) else None
+    return known if known is not None and known.size == len(tensors) and fits(known.found, tensors) else None
 
 
 def _note(stage: Stage, known: Known) -> None:
@@ -212,6 +212,7 @@ def _note(stage: Stage, known: Known) -> None:
 
 def run(stage: Stage, x: Any, owner: Any = None) -> tuple[Tensor, ...]:
     """Run one call. Returns outputs, then extras. Messages name the `owner` by its `op_describe()`."""
+    call: _Call
     if stage.like is not None:
         known, tensors = stage.like
         call = (

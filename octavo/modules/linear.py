@@ -241,7 +241,7 @@ class Linear(SplitLinear, nn.Linear):
         recipe = self._recipe or self._followed(ambient.recipe)
         parallel = given.parallel
         splits_x = parallel is not None and parallel.mode == "row"
-        weight, bias = self._own_part("weight"), None if self.return_bias or splits_x else self._own_part("bias")
+        weight, bias = self._own_parts(has_bias=not self.return_bias and not splits_x)
         assert weight is not None
         settings: tuple[Any, ...] | None = None
         if not as_nodes and given is NOTHING and not fp8_output and type(x) is Tensor:
@@ -407,8 +407,8 @@ def _key(
     grads: str, has_codes: bool, fp8_output: bool, recompute: bool, more: tuple[tuple[str, Any], ...],
     weight: str, observe: bool, measured: str, main_grad: str, dummy_grad: bool, deferred_wgrad: str,
 ) -> str:  # fmt: skip
-    """Returns the string of a call's config. Positional arguments, because the cache below takes them in half the time
-    of named ones."""
+    """Returns the string of a call's config. The arguments are positional, because the cache below is faster with
+    these."""
     return call_key(
         name, recipe, dtype=DTYPE_NAMES[dtype], weight_dtype=DTYPE_NAMES[weight_dtype],
         bias_dtype="" if bias_dtype is None else DTYPE_NAMES[bias_dtype], grads=grads,

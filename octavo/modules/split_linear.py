@@ -44,13 +44,18 @@ class SplitLinear(Quantized):
 
     def _own_part(self, name: str) -> Tensor | None:
         """Returns a parameter as kernels read it: this rank's part of a DTensor, whose gradient is a DTensor's."""
-        own = self._parameters
-        # torch's way to a parameter takes three times as long; a compiler traces it, and knows what to guard
-        straight = name in own and not torch.compiler.is_compiling() and not _is_covered(self, name)
-        found: Any = own[name] if straight else getattr(self, name)
+        found: Any = getattr(self, name)
         if not self.keeps_dtensors or found is None:
             return found  # type: ignore[no-any-return]
         return found.to_local()  # type: ignore[no-any-return]
+
+    def _own_parts(self, has_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Returns weight and bias as kernels read them. Plain parameters come straight from their table, in a fraction
+        of the time; a compiler traces torch's way to them, and knows what to guard."""
+        if torch.compiler.is_compiling() or self.keeps_dtensors or _are_covered(self):
+            return self._own_part("weight"), self._own_part("bias") if has_bias else None
+        own = self._parameters
+        return own["weight"], own["bias"] if has_bias else None
 
     def _forward_in_parallel(
         self, parallel: Parallel, x: Any, is_first_microbatch: bool | Tensor | None, fp8_output: bool, as_nodes: bool
@@ -168,16 +173,20 @@ sequence_parallel=True)
             )
 
 
-def _is_covered(layer: nn.Module, name: str) -> bool:
-    """Whether something else than the parameter of this name is read by it: an attribute, or a property that computes
-    from the parameter, which some parametrizations put into a class of their own."""
-    kind = type(layer)
-    return name in layer.__dict__ or name in kind.__dict__ or _has_attribute(kind, name)
+def _are_covered(layer: nn.Module) -> bool:
+    """Whether weight or bias is something else than the parameter in the layer's table: an attribute, or a property,
+    which parametrizations put into a class of their own and which may compute from the parameter."""
+    own, attributes = layer._parameters, layer.__dict__
+    kind: Any = type(layer)
+    return (
+        "weight" not in own or "weight" in attributes or "weight" in kind.__dict__
+        or "bias" not in own or "bias" in attributes or "bias" in kind.__dict__ or _covers_parameters(kind)
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def _has_attribute(kind: type, name: str) -> bool:
-    return hasattr(kind, name)
+def _covers_parameters(kind: type) -> bool:
+    return hasattr(kind, "weight") or hasattr(kind, "bias")
 
 
 def check_features(x: Any, weight: Tensor, title: str = "Linear") -> None:

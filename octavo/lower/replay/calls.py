@@ -74,7 +74,7 @@ class _Place(NamedTuple):
 
     device: torch.device
     kind: str
-    index: int | None
+    number: int | None
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Place":
@@ -142,7 +142,7 @@ def _recast(place: _Place) -> torch.dtype | None:
 
 def _is_recordable(place: _Place) -> bool:
     """Whether a call launches kernels on this device, with no mode between them and the tensors."""
-    device, kind, index = place
+    device, kind, number = place
     if kind not in DEVICES or dispatch_depth():
         return False
     if function_depth() and _functions_are_watched():
@@ -153,7 +153,7 @@ def _is_recordable(place: _Place) -> bool:
         return False
     if kind == "cpu":
         return True
-    if index != current_device():
+    if number != current_device():
         return False
     return backend.forced() != "reference" and backend.triton_refusal(device) is None
 
