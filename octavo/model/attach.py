@@ -78,7 +78,7 @@ class Attachment:
         warn_of_overflow(self.model)
         warn_of_pending(served)
         refresh_layers([layer for _, layer in served])
-        for (_, layer), claim in zip(ours, claims, strict=True):
+        for (_path, layer), claim in zip(ours, claims, strict=True):
             if not claim:  # an unattached optimizer may write its weight without raising torch's version counter
                 layer._codes.end_step()
 

@@ -311,7 +311,7 @@ class Linear(SplitLinear, nn.Linear):
             return None
         grads = known.config.grads
         if observe:
-            scaling.watch(weight)
+            scaling.watch(self, weight)
         if "w" in grads:
             self._codes.trained = True
         return Stage(
