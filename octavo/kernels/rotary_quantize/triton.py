@@ -21,6 +21,7 @@ from octavo.quant import dual, tile
 from octavo.quant.block import Block1D, Block2D
 from octavo.quant.quantizer import Quantizer
 from octavo.quant.tensorwise import Tensorwise
+from octavo.quant.tensorwise.triton import store_given_scale
 from octavo.quant.tile import Config, Variant, tile_index
 
 CONFIGS = (Config(64, 128, 8), Config(128, 128, 16))
@@ -72,14 +73,15 @@ def _cast_kernel(
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     pm, turn = tile_index(K, COLUMNS * TURNS)
+    s = 1.0
+    if encode is not None:
+        s = gl.load(encode)
+    store_given_scale(row_scale, column_scale, encode, s)
     for pk in range(turn * TURNS, gl.minimum(turn * TURNS + TURNS, K // COLUMNS)):
         x = _turned_tile(
             dq, dk, dv, own, other, M, T, H, S, q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token,
             v_head, pm, pk, D, ROWS, COLUMNS, W,
         )  # fmt: skip
-        s = 1.0
-        if encode is not None:
-            s = gl.load(encode)
         PUT(
             x, row, column, row_scale, column_scale, s, observed, M, K, K, pm * ROWS, pk * COLUMNS,
             row_stride, row_block_stride, column_stride, column_block_stride, RULE, ROWS, COLUMNS, W,
