@@ -524,7 +524,7 @@ def test_a_state_of_another_step_is_refused():
         with pytest.raises(Unsupported, match=r"schedule.step is"):
             octavo.load_state_dict(fresh, {**state, "blocks.0.mlp.down.schedule.step": wrong})
     train(model, 1)
-    with pytest.raises(UnsupportedConfig, match=r"missing .* pass the step of the state: convert\(..., step"):
+    with pytest.raises(UnsupportedConfig, match=r"no scales of .* pass the step of the state: convert\(..., step"):
         octavo.load_state_dict(fresh, octavo.state_dict(model))
 
 
