@@ -75,7 +75,9 @@ def ledger_of(names: Sequence[str], key: str, fields: Sequence[Any]) -> list[Kep
                 sums["weight_codes" if is_weight else "activations"] += _bytes(t)
         found.append(KeptMemory("", **sums))
     if len(found) != len(names):  # an operation of a user's stands for several
-        return [entry._replace(op=layer.title) for entry, layer in zip(found, config.layers, strict=True)]
+        return [
+            entry._replace(op=layer.title_of(stage)) for entry, (layer, stage) in zip(found, config.pairs, strict=True)
+        ]
     return [entry._replace(op=name) for entry, name in zip(found, names, strict=True)]
 
 

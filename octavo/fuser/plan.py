@@ -192,7 +192,7 @@ def _of_sketch(said: Any) -> Any:
 def steps_of(config: chain.Config) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """Return the names of the stages, of the forward steps and of the backward steps."""
 
-    titles = tuple(layer.title for layer in config.layers)
+    titles = tuple(layer.title_of(stage) for layer, stage in config.pairs)
     steps = [
         tuple(LAYERS[step.name].title if step.name else titles[step.first] for step in own)
         for own in (config.steps, config.back_steps)

@@ -84,6 +84,11 @@ def vector(t: Tensor | None) -> Tensor | None:
 class ActivationLayer(Layer):
     """Applies an elementwise function, with bias, row scales and dropout."""
 
+    def title_of(self, config: Config) -> str:
+        if config.name != "linear":
+            return self.title
+        return "dropout" if config.drop else "bias" if config.bias_dtype else "scale"
+
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         x = inputs.x
         y = activation.forward(

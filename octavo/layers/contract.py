@@ -57,6 +57,10 @@ class Layer:
         self.title: str = config.registered_name  # for messages and reports
         LAYERS[config.registered_name] = self
 
+    def title_of(self, config: Any) -> str:
+        """Return the name of a call in reports."""
+        return self.title
+
     # -- the four that every layer defines -----------------------------------------------------------------------------
 
     def forward(self, config: Any, inputs: Any) -> ForwardResult:
