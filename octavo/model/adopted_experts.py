@@ -241,7 +241,7 @@ def experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, **_: Any
 ) -> Tensor:
     """The entry of the registry: runs the converted experts of a module."""
-    experts = module._modules.get(NAME)
+    experts: Any = module._modules.get(NAME)
     if experts is None:
         raise UnsupportedConfig(
             f"This {type(module).__name__} has no recipe yet. octavo.convert(model, recipe) gives it one, and chooses "
