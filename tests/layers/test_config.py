@@ -50,8 +50,8 @@ def test_every_layer_answers_the_whole_contract():
     }
     assert set(layers) == {
         "activation", "add", "amaxes", "chain", "coded-activation", "fork", "grouped-amaxes", "grouped-linear",
-        "linear", "norm", "permute", "permute-probs", "rounding", "router-logits", "shard-cast", "token-sort",
-        "unpermute",
+        "linear", "norm", "permute", "permute-probs", "rotary", "rounding", "router-logits", "shard-cast",
+        "token-sort", "unpermute",
     }  # fmt: skip
     assert all(layer.title and layer.config(layer.Config().key) == layer.Config() for layer in layers.values())
 
