@@ -1,7 +1,7 @@
 """A program has some positions, and one tile of channels after the other: a tile lies in q, in k or in v. It reads the
 other channels of pairs as well, which neighbours in the tile read too. The factors of its positions are in the chip's
-first cache from its second tile on: for a tile they are twice as many bytes as the gradient. The compiler contracts the
-rotation as in `octavo.kernels.rotary.triton`: the first product into the sum."""
+first cache from its second tile on: for a tile they are twice as many bytes as the gradient. The product of the lower
+channel of a pair is fused into the sum, as in `octavo.kernels.rotary.triton`."""
 
 from functools import lru_cache
 from typing import Any
@@ -49,18 +49,18 @@ def _turned_tile(
     is_low = channel < HALF
     t = rows % T
     place = (rows // T).to(gl.int64) * batch + t.to(gl.int64) * token
-    at = place[:, None] + (head.to(gl.int64) * step + channel)[None, :]
+    heads = place[:, None] + (head.to(gl.int64) * step)[None, :]
     live = (rows < M)[:, None]
-    x = gl.load(part + at, mask=live, other=0.0)
     if first < (H + S) * D:
-        further = gl.where(is_low, HALF, -HALF)
-        pair = gl.load(part + at + further[None, :], mask=live, other=0.0).to(gl.float32)
-        # of both channels of a pair the factors of one are read: own is the same, and other its negative
-        angle = (t * D)[:, None] + gl.where(is_low, channel, channel - HALF)[None, :]
-        cosine = gl.load(own + angle, mask=live, other=0.0).to(gl.float32)
-        sine = gl.load(other + angle + HALF, mask=live, other=0.0).to(gl.float32)
-        sine = gl.where(is_low[None, :], sine, -sine)
-        x = (x.to(gl.float32) * cosine + pair * sine).to(dq.dtype.element_ty)
+        pair = gl.where(is_low, channel, channel - HALF)[None, :]  # its lower channel, for both
+        low = gl.load(part + heads + pair, mask=live, other=0.0).to(gl.float32)
+        high = gl.load(part + heads + pair + HALF, mask=live, other=0.0).to(gl.float32)
+        cosine = gl.load(own + (t * D)[:, None] + pair, mask=live, other=0.0).to(gl.float32)
+        sine = gl.load(other + (t * D)[:, None] + pair + HALF, mask=live, other=0.0).to(gl.float32)
+        of_low, of_high = gl.where(is_low[None, :], cosine, -sine), gl.where(is_low[None, :], sine, cosine)
+        x = gl.fma(low, of_low, high * of_high).to(dq.dtype.element_ty)
+    else:
+        x = gl.load(part + heads + channel[None, :], mask=live, other=0.0)
     return x
 
 
