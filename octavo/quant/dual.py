@@ -99,10 +99,10 @@ def _turned_layout(rows, columns, warps):
 
 
 @gluon.constexpr_function
-def can_be_turned(rows, columns):
-    """Whether `store_turned` takes tiles of this size. Triton 3.6 writes wrong bytes for tiles of 128 rows and for
-    64x32; these sizes have the bits of `transpose` on an H200."""
-    return rows <= 64 and columns >= 64
+def can_be_turned(rows, columns, warps):
+    """Whether `store_turned` takes tiles of this size. Triton 3.6 writes wrong bytes for tiles of 128 rows, for 64x32 on
+    4 warps and for 64x128 on 16; those that pass here have the bits of `transpose` on an H200."""
+    return rows <= 64 and columns >= 64 and warps <= 8
 
 
 _BYTES_APART = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;")  # of four pairs
