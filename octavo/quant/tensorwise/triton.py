@@ -87,7 +87,8 @@ def _store_codes(
     if row is not None:
         dual.store_codes_inside(row, codes, M, K, pitch, first_row, first_column, ROWS, COLUMNS, W)
     if column is not None:
-        if dual.can_be_turned(ROWS, COLUMNS, W):  # one scale: the other orientation has the same codes
+        # one scale: the other orientation has the same codes
+        if dual.TURNS_RIGHT and dual.can_be_turned(ROWS, COLUMNS, W):
             dual.store_turned(column, codes, K, M, first_column, first_row, ROWS, COLUMNS, W)
         else:
             turned = fp8_words.cast(dual.transpose(v, ROWS, W), s, kind, GIVEN)
