@@ -158,7 +158,7 @@ def load_checkpoint(
             raise _lacks(checkpoint, name)
     files = {name: tensor_file.read(checkpoint / name, manifest.files[name]) for name in wanted}
     weights = _checked_weights(files[MODEL], model)
-    layer_recipes.check(manifest.recipes, model, manifest.step)
+    layer_recipes.check(manifest.recipes, model)
     recipe = checked_loads(model, files[RECIPE].tensors, way="")
     random, extra = _run(checkpoint / RUN, files[RUN])
     set_generators = random_state.restorer(checkpoint / RUN, random)

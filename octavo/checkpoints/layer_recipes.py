@@ -17,8 +17,8 @@ def export(model: nn.Module) -> dict[str, str]:
     return {plain_name(path): str(layer.recipe) for path, layer in layers(model) if layer.recipe is not None}
 
 
-def check(saved: Recipes, model: nn.Module, step: int) -> None:
-    """Raises if a layer of the model has another recipe than the checkpoint of that step, and names the first one."""
+def check(saved: Recipes, model: nn.Module) -> None:
+    """Raises if a layer of the model has another recipe than the checkpoint, and names the first one."""
     own = export(model)
     different = [path for path in {**saved, **own} if saved.get(path) != own.get(path)]
     if not different:
@@ -26,13 +26,20 @@ def check(saved: Recipes, model: nn.Module, step: int) -> None:
     path = different[0]
     more = len(different) - 1
     others = f"; {plural(more, 'more layer')} differ{'s' * (more == 1)} too" if more else ""
+    title = repr(path) if path else "The model"
+    raise UnsupportedConfig(
+        f"{title} was saved {_in(saved.get(path))}, and is {_in(own.get(path))} in this model{others}. "
+        f"{_way_out(saved, model)}"
+    )
+
+
+def _way_out(saved: Recipes, model: nn.Module) -> str:
+    if not saved:
+        return "The checkpoint is of layers without recipes: load it first, and call octavo.convert then."
     way = "Convert the model with the recipes of the checkpoint, and load it."
     if any(layer._schedule is not None for _, layer in layers(model)):
-        way += f" A policy that changes recipes takes its step: octavo.convert(model, policy, step={step})."
-    raise UnsupportedConfig(
-        f"{path or 'The model'} was saved {_in(saved.get(path))}, and is {_in(own.get(path))} in this model{others}. "
-        f"{way} To go on in other recipes, call octavo.revert(model) after that, and convert again."
-    )
+        way += " A policy that changes recipes takes the number of steps: octavo.convert(model, policy, step=N)."
+    return f"{way} To go on in other recipes, call octavo.revert(model) after that, and convert again."
 
 
 def _in(recipe: str | None) -> str:

@@ -47,7 +47,7 @@ class Size:
 # -- in plain torch --------------------------------------------------------------------------------------------------
 
 
-class RotaryAttention(RotaryFactors):
+class PlainAttention(RotaryFactors):
     """Causal attention between the projections: rows of q, k and v, side by side, to rows of mixed values. As
     `ops.RotaryAttention`, but no operation."""
 
@@ -74,7 +74,7 @@ class Attention(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.qkv = nn.Linear(size.width, size.qkv_width, bias=False)
-        self.mix = RotaryAttention(size)
+        self.mix = PlainAttention(size)
         self.out = nn.Linear(size.width, size.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

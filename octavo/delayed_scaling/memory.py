@@ -36,6 +36,7 @@ FORWARD, BACKWARD = (BUFFER_NAMES[direction] for direction in DIRECTIONS)
 BUFFERS = tuple(name for names in BUFFER_NAMES.values() for name in names.values())
 OPERANDS = {"forward": 2, "backward": 1}  # whose slots are in a direction's buffers, one operand after the other
 PATIENCE = 1024  # training forwards without a step before a warning
+CLOSURES = 32  # changes of a weight that a step of an attached optimizer may make: LBFGS calls the model up to 25 times
 LOOKS = 8  # the host asks the device what it has seen after each of this many steps,
 LATER = 64  # and then once in this many
 
@@ -225,17 +226,16 @@ class DelayedScaling:
 
     def watch(self, module: nn.Module, weight: Tensor) -> None:
         """Count a training forward, and warn once if `octavo.step` is never called: multipliers that stay at 1 are
-        silently wrong. An attached optimizer will call it."""
+        silently wrong. An attached optimizer will call it, unless something else changes the weights."""
         self._forwards += 1
         version = None if weight.is_inference() else weight._version
         if version != self._version:
             self._updates += self._version is not None
             self._version = version
         if self.is_late():
-            if any(module in attachment.layers for attachment in list(ATTACHMENTS)):
-                self._forwards = self._updates = 0
-            else:
-                for other in list(_LISTENERS):  # once a model: these would say it in this forward
+            attached = any(module in attachment.layers for attachment in list(ATTACHMENTS))
+            if not attached or self._updates >= CLOSURES:
+                for other in list(_LISTENERS):  # once for all that are late now
                     other._scaling.said = other._scaling.said or _will_be_late(other)
                 self.said = True
                 say_late()

@@ -21,7 +21,7 @@ class Edge(NamedTuple):
     requires_grad: bool
     like: Any = None  # if the shape is unknown, and so (): (shape, dtype, device) of the dry run's tensor
     leads: bool = False  # whether it is the x of the whole run
-    made_by: str = ""  # the name of the layer that makes it, of one output and that output alone
+    made_by: str = ""  # the layer that makes it as its only output, so that nothing else holds its memory
 
     def after(self, stage: Stage) -> "Edge":
         """Return the y of a stage whose x is this Edge."""

@@ -1,4 +1,4 @@
-"""A layer that `octavo.inspect` watches: its own class with four operators around the layer's node, and one before.
+"""A layer that `octavo.inspect` watches: its own class, and operators around the layer's node.
 
     octavo::inspect_x   (x, stats) -> x, link                    before the node; backward: inspect_dx
     octavo::inspect_y   (y, link?, tensors, stats, call) -> y    after it, records x, w, y; backward: inspect_dy
@@ -7,7 +7,8 @@
     octavo::inspect_rows (x, parts of its codes, stats, recipe) -> codes    records x that is gathered as codes
 
 Collectives of a layer that is split over ranks are outside of the four: x has been gathered, and y and dx are this
-rank's terms of sums. The shadow has the same tensors, so both are comparable, and nothing more is sent.
+rank's terms of sums. The shadow has the same tensors, or the values of x that was gathered as codes, and nothing more
+is sent.
 
 The link carries nothing forward. Its gradient is the shadow's dx, which so arrives where the layer's dx does. Eager
 calls, graphs and captures run the same operators. Their writes to `stats` are not declared, as those of

@@ -192,7 +192,7 @@ class Known(NamedTuple):
     found: Latest
 
 
-_known: dict[tuple[Any, ...], Known] = {}  # by the settings of stages
+_known: dict[tuple[Any, ...], Known] = {}  # by the settings of stages; `calls.forget` makes all of them unfit
 
 
 def like(settings: tuple[Any, ...], tensors: list[Tensor]) -> Known | None:

@@ -1,5 +1,6 @@
 """Attention between two projections, with rotary positions, by torch's kernels."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedShape
 from octavo.fuser.inputs import check_input
 from octavo.fuser.operation import Edge, FusibleOperation, last_dim
@@ -38,12 +40,32 @@ class RotaryFactors(nn.Module):
         return torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves the factors, and makes them anew where that cast them, or gave them memory without values."""
-        before = self.own
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.own.dtype != torch.float32 or (before.is_meta and not self.own.is_meta):
-            self.own, self.other = self._factors(self.own.device)
+        """Makes the factors anew where the module goes: torch would cast them, or give them memory without values."""
+        device = _target(fn, self.own.device)
+        kept = {name: self._buffers.pop(name) for name in ("own", "other")}
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            kept = dict(zip(kept, self._factors(device), strict=True))
+        finally:
+            self._buffers.update(kept)
         return self
+
+    def _settle(self, place: str) -> None:
+        """Gives factors that are on the meta device values in this place: a state dict that is assigned has none."""
+        if self.own.is_meta and place != "meta":
+            self.own, self.other = self._factors(torch.device(place))
+
+    @while_tracing
+    def _settle_now(self, place: str) -> None:
+        self._settle(place)
+
+
+def _target(fn: Callable[[Tensor], Tensor], device: torch.device) -> torch.device:
+    """The device to which a function for `nn.Module._apply` moves tensors of this one."""
+    try:
+        return fn(torch.empty(0, device=device)).device
+    except NotImplementedError:  # nothing is copied from the meta device; where other tensors go, these are made
+        return fn(torch.empty(0, device="cpu")).device
 
 
 class RotaryAttention(FusibleOperation, RotaryFactors):
@@ -59,11 +81,12 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
         head_width: channels of a head, an even number.
         kv_heads: the heads of k and of v, of which `heads` is a multiple. None, the default: as many as `heads`.
         positions: the most positions that a sequence has.
-        base: the slowest pair takes about this many positions per radian, 10000.0 by default.
+        base: the slowest pair takes about this many positions per radian, 10000.0 by default; 1.0 at least.
         causal: True by default: a position attends to itself and those before it.
 
     Raises:
-        UnsupportedConfig: a number is below 1, `head_width` is odd, or `heads` is no multiple of `kv_heads`.
+        UnsupportedConfig: a number is below 1, `head_width` is odd, `heads` is no multiple of `kv_heads`, or `causal`
+            is no bool.
 
     Example:
         >>> from octavo import ops
@@ -89,6 +112,10 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
                              ("positions", positions)):  # fmt: skip
             if type(number) is not int or number < 1:
                 raise UnsupportedConfig(f"RotaryAttention({name}=) is an int from 1 up, got {number!r}.")
+        if not isinstance(base, int | float) or not 1.0 <= base < math.inf:
+            raise UnsupportedConfig(f"RotaryAttention(base=) is a finite number from 1 up, got {base!r}.")
+        if not isinstance(causal, bool):
+            raise UnsupportedConfig(f"RotaryAttention(causal=) is True or False, got {causal!r}.")
         if head_width % 2:
             raise UnsupportedConfig(f"RotaryAttention rotates channels in pairs, got head_width={head_width}, odd.")
         if heads % kv_heads:
@@ -97,7 +124,7 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
                 f"kv_heads={kv_heads}. Choose a multiple."
             )
         super().__init__(positions, head_width, float(base))
-        self.heads, self.kv_heads, self.causal = heads, kv_heads, bool(causal)
+        self.heads, self.kv_heads, self.causal = heads, kv_heads, causal
 
     def forward(self, input: Tensor | QTensor) -> Tensor:
         """Returns the values that each position attends to.
@@ -107,7 +134,7 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
                 dequantized.
 
         Returns:
-            y [B, T, heads · head_width] in x's dtype.
+            y [B, T, heads · head_width] in x's dtype, or in that of torch.autocast where that is on.
 
         Raises:
             UnsupportedShape: x has other dims or another width, or more than `positions` positions.
@@ -138,6 +165,10 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
                 f"This RotaryAttention has {self.positions} positions, got a sequence of {len(range(length))}. Make "
                 "it with more: positions=."
             )
+        if torch.compiler.is_compiling():
+            self._settle_now(str(x.device))
+        elif self.own.is_meta:
+            self._settle(str(x.device))
         if x.device != self.own.device:
             raise UnsupportedDevice(f"x is on {x.device} and RotaryAttention on {self.own.device}. Move them together.")
         needs = x.requires_grad and torch.is_grad_enabled()

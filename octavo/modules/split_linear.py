@@ -1,7 +1,6 @@
 """`SplitLinear`: the part of `octavo.Linear` that concerns a weight that is split over ranks."""
 
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -174,19 +173,16 @@ sequence_parallel=True)
 
 
 def _are_covered(layer: nn.Module) -> bool:
-    """Whether weight or bias is something else than the parameter in the layer's table: an attribute, or a property,
-    which parametrizations put into a class of their own and which may compute from the parameter."""
+    """Whether weight or bias is something else than the parameter in the layer's table: an attribute, a property, which
+    parametrizations put into a class of their own and which may compute from the parameter, or what a class that looks
+    attributes up itself makes of it."""
     own, attributes = layer._parameters, layer.__dict__
     kind: Any = type(layer)
     return (
-        "weight" not in own or "weight" in attributes or "weight" in kind.__dict__
-        or "bias" not in own or "bias" in attributes or "bias" in kind.__dict__ or _covers_parameters(kind)
+        kind.__getattr__ is not nn.Module.__getattr__ or kind.__getattribute__ is not object.__getattribute__
+        or "weight" not in own or "weight" in attributes or hasattr(kind, "weight")
+        or "bias" not in own or "bias" in attributes or hasattr(kind, "bias")
     )  # fmt: skip
-
-
-@lru_cache(maxsize=256)
-def _covers_parameters(kind: type) -> bool:
-    return hasattr(kind, "weight") or hasattr(kind, "bias")
 
 
 def check_features(x: Any, weight: Tensor, title: str = "Linear") -> None:

@@ -11,7 +11,7 @@ from torch import nn
 import octavo
 from octavo.cli import main
 from octavo.cli.bench import llama, model, on_device, peers
-from octavo.cli.llama import TURN, RotaryAttention, Size, fused_blocks, plain_blocks
+from octavo.cli.llama import TURN, PlainAttention, Size, fused_blocks, plain_blocks
 
 TINY = model.SIZES["tiny"]
 CPU = torch.device("cpu")
@@ -174,12 +174,12 @@ def test_attention_is_that_written_out_head_by_head(kv_heads):
         q, k, v = turned(parts[head]), turned(parts[4 + shared]), parts[4 + kv_heads + shared]
         scores = (q @ k.mT / each**0.5).masked_fill(future, -torch.inf)
         mixed.append(scores.softmax(-1) @ v)
-    torch.testing.assert_close(RotaryAttention(size)(qkv), torch.cat(mixed, -1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(PlainAttention(size)(qkv), torch.cat(mixed, -1), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("first", llama.ATTENTION)
 def test_the_order_of_kernels_holds_inside_of_its_context_and_in_a_graph(first):
-    mix, qkv = RotaryAttention(TINY), torch.randn(2, TINY.length, TINY.qkv_width, requires_grad=True)
+    mix, qkv = PlainAttention(TINY), torch.randn(2, TINY.length, TINY.qkv_width, requires_grad=True)
     before = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
     with llama.attention_order(first):
         assert torch.backends.cuda.cudnn_sdp_enabled() == (first == "cudnn")

@@ -252,6 +252,21 @@ def test_an_attached_optimizer_that_evaluates_a_closure_is_not_warned():
     assert said_of(lambda: [optimizer.step(closure) for _ in range(3)]) == []
 
 
+def test_an_attached_optimizer_that_never_steps_is_said_at_last():
+    model = nn.Sequential(octavo.Linear(64, 64, bias=False, recipe="fp8-delayed"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    octavo.attach(model, optimizer)
+
+    def train():
+        for _ in range(40):
+            model(torch.randn(8, 64)).sum().backward()
+            with torch.no_grad():
+                model[0].weight.mul_(0.99)
+
+    with pytest.warns(UserWarning, match=r"octavo.step\(model\) was not called"):
+        train()
+
+
 def test_an_optimizer_besides_the_attached_one_is_said():
     model, *_ = attached()
     other = torch.optim.SGD(model.parameters(), lr=0.1)

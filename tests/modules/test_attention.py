@@ -174,6 +174,28 @@ def test_factors_come_to_life_after_the_meta_device():
     assert_same(layer.other, attention().other)
 
 
+def test_factors_survive_to_empty_and_come_to_life_where_a_state_is_assigned():
+    layer = attention()
+    for _ in range(3):
+        layer.to_empty(device="cpu")
+        assert_same(layer.own, attention().own)
+    model = block("fp8-current", "meta", torch.float32)
+    state = {name: torch.randn(t.shape) for name, t in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    assert model[1].own.is_meta
+    want = model(given(dtype=torch.float32))
+    assert_same(model[1].other, attention().other)
+    for place in (lambda m: m.to("cpu"), lambda m: torch.compile(m, fullgraph=True, backend="aot_eager")):
+        again = block("fp8-current", "meta", torch.float32)
+        again.load_state_dict(state, assign=True)
+        assert_same(place(again)(given(dtype=torch.float32)).detach(), want.detach())
+
+
+def test_a_model_that_stays_on_the_meta_device_keeps_its_factors_there():
+    layer = block("bf16", "meta")[1].half()
+    assert layer.own.is_meta and layer.own.dtype == torch.float32
+
+
 def test_factors_of_late_positions_are_those_of_float64():
     layer = RotaryAttention(1, 64, positions=100_000)
     speed = 10000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
@@ -200,6 +222,8 @@ def test_another_default_dtype_changes_nothing(default):
     [
         ({"heads": 0}, "heads=.* from 1 up, got 0"), ({"head_width": 7}, "in pairs, got head_width=7"),
         ({"kv_heads": 3}, "heads=4 and kv_heads=3"), ({"positions": 2.5}, "positions=.* got 2.5"),
+        ({"base": 0}, "base=.* from 1 up, got 0"), ({"base": float("nan")}, "got nan"), ({"base": "a"}, "got 'a'"),
+        ({"causal": "no"}, "causal=.* True or False, got 'no'"),
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense(settings, text):

@@ -287,7 +287,7 @@ def test_replays_that_are_forgotten_are_not_run(device, monkeypatch):
     assert len(kinds) == 2, "forward and backward ran as they are written"
 
 
-def test_late_steps_are_told_on_the_short_way(device):
+def test_late_steps_are_told_on_the_short_way(device, monkeypatch):
     layer, _ = warmed("fp8-delayed", device)
     layer._scaling.said, x = False, example(device).requires_grad_()
 
@@ -297,12 +297,36 @@ def test_late_steps_are_told_on_the_short_way(device):
             with torch.no_grad():
                 layer.weight.mul_(0.5)
 
+    monkeypatch.setattr(octavo.Linear, "_weight_side", None)  # of the long way
     with pytest.warns(UserWarning, match=r"octavo.step\(model\) was not called"):
         update()
+
+
+def test_a_class_that_looks_its_weight_up_itself_is_asked(device):
+    class Doubled(octavo.Linear):
+        def __getattr__(self, name):
+            found = super().__getattr__(name)
+            return found * 2 if name == "weight" and self.__dict__.get("doubles") else found
+
+    class Base(octavo.Linear):
+        pass
+
+    class Derived(Base):
+        pass
+
+    x = torch.randn(4, 8).to(device)
+    for layer in (Doubled(8, 8, bias=False, recipe="bf16"), Derived(8, 8, bias=False, recipe="bf16")):
+        layer = layer.to(device)
+        plain = layer(x)
+        if isinstance(layer, Doubled):
+            layer.__dict__["doubles"] = True
+        else:
+            Base.weight = property(lambda self: self._parameters["weight"] * 2)
+        torch.testing.assert_close(layer(x), 2 * plain)
 
 
 def test_a_layer_that_is_inspected_is_seen(device):
     model = nn.Sequential(warmed("fp8-current", device)[0])
     with octavo.inspect(model) as found:
         step(model[0], example(device).requires_grad_(), call=model)
-    assert found.rows()
+    assert {row.tensor: row.calls for row in found.rows()} == dict.fromkeys(("x", "w", "dy", "y", "dx", "dw"), 1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo._torch.attention import chosen_backend
-from octavo.cli.llama import RotaryAttention, Size
+from octavo.cli.llama import PlainAttention, Size
 
 STD = 0.02  # of the first weights
 
@@ -51,7 +51,7 @@ def reset(model: nn.Module, seed: int) -> None:
 
 def attention_kernel(size: Size, device: torch.device, first: str) -> str:
     """Returns the name of the kernel that attention runs in bfloat16."""
-    mix = RotaryAttention(size).to(device, torch.bfloat16)
+    mix = PlainAttention(size).to(device, torch.bfloat16)
     shape = (size.batch, size.length, size.qkv_width)
     qkv = torch.zeros(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
     with attention_order(first):
