@@ -47,7 +47,7 @@ def last_dim(x: Any) -> int:
 
 def has_shape(x: Any) -> bool:
     """Whether x's shape is known. The shape of a user's operation's output inside a run is not."""
-    return bool(x.shape) or type(x) is not Edge or x.like is None
+    return len(x.shape) > 0 or type(x) is not Edge or x.like is None
 
 
 class Channel(NamedTuple):
