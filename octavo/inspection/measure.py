@@ -172,8 +172,8 @@ class Call(NamedTuple):
         return self.inputs if x is None or self.config.x == "codes" else self.inputs._replace(x=_rows(x))
 
     def _saved(self, exact: Any) -> Any:
-        """What the shadow's backward needs of forward, without its GEMM: a forward without quantization makes nothing
-        for backward but the places of groups."""
+        """Selects the tensors that the shadow's backward needs, without running its forward: unquantized, forward
+        makes no tensor for backward but the places of groups."""
         fresh = dict.fromkeys(self.layer.Fresh._fields)
         if self.groups is not None:
             fresh |= dict(zip(Groups._fields, self.groups.tensors(), strict=False))

@@ -1,7 +1,7 @@
 """Rows of q, k and v, side by side, as heads, those of q and k rotated by their positions (`octavo.kernels.rotary`).
 
-y is q [B, T, H, D]; k and v [B, T, S, D] are side outputs. v lies in memory as it does in x: where a layer before has
-made x, which nobody else holds, v is that part of it, and otherwise a copy with the same strides.
+y is q [B, T, H, D]; k and v [B, T, S, D] are side outputs. v is a view of x if the Linear before has just made x, since
+no other tensor shares that memory. Otherwise v is a copy, with the strides that the view would have.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from octavo.values import Value, register
 class Config(Value):
     heads: int = 1  # of q
     shared: int = 1  # of k and of v
-    owns: bool = False  # whether x is nobody else's
+    owns: bool = False  # whether no other tensor shares x's memory, so that v may be a view of it
     grads: str = ""  # "x" if its gradient is wanted
 
 

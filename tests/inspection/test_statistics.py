@@ -42,7 +42,7 @@ def recorded(record, *arguments):
 
 
 def largest_values(q):
-    """What codes that are all the largest one stand for."""
+    """Returns the largest value that each scale of q can represent, for every element."""
     matrix = q.q if isinstance(q, octavo.quant.GroupedTensor) else q
     fmt = matrix.spec.fmt
     byte = int(fmt.encode(torch.tensor([fmt.max])).view(torch.uint8)[0])

@@ -136,7 +136,7 @@ CHANGES = {
 
 
 def attempt(call):
-    """What a call returns, or the error that it raises."""
+    """Returns the result of a call, or its error as text."""
     try:
         found, counted = call()
     except octavo.errors.Unsupported as error:

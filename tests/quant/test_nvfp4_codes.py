@@ -231,7 +231,7 @@ def _reciprocals(x, fast, slow, N: tl.constexpr):
 
 @pytest.mark.gpu
 def test_the_fast_reciprocal_is_correctly_rounded():
-    """Of every significand, at the ends of what it is used for, and of zero and NaN."""
+    """Checks every significand, at the smallest and largest exponents in use, and zero and NaN."""
     for exponent in (1, 2, 126, 127, 238):
         bits = torch.arange(1 << 23, dtype=torch.int32, device="cuda") + (exponent << 23)
         x, fast, slow = bits.view(torch.float32), *torch.empty(2, 1 << 23, device="cuda")

@@ -16,7 +16,7 @@ STAGES = gl.constexpr(3)  # buffers of both operands, 48 KiB each, beside 64 KiB
 
 @gluon.jit
 def _hand_over(one, two, three, four, whole, room, row, column):
-    """The copy unit writes the sums, and nobody waits: there is room for all of them."""
+    """Copies the sums to shared memory, from where TMA writes them. All four fit, so that no warp waits for a write."""
     tma.store_wait(0)
     room.index(0).store(one.to(whole.dtype))
     room.index(1).store(two.to(whole.dtype))
