@@ -115,10 +115,10 @@ from octavo.kernels.activation import triton as activation
 from octavo.kernels.column_scale import triton as column_scale
 from tests import offline
 
-assert "octavo.kernels.column_scale.triton" in offline.MODULES
+assert column_scale in offline.modules()
 curves = [v for v in activation.variants() if v.constants["CURVE"] is activation.softsign]
 for variant in [*column_scale.variants(), *curves[:2]]:
-    print(variant.name, offline.ptxas(offline.ptx_of(variant, 90), 90)[1])
+    print(variant.name, offline.resources(variant)[1])
 """
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from octavo._torch.triton import async_load
 from octavo.kernels.grouped_gemm.hopper.contraction import write_depth
 from octavo.kernels.grouped_gemm.hopper.plain import (
     DEPTH,
@@ -76,8 +77,8 @@ def _load(a, b, left, right, ready, empty, block, G, M, N, K):
             mbarrier.wait(empty.index(stage), phase)
             bar = ready.index(stage)
             mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
-            tma.async_copy_global_to_shared(a, [row * SIZE, first + i], bar, left.index(stage))
-            tma.async_copy_global_to_shared(b, [column * ACROSS, first + i], bar, right.index(stage))
+            async_load(a, [row * SIZE, first + i], bar, left.index(stage))
+            async_load(b, [column * ACROSS, first + i], bar, right.index(stage))
             stage, phase = following(stage, phase, left.shape[0])
 
 

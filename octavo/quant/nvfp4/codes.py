@@ -239,8 +239,8 @@ _KEY0, _KEY1 = (tl.constexpr(step) for step in philox.KEY_STEPS)
 
 @triton.jit
 def _low_and_high(x, PRODUCT: tl.constexpr):
-    words: tl.constexpr = (tl.uint32, tl.uint32)
-    return tl.inline_asm_elementwise(PRODUCT, "=r,=r,r", [x], dtype=words, is_pure=True, pack=1)
+    # a name for the dtypes would be one constant, which Triton 3.9 does not take apart
+    return tl.inline_asm_elementwise(PRODUCT, "=r,=r,r", [x], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1)
 
 
 @triton.jit

@@ -4,8 +4,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from octavo._torch.triton import async_load, async_store, wait_until_read
 from octavo.kernels.grouped_gemm.hopper.tiles import (
     SIZE,
     STAGES,
@@ -72,12 +73,12 @@ def load_depth(a, b, a_lines, b_lines, left, right, of_rows, of_columns, ready, 
             if a_lines is not None:
                 scales: gl.constexpr = a_lines.block_type.nbytes + b_lines.block_type.nbytes
                 mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes + scales)
-                tma.async_copy_global_to_shared(a_lines, [step, (top + low) * SIZE], bar, of_rows.index(stage))
-                tma.async_copy_global_to_shared(b_lines, [step, n * ACROSS], bar, of_columns.index(stage))
+                async_load(a_lines, [step, (top + low) * SIZE], bar, of_rows.index(stage))
+                async_load(b_lines, [step, n * ACROSS], bar, of_columns.index(stage))
             else:
                 mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
-            tma.async_copy_global_to_shared(a, [(top + low) * SIZE, step * SIZE], bar, left.index(stage))
-            tma.async_copy_global_to_shared(b, [n * ACROSS, step * SIZE], bar, right.index(stage))
+            async_load(a, [(top + low) * SIZE, step * SIZE], bar, left.index(stage))
+            async_load(b, [n * ACROSS, step * SIZE], bar, right.index(stage))
             stage, phase = following(stage, phase, left.shape[0])
         group, top, n, low = place_after(group, top, n, low, step_group, step_top, step_n, step_low, span, down, across)
 
@@ -101,10 +102,10 @@ def write_depth(HALF: gl.constexpr, total, out, group, m, n, N, K, ADD: gl.const
 @gluon.jit
 def _hand_over(HALF: gl.constexpr, total, whole, room, group, m, n, N):
     """Where no tile has rows of two groups, the copy unit writes it, and nobody waits."""
-    tma.store_wait(0)
+    wait_until_read()
     room.store(total.to(whole.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(whole, [group * N + m * SIZE + HALF * (SIZE // 2), n * SIZE], room)
+    async_store(whole, [group * N + m * SIZE + HALF * (SIZE // 2), n * SIZE], room)
 
 
 @gluon.jit
@@ -152,7 +153,7 @@ def _multiply_depth(
         first, end = next_first, next_end
         group, top, n, low = next_group, next_top, next_n, next_low
     if whole is not None:
-        tma.store_wait(0)
+        wait_until_read()
 
 
 @gluon.jit
@@ -193,7 +194,7 @@ def _multiply_whole_depth(
             write_depth(HALF, total, out, group, top + low, n, N, K, ADD)
         group, top, n, low = next_group, next_top, next_n, next_low
     if whole is not None:
-        tma.store_wait(0)
+        wait_until_read()
 
 
 @gluon.jit

@@ -9,12 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
+from octavo._torch.triton import wait_until_read
 from octavo.kernels.grouped_gemm.hopper.row_groups import halves_of, load_rows, pass_over, write_rows
 from octavo.kernels.grouped_gemm.hopper.tiles import (
     SIZE,
@@ -101,7 +101,7 @@ def _multiply(
             stage, phase = pass_over(ready, empty, stage, phase, steps, left.shape[0])
         group, row, column = next_group, next_row, next_column
     if whole is not None:
-        tma.store_wait(0)
+        wait_until_read()
 
 
 @gluon.jit

@@ -10,12 +10,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
+from octavo._torch.triton import async_load
 from octavo.kernels.grouped_gemm.hopper.row_groups import write_rows
 from octavo.kernels.grouped_gemm.hopper.tiles import (
     barriers,
@@ -69,12 +69,12 @@ def _load_plain(
             mbarrier.wait(empty.index(stage), phase)
             bar = ready.index(stage)
             mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
-            tma.async_copy_global_to_shared(a, [start, k], bar, left.index(stage))
+            async_load(a, [start, k], bar, left.index(stage))
             if TURNED:
                 at = [group * group_rows + k, column * ACROSS]
             else:
                 at = [group * group_rows + column * ACROSS, group * group_columns + k]
-            tma.async_copy_global_to_shared(b, at, bar, right.index(stage))
+            async_load(b, at, bar, right.index(stage))
             stage, phase = following(stage, phase, left.shape[0])
         group, row, column = next_group, next_row, next_column
 

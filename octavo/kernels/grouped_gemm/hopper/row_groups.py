@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from octavo._torch.triton import async_load, async_store, wait_until_read
 from octavo.kernels.grouped_gemm.hopper.tiles import (
     HALF_TILE,
     SIZE,
@@ -72,11 +73,11 @@ def write_rows(HALF: gl.constexpr, total, out, whole, room, bias, scales, start,
     FLAT: gl.constexpr = flat_layout(ACROSS)
     total = _with_bias(HALF, total, bias, scales, start, count, group, column, N)
     if whole is not None:
-        tma.store_wait(0)  # what was there has left
+        wait_until_read()  # what was there has left
         room.store(total.to(whole.dtype))
         fence_async_shared()
         if count >= (HALF + 1) * H:
-            tma.async_copy_shared_to_global(whole, [start + HALF * H, column * ACROSS], room)
+            async_store(whole, [start + HALF * H, column * ACROSS], room)
         else:
             _write_some(HALF, room.load(FLAT), out, start, count, column, N)
     else:
@@ -108,9 +109,9 @@ def load_rows(a, b, left, right, ready, empty, owner, block, G, N, K, group_rows
             mbarrier.wait(empty.index(stage), phase)
             bar = ready.index(stage)
             mbarrier.expect(bar, a.block_type.nbytes + b.block_type.nbytes)
-            tma.async_copy_global_to_shared(a, [row * SIZE, k], bar, left.index(stage))
+            async_load(a, [row * SIZE, k], bar, left.index(stage))
             at = [group * group_rows + column * ACROSS, group * group_columns + k]
-            tma.async_copy_global_to_shared(b, at, bar, right.index(stage))
+            async_load(b, at, bar, right.index(stage))
             stage, phase = following(stage, phase, left.shape[0])
         group, row, column = next_group, next_row, next_column
 
@@ -195,7 +196,7 @@ def _multiply_rows(
             a, b, c, d = _two_scales(at_a, at_b, a_scale_step, b_scale_step, 0, steps)
         group, row, column = next_group, next_row, next_column
     if whole is not None:
-        tma.store_wait(0)
+        wait_until_read()
 
 
 @gluon.jit
@@ -234,7 +235,7 @@ def _multiply_whole_rows(
             stage, phase = pass_over(ready, empty, stage, phase, steps)
         group, row, column = next_group, next_row, next_column
     if whole is not None:
-        tma.store_wait(0)
+        wait_until_read()
 
 
 @gluon.jit

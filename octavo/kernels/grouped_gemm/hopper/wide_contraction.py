@@ -4,8 +4,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from octavo._torch.triton import async_store, wait_until_read
 from octavo.kernels.grouped_gemm.hopper.contraction import depth_of, load_depth, place_after, place_of, write_depth
 from octavo.kernels.grouped_gemm.hopper.quarters import QUARTER, add_scaled_quarters
 from octavo.kernels.grouped_gemm.hopper.tiles import SIZE, barriers, room_for_tiles
@@ -17,14 +18,14 @@ STAGES = gl.constexpr(3)  # buffers of both operands, 48 KiB each, beside 64 KiB
 @gluon.jit
 def _hand_over(one, two, three, four, whole, room, row, column):
     """Copies the sums to shared memory, from where TMA writes them. All four fit, so that no warp waits for a write."""
-    tma.store_wait(0)
+    wait_until_read()
     room.index(0).store(one.to(whole.dtype))
     room.index(1).store(two.to(whole.dtype))
     room.index(2).store(three.to(whole.dtype))
     room.index(3).store(four.to(whole.dtype))
     fence_async_shared()
     for part in gl.static_range(4):
-        tma.async_copy_shared_to_global(whole, [row, column + part * QUARTER], room.index(part))
+        async_store(whole, [row, column + part * QUARTER], room.index(part))
 
 
 @gluon.jit
@@ -60,7 +61,7 @@ def _multiply(
         first, end = next_first, next_end
         group, top, n, low = next_group, next_top, next_n, next_low
     if whole is not None:
-        tma.store_wait(0)
+        wait_until_read()
 
 
 @gluon.jit
