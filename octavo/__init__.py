@@ -18,6 +18,7 @@
 from octavo.version import __version__  # isort: skip  (checks the version of torch first)
 
 from octavo import backend, errors, formats, moe, ops, quant, recipes
+from octavo._torch.fast_paths import warn_if_untried
 from octavo._torch.tracing import buffer
 from octavo.ambient import autocast, microbatch
 from octavo.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -78,6 +79,9 @@ __all__ = [
     "state_dict",
     "step",
 ]
+
+
+warn_if_untried()
 
 
 def __dir__() -> list[str]:

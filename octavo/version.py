@@ -1,9 +1,14 @@
-"""The version of this package, and the oldest torch it runs on, checked before anything else is imported."""
+"""The version of this package, the oldest torch it runs on, and the versions it was tried with, checked before anything
+else is imported."""
+
+from importlib import metadata
 
 import torch
 
 __version__ = "0.1.0"
 OLDEST_TORCH = (2, 11)
+# the versions of docs/compatibility.md; on others every fast path still checks itself
+TRIED = {"torch": ((2, 11), (2, 15)), "triton": ((3, 6), (3, 9))}
 
 
 def parse(version: str) -> tuple[int, int]:
@@ -16,3 +21,17 @@ if parse(torch.__version__) < OLDEST_TORCH:
         f"Octavo {__version__} needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, found {torch.__version__}. "
         "Upgrade torch."
     )
+
+
+def untried() -> list[str]:
+    """Returns the installed torch and Triton that are newer, or older, than the versions that Octavo was tried with."""
+    found = []
+    for name, (oldest, newest) in TRIED.items():
+        try:
+            version = torch.__version__ if name == "torch" else metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if not oldest <= parse(version) <= newest:
+            first, last = (".".join(map(str, end)) for end in (oldest, newest))
+            found.append(f"{name} {version} (tried: {first} to {last})")
+    return found

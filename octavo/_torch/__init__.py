@@ -1,6 +1,8 @@
-"""The private APIs of torch that Octavo uses, a file per noun, a line per name: what it is and why Octavo needs it.
+"""The private APIs of torch and Triton that Octavo uses, a file per noun, a line per name: what it is and why Octavo
+needs it.
 
-Every name works on torch 2.11 and 2.13, the versions that Octavo runs on, unless its line says otherwise.
+Every name works on torch 2.11 to 2.15, unless its line says otherwise; `make test-versions` runs the tests on each. A
+shortcut that a plain call could replace is a `FastPath` (`fast_paths.py`): it proves itself before it is used.
 
 The rule, which tests/test_private_torch.py enforces: outside of this folder no file imports a private module of torch
 or names a private attribute of the `torch` namespace. Re-exports here are plain, so that hot paths pay for no call.

@@ -1,8 +1,11 @@
 """Modes and transforms that stand between a call and the kernels."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._functorch import pyfunctorch
 from torch.utils import _device, _python_dispatch
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode  # the base of modes that see operators: replay records by one
@@ -23,3 +26,19 @@ has_transforms = torch._C._are_functorch_transforms_active  # whether a call run
 transforms = _functorch.get_interpreter_stack  # all that are active, for the refusal's names; None without any
 innermost_transform = _functorch.peek_interpreter_stack  # None without any: under one, tensors have no address
 is_batched = _functorch.is_legacy_batchedtensor  # whether a gradient is several: is_grads_batched=True
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """A block in which operators run as they are, on real tensors that record no gradient: without the dispatch modes
+    of the caller, its transforms of torch.func, its inference mode and its torch.autocast."""
+    with ExitStack() as stack:
+        stack.enter_context(pyfunctorch.temporarily_clear_interpreter_stack())  # type: ignore[no-untyped-call]
+        stack.enter_context(_python_dispatch._disable_current_modes())  # type: ignore[no-untyped-call]
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        if torch.cuda.is_available():
+            stack.enter_context(torch.autocast("cuda", enabled=False))
+        yield

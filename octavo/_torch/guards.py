@@ -1,8 +1,7 @@
-"""torch.compile's own check of tensors: whether others have the layout of given ones, in one call of C++.
+"""torch's own check that tensors have the same layout as given ones, in one call of C++.
 
 It compares type, dispatch keys (which tell the device's type, views that negate, batches), dtype, device, whether a
-gradient is wanted, sizes and strides, and no address. A wrong call of it ends the process, so it is made only with the
-versions of torch in TRIED.
+gradient is wanted, sizes and strides, and no address.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,12 +10,8 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
-TRIED = ("2.11.", "2.13.")
-
-
-def are_tried() -> bool:
-    """Whether this version of torch has the check, and in the form that is called here."""
-    return torch.__version__.startswith(TRIED) and hasattr(guards, "TensorGuards")
+from octavo._torch.dispatch import plainly
+from octavo._torch.fast_paths import FastPath, torch_version
 
 
 def same_layouts(tensors: Sequence[Tensor]) -> Callable[..., bool]:
@@ -26,3 +21,32 @@ def same_layouts(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     known = guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
     check: Callable[..., bool] = known.check
     return check
+
+
+def _check() -> str:
+    """Compare the guards' answers with what differs between tensors."""
+    with plainly():
+        first, second = (torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in ((4, 6), (3,)))
+        others = {
+            "the same layout": torch.ones(4, 6, dtype=torch.float32, device="cpu"),
+            "another size": torch.zeros(5, 6, dtype=torch.float32, device="cpu"),
+            "another number of dims": torch.zeros(4, 6, 1, dtype=torch.float32, device="cpu"),
+            "other strides": torch.zeros(6, 4, dtype=torch.float32, device="cpu").T,
+            "another dtype": torch.zeros(4, 6, dtype=torch.bfloat16, device="cpu"),
+            "another device": torch.zeros(4, 6, dtype=torch.float32, device="meta"),
+            "a gradient": torch.zeros(4, 6, dtype=torch.float32, device="cpu", requires_grad=True),
+            "another type": torch.nn.Parameter(first.clone(), requires_grad=False),
+        }
+        is_same = same_layouts((first, second))
+        said = {what: bool(is_same(t, second)) for what, t in others.items()}
+    wrong = [what for what, same in said.items() if same != (what == "the same layout")]
+    return f"they are wrong about {', '.join(wrong)}" if wrong else ""
+
+
+GUARDS = FastPath(
+    "torch's guards for repeated calls",
+    "Calls are compared in Python, with the same results and more host time.",
+    _check,
+    torch_version,
+    is_quick=True,
+)

@@ -1,17 +1,20 @@
 """Inductor's code for an operator: a call of a plain Python function, without torch's dispatcher in between.
 
 The dispatcher takes longer to reach an operator that is written in Python than a small layer's kernels take to start.
-Inductor has no public way around it, so this is done only with the versions of torch in TRIED; with others the code
-calls the operator, with the same results and more of the host's time.
+Inductor has no public way around it, so a graph of one node proves it first.
 """
 
+import operator as python_operators
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 
-TRIED = ("2.11.", "2.13.")
+from octavo._torch.dispatch import plainly
+from octavo._torch.fast_paths import FastPath, Undecided, torch_version
 
 
 def is_loaded() -> bool:
@@ -27,8 +30,6 @@ def call_directly(operator: Any, factory: str, makes_fresh: Callable[..., bool])
     passes the list of tensors alone. `makes_fresh` gets the same other arguments, and says whether all results are
     allocations of their own: Inductor takes those to be aligned, and checks no sizes.
     """
-    if not torch.__version__.startswith(TRIED):
-        return
     from torch._inductor import ir, lowering
     from torch._inductor.virtualized import V
     from torch._library.utils import get_layout_constraint_tag
@@ -78,3 +79,80 @@ def _is_fixed(nodes: Any) -> bool:
     return all(
         not getattr(number, "free_symbols", None) for node in nodes for number in (*node.get_size(), *node.get_stride())
     )
+
+
+@torch.library.custom_op("octavo::doubled", mutates_args=())
+def _doubled(tensors: list[Tensor], text: str) -> list[Tensor]:
+    """An operator for the check: it has the form of those that layers run as."""
+    return [t + t for t in tensors]
+
+
+@_doubled.register_fake
+def _(tensors: list[Tensor], text: str) -> list[Tensor]:
+    return [torch.empty_like(t) for t in tensors]
+
+
+_asked: list[str] = []  # what the check's graph was given
+
+
+def doubled_node(text: str, *, fixed: bool) -> Callable[[list[Tensor]], list[Tensor]]:
+    """Return the function that the check's graph calls in place of the operator."""
+    _asked.append(text)
+    return lambda tensors: [t + t for t in tensors]
+
+
+def _check() -> str:
+    """Compile one graph of one operator, twice: as Inductor does by itself, and with a direct call."""
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    if isinstance(V.graph, GraphLowering):  # Inductor takes one graph at a time
+        raise Undecided
+    with plainly():
+        x = torch.arange(6, dtype=torch.float32, device="cpu").view(2, 3)
+        plain = _compiled(x)([x])[0]
+        call_directly(torch.ops.octavo.doubled.default, f"{__name__}.doubled_node", lambda text: True)
+        _asked.clear()
+        direct = _compiled(x)([x])[0]
+        same = torch.equal(plain, x + x) and torch.equal(direct, plain)
+    if _asked != ["check"]:
+        return "Inductor's code does not call the function"
+    return "" if same else "Inductor's code gives another result"
+
+
+def _compiled(x: Tensor) -> Callable[[list[Tensor]], Any]:
+    """Return Inductor's code for a graph that doubles x. The compiler's counters and caches do not see it."""
+    from torch._dynamo.utils import counters
+    from torch._guards import TracingContext, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    graph = torch.fx.Graph()
+    given = graph.placeholder("x")
+    made = graph.call_function(torch.ops.octavo.doubled.default, ([given], "check"))
+    first = graph.call_function(python_operators.getitem, (made, 0))
+    graph.output((first,))
+    given.meta["val"] = mode.from_tensor(x)
+    made.meta["val"] = [mode.from_tensor(x)]
+    first.meta["val"] = made.meta["val"][0]
+    counted = {name: dict(values) for name, values in counters.items()}
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(tracing(TracingContext(mode)))
+            stack.enter_context(config.patch(force_disable_caches=True, cpp_wrapper=False))
+            return compile_fx_inner(torch.fx.GraphModule({}, graph), [given.meta["val"]])  # type: ignore[return-value]
+    finally:
+        counters.clear()
+        for name, values in counted.items():
+            counters[name].update(values)
+
+
+DIRECT_CALLS = FastPath(
+    "calls of layers in Inductor's code without torch's dispatcher",
+    "The code calls operators, with the same results and more host time.",
+    _check,
+    torch_version,
+)

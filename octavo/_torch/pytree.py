@@ -1,4 +1,4 @@
-"""Nested tuples, lists and dicts of tensors, which have no public module in 2.11 and 2.13."""
+"""Nested tuples, lists and dicts of tensors, which have no public module up to torch 2.15."""
 
 from torch.utils import _pytree
 

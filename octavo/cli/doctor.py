@@ -28,10 +28,14 @@ import torch
 from torch import Tensor
 
 from octavo import backend
+from octavo._torch.fast_paths import FAST_PATHS
+from octavo._torch.guards import GUARDS
+from octavo._torch.inductor import DIRECT_CALLS
 from octavo.cli import machine, output, table
 from octavo.cli.known_bad import known_bad
 from octavo.kernels import grouped_gemm
 from octavo.kernels.gemm import gemm, native, route
+from octavo.launch import DIRECT_LAUNCHES
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.quant import QTensor, Quantizer
 from octavo.recipes import SHIPPED, Recipe, recipe
@@ -73,12 +77,30 @@ def examine(device: torch.device, report: dict[str, Any]) -> None:
     """Fills the report, one recipe after another."""
     facts = machine.describe(device)
     report |= {"machine": facts, "recipes": {}, "known_bad": known_bad(facts, dict(os.environ)), "failed": []}
+    report["fast_paths"] = fast_paths_of(device)
     for name in SHIPPED:
         cells = probe(recipe(name), device)
         report["recipes"][name] = {column: asdict(cell) for column, cell in cells.items()}
         report["failed"] += [f"{name} {column}" for column, cell in cells.items() if cell.status == "failed"]
 
 
+def fast_paths_of(device: torch.device) -> list[dict[str, Any]]:
+    """Checks every fast path, and returns its state: `on` is None for one that has no use on this device."""
+    asked = [GUARDS, DIRECT_CALLS]
+    if backend.choose(device) == "triton":
+        from octavo.kernels.activation_quantize import triton as casts  # with every tile that transposes codes
+        from octavo.quant.tensorwise.triton import transposes_codes
+
+        asked.append(DIRECT_LAUNCHES)
+        for config in {*casts.CONFIGS, *casts.GATED_CONFIGS, *casts.GROUP_CONFIGS}:
+            transposes_codes(config)
+    for path in asked:
+        path.is_on()
+    return [path.state() for path in FAST_PATHS]
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()  # a caller without gradients still asks for the backward of a layer
 def probe(subject: Recipe, device: torch.device) -> dict[str, Cell]:
     """Returns a cell for each column, from the three tensors of one small linear layer."""
     quant = subject.linear()
@@ -108,9 +130,10 @@ def _guarded(check: Callable[[], Cell]) -> Cell:
 
 def _tile(rows: int, columns: int, salt: int) -> Tensor:
     """Returns signed data with a wide range, made on the CPU so that it is the same on every device."""
-    generator = torch.Generator().manual_seed(salt)
-    x = torch.randn(rows, columns, generator=generator)
-    return (x * torch.exp2(torch.randint(-3, 4, (rows, 1), generator=generator))).to(torch.bfloat16)
+    generator = torch.Generator("cpu").manual_seed(salt)
+    x = torch.randn(rows, columns, generator=generator, device="cpu", dtype=torch.float32)
+    exponent = torch.randint(-3, 4, (rows, 1), generator=generator, device="cpu", dtype=torch.int64)
+    return (x * torch.exp2(exponent.float())).to(torch.bfloat16)
 
 
 def _operand(part: Part, device: torch.device, delayed: bool) -> QTensor | Tensor:
@@ -119,8 +142,8 @@ def _operand(part: Part, device: torch.device, delayed: bool) -> QTensor | Tenso
     if spec is None:
         return x if axis == -1 else x.T
     if delayed:
-        return spec.quantize(x, axis, encode=torch.full((1,), 2.0, device=device))
-    seed = torch.tensor([1, 2], device=device) if spec.draws else None
+        return spec.quantize(x, axis, encode=torch.full((1,), 2.0, device=device, dtype=torch.float32))
+    seed = torch.tensor([1, 2], device=device, dtype=torch.int64) if spec.draws else None
     return spec.quantize(x, axis, seed=seed)
 
 
@@ -158,11 +181,12 @@ def _probe_gemm(pair: tuple[Part, Part], device: torch.device, delayed: bool, ac
 def _probe_grouped(subject: Recipe, device: torch.device) -> Cell:
     """Checks three experts, one without tokens: y is near the exact product, and all results are near the CPU's."""
     tokens, out, inner = TILE
-    there: Any = GroupedLinear(3, inner, out, bias=False, recipe=subject, dtype=torch.bfloat16)
+    there: Any = GroupedLinear(3, inner, out, bias=False, recipe=subject, device="cpu", dtype=torch.bfloat16)
     with torch.no_grad():
         there.weight.copy_(torch.stack([_tile(out, inner, 3 + g) for g in range(3)]))
     here = copy.deepcopy(there).to(device)
-    x, dy, sizes = _tile(tokens, inner, 0), _tile(tokens, out, 2), torch.tensor([tokens - 60, 0, 60])
+    x, dy = _tile(tokens, inner, 0), _tile(tokens, out, 2)
+    sizes = torch.tensor([tokens - 60, 0, 60], device="cpu", dtype=torch.int64)
     got, want = (_grouped_step(layer, x, dy, sizes) for layer in (here, there))
     weights = there.weight.detach().double().repeat_interleave(sizes, 0)
     exact = torch.einsum("tk,tnk->tn", x.double(), weights)
@@ -199,6 +223,8 @@ def render(report: dict[str, Any]) -> str:
         if cell["status"] == "failed"
     )
     parts += ["\n".join(notes)] if notes else []
+    off = [path for path in report["fast_paths"] if path["why"]]
+    parts += [f"{path['name']}: off, because {path['why']}. {path['what']}" for path in off]
     parts += [f"known bad: {entry['what']} ({entry['where']}). {entry['octavo']}" for entry in report["known_bad"]]
     parts.append(_verdict(report))
     return "\n\n".join(parts)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo import backend
+from octavo._torch import fast_paths
 from octavo._torch.compilation import mode_options, modes
 from octavo._torch.modules import uncompiled
 from octavo._torch.pytree import tree_leaves, tree_map
@@ -86,6 +88,7 @@ def explain(
         captured=tuple(capture.captured),
         layers=tuple(_layer(path, layer, capture) for path, layer in layers(subject)),
         runs=tuple(capture.runs),
+        off=(*fast_paths.off(), *backend.emulated().values()),
     )
 
 

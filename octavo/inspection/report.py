@@ -141,6 +141,8 @@ class CompileReport:
         captured: the graphs of forward and backward, in the order in which they were made.
         layers: the Octavo layers of the model.
         runs: groups of operations of a Sequential that run together.
+        off: the fast paths of this process that are off, and the GEMMs that are emulated because they failed a probe,
+            each with its reason.
     """
 
     compiler: str
@@ -152,6 +154,7 @@ class CompileReport:
     captured: tuple[Graph, ...]
     layers: tuple[Layer, ...]
     runs: tuple[Fused, ...] = ()
+    off: tuple[str, ...] = ()
 
     def count(self, name: str, direction: str = "") -> int:
         """Counts the calls of an operator in the captured graphs.
@@ -181,6 +184,7 @@ class CompileReport:
             "captured": [graph.as_dict() for graph in self.captured],
             "layers": [layer.as_dict() for layer in self.layers],
             "runs": [dict(vars(run)) for run in self.runs],
+            "off": list(self.off),
         }
 
     def __str__(self) -> str:
@@ -192,7 +196,8 @@ class CompileReport:
             parts += _entries(name, [str(entry) for entry in found])
         for run in dict.fromkeys(self.runs):
             parts += [f"  run  {run}", *[f"    refused  {text}" for text in run.refused]]
-        return "\n".join([*parts, "", *_graph_lines(self.captured), "", *_layer_lines(self.layers)])
+        lines = [*parts, "", *_graph_lines(self.captured), "", *_layer_lines(self.layers)]
+        return "\n".join([*lines, *(["", *self.off] if self.off else [])])
 
 
 def _entries(name: str, found: Sequence[str]) -> list[str]:

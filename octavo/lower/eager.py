@@ -25,7 +25,7 @@ from octavo.lower.stage import Stage
 from octavo.lower.transforms import check_transforms, refuse_active, refuse_batched, refuse_tangents
 from octavo.memory import overlap
 
-_ANCHOR = torch.empty(0, requires_grad=True)
+_ANCHOR = torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True)
 
 
 # One call, as autograd passes it to `_Run`: all but the tensors that may take a gradient. A plain tuple, because every

@@ -43,7 +43,7 @@ from torch.fx.node import has_side_effect
 from torch.utils.flop_counter import register_flop_formula
 
 from octavo._torch.autograd import current_graph_task, preserve_version_counter, saved_tensors_hooks
-from octavo._torch.inductor import call_directly, is_loaded
+from octavo._torch.inductor import DIRECT_CALLS, call_directly, is_loaded
 from octavo._torch.tracing import saved_elsewhere, while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.layers import (
@@ -88,9 +88,10 @@ _KNOWN = (
 def digest() -> str:
     """Eight hex digits of every source file of the package that a node's result may depend on."""
     root, seen = Path(__file__).parent.parent, hashlib.sha256()
-    files = [root / name for name in ("formats.py", "values.py", "memory.py", "backend.py", "launch.py")]
+    files = [root / name for name in ("formats.py", "values.py", "memory.py", "backend.py")]
     for folder in (
-        "_torch", "quant", "kernels", "recipes", "delayed_scaling", "wgrad", "layers", "lower", "fused", "inspection",
+        "_torch", "launch", "quant", "kernels", "recipes", "delayed_scaling", "wgrad", "layers", "lower", "fused",
+        "inspection",
     ):  # fmt: skip
         files += sorted((root / folder).rglob("*.py"))
     for path in files:
@@ -250,7 +251,7 @@ def _refuse_hooks(parsed: NodeCall) -> None:
 
 @_run.register_fake
 def _(tensors: list[Tensor], call: str) -> list[Tensor]:
-    if is_loaded():
+    if is_loaded() and DIRECT_CALLS.is_on():
         _call_directly()
     return _listed(_fakes(node_call(call), tensors[::-1]))
 

@@ -4,18 +4,16 @@ whole blocks within a few threads; plain Triton would reduce across warps and tr
 The kernel loads a tile with sixteen neighbours of a row per thread, eight threads per 128 columns. The transpose goes
 through shared memory once, still in two-byte elements, into that same layout. From there on the two orientations share
 the same code: a block's amax takes sixteen values in a thread and at most three shuffles, and each thread writes
-sixteen codes. With one scale for all, small tiles turn the codes themselves around (`store_turned`): each is made
+sixteen codes. With one scale for all, small tiles transpose the codes themselves (`store_transposed`): each is made
 once, and half the bytes pass through shared memory. Elementwise helpers are plain Triton (`octavo.quant.tile`), which
 Gluon compiles as its own.
 
 Measured on an H200, both orientations of 16384x8192 bfloat16: 1x128 blocks 0.25 ms in plain Triton, 0.144 here.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from octavo.launch import TRIED
 from octavo.quant.tile import named_rows
 
 
@@ -92,7 +90,7 @@ def _pair_layout(columns, warps):
 
 
 @gluon.constexpr_function
-def _turned_layout(rows, columns, warps):
+def _transposed_layout(rows, columns, warps):
     """Returns a layout of [columns / 2, rows] with up to sixteen neighbours of a row per thread, so that no thread is
     idle."""
     each = max(4, min(16, rows * columns // (64 * warps)))
@@ -100,35 +98,26 @@ def _turned_layout(rows, columns, warps):
     return gl.BlockedLayout([1, each], [32 // across, across], [warps, 1], [1, 0])
 
 
-@gluon.constexpr_function
-def can_be_turned(rows, columns, warps):
-    """Whether `store_turned` takes tiles of this size. Triton 3.6 writes wrong bytes for tiles of 128 rows, for 64x32
-    on 4 warps and for 64x128 on 16; those that pass here have the bits of `transpose` on an H200."""
-    return rows <= 64 and columns >= 64 and warps <= 8
-
-
-TURNS_RIGHT = gl.constexpr(triton.__version__.startswith(TRIED))  # no other version was tried
-
-
 _BYTES_APART = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;")  # of four pairs
 
 
 @gluon.jit
-def store_turned(codes, values, M, K, first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
-    """Codes values [R, C], turned around -> codes[first_row:, first_column:] of a contiguous [M, K]. They pass through
+def store_transposed(codes, values, M, K, first_row, first_column, R: gl.constexpr, C: gl.constexpr, W: gl.constexpr):
+    """Codes values [R, C], transposed -> codes[first_row:, first_column:] of a contiguous [M, K]. They pass through
     shared memory as pairs of neighbours, in the two bytes that ldmatrix transposes; after that a thread has the pairs
-    of two neighbouring columns, and takes them apart."""
+    of two neighbouring columns, and takes them apart. A version of Triton may compile this wrong for some sizes:
+    `octavo.quant.tensorwise.triton.transposes_codes` says for which it was right."""
     left, right = gl.split(gl.reshape(values.to(gl.uint8, bitcast=True), (R, C // 2, 2)))
     pairs = gl.convert_layout(left.to(gl.uint16) | (right.to(gl.uint16) << 8), _pair_layout(C, W))
-    layout: gl.constexpr = _turned_layout(R, C, W)
-    turned = gl.convert_layout(gl.permute(pairs, (1, 0)), layout)
+    layout: gl.constexpr = _transposed_layout(R, C, W)
+    transposed = gl.convert_layout(gl.permute(pairs, (1, 0)), layout)
     rows = first_row + 2 * gl.arange(0, C // 2, layout=gl.SliceLayout(1, layout))
     columns = first_column + gl.arange(0, R, layout=gl.SliceLayout(0, layout))
     at = rows.to(gl.int64)[:, None] * K + columns[None, :]
     kind: gl.constexpr = codes.dtype.element_ty
     inside = (columns < K)[None, :]
     even, odd = gl.inline_asm_elementwise(
-        _BYTES_APART, "=r,=r,r,r", [turned], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4
+        _BYTES_APART, "=r,=r,r,r", [transposed], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4
     )
     gl.store(codes + at, even.to(kind, bitcast=True), mask=(rows < M)[:, None] & inside)
     gl.store(codes + at + K, odd.to(kind, bitcast=True), mask=(rows + 1 < M)[:, None] & inside)

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.launch import Launch
+from octavo.launch import Variant as Variant
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Quantizer
@@ -35,18 +36,6 @@ class Config(NamedTuple):
     rows: int
     columns: int
     warps: int
-
-
-class Variant(NamedTuple):
-    """One compilation of a kernel, so that it can be compiled without a GPU."""
-
-    name: str
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    warps: int
-    stages: int = 3
-    is_matmul: bool = False
 
 
 POINTERS = {

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
 from octavo import launch
+from octavo._torch.guards import GUARDS
 from octavo.lower.replay import calls, recorder, source
 from octavo.recipes import SHIPPED
 
@@ -87,12 +88,14 @@ def test_a_replay_does_what_is_written(kind, recipe, device, monkeypatch):
     for i in range(4):
         args = example(kind, device)
         assert_equal(step(module, *args), as_written(monkeypatch, partial(step, twin, *args)))
-        if i > 1:  # the first step of delayed scaling measures, and is another call
-            # the references of groups read sizes, and that of nvfp4 makes a matrix on the host
-            assert recordings() == (0 if device == "cpu" and (kind == "grouped" or recipe == "nvfp4") else 2)
+        # the first step of delayed scaling measures, and is another call. On a CPU the reference of nvfp4 shifts a
+        # number by a tensor, which torch before 2.15 makes a tensor of: such a call is not recorded
+        if i > 1 and not (device == "cpu" and recipe == "nvfp4"):
+            assert recordings() == (0 if device == "cpu" and kind == "grouped" else 2)  # that reference reads sizes
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("kind", ["linear", "grouped"])
 def test_a_replay_of_products_that_decode_first(kind, recipe, monkeypatch):
@@ -443,8 +446,8 @@ def test_a_kind_that_keeps_changing_stops_making_guards(device, monkeypatch):
     assert len(made) == 2 * calls.GUARDED  # forward and backward
 
 
-def test_another_version_of_torch_has_no_guards(device, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
+def test_without_torch_s_guards_calls_are_replayed_by_their_keys(device, monkeypatch):
+    monkeypatch.setattr(GUARDS, "_reason", "this test says so")
     module, args = build("linear", "bf16", device), example("linear", device)
     for _ in range(5):
         step(module, *args)
@@ -572,7 +575,7 @@ def test_one_tensor_given_twice_is_not_written_down(device):
 class Stub:
     """A launch, on no device: what it is launched with is written down."""
 
-    grid, tail, head = 1, (), ()
+    grid, tail, head, packs = 1, (), (), False
 
     def __init__(self):
         self.launched = []

@@ -43,7 +43,13 @@ from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.quant.tensorwise import Tensorwise
-from octavo.quant.tensorwise.triton import multiplier, store_given_scale, store_scale
+from octavo.quant.tensorwise.triton import (
+    is_transposable,
+    multiplier,
+    store_given_scale,
+    store_scale,
+    transposes_codes,
+)
 from octavo.quant.tile import Config, Variant, encode_scale, group_of, group_tile, tile_index
 
 # fastest first, measured on an H200 with [8192, 28672] into both orientations; blocks take the first of 128 x 128
@@ -426,10 +432,10 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
     way: str  # the multiplier of a Tensorwise is "given" or follows from a "measured" amax; or "measure" that amax
 
-    def constants(self) -> dict[str, Any]:
+    def constants(self, transpose_codes: bool) -> dict[str, Any]:
         if self.way == "measure":
             return tile_casts.MEASURE
-        return tile_casts.constants(self.spec, self.dtype, self.way == "given")
+        return tile_casts.constants(self.spec, self.dtype, transpose_codes, self.way == "given")
 
 
 class _Cast(NamedTuple):
@@ -618,7 +624,7 @@ def _tile(config: Config, width: int) -> dict[str, int]:
 def _forward_launch(fn: Function, kind: _Kind | None, sizes: tuple[int, ...], config: Config) -> Launch:
     return Launch(
         _forward_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps,
-        **_constants(fn), **_cast_constants(kind), **_tile(config, sizes[1]),
+        **_constants(fn), **_cast_constants(kind, transposes_codes(config)), **_tile(config, sizes[1]),
     )  # fmt: skip
 
 
@@ -626,9 +632,11 @@ def _forward_launch(fn: Function, kind: _Kind | None, sizes: tuple[int, ...], co
 def _backward_launch(
     fn: Function, kind: _Kind | None, again: _Kind | None, sizes: tuple[int, ...], config: Config
 ) -> Launch:
+    transpose_codes = transposes_codes(config)
     return Launch(
         _backward_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps,
-        **_constants(fn), **_cast_constants(kind), **_again(again), **_tile(config, sizes[1]),
+        **_constants(fn), **_cast_constants(kind, transpose_codes), **_again(again, transpose_codes),
+        **_tile(config, sizes[1]),
     )  # fmt: skip
 
 
@@ -637,16 +645,16 @@ def _woven_launch(fn: Function, kind: _Kind | None, sizes: tuple[int, ...], conf
     own = {name: value for name, value in _constants(fn).items() if name != "GATED"}
     return Launch(
         _woven_kernel, tile.tiles((sizes[0], 2 * sizes[1]), config), sizes, num_warps=config.warps,
-        **own, **_cast_constants(kind), **_tile(config, 2 * sizes[1]),
+        **own, **_cast_constants(kind, transposes_codes(config)), **_tile(config, 2 * sizes[1]),
     )  # fmt: skip
 
 
-def _cast_constants(kind: _Kind | None) -> dict[str, Any]:
-    return _NO_CAST if kind is None else kind.constants()
+def _cast_constants(kind: _Kind | None, transpose_codes: bool) -> dict[str, Any]:
+    return _NO_CAST if kind is None else kind.constants(transpose_codes)
 
 
-def _again(kind: _Kind | None) -> dict[str, Any]:
-    return {f"AGAIN_{name}": value for name, value in _cast_constants(kind).items()}
+def _again(kind: _Kind | None, transpose_codes: bool) -> dict[str, Any]:
+    return {f"AGAIN_{name}": value for name, value in _cast_constants(kind, transpose_codes).items()}
 
 
 # -- the record of compilations ----------------------------------------------------------------------------------------
@@ -776,7 +784,9 @@ def _variant(title: str, kernel: Any, kinds: dict[str, Any], fixed: dict[str, An
     return Variant(f"{title} {config}", kernel, signature, own, config.warps)
 
 
-def _kinds(fn: Function, spec: Quantizer, dtype: torch.dtype, extra: str, sides: str, way: str) -> tuple[Any, Any]:
+def _kinds(
+    fn: Function, spec: Quantizer, dtype: torch.dtype, extra: str, sides: str, way: str, config: Config
+) -> tuple[Any, Any]:
     """Returns (signature, constants) of the parameters that all kernels share."""
     pointer = tile.POINTERS[dtype]
     there, fixed = _cast_signature(spec, sides != "column", sides != "row", way)
@@ -788,7 +798,7 @@ def _kinds(fn: Function, spec: Quantizer, dtype: torch.dtype, extra: str, sides:
     }  # fmt: skip
     if _in_groups(way):
         signature |= {**dict.fromkeys(("owner", "source_row", "used_rows"), "*i32"), "G": "i32"}
-    constants = _kind(spec, dtype, way).constants()
+    constants = _kind(spec, dtype, way).constants(is_transposable(config))
     return signature, fixed | {"stride_k": 1, "dy_stride_k": 1, "G": 1, **_constants(fn), **constants}
 
 
@@ -822,7 +832,7 @@ def _title(what: str, spec: Quantizer, dtype: torch.dtype, extra: str, sides: st
 
 def _forward_variant(name, fn, spec, dtype, extra="", config=None, sides="", way="", width=0):
     config = config or tile_casts.fitting(CONFIGS, spec)
-    kinds, fixed = _kinds(fn, spec, dtype, extra, sides, way)
+    kinds, fixed = _kinds(fn, spec, dtype, extra, sides, way, config)
     title = _title(f"activation quantize {name}", spec, dtype, extra, sides, way)
     return _variant(title, _forward_kernel, kinds, fixed | _tile(config, width or config.columns), config)
 
@@ -830,9 +840,9 @@ def _forward_variant(name, fn, spec, dtype, extra="", config=None, sides="", way
 def _backward_variant(name, fn, spec, dtype, config=None, extra="", again=None, sides="", way="", width=0):
     more = way != "" or "of scales" in extra
     config = config or tile_casts.fitting(_backward_configs(fn.gated, more, dtype), spec, again)
-    kinds, fixed = _kinds(fn, spec, dtype, extra, sides, way)
+    kinds, fixed = _kinds(fn, spec, dtype, extra, sides, way, config)
     title = _title(f"activation quantize backward {name}", spec, dtype, extra, sides, way)
-    fixed |= _again(None if again is None else _kind(again, dtype, way))
+    fixed |= _again(None if again is None else _kind(again, dtype, way), is_transposable(config))
     fixed |= {"again_stride": 0, "again_block_stride": 0}
     if again is not None:
         title += f", again {again.fmt}"
@@ -846,6 +856,6 @@ def _backward_variant(name, fn, spec, dtype, config=None, extra="", again=None, 
 
 def _woven_variant(name, fn, spec, dtype, extra="", way="", width=0):
     config = tile_casts.fitting(CONFIGS, spec)
-    kinds, fixed = _kinds(fn, spec, dtype, extra, "", way)
+    kinds, fixed = _kinds(fn, spec, dtype, extra, "", way, config)
     title = _title(f"activation quantize backward, woven {name}", spec, dtype, extra, "", way)
     return _variant(title, _woven_kernel, kinds, fixed | _tile(config, width or config.columns), config)

@@ -23,7 +23,7 @@ from octavo.quant.block import Block1D, Block2D
 from octavo.quant.blocks import is_square
 from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.quant.tensorwise import Tensorwise
-from octavo.quant.tensorwise.triton import store_given_scale
+from octavo.quant.tensorwise.triton import is_transposable, store_given_scale, transposes_codes
 from octavo.quant.tile import Config, Variant, tile_index
 
 CONFIGS = (Config(64, 128, 8), Config(128, 128, 16), Config(128, 128, 8))
@@ -86,10 +86,10 @@ def _config(spec: Quantizer) -> Config:
 
 
 def _constants(
-    center: bool, zero_centered: bool, spec: Quantizer, dtype: torch.dtype, config: Config
+    center: bool, zero_centered: bool, spec: Quantizer, dtype: torch.dtype, config: Config, transpose_codes: bool
 ) -> dict[str, Any]:
     return {
-        "CENTER": center, "ZERO_CENTERED": zero_centered, **tile_casts.constants(spec, dtype),
+        "CENTER": center, "ZERO_CENTERED": zero_centered, **tile_casts.constants(spec, dtype, transpose_codes),
         "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
     }  # fmt: skip
 
@@ -98,7 +98,7 @@ def _constants(
 def _cast_launch(
     center: bool, zero_centered: bool, spec: Quantizer, dtype: torch.dtype, sizes: tuple[int, ...], config: Config
 ) -> Launch:
-    own = _constants(center, zero_centered, spec, dtype, config)
+    own = _constants(center, zero_centered, spec, dtype, config, transposes_codes(config))
     return Launch(_cast_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps, **own)
 
 
@@ -117,7 +117,7 @@ def _variant(kind: str, spec: Quantizer, dtype: torch.dtype, config: Config, col
     there |= {"x": pointer, "rstd": "*fp32", **tile.SIZES}
     there |= {} if kind == "l2" else {"weight": pointer}
     there |= {"mean": "*fp32", "bias": pointer} if layer else {}
-    fixed |= tile.CONTIGUOUS | _constants(layer, False, spec, dtype, config)
+    fixed |= tile.CONTIGUOUS | _constants(layer, False, spec, dtype, config, is_transposable(config))
     own = {name: fixed.get(name) for name in _cast_kernel.arg_names if name not in there}
     signature = {name: there[name] for name in _cast_kernel.arg_names if name in there}
     title = f"norm quantize {kind} {dtype} to {spec}{'' if column else ', row alone'} {config}"

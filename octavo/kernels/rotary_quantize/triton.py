@@ -21,7 +21,7 @@ from octavo.quant import dual, tile
 from octavo.quant.block import Block1D, Block2D
 from octavo.quant.quantizer import Quantizer
 from octavo.quant.tensorwise import Tensorwise
-from octavo.quant.tensorwise.triton import store_given_scale
+from octavo.quant.tensorwise.triton import is_transposable, store_given_scale, transposes_codes
 from octavo.quant.tile import Config, Variant, tile_index
 
 CONFIGS = (Config(64, 128, 8), Config(128, 128, 16))
@@ -116,9 +116,11 @@ def backward(
     )
 
 
-def _constants(spec: Quantizer, dtype: torch.dtype, channels: int, config: Config, turns: int) -> dict[str, Any]:
+def _constants(
+    spec: Quantizer, dtype: torch.dtype, channels: int, config: Config, turns: int, transpose_codes: bool
+) -> dict[str, Any]:
     return {
-        "D": channels, "TURNS": turns, **tile_casts.constants(spec, dtype),
+        "D": channels, "TURNS": turns, **tile_casts.constants(spec, dtype, transpose_codes),
         "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
     }  # fmt: skip
 
@@ -127,7 +129,7 @@ def _constants(spec: Quantizer, dtype: torch.dtype, channels: int, config: Confi
 def _cast_launch(
     spec: Quantizer, dtype: torch.dtype, channels: int, sizes: tuple[int, ...], config: Config, turns: int
 ) -> Launch:  # fmt: skip
-    own = _constants(spec, dtype, channels, config, turns)
+    own = _constants(spec, dtype, channels, config, turns, transposes_codes(config))
     strip = config._replace(columns=turns * config.columns)
     return Launch(_cast_kernel, tile.tiles(sizes[:2], strip), sizes, num_warps=config.warps, **own)
 
@@ -148,7 +150,7 @@ def _variant(spec: Quantizer, dtype: torch.dtype, channels: int = 128, column: b
     there, fixed = tile_casts.signature(spec, column=column)
     there |= dict.fromkeys(("dq", "dk", "dv"), pointer) | {"own": "*fp32", "other": "*fp32"}
     there |= dict.fromkeys(("M", "K", "T", "H", "S", *STRIDES), "i32")
-    fixed |= _constants(spec, dtype, channels, config, TURNS)
+    fixed |= _constants(spec, dtype, channels, config, TURNS, is_transposable(config))
     own = {name: fixed.get(name) for name in _cast_kernel.arg_names if name not in there}
     signature = {name: there[name] for name in _cast_kernel.arg_names if name in there}
     title = f"rotary gradient {dtype} to {spec}{'' if column else ', row alone'}, {channels} channels {config}"

@@ -52,15 +52,15 @@ def measures(pair: QTensorPair, cast_args: CastArgs) -> bool:
     return cast_args.encode is None and isinstance(spec_of(pair), Tensorwise)
 
 
-def constants(spec: Quantizer, dtype: torch.dtype, given: bool = True) -> dict[str, Any]:
-    """Returns the constants for values that the kernel rounds to this dtype before it casts them. `given` tells whether
-    the caller gives the multiplier of a Tensorwise."""
+def constants(spec: Quantizer, dtype: torch.dtype, transpose_codes: bool, given: bool = True) -> dict[str, Any]:
+    """Returns the constants for values that the kernel rounds to this dtype before it casts them. `transpose_codes` is
+    what `transposes_codes` says of the tile; `given` tells whether the caller gives the multiplier of a Tensorwise."""
     if isinstance(spec, _Blocks):
         rule = (spec.fmt.max, spec.eps, torch.finfo(dtype).max, spec.pow2, is_square(spec.block))
         return {"PUT": put_block, "RULE": rule}
     assert isinstance(spec, Tensorwise)
     measured = (spec.fmt.max, spec.eps, FLOAT32_MAX, spec.pow2)
-    return {"PUT": put_tensorwise, "RULE": (given, *measured)}
+    return {"PUT": put_tensorwise, "RULE": (given, *measured, transpose_codes)}
 
 
 def pointers(pair: QTensorPair, cast_args: CastArgs) -> tuple[Tensor | None, ...]:

@@ -28,7 +28,7 @@ from torch.utils import deterministic
 from octavo import backend, launch
 from octavo._torch.cuda import current_device
 from octavo._torch.dispatch import DeviceContext, dispatch_depth, function_depth, function_mode, innermost_transform
-from octavo._torch.guards import are_tried, same_layouts
+from octavo._torch.guards import GUARDS, same_layouts
 from octavo.lower.replay.recorder import NotRecordable, Recorder
 
 log = logging.getLogger("octavo.replay")
@@ -126,7 +126,7 @@ def _ends(tensors: Sequence[Tensor]) -> list[int]:
 
 def _note_latest(head: tuple[Any, ...], kind: _Kind, tensors: Sequence[Tensor]) -> None:
     """Let `latest` find this kind's replay. Kinds that take turns under one head are left to their keys."""
-    if kind.replay is None or kind.guarded >= GUARDED or not are_tried():
+    if kind.replay is None or kind.guarded >= GUARDED or not GUARDS.is_on():
         return
     kind.guarded += 1
     if len(_latest) >= MOST:
@@ -155,7 +155,7 @@ def _is_recordable(place: _Place) -> bool:
         return True
     if number != current_device():
         return False
-    return backend.forced() != "reference" and backend.triton_refusal(device) is None
+    return backend.forced() not in ("reference", "emulated") and backend.triton_refusal(device) is None
 
 
 def _functions_are_watched() -> bool:

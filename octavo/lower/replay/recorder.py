@@ -177,12 +177,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             uses, addresses = list[str](), list[str]()
             direct = one.direct(*pointers)
             if direct is None:
-                raise NotRecordable("this version of triton is called in its own way")
+                raise NotRecordable("its kernels are launched by Triton")
             if launch.device_index(pointers[0]) != self._index:
                 raise NotRecordable("it launches on several devices")
             given = [self._pointer(t, uses, addresses) for t in pointers]
             head, tail = ([self._value(v) for v in values] for values in (direct.head, one.tail))
-            said = ", ".join([f"{one.grid}, 1, 1, stream", *head, *given, *tail])
+            arguments = ", ".join([*given, *tail])
+            said = ", ".join([f"{one.grid}, 1, 1, stream", *head, f"({arguments},)" if direct.packs else arguments])
             text = f"{self._constant(direct.launch)}({said})"
             self._lines.append(Line(text, tuple(uses), (), tuple(addresses)))
         except NotRecordable as why:

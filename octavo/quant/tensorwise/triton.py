@@ -1,18 +1,21 @@
 """Tensorwise on the GPU: one pass for the amax when the scale comes from the data, one for the cast."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from octavo._torch.cuda import current_device, is_capturing
+from octavo._torch.fast_paths import FastPath, Undecided
 from octavo.formats import E4M3, E5M2
-from octavo.launch import Launch
+from octavo.launch import Launch, apart
 from octavo.quant import dual, fp8_words, tile
 from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
-from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
+from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer, empty_pair
 from octavo.quant.scale import FLOAT32_MAX
 from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tile import (
@@ -63,7 +66,7 @@ def store_given_scale(row_scale, column_scale, encode, s):
 @gluon.jit
 def _store_tile(
     v, s, largest, row, column, M, K, pitch, first_row, first_column,
-    GIVEN: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+    GIVEN: gl.constexpr, TRANSPOSE_CODES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """The codes of v, in the orientations that are there; `pitch` is how far apart rows of `row` are. By a multiplier
     that was GIVEN, an Inf stays visible in its code; by one that was measured it saturates, and the scale is NaN.
@@ -71,28 +74,38 @@ def _store_tile(
     kind: gl.constexpr = row.dtype.element_ty if row is not None else column.dtype.element_ty
     if GIVEN and (largest is not None) and (kind == gl.float8e5):
         if largest < _INF:
-            _store_codes(v, s, row, column, M, K, pitch, first_row, first_column, kind, False, ROWS, COLUMNS, W)
+            _store_codes(
+                v, s, row, column, M, K, pitch, first_row, first_column, kind, False, TRANSPOSE_CODES,
+                ROWS, COLUMNS, W,
+            )  # fmt: skip
         else:
-            _store_codes(v, s, row, column, M, K, pitch, first_row, first_column, kind, True, ROWS, COLUMNS, W)
+            _store_codes(
+                v, s, row, column, M, K, pitch, first_row, first_column, kind, True, TRANSPOSE_CODES,
+                ROWS, COLUMNS, W,
+            )  # fmt: skip
     else:
-        _store_codes(v, s, row, column, M, K, pitch, first_row, first_column, kind, GIVEN, ROWS, COLUMNS, W)
+        _store_codes(
+            v, s, row, column, M, K, pitch, first_row, first_column, kind, GIVEN, TRANSPOSE_CODES,
+            ROWS, COLUMNS, W,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _store_codes(
     v, s, row, column, M, K, pitch, first_row, first_column,
-    kind: gl.constexpr, GIVEN: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+    kind: gl.constexpr, GIVEN: gl.constexpr, TRANSPOSE_CODES: gl.constexpr,
+    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     codes = fp8_words.cast(v, s, kind, GIVEN)
     if row is not None:
         dual.store_codes_inside(row, codes, M, K, pitch, first_row, first_column, ROWS, COLUMNS, W)
     if column is not None:
         # one scale: the other orientation has the same codes
-        if dual.TURNS_RIGHT and dual.can_be_turned(ROWS, COLUMNS, W):
-            dual.store_turned(column, codes, K, M, first_column, first_row, ROWS, COLUMNS, W)
+        if TRANSPOSE_CODES:
+            dual.store_transposed(column, codes, K, M, first_column, first_row, ROWS, COLUMNS, W)
         else:
-            turned = fp8_words.cast(dual.transpose(v, ROWS, W), s, kind, GIVEN)
-            dual.store_codes(column, turned, K, M, first_column, first_row, COLUMNS, ROWS, W)
+            transposed = fp8_words.cast(dual.transpose(v, ROWS, W), s, kind, GIVEN)
+            dual.store_codes(column, transposed, K, M, first_column, first_row, COLUMNS, ROWS, W)
 
 
 @gluon.jit
@@ -102,12 +115,15 @@ def put(
     RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """A tile cast (`octavo.kernels.tile_cast`): what `_cast_kernel` makes of a tile, once the multiplier s is known.
-    RULE: whether it was given, and how a multiplier follows from an amax. The kernel stores the scales itself."""
+    RULE: whether it was given, how a multiplier follows from an amax, and whether codes are transposed or values. The
+    kernel stores the scales itself."""
     largest = None
     if observed is not None:
         largest = amax_bits(v)
         raise_amax(observed, largest)
-    _store_tile(v, s, largest, row, column, M, K, pitch, first_row, first_column, RULE[0], ROWS, COLUMNS, W)
+    _store_tile(
+        v, s, largest, row, column, M, K, pitch, first_row, first_column, RULE[0], RULE[5], ROWS, COLUMNS, W
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -125,7 +141,7 @@ def _cast_kernel(
     x, row, column, row_scale, column_scale, amax, encode, observed, skip, owner, source, live, gather,
     M, K, stride_m, stride_k, height,
     MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, GROUPS: gl.constexpr,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
+    TRANSPOSE_CODES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     if skip is not None:
         if gl.load(skip) != 0:
@@ -153,7 +169,10 @@ def _cast_kernel(
     if observed is not None:
         largest = amax_bits(v)
         raise_amax(observed + g, largest)
-    _store_tile(v, s, largest, row, column, M, K, K, pm * ROWS, pk * COLUMNS, encode is not None, ROWS, COLUMNS, W)
+    _store_tile(
+        v, s, largest, row, column, M, K, K, pm * ROWS, pk * COLUMNS, encode is not None, TRANSPOSE_CODES,
+        ROWS, COLUMNS, W,
+    )  # fmt: skip
 
 
 def amax(
@@ -169,19 +188,23 @@ def amax(
 
 
 def cast(
-    x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs, config: Config = CONFIGS[0]
-) -> None:
+    x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: CastArgs, config: Config = CONFIGS[0],
+    transpose_codes: bool | None = None,
+) -> None:  # fmt: skip
+    """Fills row and column. `transpose_codes` says how the columns are made; None is as `transposes_codes` says."""
     lead = column if row is None else row
     assert lead is not None
     found = None if cast_args.encode is not None else cast_args.amax[0] if row is not None else cast_args.amax[1]
     if row is not None and column is not None and found is not None and found is not cast_args.amax[1]:
         # the caller gave two amaxes: each orientation keeps its own scale
-        cast(x, row, None, cast_args, config)
-        cast(x, None, column, cast_args, config)
+        cast(x, row, None, cast_args, config, transpose_codes)
+        cast(x, None, column, cast_args, config, transpose_codes)
         return
+    if transpose_codes is None:
+        transpose_codes = column is not None and transposes_codes(config)
     groups, source = cast_args.groups, cast_args.source
     shape, height = tile.shape_inside(x, groups), tile.height_of(x, source)
-    _cast_launch(lead.spec, shape, x.stride(), height, tile.number_of(groups), config)(
+    _cast_launch(lead.spec, shape, x.stride(), height, tile.number_of(groups), config, transpose_codes)(
         x, None if row is None else row.codes, None if column is None else column.codes,
         None if row is None else row.scale, None if column is None else column.scale,
         found, cast_args.encode, cast_args.observed, cast_args.skip, *tile.pointers_of(groups), source,
@@ -196,13 +219,55 @@ def _cast_launch(
     height: int | None,
     groups: int,
     config: Config,
+    transpose_codes: bool,
 ) -> Launch:
     assert isinstance(spec, Tensorwise)
     return Launch(
         _cast_kernel, tile.tiles(shape, config), (*shape, *strides, height), num_warps=config.warps,
         MAX=spec.fmt.max, EPS=spec.eps, CEILING=FLOAT32_MAX, POW2=spec.pow2, GROUPS=groups,
-        ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
+        TRANSPOSE_CODES=transpose_codes, ROWS=config.rows, COLUMNS=config.columns, W=config.warps,
     )  # fmt: skip
+
+
+def is_transposable(config: Config) -> bool:
+    """Whether `dual.store_transposed` is meant for tiles of this size. Triton 3.6 writes wrong bytes for tiles of 128
+    rows, for 64x32 on 4 warps and for 64x128 on 16."""
+    return config.rows <= 64 and config.columns >= 64 and config.warps <= 8
+
+
+def transposes_codes(config: Config) -> bool:
+    """Whether the columns of a tile of this size are the transposed codes of its rows, rather than codes of transposed
+    values: both write the same bytes. The first question about a size runs a cast each way."""
+    return is_transposable(config) and _transposed_codes(config).is_on()
+
+
+@cache
+def _transposed_codes(config: Config) -> FastPath:
+    return FastPath(
+        f"casts that transpose codes, in tiles of {config.rows}x{config.columns} on {config.warps} warps",
+        "Casts with one scale transpose values instead, to the same bits and up to a third slower.",
+        lambda: _check_transposed_codes(config),
+        lambda: str(triton.__version__),
+    )
+
+
+def _check_transposed_codes(config: Config) -> str:
+    """Compare the columns that both ways write, at the edges of a matrix too."""
+    if is_capturing():
+        raise Undecided
+    with apart():
+        device = torch.device("cuda", current_device())
+        shape = 3 * config.rows + 5, 2 * config.columns + 24
+        x = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), dtype=torch.bfloat16, device=device)
+        args = CastArgs(encode=torch.full((1,), 64.0, dtype=torch.float32, device=device))
+        made = []
+        for transpose_codes in (False, True):
+            row, column = empty_pair(x, Tensorwise(), Tensorwise())
+            cast(x, row, column, args, config, transpose_codes)
+            assert row is not None and column is not None
+            made.append([q.codes.view(torch.uint8) for q in (row, column)])
+        same = all(torch.equal(a, b) for a, b in zip(*made, strict=True)) and torch.equal(made[0][0].T, made[1][1])
+    return "" if same else f"Triton {triton.__version__} writes wrong bytes"
 
 
 def variants() -> list[Variant]:
@@ -219,6 +284,7 @@ def variants() -> list[Variant]:
                 **({"amax": None} if given else {"encode": None, "observed": None}), "skip": None,
                 **tile.NO_GROUPS, **tile.NO_GATHER, **tile.CONTIGUOUS,
                 "MAX": fmt.max, "EPS": 0.0, "CEILING": FLOAT32_MAX, "POW2": False, "GROUPS": 0,
+                "TRANSPOSE_CODES": is_transposable(config),
                 "ROWS": config.rows, "COLUMNS": config.columns, "W": config.warps,
             },
             config.warps,

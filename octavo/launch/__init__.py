@@ -6,22 +6,22 @@ a small kernel runs. A `Launch` holds everything of a call except its tensors; t
 are aligned to 16 bytes, since a kernel is compiled for those. From the second time on it calls the compiled kernel
 directly, with pointers as integers.
 
-The direct call is private to Triton, so `Launch` uses it only with the versions in TRIED; other versions take the
-public call. A `Launch` holds compiled kernels and never a tensor.
+The direct call is private to Triton, so two kernels are launched both ways first (`check.py`); where the results
+differ, every launch takes the public call. A `Launch` holds compiled kernels and never a tensor.
 """
 
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from octavo._torch.cuda import current_device, current_stream, set_device
-
-TRIED = ("3.6.",)  # versions whose CompiledKernel.run takes the arguments below
+from octavo._torch.cuda import current_device, current_stream, is_capturing, set_device
+from octavo._torch.dispatch import plainly
+from octavo._torch.fast_paths import FastPath, Undecided
 
 Pointers = tuple[Tensor | None, ...]
 _threads = threading.local()
@@ -34,26 +34,65 @@ def is_watched() -> bool:
 
 
 @contextmanager
-def listening(told: Callable[["Launch", tuple[Any, ...]], None]) -> Iterator[None]:
+def listening(told: Callable[["Launch", tuple[Any, ...]], None] | None) -> Iterator[None]:
     """Calls `told` after every launch of this thread."""
+    before = getattr(_threads, "told", None)
     _threads.told = told
     try:
         yield
     finally:
-        _threads.told = None
+        _threads.told = before
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """A block whose operators and launches are no part of the call around it: no mode sees them, and nothing that
+    records this call."""
+    with plainly(), listening(None):
+        yield
+
+
+class Variant(NamedTuple):
+    """One compilation of a kernel, so that it can be compiled without a GPU."""
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    warps: int
+    stages: int = 3
+    is_matmul: bool = False
 
 
 class Direct:
-    """A compiled kernel's launch function, and its arguments between the stream and the kernel's own arguments."""
+    """A compiled kernel's launch function, and its arguments between the stream and the kernel's own arguments. Those
+    follow one by one in Triton 3.6, and as one tuple since 3.7."""
 
     def __init__(self, compiled: Any) -> None:
         run = compiled.run
-        assert run.global_scratch_size == run.profile_scratch_size == 0  # no Octavo kernel uses scratch memory
         self.launch = run.launch
-        hooks, scratch = (None, None, None), (None, None)
-        self.head = (
-            compiled.function, run.launch_cooperative_grid, run.launch_pdl, *scratch, compiled.packed_metadata, *hooks
-        )  # fmt: skip
+        self.compiled = compiled  # since 3.8 a kernel is unloaded when this object dies
+        self.packs = hasattr(run, "kernel_signature")
+        self.head: tuple[Any, ...]
+        start = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
+        scratch, metadata = (None, None), (compiled.packed_metadata, None, None, None)  # and no hooks
+        if self.packs:
+            self.head = (*start, *metadata, *scratch, run.arg_annotations, run.kernel_signature)
+        else:
+            self.head = (*start, *scratch, *metadata)
+
+    @staticmethod
+    def takes(compiled: Any) -> bool:
+        """Whether nothing but the kernel's own arguments decides a launch: no Octavo kernel uses scratch memory, but
+        one that Triton instruments does."""
+        run = compiled.run
+        return not (run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False))
+
+    def __call__(self, grid: int, stream: int, arguments: list[Any]) -> None:
+        if self.packs:
+            self.launch(grid, 1, 1, stream, *self.head, arguments)
+        else:
+            self.launch(grid, 1, 1, stream, *self.head, *arguments)
 
 
 class Launch:
@@ -71,7 +110,7 @@ class Launch:
         **constants: Any,
     ) -> None:
         self.kernel, self.grid, self.sizes = kernel, grid, sizes
-        self.options = {**constants, "num_warps": num_warps, "num_stages": num_stages}
+        self.options = {**constants, "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         self.tail = (*sizes, *constants.values())
         self._compiled: dict[tuple[Any, ...], Direct] = {}
 
@@ -86,8 +125,7 @@ class Launch:
         if direct is None or is_watched():
             self._compile(key, self._public(arguments))
         else:
-            stream = current_stream(index)
-            direct.launch(self.grid, 1, 1, stream, *direct.head, *given, *self.tail)
+            direct(self.grid, current_stream(index), [*given, *self.tail])
         if getattr(_threads, "told", None) is not None:
             _threads.told(self, arguments)
 
@@ -110,21 +148,29 @@ class Launch:
 
     def _compile(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
         """Runs the kernel through Triton's public call, which compiles it the first time."""
-        from triton import __version__ as version
-
         compiled = self.kernel[(self.grid,)](*arguments, *self.sizes, **self.options)
-        if version.startswith(TRIED):
+        if DIRECT_LAUNCHES.is_on() and Direct.takes(compiled):
             self._compiled[key] = Direct(compiled)
+
+    def both_ways(self, *arguments: Any) -> Iterator[None]:
+        """Runs the kernel by Triton's public call, then directly."""
+        index = device_index(arguments[0])
+        _, given = self._bound(arguments)
+        compiled = self.kernel[(self.grid,)](*self._public(arguments), *self.sizes, **self.options)
+        yield
+        Direct(compiled)(self.grid, current_stream(index), [*given, *self.tail])
+        yield
 
 
 class Tiles:
     """A matrix that a kernel copies by tiles: Triton's TensorDescriptor without its checks at every call.
     Rows begin at multiples of 16 bytes."""
 
-    __slots__ = ("base", "block_shape", "layout", "padding", "shape", "strides")
+    __slots__ = ("base", "block_shape", "layout", "padding", "round_f32_to_tf32", "shape", "strides")
 
     def __init__(self, base: Tensor, block_shape: list[int], layout: Any) -> None:
-        self.base, self.block_shape, self.layout, self.padding = base, block_shape, layout, "zero"
+        self.base, self.block_shape, self.layout = base, block_shape, layout
+        self.padding, self.round_f32_to_tf32 = "zero", False
         self.shape, self.strides = base.shape, base.stride()
 
     def checked(self) -> Any:
@@ -160,3 +206,32 @@ def enter_context(index: int) -> None:
     if getattr(_threads, "context", None) != index:
         set_device(index)
         _threads.context = index
+
+
+def _check() -> str:
+    """Launch two kernels both ways: one with every kind of argument, and on Hopper one with a matrix by tiles."""
+    from octavo.launch import check
+
+    if is_capturing():
+        raise Undecided
+    with apart():
+        for what, launch, arguments, out, want in check.cases(torch.device("cuda", current_device())):
+            for way, _ in zip(("by Triton", "directly"), launch.both_ways(*arguments), strict=True):
+                if not torch.equal(out, want):
+                    return f"a kernel with {what} that is launched {way} gives a wrong result"
+                out.zero_()
+    return ""
+
+
+def _triton_version() -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+DIRECT_LAUNCHES = FastPath(
+    "launches of kernels without Triton's Python",
+    "Kernels are launched by Triton, with the same results and more host time.",
+    _check,
+    _triton_version,
+)
