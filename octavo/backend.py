@@ -24,10 +24,11 @@ from octavo.errors import UnsupportedDevice, UnsupportedHardware, check_choice, 
 
 __all__ = ["choose", "forced", "use"]
 
-CHOICES = ("auto", "reference", "triton")
+CHOICES = ("auto", "strict", "reference", "triton", "emulated")
 MIN_TRITON_CAPABILITY = (8, 9)  # the first chips that convert float32 to FP8 in hardware
 
 _forces: list["use"] = []  # active forces, the newest last
+_emulated: dict[str, str] = {}  # a GEMM that the chip should run itself, and failed its probe -> why
 _lock = threading.Lock()
 
 
@@ -44,10 +45,14 @@ class use:
 
     Args:
         name: "reference" runs plain torch on every device; use it to check a kernel. "triton" runs the GPU kernels, and
-            raises where there are none. "auto", the default of a process, follows the device of each tensor.
+            raises where there are none. "emulated" does too, and multiplies codes in bfloat16 where the chip has a GEMM
+            of its own; use it to check that one. "strict" follows the device of each tensor, and raises where the
+            chip's own GEMM does not build or fails its probe: without it such a GEMM is emulated, with a warning.
+            "auto", the default of a process, follows the device of each tensor.
 
     Raises:
         UnsupportedConfig: `name` is none of these.
+        UnsupportedHardware: `name` is "strict", and a GEMM is emulated already.
 
     Example:
         >>> with octavo.backend.use("reference"):
@@ -60,6 +65,8 @@ class use:
     def __init__(self, name: str) -> None:
         check_choice(name, CHOICES, what="backend")
         self.name = name
+        if name == "strict" and _emulated:
+            raise UnsupportedHardware(f"This process emulates a GEMM: {'; '.join(_emulated.values())}. {_WAY_OUT}")
         with _lock:
             _forces.append(self)
 
@@ -73,11 +80,32 @@ class use:
             _forces.remove(self)
 
 
+_WAY_OUT = "Run `octavo doctor` for every GEMM's state; octavo.backend.use('auto') emulates those that fail."
+
+
+def note_emulated(what: str, reason: str, device: torch.device) -> None:
+    """Notes that a GEMM failed its probe, and warns; raises under `use("strict")`."""
+    if forced() == "strict":
+        raise UnsupportedHardware(f"{reason}. {_WAY_OUT}")
+    _emulated[what] = reason
+    warn(f"{reason}. On {device} Octavo emulates this GEMM, exactly but slower.", stacklevel=3)
+
+
+def emulated() -> dict[str, str]:
+    """Returns the GEMMs of this process that the chip should run itself and that failed their probes, with reasons."""
+    return dict(_emulated)
+
+
+def emulates() -> bool:
+    """Whether `use("emulated")` is in force."""
+    return bool(_forces) and _forces[-1].name == "emulated"
+
+
 def forced() -> str:
     """Returns the implementation that `use` forces at this moment.
 
     Returns:
-        "reference", "triton", or "auto" if the device decides.
+        The argument of the newest `use` in force; "auto" without one.
 
     Example:
         >>> octavo.backend.forced()
@@ -120,8 +148,8 @@ def choose(device: torch.device) -> str:
 
     Raises:
         UnsupportedDevice: Octavo does not run on devices of this type.
-        UnsupportedHardware: `use("triton")` is in force and the device has no Triton kernels, or the device has a GPU
-            that could run them and the package triton is not installed.
+        UnsupportedHardware: `use("triton")` or `use("emulated")` is in force and the device has no Triton kernels, or
+            the device has a GPU that could run them and the package triton is not installed.
 
     Example:
         >>> octavo.backend.choose(torch.device("cpu"))
@@ -130,12 +158,12 @@ def choose(device: torch.device) -> str:
     if device.type not in ("cpu", "cuda", "meta"):
         raise UnsupportedDevice(f"Octavo runs on cpu and cuda tensors, got one on {device}. Move it to either.")
     force = forced()
-    if force == "reference" or (device.type != "cuda" and force == "auto"):
+    if force == "reference" or (device.type != "cuda" and force in ("auto", "strict")):
         return "reference"
     refusal = triton_refusal(device)
     if refusal is None:
         return "triton"
-    if force == "triton" or refusal.mendable:
+    if force in ("triton", "emulated") or refusal.mendable:
         raise UnsupportedHardware(
             f"No Triton kernels here: {refusal.why}. Call octavo.backend.use('reference') to run plain torch instead."
         )

@@ -89,8 +89,29 @@ def test_use_without_with_lasts():
 
 
 def test_a_name_that_is_no_backend_is_refused():
-    with pytest.raises(UnsupportedConfig, match="backend must be one of 'auto', 'reference', 'triton', got 'cuda'"):
+    choices = "'auto', 'strict', 'reference', 'triton', 'emulated'"
+    with pytest.raises(UnsupportedConfig, match=f"backend must be one of {choices}, got 'cuda'"):
         backend.use("cuda")
+
+
+def test_strict_raises_where_a_gemm_is_emulated(monkeypatch):
+    monkeypatch.setattr(backend, "_emulated", {})
+    with backend.use("strict"), pytest.raises(UnsupportedHardware, match=r"it does not build.*octavo doctor"):
+        backend.note_emulated("a GEMM", "it does not build", CPU)
+    assert backend.emulated() == {}
+    with pytest.warns(UserWarning, match="it does not build. On cpu Octavo emulates this GEMM"):
+        backend.note_emulated("a GEMM", "it does not build", CPU)
+    assert backend.emulated() == {"a GEMM": "it does not build"}
+    with pytest.raises(UnsupportedHardware, match="This process emulates a GEMM: it does not build"):
+        backend.use("strict")
+    assert backend.forced() == "auto"
+
+
+def test_strict_follows_the_device_and_emulated_needs_a_gpu():
+    with backend.use("strict"):
+        assert backend.choose(CPU) == "reference"
+    with backend.use("emulated"), pytest.raises(UnsupportedHardware, match="No Triton kernels here"):
+        backend.choose(CPU)
 
 
 def test_forced_triton_on_a_cpu_says_why_not():

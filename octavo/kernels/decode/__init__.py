@@ -4,13 +4,13 @@
 
 Every code fits bfloat16, and so does its product with a scale: that of E2M1 with every E4M3 scale, that of E4M3 with an
 E8M0 byte of 3 to 246, that of E5M2 with one of 10 to 239. Below these bytes values under 2^-133 are rounded away; above
-them values saturate to bfloat16's largest. A scale of NaN makes all values of its block NaN.
+them values saturate to bfloat16's largest. A code of Inf stays Inf. A scale of NaN makes all values of its block NaN.
 """
 
 from torch import Tensor
 
 from octavo import backend
-from octavo.kernels.grouped_gemm.native import is_hopper
+from octavo.kernels.grouped_gemm import native
 from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
 
@@ -22,7 +22,8 @@ def is_worth_it(a: QTensor, m: int, n: int) -> bool:
     """Whether a GEMM with the operand a, of m rows by n, should decode both operands to memory and then multiply, by
     the kernels for Hopper. With few rows on one side a value of the other is used too rarely to pay for that; the
     kernels that decode as they multiply then run."""
-    return a.spec.block[1] in REACHES and a.columns > 0 and min(m, n) > FEW and is_hopper(a.device)
+    worth = a.spec.block[1] in REACHES and a.columns > 0 and min(m, n) > FEW
+    return worth and native.is_hopper(a.device) and native.support("decoded products", a.device).ok
 
 
 def decode(q: QTensor, groups: Groups | None = None) -> Tensor:

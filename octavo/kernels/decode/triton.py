@@ -67,8 +67,15 @@ def operand(
         scaled = tl.reshape(values.to(tl.float32), (R, groups, REACH)) * s[:, :, None]
         if KIND != "e4m3":  # whose largest value is far below bfloat16's; a power of two rounded up may pass it
             largest: tl.constexpr = 3.3895313892515355e38
-            scaled = tl.clamp(scaled, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+            limited = tl.clamp(scaled, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+            if codes.dtype.element_ty == tl.float8e5:  # a code of Inf stays one
+                infinite = tl.abs(tl.reshape(values.to(tl.float32), (R, groups, REACH))) == float("inf")
+                limited = tl.where(infinite, scaled, limited)
+            scaled = limited
         return tl.reshape(scaled, (R, BK)).to(tl.bfloat16)
+    elif codes.dtype.element_ty == tl.float8e5:
+        # straight to bfloat16 Triton shifts bits and multiplies, which makes 65536 of Inf and a number of NaN
+        return values.to(tl.float32).to(tl.bfloat16)
     else:
         return values.to(tl.bfloat16)
 

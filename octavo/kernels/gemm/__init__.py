@@ -66,7 +66,9 @@ def spec_route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -
     """Returns `route` for operands that these quantizers produce on `device`; None means an unquantized operand."""
     if backend.choose(device) == "reference":
         return "reference"
-    return "native" if a is None or b is None or native.support(a, b, device).ok else "emulated"
+    if a is None or b is None:
+        return "native"
+    return "native" if not backend.emulates() and native.support(a, b, device).ok else "emulated"
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, accumulation: str) -> Tensor:

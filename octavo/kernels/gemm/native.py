@@ -8,17 +8,18 @@ the verdict. Sizes that the hardware does not accept are padded with zeros, whic
     bias         bfloat16 or float16 results only; otherwise added afterwards
 """
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo._torch.cuda import is_capturing
 from octavo._torch.gemm import scaled_mm
-from octavo.errors import UnsupportedHardware, warn
+from octavo.errors import UnsupportedHardware
 from octavo.formats import E4M3, Format
 from octavo.kernels.gemm import reference
+from octavo.kernels.probe import Support, answer_of, error_of, noise, verdict
 from octavo.quant.block import Block1D, Block2D
 from octavo.quant.blocks import Block
 from octavo.quant.qtensor import QTensor
@@ -35,14 +36,6 @@ _KINDS: dict[Block, tuple[str, Quantizer]] = {  # block -> name in torch, a quan
 _PROBE_SHAPE = (144, 272, 640)  # M, N, K: more than one tile, more than one block, an odd number of scale blocks
 
 
-@dataclass(frozen=True)
-class Support:
-    """Whether the chip multiplies two operands itself, and if not, why."""
-
-    ok: bool
-    reason: str = ""
-
-
 def support(a: Quantizer, b: Quantizer, device: torch.device) -> Support:
     """Returns whether the chip multiplies these operands. Cached per device and pair; the first call runs a probe."""
     if a.scale_format is not None or a.block not in _KINDS or b.block not in _KINDS:
@@ -52,22 +45,13 @@ def support(a: Quantizer, b: Quantizer, device: torch.device) -> Support:
 
 @cache
 def _probed(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Format) -> Support:
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise UnsupportedHardware(
             "The first GEMM of a kind runs a probe, which a CUDA graph capture cannot hold. Run one step before it."
         )
-    reason = ""
-    try:
-        worst = max(_probe(device, a, b, a_fmt, b_fmt, dtype, fast) for dtype, fast in _uses(a))
-        if not worst <= 1.0:
-            reason = f"scaled_mm {_name(a)} by {_name(b)} is off its error bound by a factor {worst:.3g}"
-    except torch.cuda.OutOfMemoryError:
-        raise  # not a verdict on the chip
-    except (RuntimeError, ValueError, TypeError) as error:
-        reason = f"scaled_mm refused {_name(a)} {a_fmt} by {_name(b)} {b_fmt}: {str(error).splitlines()[0].rstrip('.')}"
-    if reason:
-        warn(f"{reason}. On {device} Octavo emulates this GEMM, exactly but slower.", stacklevel=2)
-    return Support(not reason, reason)
+    uses = _uses(a)
+    what = f"scaled_mm of {_name(a)} {a_fmt} by {_name(b)} {b_fmt}"
+    return verdict(what, device, lambda: max(_probe(device, a, b, a_fmt, b_fmt, dtype, fast) for dtype, fast in uses))
 
 
 def _uses(a: Block) -> tuple[tuple[torch.dtype, bool], ...]:
@@ -81,18 +65,15 @@ def _probe(
 ) -> float:
     """Returns the largest error of one product, bias included, as a fraction of its bound (docs/numerics.md)."""
     m, n, k = _PROBE_SHAPE
-    generator = torch.Generator().manual_seed(0)
-    operands = []
-    for block, fmt, rows in ((a, a_fmt, m), (b, b_fmt, n)):
-        x = torch.randn(rows, k, generator=generator, dtype=torch.float32) * 2.0 ** (torch.arange(rows) % 4)[:, None]
-        operands.append(_with_format(_KINDS[block][1], fmt).quantize(x.to(device, torch.bfloat16)))
-    qa, qb = operands
-    bias = torch.randn(n, generator=generator, dtype=torch.float32).to(device, dtype)
-    got = gemm(qa, qb, dtype, bias, fast).double()
+    qa, qb = (
+        _with_format(_KINDS[block][1], fmt).quantize(noise(rows, k, seed=rows).to(device, torch.bfloat16))
+        for block, fmt, rows in ((a, a_fmt, m), (b, b_fmt, n))
+    )
+    bias = noise(1, n, seed=k)[0].to(device, dtype)
+    got = answer_of(lambda: gemm(qa, qb, dtype, bias, fast)).double()
     want = reference.gemm(qa, qb, torch.float32, bias).double()
     size = qa.dequantize(torch.float32).abs().double() @ qb.dequantize(torch.float32).abs().double().T
-    relative = max(2e-4, 1e-6 * k) if fast else 2e-4
-    return float(((got - want).abs() / (relative * size + 2**-8 * (want.abs() + bias.abs()))).max())
+    return error_of(got, want, size, max(2e-4, 1e-6 * k) if fast else 2e-4, bias.abs())
 
 
 def _with_format(spec: Quantizer, fmt: Format) -> Quantizer:

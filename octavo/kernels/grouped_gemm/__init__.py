@@ -124,7 +124,7 @@ def route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str
     if backend.choose(device) == "reference":
         return "reference"
     if a is None or b is None:
-        return "native" if native.is_hopper(device) else "emulated"
+        return "native" if native.runs("plain rows", device) else "emulated"
     return "native" if native.rows(a, b, device) or native.grouped_wgrad(a, b, device) else "emulated"
 
 

@@ -24,8 +24,9 @@ def rows(
     a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, scales: Tensor | None, height: int, along: str,
     accumulation: str,
 ) -> None:  # fmt: skip
-    fits = native.rows(a.q.spec, b.spec, out.device) and hopper.takes_rows(a, b)
-    if fits and accumulation == "fast" and whole(a.q.spec):
+    fast = accumulation == "fast" and whole(a.q.spec)
+    fits = native.rows(a.q.spec, b.spec, out.device, fast) and hopper.takes_rows(a, b)
+    if fits and fast:
         hopper.fast_rows(a, b, out, bias, scales, height, along)
         return
     each = a.groups.rows // a.groups.number
@@ -38,7 +39,7 @@ def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: b
 
 
 def plain_rows(a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor | None, scales: Tensor | None) -> None:
-    fits = native.is_hopper(out.device) and hopper.takes_plain_rows(a, b)
+    fits = native.runs("plain rows", out.device) and hopper.takes_plain_rows(a, b)
     (hopper if fits else emulated).plain_rows(a, b, out, groups, bias, scales)
 
 
