@@ -32,7 +32,7 @@ def restorer(path: Path, state: Any) -> Callable[[], None]:
     numpy = _numpy() if "numpy" in state else None
     try:
         gpus = range(min(len(state.get("cuda", ())), torch.cuda.device_count()))
-        torch.Generator().set_state(state["torch"])
+        torch.Generator("cpu").set_state(state["torch"])
         random.Random().setstate(state["python"])
         for i in gpus:
             torch.Generator(device=f"cuda:{i}").set_state(state["cuda"][i])

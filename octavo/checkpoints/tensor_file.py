@@ -223,7 +223,7 @@ def _are_sizes(value: Any) -> bool:
 
 def _tensor(path: Path, entry: _Entry, data: bytearray) -> Tensor:
     if not data:
-        return torch.empty(entry.shape, dtype=entry.dtype)
+        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     raw = torch.frombuffer(data, dtype=torch.uint8)
     if entry.dtype == torch.bool and raw.max() > 1:
         raise damaged(path, f"{shown(repr(entry.name))} is BOOL, whose bytes are 0 and 1, and has one of {raw.max()}")

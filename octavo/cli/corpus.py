@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,10 +74,12 @@ def _read(path: str) -> bytes:
 def batches(text: Tensor, *, steps: int, batch: int, context: int, seed: int) -> Iterator[Tensor]:
     """Yields for each step int64 [batch, context + 1] from random positions: inputs, and targets one byte later."""
     check_context(text, context)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
+    indices: Any = {"device": "cpu", "dtype": torch.int64}
+    within = torch.arange(context + 1, **indices)
     for _ in range(steps):
-        starts = torch.randint(len(text) - context, (batch, 1), generator=generator)
-        yield text[starts + torch.arange(context + 1)].long()
+        starts = torch.randint(len(text) - context, (batch, 1), generator=generator, **indices)
+        yield text[starts + within].long()
 
 
 def windows(text: Tensor, *, context: int) -> Tensor:

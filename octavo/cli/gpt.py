@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from octavo.cli import llama
 from octavo.cli.mixture import MixtureShape, make_mixture
+from octavo.cli.transformer import Device, float32_on
 from octavo.errors import UnsupportedShape
 
 BYTES = 256
@@ -54,8 +55,8 @@ class Shape:
 def rotate(x: Tensor) -> Tensor:
     """Rotates pairs of channels by an angle proportional to the position, so that products depend on the distance."""
     t, d = x.shape[-2:]
-    speed = LONGEST_TURN ** (-torch.arange(0, d, 2, device=x.device) / d)
-    angle = torch.arange(t, device=x.device)[:, None] * speed  # [T, D/2]
+    speed = LONGEST_TURN ** (-torch.arange(0, d, 2, device=x.device, dtype=torch.float32) / d)
+    angle = torch.arange(t, device=x.device, dtype=torch.float32)[:, None] * speed  # [T, D/2]
     left, right = x.float().chunk(2, dim=-1)
     turned = (left * angle.cos() - right * angle.sin(), left * angle.sin() + right * angle.cos())
     return torch.cat(turned, dim=-1).to(x.dtype)
@@ -70,11 +71,11 @@ def as_autocast(x: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention: each position reads itself and those before it."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: Device = "cpu") -> None:
         super().__init__()
         self.heads, self.depth = shape.heads, shape.width // shape.heads  # --parallel leaves a rank some of the heads
-        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False)
-        self.out = nn.Linear(shape.width, shape.width, bias=False)
+        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False, **float32_on(device))
+        self.out = nn.Linear(shape.width, shape.width, bias=False, **float32_on(device))
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
@@ -88,10 +89,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Maps each position on its own, through four times the width."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, device: Device = "cpu") -> None:
         super().__init__()
-        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False)
-        self.down = nn.Linear(4 * shape.width, shape.width, bias=False)
+        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False, **float32_on(device))
+        self.down = nn.Linear(4 * shape.width, shape.width, bias=False, **float32_on(device))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(F.gelu(self.up(x)))
@@ -101,11 +102,13 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, or a mixture, each with a norm before it and a residual connection."""
 
-    def __init__(self, shape: Shape, *, plain: bool) -> None:
+    def __init__(self, shape: Shape, device: Device = "cpu", *, plain: bool) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(shape.width), Attention(shape)
-        self.mlp_norm = nn.RMSNorm(shape.width)
-        self.mlp = MLP(shape) if shape.mixture is None else make_mixture(shape.width, shape.mixture, plain=plain)
+        mixture = shape.mixture
+        self.attention_norm = nn.RMSNorm(shape.width, **float32_on(device))
+        self.attention = Attention(shape, device)
+        self.mlp_norm = nn.RMSNorm(shape.width, **float32_on(device))
+        self.mlp = MLP(shape, device) if mixture is None else make_mixture(shape.width, mixture, device, plain=plain)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -115,30 +118,30 @@ class Block(nn.Module):
         return y
 
 
-def make_block(shape: Shape, *, plain: bool) -> nn.Module:
-    return llama.Block(shape.llama()) if shape.family == "llama" else Block(shape, plain=plain)
+def make_block(shape: Shape, device: Device, *, plain: bool) -> nn.Module:
+    return llama.Block(shape.llama(), device) if shape.family == "llama" else Block(shape, device, plain=plain)
 
 
 class GPT(nn.Module):
     """Maps bytes [B, T] to logits of each next byte, [B, T, 256]. `plain` makes mixtures in plain torch, with the same
     first weights as those of octavo.MoE."""
 
-    def __init__(self, shape: Shape, *, seed: int, plain: bool = False) -> None:
+    def __init__(self, shape: Shape, *, seed: int, plain: bool = False, device: Device = "cpu") -> None:
         super().__init__()
         self.shape = shape
-        self.bytes = nn.Embedding(BYTES, shape.width)
-        self.blocks = nn.Sequential(*(make_block(shape, plain=plain) for _ in range(shape.layers)))
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, BYTES, bias=False)
+        self.bytes = nn.Embedding(BYTES, shape.width, **float32_on(device))
+        self.blocks = nn.Sequential(*(make_block(shape, device, plain=plain) for _ in range(shape.layers)))
+        self.norm = nn.RMSNorm(shape.width, **float32_on(device))
+        self.head = nn.Linear(shape.width, BYTES, bias=False, **float32_on(device))
         self.reset(seed)
 
     def reset(self, seed: int) -> None:
         """Draws the weights again: equal for equal seeds, on any device."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator("cpu").manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() >= 2:
                 std = self._std(name, weight.shape[-1])
-                weight.data.copy_(torch.randn(weight.shape, generator=generator) * std)
+                weight.data.copy_(torch.randn(weight.shape, generator=generator, **float32_on("cpu")) * std)
 
     def _std(self, name: str, inputs: int) -> float:
         if name == "bytes.weight":

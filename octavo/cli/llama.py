@@ -7,12 +7,14 @@ do gate and value. Tensors are [B, T, C]: sequences, positions, width. `octavo b
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo import ops
-from octavo.cli.transformer import SwiGLU
+from octavo.cli.transformer import Device, SwiGLU, float32_on
 from octavo.kernels.rotary import heads_of
 from octavo.modules.attention import RotaryFactors
 
@@ -51,8 +53,8 @@ class PlainAttention(RotaryFactors):
     """Causal attention between the projections: rows of q, k and v, side by side, to rows of mixed values. As
     `ops.RotaryAttention`, but no operation."""
 
-    def __init__(self, size: Size) -> None:
-        super().__init__(size.length, size.head_width, TURN)
+    def __init__(self, size: Size, device: Device = "cpu") -> None:
+        super().__init__(size.length, size.head_width, TURN, device=device)
         self.size = size
 
     def forward(self, qkv: Tensor) -> Tensor:
@@ -71,11 +73,11 @@ class PlainAttention(RotaryFactors):
 
 
 class Attention(nn.Module):
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, device: Device = "cpu") -> None:
         super().__init__()
-        self.qkv = nn.Linear(size.width, size.qkv_width, bias=False)
-        self.mix = PlainAttention(size)
-        self.out = nn.Linear(size.width, size.width, bias=False)
+        self.qkv = nn.Linear(size.width, size.qkv_width, bias=False, **float32_on(device))
+        self.mix = PlainAttention(size, device)
+        self.out = nn.Linear(size.width, size.width, bias=False, **float32_on(device))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.out(self.mix(self.qkv(x)))
@@ -83,10 +85,10 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, device: Device = "cpu") -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(size.width, eps=EPS), Attention(size)
-        self.mlp_norm, self.mlp = nn.RMSNorm(size.width, eps=EPS), SwiGLU(size.width, size.hidden)
+        self.attention_norm, self.attention = _norm(size, device), Attention(size, device)
+        self.mlp_norm, self.mlp = _norm(size, device), SwiGLU(size.width, size.hidden, device)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -94,29 +96,39 @@ class Block(nn.Module):
         return y
 
 
-def plain_blocks(size: Size) -> nn.Module:
-    return nn.Sequential(*(Block(size) for _ in range(size.layers)), nn.RMSNorm(size.width, eps=EPS))
+def plain_blocks(size: Size, device: Device = "cpu") -> nn.Module:
+    return nn.Sequential(*(Block(size, device) for _ in range(size.layers)), _norm(size, device))
+
+
+def _norm(size: Size, device: Device) -> nn.Module:
+    return nn.RMSNorm(size.width, eps=EPS, **float32_on(device))
 
 
 # -- of Octavo's operations ------------------------------------------------------------------------------------------
 
 
-def fused_blocks(size: Size, recipe: str) -> nn.Module:
+def fused_blocks(size: Size, device: Device = "cpu", *, recipe: str) -> nn.Module:
     """Returns the same blocks as one Sequential: everything from one attention to the next runs as one operation."""
     layers: list[nn.Module] = []
+    norm = partial(ops.RMSNorm, size.width, eps=EPS, **float32_on(device))
+    rotary: Any = {"kv_heads": size.kv_heads, "positions": size.length, "base": TURN, "device": device}
+
+    def linear(inputs: int, outputs: int) -> nn.Module:
+        return ops.Linear(inputs, outputs, bias=False, recipe=recipe, **float32_on(device))
+
     for i in range(size.layers):
         layers += [
             ops.MakeExtraOutput(channel=f"before attention {i}", output_to_caller=False),
-            ops.RMSNorm(size.width, eps=EPS),
-            ops.Linear(size.width, size.qkv_width, bias=False, recipe=recipe),
-            ops.RotaryAttention(size.heads, size.head_width, kv_heads=size.kv_heads, positions=size.length, base=TURN),
-            ops.Linear(size.width, size.width, bias=False, recipe=recipe),
+            norm(),
+            linear(size.width, size.qkv_width),
+            ops.RotaryAttention(size.heads, size.head_width, **rotary),
+            linear(size.width, size.width),
             ops.AddExtraInput(source=f"before attention {i}"),
             ops.MakeExtraOutput(channel=f"before MLP {i}", output_to_caller=False),
-            ops.RMSNorm(size.width, eps=EPS),
-            ops.Linear(size.width, 2 * size.hidden, bias=False, recipe=recipe),
+            norm(),
+            linear(size.width, 2 * size.hidden),
             ops.SwiGLU(),
-            ops.Linear(size.hidden, size.width, bias=False, recipe=recipe),
+            linear(size.hidden, size.width),
             ops.AddExtraInput(source=f"before MLP {i}"),
         ]
-    return ops.Sequential(*layers, ops.RMSNorm(size.width, eps=EPS))
+    return ops.Sequential(*layers, norm())

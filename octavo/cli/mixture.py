@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from octavo.cli.transformer import Device, float32_on
 from octavo.moe.mixture import MoE
 
 
@@ -26,15 +28,15 @@ class TorchMoE(nn.Module):
 
     load: Tensor
 
-    def __init__(self, width: int, shape: MixtureShape) -> None:
+    def __init__(self, width: int, shape: MixtureShape, device: Device = "cpu") -> None:
         super().__init__()
         self.shape = shape
-        self.router = nn.Linear(width, shape.experts, bias=False)
-        self.experts = nn.ModuleDict(
-            {"fc1": _Linears(shape.experts, width, 2 * shape.ffn), "fc2": _Linears(shape.experts, shape.ffn, width)}
-        )
-        self.register_buffer("load", torch.zeros(shape.experts, dtype=torch.int64), persistent=False)
-        self.aux_loss = torch.zeros(())
+        self.router = nn.Linear(width, shape.experts, bias=False, **float32_on(device))
+        linears = partial(_Linears, shape.experts, device=device)
+        self.experts = nn.ModuleDict({"fc1": linears(width, 2 * shape.ffn), "fc2": linears(shape.ffn, width)})
+        load = torch.zeros(shape.experts, device=device, dtype=torch.int64)
+        self.register_buffer("load", load, persistent=False)
+        self.aux_loss = torch.zeros((), **float32_on(device))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"aux_loss": self.aux_loss.detach()}  # a copy has no part in the graph of the last call
@@ -47,7 +49,7 @@ class TorchMoE(nn.Module):
         weights = torch.zeros_like(logits).scatter(-1, index, best.softmax(-1))  # [T, E], zero for experts not chosen
         gate, up = self.experts["fc1"](rows).chunk(2, dim=-1)  # [E, T, F] each
         y: Tensor = self.experts["fc2"](nn.functional.silu(gate) * up)  # [E, T, C]
-        load = (index[..., None] == torch.arange(shape.experts, device=x.device)).sum((0, 1))
+        load = (index[..., None] == torch.arange(shape.experts, device=x.device, dtype=torch.int64)).sum((0, 1))
         self.load.copy_(load)
         even = load.float() / index.numel() * logits.softmax(-1).mean(0)
         self.aux_loss = shape.balance * shape.experts * even.sum()
@@ -57,19 +59,20 @@ class TorchMoE(nn.Module):
 class _Linears(nn.Module):
     """A linear layer for each expert, with all matrices in one parameter."""
 
-    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+    def __init__(self, experts: int, inputs: int, outputs: int, device: Device) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(experts, outputs, inputs))
+        self.weight = nn.Parameter(torch.zeros(experts, outputs, inputs, **float32_on(device)))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.matmul(x, self.weight.transpose(1, 2))
 
 
-def make_mixture(width: int, shape: MixtureShape, *, plain: bool) -> nn.Module:
+def make_mixture(width: int, shape: MixtureShape, device: Device = "cpu", *, plain: bool) -> nn.Module:
     """Returns the mixture in plain torch, or an `octavo.MoE` without a recipe, which `octavo.convert` gives it."""
     if plain:
-        return TorchMoE(width, shape)
-    return MoE(width, shape.ffn, shape.experts, shape.top_k, aux_loss_coef=shape.balance)
+        return TorchMoE(width, shape, device)
+    sizes = (width, shape.ffn, shape.experts, shape.top_k)
+    return MoE(*sizes, aux_loss_coef=shape.balance, **float32_on(device))
 
 
 def mixtures(model: nn.Module) -> list[MoE | TorchMoE]:

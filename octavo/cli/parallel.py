@@ -57,7 +57,8 @@ class Ranks:
         gradients = [(p.grad, id(p) in split) for p in model.parameters() if p.grad is not None]
         for gradient, _ in gradients:
             gradient.copy_(self.mean(gradient))
-        squares = torch.zeros(2, device=gradients[0][0].device)  # of parameters that all ranks have, and of parts
+        # of parameters that all ranks have, and of parts
+        squares = torch.zeros(2, device=gradients[0][0].device, dtype=torch.float32)
         for gradient, is_part in gradients:
             squares[int(is_part)] += gradient.float().square().sum()
         parts = total(squares[1:], self.tp_group, WHERE) if self.tp > 1 else squares[1:]

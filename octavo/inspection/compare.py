@@ -145,6 +145,8 @@ class Comparison(NamedTuple):
         return first, f"{second} (2)" if first == second else second
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()  # it compares gradients, which a caller without them asks for all the same
 def compare(
     model: nn.Module, batches: Iterable[Any], first: str | Recipe, second: str | Recipe, *, loss: Loss | None = None
 ) -> Comparison:

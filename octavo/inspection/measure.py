@@ -132,7 +132,7 @@ class Call(NamedTuple):
 
     def _is_live(self, rows: Tensor) -> Tensor:
         assert self.groups is not None
-        return (torch.arange(rows.shape[0], device=rows.device) < self.groups.start[-1])[:, None]
+        return (torch.arange(rows.shape[0], device=rows.device, dtype=torch.int64) < self.groups.start[-1])[:, None]
 
     def _cast(
         self, x: Tensor, spec: Quantizer | None, scaling: Sequence[Tensor], seed: Tensor | None, agreed: Parts = ()

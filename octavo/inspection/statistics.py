@@ -131,7 +131,7 @@ def _histogram(values: Tensor, numbers: Tensor) -> Tensor:
     places = (exponents.long() - (LOWEST + 1)).clamp_(0, BINS - 1).flatten()
     rows = min(max(places.numel(), 1), ROWS)
     if rows > 1:
-        places += torch.arange(places.numel(), device=values.device) % rows * BINS
+        places += torch.arange(places.numel(), device=values.device, dtype=torch.int64) % rows * BINS
     counts = torch.zeros(rows * BINS, dtype=torch.float64, device=values.device)
     counts.scatter_add_(0, places, torch.where(counted, numbers, 0.0).flatten())
     return counts.view(rows, BINS).sum(0)

@@ -95,6 +95,7 @@ def _default_loss(made: Any) -> Tensor:
         )
     if found.numel() == 1:
         return found.sum()
-    direction = torch.randn(found.shape, generator=torch.Generator().manual_seed(0)).to(found.device)
+    generator = torch.Generator("cpu").manual_seed(0)  # the same direction on every device
+    direction = torch.randn(found.shape, generator=generator, device="cpu", dtype=torch.float32).to(found.device)
     value: Tensor = (found.float() * direction).sum() / found.numel() ** 0.5
     return value

@@ -212,7 +212,7 @@ def _(y: Tensor, link: Tensor | None, tensors: list[Tensor], stats: Tensor, call
 @torch.library.custom_op("octavo::inspect_dy", mutates_args=())
 def _inspect_dy(dy: Tensor, tensors: list[Tensor], stats: Tensor, call: str, like: list[int]) -> tuple[Tensor, Tensor]:
     dx = Call.of(call, tensors).record_backward(stats, dy)
-    found = torch.empty(0, device=dy.device) if dx is None or not like else dx.reshape(like)
+    found = torch.empty(0, dtype=torch.float32, device=dy.device) if dx is None or not like else dx.reshape(like)
     return dy.clone(), found
 
 

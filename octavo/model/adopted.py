@@ -6,6 +6,7 @@ the state of its recipe are `octavo.Linear`'s.
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from octavo.modules.linear import Linear
@@ -44,9 +45,12 @@ def clashes(module: nn.Linear) -> list[str]:
 
 _OURS = frozenset(
     {name for parent in Linear.__mro__ if parent not in nn.Linear.__mro__ for name in vars(parent)}
-    | set(vars(Linear(1, 1, device="meta")))
+    | set(vars(Linear(1, 1, device="meta", dtype=torch.float32)))
 )
-_PLAIN = frozenset(vars(nn.Linear(1, 1, device="meta"))) | {"__orig_bases__", "__parameters__", "__annotations__"}
+_PLAIN = frozenset(
+    {"__orig_bases__", "__parameters__", "__annotations__"}
+    | set(vars(nn.Linear(1, 1, device="meta", dtype=torch.float32)))
+)
 
 
 _CLASSES: dict[type, type[Linear]] = {nn.Linear: Linear}

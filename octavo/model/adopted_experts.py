@@ -162,11 +162,13 @@ def _shape_refusal(module: nn.Module) -> str:
 def activation_of(module: Any) -> Activation | None:
     """Returns the activation that computes what the module's own does; None if there is none. It calls the module's
     own on numbers up to 1000 in magnitude, which also reach clamps."""
-    with torch.no_grad(), torch.device("cpu"):
-        x = torch.cat([torch.linspace(-12, 12, 97), torch.tensor([-1000.0, -100.0, 40.0, 200.0, 1000.0])])
-        up = torch.ones(1)
+    numbers: Any = {"device": "cpu", "dtype": torch.float32}
+    with torch.no_grad(), torch.device("cpu"):  # the module's own code may make tensors on the default device
+        extremes = torch.tensor([-1000.0, -100.0, 40.0, 200.0, 1000.0], **numbers)
+        x = torch.cat([torch.linspace(-12, 12, 97, **numbers), extremes])
+        up = torch.ones(1, **numbers)
         if module.has_gate:
-            up = torch.tensor([-500.0, -0.7, 1.3, 30.0]).repeat_interleave(len(x))
+            up = torch.tensor([-500.0, -0.7, 1.3, 30.0], **numbers).repeat_interleave(len(x))
             x = torch.cat([x.repeat(4), up])
         try:
             wanted = getattr(module, _GATE if module.has_gate else "act_fn")(x[None])

@@ -110,7 +110,7 @@ def _check_number(first: Quantized, name: str, number: int) -> None:
     scaling = first._scaling
     if scaling.agreed_number == number or first._place().type == "meta":
         return
-    own = torch.tensor([number], device=first._place())
+    own = torch.tensor([number], device=first._place(), dtype=torch.int64)
     found = gather(own, size_now(name), name, "octavo.step").tolist()
     if any(n != number for n in found):
         raise UnsupportedConfig(

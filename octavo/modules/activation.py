@@ -734,7 +734,7 @@ class Dropout(FusibleOperation, nn.Module):
 
     def _seed(self, x: Tensor | Edge, seed: Tensor | None) -> Tensor:
         if seed is None:
-            return torch.randint(0, 2**62, (2,), device=x.device)
+            return torch.randint(0, 2**62, (2,), device=x.device, dtype=torch.int64)
         if not isinstance(seed, Tensor):
             raise UnsupportedDtype(
                 f"The seed of Dropout is an int64 tensor [seed, step] where x is ({x.device}), got {seed!r}."

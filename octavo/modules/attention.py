@@ -25,17 +25,17 @@ class RotaryFactors(nn.Module):
     own: Tensor  # [T, 1, D], for a channel itself
     other: Tensor  # [T, 1, D], for the other one of its pair
 
-    def __init__(self, positions: int, head_width: int, base: float) -> None:
+    def __init__(self, positions: int, head_width: int, base: float, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.positions, self.head_width, self.base = positions, head_width, base
-        for name, factor in zip(("own", "other"), self._factors(None), strict=True):
+        for name, factor in zip(("own", "other"), self._factors(device), strict=True):
             self.register_buffer(name, factor, persistent=False)
 
-    def _factors(self, device: torch.device | None) -> tuple[Tensor, Tensor]:
+    def _factors(self, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
         # in float64: an angle of thousands of radians has few digits left after the point in float32
         pairs = torch.arange(0, self.head_width, 2, device=device, dtype=torch.float64)
         speed = self.base ** (-pairs / self.head_width)
-        angle = torch.arange(self.positions, device=device)[:, None, None] * speed  # [T, 1, D/2]
+        angle = torch.arange(self.positions, device=device, dtype=torch.int64)[:, None, None] * speed  # [T, 1, D/2]
         cosine, sine = angle.cos().float(), angle.sin().float()
         return torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1)
 
@@ -63,9 +63,9 @@ class RotaryFactors(nn.Module):
 def _target(fn: Callable[[Tensor], Tensor], device: torch.device) -> torch.device:
     """The device to which a function for `nn.Module._apply` moves tensors of this one."""
     try:
-        return fn(torch.empty(0, device=device)).device
+        return fn(torch.empty(0, device=device, dtype=torch.float32)).device
     except NotImplementedError:  # nothing is copied from the meta device; where other tensors go, these are made
-        return fn(torch.empty(0, device="cpu")).device
+        return fn(torch.empty(0, device="cpu", dtype=torch.float32)).device
 
 
 class RotaryAttention(FusibleOperation, RotaryFactors):
@@ -83,6 +83,7 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
         positions: the most positions that a sequence has.
         base: the slowest pair takes about this many positions per radian, 10000.0 by default; 1.0 at least.
         causal: True by default: a position attends to itself and those before it.
+        device: the device of the factors of the positions; None for torch's default.
 
     Raises:
         UnsupportedConfig: a number is below 1, `head_width` is odd, `heads` is no multiple of `kv_heads`, or `causal`
@@ -105,7 +106,7 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
 
     def __init__(
         self, heads: int, head_width: int, *, kv_heads: int | None = None, positions: int, base: float = 10000.0,
-        causal: bool = True,
+        causal: bool = True, device: torch.device | str | None = None,
     ) -> None:  # fmt: skip
         kv_heads = heads if kv_heads is None else kv_heads
         for name, number in (("heads", heads), ("head_width", head_width), ("kv_heads", kv_heads),
@@ -123,7 +124,7 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
                 f"RotaryAttention shares each head of k and v among equally many of q, got heads={heads} and "
                 f"kv_heads={kv_heads}. Choose a multiple."
             )
-        super().__init__(positions, head_width, float(base))
+        super().__init__(positions, head_width, float(base), device)
         self.heads, self.kv_heads, self.causal = heads, kv_heads, causal
 
     def forward(self, input: Tensor | QTensor) -> Tensor:

@@ -1,6 +1,7 @@
 """`octavo.GroupedLinear`: one linear layer for each group of rows, such as the tokens of each expert."""
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -34,7 +35,7 @@ from octavo.quant.groups import MAX_GROUPS, split
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import LinearQuant, Recipe
-from octavo.values import Value
+from octavo.values import Value, shown
 from octavo.weights.held import HeldWeight, linked_token, parameter
 from octavo.wgrad.refusals import graph_refusal
 
@@ -618,13 +619,24 @@ def splits_on(device: torch.device, splits: Any, number: int, name: str = "m_spl
                 f"{name} must be a tensor or a list of sizes, got {type(splits).__name__}. Give one size for each "
                 "group."
             )
-        splits = torch.as_tensor(splits).to(device, non_blocking=True)
+        given = splits if isinstance(splits, Tensor) else _sizes_of(splits, name)
+        splits = given.to(device, non_blocking=True)
     if splits.dim() != 1 or splits.shape[0] != number:
         raise UnsupportedShape(
             f"{name} must have one size for each of the {number} groups, got shape {tuple(splits.shape)}. Give 0 for "
             "a group without rows."
         )
     return splits
+
+
+def _sizes_of(splits: list[Any] | tuple[Any, ...], name: str) -> Tensor:
+    try:
+        sizes = [operator.index(size) for size in splits]
+    except TypeError:
+        raise UnsupportedDtype(
+            f"{name} is a list of integers, got {shown(repr(splits))}. Give one size for each group."
+        ) from None
+    return torch.tensor(sizes, device="cpu", dtype=torch.int64)
 
 
 def _check_same_sizes(sizes: Tensor, splits: Tensor, rows: int) -> None:

@@ -71,7 +71,7 @@ class Quantize(FusibleOperation, nn.Module):
         if spec is None and not needs:
             return x
         draws = needs and back is not None and back.draws
-        seed = torch.randint(0, 2**62, (2,), device=x.device) if draws else None
+        seed = torch.randint(0, 2**62, (2,), device=x.device, dtype=torch.int64) if draws else None
         key = (
             f"rounding(spec={'None' if spec is None else spec.key},"
             f"back={'None' if back is None or not needs else back.key},grads='{'x' if needs else ''}')"

@@ -272,7 +272,7 @@ class Quantized(FusibleOperation, nn.Module):
                 if remembers:
                     self._scaling.install(self, recipe, weight.device, self.scales_per_operand)
                 if draws:
-                    seed = torch.tensor([self._seed, 0], device=weight.device)
+                    seed = torch.tensor([self._seed, 0], device=weight.device, dtype=torch.int64)
                     self.register_buffer(SEED, seed, persistent=False)
             self._unborn = any(buffer.is_meta for _, buffer in self._state())
         if self._pending:
@@ -530,7 +530,7 @@ class Quantized(FusibleOperation, nn.Module):
         if "_seed" in self.__dict__:  # a constructor initialises parameters before the seed exists
             self._seed = _seed_of(self, "")
             if SEED in self._buffers:
-                self.get_buffer(SEED).copy_(torch.tensor([self._seed, 0]))
+                self.get_buffer(SEED).copy_(torch.tensor([self._seed, 0], device="cpu", dtype=torch.int64))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Quantized":
         """Applies `fn`; buffers follow the module's device but keep their dtype, as half precision changes a scale."""

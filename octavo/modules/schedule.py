@@ -31,7 +31,7 @@ class RecipeSchedule:
 
     def export(self) -> Tensor:
         """Returns the number of steps, for a checkpoint."""
-        return torch.tensor(self.step)
+        return torch.tensor(self.step, device="cpu", dtype=torch.int64)
 
 
 def check_step(found: object, schedule: RecipeSchedule | None, path: str) -> None:

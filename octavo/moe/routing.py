@@ -186,7 +186,8 @@ def first(tokens: Tensor | int | None, rows: Tensor) -> Tensor | None:
     """Returns which rows [T, ...] are among the first `tokens`, as a mask [T, 1]; None if all count."""
     if tokens is None:
         return None
-    return torch.arange(rows.shape[0], device=rows.device)[:, None] < checked_tokens(tokens, rows.device)
+    number = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int64)
+    return number[:, None] < checked_tokens(tokens, rows.device)
 
 
 def checked_tokens(tokens: Tensor | int, device: torch.device) -> Tensor | int:

@@ -47,7 +47,7 @@ class GroupedJoin(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
         (end,) = ctx.saved_tensors
-        tail = torch.arange(dy.shape[0], device=dy.device) >= end
+        tail = torch.arange(dy.shape[0], device=dy.device, dtype=torch.int64) >= end
         return None, dy.to(ctx.dtype).masked_fill(tail[:, None], 0), None
 
 

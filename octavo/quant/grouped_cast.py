@@ -71,7 +71,8 @@ def _gradient(dy: Tensor, shape: Sequence[int], source: Tensor | None, start: Te
     if source is None:
         return dy.reshape(shape)
     tokens = math.prod(shape[:-1])
-    none = (source < 0) | (source >= tokens) | (torch.arange(source.shape[0], device=dy.device) >= start[-1])
+    row = torch.arange(source.shape[0], device=dy.device, dtype=torch.int64)
+    none = (source < 0) | (source >= tokens) | (row >= start[-1])
     sums = torch.zeros(tokens + 1, shape[-1], dtype=torch.float32, device=dy.device)
     places = torch.where(none, tokens, source.long())  # the last row is cut off
     sums = sums.index_put((places,), dy.float(), accumulate=True)

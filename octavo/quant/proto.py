@@ -74,7 +74,7 @@ class TensorProto:
             return f"dtype {x.dtype} instead of {self.dtype}"
         if x.device != self.device:
             return f"device {x.device} instead of {self.device}"
-        want = self.strides or torch.empty(self.shape, device="meta").stride()
+        want = self.strides or torch.empty(self.shape, device="meta", dtype=self.dtype).stride()
         if x.numel() and any(n > 1 and a != b for n, a, b in zip(self.shape, x.stride(), want, strict=True)):
             return f"strides {x.stride()} instead of {want}"
         return ""

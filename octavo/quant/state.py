@@ -226,7 +226,7 @@ class DelayedState:
         """
         length = self.history.shape[1]
         first = torch.where(self.head >= length, self.head % length, 0)
-        order = (first[:, None] + torch.arange(length, device=self.head.device)) % length
+        order = (first[:, None] + torch.arange(length, device=self.head.device, dtype=torch.int64)) % length
         kept = {"history": self.history.gather(1, order)}
         return kept | {name: getattr(self, name).clone() for name in KEPT[1:]}
 
@@ -256,7 +256,7 @@ class DelayedState:
         history, head = kept["history"].to(device), kept["head"].to(device)
         filled = head.clamp_max(history.shape[1])  # entries 0 ... filled, oldest to newest
         keep = filled.clamp_max(length)
-        age = torch.arange(length, device=device)[None, :]  # of `length` places, 0 the oldest kept
+        age = torch.arange(length, device=device, dtype=torch.int64)[None, :]  # of `length` places, 0 the oldest kept
         taken = history.gather(1, ((filled - keep)[:, None] + age).clamp_max(history.shape[1] - 1))
         places = ((head - keep)[:, None] + age) % length
         self.history.scatter_(1, places, torch.where(age < keep[:, None], taken, 0.0))

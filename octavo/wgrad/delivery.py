@@ -43,7 +43,8 @@ class WeightGradient:
         if as_nodes:
             buffers = tuple(graph_buffers(layer.weight_parts())) if main_grad and not delay else ()
             # a compiler would merge equal calls into a node with room for one dy; it never merges calls of torch.empty
-            return buffers, torch.empty(0, device=layer.weight_parts()[0].device) if delay else None
+            device = layer.weight_parts()[0].device
+            return buffers, torch.empty(0, dtype=torch.float32, device=device) if delay else None
         target = MainGrad(layer.weight_parts(), main_grad) if main_grad and not delay else None
         return target, self.mailbox if delay else None
 

@@ -77,13 +77,13 @@ class Loop(nn.Module):
 
     act_fn = staticmethod(F.silu)
 
-    def __init__(self, experts=4, hidden=64, ffn=96, dtype=None):
+    def __init__(self, experts=4, hidden=64, ffn=96, **place):
         super().__init__()
         self.num_experts = experts
         wide = 2 * ffn if hasattr(type(self), "_apply_gate") else ffn
         first = "gate_up_proj" if hasattr(type(self), "_apply_gate") else "up_proj"
-        self.register_parameter(first, nn.Parameter(torch.randn(experts, wide, hidden, dtype=dtype) * hidden**-0.5))
-        self.down_proj = nn.Parameter(torch.randn(experts, hidden, ffn, dtype=dtype) * ffn**-0.5)
+        self.register_parameter(first, nn.Parameter(torch.randn(experts, wide, hidden, **place) * hidden**-0.5))
+        self.down_proj = nn.Parameter(torch.randn(experts, hidden, ffn, **place) * ffn**-0.5)
 
     def forward(self, x, index, weights):
         first = self.gate_up_proj if self.has_gate else self.up_proj

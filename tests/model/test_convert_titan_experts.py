@@ -23,11 +23,11 @@ class Module(nn.Module):
 
 
 class GroupedExperts(Module):
-    def __init__(self, experts=3, hidden=64, ffn=48, dtype=None):
+    def __init__(self, experts=3, hidden=64, ffn=48, **place):
         super().__init__()
         self.num_experts = experts
         for name, out, width in (("w1_EFD", ffn, hidden), ("w2_EDF", hidden, ffn), ("w3_EFD", ffn, hidden)):
-            weight = torch.randn(experts, out, width, dtype=dtype) * width**-0.5
+            weight = torch.randn(experts, out, width, **place) * width**-0.5
             self.register_parameter(name, nn.Parameter(weight))
 
     def forward(self, x_RD, num_tokens_per_expert_E):

@@ -76,7 +76,8 @@ WRONG_SIZES = {
     "too few": [30, 17], "too many": [30, 0, 17, 0], "none": [], "a matrix": torch.tensor([[30, 0, 17]]),
     "one number": torch.tensor(47), "int16": torch.tensor([30, 0, 17], dtype=torch.int16),
     "uint8": torch.tensor([30, 0, 17], dtype=torch.uint8), "bool": torch.tensor([True, False, True]),
-    "float": torch.tensor([30.0, 0.0, 17.0]), "nothing": None,
+    "float": torch.tensor([30.0, 0.0, 17.0]), "nothing": None, "floats in a list": [30.0, 0.0, 17.0],
+    "lists in a list": [[30, 0, 17]],
 }  # fmt: skip
 
 

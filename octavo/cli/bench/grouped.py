@@ -75,7 +75,8 @@ def measure(arguments: Namespace, report: dict[str, Any]) -> None:
 
 def uneven(experts: int, tokens: int) -> Tensor:
     """Returns group sizes that differ by up to a factor of three, not rounded to any multiple."""
-    weights = torch.rand(experts, generator=torch.Generator().manual_seed(0)) + 0.5
+    generator = torch.Generator("cpu").manual_seed(0)
+    weights = torch.rand(experts, generator=generator, device="cpu", dtype=torch.float32) + 0.5
     sizes = (weights / weights.sum() * tokens).to(torch.int32)
     sizes[-1] += tokens - int(sizes.sum())
     return sizes
@@ -172,7 +173,7 @@ def parts_of(quant: LinearQuant, shape: Shape, splits: Tensor, x: Tensor, dy: Te
 
     # only delayed scaling takes its multipliers as an argument, and measures amaxes in the cast
     delayed = quant.dgrad.left is not None and quant.dgrad.left.takes_encode and "E5M2" in quant.dgrad.left.key
-    one = torch.ones(experts, device=x.device)
+    one = torch.ones(experts, device=x.device, dtype=torch.float32)
     given = CastArgs(encode=one, observed=torch.zeros_like(one)) if delayed else CastArgs()
     (xr, xc), (wr, wc), (dr, dc) = cast(x, of_x, groups), cast(w, of_w, stacked), cast(dy, of_dy, groups)
     y, dx, dw = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w).view(experts, n, k)

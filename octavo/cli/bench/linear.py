@@ -143,7 +143,7 @@ def _gemms(tokens: int, k: int, n: int, *, quantized: bool) -> dict[str, Callabl
     )
     if not quantized:
         return {"fprop": lambda: x @ w.T, "dgrad": lambda: dy @ w, "wgrad": lambda: dy.T @ x}
-    one = torch.ones(1, device="cuda")
+    one = torch.ones(1, device="cuda", dtype=torch.float32)
     codes = {
         "x": x.to(E4M3.dtype), "xt": x.T.contiguous().to(E4M3.dtype), "w": w.to(E4M3.dtype),
         "wt": w.T.contiguous().to(E4M3.dtype), "dy": dy.to(E5M2.dtype), "dyt": dy.T.contiguous().to(E5M2.dtype),

@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from octavo._torch.attention import chosen_backend
 from octavo.cli.llama import PlainAttention, Size
+from octavo.cli.transformer import Device, float32_on
 
 STD = 0.02  # of the first weights
 
@@ -29,11 +30,11 @@ def attention_order(first: str) -> AbstractContextManager[Any]:
 class Llama(nn.Module):
     """Maps tokens [B, T] to the loss of predicting each one's successor; the first token follows the last."""
 
-    def __init__(self, size: Size, blocks: nn.Module) -> None:
+    def __init__(self, size: Size, blocks: nn.Module, device: Device = "cpu") -> None:
         super().__init__()
-        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.embedding = nn.Embedding(size.vocabulary, size.width, **float32_on(device))
         self.blocks = blocks  # with the last norm
-        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False, **float32_on(device))
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits = self.head(self.blocks(self.embedding(tokens)))

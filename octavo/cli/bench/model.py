@@ -67,7 +67,7 @@ SETTLING = 3  # steps before the first reading: later ones of fp8-delayed measur
 LEARNING_RATE = 1e-4
 LISTED = 24  # kernels in a table
 
-Make = Callable[[Size], nn.Module]  # returns the blocks
+Make = Callable[[Size, torch.device], nn.Module]  # returns the blocks
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -120,8 +120,8 @@ def _cases(recipes: list[str], *, with_peers: bool) -> list[tuple[str, Make, str
     return found
 
 
-def _converted(size: Size, conversion: Callable[[nn.Module], object]) -> nn.Module:
-    blocks = plain_blocks(size)
+def _converted(size: Size, device: torch.device, conversion: Callable[[nn.Module], object]) -> nn.Module:
+    blocks = plain_blocks(size, device)
     conversion(blocks)
     return blocks
 
@@ -140,10 +140,9 @@ class Training:
 
     def __init__(self, make: Make, size: Size, device: torch.device, attention: str) -> None:
         self.size, self.attention = size, attention
-        with device:
-            self.model = Llama(size, make(size)).to(torch.bfloat16)
-            llama.reset(self.model, seed=0)
-            self.tokens = torch.zeros(size.batch, size.length, dtype=torch.int64)
+        self.model = Llama(size, make(size, device), device).to(torch.bfloat16)
+        llama.reset(self.model, seed=0)
+        self.tokens = torch.zeros(size.batch, size.length, device=device, dtype=torch.int64)
         self.call: Callable[[Tensor], Tensor] = self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
         if any(True for _ in layers(self.model)):

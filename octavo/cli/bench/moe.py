@@ -176,7 +176,8 @@ def mixture(shape: Shape, recipe: str, device: str = "cuda") -> MoE:
 
 
 def _preference(experts: int, device: str) -> Tensor:
-    return (torch.rand(experts, generator=torch.Generator().manual_seed(0)) - 0.5).to(device)
+    generator = torch.Generator("cpu").manual_seed(0)
+    return (torch.rand(experts, generator=generator, device="cpu", dtype=torch.float32) - 0.5).to(device)
 
 
 def _weights(experts: int, n: int, k: int, device: str) -> Tensor:

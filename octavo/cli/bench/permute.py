@@ -154,8 +154,9 @@ class Inputs(NamedTuple):
     def of(shape: Shape, device: torch.device) -> "Inputs":
         tokens, experts, slots, hidden = shape
         torch.manual_seed(0)
-        preference = torch.rand(experts, device=device) - 0.5
-        probs, routing = (torch.randn(tokens, experts, device=device) + preference).softmax(-1).topk(slots)
+        preference = torch.rand(experts, device=device, dtype=torch.float32) - 0.5
+        logits = torch.randn(tokens, experts, device=device, dtype=torch.float32) + preference
+        probs, routing = logits.softmax(-1).topk(slots)
         permutation = sort(routing, experts)
         x, rows = (torch.randn(n, hidden, device=device, dtype=torch.bfloat16) for n in (tokens, tokens * slots))
         source = moves.tokens(permutation.slots, permutation.positions)
@@ -186,7 +187,7 @@ def calls(inputs: Inputs) -> dict[str, Case]:
 
 
 def _casts(inputs: Inputs) -> dict[str, Case]:
-    one = torch.ones(inputs.groups.number, device=inputs.x.device)
+    one = torch.ones(inputs.groups.number, device=inputs.x.device, dtype=torch.float32)
     known = CastArgs(encode=one, observed=torch.zeros_like(one), source=inputs.source)
     measured = CastArgs(source=inputs.source)
     return {

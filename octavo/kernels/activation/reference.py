@@ -67,7 +67,7 @@ CURVES = {
 def kept(shape: tuple[int, ...], drop: float, seed: Tensor) -> Tensor:
     """Returns the dropout mask of an [M, K] matrix. Four neighbours in a row share a counter and take one word each."""
     m, k = shape
-    index = torch.arange(m * -(-k // 4), device=seed.device)
+    index = torch.arange(m * -(-k // 4), device=seed.device, dtype=torch.int64)
     zero = torch.zeros_like(index)
     key = (seed[0] & _LOW, (seed[0] >> 32) & _LOW)
     words = philox((index & _LOW, index >> 32, zero + (seed[1] & _LOW), zero + STREAM), key)

@@ -21,15 +21,15 @@ def sort(index: Tensor, align: int, made: Sorted) -> None:
     flat = index.reshape(-1).long()
     expert = torch.where((flat >= 0) & (flat < experts), flat, experts)
     ordered, order = expert.sort(stable=True)
-    first = torch.searchsorted(ordered, torch.arange(experts + 1, device=flat.device))
+    first = torch.searchsorted(ordered, torch.arange(experts + 1, device=flat.device, dtype=torch.int64))
     ends = ((first.diff() + align - 1) // align * align).cumsum(0)
     starts = torch.cat((ends.new_zeros(1), ends))  # the last is where the tail begins
     made.sizes.copy_(starts.clamp_max(rows).diff())
-    row = starts[ordered] + torch.arange(flat.shape[0], device=flat.device) - first[ordered]
+    row = starts[ordered] + torch.arange(flat.shape[0], device=flat.device, dtype=torch.int64) - first[ordered]
     row = torch.where((ordered < experts) & (row < rows), row, rows)
     positions = torch.empty_like(row).index_copy_(0, order, torch.where(row < rows, row, DROPPED))
     made.positions.copy_(positions.view(index.shape))
-    at = torch.arange(rows + 1, device=flat.device)  # one more row, for the slots that are dropped
+    at = torch.arange(rows + 1, device=flat.device, dtype=torch.int64)  # one more row, for the slots that are dropped
     slots = torch.where(at < starts[-1], PAD, TAIL)
     made.slots.copy_(slots.index_copy_(0, row, order)[:rows])
 
@@ -89,7 +89,7 @@ def _columns(slots: Slots) -> Tensor:
     if slots.experts is not None:
         return slots.experts.clamp_min(0).long()
     tokens, top_k = slots.positions.shape
-    return torch.arange(top_k, device=slots.positions.device).expand(tokens, top_k)
+    return torch.arange(top_k, device=slots.positions.device, dtype=torch.int64).expand(tokens, top_k)
 
 
 def _of_rows(probs: Tensor, slots: Slots, sources: Tensor) -> Tensor:

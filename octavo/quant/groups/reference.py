@@ -10,14 +10,14 @@ def split(splits: Tensor | None, each: int, groups: Groups) -> None:
     """Fills the tensors of `groups` from these sizes, or from the size `each` for all if `splits` is None."""
     start, block, owner, source, live, rows = groups
     if splits is None:  # all of one size
-        splits = torch.full((start.shape[0] - 1,), each, device=start.device)
+        splits = torch.full((start.shape[0] - 1,), each, device=start.device, dtype=torch.int64)
     ends = splits.long().clamp(0, rows).cumsum(0).clamp_max(rows)
     begins = torch.cat((ends.new_zeros(1), ends[:-1]))
     last = ((ends - begins + BLOCK - 1) // BLOCK).cumsum(0)
     first = torch.cat((last.new_zeros(1), last[:-1]))
     start.copy_(torch.cat((begins[:1], ends)))
     block.copy_(torch.cat((first[:1], last)))
-    b = torch.arange(owner.shape[0], device=splits.device)
+    b = torch.arange(owner.shape[0], device=splits.device, dtype=torch.int64)
     group = torch.searchsorted(last, b, right=True)
     used = group < splits.shape[0]
     group = group.clamp_max(splits.shape[0] - 1)
@@ -40,7 +40,7 @@ def gathered(x: Tensor, source: Tensor, groups: Groups) -> Tensor:
     The tail is zero, whatever its entries of `source` are."""
     if x.shape[0] == 0:  # there is no row to read in place of a zero one
         return x.new_zeros(groups.rows, x.shape[1])
-    tail = torch.arange(groups.rows, device=x.device) >= groups.start[-1]
+    tail = torch.arange(groups.rows, device=x.device, dtype=torch.int64) >= groups.start[-1]
     none = tail | (source < 0) | (source >= x.shape[0])
     return x.index_select(0, source.masked_fill(none, 0)).masked_fill_(none[:, None], 0)
 
@@ -54,6 +54,6 @@ def pack(x: Tensor, groups: Groups) -> Tensor:
 
 def _places(groups: Groups) -> tuple[Tensor, Tensor]:
     """Returns, for each row of the padded layout, its packed row and whether it has one."""
-    within = torch.arange(BLOCK, device=groups.owner.device)
+    within = torch.arange(BLOCK, device=groups.owner.device, dtype=torch.int64)
     at = groups.source.long()[:, None] + within
     return at.view(-1), (within < groups.live[:, None]).view(-1)

@@ -24,7 +24,7 @@ def _butterfly(v: Tensor) -> Tensor:
 
 def _signs(like: Tensor) -> Tensor:
     """Computes the signs on the device: a tensor from a list would be a host copy, which no graph can capture."""
-    negative = (NEGATIVE >> torch.arange(SIZE, device=like.device)) & 1
+    negative = (NEGATIVE >> torch.arange(SIZE, device=like.device, dtype=torch.int64)) & 1
     return 1.0 - 2.0 * negative.float()
 
 

@@ -37,7 +37,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 def random_bytes(rows: int, row_blocks: int, seed: Tensor, stream: int) -> Tensor:
     """Returns r of every element, int64 [rows, 16*row_blocks], from seed = [seed, step]."""
-    index = torch.arange(rows * row_blocks, device=seed.device)
+    index = torch.arange(rows * row_blocks, device=seed.device, dtype=torch.int64)
     zero = torch.zeros_like(index)
     step = zero + (seed[1] & _LOW)
     key = (seed[0] & _LOW, (seed[0] >> 32) & _LOW)
