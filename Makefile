@@ -9,7 +9,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 # threads that wait give their core away: with spinning ones, a second busy process made training ten times slower
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: demo test lint docs gpu-test clean
+.PHONY: demo test test-versions lint docs gpu-test clean
 
 demo: $(STAMP)
 	$(BIN)/octavo doctor
@@ -21,6 +21,10 @@ WORKERS ?= 2
 test: export OMP_NUM_THREADS ?= 1
 test: lint
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
+
+# with every torch, one after another: gigabytes and hours, and it goes on where it was interrupted
+test-versions:
+	$(PYTHON) -m tests.versions --workers $(WORKERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -34,7 +38,7 @@ docs: $(VENV)/.docs
 	@echo "Built site/. Look at it: $(BIN)/python -m http.server -d site"
 
 gpu-test:
-	$(PYTHON) -m pytest -m gpu
+	$(PYTHON) -m tests.gpu
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else f"Octavo needs Python 3.11 or newer, this is {sys.version.split()[0]}. Run make PYTHON=python3.11 ...")'
@@ -51,4 +55,4 @@ $(VENV)/.docs: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) site
+	rm -rf $(VENV) .versions site

@@ -5,6 +5,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="octavo-inductor-"))
@@ -21,13 +22,7 @@ settings.register_profile("octavo", deadline=None, derandomize=True)
 settings.load_profile("octavo")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shard", default="0/1", help="run the i-th of n parts, as i/n: kernels compile in parallel")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    index, count = map(int, config.getoption("--shard").split("/"))
-    items[:] = items[index::count]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -53,6 +48,18 @@ def _nothing_recorded() -> None:
     from octavo.lower.replay import calls
 
     calls.forget()
+
+
+@pytest.fixture
+def large_memory() -> Iterator[None]:
+    """Takes tens of gigabytes of a GPU: one test of all processes at a time, and nothing is kept."""
+    import fcntl  # not on Windows
+
+    with (Path(tempfile.gettempdir()) / "octavo-large-memory").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

@@ -32,6 +32,7 @@ def train(model, optimizer, steps):
     return losses
 
 
+@pytest.mark.gpu_smoke
 @pytest.mark.parametrize("recipe", SHIPPED)
 def test_a_resumed_run_is_bitwise_the_same(recipe, tmp_path):
     model, optimizer = make(recipe, seed=0)

@@ -27,6 +27,15 @@ def test_every_recipe_runs_on_the_reference(capsys):
     assert f"All {len(recipes.SHIPPED)} recipes run here, on the reference" in printed
 
 
+@pytest.mark.gpu
+@pytest.mark.gpu_smoke
+def test_every_recipe_runs_on_a_gpu(capsys):
+    assert main(["doctor", "--device", "cuda", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["failed"] == []
+    assert set(report["recipes"]) == set(recipes.SHIPPED)
+
+
 def test_fits_a_screen(capsys):
     main(["doctor", "--device", "cpu"])
     assert len(capsys.readouterr().out.splitlines()) <= 24

@@ -425,6 +425,7 @@ def test_triton_values_that_are_not_finite(dtype, recipe):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 def test_triton_launches_no_sum():
     """A step that fuses calls no torch.add; z comes from the kernel that measures the rows."""
     model = WIDE("fp8-block", dtype=torch.bfloat16)

@@ -234,6 +234,7 @@ def test_weight_gradients_put_off_in_the_same_graph(build, recipe, main_grad):
     assert_follows(model, static, graph, found, twin)
 
 
+@pytest.mark.gpu_smoke
 @pytest.mark.parametrize("build", [dense_model, grouped_model], ids=["dense", "grouped"])
 def test_weights_change_between_replays(build):
     model, static = build("fp8-current"), Static(build is grouped_model)

@@ -156,6 +156,7 @@ def test_compiled_steps_record(mode):
         assert calls(report) == {5}
 
 
+@pytest.mark.gpu_smoke
 def test_outside_of_the_block_the_same_kernels_are_launched():
     model, x = octavo.LayerNormMLP(256, 256, recipe="fp8-block", dtype=torch.bfloat16, device="cuda"), rows()
     for _ in range(4):

@@ -15,6 +15,7 @@ from octavo.kernels.tile_cast import NOTHING, Target
 from octavo.quant import MX, Block1D, Block2D, Rowwise, TensorProto, Tensorwise
 from octavo.quant.quantizer import CastArgs, fill_pair
 from tests.kernels.test_activation import data, seed_of, sizes
+from tests.pairs import pairs, triples
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECS = [Tensorwise(), Tensorwise(E5M2), Block1D(), Block1D(E5M2, "fp32"), Block2D(), Block2D(E4M3, "fp32")]
@@ -155,11 +156,10 @@ def test_schemes_without_a_kernel_go_by_way_of_the_value(spec):
     assert_same(contents((first, second), CastArgs()), contents(want, CastArgs()))
 
 
-on_gpu = pytest.param("cuda", marks=pytest.mark.gpu)
+ON_GPU = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("gelu", "linear", "swiglu", "situglu")]
 
 
-@every
-@pytest.mark.parametrize("device", ["cpu", on_gpu])
+@pytest.mark.parametrize(("name", "device"), [*((name, "cpu") for name in ACTIVATIONS), *ON_GPU])
 def test_backward_takes_the_amax_that_forward_measured(name, device):
     """To the bytes of a backward that measures y again. A given amax is used, not measured: twice as much is another
     scale."""
@@ -257,26 +257,21 @@ SHAPES = [(1, 37), (37, 1), (130, 130), (257, 48), (257, 1008), (128, 384)]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
-@pytest.mark.parametrize("spec", [Tensorwise(E5M2), Block1D(), Block2D(E4M3, "fp32")], ids=str)
-@pytest.mark.parametrize(("m", "h"), SHAPES)
-def test_triton_fills_the_same_bytes_for_every_shape(name, spec, m, h):
+@pairs(shape=SHAPES, spec=[Tensorwise(E5M2), Block1D(), Block2D(E4M3, "fp32")], name=["gelu", "swiglu"])
+def test_triton_fills_the_same_bytes_for_every_shape(name, spec, shape):
     fn = ACTIVATIONS[name]
-    x, dy, extra = operands(fn, m, h, torch.bfloat16, "cuda")
+    x, dy, extra = operands(fn, *shape, torch.bfloat16, "cuda")
     check_forward(fn, x, extra, spec)
     check_backward(fn, x, dy, extra, spec, Tensorwise(), bias_grad=torch.float32)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["swiglu", "situglu"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_triton_fills_the_same_bytes_for_every_side_and_dtype(spec, dtype, name):
+@triples(spec=SPECS, dtype=DTYPES, sides=["r", "c", "rc"], name=["swiglu", "situglu"])
+def test_triton_fills_the_same_bytes_for_every_side_and_dtype(spec, dtype, sides, name):
     fn = ACTIVATIONS[name]
-    for sides in ("r", "c", "rc"):
-        x, dy, extra = operands(fn, 130, 256, dtype, "cuda", odd=ODD)
-        check_forward(fn, x, extra, spec, sides)
-        check_backward(fn, x, dy, extra, spec, Tensorwise() if sides == "r" else None, sides)
+    x, dy, extra = operands(fn, 130, 256, dtype, "cuda", odd=ODD)
+    check_forward(fn, x, extra, spec, sides)
+    check_backward(fn, x, dy, extra, spec, Tensorwise() if sides == "r" else None, sides)
 
 
 CASES = {
@@ -300,17 +295,18 @@ CASES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("spec", [Tensorwise(), Block1D(), Block2D(E4M3, "fp32")], ids=str)
-def test_triton_fills_the_same_bytes_whatever_goes_along(case, spec):
-    fn, extra = CASES[case]
-    for m, h, dtype in ((130, 384, torch.bfloat16), (37, 51, torch.float16), (37, 192, torch.float32)):
-        if fn.gated and fn.interleave and h % fn.interleave:
-            continue
-        x, dy, extras = operands(fn, m, h, dtype, "cuda", extra, strided="strided" in case)
-        check_forward(fn, x, extras, spec)
-        bias_grad = dtype if "bias" in extra else None
-        check_backward(fn, x, dy, extras, spec, spec if fn.remembers else None, bias_grad=bias_grad)
+@pairs(
+    case=list(CASES),
+    spec=[Tensorwise(), Block1D(), Block2D(E4M3, "fp32")],
+    operand=[(130, 384, torch.bfloat16), (37, 51, torch.float16), (37, 192, torch.float32)],
+)
+def test_triton_fills_the_same_bytes_whatever_goes_along(case, spec, operand):
+    (fn, extra), (m, h, dtype) = CASES[case], operand
+    h += -h % (fn.interleave or 1)
+    x, dy, extras = operands(fn, m, h, dtype, "cuda", extra, strided="strided" in case)
+    check_forward(fn, x, extras, spec)
+    bias_grad = dtype if "bias" in extra else None
+    check_backward(fn, x, dy, extras, spec, spec if fn.remembers else None, bias_grad=bias_grad)
 
 
 @pytest.mark.gpu
@@ -372,6 +368,7 @@ def test_triton_fills_the_same_bytes_in_every_configuration(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 @pytest.mark.parametrize("pair", [(Tensorwise(), Block1D()), (Block1D(), Tensorwise())], ids=str)
 def test_triton_has_gradient_and_value_by_schemes_of_their_own(pair):
     for name in ("gelu", "swiglu"):

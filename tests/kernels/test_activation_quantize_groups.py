@@ -20,6 +20,7 @@ from octavo.quant.quantizer import CastArgs
 from tests.kernels.test_activation import data, seed_of
 from tests.kernels.test_activation import sizes as halves
 from tests.kernels.test_activation_quantize import DTYPES, ODD, assert_same, contents
+from tests.pairs import pairs, triples
 
 PACKAGE = "octavo.kernels.activation_quantize"
 DELAYED = [Tensorwise(), Tensorwise(E5M2)]
@@ -257,44 +258,54 @@ def test_codes_that_do_not_fit_are_refused():
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.gpu
-@every
-@pytest.mark.parametrize("spec", [Tensorwise(), Tensorwise(E5M2), Block1D(), Block2D(E4M3, "fp32")], ids=str)
-@pytest.mark.parametrize("delayed", [True, False], ids=["delayed", "current"])
-def test_triton_fills_the_same_bytes_for_every_activation(name, spec, delayed):
-    for scaled in (True, False):
-        for odd in ((), ODD):
-            case = Case(ACTIVATIONS[name], [130, 0, 65, 1], 144, device="cuda", scaled=scaled, odd=odd)
-            case.check_forward(spec, delayed=delayed)
-            if not odd:  # sums of NaN are NaN
-                case.check_backward(spec, spec, delayed=delayed)
+SCHEMES = {  # and whether a scale is given; blocks have scales of their own
+    "delayed": (Tensorwise(), True),
+    "current": (Tensorwise(E5M2), False),
+    "block-1d": (Block1D(), False),
+    "block-2d": (Block2D(E4M3, "fp32"), False),
+}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("spec", [Tensorwise(E5M2), Block1D(), *OTHERS], ids=str)
-@pytest.mark.parametrize("delayed", [True, False], ids=["delayed", "current"])
-def test_triton_takes_groups_of_any_size(sizes, spec, delayed):
-    for fn in (ACTIVATIONS["swiglu"], ACTIVATIONS["srelu"], by_32):
-        for h in (32, 272, 1056):
-            for tail in (0, TAIL, 400):
-                case = Case(fn, sizes, h - h % 32, device="cuda", tail=tail)
-                case.check_forward(spec, delayed=delayed)
-                case.check_backward(spec, Tensorwise(), delayed=delayed)
+@pairs(name=list(ACTIVATIONS), scheme=SCHEMES, scaled={"scaled": True, "unscaled": False})
+def test_triton_fills_the_same_bytes_for_every_activation(name, scheme, scaled):
+    spec, delayed = scheme
+    for odd in ((), ODD):
+        case = Case(ACTIVATIONS[name], [130, 0, 65, 1], 144, device="cuda", scaled=scaled, odd=odd)
+        case.check_forward(spec, delayed=delayed)
+        if not odd:  # sums of NaN are NaN
+            case.check_backward(spec, spec, delayed=delayed)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("interleave", [0, 1, 16, 32])
-@pytest.mark.parametrize("name", ["clamped-swiglu", "situglu"])
-def test_triton_takes_every_layout_and_dtype(name, interleave, dtype):
+@pairs(
+    scheme={**SCHEMES, "delayed": (Tensorwise(E5M2), True), **{str(spec): (spec, False) for spec in OTHERS}},
+    sizes=CASES,
+    fn={"swiglu": ACTIVATIONS["swiglu"], "srelu": ACTIVATIONS["srelu"], "by 32": by_32},
+    h=[32, 256, 1056],
+    tail=[0, TAIL, 400],
+)
+def test_triton_takes_groups_of_any_size(scheme, sizes, fn, h, tail):
+    spec, delayed = scheme
+    case = Case(fn, sizes, h, device="cuda", tail=tail)
+    case.check_forward(spec, delayed=delayed)
+    case.check_backward(spec, Tensorwise(), delayed=delayed)
+
+
+@pytest.mark.gpu
+@triples(
+    spec=[Tensorwise(), Block1D(), Block2D()],
+    dtype=DTYPES,
+    strided={"contiguous": False, "strided": True},
+    sides=["r", "c", "rc"],
+    interleave=[0, 1, 16, 32],
+    name=["clamped-swiglu", "situglu"],
+)
+def test_triton_takes_every_layout_and_dtype(spec, dtype, strided, sides, interleave, name):
     fn = ACTIVATIONS[name]._replace(interleave=interleave)
-    for spec in (Tensorwise(), Block1D(), Block2D()):
-        for strided in (False, True):
-            case = Case(fn, CASES["three"], 96, dtype, "cuda", strided=strided)
-            for sides in ("r", "c", "rc"):
-                case.check_forward(spec, sides)
-                case.check_backward(spec, spec if sides == "rc" else None, sides)
+    case = Case(fn, CASES["three"], 96, dtype, "cuda", strided=strided)
+    case.check_forward(spec, sides)
+    case.check_backward(spec, spec if sides == "rc" else None, sides)
 
 
 @pytest.mark.gpu
@@ -319,6 +330,7 @@ def test_triton_takes_a_thousand_groups():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 def test_triton_draws_dropout_by_the_packed_row_and_takes_wider_codes():
     fn = ACTIVATIONS["swiglu"]
     for case in (

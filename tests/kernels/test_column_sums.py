@@ -44,6 +44,7 @@ def test_what_is_not_a_number_stays_in_its_column(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 def test_the_same_bits_again():
     x = data(264, 4096).cuda()
     first = column_sums(x, torch.float32)

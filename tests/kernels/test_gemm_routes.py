@@ -187,6 +187,7 @@ def test_fast_accumulation_within_its_own_bound(name):
         assert_within(gemm(a, b, out_dtype=torch.bfloat16, accumulation="fast"), a, b, c=1e-6 * shape[2])
 
 
+@pytest.mark.gpu_smoke
 @pytest.mark.parametrize("name", PAIRS)
 def test_accumulates_into_a_float32_out(name):
     a, b = operands(PAIRS[name], (48, 80, 256))
@@ -232,6 +233,7 @@ def test_a_strided_bias_is_read_as_it_stands(name):
         assert torch.equal(gemm(a, b, bias=bias), gemm(a, b, bias=bias.clone()))
 
 
+@pytest.mark.gpu_smoke
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise", "block 1d by 2d", "mx", "nvfp4 rht"])
 def test_column_operands_multiply_like_a_weight_gradient(name):
     """Both operands quantized along the tokens, as wgrad has them."""

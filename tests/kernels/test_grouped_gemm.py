@@ -16,6 +16,7 @@ from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, Tensorwi
 from octavo.quant.grouped import GroupedTensor, member, quantize_groups
 from octavo.quant.groups import Groups, equal, split
 from octavo.quant.quantizer import Quantizer
+from tests.pairs import pairs, turns
 from tests.quant.ragged import SPLITS, layout, many, pieces
 from tests.waiting import no_waiting
 
@@ -585,21 +586,19 @@ def test_every_scheme_within_the_bound(scheme, sizes):
 
 
 @pytest.mark.gpu
-@schemes
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_scheme_in_every_dtype(scheme, dtype):
+@pairs(scheme=OTHERS, dtype=DTYPES, kind=DTYPES)
+def test_every_scheme_in_every_dtype(scheme, dtype, kind):
+    """`kind` is the dtype of bias and scales."""
     found = spoiled(layer([65, 128, 0, 97], 128, 528, device="cuda", dtype=dtype, scheme=scheme))
-    for kind in DTYPES:
-        scales = torch.rand(found.x.shape[0], device="cuda").to(kind)
-        assert_all_within(found, randn(4, 128, device="cuda", dtype=kind), dtype, scales)
+    scales = torch.rand(found.x.shape[0], device="cuda").to(kind)
+    assert_all_within(found, randn(4, 128, device="cuda", dtype=kind), dtype, scales)
 
 
 @pytest.mark.gpu
-@schemes
-@pytest.mark.parametrize(("n", "k"), [(33, 40), (257, 129), (1, 1)])
-def test_every_scheme_with_odd_features(scheme, n, k):
+@turns(scheme=OTHERS, size=[(33, 40), (257, 129), (1, 1)])
+def test_every_scheme_with_odd_features(scheme, size):
     """Codes of x and dy are then not aligned for the copies of tiles: fprop and dgrad run emulated."""
-    assert_all_within(spoiled(layer([65, 128, 0, 97], n, k, device="cuda", scheme=scheme)))
+    assert_all_within(spoiled(layer([65, 128, 0, 97], *size, device="cuda", scheme=scheme)))
 
 
 @pytest.mark.gpu
@@ -608,6 +607,7 @@ def test_blocks_with_odd_features():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 @schemes
 def test_codes_wider_than_the_result_on_the_device(scheme):
     wide = [randn(195, size, device="cuda") for size in (304, 208)]
@@ -628,11 +628,10 @@ exact_schemes = pytest.mark.parametrize("scheme", EXACT.values(), ids=EXACT)
 
 
 @pytest.mark.gpu
-@exact_schemes
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("n", "k", "height"), [(304, 272, 384), (130, 129, 256), (1280, 1100, 1280), (96, 96, 128)])
-def test_products_of_exact_values_round_sums_alone(scheme, dtype, n, k, height):
+@pairs(scheme=EXACT, shape=[(304, 272, 384), (130, 129, 256), (1280, 1100, 1280), (96, 96, 128)], dtype=DTYPES)
+def test_products_of_exact_values_round_sums_alone(scheme, dtype, shape):
     """Above 64 rows for each group, and 64 features, operands are decoded first on Hopper."""
+    n, k, height = shape
     found = spoiled(layer([65, 300, 0, 97], n, k, height=height, device="cuda", scheme=scheme))
     scales = torch.rand(found.x.shape[0], device="cuda")
     scales[found.end :] = float("nan")
@@ -799,6 +798,7 @@ def test_fast_sums_leave_the_tail_and_what_surrounds_a_view(tile, sizes):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 def test_fast_sums_run_in_kernels_of_their_own_if_no_scale_reaches_128_or_less():
     from octavo.launch import listening
 
@@ -864,23 +864,19 @@ def assert_plain_within(found: Plain, out_dtype: torch.dtype, bias=None, scales=
 
 
 @pytest.mark.gpu
-@splits
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_plain_groups_within_the_bound(sizes, dtype):
-    for n, k in ((256, 128), (304, 272), (8, 64)):
-        found = plain(sizes, n, k, dtype)
-        assert_plain_within(found, dtype)
-        scales = torch.rand(found.x.shape[0], device="cuda")
-        scales[sum(sizes) :] = float("nan")
-        assert_plain_within(found, dtype, randn(len(sizes), n, device="cuda"), scales)
+@pairs(sizes=SPLITS, dtype=DTYPES, features=[(256, 128), (304, 272), (8, 64)])
+def test_plain_groups_within_the_bound(sizes, dtype, features):
+    found = plain(sizes, *features, dtype)
+    assert_plain_within(found, dtype)
+    scales = torch.rand(found.x.shape[0], device="cuda")
+    scales[sum(sizes) :] = float("nan")
+    assert_plain_within(found, dtype, randn(len(sizes), features[0], device="cuda"), scales)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("n", "k"), [(33, 40), (257, 129), (1, 1), (40, 33), (1040, 1096)])
-def test_plain_groups_of_any_features_and_result(dtype, n, k):
-    for out_dtype in DTYPES:
-        assert_plain_within(plain([65, 128, 0, 97], n, k, dtype), out_dtype)
+@pairs(features=[(33, 40), (257, 129), (1, 1), (40, 33), (1040, 1096)], dtype=DTYPES, out_dtype=DTYPES)
+def test_plain_groups_of_any_features_and_result(features, dtype, out_dtype):
+    assert_plain_within(plain([65, 128, 0, 97], *features, dtype), out_dtype)
 
 
 @pytest.mark.gpu
@@ -907,6 +903,7 @@ def test_no_group_meets_another_ones_weights(n, k, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_plain_weights_of_any_strides_and_results_in_views(dtype):
     found = plain([65, 128, 0, 97], 256, 192, dtype)
@@ -1264,6 +1261,7 @@ def test_replays_back_to_back_and_on_two_streams():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("large_memory")
 def test_offsets_beyond_two_to_the_31():
     """The last group, whose rows, weight and gradient lie past 2^31 elements, against itself alone."""
     rows, n, k, count = 300_011, 7168, 4352, 70

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from octavo import backend
 from octavo.kernels import norm as kernel
 from octavo.kernels.norm import Norm, Statistics, Wanted
-from tests.kernels.test_activation import assert_rounded_once, data, dtypes
+from tests.kernels.test_activation import DTYPES, assert_rounded_once, data, dtypes
+from tests.pairs import pairs, turns
 
 NORMS = {
     "layer": Norm("layer", 1e-5),
@@ -137,11 +138,9 @@ WIDTHS = [(1, 1), (37, 19), (1000, 128), (5, 1008), (300, 4096), (41, 8192), (60
 
 
 @pytest.mark.gpu
-@every
-@dtypes
-@pytest.mark.parametrize(("m", "n"), WIDTHS)
-def test_triton_is_the_reference_but_for_rounding(name, dtype, m, n):
-    norm, strided = NORMS[name], dtype == torch.float16
+@pairs(size=WIDTHS, name=list(NORMS), dtype=DTYPES)
+def test_triton_is_the_reference_but_for_rounding(name, dtype, size):
+    norm, strided, (m, n) = NORMS[name], dtype == torch.float16, size
     x, dy, weight, bias = operands(norm, m, n, dtype, "cuda")
     if strided:
         x, dy = x.T.contiguous().T, dy[:1].expand(m, n)
@@ -153,17 +152,17 @@ def test_triton_is_the_reference_but_for_rounding(name, dtype, m, n):
 
 
 @pytest.mark.gpu
-@every
-@pytest.mark.parametrize(("m", "n"), WIDTHS)
-def test_triton_gives_the_same_bits_again(name, m, n):
+@turns(size=WIDTHS, name=list(NORMS))
+def test_triton_gives_the_same_bits_again(name, size):
     norm = NORMS[name]
-    given = operands(norm, m, n, torch.bfloat16, "cuda")
+    given = operands(norm, *size, torch.bfloat16, "cuda")
     first, second = both_ways(norm, *given), both_ways(norm, *given)
     for a, b in zip(first, second, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 @every
 @pytest.mark.parametrize("n", [128, 9000])
 def test_triton_makes_only_what_is_wanted(name, n):

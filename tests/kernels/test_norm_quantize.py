@@ -13,6 +13,7 @@ from octavo.quant import MX, Block1D, Block2D, Rowwise, Tensorwise
 from octavo.quant.quantizer import CastArgs, fill_pair
 from tests.kernels.test_activation_quantize import DTYPES, ODD, SPECS, assert_same, contents, empty_pair, given_to
 from tests.kernels.test_norm import NORMS, operands
+from tests.pairs import pairs, triples
 
 every = pytest.mark.parametrize("name", NORMS)
 
@@ -87,40 +88,49 @@ WIDTHS = [(1, 37), (37, 1), (130, 130), (257, 1008), (300, 4096), (41, 9000)]  #
 
 
 @pytest.mark.gpu
-@every
-@pytest.mark.parametrize(("m", "n"), WIDTHS)
-def test_triton_fills_the_same_bytes(name, m, n):
-    x, _, weight, bias = operands(NORMS[name], m, n, torch.bfloat16, "cuda")
-    for spec in (Tensorwise(), Block1D(), Block2D(E4M3, "fp32")):
-        check(NORMS[name], x, weight, bias, spec)
+@pairs(size=WIDTHS, name=list(NORMS), spec=[Tensorwise(), Block1D(), Block2D(E4M3, "fp32")])
+def test_triton_fills_the_same_bytes(name, size, spec):
+    x, _, weight, bias = operands(NORMS[name], *size, torch.bfloat16, "cuda")
+    check(NORMS[name], x, weight, bias, spec)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["layer", "rms"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_triton_fills_the_same_bytes_for_every_side_and_dtype(name, spec, dtype):
-    x, _, weight, bias = operands(NORMS[name], 130, 272, dtype, "cuda")
+def odd_operands(norm, dtype):
+    x, _, weight, bias = operands(norm, 130, 272, dtype, "cuda")
     for i, value in enumerate(ODD):
         x[11 * i, 5 * i] = torch.tensor(value).to(dtype)
-    for sides in ("r", "c", "rc"):
-        check(NORMS[name], x, weight, bias, spec, sides)
-    if dtype != torch.bfloat16:
-        return
-    check(NORMS[name], x.T.contiguous().T, weight, bias, spec)
-    check(NORMS[name], x[:, 3:260], *(None if w is None else w[3:260].contiguous() for w in (weight, bias)), spec)
-    check(NORMS[name], x, None, bias, spec)
-    check(NORMS[name], x, weight, None, spec)
+    return x, weight, bias
 
 
 @pytest.mark.gpu
-@every
-@pytest.mark.parametrize(("m", "n"), [*WIDTHS, (77, 128), (19, 8192), (3, 8208)])
-def test_triton_fills_the_same_bytes_for_a_sum(name, m, n):
-    for dtype in DTYPES:
-        x, extra, weight, bias = operands(NORMS[name], m, n, dtype, "cuda")
-        for spec in (Tensorwise(), Block1D(), Rowwise()):
-            check(NORMS[name], x, weight, bias, spec, extra=extra)
+@triples(spec=SPECS, dtype=DTYPES, sides=["r", "c", "rc"], name=["layer", "rms"])
+def test_triton_fills_the_same_bytes_for_every_side_and_dtype(name, spec, dtype, sides):
+    check(NORMS[name], *odd_operands(NORMS[name], dtype), spec, sides)
+
+
+LAYOUTS = {
+    "turned": lambda x, weight, bias: (x.T.contiguous().T, weight, bias),
+    "cut": lambda x, *vectors: (x[:, 3:260], *(None if w is None else w[3:260].contiguous() for w in vectors)),
+    "without weight": lambda x, weight, bias: (x, None, bias),
+    "without bias": lambda x, weight, bias: (x, weight, None),
+}
+
+
+@pytest.mark.gpu
+@pairs(spec=SPECS, layout=LAYOUTS, name=["layer", "rms"])
+def test_triton_fills_the_same_bytes_for_every_layout(name, spec, layout):
+    check(NORMS[name], *layout(*odd_operands(NORMS[name], torch.bfloat16)), spec)
+
+
+@pytest.mark.gpu
+@pairs(
+    size=[*WIDTHS, (77, 128), (19, 8192), (3, 8208)],
+    name=list(NORMS),
+    dtype=DTYPES,
+    spec=[Tensorwise(), Block1D(), Rowwise()],
+)
+def test_triton_fills_the_same_bytes_for_a_sum(name, size, dtype, spec):
+    x, extra, weight, bias = operands(NORMS[name], *size, dtype, "cuda")
+    check(NORMS[name], x, weight, bias, spec, extra=extra)
 
 
 def moved(t, by):
@@ -129,10 +139,8 @@ def moved(t, by):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["layer", "rms"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("n", [272, 257, 4096])
-def test_triton_fills_the_same_bytes_for_a_sum_of_anything(name, dtype, n):
+@pairs(spec=[Tensorwise(), Block1D(), Rowwise()], dtype=DTYPES, n=[272, 257, 4096], name=["layer", "rms"])
+def test_triton_fills_the_same_bytes_for_a_sum_of_anything(name, dtype, n, spec):
     """However x and extra lie in memory, and whatever their values are."""
     x, extra, weight, bias = operands(NORMS[name], 130, n, dtype, "cuda")
     for i, value in enumerate(ODD):
@@ -141,15 +149,14 @@ def test_triton_fills_the_same_bytes_for_a_sum_of_anything(name, dtype, n):
     x[121, 1], extra[121, 1] = torch.inf, -torch.inf
     x[122], extra[122] = x[123], -x[123]  # zero
     x[124] = extra[124] = torch.finfo(dtype).smallest_normal / 4  # subnormal, and so is the sum
-    for spec in (Tensorwise(), Block1D(), Rowwise()):
-        for sides in ("r", "c", "rc"):
-            check(NORMS[name], x, weight, bias, spec, sides, extra=extra)
-        check(NORMS[name], x, weight, bias, spec, extra=x)
-        for a, b in (
-            (moved(x, 1), extra), (x, moved(extra, 3)), (moved(x, 2), moved(extra, 5)), (x.T.contiguous().T, extra),
-            (x, extra[:1].expand(extra.shape)), (torch.cat((x, x), 1)[:, :n], extra), (x[:1], extra[:1]),
-        ):  # fmt: skip
-            check(NORMS[name], a, weight, bias, spec, extra=b)
+    for sides in ("r", "c", "rc"):
+        check(NORMS[name], x, weight, bias, spec, sides, extra=extra)
+    check(NORMS[name], x, weight, bias, spec, extra=x)
+    for a, b in (
+        (moved(x, 1), extra), (x, moved(extra, 3)), (moved(x, 2), moved(extra, 5)), (x.T.contiguous().T, extra),
+        (x, extra[:1].expand(extra.shape)), (torch.cat((x, x), 1)[:, :n], extra), (x[:1], extra[:1]),
+    ):  # fmt: skip
+        check(NORMS[name], a, weight, bias, spec, extra=b)
 
 
 @pytest.mark.gpu
@@ -164,6 +171,7 @@ def test_triton_fills_the_same_bytes_in_every_configuration():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 def test_triton_hardly_any_rows():
     for name in NORMS:
         for m in (0, 1):

@@ -8,10 +8,12 @@ import torch
 from octavo import backend
 from octavo.kernels import permute
 from octavo.kernels.permute import PAD, TAIL, Slots, reference
+from tests.pairs import pairs, turns
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 device = pytest.mark.parametrize("device", DEVICES)
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DENSE = {"index": False, "mask": True}
 # tokens, slots, experts, rows (None: as many as may be needed), align
 CASES = {
     "one of each": (1, 1, 1, None, 1),
@@ -26,7 +28,6 @@ CASES = {
     "many experts": (257, 8, 1024, None, 1),
     "many slots": (70, 32, 33, None, 4),
 }
-cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def index_of(case, device="cpu", dtype=torch.int64):
@@ -58,7 +59,7 @@ def by_hand(index, experts, rows, align):
 
 
 @device
-@cases
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 def test_the_sort_is_that_of_a_loop(case, kind, device):
     index = index_of(case, device, kind)
@@ -113,10 +114,7 @@ def prob_of(probs, slots, token, k):
     return probs[token, k if slots.experts is None else slots.experts[token, k]]
 
 
-@device
-@dtypes
-@cases
-@pytest.mark.parametrize("dense", [False, True], ids=["index", "mask"])
+@turns(devices=True, case=CASES, dense=DENSE, dtype=DTYPES)
 def test_rows_there_and_back(case, dense, dtype, device):
     """Against torch's own sums, to the last bit where no product is rounded."""
     slots, sources, x, rows, probs = inputs(case, 40, dtype, device, dense)
@@ -134,10 +132,7 @@ def test_rows_there_and_back(case, dense, dtype, device):
         torch.testing.assert_close(found, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
-@device
-@dtypes
-@cases
-@pytest.mark.parametrize("dense", [False, True], ids=["index", "mask"])
+@turns(devices=True, case=CASES, dense=DENSE, dtype=DTYPES)
 def test_gradients_of_the_sum(case, dense, dtype, device):
     slots, sources, dy, rows, probs = inputs(case, 65, dtype, device, dense)
     drows, dprobs = permute.combine_backward(dy, rows, slots, sources, probs, True, True)
@@ -156,10 +151,7 @@ def test_gradients_of_the_sum(case, dense, dtype, device):
     assert torch.equal(unweighted, permute.scatter(dy, slots.positions, sources, True))
 
 
-@device
-@dtypes
-@cases
-@pytest.mark.parametrize("dense", [False, True], ids=["index", "mask"])
+@turns(devices=True, case=CASES, dense=DENSE, dtype=DTYPES)
 def test_probabilities_of_rows_and_back(case, dense, dtype, device):
     slots, sources, _, rows, probs = inputs(case, 1, dtype, device, dense)
     probs, grad = probs.to(dtype), rows[:, 0].contiguous()
@@ -214,11 +206,11 @@ def test_the_reference_rounds_a_product_and_its_sum_once():
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
 
 
+LARGE = {"1000 tokens": (1000, 8, 128, None, 1), "aligned": (1000, 5, 64, 6000, 128), "cut": (513, 3, 7, 1500, 1)}
+
+
 @pytest.mark.gpu
-@dtypes
-@pytest.mark.parametrize("case", [(1000, 8, 128, None, 1), (1000, 5, 64, 6000, 128), (513, 3, 7, 1500, 1)])
-@pytest.mark.parametrize("width", [1, 40, 1024, 1500, 7168])
-@pytest.mark.parametrize("dense", [False, True], ids=["index", "mask"])
+@pairs(width=[1, 40, 1024, 1500, 7168], dtype=DTYPES, case=LARGE, dense=DENSE)
 def test_the_kernels_write_the_bits_of_the_reference(case, width, dense, dtype):
     slots, sources, x, rows, probs = inputs(case, width, dtype, "cuda", dense)
 
@@ -240,6 +232,7 @@ def test_the_kernels_write_the_bits_of_the_reference(case, width, dense, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 def test_an_untouched_tail_is_not_written():
     case = (100, 2, 8, 512, 16)
     made = sorted_of(case, index_of(case, "cuda"))
@@ -251,6 +244,7 @@ def test_an_untouched_tail_is_not_written():
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("large_memory")
 def test_offsets_beyond_32_bits():
     """Rows whose elements are more than 2³¹ apart."""
     tokens, width = 40_000, 60_000

@@ -77,6 +77,7 @@ def test_a_gradient_of_v_is_copied_as_it_is(device):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 def test_kernels_have_the_bits_of_the_reference_where_products_are_exact():
     qkv, own, other, heads, shared = case((2, 33, 8, 4, 64), torch.bfloat16, "cuda")
     own, other = own.bfloat16(), other.bfloat16()  # products of two bfloat16 are exact in float32

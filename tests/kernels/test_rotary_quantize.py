@@ -12,6 +12,7 @@ from octavo.modules.attention import RotaryFactors
 from octavo.quant import MX, Block1D, Rowwise, Tensorwise
 from octavo.quant.quantizer import fill_pair
 from tests.kernels.test_activation_quantize import DTYPES, ODD, SPECS, assert_same, contents, empty_pair, given_to
+from tests.pairs import pairs
 
 
 def gradients(sizes, dtype, device, packed=False):
@@ -59,12 +60,9 @@ SIZES = [(2, 130, 4, 4, 128), (1, 77, 6, 2, 64), (3, 40, 2, 1, 256), (2, 33, 3, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_triton_fills_the_same_bytes(sizes, dtype):
-    for spec in SPECS:
-        check(gradients(sizes, dtype, "cuda"), spec)
-        check(gradients(sizes, dtype, "cuda", packed=True), spec)
+@pairs(spec=SPECS, sizes=SIZES, dtype=DTYPES, packed={"parts": False, "packed": True})
+def test_triton_fills_the_same_bytes(sizes, dtype, spec, packed):
+    check(gradients(sizes, dtype, "cuda", packed=packed), spec)
 
 
 @pytest.mark.gpu
@@ -79,6 +77,7 @@ def test_triton_fills_the_same_bytes_for_every_side_and_odd_values(spec, sides):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 def test_triton_fills_the_same_bytes_without_a_known_scale_and_in_no_rows():
     check(gradients((0, 4, 2, 2, 64), torch.bfloat16, "cuda"), Block1D())
     operands = gradients((2, 65, 4, 2, 128), torch.bfloat16, "cuda")

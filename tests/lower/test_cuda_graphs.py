@@ -89,6 +89,7 @@ def run_steps(pair, call, replays, *, flight=1, step=None, sizes=None, **setting
 # -- every recipe ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.gpu_smoke
 @every
 def test_compiled_is_eager_bit_for_bit(recipe):
     pair = twins(recipe)

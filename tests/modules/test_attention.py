@@ -95,10 +95,8 @@ def test_a_run_has_the_bits_of_the_modules_one_by_one(recipe, device):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-def test_a_graph_has_the_same_bits(recipe, device, compiler):
-    if compiler == "inductor" and device == "cpu":
-        pytest.skip("the GPU's compiler")
+def test_a_graph_has_the_same_bits(recipe, device):
+    compiler = "aot_eager" if device == "cpu" else "inductor"
     torch._dynamo.reset()
     model, twin = block(recipe, device, residual=True), block(recipe, device, residual=True)
     call = torch.compile(model, fullgraph=True, backend=compiler)

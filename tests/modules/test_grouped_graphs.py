@@ -36,6 +36,7 @@ from tests.modules.experts import (
     slices,
 )
 from tests.modules.oracle import QUANTIZED, assert_same, graphs_of, spiky
+from tests.pairs import pairs
 from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -57,8 +58,10 @@ every = pytest.mark.parametrize("recipe", SHIPPED)
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
 sample = pytest.mark.parametrize("recipe", SAMPLE)
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-biases = pytest.mark.parametrize("bias", ["none", "bias", "scaled"])
-fusing = pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
+BIASES = ("none", "bias", "scaled")
+FUSING = {"grad": False, "main_grad": True}
+biases = pytest.mark.parametrize("bias", BIASES)
+fusing = pytest.mark.parametrize("main_grad", FUSING.values(), ids=FUSING)
 
 
 def experts_on_gpu(recipe, layout=LAYOUTS["single"], bias="bias", *, main_grad=False, dtype=torch.bfloat16, **settings):
@@ -389,10 +392,7 @@ def weight_gradients_of(layer):
     return step
 
 
-@sample
-@layouts
-@biases
-@fusing
+@pairs(recipe=SAMPLE, layout=LAYOUTS, bias=BIASES, main_grad=FUSING)
 def test_weight_gradients_put_off_by_graphed_callables(recipe, layout, bias, main_grad):
     """backward_dw() has a graph of its own, captured before the first call: what the three warm-ups left is dropped,
     and what the capture left is where every replay leaves its own."""
@@ -727,9 +727,12 @@ def test_more_groups_are_no_more_launches(recipe):
 # -- every group by itself, every time ---------------------------------------------------------------------------------
 
 
-@every
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", ["as captured", "multiples of nothing", "all on one, to the last row"])
+@pytest.mark.gpu_smoke
+@pairs(
+    recipe=SHIPPED,
+    dtype=[torch.bfloat16, torch.float16, torch.float32],
+    name=["as captured", "multiples of nothing", "all on one, to the last row"],
+)
 def test_each_group_is_a_layer_of_one_group(recipe, dtype, name):
     splits, layer, static = SPLITS[name], experts_on_gpu(recipe, dtype=dtype), Static(dtype=dtype)
     static.load(splits)
@@ -799,6 +802,7 @@ def test_any_number_of_groups_in_a_captured_step(recipe, groups):
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "fp8-rowwise", "fp8-block"])
+@pytest.mark.usefixtures("large_memory")
 def test_elements_beyond_two_to_the_31(recipe):
     """The last group begins past them, in x, in its codes and in dx."""
     k, n, splits = 4096, 128, (1000, 524000, 200)

@@ -319,6 +319,7 @@ def test_a_step_is_the_same_every_time_and_reads_nothing_back(recipe):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-block"])
 def test_a_captured_step_follows_sizes_that_change(recipe):
     first = (700, 0, 900, 500, 3)
@@ -351,6 +352,7 @@ def test_a_captured_step_follows_sizes_that_change(recipe):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-block"])
 def test_compiled_on_a_gpu(recipe, mode):

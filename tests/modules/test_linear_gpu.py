@@ -10,6 +10,7 @@ import octavo
 from octavo.quant import Tensorwise
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import QUANTIZED, Result, make, run, spiky
+from tests.pairs import pairs
 from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -34,10 +35,14 @@ def assert_close(found, want, size, what, bias=0.0):
     assert worst <= 1.0, f"{what}: {worst:.3g} of its bound"
 
 
-@every
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("m", "k", "n"), [(256, 128, 384), (130, 272, 208), (17, 33, 50), (1, 16, 8)], ids=str)
-def test_the_gpu_agrees_with_the_cpu(recipe, dtype, m, k, n):
+@pytest.mark.gpu_smoke
+@pairs(
+    recipe=SHIPPED,
+    size=[(256, 128, 384), (130, 272, 208), (17, 33, 50), (1, 16, 8)],
+    dtype=[torch.bfloat16, torch.float32, torch.float16],
+)
+def test_the_gpu_agrees_with_the_cpu(recipe, dtype, size):
+    m, k, n = size
     layer = make(recipe, k, n, dtype=dtype)
     x, dy = spiky(2, m, k, dtype=dtype, seed=3, size=8.0), spiky(2, m, n, dtype=dtype, seed=4, size=8.0)
     there = on_gpu(layer)
@@ -108,6 +113,7 @@ def test_what_no_gradient_needs_is_not_launched(recipe):
     assert total["all"] > total["frozen input"] > total["bias only"], total
 
 
+@pytest.mark.gpu_smoke
 @every
 def test_a_captured_step_replays_the_eager_bits(recipe):
     """Forward and backward in one graph, new data each replay; delayed state and random counters go along."""

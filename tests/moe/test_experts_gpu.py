@@ -77,6 +77,7 @@ def test_fused_y_has_the_bits_of_the_operations_and_gradients_are_near(recipe, a
             assert error(a, b) < NEAR[recipe.split("(")[0]], f"routing {seed}: {error(a, b):.3g}"
 
 
+@pytest.mark.gpu_smoke
 @recipes(["fp8-delayed", "fp8-block", "nvfp4"])
 def test_two_runs_have_the_same_bits(recipe):
     first, second = (step(experts(recipe), *batch(3)) for _ in range(2))
@@ -148,6 +149,7 @@ def test_no_value_is_read_on_the_host(recipe, storage):
     assert_same(found[0], want[0])
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @recipes(["fp8-delayed", "fp8-block"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("storage", STORAGES)

@@ -65,6 +65,7 @@ def warmed(model):
     return model
 
 
+@pytest.mark.gpu_smoke
 @recipes(["fp8-delayed", "fp8-current", "fp8-block", "nvfp4"])
 def test_a_captured_training_step_follows_the_routing(recipe):
     """Weights, bias and routing change from replay to replay; an eager twin takes the same steps."""
@@ -104,6 +105,7 @@ def test_a_captured_training_step_follows_the_routing(recipe):
     assert len(loads) > 10 and y.isfinite().all()  # the routing did change
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @recipes(["fp8-delayed", "fp8-block"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_is_near_eager(recipe, mode):

@@ -12,13 +12,12 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.quant import MX, NVFP4, Block1D, Rowwise, Tensorwise
 from tests.lower.recorder import Recorder
 from tests.modules.oracle import assert_same
+from tests.pairs import pairs, turns
 from tests.waiting import no_waiting
 
 TOKENS, WIDTH = 97, 24
 device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-top_ks = pytest.mark.parametrize("top_k", [1, 2, 5])
-numbers = pytest.mark.parametrize("experts", [7, 16])
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 masked = pytest.mark.parametrize("is_mask", [False, True], ids=["index", "mask"])
 WAYS = {
     "whole": {},
@@ -27,7 +26,6 @@ WAYS = {
     "aligned, cut": {"align": 16, "capacity": 64},
     "spare": {"capacity": 1024},
 }
-ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 def routed(is_mask, top_k, experts, device="cpu", tokens=TOKENS):
@@ -61,12 +59,7 @@ def by_octavo(x, routing, probs, factor, options):
     return moe.unpermute(rows, permutation, probs), permutation
 
 
-@device
-@masked
-@top_ks
-@numbers
-@dtypes
-@ways
+@pairs(devices=True, way=WAYS, dtype=DTYPES, top_k=[1, 2, 5], experts=[7, 16], is_mask={"index": False, "mask": True})
 def test_there_and_back_with_gradients(is_mask, top_k, experts, dtype, way, device):
     routing, probs, options = routed(is_mask, top_k, experts, device)
     x = torch.randn(TOKENS, WIDTH, device=device).to(dtype).requires_grad_()
@@ -85,7 +78,7 @@ def test_there_and_back_with_gradients(is_mask, top_k, experts, dtype, way, devi
 
 
 @masked
-@ways
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_sizes_positions_and_pads(is_mask, way):
     routing, _, options = routed(is_mask, 2, 7)
     x = torch.randn(TOKENS, WIDTH)
@@ -206,9 +199,7 @@ def test_codes_of_permuted_rows_are_permuted_codes(quantizer, device):
     assert torch.equal(scale[:used], after.scale.contiguous()[:used])
 
 
-@device
-@ways
-@pytest.mark.parametrize("quantizer", [Tensorwise(), Block1D(), Rowwise(), MX(), NVFP4()], ids=str)
+@turns(devices=True, quantizer=[Tensorwise(), Block1D(), Rowwise(), MX(), NVFP4()], way=WAYS)
 def test_quantizing_permuted_rows_is_permuting_and_quantizing(quantizer, way, device):
     """Rows that a cast takes from the tokens, pads and a tail included, have the codes and scales of copied rows."""
     routing, _, options = routed(False, 2, 7, device)
@@ -311,6 +302,7 @@ def test_nothing_is_read_on_the_host(is_mask, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 @masked
 @pytest.mark.parametrize("way", [{}, {"align": 128, "capacity": 2048}], ids=["whole", "aligned"])
 def test_a_captured_step_follows_the_map(is_mask, way):

@@ -167,6 +167,7 @@ def test_it_writes_what_a_second_cast_writes_on_the_device(spec):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 @pytest.mark.parametrize("spec", WEIGHTS, ids=str)
 def test_stacked_weights_on_the_device(spec):
     stack, groups = torch.randn(4 * 200, 272, device="cuda"), equal(4, 200, torch.device("cuda"))
@@ -179,6 +180,7 @@ def test_stacked_weights_on_the_device(spec):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("large_memory")
 def test_offsets_beyond_two_to_the_31():
     codes = torch.zeros(2**16 + 128, 2**15 + 128, dtype=torch.uint8, device="cuda")
     codes[-130:, -130:] = random_bytes(130, 130).cuda()

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import pickle
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from octavo.quant.grouped import (
 )
 from octavo.quant.groups import Groups, equal, split
 from octavo.quant.quantizer import CastArgs, quantize_pair
+from tests.pairs import some, turns
 from tests.quant.ragged import SPLITS, layout, many, pieces
 from tests.quant.sameness import assert_same
 from tests.waiting import no_waiting
@@ -731,23 +733,22 @@ def both(sizes: list[int], rows: int) -> tuple[Groups, Groups]:
 def test_every_configuration_writes_the_reference_bytes(spec, dtype):
     """On the blocks in use; the tail is NaN."""
     configs = importlib.import_module(f"{spec.package}.triton").CONFIGS
-    for columns in (33, 256, 300):
-        for sizes in SPLITS:
-            x = wide(sum(sizes) + 75, columns, dtype)
-            x[sum(sizes) :] = float("nan")
-            here, there = both(sizes, x.shape[0])
-            want = cast("reference", spec, x, here)
-            found = {"torch on cuda": cast("reference", spec, x.cuda(), there)}
-            found |= {str(config): cast("triton", spec, x.cuda(), there, config=config) for config in configs}
-            for name, pair in found.items():
-                for got, same in zip(pair, want, strict=True):
-                    assert_same_used(got, same, (name, sizes, columns))
+    for sizes, columns in zip(SPLITS, cycle((33, 256, 300)), strict=False):
+        x = wide(sum(sizes) + 75, columns, dtype)
+        x[sum(sizes) :] = float("nan")
+        here, there = both(sizes, x.shape[0])
+        want = cast("reference", spec, x, here)
+        found = {"torch on cuda": cast("reference", spec, x.cuda(), there)}
+        found |= {str(config): cast("triton", spec, x.cuda(), there, config=config) for config in configs}
+        for name, pair in found.items():
+            for got, same in zip(pair, want, strict=True):
+                assert_same_used(got, same, (name, sizes, columns))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("spec", SCHEMES, ids=str)
-def test_every_setting_on_the_device(spec, dtype):
+@pytest.mark.parametrize("spec", [spec for spec in SCHEMES if spec not in KERNELS], ids=str)
+def test_every_other_setting_on_the_device(spec, dtype):
     for sizes, columns in (([65, 128, 0, 97], 150), ([0, 15, 1, 1011, 0], 272)):
         x = wide(sum(sizes) + 75, columns, dtype)
         x[sum(sizes) :] = float("nan")
@@ -837,8 +838,7 @@ def test_given_multipliers_and_observed_amaxes_on_the_device(sizes):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", KERNELS, ids=str)
+@turns(spec=KERNELS, dtype=DTYPES)
 def test_the_public_entry_matches_the_cpu(spec, dtype):
     for sizes, rows in (([65, 128, 0, 97], 400), ([300, 300], 450), ([-3, 100], 128), ([0], 0), ([0, 0], 9)):
         x = wide(rows, 150, dtype)
@@ -885,6 +885,7 @@ def test_a_skip_flag_on_the_device_leaves_everything(spec):
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 @pytest.mark.parametrize("spec", KERNELS, ids=str)
 def test_stacked_matrices_on_the_device(spec):
     x = wide(4 * 200, 272, torch.bfloat16)
@@ -954,7 +955,8 @@ def test_same_bits_a_hundred_times(spec):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", KERNELS, ids=str)
+@some("spec", KERNELS, [Tensorwise(), Rowwise(), Block1D(), MX(), NVFP4(rht=True)])
+@pytest.mark.usefixtures("large_memory")
 def test_offsets_beyond_two_to_the_31(spec):
     """The last group of more than 2^31 elements, against its rows alone."""
     rows, columns = 300_011, 7168

@@ -214,6 +214,7 @@ def test_the_kernel_reads_a_strided_vector_as_it_stands():
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_smoke
 def test_neither_twin_waits_for_the_device():
     splits = torch.tensor([65, 128, 0, 97], device="cuda")
     for twin in ("triton", "reference"):
