@@ -2,80 +2,72 @@
 
     python3 -m benchmarks.default_device --json benchmarks/results/default-device-h200.json
 
-Milliseconds are medians of eager steps, forward and backward, of 8192x4096 -> 4096 in bfloat16. The ways take turns, so
-that the machine is in the same state for all of them; `ratio` is to the way without a default device.
+Each process runs `octavo bench linear` for 8192x4096 -> 4096 in a state of torch. The states take turns, so that the
+machine is alike for all of them; `ms` is the least of their medians, and `ratio` is to the state without a device.
 """
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
+import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block")
-WAYS = ("none", "set_default_device", "with torch.device")
-SHAPE = (8192, 4096, 4096)
-TURNS, WARMUP, REPEATS = 2, 10, 60
+STATES = ("none", "set_default_device", "with torch.device")
+SHAPE = "8192,4096,4096"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python3 -m benchmarks.default_device")
     parser.add_argument("--json", default=None, metavar="FILE")
-    parser.add_argument("--way", choices=WAYS, default=None, help="time one way in this process, and print it")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--state", choices=STATES, default=None, help="run in this state, in this process")
     arguments = parser.parse_args()
-    if arguments.way:
-        print(json.dumps(timed(arguments.way)))
+    if arguments.state:
+        bench(arguments.state, arguments.json)
         return
-    readings: dict[str, dict[str, list[float]]] = {way: {recipe: [] for recipe in RECIPES} for way in WAYS}
-    facts = {}
-    for _ in range(TURNS):
-        for way in WAYS:
-            command = [sys.executable, "-m", "benchmarks.default_device", "--way", way]
-            found = json.loads(
-                subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-            )
-            facts = found.pop("machine")
-            for recipe, ms in found.items():
-                readings[way][recipe].append(ms)
-    ms = {way: {recipe: min(found) for recipe, found in of.items()} for way, of in readings.items()}
-    ratio = {way: {recipe: of[recipe] / ms["none"][recipe] for recipe in RECIPES} for way, of in ms.items()}
-    report = {"machine": facts, "shape": SHAPE, "readings_ms": readings, "ms": ms, "ratio": ratio}
-    for way in WAYS:
-        print(way, {recipe: f"{ms[way][recipe]:.3f} ms, {ratio[way][recipe]:.3f}" for recipe in RECIPES})
+    readings: dict[str, dict[str, list[float]]] = {state: {recipe: [] for recipe in RECIPES} for state in STATES}
+    machine: dict[str, Any] = {}
+    for _ in range(arguments.turns):
+        for state in STATES:
+            report = apart(state)
+            machine = report["machine"]
+            for row in report["shapes"][0]["results"]:
+                readings[state].get(row["case"].removeprefix("octavo "), []).append(row["ms"])
+    ms = {state: {recipe: min(found) for recipe, found in of.items()} for state, of in readings.items()}
+    ratio = {state: {recipe: of[recipe] / ms["none"][recipe] for recipe in RECIPES} for state, of in ms.items()}
+    for state in STATES:
+        print(state, {recipe: f"{ms[state][recipe]:.3f} ms, {ratio[state][recipe]:.3f}" for recipe in RECIPES})
     if arguments.json:
+        report = {"machine": machine, "shape": SHAPE, "readings_ms": readings, "ms": ms, "ratio": ratio}
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
 
 
-def timed(way: str) -> dict:
+def apart(state: str) -> dict[str, Any]:
+    """The report of the benchmark in a state of torch, from a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "benchmarks.default_device", "--state", state, "--json", str(file)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+
+def bench(state: str, file: str) -> None:
     import torch
 
-    import octavo
-    from octavo.cli import machine
+    from octavo.cli import main as octavo
 
-    cuda = torch.device("cuda", 0)
-    if way == "set_default_device":
+    if state == "set_default_device":
         torch.set_default_device("cuda")
-    tokens, inner, out = SHAPE
-    found: dict = {"machine": machine.describe(cuda)}
-    with torch.device("cuda") if way == "with torch.device" else nullcontext():
-        x = torch.randn(tokens, inner, device=cuda, dtype=torch.bfloat16, requires_grad=True)
-        dy = torch.randn(tokens, out, device=cuda, dtype=torch.bfloat16)
-        for recipe in RECIPES:
-            layer = octavo.Linear(inner, out, bias=False, recipe=recipe, device=cuda, dtype=torch.bfloat16)
-            times = []
-            for i in range(WARMUP + REPEATS):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                layer(x).backward(dy)
-                end.record()
-                x.grad = layer.weight.grad = None
-                octavo.step(layer)
-                torch.cuda.synchronize()
-                times += [begin.elapsed_time(end)] if i >= WARMUP else []
-            found[recipe] = statistics.median(times)
-    return found
+    with torch.device("cuda") if state == "with torch.device" else nullcontext():
+        code = octavo(
+            ["bench", "linear", "--shape", SHAPE, "--recipes", ",".join(RECIPES), "--no-peers", "--json", file]
+        )
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -249,4 +249,4 @@ if __name__ == "__main__":
     if sys.argv[1:] in (["--matrix"], ["--every"]):
         write_matrix(sys.argv[1:] == ["--every"])
     else:
-        RECORD.write_text(json.dumps(record(compile_all(jobs())), indent=1) + "\n")
+        RECORD.write_text(json.dumps(record(compile_all(jobs())), indent=1, sort_keys=True) + "\n")

@@ -31,6 +31,7 @@ from octavo import backend
 from octavo._torch.fast_paths import FAST_PATHS
 from octavo._torch.guards import GUARDS
 from octavo._torch.inductor import DIRECT_CALLS
+from octavo._torch.tensors import WITHOUT_DISPATCHER
 from octavo.cli import machine, output, table
 from octavo.cli.known_bad import known_bad
 from octavo.kernels import grouped_gemm
@@ -86,7 +87,7 @@ def examine(device: torch.device, report: dict[str, Any]) -> None:
 
 def fast_paths_of(device: torch.device) -> list[dict[str, Any]]:
     """Checks every fast path, and returns its state: `on` is None for one that has no use on this device."""
-    asked = [GUARDS, DIRECT_CALLS]
+    asked = [GUARDS, WITHOUT_DISPATCHER, DIRECT_CALLS]
     if backend.choose(device) == "triton":
         from octavo.kernels.activation_quantize import triton as casts  # with every tile that transposes codes
         from octavo.quant.tensorwise.triton import transposes_codes

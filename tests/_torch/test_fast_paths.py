@@ -9,11 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import octavo
 import octavo._torch.guards as guards_module
-from octavo._torch import inductor
+from octavo._torch import inductor, tensors
 from octavo._torch.fast_paths import FAST_PATHS, FastPath, Undecided, off
 from octavo._torch.guards import GUARDS
+from octavo._torch.tensors import WITHOUT_DISPATCHER
 from octavo.cli import doctor, main
 from octavo.launch import DIRECT_LAUNCHES
+from octavo.lower.replay import calls
 
 
 @pytest.fixture
@@ -115,7 +117,7 @@ def test_every_path_has_a_name_of_its_own():
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("path", [GUARDS, inductor.DIRECT_CALLS], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [GUARDS, WITHOUT_DISPATCHER, inductor.DIRECT_CALLS], ids=lambda path: path.name)
 def test_a_check_needs_nothing_of_its_surroundings(path):
     """Modes, a default device, inference mode and transforms of the call that happens to be first."""
     import torch._inductor.lowering
@@ -140,6 +142,25 @@ def test_guards_that_miss_a_difference_are_off(monkeypatch):
         assert "another size" in GUARDS.reason() and "another dtype" in GUARDS.reason()
     finally:
         GUARDS.forget()
+
+
+@pytest.mark.parametrize("made", [None, lambda t, size, stride, start: t.clone().as_strided(size, stride, start)])
+def test_views_that_are_copies_or_gone_are_off(made, monkeypatch):
+    monkeypatch.setattr(tensors, "reinterpret", made)
+    WITHOUT_DISPATCHER.forget()
+    try:
+        assert not WITHOUT_DISPATCHER.is_on()
+        assert WITHOUT_DISPATCHER.reason() in ("this torch does not have them", "they differ from torch's own")
+    finally:
+        WITHOUT_DISPATCHER.forget()
+
+
+def test_while_views_are_off_no_call_is_recorded(monkeypatch):
+    monkeypatch.setattr(calls, "DEVICES", {"cpu"})
+    monkeypatch.setattr(WITHOUT_DISPATCHER, "_reason", "this test says so")
+    layer, x = octavo.Linear(16, 16, recipe="fp8-current"), torch.randn(4, 16)
+    found = [layer(x) for _ in range(4)]
+    assert calls.sources() == [] and all(torch.equal(y, found[0]) for y in found)
 
 
 def test_code_that_does_not_call_the_function_is_off(monkeypatch):

@@ -37,4 +37,6 @@ def plain_result(function, recipe, device):
 def test_a_function_in_a_state_of_torch(function, recipe, context, device, tmp_path):
     want = plain_result(function, recipe, device)
     found = function.call(CONTEXTS[context], recipe, device, tmp_path)
-    assert differences(found, want, function.may_differ if context in WITHOUT_GRADIENTS else ()) == []
+    # on a GPU torch's own embedding and attention have other gradients with deterministic algorithms
+    may_differ = context in WITHOUT_GRADIENTS or (context == "deterministic algorithms" and device == "cuda")
+    assert differences(found, want, function.may_differ if may_differ else ()) == []

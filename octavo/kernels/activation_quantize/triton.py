@@ -32,7 +32,6 @@ from octavo.kernels.activation import ACTIVATIONS, DRAWN_BITS, STREAM, Function,
 from octavo.kernels.activation.triton import clamped_a, constants, gate_of, gated_slopes, places
 from octavo.kernels.activation_quantize import VectorGradients, plain_backward, plain_forward
 from octavo.kernels.activation_quantize.group_sums import group_sums, row_sums
-from octavo.kernels.activation_quantize.group_sums import variants as sum_variants
 from octavo.kernels.column_sums import column_sums
 from octavo.kernels.tile_cast import NOTHING, Target
 from octavo.kernels.tile_cast import triton as tile_casts
@@ -726,7 +725,7 @@ def variants() -> list[Variant]:
         _backward_variant("situglu, ragged", situ, gradient, half, None, "scales, of scales", given, **ragged),
         _woven_variant("clamped-swiglu by 32, ragged", by_32, gradient, half, "scales", **ragged),
     ]
-    return found + _group_variants() + sum_variants()
+    return found + _group_variants()
 
 
 def _group_variants() -> list[Variant]:

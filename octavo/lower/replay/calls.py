@@ -29,6 +29,7 @@ from octavo import backend, launch
 from octavo._torch.cuda import current_device
 from octavo._torch.dispatch import DeviceContext, dispatch_depth, function_depth, function_mode, innermost_transform
 from octavo._torch.guards import GUARDS, same_layouts
+from octavo._torch.tensors import WITHOUT_DISPATCHER
 from octavo.lower.replay.recorder import NotRecordable, Recorder
 
 log = logging.getLogger("octavo.replay")
@@ -176,7 +177,7 @@ def call(key: tuple[Any, ...], tensors: Sequence[Tensor], work: Work, head: tupl
         if head is not None:
             _note_latest(head, kind, tensors)
         return kind.replay(*tensors)
-    if kind.replay is None and not kind.refused and _are_different(tensors):
+    if kind.replay is None and not kind.refused and _are_different(tensors) and WITHOUT_DISPATCHER.is_on():
         return _recorded(kind, tensors, work)
     return work(tensors)
 
