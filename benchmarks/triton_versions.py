@@ -14,7 +14,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 BENCHES = {
     "linear": ["--shape", "8192,4096,14336", "--recipes", "fp8-delayed,fp8-current,fp8-rowwise,fp8-block,mxfp8"],
@@ -28,30 +30,39 @@ def main() -> None:
     parser.add_argument("folders", nargs="*")
     parser.add_argument("--json", default=None, metavar="FILE")
     parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--only", nargs="+", default=["hashes", *BENCHES], choices=["hashes", *BENCHES])
     parser.add_argument("--workers", type=int, default=16)
     arguments = parser.parse_args()
     places = {version(""): "", **{version(folder): folder for folder in arguments.folders}}
-    report: dict = {"versions": {}}
-    for name, folder in places.items():
-        report["versions"][name] = {"triton": name, "hashes": hashes(folder, arguments.workers), "ms": {}}
-        print(name, report["versions"][name]["hashes"], flush=True)
+    report: dict[str, Any] = {"versions": {name: {"triton": name, "ms": {}} for name in places}}
+    for name, folder in places.items() if "hashes" in arguments.only else ():
+        report["versions"][name]["hashes"] = found = hashes(folder, arguments.workers)
+        print(name, {key: value for key, value in found.items() if key != "notable"}, flush=True)
+        write(report, arguments.json)
     for _ in range(arguments.turns):
-        for name, folder in places.items():
-            for suite in BENCHES:
+        for suite in (suite for suite in BENCHES if suite in arguments.only):
+            for name, folder in places.items():
                 measured = bench(suite, folder)
                 report["machine"] = measured["machine"] | {"triton": None}
                 ms = report["versions"][name]["ms"]
                 for row, value in rows(suite, measured).items():
                     ms[row] = min(value, ms.get(row, value))
-    first = next(iter(places))
-    report["ratio"] = {
-        name: {row: value / report["versions"][first]["ms"][row] for row, value in found["ms"].items()}
-        for name, found in report["versions"].items()
-    }
-    for name, ratios in report["ratio"].items():
-        print(name, {row: round(ratio, 3) for row, ratio in ratios.items()}, flush=True)
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n")
+            report["ratio"] = ratios(report["versions"])
+            write(report, arguments.json)
+    for name, found in report.get("ratio", {}).items():
+        print(name, {row: round(ratio, 3) for row, ratio in found.items()}, flush=True)
+
+
+def ratios(versions: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Milliseconds over those of the first version, row by row."""
+    base = next(iter(versions.values()))["ms"]
+    return {name: {row: ms / base[row] for row, ms in found["ms"].items()} for name, found in versions.items()}
+
+
+def write(report: dict[str, Any], file: str | None) -> None:
+    """After every part: a run that is cut off leaves what it had."""
+    if file:
+        Path(file).write_text(json.dumps(report, indent=1) + "\n")
 
 
 def run(command: list[str], folder: str) -> str:
@@ -66,26 +77,29 @@ def version(folder: str) -> str:
     return run(["-c", "import triton; print(triton.__version__)"], folder).split()[-1]
 
 
-def hashes(folder: str, workers: int) -> dict:
-    """The summary of `tests.hashes`, and the first cases that changed or failed."""
+def hashes(folder: str, workers: int) -> dict[str, Any]:
+    """The summary of `tests.hashes`, the results that changed by name, and the cases that changed or failed."""
     printed = run(["-m", "tests.hashes", "--device", "cuda", "--eager", "--workers", str(workers)], folder)
     found = re.search(r"(\d+) cases ran, (\d+) failed, (\d+) changed", printed)
-    notable = [line for line in printed.splitlines() if line.startswith(("changed", "failed"))][:20]
-    counts = dict(zip(("ran", "failed", "changed"), map(int, found.groups()), strict=True)) if found else {}
-    return counts | {"notable": notable if found else printed.splitlines()[-5:]}
+    if found is None:
+        return {"notable": printed.splitlines()[-5:]}
+    notable = [line for line in printed.splitlines() if line.startswith(("changed", "failed"))]
+    results = Counter(name for line in notable for name in re.findall(r"(\w+) \w{4} -> \w{4}", line))
+    counts = dict(zip(("ran", "failed", "changed"), map(int, found.groups()), strict=True))
+    return counts | {"results": dict(results), "notable": notable}
 
 
-def bench(suite: str, folder: str) -> dict:
+def bench(suite: str, folder: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         file = Path(place) / "report.json"
         printed = run(["-m", "octavo", "bench", suite, *BENCHES[suite], "--no-peers", "--json", str(file)], folder)
         if not file.exists():
             raise SystemExit(printed)
-        found: dict = json.loads(file.read_text())
+        found: dict[str, Any] = json.loads(file.read_text())
         return found
 
 
-def rows(suite: str, report: dict) -> dict[str, float]:
+def rows(suite: str, report: dict[str, Any]) -> dict[str, float]:
     """Milliseconds of eager steps and of captured ones, by suite, shape and case."""
     found = {}
     for shape in report["shapes"]:

@@ -1,5 +1,6 @@
 """`AdoptedGroupedLinear`: a layer of converted experts, on a parameter of the module that holds them."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from octavo.recipes import Recipe
 class AdoptedGroupedLinear(GroupedLinear):
     """A GroupedLinear whose weight is a parameter of another module; it holds the state of its recipe alone.
 
-    It keeps that module's table of parameters, not the module: a reference to the module would keep a deleted model in
-    memory until Python's garbage collector runs.
+    It asks that module for the parameter at every use: torch.export, functional_call and FSDP replace parameters, and
+    the table that holds them. The reference is weak: one that is not would keep a deleted model in memory until
+    Python's garbage collector runs.
 
     Args:
         owner: the module.
@@ -30,7 +32,7 @@ class AdoptedGroupedLinear(GroupedLinear):
         self, owner: nn.Module, key: str, recipe: Recipe, strict: bool, path: str, tail: str = "untouched"
     ) -> None:
         nn.Module.__init__(self)
-        self._table, self._key = owner._parameters, key
+        self._owner, self._key = weakref.ref(owner), key
         self.num_groups, self.out_features, self.in_features = owner.get_parameter(key).shape
         self.scales_per_operand = self.num_groups
         self.tail, self.scale_bias, self.keep_weight_codes = tail, False, True
@@ -42,7 +44,8 @@ class AdoptedGroupedLinear(GroupedLinear):
     @property
     def weight(self) -> nn.Parameter:
         """The other module's parameter."""
-        found = self._table.get(self._key)
+        owner = self._owner()
+        found = None if owner is None else owner._parameters.get(self._key)
         if found is None:
             raise UnsupportedConfig(
                 f"{self._path} is no longer a parameter of the experts that octavo.convert took. Call "
@@ -78,7 +81,15 @@ class AdoptedGroupedLinear(GroupedLinear):
     def __deepcopy__(self, memo: dict[int, Any]) -> "AdoptedGroupedLinear":
         new = Quantized.__deepcopy__(self, memo)
         assert isinstance(new, AdoptedGroupedLinear)
+        owner = self._owner()  # a copy of the owner is on record before its parts are copied
+        new._owner = weakref.ref(memo.get(id(owner), owner)) if owner is not None else self._owner
         return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_owner": self._owner()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_owner": weakref.ref(state["_owner"])})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -1,5 +1,6 @@
 """octavo.convert on experts that transformers' registry dispatches, by stand-ins of the same attributes."""
 
+import contextlib
 import copy
 import pickle
 import sys
@@ -218,6 +219,38 @@ def test_a_copy_has_weights_and_state_of_its_own():
         converted.blocks[0].experts.gate_up_proj.mul_(2)
     octavo.step(converted)
     assert torch.equal(copied(x), before)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed", "fp8-block"])
+def test_an_export_leaves_the_model_as_it_was(recipe):
+    """torch.export puts tables of parameters without data into the modules that it traces, and takes them away."""
+    experts = gated()
+    octavo.convert(experts, recipe)
+    other = copy.deepcopy(experts)
+    arguments, dy = call()
+    for converted in (experts, other):
+        gradients(converted, converted.parameters(), arguments, dy)
+        octavo.step(converted)
+    with contextlib.suppress(Exception):  # whether a graph can be made of it is another question
+        torch.export.export(experts, arguments)
+    assert experts.octavo.fc1.weight is experts.gate_up_proj
+    want = gradients(other, other.parameters(), arguments, dy)
+    for _ in range(2):
+        found = gradients(experts, experts.parameters(), arguments, dy)
+        assert all(map(torch.equal, found, want))
+
+
+def test_a_functional_call_uses_the_parameters_that_it_is_given():
+    experts = gated()
+    octavo.convert(experts, "fp8-current")
+    arguments, _ = call()
+    doubled = {name: 2 * p.detach() for name, p in experts.named_parameters()}
+    found = torch.func.functional_call(experts, doubled, arguments)
+    before = experts(*arguments)
+    with torch.no_grad():
+        for p in experts.parameters():
+            p.mul_(2)
+    assert torch.equal(found, experts(*arguments)) and not torch.equal(found, before)
 
 
 def test_a_pickle_registers_the_entry_again(registry):
