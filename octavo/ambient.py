@@ -56,7 +56,7 @@ class autocast:
     def __init__(self, recipe: str | Recipe) -> None:
         if isinstance(recipe, str):
             _learn(recipe)
-            self.recipe = _KNOWN[recipe]
+            self.recipe = getattr(_known, recipe)
         elif isinstance(recipe, Recipe):
             self.recipe = recipe
         else:
@@ -121,8 +121,13 @@ class microbatch:
         ambient.first, ambient.outer_first = ambient.outer_first  # type: ignore[misc,assignment]
 
 
-# recipes by their text: a compiler that traces a `with` statement reads them here and does not trace the parser
-_KNOWN: dict[str, Recipe] = {name: recipe(name) for name in SHIPPED}
+class _Known:
+    """Recipes as attributes, each named by its text: a compiler that traces a `with` statement reads them here and does
+    not trace the parser. It reads an attribute as it is, but a dict as it was when the graph first read one."""
+
+
+_known = _Known()
+vars(_known).update({name: recipe(name) for name in SHIPPED})
 
 
 def _refused(found: Any) -> Recipe:
@@ -136,6 +141,6 @@ def _refused(found: Any) -> Recipe:
 
 @while_tracing
 def _learn(text: str) -> bool:
-    if text not in _KNOWN:
-        _KNOWN[text] = recipe(text)
+    if text not in vars(_known):
+        setattr(_known, text, recipe(text))
     return True

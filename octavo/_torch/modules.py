@@ -1,5 +1,6 @@
 """nn.Module's own tables, and the names that wrappers give to the module they hold."""
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -23,5 +24,7 @@ def plain_name(path: str) -> str:
 
 
 def uncompiled(model: Any) -> Any:
-    """The module inside of torch.compile(module); any other object itself."""
-    return getattr(model, "_orig_mod", model)
+    """The module inside of torch.compile(module); any other object itself. A wrapper may hand out the attributes of a
+    compiled module inside of it, and has parameters of its own: only torch's class is looked into."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")  # seconds to import, and done by whoever compiles
+    return model._orig_mod if frames is not None and isinstance(model, frames.OptimizedModule) else model

@@ -104,6 +104,40 @@ def test_wrappers_of_models_and_optimizers_leave_no_trace(tmp_path):
     assert_same(values(other, its), values(model, optimizer))
 
 
+class WithHead(nn.Module):
+    """A wrapper with a layer of its own, which hands out the attributes of the compiled module inside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.compile(nn.Sequential(octavo.Linear(16, 16, recipe="fp8-current")), backend="aot_eager")
+        self.head = octavo.Linear(16, 4, recipe="fp8-current")
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("body"), name)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def test_a_wrapper_around_a_compiled_module_keeps_its_own_layers(tmp_path):
+    model = WithHead()
+    assert model._orig_mod is model.body._orig_mod
+    octavo.save_checkpoint(tmp_path, model, step=1)
+    other = WithHead()
+    octavo.load_checkpoint(tmp_path, other)
+    for (name, a), b in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    x = torch.randn(8, 16)
+    with octavo.inspect(model) as report:
+        model(x).sum().backward()
+    assert any(name.startswith("head/") for name in report.to_dict())
+    rows = octavo.compare(model, [x], "fp8-block", "fp8-current").rows
+    assert "head.weight" in {row.parameter for row in rows}
+
+
 def test_the_weights_load_into_a_stock_model(saved):
     path, *_ = saved
     weights = load_file(path / "model.safetensors")

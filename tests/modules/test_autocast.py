@@ -150,6 +150,19 @@ def test_three_recipes_in_one_graph_each_in_its_own_backward():
         assert torch.equal(leaf.grad, want.dx) and torch.equal(layer.weight.grad, want.dw)
 
 
+def test_two_recipes_with_settings_that_were_never_parsed_in_one_graph():
+    layer, x = octavo.Linear(32, 32), torch.randn(8, 32)
+
+    def call(x):
+        with octavo.autocast("fp8-block(grad_format=E5M2, scale='fp32')"):
+            y = layer(x)
+        with octavo.autocast("fp8-rowwise(grad_format=E5M2, pow2=False)"):
+            return y + layer(x)
+
+    found = torch.compile(call, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(found, call(x))
+
+
 def test_a_recipe_switched_between_steps_takes_effect():
     layer = make(None)
     for recipe in ("fp8-block", "fp8-block(backward='high_precision')", "fp8-block(backward='dequantized')", "bf16"):
