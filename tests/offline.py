@@ -231,11 +231,22 @@ def outcome(r: dict) -> dict:
     return {"variant": r["name"]} | said
 
 
-def write_matrix(every: bool) -> None:
+def matrix_of() -> tuple[Path, dict]:
+    """The file of the installed Triton's matrix, and what it holds."""
     import triton
 
     path = RESULTS / f"kernels-triton-{triton.__version__}.json"
-    matrix = {"triton": triton.__version__} | (json.loads(path.read_text()) if path.exists() else {})
+    return path, {"triton": triton.__version__} | (json.loads(path.read_text()) if path.exists() else {})
+
+
+def known_spills() -> dict[str, int]:
+    """The bytes that configurations spill for SM90, by the matrix of the installed Triton."""
+    found = matrix_of()[1].get("every", {}).get("fail or spill", [])
+    return {one["variant"]: one["sm90"][1] for one in found if "sm90" in one}
+
+
+def write_matrix(every: bool) -> None:
+    path, matrix = matrix_of()
     results = compile_all([job for job in jobs() if job[1] == 90] if every else one_of_each())
     if every:
         notable = [outcome(r) for r in results if "error" in r or r["spilled"]]

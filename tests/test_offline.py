@@ -54,9 +54,12 @@ def test_no_configuration_spills_more_than_on_record(results):
     assert not worse, "\n".join(worse)
 
 
-def test_nothing_spills_on_hopper(results):
+def test_nothing_spills_on_hopper_that_is_not_known_to(results):
+    """With Triton 3.6 nothing does; the matrix of a later version may list some configurations."""
+    known = offline.known_spills()
+    assert known == {} or not ON_RECORD
     spilling = {r["name"]: r["spilled"] for r in results if r["architecture"] == 90 and r["spilled"]}
-    assert spilling == {}
+    assert {name: spilled for name, spilled in spilling.items() if spilled > known.get(name, 0)} == {}
 
 
 def test_matrix_products_run_on_the_tensor_cores(results):

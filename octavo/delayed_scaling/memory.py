@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.modules import drop_buffers
-from octavo._torch.tracing import while_tracing
+from octavo._torch.tracing import is_watched, while_tracing
 from octavo.delayed_scaling.casts import LETTERS
 from octavo.errors import UnsupportedConfig, warn_caller
 from octavo.quant import DelayedState
@@ -155,7 +155,7 @@ class DelayedScaling:
     def _pair(self, buffers: Any, name: str) -> tuple[Tensor, ...]:
         """x's part and w's of a buffer, as views that are made once for each buffer."""
         buffer = buffers[name]
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_watched():  # a mode may make views without data, which must not be kept
             views: tuple[Tensor, ...] = buffer.view(2, buffer.shape[0] // 2).unbind()
             return views
         # a buffer may be replaced, and its memory too (`buffer.data = ...`, as FSDP moves it)

@@ -398,7 +398,7 @@ class GroupedLinearLayer(MatmulLayer):
 
     def gradient_flops(self, config: Config, saved: Any, dy: Any) -> int:
         gemms = ("x" in config.grads) + ("w" in config.grads and not config.deferred_wgrad)
-        return int(gemms * 2 * dy.numel() * Saved._make(saved).width.shape[1])
+        return int(gemms * 2 * math.prod(dy.shape) * Saved._make(saved).width.shape[1])
 
 
 layer = GroupedLinearLayer(Config, Inputs, Fresh, Saved, Buffers)

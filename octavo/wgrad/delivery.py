@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from octavo._torch.fakes import FakeTensor
 from octavo.errors import UnsupportedConfig, warn
 from octavo.quant.qtensor import Parts
 from octavo.wgrad.mailbox import Computed, Letter, Mailbox, Posted, operands_of
@@ -50,7 +51,9 @@ class WeightGradient:
 
     def post(self, layer: Any, key: str, extras: Sequence[Tensor], codes: Parts) -> None:
         """Put the operands of dw that a graph's node made into the mailbox, without reading it: the compiler guards on
-        a read."""
+        a read. Operands without data, of an export or a run on shapes alone, would stay there for backward_dw()."""
+        if any([isinstance(t, FakeTensor) for t in extras]):
+            return
         start, stop = layer._now("_wgrad.post_span", key)
         box = self.mailbox
         box.posted = (Posted(key, tuple(extras[start:stop]), codes), box.posted)

@@ -1,13 +1,18 @@
 """The environments of the harness. Each is a state of torch, or something that is done to a layer, and must leave no
 trace in what the layer computes. Adding one is a line of `ENVIRONMENTS`."""
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.flop_counter import FlopCounterMode
 
 Enter = Callable[[], AbstractContextManager[Any]]
 
@@ -21,6 +26,7 @@ class Environment:
     during: Enter = nullcontext  # for one step, after one outside
     between: Callable[[Any], None] = lambda run: None  # between two steps; it may replace `run.module`
     may_differ: tuple[str, ...] = ()  # patterns of the names, in a record, of values that the environment changes
+    leaves_out: tuple[str, ...] = ()  # names of layers that it is not for
     needs_gpu: bool = False
 
     def __str__(self) -> str:
@@ -111,10 +117,68 @@ def one_call(name: str, enter: Enter, **others: Any) -> Environment:
     return Environment(f"{name}, one call", between=between, **others)
 
 
+def on_shapes_alone(run: Any) -> None:
+    """The layer is called on tensors without data, as tools do that want to know shapes."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = [mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in run.inputs()]
+    with mode:
+        run.module(*inputs)
+
+
+def exported(run: Any) -> None:
+    with suppress(Exception):  # whether a graph can be made of it is another question
+        torch.export.export(run.module, run.inputs())
+
+
+def called_with_copies(run: Any) -> None:
+    copies = {name: p.detach().clone() for name, p in run.module.named_parameters()}
+    with torch.no_grad():
+        torch.func.functional_call(run.module, copies, run.inputs())
+
+
+def deep_copied(run: Any) -> None:
+    run.module = copy.deepcopy(run.module)
+
+
+def pickled(run: Any) -> None:
+    run.module = pickle.loads(pickle.dumps(run.module))
+
+
+def evaluated(run: Any) -> None:
+    run.module.eval()
+    run.extra_call()
+    run.module.train()
+
+
+def averaged(run: Any) -> None:
+    """An average of weights and buffers is made and updated."""
+    AveragedModel(run.module, use_buffers=True).update_parameters(run.module)
+
+
+def counted() -> FlopCounterMode:
+    return FlopCounterMode(display=False)
+
+
 # a mixture counts the tokens of every call in two buffers, and the first microbatch of several writes a cached weight
 WRITTEN = ("version of *load", "version of *dropped", "version of *weight_row_*", "version of *weight_column_*")
+ROUTING = "routing functions"
+TITAN = "converted experts of torchtitan"
 ENVIRONMENTS: tuple[Environment, ...] = (
     *[place(name, enter) for name, enter in DEFAULTS.items() for place in (whole_run, one_step)],
     *[place(name, enter, needs_gpu=True) for name, enter in GPU_DEFAULTS.items() for place in (whole_run, one_step)],
     *[one_call(name, enter, may_differ=WRITTEN) for name, enter in WITHOUT_GRADIENTS.items()],
+    # functions that update a bias at every call: none of them is a layer, which has modes
+    Environment("a call on shapes alone", between=on_shapes_alone, may_differ=WRITTEN, leaves_out=(ROUTING,)),
+    Environment("torch.export", between=exported, may_differ=WRITTEN),
+    Environment("functional_call", between=called_with_copies, may_differ=WRITTEN),
+    # a copy of a parameter lacks attributes such as main_grad, in torch too
+    Environment("deepcopy", between=deep_copied, may_differ=("version of *",), leaves_out=("Linear, main_grad",)),
+    # torchtitan's class is a stand-in here, which cannot be imported
+    Environment(
+        "pickle", between=pickled, may_differ=("version of *",), leaves_out=("converted experts of torchtitan",)
+    ),
+    Environment("evaluation", between=evaluated, may_differ=WRITTEN, leaves_out=(ROUTING,)),
+    Environment("AveragedModel", between=averaged),
+    # torch takes the gradient of torchtitan's own silu apart to count it
+    one_step("FLOP counter", counted, may_differ=("version of *",), leaves_out=(TITAN,)),
 )

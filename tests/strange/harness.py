@@ -53,6 +53,10 @@ class Run:
             module = torch.compile(module, backend=self.backend, fullgraph=True)
         return inputs, module(*inputs)
 
+    def inputs(self) -> tuple[Any, ...]:
+        """Returns inputs of no step."""
+        return self.layer.inputs(Draw(self.place, EXTRA))
+
     def extra_call(self) -> None:
         """Calls the module on inputs of no step."""
         self.call(EXTRA)

@@ -21,7 +21,8 @@ def case(i, name, j, environment):
     return pytest.param(BY_NAME[name], LAYERS[name], environment, marks=marks, id=f"{name}-{environment}")
 
 
-CASES = [case(i, name, j, each) for i, name in enumerate(LAYERS) for j, each in enumerate(ENVIRONMENTS)]
+COMPILED = [each for each in ENVIRONMENTS if "FLOP" not in each.name]  # torch compiles nothing inside of such a mode
+CASES = [case(i, name, j, each) for i, name in enumerate(LAYERS) for j, each in enumerate(COMPILED)]
 
 
 @pytest.mark.usefixtures("fresh_compiler")
