@@ -83,10 +83,15 @@ class use:
 _WAY_OUT = "Run `octavo doctor` for every GEMM's state; octavo.backend.use('auto') emulates those that fail."
 
 
-def note_emulated(what: str, reason: str, device: torch.device) -> None:
-    """Notes that a GEMM failed its probe, and warns; raises under `use("strict")`."""
+def refuse_emulation(reason: str) -> None:
+    """Raises under `use("strict")`: a GEMM that failed its probe is asked for."""
     if forced() == "strict":
         raise UnsupportedHardware(f"{reason}. {_WAY_OUT}")
+
+
+def note_emulated(what: str, reason: str, device: torch.device) -> None:
+    """Notes that a GEMM failed its probe, and warns; raises under `use("strict")`."""
+    refuse_emulation(reason)
     _emulated[what] = reason
     warn(f"{reason}. On {device} Octavo emulates this GEMM, exactly but slower.", stacklevel=3)
 
@@ -94,11 +99,6 @@ def note_emulated(what: str, reason: str, device: torch.device) -> None:
 def emulated() -> dict[str, str]:
     """Returns the GEMMs of this process that the chip should run itself and that failed their probes, with reasons."""
     return dict(_emulated)
-
-
-def emulates() -> bool:
-    """Whether `use("emulated")` is in force."""
-    return bool(_forces) and _forces[-1].name == "emulated"
 
 
 def forced() -> str:

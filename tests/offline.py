@@ -146,7 +146,7 @@ def compiled(variant, architecture: int) -> tuple[str, str]:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    from octavo._torch.triton import OPTIONS
+    from octavo.launch import OPTIONS
 
     names = variant.kernel.arg_names
     missing = [n for n in names if n not in variant.signature and n not in variant.constants]

@@ -39,6 +39,6 @@ def plainly() -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast("cpu", enabled=False))
-        if torch.cuda.is_available():
+        if torch.is_autocast_enabled("cuda"):  # to ask whether there is a GPU would initialize its driver
             stack.enter_context(torch.autocast("cuda", enabled=False))
         yield

@@ -15,7 +15,6 @@ from octavo.errors import log, warn
 from octavo.version import __version__, untried
 
 FAST_PATHS: "list[FastPath]" = []  # every one of them, in the order of their modules
-_lock = threading.RLock()
 
 
 class Undecided(Exception):
@@ -29,9 +28,9 @@ class FastPath:
         name: what it is, in a few words.
         otherwise: what happens while it is off.
         check: returns "" if the shortcut gives what the public way gives, else what differs. What it raises is a reason
-            too, unless the device is out of memory or has failed: that says nothing of the shortcut.
+            too, unless memory is used up, which says nothing of the shortcut: the next call checks again.
         version: the version of torch or of Triton that `known_bad` is about.
-        known_bad: the beginning of a version -> what goes wrong there.
+        known_bad: a version, or the first numbers of some -> what goes wrong there.
         is_quick: the check takes less than a millisecond, and needs no GPU.
     """
 
@@ -47,6 +46,7 @@ class FastPath:
         self.name, self.otherwise, self.is_quick = name, otherwise, is_quick
         self._check, self._version, self._known_bad = check, version, known_bad or {}
         self._reason: str | None = None  # None: not decided yet
+        self._lock, self._is_deciding = threading.RLock(), False
         FAST_PATHS.append(self)
 
     def is_on(self) -> bool:
@@ -54,9 +54,13 @@ class FastPath:
         if self._reason is None:
             try:
                 self._decide()
-            except Undecided:
+            except (Undecided, torch.OutOfMemoryError, MemoryError):
                 return False
         return self._reason == ""
+
+    def sentence(self) -> str:
+        """Why the path is off, and what happens instead."""
+        return f"{self.name}: off, because {self._reason}. {self.otherwise}"
 
     def reason(self) -> str:
         """Why the path is off; "" if it is on, or not decided yet."""
@@ -75,19 +79,23 @@ class FastPath:
         self._reason = None
 
     def _decide(self) -> None:
-        with _lock:
+        with self._lock:
+            if self._is_deciding:  # the check itself asks: it takes the plain way
+                raise Undecided
             if self._reason is not None:
                 return
-            reason = self._found_bad() or self._checked()
-            if reason:
-                log.warning("%s: off, because %s. %s", self.name, reason, self.otherwise)
-            self._reason = reason
+            self._is_deciding = True
+            try:
+                self._reason = self._found_bad() or self._checked()
+            finally:
+                self._is_deciding = False
+            if self._reason:
+                log.warning(self.sentence())
 
     def _found_bad(self) -> str:
         version = self._version()
-        return next(
-            (f"{why} (version {version})" for bad, why in self._known_bad.items() if version.startswith(bad)), ""
-        )
+        bad = [why for start, why in self._known_bad.items() if f"{version}.".startswith(f"{start}.")]
+        return f"{bad[0]} (version {version})" if bad else ""
 
     def _checked(self) -> str:
         try:
@@ -105,7 +113,7 @@ def torch_version() -> str:
 
 def off() -> tuple[str, ...]:
     """A sentence for each path that is off: its name, why, and what happens instead."""
-    return tuple(f"{path.name}: off, because {path.reason()}. {path.otherwise}" for path in FAST_PATHS if path.reason())
+    return tuple(path.sentence() for path in FAST_PATHS if path.reason())
 
 
 def warn_if_untried() -> None:

@@ -120,6 +120,13 @@ def _check() -> str:
     return "" if same else "Inductor's code gives another result"
 
 
+# a user's passes over graphs, which are made for a model's
+_PASSES = (
+    "pre_grad_custom_pass", "joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+)  # fmt: skip
+
+
 def _compiled(x: Tensor) -> Callable[[list[Tensor]], Any]:
     """Return Inductor's code for a graph that doubles x. The compiler's counters and caches do not see it."""
     from torch._dynamo.utils import counters
@@ -142,7 +149,8 @@ def _compiled(x: Tensor) -> Callable[[list[Tensor]], Any]:
     try:
         with ExitStack() as stack:
             stack.enter_context(tracing(TracingContext(mode)))
-            stack.enter_context(config.patch(force_disable_caches=True, cpp_wrapper=False))
+            passes = {name: None for name in _PASSES if hasattr(config, name)}
+            stack.enter_context(config.patch(force_disable_caches=True, cpp_wrapper=False, **passes))
             return compile_fx_inner(torch.fx.GraphModule({}, graph), [given.meta["val"]])  # type: ignore[return-value]
     finally:
         counters.clear()

@@ -27,14 +27,14 @@ def _check() -> str:
     if None in (*EMPTY_STRIDED.values(), reinterpret):
         return "this torch does not have them"
     with plainly():
-        made, whole = (
-            EMPTY_STRIDED["cpu"]((2, 3), (1, 2), torch.bfloat16),
-            torch.arange(8, dtype=torch.int64, device="cpu"),
-        )
+        whole = torch.arange(8, dtype=torch.int64, device="cpu")
         view, want = reinterpret(whole, (2, 3), (1, 2), 1), whole.as_strided((2, 3), (1, 2), 1)
-        alike = [(t.shape, t.stride(), t.dtype, t.device) for t in (made, want.to(torch.bfloat16))]
+        kinds = ["cpu", *["cuda"] * bool(torch.cuda.is_initialized())]  # type: ignore[no-untyped-call]
+        made = [EMPTY_STRIDED[kind]((2, 3), (1, 2), torch.bfloat16) for kind in kinds]
+        found = [(tuple(t.shape), t.stride(), t.dtype, t.device.type) for t in made]
         same = torch.equal(view, want) and view.data_ptr() == want.data_ptr() and view.stride() == want.stride()
-    return "" if same and alike[0] == alike[1] else "they differ from torch's own"
+    alike = found == [((2, 3), (1, 2), torch.bfloat16, kind) for kind in kinds]
+    return "" if same and alike else "they differ from torch's own"
 
 
 WITHOUT_DISPATCHER = FastPath(

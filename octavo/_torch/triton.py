@@ -3,8 +3,6 @@ that no kernel asks for a version.
 
     async_load, async_store    copies by TMA: `async_copy_global_to_shared` and `async_copy_shared_to_global` before 3.8
     wait_until_read            since 3.8 `store_wait` can wait for a copy's writes too, which no kernel here needs
-    OPTIONS                    3.10 stops fusing products and sums by default: every launch asks for it, so that bits
-                               do not depend on the version
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, no-check-untyped-defs
@@ -14,8 +12,6 @@ from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import tma
-
-OPTIONS = {"enable_fp_fusion": True}
 
 # None where a version has neither: the kernels then fail their probes, which say so
 async_load: Any = getattr(tma, "async_load", None) or getattr(tma, "async_copy_global_to_shared", None)

@@ -20,6 +20,7 @@ import argparse
 import copy
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -83,20 +84,22 @@ def examine(device: torch.device, report: dict[str, Any]) -> None:
         cells = probe(recipe(name), device)
         report["recipes"][name] = {column: asdict(cell) for column, cell in cells.items()}
         report["failed"] += [f"{name} {column}" for column, cell in cells.items() if cell.status == "failed"]
+        report["emulated"] = backend.emulated()
 
 
 def fast_paths_of(device: torch.device) -> list[dict[str, Any]]:
     """Checks every fast path, and returns its state: `on` is None for one that has no use on this device."""
     asked = [GUARDS, WITHOUT_DISPATCHER, DIRECT_CALLS]
-    if backend.choose(device) == "triton":
+    if device.type == "cuda" and backend.triton_refusal(device) is None:
         from octavo.kernels.activation_quantize import triton as casts  # with every tile that transposes codes
         from octavo.quant.tensorwise.triton import transposes_codes
 
         asked.append(DIRECT_LAUNCHES)
         for config in {*casts.CONFIGS, *casts.GATED_CONFIGS, *casts.GROUP_CONFIGS}:
-            transposes_codes(config)
-    for path in asked:
-        path.is_on()
+            transposes_codes(config, device)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for path in asked:
+            path.is_on()
     return [path.state() for path in FAST_PATHS]
 
 
@@ -224,6 +227,7 @@ def render(report: dict[str, Any]) -> str:
         if cell["status"] == "failed"
     )
     parts += ["\n".join(notes)] if notes else []
+    parts += [f"emulated: {why}" for why in report["emulated"].values()]
     off = [path for path in report["fast_paths"] if path["why"]]
     parts += [f"{path['name']}: off, because {path['why']}. {path['what']}" for path in off]
     parts += [f"known bad: {entry['what']} ({entry['where']}). {entry['octavo']}" for entry in report["known_bad"]]

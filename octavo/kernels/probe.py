@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from octavo import backend
+from octavo.errors import warn
 from octavo.launch import apart
 
 Result = TypeVar("Result")
+CAPTURED = "The first GEMM of a kind runs a probe, which a CUDA graph capture cannot hold. Run one step before it."
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,10 @@ def answer_of(gemm: Callable[[], Result]) -> Result:
         raise Refused(text or type(error).__name__) from error
 
 
-def verdict(what: str, device: torch.device, probe: Callable[[], float]) -> Support:
+def verdict(what: str, device: torch.device, probe: Callable[[], float], instead: str = "") -> Support:
     """Runs a probe, which returns the largest error as a fraction of its bound. A GEMM that fails is emulated from here
-    on, with a warning; `octavo.backend.use("strict")` raises instead."""
+    on, with a warning; `octavo.backend.use("strict")` raises instead. For one that is no native GEMM, `instead` says
+    what is done."""
     reason = ""
     try:
         with apart():
@@ -52,7 +55,9 @@ def verdict(what: str, device: torch.device, probe: Callable[[], float]) -> Supp
             reason = f"{what} is off its error bound by a factor {worst:.3g}"
     except Refused as error:
         reason = f"{what} fails: {error}"
-    if reason:
+    if reason and instead:
+        warn(f"{reason}. {instead}", stacklevel=3)
+    elif reason:
         backend.note_emulated(what, reason, device)
     return Support(not reason, reason)
 

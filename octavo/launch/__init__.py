@@ -23,6 +23,8 @@ from octavo._torch.cuda import current_device, current_stream, is_capturing, set
 from octavo._torch.dispatch import plainly
 from octavo._torch.fast_paths import FastPath, Undecided
 
+# Triton 3.10 stops fusing products and sums by default: every launch asks for it, so that bits do not depend on it
+OPTIONS = {"enable_fp_fusion": True}
 Pointers = tuple[Tensor | None, ...]
 _threads = threading.local()
 
@@ -110,7 +112,7 @@ class Launch:
         **constants: Any,
     ) -> None:
         self.kernel, self.grid, self.sizes = kernel, grid, sizes
-        self.options = {**constants, "num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        self.options = {**constants, "num_warps": num_warps, "num_stages": num_stages, **OPTIONS}
         self.tail = (*sizes, *constants.values())
         self._compiled: dict[tuple[Any, ...], Direct] = {}
 
@@ -157,6 +159,8 @@ class Launch:
         index = device_index(arguments[0])
         _, given = self._bound(arguments)
         compiled = self.kernel[(self.grid,)](*self._public(arguments), *self.sizes, **self.options)
+        if not Direct.takes(compiled):  # Triton instruments kernels now
+            raise Undecided
         yield
         Direct(compiled)(self.grid, current_stream(index), [*given, *self.tail])
         yield

@@ -442,4 +442,5 @@ def route(device: torch.device, recipe: Recipe) -> tuple[str, str]:
     if not emulated:
         return routes["fprop"], ""
     gemm = getattr(quant, emulated[0])
-    return "emulated", f"{', '.join(emulated)}: {native.support(gemm.left, gemm.right, device).reason}"
+    why = native.support(gemm.left, gemm.right, device).reason or "octavo.backend.use('emulated') is in force"
+    return "emulated", f"{', '.join(emulated)}: {why}"

@@ -497,7 +497,7 @@ def forward(fn: Function, inputs: Inputs, y: Target, config: Config | None = Non
     for cast in passes:
         if cast is not None:
             sizes = (m if groups is None else groups.padded, width, *x.stride(), *cast.strides, _scales(groups))
-            launch = _forward_launch(fn, cast.kind, sizes, config)
+            launch = _forward_launch(fn, cast.kind, sizes, config, transposes_codes(config, x.device))
             launch(*inputs, *cast.pointers, *tile.pointers_of(groups))
     return passes[1].pointers[-1]
 
@@ -574,12 +574,14 @@ class _Backward(NamedTuple):
         sizes = (height, dy.shape[1], *dy.stride(), *steps, *cast.strides)
         first = (dy, *inputs, parts, ds_parts, *cast.pointers)
         where, number = tile.pointers_of(groups), _scales(groups)
+        transpose_codes = transposes_codes(config, dy.device)
         if woven:
-            _woven_launch(fn, cast.kind, (*sizes, number), config)(*first, *where)
+            _woven_launch(fn, cast.kind, (*sizes, number), config, transpose_codes)(*first, *where)
             return
         _, codes, _, scale, *rest = again.pointers
         sizes = (*sizes, *again.strides[2:], number)
-        _backward_launch(fn, cast.kind, again.kind, sizes, config)(*first, codes, scale, *rest, *where)
+        launch = _backward_launch(fn, cast.kind, again.kind, sizes, config, transpose_codes)
+        launch(*first, codes, scale, *rest, *where)
 
 
 def _backward_configs(by_halves: bool, more: bool, dtype: torch.dtype) -> tuple[Config, ...]:
@@ -620,18 +622,19 @@ def _tile(config: Config, width: int) -> dict[str, int]:
 
 
 @lru_cache(maxsize=4096)
-def _forward_launch(fn: Function, kind: _Kind | None, sizes: tuple[int, ...], config: Config) -> Launch:
+def _forward_launch(
+    fn: Function, kind: _Kind | None, sizes: tuple[int, ...], config: Config, transpose_codes: bool
+) -> Launch:
     return Launch(
         _forward_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps,
-        **_constants(fn), **_cast_constants(kind, transposes_codes(config)), **_tile(config, sizes[1]),
+        **_constants(fn), **_cast_constants(kind, transpose_codes), **_tile(config, sizes[1]),
     )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)
 def _backward_launch(
-    fn: Function, kind: _Kind | None, again: _Kind | None, sizes: tuple[int, ...], config: Config
+    fn: Function, kind: _Kind | None, again: _Kind | None, sizes: tuple[int, ...], config: Config, transpose_codes: bool
 ) -> Launch:
-    transpose_codes = transposes_codes(config)
     return Launch(
         _backward_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps,
         **_constants(fn), **_cast_constants(kind, transpose_codes), **_again(again, transpose_codes),
@@ -640,11 +643,13 @@ def _backward_launch(
 
 
 @lru_cache(maxsize=4096)
-def _woven_launch(fn: Function, kind: _Kind | None, sizes: tuple[int, ...], config: Config) -> Launch:
+def _woven_launch(
+    fn: Function, kind: _Kind | None, sizes: tuple[int, ...], config: Config, transpose_codes: bool
+) -> Launch:
     own = {name: value for name, value in _constants(fn).items() if name != "GATED"}
     return Launch(
         _woven_kernel, tile.tiles((sizes[0], 2 * sizes[1]), config), sizes, num_warps=config.warps,
-        **own, **_cast_constants(kind, transposes_codes(config)), **_tile(config, 2 * sizes[1]),
+        **own, **_cast_constants(kind, transpose_codes), **_tile(config, 2 * sizes[1]),
     )  # fmt: skip
 
 

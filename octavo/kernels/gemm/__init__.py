@@ -68,7 +68,7 @@ def spec_route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -
         return "reference"
     if a is None or b is None:
         return "native"
-    return "native" if not backend.emulates() and native.support(a, b, device).ok else "emulated"
+    return "native" if backend.forced() != "emulated" and native.support(a, b, device).ok else "emulated"
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None, accumulation: str) -> Tensor:

@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from octavo import backend
 from octavo._torch.cuda import is_capturing
 from octavo._torch.gemm import scaled_mm
 from octavo.errors import UnsupportedHardware
 from octavo.formats import E4M3, Format
 from octavo.kernels.gemm import reference
-from octavo.kernels.probe import Support, answer_of, error_of, noise, verdict
+from octavo.kernels.probe import CAPTURED, Support, answer_of, error_of, noise, verdict
 from octavo.quant.block import Block1D, Block2D
 from octavo.quant.blocks import Block
 from octavo.quant.qtensor import QTensor
@@ -40,15 +41,16 @@ def support(a: Quantizer, b: Quantizer, device: torch.device) -> Support:
     """Returns whether the chip multiplies these operands. Cached per device and pair; the first call runs a probe."""
     if a.scale_format is not None or a.block not in _KINDS or b.block not in _KINDS:
         return Support(False, f"torch's scaled_mm is not used for {a} by {b}: their codes are multiplied exactly")
-    return _probed(device, a.block, b.block, a.fmt, b.fmt)
+    found = _probed(device, a.block, b.block, a.fmt, b.fmt)
+    if not found.ok:
+        backend.refuse_emulation(found.reason)
+    return found
 
 
 @cache
 def _probed(device: torch.device, a: Block, b: Block, a_fmt: Format, b_fmt: Format) -> Support:
     if is_capturing():
-        raise UnsupportedHardware(
-            "The first GEMM of a kind runs a probe, which a CUDA graph capture cannot hold. Run one step before it."
-        )
+        raise UnsupportedHardware(CAPTURED)
     uses = _uses(a)
     what = f"scaled_mm of {_name(a)} {a_fmt} by {_name(b)} {b_fmt}"
     return verdict(what, device, lambda: max(_probe(device, a, b, a_fmt, b_fmt, dtype, fast) for dtype, fast in uses))

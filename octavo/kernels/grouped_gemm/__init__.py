@@ -125,7 +125,7 @@ def route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str
         return "reference"
     if a is None or b is None:
         return "native" if native.runs("plain rows", device) else "emulated"
-    return "native" if native.rows(a, b, device) or native.grouped_wgrad(a, b, device) else "emulated"
+    return "native" if native.pair(a, b, device) else "emulated"
 
 
 def _dense(bias: Tensor | None, scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from octavo import backend
 from octavo._torch.cuda import is_capturing
+from octavo.errors import UnsupportedHardware
 from octavo.kernels.grouped_gemm import reference
-from octavo.kernels.probe import Support, answer_of, error_of, noise, verdict
+from octavo.kernels.probe import CAPTURED, Support, answer_of, error_of, noise, verdict
 from octavo.quant.block import Block1D, Block2D
 from octavo.quant.blocks import Block
 from octavo.quant.grouped import quantize_groups
@@ -44,9 +45,21 @@ def _reach_over_all(a: Quantizer, b: Quantizer) -> bool:
     return a.block[1] is None and b.block[1] is None
 
 
+def pair(a: Quantizer, b: Quantizer, device: torch.device) -> bool:
+    """Whether Hopper kernels compute every product that recipes have for such a pair."""
+    if _reach_over_all(a, b):
+        return all([runs(kernel, device) for kernel in ("rows", "fast rows", "wgrad")])
+    return rows(a, b, device) or grouped_wgrad(a, b, device)
+
+
 def runs(kernel: str, device: torch.device) -> bool:
     """Whether a kernel of `_PROBES` runs here."""
-    return is_hopper(device) and not backend.emulates() and support(kernel, device).ok
+    if not is_hopper(device) or backend.forced() == "emulated":
+        return False
+    found = support(kernel, device)
+    if not found.ok:
+        backend.refuse_emulation(found.reason)
+    return found.ok
 
 
 def support(kernel: str, device: torch.device) -> Support:
@@ -54,13 +67,22 @@ def support(kernel: str, device: torch.device) -> Support:
     found = _verdicts.get((kernel, device))
     if found is None:
         if is_capturing():  # a probe waits for the device; the kernel is taken to run, and probed later
+            if backend.forced() == "strict":
+                raise UnsupportedHardware(CAPTURED)
             return Support(True)
-        what = f"the Hopper kernel for {kernel} of groups"
-        found = _verdicts[kernel, device] = verdict(what, device, lambda: _PROBES[kernel](device))
+        what = f"the Hopper kernel for {_NAMES.get(kernel, f'{kernel} in groups')}"
+        found = verdict(what, device, lambda: _PROBES[kernel](device), _INSTEAD.get(kernel, ""))
+        _verdicts[kernel, device] = found
     return found
 
 
 _verdicts: dict[tuple[str, torch.device], Support] = {}
+_NAMES = {
+    "rows of blocks": "rows in groups with a scale for each block",
+    "wgrad of blocks": "weight gradients of groups with a scale for each block",
+    "decoded products": "products of decoded MX and NVFP4 codes",
+}
+_INSTEAD = {"decoded products": "Octavo decodes such codes as it multiplies them, which is slower."}
 
 
 # -- probes: three groups, one without rows ----------------------------------------------------------------------------
@@ -98,15 +120,17 @@ def _probe_wgrad(device: torch.device, spec: Quantizer) -> float:
     _, x = quantize_groups(_matrix(_M, _K, device), None, spec, _groups(device))
     assert dy is not None and x is not None
     got, want = _room(device, 3, _N, _K)
+    added = torch.zeros_like(got)  # another kernel adds, and writes wide tiles
 
     def product() -> None:
         from octavo.kernels.grouped_gemm import hopper
 
         hopper.grouped_wgrad(dy, x, got, False)
+        hopper.grouped_wgrad(dy, x, added, True)
 
     answer_of(product)
     reference.grouped_wgrad(dy, x, want, False)
-    return _difference(got, want)
+    return max(_difference(got, want), _difference(added, want))
 
 
 def _probe_plain_rows(device: torch.device) -> float:

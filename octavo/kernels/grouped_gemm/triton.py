@@ -24,11 +24,11 @@ def rows(
     a: GroupedTensor, b: QTensor, out: Tensor, bias: Tensor | None, scales: Tensor | None, height: int, along: str,
     accumulation: str,
 ) -> None:  # fmt: skip
-    fast = accumulation == "fast" and whole(a.q.spec)
-    fits = native.rows(a.q.spec, b.spec, out.device, fast) and hopper.takes_rows(a, b)
-    if fits and fast:
+    takes, fast = hopper.takes_rows(a, b), accumulation == "fast" and whole(a.q.spec)
+    if takes and fast and native.rows(a.q.spec, b.spec, out.device, fast=True):
         hopper.fast_rows(a, b, out, bias, scales, height, along)
         return
+    fits = takes and native.rows(a.q.spec, b.spec, out.device)
     each = a.groups.rows // a.groups.number
     _coded_way(fits, a, each, out.shape[1]).rows(a, b, out, bias, scales, height, along)
 
@@ -47,7 +47,7 @@ def _coded_way(fits: bool, a: GroupedTensor, m: int, n: int) -> ModuleType:
     """Returns the module for codes, of m rows by n for each group; `fits` says that a Hopper kernel multiplies them."""
     if fits:
         return hopper
-    return decoded if is_worth_it(a.q, m, n) else emulated
+    return decoded if is_worth_it(a.q, m, n) and native.support("plain rows", a.q.device).ok else emulated
 
 
 def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: bool) -> None:

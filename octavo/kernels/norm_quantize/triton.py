@@ -74,7 +74,9 @@ def forward(
         x = residual.z
     spec = tile_casts.spec_of(pair)
     sizes = (*x.shape, *x.stride(), *tile_casts.strides(pair))
-    _cast_launch(norm.centers, norm.zero_centered, spec, x.dtype, sizes, config or _config(spec))(
+    config = config or _config(spec)
+    transpose_codes = transposes_codes(config, x.device)
+    _cast_launch(norm.centers, norm.zero_centered, spec, x.dtype, sizes, config, transpose_codes)(
         x, rstd, mean, weight, bias, *tile_casts.pointers(pair, cast_args)
     )
     return mean, rstd
@@ -96,9 +98,10 @@ def _constants(
 
 @lru_cache(maxsize=4096)
 def _cast_launch(
-    center: bool, zero_centered: bool, spec: Quantizer, dtype: torch.dtype, sizes: tuple[int, ...], config: Config
-) -> Launch:
-    own = _constants(center, zero_centered, spec, dtype, config, transposes_codes(config))
+    center: bool, zero_centered: bool, spec: Quantizer, dtype: torch.dtype, sizes: tuple[int, ...], config: Config,
+    transpose_codes: bool,
+) -> Launch:  # fmt: skip
+    own = _constants(center, zero_centered, spec, dtype, config, transpose_codes)
     return Launch(_cast_kernel, tile.tiles(sizes[:2], config), sizes, num_warps=config.warps, **own)
 
 

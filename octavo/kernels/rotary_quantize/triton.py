@@ -111,7 +111,7 @@ def backward(
     shape = (batch * length, (heads + 2 * shared) * channels)
     steps = tuple(step for t in (dq, dk, dv) for step in t.stride()[:3])
     sizes = (*shape, length, heads, shared, *steps, *tile_casts.strides(pair))
-    _cast_launch(spec, dq.dtype, channels, sizes, config, turns)(
+    _cast_launch(spec, dq.dtype, channels, sizes, config, turns, transposes_codes(config, dq.device))(
         dq, dk, dv, own.contiguous(), other.contiguous(), *tile_casts.pointers(pair, cast_args)
     )
 
@@ -127,9 +127,10 @@ def _constants(
 
 @lru_cache(maxsize=4096)
 def _cast_launch(
-    spec: Quantizer, dtype: torch.dtype, channels: int, sizes: tuple[int, ...], config: Config, turns: int
+    spec: Quantizer, dtype: torch.dtype, channels: int, sizes: tuple[int, ...], config: Config, turns: int,
+    transpose_codes: bool,
 ) -> Launch:  # fmt: skip
-    own = _constants(spec, dtype, channels, config, turns, transposes_codes(config))
+    own = _constants(spec, dtype, channels, config, turns, transpose_codes)
     strip = config._replace(columns=turns * config.columns)
     return Launch(_cast_kernel, tile.tiles(sizes[:2], strip), sizes, num_warps=config.warps, **own)
 

@@ -214,5 +214,6 @@ def _recorded(kind: _Kind, tensors: Sequence[Tensor], work: Work) -> Results:
         kind.replay = recorder.function(*results)
     except NotRecordable as why:
         log.debug("not recorded: %s", str(why))  # an error would keep what its frames hold
-        kind.refused = True
+        # a launch that was not decided yet, as while a graph is captured, may be recorded later
+        kind.refused = launch.DIRECT_LAUNCHES.is_decided() or not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return results

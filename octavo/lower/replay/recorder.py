@@ -93,6 +93,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._forms: dict[str, str] = {}  # a fresh tensor, or all of one in another form -> what allocates it like this
         self._roots: dict[str, tuple[str, Any, int]] = {}  # a view -> its origin, that one's layout, elements further
         self._aliases: dict[str, tuple[str, str]] = {}  # a view -> its origin, and what makes it from that
+        self._kernels: list[launch.Direct] = []
         self._why = ""
         self._tiled = False
         self._mutates = False  # whether an operator, which counts versions, writes to a tensor
@@ -185,6 +186,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             arguments = ", ".join([*given, *tail])
             said = ", ".join([f"{one.grid}, 1, 1, stream", *head, f"({arguments},)" if direct.packs else arguments])
             text = f"{self._constant(direct.launch)}({said})"
+            self._kernels.append(direct)
             self._lines.append(Line(text, tuple(uses), (), tuple(addresses)))
         except NotRecordable as why:
             self.refuse(str(why))
@@ -278,6 +280,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         exec(compile(source, "<octavo replay>", "exec"), space)  # every word of it was written above
         replay: Callable[..., Any] = space["replay"]
         replay.source, replay.mutates = source, self._mutates  # type: ignore[attr-defined]
+        replay.kernels = self._kernels  # type: ignore[attr-defined]  # which stay loaded as long as this function
         return replay
 
 

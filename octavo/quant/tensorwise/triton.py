@@ -8,7 +8,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from octavo._torch.cuda import current_device, is_capturing
+from octavo._torch.cuda import is_capturing
 from octavo._torch.fast_paths import FastPath, Undecided
 from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch, apart
@@ -201,7 +201,7 @@ def cast(
         cast(x, None, column, cast_args, config, transpose_codes)
         return
     if transpose_codes is None:
-        transpose_codes = column is not None and transposes_codes(config)
+        transpose_codes = column is not None and transposes_codes(config, x.device)
     groups, source = cast_args.groups, cast_args.source
     shape, height = tile.shape_inside(x, groups), tile.height_of(x, source)
     _cast_launch(lead.spec, shape, x.stride(), height, tile.number_of(groups), config, transpose_codes)(
@@ -235,28 +235,28 @@ def is_transposable(config: Config) -> bool:
     return config.rows <= 64 and config.columns >= 64 and config.warps <= 8
 
 
-def transposes_codes(config: Config) -> bool:
+def transposes_codes(config: Config, device: torch.device) -> bool:
     """Whether the columns of a tile of this size are the transposed codes of its rows, rather than codes of transposed
-    values: both write the same bytes. The first question about a size runs a cast each way."""
-    return is_transposable(config) and _transposed_codes(config).is_on()
+    values: both write the same bytes. The first question about a size runs a cast each way, which stands for all
+    kernels with such tiles. Caches of launches take the answer as an argument: while a graph is captured it is no."""
+    return is_transposable(config) and _transposed_codes(config, device).is_on()
 
 
 @cache
-def _transposed_codes(config: Config) -> FastPath:
+def _transposed_codes(config: Config, device: torch.device) -> FastPath:
     return FastPath(
-        f"casts that transpose codes, in tiles of {config.rows}x{config.columns} on {config.warps} warps",
+        f"casts on {device} that transpose codes, in tiles of {config.rows}x{config.columns} on {config.warps} warps",
         "Casts with one scale transpose values instead, to the same bits and up to a third slower.",
-        lambda: _check_transposed_codes(config),
+        lambda: _check_transposed_codes(config, device),
         lambda: str(triton.__version__),
     )
 
 
-def _check_transposed_codes(config: Config) -> str:
+def _check_transposed_codes(config: Config, device: torch.device) -> str:
     """Compare the columns that both ways write, at the edges of a matrix too."""
     if is_capturing():
         raise Undecided
     with apart():
-        device = torch.device("cuda", current_device())
         shape = 3 * config.rows + 5, 2 * config.columns + 24
         x = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), dtype=torch.bfloat16, device=device)
         args = CastArgs(encode=torch.full((1,), 64.0, dtype=torch.float32, device=device))
