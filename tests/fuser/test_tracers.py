@@ -8,6 +8,7 @@ from torch import fx, nn
 
 import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
+from tests.exports import kept_hooks
 from tests.lower.kinds import KINDS, ROWS, Holder, K, build
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -98,7 +99,7 @@ def test_onnx_is_refused(kind, monkeypatch):
     holder = Holder(*build(kind, "fp8-block"))
     monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
     message = r"torch\.onnx\.export has no operators for Octavo's layers.*Call octavo\.revert\(model\) first"
-    with pytest.raises(UnsupportedConfig, match=message):
+    with kept_hooks(), pytest.raises(UnsupportedConfig, match=message):
         torch.export.export(holder, (torch.randn(ROWS, K),), strict=False)
 
 

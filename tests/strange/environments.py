@@ -4,7 +4,7 @@ trace in what the layer computes. Adding one is a line of `ENVIRONMENTS`."""
 import copy
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
+
+from tests.exports import attempt_export
 
 Enter = Callable[[], AbstractContextManager[Any]]
 
@@ -126,8 +128,7 @@ def on_shapes_alone(run: Any) -> None:
 
 
 def exported(run: Any) -> None:
-    with suppress(Exception):  # whether a graph can be made of it is another question
-        torch.export.export(run.module, run.inputs())
+    attempt_export(run.module, run.inputs())
 
 
 def called_with_copies(run: Any) -> None:

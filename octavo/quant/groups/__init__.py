@@ -83,6 +83,8 @@ class Groups(NamedTuple):
 def blocks_for(rows: int, groups: int) -> int:
     """Returns the most blocks that `groups` groups of `rows` rows in total can fill."""
     most = (rows + (BLOCK - 1) * groups) // BLOCK
+    if torch.compiler.is_dynamo_compiling():  # it takes min() for sym_min, which torch 2.11 does not trace on ints
+        return min(rows, most)
     found: int = torch.sym_min(rows, most)  # type: ignore[no-untyped-call]  # min() would add a guard to a graph
     return found
 
