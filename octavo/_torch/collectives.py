@@ -1,5 +1,5 @@
-"""Functional collectives. Operators are called by name: the Python functions around them were renamed between torch
-2.11 and 2.13."""
+"""Functional collectives. Operators are called by name: the Python functions around them were renamed after torch
+2.11."""
 
 from typing import Any
 
