@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from octavo._torch.dispatch import dispatch_depth
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.modules import drop_buffers
-from octavo._torch.tracing import is_watched, while_tracing
+from octavo._torch.tracing import while_tracing
 from octavo.delayed_scaling.casts import LETTERS
 from octavo.errors import UnsupportedConfig, warn_caller
 from octavo.quant import DelayedState
@@ -155,7 +156,7 @@ class DelayedScaling:
     def _pair(self, buffers: Any, name: str) -> tuple[Tensor, ...]:
         """x's part and w's of a buffer, as views that are made once for each buffer."""
         buffer = buffers[name]
-        if torch.compiler.is_compiling() or is_watched():  # a mode may make views without data, which must not be kept
+        if torch.compiler.is_compiling():
             views: tuple[Tensor, ...] = buffer.view(2, buffer.shape[0] // 2).unbind()
             return views
         # a buffer may be replaced, and its memory too (`buffer.data = ...`, as FSDP moves it)
@@ -163,7 +164,8 @@ class DelayedScaling:
         if kept is not None and kept[0] is buffer and kept[1] == address:
             return kept[2]
         views = buffer.view(2, buffer.shape[0] // 2).unbind()
-        self._views[name] = buffer, address, views
+        if not dispatch_depth():  # a mode may make views without data
+            self._views[name] = buffer, address, views
         return views
 
     # -- one call of the layer -----------------------------------------------------------------------------------------
