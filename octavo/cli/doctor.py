@@ -95,6 +95,7 @@ def fast_paths_of(device: torch.device) -> list[dict[str, Any]]:
         from octavo.quant.tensorwise.triton import transposes_codes
 
         asked.append(DIRECT_LAUNCHES)
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         for config in {*casts.CONFIGS, *casts.GATED_CONFIGS, *casts.GROUP_CONFIGS}:
             transposes_codes(config, device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
