@@ -53,7 +53,7 @@ def file_of(test: str) -> str:
 
 
 def seconds_of(functions: set[str], costs: Costs) -> Costs:
-    """What a case of each function takes: as recorded, else the mean of its file."""
+    """The seconds of a case of each function: as recorded, else the mean of its file."""
     files = defaultdict(list)
     for function, seconds in costs.items():
         files[file_of(function)].append(seconds)
@@ -244,7 +244,7 @@ class Run:
             self.write(worker, worker.running, record)
 
     def end(self, worker: Worker) -> None:
-        """What the worker was given and did not begin goes to others."""
+        """Tests that the worker was given and did not begin go to others."""
         self.workers.remove(worker)
         worker.close()
         if worker.waiting:

@@ -3,7 +3,7 @@ products and the kernels for any GPU are launched with."""
 
 
 def grouped_gemms() -> list:
-    """What the grouped GEMMs launch."""
+    """Every configuration that the grouped GEMMs launch."""
     return [*grouped_for_hopper(), *decoded_for_hopper(), *grouped_emulated(), *grouped_plain(), *grouped_around()]
 
 

@@ -5,9 +5,9 @@
                                        write benchmarks/results/kernels-triton-<version>.json
     python -m tests.offline --every    compile every configuration for SM90, and add those that fail or spill to it
 
-Arguments carry the divisibility a real launch would give them: without it every load is a byte wide and every kernel
-spills, so that the check would read a kernel nobody runs. Kernels and their configurations are found by name: jitted
-functions that end in `_kernel`, and functions `variants()`.
+Arguments carry the divisibility that a real launch would give them: without it every load is a byte wide and every
+kernel spills, so that the check would read a kernel that no launch compiles. Kernels and their configurations are found
+by name: jitted functions that end in `_kernel`, and functions `variants()`.
 """
 
 import collections
@@ -226,7 +226,7 @@ def one_of_each() -> list[tuple[int, int]]:
 
 
 def outcome(r: dict) -> dict:
-    """What a matrix says of a result."""
+    """The entry of a result in a matrix."""
     said = {"error": r["error"]} if "error" in r else {"sm90": [r["registers"], r["spilled"]]}
     return {"variant": r["name"]} | said
 

@@ -1,4 +1,4 @@
-"""Which cases of a product always run on a GPU."""
+"""The cases of a product that always run on a GPU."""
 
 from itertools import combinations, product
 

@@ -1,4 +1,4 @@
-"""What differs between the versions of Triton that Octavo runs on, 3.6 to 3.9. Kernels take these names from here, so
+"""Names that differ between the versions of Triton that Octavo runs on, 3.6 to 3.9. Kernels import them from here, so
 that no kernel asks for a version.
 
     async_load, async_store    copies by TMA: `async_copy_global_to_shared` and `async_copy_shared_to_global` before 3.8

@@ -1,4 +1,4 @@
-"""What every test of the harness needs."""
+"""Fixtures of every test of the harness."""
 
 import sys
 
