@@ -156,5 +156,5 @@ def test_a_kernel_that_does_not_build_is_emulated(monkeypatch):
 
     monkeypatch.setattr(grouped, "_verdicts", {})
     monkeypatch.setattr(hopper, "rows", rows)
-    with pytest.warns(UserWarning, match="the Hopper kernel for rows of groups fails: async_load is gone"):
+    with pytest.warns(UserWarning, match="the Hopper kernel for rows in groups fails: async_load is gone"):
         assert not grouped.rows(Tensorwise(), Tensorwise(), torch.device("cuda", 0))
