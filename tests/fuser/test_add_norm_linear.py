@@ -430,6 +430,8 @@ def test_triton_launches_no_sum():
     """A step that fuses calls no torch.add; z comes from the kernel that measures the rows."""
     model = WIDE("fp8-block", dtype=torch.bfloat16)
     inputs, _ = batch(160, width=256, out=384, dtype=torch.bfloat16, device="cuda")
-    with torch.no_grad(), torch.profiler.profile() as profile:
-        model(*inputs)
+    with torch.no_grad():
+        model(*inputs)  # the first call of a process probes GEMMs and fast paths, which adds tensors
+        with torch.profiler.profile() as profile:
+            model(*inputs)
     assert not [event.key for event in profile.key_averages() if event.key.startswith("aten::add")]
