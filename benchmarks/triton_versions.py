@@ -31,14 +31,11 @@ def main() -> None:
     parser.add_argument("--json", default=None, metavar="FILE")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--only", nargs="+", default=["hashes", *BENCHES], choices=["hashes", *BENCHES])
+    parser.add_argument("--cases", default="", metavar="PATTERN", help="of the hashes: a part of a case's name")
     parser.add_argument("--workers", type=int, default=16)
     arguments = parser.parse_args()
     places = {version(""): "", **{version(folder): folder for folder in arguments.folders}}
     report: dict[str, Any] = {"versions": {name: {"triton": name, "ms": {}} for name in places}}
-    for name, folder in places.items() if "hashes" in arguments.only else ():
-        report["versions"][name]["hashes"] = found = hashes(folder, arguments.workers)
-        print(name, {key: value for key, value in found.items() if key != "notable"}, flush=True)
-        write(report, arguments.json)
     for _ in range(arguments.turns):
         for suite in (suite for suite in BENCHES if suite in arguments.only):
             for name, folder in places.items():
@@ -51,6 +48,10 @@ def main() -> None:
             write(report, arguments.json)
     for name, found in report.get("ratio", {}).items():
         print(name, {row: round(ratio, 3) for row, ratio in found.items()}, flush=True)
+    for name, folder in places.items() if "hashes" in arguments.only else ():
+        report["versions"][name]["hashes"] = found = hashes(folder, arguments.workers, arguments.cases)
+        print(name, {key: value for key, value in found.items() if key != "notable"}, flush=True)
+        write(report, arguments.json)
 
 
 def ratios(versions: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -77,9 +78,10 @@ def version(folder: str) -> str:
     return run(["-c", "import triton; print(triton.__version__)"], folder).split()[-1]
 
 
-def hashes(folder: str, workers: int) -> dict[str, Any]:
+def hashes(folder: str, workers: int, cases: str) -> dict[str, Any]:
     """The summary of `tests.hashes`, the results that changed by name, and the cases that changed or failed."""
-    printed = run(["-m", "tests.hashes", "--device", "cuda", "--eager", "--workers", str(workers)], folder)
+    command = ["-m", "tests.hashes", "--device", "cuda", "--eager", "--workers", str(workers), "--only", cases]
+    printed = run(command, folder)
     found = re.search(r"(\d+) cases ran, (\d+) failed, (\d+) changed", printed)
     if found is None:
         return {"notable": printed.splitlines()[-5:]}

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests import gpu
+from tests import gpu, sanitizer
 
 TESTS = [
     f"tests/a.py::test_{name}[{i}]" for name, count in (("dear", 7), ("cheap", 5), ("new", 3)) for i in range(count)
@@ -129,3 +129,22 @@ def test_tests_that_cannot_be_collected_end_the_run(suite):
     suite.write_text("import octavo_that_is_not_there\n")
     with pytest.raises(SystemExit, match="octavo_that_is_not_there"):
         run(suite, "--", str(suite))
+
+
+def test_the_sanitizer_runs_test_functions_that_exist():
+    assert len(set(sanitizer.TESTS)) == len(sanitizer.TESTS) <= 30
+    for test in sanitizer.TESTS:
+        file, function = gpu.function_of(test).split("::")
+        assert f"def {function}(" in (gpu.ROOT / file).read_text(), test
+
+
+def test_the_sanitizer_reads_its_tools_reports(tmp_path):
+    log, output = tmp_path / "log", tmp_path / "output"
+    output.write_text("...\n3 passed in 2.50s\n")
+    log.write_text(
+        "========= Invalid __global__ read of size 4 bytes\n=========     at _cast_kernel+0x120 in triton.py:7\n"
+        "========= ERROR SUMMARY: 2 errors\n"
+    )
+    found = sanitizer.outcome(log, output)
+    assert (found["tests"], found["reports"], found["kernels"]) == ("3 passed in 2.50s", 2, {"_cast_kernel": 1})
+    assert sanitizer.outcome(tmp_path / "none", output)["reports"] is None  # cut off
