@@ -27,6 +27,7 @@ from octavo.model import titan_experts
 from octavo.model.adopted_grouped_linear import AdoptedGroupedLinear
 from octavo.modules.activation import Activation
 from octavo.modules.permutation import Permute, Unpermute
+from octavo.modules.published_codes import codes_refusal, refuse_codes
 from octavo.modules.quantized import dtype_refusal
 from octavo.moe.experts import Experts
 from octavo.moe.permutation import sort
@@ -121,6 +122,8 @@ def refusal(module: nn.Module, recipe: Recipe) -> str:
             return f"its class is {name}, and {why}"
     if is_parametrized(module):
         return "it is parametrized. Convert it first, then register the parametrization"
+    if why := codes_refusal(module, weight_names(module), own_forward=True):
+        return why
     titan = titan_experts.is_experts(module)
     if titan and (why := titan_experts.forward_refusal(module)):
         return why
@@ -206,6 +209,7 @@ def adopt(module: Any, path: str, recipe: Recipe, strict: bool) -> None:
             layer.recipe = recipe  # type: ignore[assignment]
             layer.strict = strict
         return
+    module._octavo_load_hook = module.register_load_state_dict_pre_hook(_before_load)
     if titan_experts.is_experts(module):
         titan_experts.adopt(module, path, recipe, strict)
         return
@@ -221,11 +225,17 @@ def adopt(module: Any, path: str, recipe: Recipe, strict: bool) -> None:
 
 def release(module: Any) -> None:
     """Undoes `adopt`."""
+    module.__dict__.pop("_octavo_load_hook").remove()
     if titan_experts.is_experts(module):
         titan_experts.release(module)
         return
     del module._modules[NAME]
     module.config = module.__dict__.pop("_octavo_config")
+
+
+def _before_load(module: nn.Module, state_dict: Any, prefix: str, *_: Any) -> None:
+    """The hook of converted experts, which load their parameters themselves."""
+    refuse_codes(module, weight_names(module), state_dict, prefix)
 
 
 def register() -> None:

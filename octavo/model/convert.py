@@ -38,6 +38,7 @@ from octavo.model.selection import (
     select,
 )
 from octavo.modules.linear import Linear
+from octavo.modules.published_codes import codes_refusal
 from octavo.modules.quantized import Quantized, dtype_refusal
 from octavo.recipes import Recipe
 from octavo.text import path_names, plural
@@ -280,6 +281,8 @@ def _refusal(module: nn.Linear, forced: bool) -> str:
     name = qualified(module)
     if is_parametrized(module):
         return "it is parametrized. Convert it first, then register the parametrization"
+    if why := codes_refusal(module, ["weight"], own_forward=not is_plain(module)):
+        return why
     if is_patched(module):
         return f"its forward was replaced by {_name_of(module.forward)} on the instance. Convert it before that"
     if not is_plain(module) and not forced:

@@ -27,6 +27,7 @@ from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.memory import joined_rows
 from octavo.modules.agreement import agree
 from octavo.modules.parallel import SPLIT, check_ranks, local_sizes, own_part, parallel_of
+from octavo.modules.published_codes import refuse_codes, way_to_values
 from octavo.modules.quantized import outside, settings_of, wanted
 from octavo.modules.split_grouped_linear import SplitGroupedLinear
 from octavo.quant.gradient_codes import GradientCodes
@@ -463,8 +464,8 @@ class GroupedLinear(SplitGroupedLinear):
             check_weight("GroupedLinear", own, "its weight")
         if own.dtype not in FLOATS:
             raise UnsupportedDtype(
-                f"GroupedLinear takes its weight in float32, bfloat16 or float16, got {own.dtype}. Cast the layer: "
-                "layer.float()."
+                f"GroupedLinear takes its weight in float32, bfloat16 or float16, got {own.dtype}. "
+                f"{way_to_values(own.dtype)}"
             )
         if (len(x.shape) < 2 or x.shape[-1] != self.in_features) and has_shape(x):
             raise UnsupportedShape(
@@ -579,6 +580,7 @@ class GroupedLinear(SplitGroupedLinear):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """Loads either layout, one parameter for all groups or one for each, from a checkpoint of either."""
+        refuse_codes(self, ["weight", *(f"weight{i}" for i in range(self.num_groups))], state_dict, prefix)
         found, strict = dict(state_dict), rest[1]
         for kind, names in (("weight", self._weight_names), ("bias", self._bias_names)):
             if names:

@@ -37,6 +37,7 @@ from octavo.modules.parallel import (
     own_part,
     parallel_of,
 )
+from octavo.modules.published_codes import refuse_codes
 from octavo.modules.quantized import outside, settings_of, wanted
 from octavo.modules.split_linear import SplitLinear, check_bias, check_features
 from octavo.quant import QTensor
@@ -387,6 +388,7 @@ class Linear(SplitLinear, nn.Linear):
             destination[prefix + "weight"] = self._codes.values(self)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        refuse_codes(self, ["weight"], state_dict, prefix)
         key = prefix + "weight"
         loaded = state_dict.get(key)
         if not self._codes.held or loaded is None or loaded.shape != self.weight.shape:

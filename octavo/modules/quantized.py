@@ -25,6 +25,7 @@ from octavo.formats import FLOATS
 from octavo.fuser.operation import FusibleOperation
 from octavo.lower.call import Stage, call
 from octavo.modules.parallel import Parallel
+from octavo.modules.published_codes import RULE, are_codes
 from octavo.modules.schedule import STEP, RecipeSchedule
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
@@ -44,6 +45,8 @@ def dtype_refusal(dtype: torch.dtype) -> str:
     """Returns why a weight of this dtype cannot be quantized; empty if it can."""
     if dtype in FLOATS:
         return ""
+    if are_codes(dtype):
+        return f"its weight is {dtype}: {RULE}"
     return (
         f"its weight is {dtype}, and only float32, bfloat16 and float16 can be quantized (model.float() casts it, and "
         "dtype=torch.float32 makes a new one so)"

@@ -22,6 +22,7 @@ from octavo.modules.parallel import (
     parallel_of,
     summed_gradient,
 )
+from octavo.modules.published_codes import way_to_values
 from octavo.modules.quantized import Quantized
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Parts
@@ -204,8 +205,8 @@ def check_features(x: Any, weight: Tensor, title: str = "Linear") -> None:
         raise UnsupportedDevice(f"x is on {x.device} and the weight on {weight.device}. Move them together.")
     if weight.dtype not in FLOATS:
         raise UnsupportedDtype(
-            f"{title} takes its weight in float32, bfloat16 or float16, got {weight.dtype}. Cast the layer: "
-            "layer.float()."
+            f"{title} takes its weight in float32, bfloat16 or float16, got {weight.dtype}. "
+            f"{way_to_values(weight.dtype)}"
         )
 
 
@@ -215,7 +216,7 @@ def check_bias(bias: Tensor, weight: Tensor) -> None:
         check_weight("Linear", bias, "its bias")
     if bias.dtype not in FLOATS:
         raise UnsupportedDtype(
-            f"Linear takes its bias in float32, bfloat16 or float16, got {bias.dtype}. Cast the layer: layer.float()."
+            f"Linear takes its bias in float32, bfloat16 or float16, got {bias.dtype}. {way_to_values(bias.dtype)}"
         )
     if bias.device != weight.device:
         raise UnsupportedDevice(f"The bias is on {bias.device} and the weight on {weight.device}. Move them together.")
