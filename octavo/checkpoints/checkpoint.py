@@ -4,7 +4,8 @@
     recipe.safetensors      octavo.state_dict(model)
     optimizer.safetensors   optimizer.state_dict(), if there is an optimizer
     run.safetensors         the state of random numbers, and what the caller adds
-    checkpoint.json         the step, the recipe of each layer, the size and SHA-256 of each file; written last
+    checkpoint.json         the step, the recipe of each layer, the size and SHA-256 of each file, and its own SHA-256;
+                            written last
 
 A file holds values that are no tensors as JSON in its header. Nothing is pickled.
 """
@@ -22,9 +23,10 @@ from torch.optim import Optimizer
 
 from octavo._torch.modules import plain_name, uncompiled
 from octavo.checkpoints import layer_recipes, optimizer_state, random_state, tensor_file
-from octavo.checkpoints.folder import find, name_of, new_checkpoint, read_manifest
+from octavo.checkpoints.folder import find, is_step, name_of, new_checkpoint, read_manifest
 from octavo.checkpoints.structure import decoded, encoded
 from octavo.checkpoints.tensor_file import TensorFile, damaged
+from octavo.checkpoints.undo import undo
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.model.attach import OptimizerWrapper
 from octavo.model.layers import check_model, refuse_parts
@@ -77,10 +79,12 @@ def save_checkpoint(
         The folder of the checkpoint.
 
     Raises:
-        UnsupportedConfig: the checkpoint of this step exists, `step` is negative, or a weight is split over ranks.
+        UnsupportedConfig: the checkpoint of this step exists, `step` is negative, a weight is split over ranks, or a
+            parameter is named `__metadata__`.
         UnsupportedDtype: `model` is no module, `optimizer` is no optimizer, `extra` is no dict, a tensor is sharded or
             sparse, or an object is no plain value.
         UnsupportedDevice: a tensor is on the meta device.
+        UnsupportedShape: a tensor has more than 32 dims.
         OSError: the folder cannot be written.
 
     Example:
@@ -93,7 +97,7 @@ def save_checkpoint(
         100
     """
     check_model(model, "save_checkpoint", folder, place="second, after the folder")
-    if type(step) is not int or not 0 <= step < 10**18:
+    if not is_step(step):
         raise UnsupportedConfig(f"A step is an int from 0 up to 10^18 - 1, got {step!r}.")
     if extra is not None and not isinstance(extra, Mapping):
         raise UnsupportedDtype(f'extra is a dict, got {type(extra).__name__}. Write extra={{"name": value}}.')
@@ -122,8 +126,9 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Loads a checkpoint that `octavo.save_checkpoint` wrote.
 
-    It reads and checks all files, and compares them with the model and the optimizer, before it writes anything: a call
-    that raises changes nothing. It also sets the random number generators of torch, Python and numpy.
+    It reads and checks all files, and compares them with the model and the optimizer, before it writes anything. A call
+    that raises changes nothing: where a hook of the program raises, it writes the former values back, of which it keeps
+    a copy on the CPU. It also sets the random number generators of torch, Python and numpy.
 
     Args:
         path: the folder of a run, whose newest complete checkpoint is loaded, or the folder of one checkpoint.
@@ -165,10 +170,16 @@ def load_checkpoint(
     if optimizer is not None:
         state = decoded(checkpoint / OPTIMIZER, files[OPTIMIZER])
         load_optimizer = optimizer_state.loader(checkpoint / OPTIMIZER, state, optimizer, model)
-        load_optimizer()  # first: an optimizer's own class, or a hook of it, may refuse the state
-    model.load_state_dict(weights)
-    write_state(recipe)
-    set_generators()
+    restore = undo(model, optimizer)
+    try:
+        if optimizer is not None:
+            load_optimizer()
+        model.load_state_dict(weights)
+        write_state(recipe)
+        set_generators()
+    except BaseException:  # of a hook, or of a class of the program's own
+        restore()
+        raise
     return Checkpoint(checkpoint, manifest.step, extra)
 
 

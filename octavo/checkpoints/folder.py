@@ -2,11 +2,12 @@
 
 run/
   step-000100/          complete: it has its name only since everything in it is on the disk
-    checkpoint.json     the step, the recipe of each layer, and the size and SHA-256 of each file
+    checkpoint.json     the step, the recipe of each layer, the size and SHA-256 of each file, and its own SHA-256
     model.safetensors, ...
-  .partial-3f2a9c01/    a process that was killed left it; nothing reads it
+  .partial-3f2a9c01/    of a save that is under way and holds a lock on it, or of a killed one: the next save removes it
 """
 
+import hashlib
 import json
 import os
 import re
@@ -19,15 +20,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from octavo.checkpoints.tensor_file import Digest, damaged, parse_json
+from octavo.checkpoints.tensor_file import Digest, damaged, opened, parse_json
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig, warn_caller
 from octavo.text import plural
 from octavo.values import shown
 from octavo.version import __version__
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 MANIFEST, FORMAT, VERSION = "checkpoint.json", "octavo-checkpoint", 2
+SHA256 = "sha256"  # the entry that has the digest of the others; checkpoints of before have none
 LARGEST_MANIFEST = 16_000_000  # bytes: a line for each layer
 NAME = re.compile(r"step-([0-9]{6,18})")
+PARTIAL = re.compile(r"\.partial-[0-9a-f]{8}")
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # a name that stays in its folder, and that any system can open
 PASS = "Pass the folder that octavo.save_checkpoint was given, or a checkpoint in it."
 
@@ -38,6 +46,10 @@ class Manifest(NamedTuple):
     step: int
     recipes: dict[str, str]  # of the layers that have one, by their paths
     files: dict[str, Digest]
+
+
+def is_step(step: object) -> bool:
+    return type(step) is int and 0 <= step < 10**18
 
 
 def name_of(step: int) -> str:
@@ -59,8 +71,7 @@ def new_checkpoint(run: Path, step: int, recipes: dict[str, str]) -> Iterator[tu
     if run.exists() and not run.is_dir():
         raise UnsupportedConfig(f"A checkpoint is saved into a folder, and {run} is a file. Name another folder.")
     run.mkdir(parents=True, exist_ok=True)
-    partial = run / f".partial-{secrets.token_hex(4)}"
-    partial.mkdir()
+    partial, lock = _new_partial(run)
     try:
         files: dict[str, Digest] = {}
         yield partial, files
@@ -70,7 +81,55 @@ def new_checkpoint(run: Path, step: int, recipes: dict[str, str]) -> Iterator[tu
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        _unlock(lock)
     _sync(run)
+    _remove_dead(run)
+
+
+def _new_partial(run: Path) -> tuple[Path, int | None]:
+    """Makes a folder for a save, and returns it with its lock. A save that ends just then may take it for a dead one
+    before it is locked: then there is a next one."""
+    while True:
+        partial = run / f".partial-{secrets.token_hex(4)}"
+        partial.mkdir()
+        with suppress(FileNotFoundError, BlockingIOError):
+            lock = _lock(partial)
+            if partial.exists():
+                return partial, lock
+            _unlock(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """Locks a folder until `_unlock`, or until the process ends, and returns the lock; None where the system has no
+    such locks. Raises BlockingIOError if it is locked already, and FileNotFoundError if it is gone."""
+    if fcntl is None:
+        return None
+    lock = None
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+    except OSError as error:
+        _unlock(lock)
+        if isinstance(error, (BlockingIOError, FileNotFoundError)):
+            raise
+        return None
+
+
+def _unlock(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
+
+
+def _remove_dead(run: Path) -> None:
+    """Removes the folders of saves whose process has ended: nothing locks them. A folder that cannot be locked
+    stays."""
+    for name in os.listdir(run):
+        with suppress(OSError):
+            if PARTIAL.fullmatch(name) and (lock := _lock(run / name)) is not None:
+                shutil.rmtree(run / name, ignore_errors=True)
+                _unlock(lock)
 
 
 def _write_manifest(path: Path, manifest: Manifest) -> None:
@@ -79,10 +138,21 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
         "format": FORMAT, "version": VERSION, "step": manifest.step, "octavo": __version__, "torch": torch.__version__,
         "recipes": manifest.recipes, "files": files,
     }  # fmt: skip
+    text = json.dumps({**content, SHA256: _sha256(content)}, indent=1) + "\n"
+    if len(text) > LARGEST_MANIFEST:
+        raise UnsupportedConfig(
+            f"{MANIFEST} has at most {LARGEST_MANIFEST} bytes, and this one would have {len(text)}. Shorten the names "
+            "of the layers that have recipes."
+        )
     with open(path, "x") as file:
-        file.write(json.dumps(content, indent=1) + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sha256(content: dict[str, Any]) -> str:
+    """Returns the digest of a manifest's entries, whatever their order and the spaces between them."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _sync(folder: Path) -> None:
@@ -101,6 +171,13 @@ def _sync(folder: Path) -> None:
 def find(path: Path) -> Path:
     """Returns a checkpoint: `path` itself, or the newest complete one in it. Raises InvalidCheckpoint if there is
     none."""
+    try:
+        return _found(path)
+    except OSError as error:
+        raise InvalidCheckpoint(f"{shown(str(path))} could not be read: {error.strerror}. {PASS}") from None
+
+
+def _found(path: Path) -> Path:
     if not path.is_dir():
         what = f"{path} is a file, and a checkpoint is a folder." if path.exists() else f"There is no folder {path}."
         raise InvalidCheckpoint(f"{what} {PASS}")
@@ -128,24 +205,25 @@ def newest_and_skipped(run: Path) -> tuple[Path | None, list[str]]:
     """Returns that checkpoint, and for each one of a higher step the sentence that refuses it."""
     steps = [(int(match[1]), path) for path in run.iterdir() if (match := NAME.fullmatch(path.name))]
     skipped: list[str] = []
-    for step, path in sorted(steps, reverse=True):
+    for _, path in sorted(steps, reverse=True):
         try:
-            manifest = read_manifest(path)
-            if manifest.step == step:
-                return path, skipped
-            skipped.append(f"{path} has step {manifest.step} in its {MANIFEST}. Rename the folder.")
+            read_manifest(path)
+            return path, skipped
         except InvalidCheckpoint as error:
             skipped.append(str(error))
     return None, skipped
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the content of a checkpoint's manifest. Raises InvalidCheckpoint unless all files have their sizes."""
+    """Returns the content of a checkpoint's manifest. Raises InvalidCheckpoint unless all files have their sizes, and a
+    folder that is named by a step has that step."""
     file = path / MANIFEST
     try:
-        if file.stat().st_size > LARGEST_MANIFEST:
-            raise damaged(file, f"it has {file.stat().st_size} bytes, and at most {LARGEST_MANIFEST} are read")
-        manifest = _manifest(file, parse_json(file, file.read_bytes()))
+        with opened(file) as stream:
+            text = stream.read(LARGEST_MANIFEST + 1)
+        if len(text) > LARGEST_MANIFEST:
+            raise damaged(file, f"it has more than {LARGEST_MANIFEST} bytes")
+        manifest = _manifest(file, parse_json(file, text))
         for name, digest in manifest.files.items():
             size = (path / name).stat().st_size
             if size != digest.bytes:
@@ -154,6 +232,10 @@ def read_manifest(path: Path) -> Manifest:
         raise InvalidCheckpoint(
             f"The checkpoint {path} is not complete: {Path(str(error.filename)).name}: {error.strerror}. Load another."
         ) from None
+    if (named := NAME.fullmatch(path.name)) and int(named[1]) != manifest.step:
+        raise InvalidCheckpoint(
+            f"{path} has step {manifest.step} in its {MANIFEST}. Rename the folder, or load another checkpoint."
+        )
     return manifest
 
 
@@ -168,15 +250,27 @@ def _manifest(file: Path, content: Any) -> Manifest:
             "format": str(kind),
             "version": int(),
             "step": int(step),
+            "octavo": str(),
+            "torch": str(),
             "recipes": dict(recipes),
             "files": dict(files),
-        } if kind == FORMAT and step >= 0 and all(isinstance(recipe, str) for recipe in recipes.values()):
+            **rest,
+        } if kind == FORMAT and is_step(step) and all(isinstance(recipe, str) for recipe in recipes.values()):
+            _check_sha256(file, {name: value for name, value in content.items() if name not in rest}, rest)
             return Manifest(step, recipes, {name: _digest(file, name, digest) for name, digest in files.items()})
     raise damaged(file, f"it is {shown(repr(content))}")
 
 
+def _check_sha256(file: Path, content: dict[str, Any], rest: Any) -> None:
+    """Raises unless the rest of a manifest is the digest of its content, or nothing."""
+    if rest and rest != {SHA256: _sha256(content)}:
+        raise damaged(file, f"its SHA-256 is {_sha256(content)}, and it was written with {shown(repr(rest))}")
+
+
 def _digest(file: Path, name: str, digest: Any) -> Digest:
     match digest:
-        case {"bytes": int(size), "sha256": str(sha256)} if FILE.fullmatch(name):
+        case {"bytes": int(size), "sha256": str(sha256), **rest} if (
+            type(size) is int and not rest and FILE.fullmatch(name)
+        ):
             return Digest(size, sha256)
     raise damaged(file, f"it lists the file {shown(repr(name))} as {shown(repr(digest))}")

@@ -10,8 +10,10 @@ import hashlib
 import json
 import math
 import os
+import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,12 +22,19 @@ import torch
 from torch import Tensor
 
 from octavo._torch.fakes import FakeTensor
-from octavo.errors import InvalidCheckpoint, UnsupportedDevice, UnsupportedDtype
+from octavo.errors import (
+    InvalidCheckpoint,
+    UnsupportedConfig,
+    UnsupportedDevice,
+    UnsupportedDtype,
+    UnsupportedShape,
+)
 from octavo.values import shown
 
 LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 LARGEST_SIZE, MOST_DIMS = 2**62, 32  # of a shape
 METADATA = "__metadata__"
+WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)  # Windows has no such flag, and no FIFOs
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
     "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
@@ -68,6 +77,10 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     """Writes a new file, and returns after the disk has it. Raises, before it writes, for tensors without bytes."""
     for name, tensor in tensors.items():
         check_plain(name, tensor)
+    if METADATA in tensors:
+        raise UnsupportedConfig(
+            f"A safetensors file keeps texts under the name {METADATA}, and a tensor has it. Rename it."
+        )
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps each aligned
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
@@ -95,7 +108,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 
 
 def check_plain(name: str, tensor: object) -> None:
-    """Raises for what a file cannot hold: other objects, sparse, sharded and meta tensors."""
+    """Raises for what a file cannot hold: other objects, sparse, sharded and meta tensors, tensors of many dims."""
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dtype not in NAMES:
         got = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise UnsupportedDtype(
@@ -106,6 +119,10 @@ def check_plain(name: str, tensor: object) -> None:
         raise UnsupportedDtype(
             f"A checkpoint holds plain tensors, and {name} is a {type(tensor).__name__}. Save sharded models with "
             "torch.distributed.checkpoint and octavo.state_dict(model)."
+        )
+    if tensor.dim() > MOST_DIMS:
+        raise UnsupportedShape(
+            f"A checkpoint holds tensors of up to {MOST_DIMS} dims, and {name} has {tensor.dim()}. Reshape it."
         )
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         raise UnsupportedDevice(
@@ -130,12 +147,22 @@ def bytes_of(tensor: Tensor) -> Any:
 def read(path: Path, expected: Digest | None = None) -> TensorFile:
     """Reads a whole file. Raises InvalidCheckpoint unless it keeps all rules of the format, and has that digest."""
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             return _read(file, path, expected)
     except OSError as error:
         raise InvalidCheckpoint(
             f"{path} could not be read: {error.strerror or error}. Check the path, and that it is a file."
         ) from None
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BufferedReader]:
+    """Opens a regular file to read it. Raises InvalidCheckpoint for any other: a FIFO may never have a writer, and
+    /dev/zero never ends. It opens a FIFO without waiting for a writer."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | WITHOUT_WAITING)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise damaged(path, "it is no regular file")
+        yield file
 
 
 def _read(file: BufferedReader, path: Path, expected: Digest | None) -> TensorFile:

@@ -1,5 +1,7 @@
 """A small run to save and resume: a model, its training, and all of its values."""
 
+import hashlib
+import json
 import random
 
 import numpy as np
@@ -47,6 +49,13 @@ def train(model, optimizer, steps):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def signed(manifest):
+    """A manifest with the digest of its entries."""
+    content = {name: value for name, value in manifest.items() if name != "sha256"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return {**content, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
 def seed_all(seed):

@@ -14,7 +14,7 @@ import octavo
 from octavo.checkpoints import checkpoint, structure, tensor_file
 from octavo.checkpoints.tensor_file import TensorFile
 from octavo.errors import InvalidCheckpoint, Unsupported
-from tests.checkpoints.small_run import FILES, Net, assert_same, make, values
+from tests.checkpoints.small_run import FILES, Net, assert_same, make, signed, values
 
 
 def refused(saved, sentence=None, error=Unsupported, model=None, optimizer=None):
@@ -32,13 +32,14 @@ def refused(saved, sentence=None, error=Unsupported, model=None, optimizer=None)
 
 
 def forge(path, name, change):
-    """Changes a file, and its size and SHA-256 in the manifest, as one would who writes checkpoints by hand."""
+    """Changes a file, its size and SHA-256 in the manifest, and that of the manifest, as a program would that writes
+    checkpoints by hand."""
     file = tensor_file.read(path / name)
     (path / name).unlink()
     digest = tensor_file.write(path / name, *change(dict(file.tensors), dict(file.metadata)))
     manifest = json.loads((path / "checkpoint.json").read_text())
     manifest["files"][name] = digest._asdict()
-    (path / "checkpoint.json").write_text(json.dumps(manifest))
+    (path / "checkpoint.json").write_text(json.dumps(signed(manifest)))
 
 
 def with_tensor(name, tensor):
@@ -138,11 +139,16 @@ MANIFESTS = {
 
 
 @pytest.mark.parametrize("change", MANIFESTS.values(), ids=MANIFESTS)
-def test_a_manifest_of_another_kind_is_refused(change, saved):
+@pytest.mark.parametrize("has_digest", [True, False], ids=["with a digest", "without a digest"])
+def test_a_manifest_of_another_kind_is_refused(has_digest, change, saved):
     path, *_ = saved
-    changed = change(json.loads((path / "checkpoint.json").read_text()))
+    manifest = json.loads((path / "checkpoint.json").read_text())
+    del manifest["sha256"]
+    changed = change(manifest)
+    if isinstance(changed, dict) and has_digest:
+        changed = signed(changed)
     (path / "checkpoint.json").write_text(changed if isinstance(changed, str) else json.dumps(changed))
-    refused(saved, error=InvalidCheckpoint)
+    assert "its SHA-256 is" not in refused(saved, error=InvalidCheckpoint)
 
 
 @pytest.mark.parametrize(
