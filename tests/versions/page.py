@@ -211,11 +211,14 @@ def gpu(folder: Path) -> str:
     path = folder / "triton-h200.json"
     if not path.exists():
         return f"{said} No other Triton was run on a GPU."
-    others = [name for name in json.loads(path.read_text())["versions"] if name != "3.6.0"]
+    others = {name: found for name, found in json.loads(path.read_text())["versions"].items() if name != "3.6.0"}
+    compared = [name for name, found in others.items() if "hashes" in found]
+    timed = [name for name in others if name not in compared]
+    also = f" With Triton {', '.join(timed)} layers were timed there, and no bits compared." if timed else ""
     return (
-        f"{said} They ran there with Triton {', '.join(others)} too ([file]({LINKS}/{path.name})): y, dx and dw of\n"
+        f"{said} They ran there with Triton {', '.join(compared)} too ([file]({LINKS}/{path.name})): y, dx and dw of\n"
         "`Linear` and `GroupedLinear` have the same bits in every recipe. Sums in norms, activations and bias\n"
-        "gradients may differ in the last bits: since 3.8 Triton adds what one thread holds in another order."
+        f"gradients may differ in the last bits: since 3.8 Triton adds what one thread holds in another order.{also}"
     )
 
 
