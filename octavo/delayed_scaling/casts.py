@@ -45,8 +45,8 @@ def cast_args(
     observed: Tensor | None,
     seed: Tensor | None = None,
 ) -> CastArgs:
-    """The arguments of a cast by a pair of quantizers. A measured operand that has seen no amax is scaled by its own.
-    If scaling is not delayed: the seed, for stochastic rounding."""
+    """The arguments of a cast by a pair of quantizers. A measured operand of which no part has seen an amax is
+    scaled by its own. If scaling is not delayed: the seed, for stochastic rounding."""
     if not part:
         return CastArgs(seed=seed)
     if len(part) == 1:
@@ -54,5 +54,7 @@ def cast_args(
     spec = pair[0] or pair[1]
     assert isinstance(spec, Tensorwise) and isinstance(recipe, Delayed)
     has_seen = part[1] > 0
+    if has_seen.numel() > 1:  # experts that have seen an amax lend their multipliers to those that have not
+        has_seen = has_seen.any().expand(has_seen.shape)
     encode = warm_encode(part[0], has_seen, measure(spec, has_seen), spec, recipe.margin)
     return CastArgs(encode=encode, observed=observed)

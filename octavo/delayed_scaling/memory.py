@@ -5,7 +5,8 @@ backward    slot dy              observed in backward, in a buffer that forward 
 
 Until a step has seen an operand, calls measure it (`cold_start="current"`). The device knows which operands were seen,
 and then uses the slot's multiplier, even in a call that was told to measure. `cold`, the host's copy of that knowledge,
-is updated after a step, and allows calls that do not measure: fused ones.
+is updated after a step, and allows calls that do not measure: fused ones. An operand of several experts was seen once
+that of one of them was, and the others take the smallest multiplier of those that were (`octavo.quant.state.lend`).
 """
 
 import weakref
@@ -25,7 +26,7 @@ from octavo._torch.tracing import while_tracing
 from octavo.delayed_scaling.casts import LETTERS
 from octavo.errors import UnsupportedConfig, warn_caller
 from octavo.quant import DelayedState
-from octavo.quant.state import KEPT
+from octavo.quant.state import KEPT, lend
 from octavo.recipes import Delayed, Recipe
 
 DIRECTIONS = ("forward", "backward")
@@ -79,6 +80,7 @@ class DelayedScaling:
 
     def __init__(self) -> None:
         self.recipe: Delayed | None = None
+        self.slots = 1  # of each operand, in a row, that lend multipliers to each other
         self.cold = ""  # letters of x, w, dy that no step is known to have seen
         self._asked = ""  # those of them that calls measured
         self._steps = 0  # octavo.steps since _asked last grew
@@ -123,7 +125,8 @@ class DelayedScaling:
                 for field, tensor in state.tensors().items():
                     module.register_buffer(BUFFER_NAMES[direction][field], tensor, persistent=False)
         self.recipe = recipe
-        self.cold = "" if recipe.cold_start == "one" else _cast(recipe)
+        measures = recipe.cold_start == "current"
+        self.cold, self.slots = (_cast(recipe), slots) if measures else ("", 1)
         listen(module)
 
     def forget_views(self) -> None:
@@ -206,14 +209,15 @@ class DelayedScaling:
     # -- a checkpoint --------------------------------------------------------------------------------------------------
 
     def export(self, layer: nn.Module) -> dict[str, Tensor]:
-        """Copies of the memory, by the names that a checkpoint has for them."""
-        if self.recipe is None:
-            return {}
-        return {
-            f"scaling.{direction}.{name}": tensor
-            for direction in DIRECTIONS
-            for name, tensor in self.state(layer, direction).export().items()
-        }
+        """Copies of the memory, by the names that a checkpoint has for them. Lent multipliers stay out of it: `restore`
+        lends them again."""
+        found: dict[str, Tensor] = {}
+        for direction in DIRECTIONS if self.recipe is not None else ():
+            kept = self.state(layer, direction).export()
+            if self.slots > 1:
+                kept["encode"] = torch.where(kept["head"] > 0, kept["encode"], 1.0)
+            found |= {f"scaling.{direction}.{name}": tensor for name, tensor in kept.items()}
+        return found
 
     def restore(self, layer: nn.Module, state: dict[str, Tensor]) -> None:
         """Restore the entries of `state` that this memory has a place for, and remove them there."""
@@ -222,7 +226,10 @@ class DelayedScaling:
         for direction in DIRECTIONS:
             prefix = f"scaling.{direction}."
             if all(prefix + name in state for name in KEPT):
-                self.state(layer, direction).restore({name: state.pop(prefix + name) for name in KEPT})
+                memory = self.state(layer, direction)
+                memory.restore({name: state.pop(prefix + name) for name in KEPT})
+                if self.slots > 1:
+                    lend([memory], self.slots)
 
     # -- whether it is stepped -----------------------------------------------------------------------------------------
 
@@ -339,14 +346,14 @@ def _cast(recipe: Delayed) -> str:
 
 
 def look(modules: Sequence[Any]) -> None:
-    """Ask the device, once for all modules on it, which operands have been seen by now, all slots of them."""
+    """Ask the device, once for all modules on it, which operands have been seen by now, any slot of them."""
     by_device: dict[torch.device, list[tuple[Any, Tensor]]] = {}
     for module in modules:
         heads = [
             module._scaling.state(module, direction).head.view(OPERANDS[direction], -1) for direction in DIRECTIONS
         ]
         if not heads[0].is_meta and not isinstance(heads[0], FakeTensor):
-            by_device.setdefault(heads[0].device, []).append((module, torch.cat([(head > 0).all(1) for head in heads])))
+            by_device.setdefault(heads[0].device, []).append((module, torch.cat([(head > 0).any(1) for head in heads])))
     for asked in by_device.values():
         for (module, _), seen in zip(asked, torch.stack([seen for _, seen in asked]).tolist(), strict=True):
             module._scaling.learn(seen)

@@ -37,13 +37,13 @@ def _(amaxes: list[Tensor], values: Tensor) -> None:
 
 
 @torch.library.custom_op("octavo::update_scales", mutates_args=("states",))
-def _update(states: list[Tensor], algorithm: str, margin: int) -> None:
+def _update(states: list[Tensor], algorithm: str, margin: int, sharing: list[int]) -> None:
     found = [DelayedState(*states[at : at + _FIELDS]) for at in range(0, len(states), _FIELDS)]
-    update_all(found, algorithm=algorithm, margin=margin)
+    update_all(found, algorithm=algorithm, margin=margin, sharing=sharing)
 
 
 @_update.register_fake
-def _(states: list[Tensor], algorithm: str, margin: int) -> None:
+def _(states: list[Tensor], algorithm: str, margin: int, sharing: list[int]) -> None:
     return None
 
 
@@ -61,6 +61,7 @@ def write_amaxes(amaxes: Sequence[Tensor], values: Tensor) -> None:
     torch.ops.octavo.write_amaxes(list(amaxes), values)
 
 
-def update_scales(states: Sequence[DelayedState], algorithm: str, margin: int) -> None:
+def update_scales(states: Sequence[DelayedState], algorithm: str, margin: int, sharing: Sequence[int]) -> None:
     """Update many states of one window length and device, as `update_all` does."""
-    torch.ops.octavo.update_scales([t for state in states for t in state.tensors().values()], algorithm, margin)
+    tensors = [t for state in states for t in state.tensors().values()]
+    torch.ops.octavo.update_scales(tensors, algorithm, margin, list(sharing))

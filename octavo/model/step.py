@@ -54,7 +54,7 @@ def step(model: nn.Module, group: Group = None) -> None:
 
 def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
     """Does the same as `step`, for the given layers."""
-    batches: dict[tuple[Any, ...], list[DelayedState]] = {}
+    batches: dict[tuple[Any, ...], list[tuple[DelayedState, int]]] = {}
     cold: list[Quantized] = []
     modules = list(modules)
     in_graph = torch.compiler.is_compiling() or is_capturing()  # a graph can neither read the device back nor count
@@ -64,7 +64,7 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
         if scaling.recipe is not None:
             recipe, states = scaling.recipe, [scaling.state(module, direction) for direction in DIRECTIONS]
             key = (recipe.history, recipe.algorithm, recipe.margin, states[0].encode.device)
-            batches.setdefault(key, []).extend(states)
+            batches.setdefault(key, []).extend([(state, scaling.slots) for state in states])
             if not in_graph:
                 if scaling.origin == "weights":
                     scaling.say_unrestored()
@@ -72,11 +72,12 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
                     cold.append(module)
             scaling.stepped()
     _agree(modules, group, in_graph)
-    for (_, algorithm, margin, _), states in batches.items():
+    for (_, algorithm, margin, _), pairs in batches.items():
+        updated, sharing = [state for state, _ in pairs], [slots for _, slots in pairs]
         if torch.compiler.is_compiling():
-            update_scales(states, algorithm, margin)
+            update_scales(updated, algorithm, margin, sharing)
         else:
-            update_all(states, algorithm=algorithm, margin=margin)
+            update_all(updated, algorithm=algorithm, margin=margin, sharing=sharing)
     if cold:
         look(cold)
     for module in modules:  # last: a new recipe may drop the memory that this step has updated

@@ -320,8 +320,21 @@ def warm_encode(encode: Tensor, warm: Tensor, amax: Tensor, spec: Tensorwise, ma
     return torch.where(warm, encode, measured)
 
 
-def update_all(states: Sequence[DelayedState], *, algorithm: str = "max", margin: int = 0) -> None:
-    """Updates many states of one window length and device at once, in a fixed number of launches."""
+def lend(states: Sequence[DelayedState], slots: int) -> None:
+    """Gives slots that have seen no amax the smallest multiplier of those that have, among each `slots` slots in a row:
+    those of one operand of several experts. An expert's first tokens are then cast without being measured."""
+    head, encode = (torch.cat([getattr(s, name) for s in states]).view(-1, slots) for name in ("head", "encode"))
+    seen = head > 0
+    least = torch.where(seen, encode, float("inf")).amin(1, keepdim=True)
+    lent = torch.where(seen | least.isinf(), encode, least).flatten()
+    foreach_copy_([s.encode for s in states], list(lent.split([s.encode.numel() for s in states])))
+
+
+def update_all(
+    states: Sequence[DelayedState], *, algorithm: str = "max", margin: int = 0, sharing: Sequence[int] = ()
+) -> None:
+    """Updates many states of one window length and device at once, in a fixed number of launches. `sharing` has for
+    each state how many slots in a row `lend` multipliers to each other, 1 where they do not."""
     if not states:
         return
     names = tuple(states[0].tensors())
@@ -331,3 +344,5 @@ def update_all(states: Sequence[DelayedState], *, algorithm: str = "max", margin
     for name in names:
         if name != "limit":
             foreach_copy_([getattr(s, name) for s in states], list(getattr(stacked, name).split(sizes)))
+    for slots in sorted(set(sharing) - {1}):
+        lend([state for state, number in zip(states, sharing, strict=True) if number == slots], slots)

@@ -215,28 +215,6 @@ def test_a_compiled_step_leaves_it_measuring_too():
     assert cold(layer) == [""]
 
 
-# -- experts -----------------------------------------------------------------------------------------------------------
-
-
-def test_an_expert_without_rows_is_measured_when_they_come():
-    """Whatever its siblings have seen, and after a checkpoint too."""
-    layer, (x, dy) = experts("fp8-delayed"), batch(0, 1e-4)
-    results(layer, x, dy, torch.tensor([16, 0, 8]))
-    octavo.step(layer)
-    assert cold(layer) == ["xd"]
-    resumed, current = experts("fp8-delayed"), experts("fp8-current")
-    octavo.load_state_dict(resumed, octavo.state_dict(layer))
-    assert cold(resumed) == ["xd"]
-    x, dy = batch(1, 1e-7)
-    want = results(current, x, dy, torch.tensor([0, M, 0]))
-    for subject in (layer, resumed):
-        found = results(subject, x, dy, torch.tensor([0, M, 0]))
-        for a, b in zip(found, want, strict=True):
-            assert_same(a[1] if a.shape[0] == G else a, b[1] if b.shape[0] == G else b)
-        octavo.step(subject)
-        assert cold(subject) == [""]
-
-
 # -- fused runs --------------------------------------------------------------------------------------------------------
 
 

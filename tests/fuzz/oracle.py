@@ -230,6 +230,7 @@ class Slot:
         self.largest, self.recipe = largest, recipe
         self.window: list[float] = []
         self.multiplier, self.amax, self.nonfinite = 1.0, 0.0, 0
+        self.lent: float | None = None  # the smallest multiplier of other experts, for one that has seen nothing
 
     def observe(self, x: NDArray[np.float32]) -> None:
         """NaN wins over everything, so that it is counted."""
@@ -240,6 +241,8 @@ class Slot:
         """The multiplier that casts x: while nothing is known that of x itself, 1 if x is zero, NaN if not finite."""
         if self.recipe.get("cold_start", "current") == "one" or self.window:
             return self.multiplier
+        if self.lent is not None:
+            return self.lent
         amax = float(np.abs(x).max(initial=0))
         if not math.isfinite(amax):
             return math.nan
@@ -279,6 +282,17 @@ class Memory:
     def step(self) -> None:
         for slot in self.slots.values():
             slot.step()
+
+
+def step_experts(memories: list[Memory]) -> None:
+    """Ends the step of all experts of a layer. Those that have seen an amax lend the smallest of their multipliers."""
+    for memory in memories:
+        memory.step()
+    for name in ("x", "w", "dy"):
+        slots = [memory.slots[name] for memory in memories]
+        known = [slot.multiplier for slot in slots if slot.window]
+        for slot in slots:
+            slot.lent = min(known, default=None)
 
 
 def accumulated(main: NDArray[np.float32], dw: Product, dtype: str) -> Product:

@@ -25,7 +25,7 @@ from tests.fuzz.draw import (
     spoil,
 )
 from tests.fuzz.formats import last_place
-from tests.fuzz.oracle import Memory, Operands, Product, Recipe, Results, accumulated, group_rows, linear
+from tests.fuzz.oracle import Memory, Operands, Product, Recipe, Results, accumulated, group_rows, linear, step_experts
 from tests.pairs import some
 
 FAST, CHUNKS, CHUNK = 20, 20, 150  # cases of the sample; of the long run
@@ -173,8 +173,7 @@ class Run:
             self.turn(step)
             for flag in (True, False) if case.cached else (None,):
                 self.microbatch(flag)
-            for memory in self.memories:
-                memory.step()
+            step_experts(self.memories)
             octavo.step(self.layer)
             with torch.no_grad():  # a power of two: every dtype holds it
                 for weight in self.weights:
