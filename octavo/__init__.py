@@ -5,7 +5,7 @@
     Models      convert, revert, attach, step, refresh_weights, quantize_weights
     Checkpoints save_checkpoint, load_checkpoint; state_dict, load_state_dict
     Reports     explain (graphs), inspect (what a recipe does to each tensor), compare (two recipes)
-    Blocks      `with autocast(recipe):`, `with microbatch(first=...):`
+    Blocks      `with autocast(recipe):`, `with microbatch(first=...):`, `with dry_run():`
     Recipes     recipe("fp8-current"), and Policy for one per layer; their classes are in `octavo.recipes`
     Tensors     QTensor, GroupedTensor, buffer; quantizers are in `octavo.quant`, number formats in `octavo.formats`
     Trainers    `octavo.integrations`, which is imported by itself: transformers, accelerate, Lightning
@@ -20,7 +20,7 @@ from octavo.version import __version__  # isort: skip  (checks the version of to
 from octavo import backend, errors, formats, moe, ops, quant, recipes
 from octavo._torch.fast_paths import warn_if_untried
 from octavo._torch.tracing import buffer
-from octavo.ambient import autocast, microbatch
+from octavo.ambient import autocast, dry_run, microbatch
 from octavo.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from octavo.fused.blocks import LayerNormLinear, LayerNormMLP
 from octavo.fuser.sequential import Sequential
@@ -58,6 +58,7 @@ __all__ = [
     "buffer",
     "compare",
     "convert",
+    "dry_run",
     "errors",
     "explain",
     "formats",

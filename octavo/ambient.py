@@ -1,8 +1,9 @@
 """Context managers for calls of layers. `with octavo.autocast(recipe):` sets the recipe of layers that have none of
-their own; `with octavo.microbatch(first=...):` sets `is_first_microbatch` for calls that do not pass it.
+their own; `with octavo.microbatch(first=...):` sets `is_first_microbatch` for calls that do not pass it. Each applies
+to the thread that entered it, and forward reads it. A backward that runs forward again, for a checkpoint, does not.
 
-Each applies to the thread that entered it, and forward reads it. A backward that runs forward again, for a checkpoint,
-does not read it.
+`with octavo.dry_run():` has calls leave no trace in layers. It applies to all threads: on a GPU a checkpoint runs
+forward again in a thread of its own.
 """
 
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from octavo._torch.pipelining import mark_shape_inference
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.recipes import SHIPPED, Recipe, recipe
@@ -28,7 +30,14 @@ class _Ambient(threading.local):
         self.outer_first: tuple[bool | Tensor | None, object] | None = None
 
 
-ambient = _Ambient()
+class _Process:
+    """The values in force in all threads."""
+
+    def __init__(self) -> None:
+        self.dry = 0  # `dry_run` blocks that are entered
+
+
+ambient, process = _Ambient(), _Process()
 
 
 class autocast:
@@ -119,6 +128,39 @@ class microbatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         ambient.first, ambient.outer_first = ambient.outer_first  # type: ignore[misc,assignment]
+
+
+class dry_run:
+    """A context manager in which calls of layers leave no trace in them.
+
+    Use it where a model runs on values that mean nothing, to learn shapes, times or sizes. In the block fp8-delayed
+    observes no amax, nvfp4's counter does not advance, weights are not cached, `octavo.MoE` counts no tokens, and
+    backward writes to no `main_grad` and leaves nothing for `backward_dw()`: the gradients of weights go to
+    `weight.grad`. Forward reads it, and its backward does the same. A block applies to all threads of the process.
+
+    The pass by which stages of `torch.distributed.pipelining` infer shapes is in such a block by itself.
+
+    Example:
+        >>> layer = octavo.Linear(16, 8, recipe="fp8-delayed")
+        >>> with octavo.dry_run():
+        ...     layer(torch.full((4, 16), 1e30)).sum().backward()
+        >>> layer.zero_grad()
+        >>> octavo.step(layer)
+        >>> octavo.state_dict(layer)["scaling.forward.head"]
+        tensor([0, 0])
+    """
+
+    def __enter__(self) -> "dry_run":
+        process.dry += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        process.dry -= 1
+
+
+mark_shape_inference(dry_run)
 
 
 class _Known:

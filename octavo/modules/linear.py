@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from octavo._torch.dispatch import is_any_autocast_enabled
 from octavo._torch.tensors import is_sharded
 from octavo._torch.tracing import is_inside_operator
-from octavo.ambient import ambient
+from octavo.ambient import ambient, process
 from octavo.communication import collectives
 from octavo.communication.groups import Group, size_of
 from octavo.delayed_scaling.agreed import scales_whole
@@ -290,7 +290,7 @@ class Linear(SplitLinear, nn.Linear):
         codes = self._codes
         if first is not None or ambient.first is not None or codes.ambient or codes.held or self._scaling.cold:
             return None
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute or process.dry:
             return None
         return (
             self.NAME, recipe, self.training, torch.is_grad_enabled(), self.keep_weight_codes, bias is None,

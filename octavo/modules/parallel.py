@@ -21,6 +21,7 @@ from torch import Tensor
 from octavo._torch.cuda import is_capturing
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import while_tracing
+from octavo.ambient import process
 from octavo.communication import collectives
 from octavo.communication.groups import name_of, rank_of, size_of
 from octavo.delayed_scaling.agreed import WHOLE, scales_whole
@@ -303,7 +304,7 @@ def _cast(
 ) -> tuple[Parts, Parts]:
     """Cast this rank's rows. Returns the tensors of row codes and of column codes."""
     scaling, delayed = layer._scaling, recipe.stateful
-    observe = delayed and layer.training and torch.is_grad_enabled()
+    observe = delayed and layer.training and torch.is_grad_enabled() and not process.dry
     measured = scaling.measures("codes", "", False) if delayed and scaling.cold else ""
     quant = recipe.linear()
     row, column = quant.fprop.left, quant.wgrad.right if has_columns else None

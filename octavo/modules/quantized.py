@@ -18,6 +18,7 @@ from octavo._torch.autograd import current_graph_task
 from octavo._torch.fakes import FakeTensor, as_real_as
 from octavo._torch.modules import drop_buffers
 from octavo._torch.tracing import while_tracing
+from octavo.ambient import process
 from octavo.delayed_scaling import memory as scaling
 from octavo.delayed_scaling.checkpoint import ROUNDING
 from octavo.errors import UnsupportedConfig, warn
@@ -328,13 +329,14 @@ class Quantized(FusibleOperation, nn.Module):
     ) -> WeightSide:  # fmt: skip
         """Returns the weight's part in a call. `has_codes`: x arrived as codes."""
         scaling = self._scaling
-        observe = scaling.observes(self, weights[0], as_nodes) if recipe.stateful and self.training else False
+        dry = process.dry > 0
+        observe = recipe.stateful and self.training and not dry and scaling.observes(self, weights[0], as_nodes)
         kind = self._codes.supply(self, recipe, weights, first, grads, observe)
         measured = scaling.measures(kind, grads, has_codes) if recipe.stateful and scaling.cold else ""
         main_grad, dummy, delay = "", False, ""
-        if "w" in grads and self.fuse_wgrad_accumulation:
+        if "w" in grads and not dry and self.fuse_wgrad_accumulation:
             main_grad, dummy = self._wgrad.main_grad(self)
-        if "w" in grads and self.delay_wgrad_compute:
+        if "w" in grads and not dry and self.delay_wgrad_compute:
             self.refuse_parametrized("delay_wgrad_compute=True")
             delay = "buffers" if as_nodes else "mailbox"
         row, column = self._codes.of_call(self, kind, weights[0]) if kind != "plain" else ((), ())
@@ -356,7 +358,8 @@ class Quantized(FusibleOperation, nn.Module):
         amax, box = self._buffers[DY_AMAX] if observe else None, None
         if main_grad or delay:
             target, box = self._wgrad.buffers(self, main_grad, delay, as_nodes)
-        return target, amax, self._buffers.get(SEED), box
+        seed = self._buffers.get(SEED)
+        return target, amax, seed.clone() if process.dry and seed is not None else seed, box
 
     def _after(self, key: str, codes: Parts) -> Any:
         """Returns the function that takes a call's extra outputs: it stores operands for a delayed dW. `codes` are x's,

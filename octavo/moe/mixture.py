@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo._torch.tracing import while_tracing
+from octavo.ambient import process
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.fused.blocks import KINDS, fc1_width
 from octavo.fuser.inputs import arrived, check_input
@@ -209,7 +210,8 @@ class MoE(nn.Module):
         else:
             load = counts(index, self.num_experts)
             y = self._dispatched(self.dispatcher, x, index, weights, flag)
-        self.load.copy_(load)
+        if not process.dry:
+            self.load.copy_(load)
         if self.aux_loss_coef or self.z_loss_coef:
             self._loss = self._losses(logits, load, tokens) if self.training else None
         y = self._with_shared(y, x, flag)
@@ -220,7 +222,7 @@ class MoE(nn.Module):
     ) -> Tensor:
         sent = dispatcher.dispatch(x, index, weights, self.num_experts)
         check_dispatched(dispatcher, sent, self.num_local_experts)
-        if sent.dropped is not None:
+        if sent.dropped is not None and not process.dry:
             assert self.dropped is not None
             self.dropped.copy_(torch.maximum(self.dropped, sent.dropped))  # the same if a checkpoint runs this again
         wanted = sent.dgrad_out is not None and sent.rows.requires_grad and torch.is_grad_enabled()

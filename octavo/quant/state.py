@@ -327,7 +327,7 @@ def lend(states: Sequence[DelayedState], slots: int) -> None:
     seen = head > 0
     least = torch.where(seen, encode, float("inf")).amin(1, keepdim=True)
     lent = torch.where(seen | least.isinf(), encode, least).flatten()
-    foreach_copy_([s.encode for s in states], list(lent.split([s.encode.numel() for s in states])))
+    foreach_copy_([s.encode for s in states], list(torch.split(lent, [s.encode.numel() for s in states])))
 
 
 def update_all(

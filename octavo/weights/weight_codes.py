@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo._torch.autograd import current_graph_task
 from octavo._torch.fakes import as_real_as
 from octavo._torch.tracing import is_first_in_graph, while_tracing
-from octavo.ambient import ambient
+from octavo.ambient import ambient, process
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.layers.contract import WeightCast
 from octavo.lower.operators import refresh as refresh_in_graph
@@ -41,6 +41,8 @@ class WeightCodes(WeightCache):
             return "held"
         if self.held:
             refuse_dense(weights[0])
+        if process.dry:
+            return "plain"
         tracing = torch.compiler.is_compiling()
         if "w" in grads and not tracing:
             self.trained = True

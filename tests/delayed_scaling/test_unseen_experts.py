@@ -4,15 +4,25 @@ import torch
 
 import octavo
 from octavo import ops
-from tests.delayed_scaling.test_cold_start import G, K, M, N, SPLITS, assert_all_same, batch, cold, error, experts, results
+from tests.delayed_scaling.test_cold_start import (
+    SPLITS,
+    G,
+    K,
+    M,
+    N,
+    assert_all_same,
+    batch,
+    cold,
+    error,
+    experts,
+    results,
+)
 from tests.modules.oracle import assert_same, spiky
 
 
 def expert_mlp(**settings):
     """Experts whose runs fuse, but for the first step."""
-    first, second = (
-        octavo.GroupedLinear(G, k, n, bias=False, recipe="fp8-delayed") for k, n in ((K, 2 * N), (N, K))
-    )
+    first, second = (octavo.GroupedLinear(G, k, n, bias=False, recipe="fp8-delayed") for k, n in ((K, 2 * N), (N, K)))
     for seed, layer in enumerate((first, second)):
         with torch.no_grad():
             layer.weight.copy_(spiky(*layer.weight.shape, seed=seed) * 0.1)

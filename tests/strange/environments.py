@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import stage as stage_module
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -156,6 +159,40 @@ def averaged(run: Any) -> None:
     AveragedModel(run.module, use_buffers=True).update_parameters(run.module)
 
 
+class OnRows(torch.nn.Module):
+    """A module as a stage of a pipeline: other stages send it its floating-point inputs, and it returns a tensor."""
+
+    def __init__(self, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.module, self.inputs = module, inputs
+
+    def forward(self, *sent: torch.Tensor) -> torch.Tensor:
+        values = iter(sent)
+        y = self.module(*[next(values) if is_sent(t) else t for t in self.inputs])
+        return y[0] if isinstance(y, tuple) else y
+
+
+def is_sent(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def shapes_inferred(run: Any) -> None:
+    """A stage of a pipeline learns shapes: torch runs it on memory without values, both ways."""
+    if not hasattr(PipelineStage, "_forward_metadata_inference"):
+        return  # before torch 2.13 the pass has no gradients
+    inputs = run.inputs()
+    module = OnRows(run.module, inputs)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        stage = PipelineStage(module, 1, 2, torch.device(run.place["device"]))
+        metadata = stage_module._StageForwardMeta(stage_module.extract_tensor_metas(tuple(filter(is_sent, inputs))))
+        with deterministic():  # which fills that memory with NaN
+            stage._forward_metadata_inference(metadata, has_backward=True)
+            stage._backward_metadata_inference(lambda y, target: y.float().sum(), torch.zeros(1))
+    finally:
+        dist.destroy_process_group()
+
+
 def counted() -> FlopCounterMode:
     return FlopCounterMode(display=False)
 
@@ -180,6 +217,7 @@ ENVIRONMENTS: tuple[Environment, ...] = (
     ),
     Environment("evaluation", between=evaluated, may_differ=WRITTEN, leaves_out=(ROUTING,)),
     Environment("AveragedModel", between=averaged),
+    Environment("pipeline shape inference", between=shapes_inferred, leaves_out=(ROUTING, "quantizers")),
     # torch takes the gradient of torchtitan's own silu apart to count it
     one_step("FLOP counter", counted, may_differ=("version of *",), leaves_out=(TITAN,)),
 )
