@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._device import _device_constructors
 
 import octavo
+from tests.state_tensors import state_tensors
 from tests.strange.environments import default_dtype
 
 ROOT = Path(octavo.__file__).parent
@@ -172,7 +173,7 @@ LAYERS = {
 def test_a_layer_without_a_device_and_dtype_takes_torchs_defaults(name):
     with torch.device("meta"), default_dtype(torch.bfloat16):
         layer = LAYERS[name]()
-    tensors = [*layer.parameters(), *layer.buffers()]
+    tensors = [*layer.parameters(), *layer.buffers(), *state_tensors(layer)]
     assert tensors and all(t.is_meta for t in tensors)
     assert all(p.dtype == torch.bfloat16 for p in layer.parameters())
 

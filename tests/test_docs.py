@@ -9,6 +9,7 @@ from torch import nn
 import octavo
 from octavo import values
 from tests.pages import DOCS, GPU, ROOT, anchors, blocks, broken, examples, links, paragraphs, prose, run
+from tests.state_tensors import named_state
 
 LONGEST = 100  # words of a paragraph
 WRITTEN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
@@ -77,7 +78,7 @@ def test_the_weight_cache_of_a_model_whose_forward_takes_no_flag(tmp_path):
 
 
 def caches(model):
-    return sum(name.endswith("weight_row_codes") for name, _ in model.named_buffers())
+    return sum(name.endswith("weight_row_codes") for name, _ in named_state(model))
 
 
 PAGE = """

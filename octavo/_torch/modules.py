@@ -1,7 +1,6 @@
 """nn.Module's own tables, and the names that wrappers give to the module they hold."""
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -10,12 +9,6 @@ Convolution = nn.modules.conv._ConvNd  # the base of every convolution, which co
 
 # attributes that hold a module in torch.compile, activation checkpointing and Lightning Fabric; state dicts omit them
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_forward_module"))
-
-
-def drop_buffers(module: nn.Module, names: Iterable[str]) -> None:
-    for name in names:
-        module._buffers.pop(name, None)
-        module._non_persistent_buffers_set.discard(name)
 
 
 def plain_name(path: str) -> str:

@@ -1,4 +1,5 @@
-"""A module's delayed-scaling memory: two `DelayedState`s in its buffers, and a watch over whether they are stepped.
+"""A module's delayed-scaling memory: two `DelayedState`s in its hidden buffers, and a watch over
+whether they are stepped.
 
 forward     slots x and w        observed in forward
 backward    slot dy              observed in backward, in a buffer that forward never writes
@@ -21,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._torch.dispatch import dispatch_depth
 from octavo._torch.fakes import FakeTensor
-from octavo._torch.modules import drop_buffers
 from octavo._torch.tracing import while_tracing
 from octavo.delayed_scaling.casts import LETTERS
 from octavo.errors import UnsupportedConfig, warn_caller
@@ -105,7 +105,7 @@ class DelayedScaling:
             return ""
         return f"it remembers amaxes for {self.recipe}, and one window cannot follow {recipe} too"
 
-    def install(self, module: nn.Module, recipe: Recipe, device: torch.device, slots: int) -> None:
+    def install(self, module: Any, recipe: Recipe, device: torch.device, slots: int) -> None:
         """Make the buffers, once, with `slots` slots for each of x, w and dy."""
         if self.recipe == recipe:
             return
@@ -123,7 +123,7 @@ class DelayedScaling:
             for direction in DIRECTIONS:
                 state = DelayedState.create(formats[direction], recipe.history, device)
                 for field, tensor in state.tensors().items():
-                    module.register_buffer(BUFFER_NAMES[direction][field], tensor, persistent=False)
+                    module._hidden.put(BUFFER_NAMES[direction][field], tensor)
         self.recipe = recipe
         measures = recipe.cold_start == "current"
         self.cold, self.slots = (_cast(recipe), slots) if measures else ("", 1)
@@ -132,29 +132,30 @@ class DelayedScaling:
     def forget_views(self) -> None:
         self._views.clear()
 
-    def drop(self, module: nn.Module) -> None:
+    def drop(self, module: Any) -> None:
         _LISTENERS.discard(module)
         self.forget_views()
-        drop_buffers(module, BUFFERS)
+        module._hidden.drop(BUFFERS)
         self.recipe = None
         self.cold = self._asked = self.origin = ""
         self._forwards = self._updates = 0
 
-    def state(self, module: nn.Module, direction: str) -> DelayedState:
-        return DelayedState(**{field: getattr(module, name) for field, name in BUFFER_NAMES[direction].items()})
+    def state(self, module: Any, direction: str) -> DelayedState:
+        buffers = module._hidden._buffers
+        return DelayedState(**{field: buffers[name] for field, name in BUFFER_NAMES[direction].items()})
 
-    def inputs(self, module: nn.Module, measured: str = "") -> tuple[Tensor, ...]:
+    def inputs(self, module: Any, measured: str = "") -> tuple[Tensor, ...]:
         """Multipliers of x, w, dy, and if one is measured how many amaxes each has seen: views of the buffers."""
         assert self.recipe is not None
-        buffers: Any = module._buffers
+        buffers = module._hidden._buffers
         multipliers = *self._pair(buffers, FORWARD["encode"]), buffers[BACKWARD["encode"]]
         if not measured:
             return multipliers
         return *multipliers, *self._pair(buffers, FORWARD["head"]), buffers[BACKWARD["head"]]
 
-    def seen(self, module: nn.Module) -> tuple[Tensor, ...]:
+    def seen(self, module: Any) -> tuple[Tensor, ...]:
         """Running amaxes of x and w: views of a buffer."""
-        return self._pair(module._buffers, FORWARD["current"])
+        return self._pair(module._hidden._buffers, FORWARD["current"])
 
     def _pair(self, buffers: Any, name: str) -> tuple[Tensor, ...]:
         """x's part and w's of a buffer, as views that are made once for each buffer."""
@@ -198,9 +199,9 @@ class DelayedScaling:
         self.measure(letters)
         return True
 
-    def of_weight(self, layer: nn.Module, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
+    def of_weight(self, layer: Any, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
         """Delayed scaling's arguments of a weight's cast: amaxes to raise, and w's multipliers."""
-        current = layer._buffers.get(BUFFER_NAMES["forward"]["current"])
+        current = layer._hidden._buffers.get(BUFFER_NAMES["forward"]["current"])
         slots: Sequence[Tensor] = ()
         if recipe.stateful:
             slots = self.inputs(layer, "w" if "w" in self.cold else "")[1::3]

@@ -174,7 +174,7 @@ def _lend_buffers(model: nn.Module) -> list[Any]:
 
 def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
     weight = layer.weight_parts()[0]
-    given = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+    given = (*layer.parameters(recurse=False), *layer._hidden.buffers())
     own, seen = layer.recipe, next((capture.recipes[id(t)] for t in given if id(t) in capture.recipes), None)
     recipe = own or seen or ambient.recipe or UNQUANTIZED
     gemms = {name: getattr(recipe.linear(), name) for name in GEMMS}

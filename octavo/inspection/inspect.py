@@ -94,7 +94,7 @@ class Inspection:
             unwatch(layer)  # it was copied in another block, which has ended
         with torch.inference_mode(False):  # made there, it could not be written to elsewhere
             stats = torch.zeros(SHAPE, dtype=torch.float64, device=layer._place())
-        layer.register_buffer(STATS, stats, persistent=False)
+        layer._hidden.put(STATS, stats)
         layer.__dict__["inspection"] = self._switch
         if not isinstance(layer, Watched):
             kind: Any = type(layer)
@@ -231,7 +231,7 @@ class Inspection:
             yield from ((path, state, stats) for path, (state, stats) in self._kept.items())
             return
         for path, layer in layers(self._model):
-            stats = layer._buffers.get(STATS)
+            stats = layer._hidden._buffers.get(STATS)
             if stats is not None:
                 yield path, _state(layer), stats
 

@@ -20,15 +20,13 @@ tensor; `recorded` is "x" if inspect_rows has recorded it.
 """
 
 from collections.abc import Sequence
-from copy import copy
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from octavo._torch.modules import drop_buffers
 from octavo.ambient import ambient
 from octavo.fuser.operation import WATCHED
 from octavo.inspection.measure import Call, record_input_gradient, record_rows
@@ -39,7 +37,7 @@ from octavo.modules.parallel import Parallel
 from octavo.modules.quantized import SEED, Quantized
 from octavo.quant import GradientCodes, QTensor
 
-STATS = "inspection_stats"  # the buffer
+STATS = "inspection_stats"  # the hidden buffer
 
 
 class Switch:
@@ -70,7 +68,7 @@ class Watched(Quantized):
     def _run_node(self, stage: Stage, x: Any, as_nodes: bool, shape: tuple[int, ...] | None = None) -> Any:
         if not self.inspection.on or any([type(buffer) is GradientCodes for buffer in stage.buffers]):
             return super()._run_node(stage, x, as_nodes, shape)
-        stats: Any = self._buffers[STATS]
+        stats: Any = self._hidden._buffers[STATS]
         link = None
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             x, link = torch.ops.octavo.inspect_x(x, stats)
@@ -89,7 +87,7 @@ class Watched(Quantized):
             return codes
         recipe = self._recipe or self._followed(ambient.recipe)
         parts = [t.view(torch.uint8) if t is codes.codes else t for t in codes.tensors()]
-        seen = torch.ops.octavo.inspect_rows(x, parts, self._buffers[STATS], recipe.key).view(codes.codes.dtype)
+        seen = torch.ops.octavo.inspect_rows(x, parts, self._hidden._buffers[STATS], recipe.key).view(codes.codes.dtype)
         return QTensor(seen, codes.scale, codes.spec, codes.shape, codes.dtype, codes.global_scale)
 
     def _gathers_codes(self, key: str) -> bool:
@@ -106,7 +104,7 @@ class Watched(Quantized):
                 fields[place] = ()
             elif name == "out":
                 fields[place] = None
-        return pack([*fields, self._buffers.get(SEED)], tensors)
+        return pack([*fields, self._hidden._buffers.get(SEED)], tensors)
 
     def _values_of_y(self, stage: Stage, made: Sequence[Tensor]) -> Tensor:
         """y, or the values of its codes with the gradient of its token."""
@@ -129,8 +127,7 @@ class Watched(Quantized):
             return super().__reduce_ex__(protocol)
         plain = kind.__new__(kind)
         vars(plain).update(vars(self))
-        for name in ("_buffers", "_non_persistent_buffers_set"):
-            vars(plain)[name] = copy(vars(self)[name])
+        vars(plain)["_hidden"] = self._hidden.copy()
         _forget(plain)
         make, *rest = plain.__reduce_ex__(protocol)
         return object.__new__ if make.__name__ == "__newobj__" else make, *rest  # by which pickle makes its own class
@@ -142,13 +139,18 @@ def unwatch(layer: Quantized) -> None:
     kind = vars(type(layer)).get("_inspected_class")
     if kind is not None:
         layer.__class__ = kind
-    drop_buffers(layer, [STATS])
+    _drop_stats(layer)
     if not isinstance(layer, Watched):
         _forget(layer)
 
 
-def _forget(layer: nn.Module) -> None:
-    drop_buffers(layer, [STATS])
+def _drop_stats(layer: Quantized) -> None:
+    if "_hidden" in vars(layer):  # `octavo.revert` may have made the layer a plain one
+        layer._hidden.drop([STATS])
+
+
+def _forget(layer: Quantized) -> None:
+    _drop_stats(layer)
     for name in ("inspection", "inspected_recipe"):
         vars(layer).pop(name, None)
 

@@ -270,9 +270,9 @@ class GroupedLinear(SplitGroupedLinear):
 
     def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         if torch.compiler.is_compiling():
-            self._now("_settle")
-        elif self._unborn:
-            self._settle()
+            self._now("_settle_with_weight")
+        elif self._unplaced:
+            self._settle_with_weight()
         weights = self.weight_parts()
         check_input("GroupedLinear", x, owner=self)
         self._check_fit(x, weights[0])
@@ -346,9 +346,9 @@ class GroupedLinear(SplitGroupedLinear):
             y: Tensor = outside(self, why, input, m_splits, is_first_microbatch, out, dgrad_out, scales, dy_codes)
             return y
         if torch.compiler.is_compiling():
-            self._now("_settle")
-        elif self._unborn:
-            self._settle()
+            self._now("_settle_with_weight")
+        elif self._unplaced:
+            self._settle_with_weight()
         weights = self.weight_parts()  # read once: each read of a parametrized weight computes it
         codes = NO_CODES
         if isinstance(input, GroupedTensor):

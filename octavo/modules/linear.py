@@ -236,9 +236,9 @@ class Linear(SplitLinear, nn.Linear):
         each read of a parametrized weight computes it."""
         tracing = torch.compiler.is_compiling()
         if tracing:
-            self._now("_settle")
-        elif self._unborn:
-            self._settle()
+            self._now("_settle_with_weight")
+        elif self._unplaced:
+            self._settle_with_weight()
         recipe = self._recipe or self._followed(ambient.recipe)
         parallel = given.parallel
         splits_x = parallel is not None and parallel.mode == "row"

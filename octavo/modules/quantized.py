@@ -1,6 +1,6 @@
 """`Quantized`: a module with a weight that a recipe quantizes, the base class of Linear and GroupedLinear.
 
-It keeps the state of the recipe in buffers that are not part of the model's state dict: codes of the weight
+It keeps the state of the recipe in hidden buffers (`octavo.modules.hidden_buffers`): codes of the weight
 (`octavo.weights.cache`), delayed scaling's memory (`octavo.delayed_scaling.memory`), the counter of stochastic
 rounding. The `forward` of a subclass gathers these and calls its layer.
 """
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from octavo._torch.autograd import current_graph_task
 from octavo._torch.fakes import FakeTensor, as_real_as
-from octavo._torch.modules import drop_buffers
 from octavo._torch.tracing import while_tracing
 from octavo.ambient import process
 from octavo.delayed_scaling import memory as scaling
@@ -25,6 +24,7 @@ from octavo.errors import UnsupportedConfig, warn
 from octavo.formats import FLOATS
 from octavo.fuser.operation import FusibleOperation
 from octavo.lower.call import Stage, call
+from octavo.modules.hidden_buffers import HiddenBuffers
 from octavo.modules.parallel import Parallel
 from octavo.modules.published_codes import RULE, are_codes
 from octavo.modules.schedule import STEP, RecipeSchedule
@@ -89,6 +89,7 @@ class Quantized(FusibleOperation, nn.Module):
     fuse_wgrad_accumulation: bool
     delay_wgrad_compute: bool
     strict: bool
+    _hidden: HiddenBuffers
     parallel: Parallel | None = None  # how the weight is split over ranks
     _schedule: RecipeSchedule | None = None  # recipes that the layer changes to at given steps
 
@@ -171,6 +172,7 @@ class Quantized(FusibleOperation, nn.Module):
         self.strict = strict
         self._path = path  # for messages
         self._warned = False
+        self.__dict__["_hidden"] = HiddenBuffers()  # not a submodule
         self._codes = WeightCodes()
         self._scaling = scaling.DelayedScaling()
         self._wgrad = WeightGradient()
@@ -179,6 +181,7 @@ class Quantized(FusibleOperation, nn.Module):
         self._follows = False  # whether the layer ever ran in an ambient recipe
         self._pending: dict[str, Tensor] = {}  # loaded state whose buffers do not exist yet
         self._unborn = False  # whether state is on the meta device, until the weight leaves it
+        self._unplaced = False  # whether a call has yet to check that hidden buffers are on the weight's device
         self._seed = _seed_of(self, path)
         self.recipe = recipe  # type: ignore[assignment]
 
@@ -187,11 +190,10 @@ class Quantized(FusibleOperation, nn.Module):
         self.release_codes()
         self._codes.drop(self)
         self._scaling.drop(self)
-        drop_buffers(self, [SEED])
         for name in (
-            "fuse_wgrad_accumulation", "delay_wgrad_compute", "strict",
+            "fuse_wgrad_accumulation", "delay_wgrad_compute", "strict", "_hidden",
             "_codes", "_scaling", "_wgrad", "_recipe", "_given_recipe", "_follows", "_pending", "_unborn", "_seed",
-            "_path", "_warned",
+            "_path", "_warned", "_unplaced",
         ):  # fmt: skip
             del self.__dict__[name]
         self.__dict__.pop("_schedule", None)
@@ -200,7 +202,7 @@ class Quantized(FusibleOperation, nn.Module):
         """Part of the layer contract. Drops the recipe and its state; the layer follows `octavo.autocast` again."""
         self._codes.drop(self)
         self._scaling.drop(self)
-        drop_buffers(self, [SEED])
+        self._hidden.drop([SEED])
         self._recipe, self._given_recipe, self._schedule = None, False, None
 
     @property
@@ -243,7 +245,7 @@ class Quantized(FusibleOperation, nn.Module):
         if recipe != self._recipe:
             self._scaling.drop(self)  # a window of amaxes begins anew
             if not recipe.linear().draws:  # a run that resumes here has no counter of rounding
-                drop_buffers(self, [SEED])
+                self._hidden.drop([SEED])
             self.recipe = recipe  # type: ignore[assignment]
         self._schedule = None if schedule.has_ended() else schedule
 
@@ -269,7 +271,7 @@ class Quantized(FusibleOperation, nn.Module):
 
     def _install(self, recipe: Recipe) -> None:
         remembers = recipe.stateful and self._scaling.recipe != recipe
-        draws = SEED not in self._buffers and recipe.linear().draws
+        draws = SEED not in self._hidden._buffers and recipe.linear().draws
         if remembers or draws:  # checked at every forward under an ambient recipe, and rarely true
             weight = self.weight_parts()[0]
             with as_real_as(weight), torch.inference_mode(False):  # buffers made in inference mode could not train
@@ -277,15 +279,16 @@ class Quantized(FusibleOperation, nn.Module):
                     self._scaling.install(self, recipe, weight.device, self.scales_per_operand)
                 if draws:
                     seed = torch.tensor([self._seed, 0], device=weight.device, dtype=torch.int64)
-                    self.register_buffer(SEED, seed, persistent=False)
+                    self._hidden.put(SEED, seed)
             self._unborn = any(buffer.is_meta for _, buffer in self._state())
+            self._unplaced = True
         if self._pending:
             self._pending = self.load_recipe_state(self._pending)
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, buffer) for the state of recipes in this layer."""
         for name in (*scaling.BUFFERS, SEED):
-            buffer = self._buffers.get(name)
+            buffer = self._hidden._buffers.get(name)
             if buffer is not None:
                 yield name, buffer
 
@@ -293,6 +296,19 @@ class Quantized(FusibleOperation, nn.Module):
         """Makes the state that was on the meta device, once the weight has left it."""
         if self._unborn and self._place().type != "meta":
             self._reset_state()
+
+    def _settle_with_weight(self) -> None:
+        """Settles, and moves hidden buffers to the device of a weight that was moved without them: `fully_shard` moves
+        parameters to its mesh one by one, and `load_state_dict(..., assign=True)` replaces them."""
+        self._settle()
+        self._unplaced = self._unborn
+        device = self._place()
+        stay = [t.is_meta or _is_fake(t) or t.device == device for t in self._hidden.buffers()]
+        if all(stay) or device.type == "meta" or any(map(_is_fake, self.parameters())):
+            return
+        self._codes.drop(self)
+        self._scaling.forget_views()
+        self._hidden.follow(lambda buffer: buffer.to(device))
 
     def _place(self) -> torch.device:
         """Returns the device of the parameters, without computing a parametrized weight."""
@@ -355,10 +371,10 @@ class Quantized(FusibleOperation, nn.Module):
         target: Any = () if as_nodes else None
         if not grads:
             return target, None, None, None
-        amax, box = self._buffers[DY_AMAX] if observe else None, None
+        amax, box = self._hidden._buffers[DY_AMAX] if observe else None, None
         if main_grad or delay:
             target, box = self._wgrad.buffers(self, main_grad, delay, as_nodes)
-        seed = self._buffers.get(SEED)
+        seed = self._hidden._buffers.get(SEED)
         return target, amax, seed.clone() if process.dry and seed is not None else seed, box
 
     def _after(self, key: str, codes: Parts) -> Any:
@@ -467,8 +483,8 @@ class Quantized(FusibleOperation, nn.Module):
         stochastic rounding."""
         self._settle()
         state = self._scaling.export(self)
-        if SEED in self._buffers:
-            state[ROUNDING] = self.get_buffer(SEED).clone()
+        if (seed := self._hidden._buffers.get(SEED)) is not None:
+            state[ROUNDING] = seed.clone()
         if self._schedule is not None:
             state[STEP] = self._schedule.export()
         return state
@@ -484,8 +500,8 @@ class Quantized(FusibleOperation, nn.Module):
             return rest
         count = len(rest)
         self._scaling.restore(self, rest)
-        if SEED in self._buffers and ROUNDING in rest:
-            self.get_buffer(SEED).copy_(rest.pop(ROUNDING))
+        if (seed := self._hidden._buffers.get(SEED)) is not None and ROUNDING in rest:
+            seed.copy_(rest.pop(ROUNDING))
         if len(rest) < count:
             self._scaling.recall(self)
         return rest
@@ -521,6 +537,7 @@ class Quantized(FusibleOperation, nn.Module):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        new._unplaced = True
         if new._scaling.recipe is not None:
             scaling.listen(new)
         return new
@@ -528,6 +545,7 @@ class Quantized(FusibleOperation, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         optimizer_hooks.listen()  # the unpickling process may have made no layer yet
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._unplaced = True
         if self._scaling.recipe is not None:
             scaling.listen(self)
 
@@ -535,28 +553,21 @@ class Quantized(FusibleOperation, nn.Module):
         """Derives the seed of rounding again, after the parameters were initialised again."""
         if "_seed" in self.__dict__:  # a constructor initialises parameters before the seed exists
             self._seed = _seed_of(self, "")
-            if SEED in self._buffers:
-                self.get_buffer(SEED).copy_(torch.tensor([self._seed, 0], device="cpu", dtype=torch.int64))
+            if (seed := self._hidden._buffers.get(SEED)) is not None:
+                seed.copy_(torch.tensor([self._seed, 0], device="cpu", dtype=torch.int64))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Quantized":
-        """Applies `fn`; buffers follow the module's device but keep their dtype, as half precision changes a scale."""
+        """Applies `fn`. Hidden buffers follow the module's device."""
         if not self._codes.held:
             self._codes.drop(self)
         self._scaling.forget_views()
         done: dict[int, Tensor] = {}
         held = {name: moved(p, fn, done) for name, p in self._parameters.items() if isinstance(p, HeldWeight)}
         self._parameters.update(dict.fromkeys(held))  # already moved: hide them from nn.Module
-        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        state = {name for name, _ in self._state()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._parameters.update(held)
-        for name, before in kept.items():
-            after = self._buffers[name]
-            if after is None or (before.is_meta and not after.is_meta) or _is_fake(before) != _is_fake(after):
-                continue
-            # recipe state keeps its values, even under `to_empty`
-            if after.dtype != before.dtype or name in state:
-                self._buffers[name] = before.to(after.device)
+        self._hidden.follow(fn)
+        self._unplaced = True
         unborn = self._unborn
         self._unborn = any(buffer.is_meta for _, buffer in self._state())
         if (unborn or self._unborn) and self._place().type != "meta":
@@ -566,12 +577,8 @@ class Quantized(FusibleOperation, nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         """Loads, then moves recipe state to the weight's device, which changes if a loaded weight is assigned."""
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
-        self._settle()
-        device = self._place()
-        for name, buffer in list(self._state()):
-            if not buffer.is_meta and buffer.device != device and device.type != "meta":
-                self._scaling.forget_views()
-                self._buffers[name] = buffer.to(device)
+        self._settle_with_weight()
+        self._unplaced = True  # FSDP may keep the weight elsewhere than calls have it
         if any(prefix + name in state_dict for name in self.weight_names()):
             self._scaling.weights_loaded()
 
@@ -579,7 +586,7 @@ class Quantized(FusibleOperation, nn.Module):
         """Makes the state as at construction: storage of a tensor from the meta device has no values yet."""
         remembered = self._scaling.recipe
         self._scaling.drop(self)
-        self._buffers.pop(SEED, None)
+        self._hidden.drop([SEED])
         for recipe in (remembered, self._recipe):
             if recipe is not None:
                 self._prepare(recipe)

@@ -1,10 +1,9 @@
-"""A cache of a weight's codes, in buffers of its module at fixed addresses.
+"""A cache of a weight's codes, in hidden buffers of its module at fixed addresses.
 
 It spares the microbatches of a step from quantizing the same weight again: it is refreshed in place, and remembers
 which version of the weight it was made from. A weight that was replaced by its codes is another thing (`held.py`).
 
-The buffers are not persistent (a checkpoint keeps weights, not codes of them), and codes are bytes, so that
-`module.half()` leaves them alone.
+A checkpoint keeps weights, not codes of them.
 """
 
 import weakref
@@ -12,11 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo._torch.cuda import is_capturing
 from octavo._torch.fakes import FakeTensor, as_real_as
-from octavo._torch.modules import drop_buffers
 from octavo._torch.tensors import StorageWeakRef
 from octavo.errors import UnsupportedConfig
 from octavo.layers.contract import WeightCast
@@ -54,15 +52,15 @@ class WeightCache:
         """Return the state of a copy. Its weight is another tensor, so its cache is cold."""
         return {**self.__dict__, "_weights": None, "_states": [], "_owners": [], "entry": None}
 
-    def parts(self, module: nn.Module, orientation: str) -> Parts:
-        buffers = module._buffers
+    def parts(self, module: Any, orientation: str) -> Parts:
+        buffers = module._hidden._buffers
         return tuple(t for t in (buffers.get(name) for name in BUFFER_NAMES[orientation]) if t is not None)
 
-    def has(self, module: nn.Module, orientation: str) -> bool:
-        return module._buffers.get(BUFFER_NAMES[orientation][0]) is not None
+    def has(self, module: Any, orientation: str) -> bool:
+        return module._hidden._buffers.get(BUFFER_NAMES[orientation][0]) is not None
 
-    def drop(self, module: nn.Module) -> None:
-        drop_buffers(module, [name for names in BUFFER_NAMES.values() for name in names])
+    def drop(self, module: Any) -> None:
+        module._hidden.drop([name for names in BUFFER_NAMES.values() for name in names])
         self.recipe = self._weights = None
 
     def fill(
@@ -107,7 +105,7 @@ class WeightCache:
             with torch.inference_mode(False):  # made when inference mode is on, it must still serve training
                 for name, tensor in zip(BUFFER_NAMES[orientation], proto.empty().tensors(), strict=False):
                     stored = tensor.view(torch.uint8) if name == BUFFER_NAMES[orientation][0] else tensor
-                    module.register_buffer(name, stored, persistent=False)
+                    module._hidden.put(name, stored)
 
     @property
     def is_cold(self) -> bool:

@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.errors import UnsupportedConfig
 from tests.modules.oracle import Memory, assert_result, assert_same, check, make, run, spiky
+from tests.state_tensors import named_state
 
 RECIPE = "fp8-delayed(history=4)"
 
@@ -266,17 +267,17 @@ def test_memory_that_is_exchanged_is_the_one_that_is_written(how):
     """As FSDP moves buffers, and `module.to`."""
     layer, x = octavo.Linear(16, 16, recipe="fp8-delayed"), torch.ones(4, 16)
     layer(x)
-    for name, buffer in list(layer.named_buffers()):
+    for name, buffer in list(named_state(layer)):
         if how == "data":
             buffer.data = buffer.data.clone()
         elif how == "replaced":
-            layer._buffers[name] = buffer.clone()
+            layer._hidden._buffers[name] = buffer.clone()
     if how == "moved":
         layer._apply(lambda t: t.clone())
-    layer.scaling_forward_current.zero_()
+    layer._hidden.scaling_forward_current.zero_()
     layer(100 * x)
-    assert layer.scaling_forward_current[0] == 100
-    layer.scaling_forward_encode.fill_(2)
+    assert layer._hidden.scaling_forward_current[0] == 100
+    layer._hidden.scaling_forward_encode.fill_(2)
     assert layer._scaling.inputs(layer)[0] == 2
 
 

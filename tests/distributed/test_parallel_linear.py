@@ -337,7 +337,7 @@ def _three_layers(group, rank, mode):
         layer(torch.full((4, 64), 2.0**rank)).sum().backward()
     with Wire() as second:
         octavo.step(model, group if mode == "given" else None)
-    encodes = [layer.scaling_forward_encode[0].item() for layer in model]
+    encodes = [layer._hidden.scaling_forward_encode[0].item() for layer in model]
     return [name for name, *_ in first.sent], [name for name, *_ in second.sent], encodes
 
 

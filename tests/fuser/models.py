@@ -15,6 +15,7 @@ from octavo.kernels.activation import ACTIVATIONS
 from octavo.recipes import SHIPPED
 from tests.kernels.test_activation import FORMULAS, applied
 from tests.modules.oracle import QUANTIZED, assert_same, randn, spiky
+from tests.state_tensors import named_state
 
 H, FFN, M = 32, 48, 24  # hidden, feed-forward, tokens
 
@@ -46,7 +47,7 @@ def fill(model, seed=1):
                 p.copy_(spiky(*p.shape, seed=seed + i, size=6.0) / p.shape[-1] ** 0.5)
             else:
                 p.copy_(0.3 * randn(*p.shape, seed=seed + i) + float("bias" not in name))
-        for name, buffer in model.named_buffers():
+        for name, buffer in named_state(model):
             if name.endswith("rounding_seed"):
                 buffer.copy_(torch.tensor([7, 0]))
     return model

@@ -13,6 +13,7 @@ from octavo.recipes import SHIPPED
 from tests.fuser.models import FUSED_AT_ONCE, Graphs, assert_equal, assert_state, compiled, error, fill, recipes, step
 from tests.kernels.test_activation import FORMULAS, applied, clamped_swiglu
 from tests.modules.oracle import QUANTIZED, assert_same, randn, spiky
+from tests.state_tensors import named_state
 
 G, H, FFN = 3, 48, 32
 SIZES, SPARE = (30, 0, 17), 6
@@ -308,12 +309,12 @@ def test_a_call_without_gradients_leaves_the_cached_codes_for_backward(recipe):
         return {i: {"is_first_microbatch": first} for i in (0, 2)}
 
     step(model, *data[0], op_kwargs=cached(True))
-    kept = {name: (b.data_ptr(), b.clone()) for name, b in model.named_buffers() if "scaling" not in name}
+    kept = {name: (b.data_ptr(), b.clone()) for name, b in named_state(model) if "scaling" not in name}
     assert kept
     with torch.no_grad():
         y = model(*data[1][0], op_kwargs=cached(False))
     found = step(model, *data[2], op_kwargs=cached(False))
-    for name, buffer in model.named_buffers():
+    for name, buffer in named_state(model):
         if name in kept:
             assert buffer.data_ptr() == kept[name][0], name
             assert_same(buffer.view(torch.uint8), kept[name][1].view(torch.uint8), name)

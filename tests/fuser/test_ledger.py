@@ -7,6 +7,7 @@ import octavo
 from octavo import moe, ops
 from tests.fuser.models import fill, mlp, recipes
 from tests.modules.oracle import spiky
+from tests.state_tensors import state_tensors
 
 
 def saved(call):
@@ -76,7 +77,7 @@ def test_groups_keep_what_the_ledger_says_to_the_byte(recipe, way):
         data, permutation = (x, sizes, probs, sizes), 0
     model(*data, **given)
     ledger = model.explain(*data, **given).ledger
-    there = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), probs)}
+    there = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *state_tensors(model), probs)}
     total = sum(n for at, n in saved(lambda: model(*data, **given)).items() if at not in there)
     assert total - permutation == sum(e.activations + e.inputs + e.weight_codes for e in ledger)
     keeps_codes = recipe != "bf16" and not settings and not given

@@ -16,6 +16,7 @@ import octavo
 from octavo.errors import Unsupported, UnsupportedConfig
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import make, spiky
+from tests.state_tensors import named_state
 
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on a CPU")
 
@@ -312,7 +313,7 @@ def everything():
 
 def facts(model):
     """All that a call may change, as it is now: values, identities and versions."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {**dict(model.named_parameters()), **dict(named_state(model))}
     tensors["main_grad"] = model.fused.weight.main_grad
     tensors |= {f"{name}.grad": p.grad for name, p in model.named_parameters() if p.grad is not None}
     found = {name: (id(t), t._version, t.detach().clone()) for name, t in tensors.items()}

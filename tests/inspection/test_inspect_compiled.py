@@ -99,4 +99,4 @@ def test_the_operators_describe_their_results():
     for func, args in seen:
         tensors = torch.utils._pytree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, args)
         torch.library.opcheck(func, tensors, test_utils=("test_faketensor", "test_autograd_registration"))
-    assert watched.STATS not in layer._buffers
+    assert watched.STATS not in layer._hidden._buffers

@@ -12,6 +12,7 @@ from torch import nn
 import octavo
 from octavo.errors import UnsupportedConfig
 from tests.inspection.test_inspect import Counted, by_tensor, pair, train
+from tests.state_tensors import named_tensors
 
 
 class Named(nn.Linear):
@@ -22,7 +23,7 @@ def test_outside_of_the_block_everything_is_as_before():
     model, x = nn.Sequential(octavo.LayerNormMLP(64, 96, recipe="fp8-block"), *pair("nvfp4")), torch.randn(32, 64)
     named = [type(m) for m in model.modules()]
     attributes = [set(m.__dict__) for m in model.modules()]
-    buffers = [name for name, _ in model.named_buffers()]
+    buffers = [name for name, _ in named_tensors(model)]
     counts = []
     graphs = [octavo.explain(model, x).captured]
     for _ in range(2):
@@ -37,7 +38,7 @@ def test_outside_of_the_block_everything_is_as_before():
     assert graphs[0] == graphs[1]
     assert named == [type(m) for m in model.modules()]
     assert attributes == [set(m.__dict__) for m in model.modules()]
-    assert buffers == [name for name, _ in model.named_buffers()]
+    assert buffers == [name for name, _ in named_tensors(model)]
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
 
 
@@ -90,7 +91,7 @@ def test_a_layer_that_leaves_the_model_in_the_block_is_as_it_was():
     layer = model[0]
     with octavo.inspect(model):
         model[0] = nn.Identity()
-    assert type(layer) is octavo.Linear and "inspection_stats" not in layer._buffers
+    assert type(layer) is octavo.Linear and "inspection_stats" not in layer._hidden._buffers
 
 
 def test_a_reset_separates_the_recipes_of_a_policy():
@@ -148,7 +149,7 @@ def test_a_whole_model_is_saved_as_it_is_outside_of_the_block(kind, copied):
     loaded = torch.load(file, weights_only=False)
     assert [type(layer) for layer in loaded] == [type(layer) for layer in model]
     assert [set(vars(layer)) for layer in loaded] == [set(vars(layer)) for layer in model]
-    assert [set(layer._buffers) for layer in loaded] == [set(layer._buffers) for layer in model]
+    assert [set(layer._hidden._buffers) for layer in loaded] == [set(layer._hidden._buffers) for layer in model]
     assert torch.equal(loaded[0](x), model[0](x))
     assert by_tensor(report)["y"].calls == 2
 
@@ -166,7 +167,7 @@ def test_a_layer_that_is_parametrized_in_the_block_runs_after_it():
     with octavo.inspect(model) as report:
         train(model, x)
     assert by_tensor(report)["y"].calls == 1
-    assert type(model[0]) is octavo.Linear and "inspection_stats" not in model[0]._buffers
+    assert type(model[0]) is octavo.Linear and "inspection_stats" not in model[0]._hidden._buffers
 
 
 def test_a_block_that_cannot_be_entered_changes_nothing(monkeypatch):

@@ -26,6 +26,7 @@ from tests.lower.compiling import (
     stepped,
 )
 from tests.modules.oracle import assert_same, seed_of
+from tests.state_tensors import state_tensors
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -38,7 +39,7 @@ class Moved:
 
     def __init__(self, owner):
         self.packed = self.unpacked = self.bytes = 0
-        self.owned = {t.untyped_storage().data_ptr() for t in (*owner.parameters(), *owner.buffers())}
+        self.owned = {t.untyped_storage().data_ptr() for t in (*owner.parameters(), *state_tensors(owner))}
 
     def pack(self, tensor):
         self.packed += 1

@@ -216,7 +216,7 @@ def test_stochastic_rounding_draws_anew_at_every_replay(replays):
     for i in range(STEPS):
         replays.nodes.clear()
         same_microbatches((layer, twin), (call, twin), [batch(0)], f"step {i}")
-        assert layer.rounding_seed[1].item() == i + 1
+        assert layer._hidden.rounding_seed[1].item() == i + 1
         seen.add(layer.weight.grad.double().sum().item())
     assert len(seen) == STEPS
     replays.expect(2)

@@ -43,6 +43,7 @@ from tests.modules.experts import (
     step,
 )
 from tests.modules.oracle import OTHERS, assert_same
+from tests.state_tensors import named_state
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -208,7 +209,7 @@ def test_a_graph_refreshes_the_cache_where_it_is_told_to(recipe, flag):
     found = nodes(layer, layer, is_first_microbatch=first)
     expected = ["refresh"] * (refreshes if recipe != "bf16" else 0) + ["run"]
     assert found.ours == {"forward": expected, "backward": ["run_bwd"]}
-    assert ("weight_row_codes" in dict(layer.named_buffers())) == (first is not None and recipe != "bf16")
+    assert ("weight_row_codes" in dict(named_state(layer))) == (first is not None and recipe != "bf16")
 
 
 @pytest.mark.parametrize("recipe", ["fp8-block", "fp8-delayed"])

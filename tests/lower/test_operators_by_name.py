@@ -315,7 +315,7 @@ def test_the_weight_cache_from_a_cold_start(recipe, deferred):
             with torch.no_grad():
                 m.weight.sub_(m.weight.grad * 0.01)
             octavo.step(m)
-        addresses.add(layer.weight_row_codes.data_ptr())
+        addresses.add(layer._hidden.weight_row_codes.data_ptr())
     same_state(layer, twin)
     assert counters["stats"]["unique_graphs"] == graphs_of(recipe, 2)
     assert len(addresses) == 1
@@ -393,7 +393,7 @@ def test_the_ops_pass_opcheck(recipe):
     inputs = linear.Inputs(x, layer.weight, layer.bias,
         scaling=layer._scaling.inputs(layer) if recipe == "fp8-delayed" else ())  # fmt: skip
     key = f"linear(recipe={recipe},dtype='float32',weight_dtype='float32',bias_dtype='float32',grads='xwb')"
-    seed = layer._buffers.get("rounding_seed")
+    seed = layer._hidden._buffers.get("rounding_seed")
     tensors = [t for t in (*inputs[:3], *inputs.scaling, seed) if t is not None]
     plan = f"{graph.DIGEST}|linear|1,1,1,t0,t0,t0,t{len(inputs.scaling)},t0,t0,t0|t0,0,{int(seed is not None)},0|{key}"
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -20,6 +20,7 @@ from octavo import launch
 from octavo._torch.guards import GUARDS
 from octavo.lower.replay import calls, recorder, source
 from octavo.recipes import SHIPPED
+from tests.state_tensors import state_tensors
 
 K, N, ROWS, GROUPS = 64, 96, 32, 3
 KINDS = ("linear", "mlp", "grouped", "norm", "activation")
@@ -60,7 +61,7 @@ def step(module, x, dy, more=(), call=None):
     y = (module if call is None else call)(leaf, *more)
     y.backward(dy)
     octavo.step(module)
-    return [y, leaf.grad, *[p.grad for p in module.parameters()], *module.buffers()]
+    return [y, leaf.grad, *[p.grad for p in module.parameters()], *state_tensors(module)]
 
 
 def as_written(monkeypatch, call):
@@ -856,15 +857,15 @@ def test_a_replay_in_a_cuda_graph(recipe):
         for _ in range(3):
             call()
         assert recordings() == 2
-        seeds = [b.clone() for b in module.buffers()]
+        seeds = [b.clone() for b in state_tensors(module)]
         want = call()
-        for buffer, before in zip(module.buffers(), seeds, strict=True):
+        for buffer, before in zip(state_tensors(module), seeds, strict=True):
             buffer.copy_(before)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = call()
-    for buffer, before in zip(module.buffers(), seeds, strict=True):
+    for buffer, before in zip(state_tensors(module), seeds, strict=True):
         buffer.copy_(before)
     graph.replay()
     assert_equal(found, want)

@@ -6,6 +6,7 @@ import torch
 
 import octavo
 from tests.modules.oracle import make, spiky
+from tests.state_tensors import named_state, state_tensors
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -47,9 +48,9 @@ def test_amaxes_are_read_and_reset_where_the_program_says(program, flags, backen
     for i in range(4):
         x = 2.0**i * spiky(24, 48, seed=i)
         assert torch.equal(compiled(layer, x, **flags), program(twin, x, **flags)), i
-        for (name, mine), theirs in zip(layer.named_buffers(), twin.buffers(), strict=True):
+        for (name, mine), theirs in zip(named_state(layer), state_tensors(twin), strict=True):
             assert torch.equal(mine, theirs), (i, name)
-    raised = layer.get_buffer("scaling_forward_current")
+    raised = layer._hidden.get_buffer("scaling_forward_current")
     assert (raised.count_nonzero() > 0) == (program in (step_before, step_between)), "what a step leaves"
 
 
@@ -64,29 +65,27 @@ def test_backward_after_a_step_in_the_graph_raises_the_amax_of_dy():
         x, dy = 2.0**i * spiky(24, 48, seed=i), 4.0**i * spiky(24, 40, seed=20 + i)
         compiled(layer, x).backward(dy)
         step_before(twin, x).backward(dy)
-        for (name, mine), theirs in zip(layer.named_buffers(), twin.buffers(), strict=True):
+        for (name, mine), theirs in zip(named_state(layer), state_tensors(twin), strict=True):
             assert torch.equal(mine, theirs), (i, name)
-        assert layer.get_buffer("scaling_backward_current") == dy.abs().max()
+        assert layer._hidden.get_buffer("scaling_backward_current") == dy.abs().max()
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_copies_of_the_buffers_that_a_call_passes_in_are_raised_and_the_layers_own_are_not(backend):
-    layer = make("fp8-delayed")
-    own = {name: buffer.clone() for name, buffer in layer.named_buffers()}
-    passed, wanted = ({name: buffer.clone() for name, buffer in own.items()} for _ in range(2))
+def test_a_call_with_other_parameters_raises_the_layers_own_amaxes(backend):
+    layer, twin = make("fp8-delayed"), make("fp8-delayed")
+    passed = {name: 2 * p.detach() for name, p in layer.named_parameters()}
 
-    def program(x, buffers):
-        return torch.func.functional_call(layer, buffers, (x,))
+    def program(layer, x):
+        return torch.func.functional_call(layer, {**passed, **dict(layer.named_buffers())}, (x,))
 
     compiled = torch.compile(program, fullgraph=True, backend=backend)
     for i in range(3):
-        x, dy = 2.0**i * spiky(24, 48, seed=i), spiky(24, 40, seed=20 + i)
-        compiled(x, passed).backward(dy)
-        program(x, wanted).backward(dy)
-        for name, buffer in layer.named_buffers():
-            assert torch.equal(buffer, own[name]), name
-            assert torch.equal(passed[name], wanted[name]), (i, name)
-    assert passed["scaling_forward_current"].count_nonzero() == 2
+        x, dy = (2.0**i * spiky(24, 48, seed=i)).requires_grad_(), spiky(24, 40, seed=20 + i)
+        compiled(layer, x).backward(dy)
+        program(twin, x).backward(dy)
+        for (name, mine), theirs in zip(named_state(layer), state_tensors(twin), strict=True):
+            assert torch.equal(mine, theirs), (i, name)
+    assert layer._hidden.scaling_forward_current[1] == 2 * layer.weight.abs().max()
 
 
 def test_a_cache_that_a_stepping_graph_would_make_is_refused():

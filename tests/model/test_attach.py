@@ -524,6 +524,6 @@ def test_an_attachment_takes_the_place_of_one_that_is_gone(monkeypatch):
         octavo.attach(model, optimizer)
         model(torch.ones(4, 16)).sum().backward()
         optimizer.step()
-        assert not model[0].scaling_forward_current.any() and model[0].scaling_forward_head.all()
+        assert not model[0]._hidden.scaling_forward_current.any() and model[0]._hidden.scaling_forward_head.all()
         del model, optimizer
         gc.collect()

@@ -8,6 +8,7 @@ import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import assert_same, check, run, spiky
+from tests.state_tensors import named_state
 
 ROUTES = {"native", "emulated", "reference", "skipped"}
 
@@ -130,7 +131,7 @@ def test_revert_gives_back_plain_linears_with_the_same_parameters():
     octavo.revert(model)
     assert classes(model) == dict.fromkeys(LINEARS, nn.Linear)
     assert all(p is parameters[n] for n, p in model.named_parameters())
-    assert not [n for n, _ in model.named_buffers()]
+    assert not [n for n, _ in named_state(model)]
     assert_same(model(x).detach(), want)
     octavo.revert(model)  # nothing left to do
     octavo.convert(model, "fp8-delayed")

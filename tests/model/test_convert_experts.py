@@ -25,6 +25,7 @@ from tests.model.dispatched_experts import (
     in_float64,
     package,
 )
+from tests.state_tensors import named_state
 
 BOUNDS = {"bf16": 1e-5, "nvfp4": 0.4}  # relative error of y and of each gradient; the others are FP8
 pytestmark = pytest.mark.usefixtures("registry")
@@ -72,8 +73,8 @@ def test_results_are_those_of_octavos_experts_bit_for_bit(recipe):
     for one in (experts, twin):
         octavo.convert(one, recipe)
     for mine, other in zip(experts.octavo.modules(), twin.modules(), strict=True):
-        if "rounding_seed" in mine._buffers:
-            other._buffers["rounding_seed"].copy_(mine._buffers["rounding_seed"])
+        if "rounding_seed" in dict(named_state(mine)):
+            other._hidden.rounding_seed.copy_(mine._hidden.rounding_seed)
     for step in range(2):
         arguments, dy = call(step, dtype=dtype)
         mine = gradients(experts, experts.parameters(), arguments, dy)

@@ -14,6 +14,7 @@ import octavo
 from octavo.errors import Unsupported
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import Memory, assert_result, assert_same, check, make, run, spiky
+from tests.state_tensors import state_tensors
 
 every = pytest.mark.parametrize("recipe", SHIPPED)
 STATEFUL = ("fp8-delayed", "nvfp4")
@@ -427,7 +428,7 @@ def test_construction_on_meta_then_reset_parameters(recipe):
     torch.manual_seed(4)
     want = octavo.Linear(48, 40, recipe=recipe)
     layer = octavo.Linear(48, 40, device="meta", recipe=recipe)
-    assert all(t.is_meta for t in (*layer.parameters(), *layer.buffers()))
+    assert all(t.is_meta for t in (*layer.parameters(), *state_tensors(layer)))
     layer.to_empty(device="cpu")
     torch.manual_seed(4)
     layer.reset_parameters()
@@ -472,7 +473,7 @@ def test_a_state_does_not_know_the_wrappers_of_a_model(name):
 
     plain = make("fp8-delayed")
     wrapped = Wrapper(copy.deepcopy(plain))
-    plain.scaling_forward_encode.fill_(2.0)
+    plain._hidden.scaling_forward_encode.fill_(2.0)
     octavo.load_state_dict(wrapped, octavo.state_dict(plain))
-    assert_same(wrapped.get_submodule(name).scaling_forward_encode, plain.scaling_forward_encode)
+    assert_same(wrapped.get_submodule(name)._hidden.scaling_forward_encode, plain._hidden.scaling_forward_encode)
     octavo.load_state_dict(make("fp8-delayed"), octavo.state_dict(wrapped))

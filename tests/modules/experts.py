@@ -12,6 +12,7 @@ import octavo
 from octavo.layers import grouped_linear
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import QUANTIZED, assert_same, randn, spiky
+from tests.state_tensors import named_state
 
 G, K, N = 3, 48, 40
 SPLITS, SPARE = (30, 0, 17), 6
@@ -93,7 +94,7 @@ def stacked(layer, kind="weight", of=lambda p: p.grad):
 
 
 def same_seed(model):
-    for name, buffer in model.named_buffers():
+    for name, buffer in named_state(model):
         if name.endswith("rounding_seed"):
             buffer.copy_(torch.tensor([7, 0]))
 
@@ -219,12 +220,12 @@ GIVEN = [("out",), ("dgrad_out",), ("out", "dgrad_out")]
 def held(layer):
     """Bytes of the cached codes and scales."""
     state = ("seed", "scaling")
-    found = {name: b for name, b in layer.named_buffers() if b.numel() and not any(word in name for word in state)}
+    found = {name: b for name, b in named_state(layer) if b.numel() and not any(word in name for word in state)}
     return {name: b.detach().clone().reshape(-1).view(torch.uint8) for name, b in found.items()}
 
 
 def addresses(layer):
-    return {name: b.data_ptr() for name, b in layer.named_buffers() if b.numel()}
+    return {name: b.data_ptr() for name, b in named_state(layer) if b.numel()}
 
 
 def give(layer, buffer):

@@ -9,6 +9,7 @@ from tests.lower.compiling import batch, every, results
 from tests.modules.experts import ROWS, G, K, N, layouts
 from tests.modules.oracle import assert_same, make, spiky
 from tests.quant.sameness import facts
+from tests.state_tensors import named_state
 
 
 @every
@@ -34,7 +35,7 @@ def test_fakes_stay_out_of_a_real_layer(recipe):
     layer = make(None)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, octavo.autocast(recipe):
         layer(mode.from_tensor(spiky(24, 48)), is_first_microbatch=True)
-    assert not [name for name, buffer in layer.named_buffers() if isinstance(buffer, FakeTensor)]
+    assert not [name for name, buffer in named_state(layer) if isinstance(buffer, FakeTensor)]
     with octavo.autocast(recipe):
         assert type(layer(spiky(24, 48), is_first_microbatch=True)) is torch.Tensor
 

@@ -10,6 +10,7 @@ from torch import nn
 import octavo
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import assert_same, spiky
+from tests.state_tensors import state_tensors
 
 K, G, M = 48, 3, 24
 SPLITS = torch.tensor([10, 6, 8])
@@ -99,8 +100,8 @@ def assert_trains(model, twin):
     for i in range(3):
         for a, b in zip(results(model, model, i), results(twin, twin, i), strict=True):
             assert_same(a, b)
-        assert all(not t.is_meta for t in (*model.parameters(), *model.buffers()))
-        addresses.append([t.data_ptr() for t in model.buffers()])
+        assert all(not t.is_meta for t in (*model.parameters(), *model.buffers(), *state_tensors(model)))
+        addresses.append([t.data_ptr() for t in state_tensors(model)])
     assert addresses[0] == addresses[1] == addresses[2]
     for name, value in octavo.state_dict(model).items():
         assert_same(value, octavo.state_dict(twin)[name], name)

@@ -37,6 +37,7 @@ from tests.modules.experts import (
 )
 from tests.modules.oracle import QUANTIZED, assert_same, graphs_of, spiky
 from tests.pairs import pairs
+from tests.state_tensors import named_state
 from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -754,7 +755,7 @@ def test_each_group_is_a_layer_of_one_group(recipe, dtype, name):
 @layouts
 def test_a_hundred_runs_and_a_hundred_replays_give_the_same_bits(recipe, layout):
     layer, static = experts_on_gpu(recipe, layout, "scaled"), Static("scaled")
-    seed = dict(layer.named_buffers()).get("rounding_seed")
+    seed = dict(named_state(layer)).get("rounding_seed")
     kept = None if seed is None else seed.clone()
 
     def again():

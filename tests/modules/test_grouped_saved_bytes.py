@@ -11,6 +11,7 @@ from octavo.quant.groups import blocks_for
 from tests.modules.experts import LAYOUTS, G, K, N, batch, delayed, experts, give, grid, named, sizes, step
 from tests.modules.oracle import QUANTIZED
 from tests.modules.test_saved_bytes import Saved
+from tests.state_tensors import state_tensors
 
 
 def column_bytes(recipe, rows, columns, groups):
@@ -63,7 +64,7 @@ def test_what_was_kept_goes_with_backward(recipe, layout):
             alive.append(weakref.ref(tensor))
         return tensor
 
-    owned = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *layer.buffers())}
+    owned = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *state_tensors(layer))}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = layer(x.clone().requires_grad_(), sizes())
     assert alive

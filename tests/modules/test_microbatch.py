@@ -21,6 +21,7 @@ from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import assert_same, make, spiky
+from tests.state_tensors import named_state
 
 WIDTH, ROWS, EXPERTS = 32, 24, 2
 every = pytest.mark.parametrize("recipe", SHIPPED)
@@ -94,7 +95,7 @@ def batch(i):
 
 
 def caches(model):
-    return {name: buffer.clone() for name, buffer in model.named_buffers() if "codes" in name}
+    return {name: buffer.clone() for name, buffer in named_state(model) if "codes" in name}
 
 
 def assert_alike(ours, by_hand):
@@ -203,11 +204,11 @@ X = spiky(21, 48, seed=10)
 
 def served(layer):
     """How a call gets its weight: the cache is written (True), read (False) or left alone (None)."""
-    before = layer.weight_row_codes.clone()
+    before = layer._hidden.weight_row_codes.clone()
     with torch.no_grad():
-        layer.weight_row_codes.fill_(0x38)  # ones of E4M3
-        y, left = layer(X), layer.weight_row_codes.clone()
-        layer.weight_row_codes.copy_(before)
+        layer._hidden.weight_row_codes.fill_(0x38)  # ones of E4M3
+        y, left = layer(X), layer._hidden.weight_row_codes.clone()
+        layer._hidden.weight_row_codes.copy_(before)
     if torch.equal(left, before):
         return True
     assert (left == 0x38).all()
@@ -234,13 +235,13 @@ def test_the_three_values(layer):
 
 def test_a_flag_of_the_call_wins(layer):
     with octavo.microbatch(first=False):
-        layer.weight_row_codes.zero_()
+        layer._hidden.weight_row_codes.zero_()
         layer(X, is_first_microbatch=True)
-        assert layer.weight_row_codes.any()
+        assert layer._hidden.weight_row_codes.any()
     with octavo.microbatch(first=True):
-        layer.weight_row_codes.zero_()
+        layer._hidden.weight_row_codes.zero_()
         layer(X, is_first_microbatch=False)
-        assert not layer.weight_row_codes.any()
+        assert not layer._hidden.weight_row_codes.any()
 
 
 def test_nesting_and_entering_again(layer):

@@ -13,6 +13,7 @@ from octavo.quant import QTensor
 from octavo.quant.blocks import is_square
 from tests.modules.oracle import QUANTIZED, assert_result, assert_same, expected, make, product, run, seed_of, spiky
 from tests.quant.sameness import assert_same as assert_same_codes
+from tests.state_tensors import state_tensors
 
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
 STATELESS = [r for r in QUANTIZED if r != "fp8-delayed"]
@@ -206,7 +207,7 @@ def test_the_weight_itself_takes_no_memory(recipe):
     assert isinstance(layer.weight, nn.Parameter)
     assert (tuple(layer.weight.shape), layer.weight.dtype) == ((128, 256), torch.float32)
     assert layer.weight.untyped_storage().nbytes() <= 4
-    bytes_held = sum(b.numel() * b.element_size() for b in layer.buffers())
+    bytes_held = sum(b.numel() * b.element_size() for b in state_tensors(layer))
     weight_bytes = 2 * 128 * 256  # of codes, both orientations
     state = 3 * 1024 * 4 + 256 if recipe == "fp8-delayed" else 64
     assert bytes_held <= weight_bytes * (0.57 if recipe == "nvfp4" else 1.07) + state

@@ -49,8 +49,8 @@ def test_a_state_with_one_bad_tensor_changes_nothing():
     model = nn.Sequential(make("fp8-delayed"), make("fp8-delayed", 40, 8))
     source = copy.deepcopy(model)
     for layer in source:
-        layer.scaling_forward_encode.fill_(2.0)
+        layer._hidden.scaling_forward_encode.fill_(2.0)
     bad = octavo.state_dict(source) | {"1.scaling.backward.encode": torch.zeros(3, 3)}
     with pytest.raises(UnsupportedShape, match="encode"):
         octavo.load_state_dict(model, bad)
-    assert all(layer.scaling_forward_encode.tolist() == [1.0, 1.0] for layer in model)
+    assert all(layer._hidden.scaling_forward_encode.tolist() == [1.0, 1.0] for layer in model)

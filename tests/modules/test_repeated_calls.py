@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.lower import eager
 from octavo.lower.replay import calls
+from tests.state_tensors import named_state, state_tensors
 
 K, N, ROWS = 64, 48, 32
 RECIPES = ("bf16", "fp8-delayed", "fp8-current", "fp8-block")
@@ -48,7 +49,7 @@ def step(layer, x, call=None, **arguments):
         value.backward(torch.ones_like(value))
     scaling = layer._scaling
     counted = scaling._forwards, scaling.cold, layer._codes.trained, value.requires_grad, value.shape
-    return [value.detach(), x.grad, *[p.grad for p in layer.parameters()], *layer.buffers()], counted
+    return [value.detach(), x.grad, *[p.grad for p in layer.parameters()], *state_tensors(layer)], counted
 
 
 class Twice(nn.Module):
@@ -70,13 +71,13 @@ def shift_weight(layer):
 
 
 def move_scaling(layer):
-    for buffer in layer.buffers():
+    for buffer in state_tensors(layer):
         buffer.data = buffer.data.clone()
 
 
 def replace_scaling(layer):
-    for name, buffer in list(layer.named_buffers()):
-        layer._buffers[name] = buffer.clone() * (2 if buffer.is_floating_point() else 1)
+    for name, buffer in list(named_state(layer)):
+        layer._hidden._buffers[name] = buffer.clone() * (2 if buffer.is_floating_point() else 1)
 
 
 def drop_bias(layer):

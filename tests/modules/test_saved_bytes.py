@@ -6,6 +6,7 @@ import torch
 import octavo
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import QUANTIZED, make, spiky
+from tests.state_tensors import state_tensors
 
 M, N, K = 256, 128, 128
 # x held for the weight gradient, in bytes: codes, then scales
@@ -40,7 +41,7 @@ class Saved:
     """Tensors saved for backward by what runs inside, each storage once; parameters and buffers cost nothing."""
 
     def __init__(self, layer):
-        self.free = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *layer.buffers())}
+        self.free = {t.untyped_storage().data_ptr() for t in (*layer.parameters(), *state_tensors(layer))}
         self.storages = {}
 
     def __enter__(self):

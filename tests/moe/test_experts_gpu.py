@@ -9,6 +9,7 @@ import octavo
 from octavo import moe, ops
 from tests.fuser.models import error, recipes
 from tests.modules.oracle import assert_same
+from tests.state_tensors import named_state
 from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +22,7 @@ NEAR = {**dict.fromkeys(RECIPES, 0.1), "fp8-current": 0.15, "fp8-delayed": 0.35,
 def experts(recipe, rules=(), **settings):
     torch.manual_seed(0)
     model = moe.Experts(E, D, N, recipe=recipe, device="cuda", dtype=torch.bfloat16, **settings)
-    for name, buffer in model.named_buffers():
+    for name, buffer in named_state(model):
         if name.endswith("rounding_seed"):
             buffer.copy_(torch.tensor([7, 0]))
     if rules is None:
@@ -192,7 +193,7 @@ def mlp(recipe, rules=(), *, make=ops.ScaledSwiGLU, groups=E, dtype=torch.bfloat
         octavo.GroupedLinear(groups, D, N if isinstance(act, ops.SReLU) else 2 * N, **common), act,
         octavo.GroupedLinear(groups, N, D, **common), rules=rules,
     )  # fmt: skip
-    for name, buffer in model.named_buffers():
+    for name, buffer in named_state(model):
         if name.endswith("rounding_seed"):
             buffer.copy_(torch.tensor([7, 0]))
     return model

@@ -9,6 +9,7 @@ import octavo
 from octavo import moe
 from tests.fuser.models import error, recipes
 from tests.modules.oracle import assert_same
+from tests.state_tensors import named_state
 from tests.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
@@ -22,7 +23,7 @@ RICH = {
 def mixture(recipe, **settings):
     torch.manual_seed(0)
     model = octavo.MoE(D, N, E, K, recipe=recipe, device="cuda", dtype=torch.bfloat16, **settings)
-    for name, buffer in model.named_buffers():
+    for name, buffer in named_state(model):
         if name.endswith("rounding_seed"):
             buffer.copy_(torch.tensor([7, 0]))
     return model

@@ -12,6 +12,7 @@ from torch import Tensor
 import octavo
 from octavo.lower.replay import calls
 from octavo.weights.held import HeldWeight
+from tests.state_tensors import named_tensors
 from tests.strange.environments import Environment
 from tests.strange.layers import Draw, Layer, Place
 
@@ -90,7 +91,7 @@ class Run:
 
     def finish(self) -> Record:
         """Returns the record with all that the layer holds: its weights, the state of its recipe, and versions."""
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        tensors = [*self.module.named_parameters(), *named_tensors(self.module)]
         held = {f"held {name}": kept(t) for name, t in tensors}
         held |= {f"version of {name}": t._version for name, t in tensors}
         held |= {f"state dict {name}": kept(t) for name, t in self.module.state_dict().items()}

@@ -16,6 +16,7 @@ from torch.func import functional_call
 import octavo
 from octavo.errors import Unsupported, UnsupportedConfig
 from tests.modules.oracle import QUANTIZED, assert_same, make, spiky
+from tests.state_tensors import named_state
 
 K, N, G = 48, 40, 3
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
@@ -588,7 +589,7 @@ def test_weights_are_quantized_all_or_none():
     model[2].weight = model[0].weight
     with pytest.raises(UnsupportedConfig, match=r"0.weight is also 2.weight"):
         octavo.quantize_weights(model)
-    assert not any(name.endswith("codes") for name, _ in model.named_buffers())
+    assert not any(name.endswith("codes") for name, _ in named_state(model))
 
 
 def test_a_layer_without_codes_is_left_as_it_is():

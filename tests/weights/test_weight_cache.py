@@ -15,6 +15,7 @@ from octavo.recipes import SHIPPED
 from octavo.weights import cache as weights
 from octavo.weights import optimizer_hooks as optimizers
 from tests.modules.oracle import QUANTIZED, assert_result, assert_same, check, differs, expected, make, run, spiky
+from tests.state_tensors import named_state
 
 every = pytest.mark.parametrize("recipe", SHIPPED)
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
@@ -37,7 +38,7 @@ def same_seeds(*layers):
 
 
 def addresses(layer):
-    return {name: b.data_ptr() for name, b in layer.named_buffers() if b.numel()}
+    return {name: b.data_ptr() for name, b in named_state(layer) if b.numel()}
 
 
 # -- values --------------------------------------------------------------------------------------------------------
@@ -124,10 +125,10 @@ def test_none_neither_reads_nor_writes_the_cache(recipe):
     run(layer, x, dy)
     layer_cached = make(recipe)
     run(layer_cached, x, dy, is_first_microbatch=True)
-    held = {name: b.clone() for name, b in layer_cached.named_buffers()}
+    held = {name: b.clone() for name, b in named_state(layer_cached)}
     change(layer_cached)
     check(layer_cached, recipe, x, dy, is_first_microbatch=None)  # the new weights
-    for name, b in layer_cached.named_buffers():
+    for name, b in named_state(layer_cached):
         if "seed" not in name:
             assert torch.equal(b.view(torch.uint8), held[name].view(torch.uint8)), name
     with pytest.raises(UnsupportedConfig):  # still the old ones in there
@@ -142,13 +143,13 @@ def test_codes_stay_at_their_addresses_and_out_of_the_state_dict(recipe):
     layer = make(recipe)
     run(layer, *batch(0), is_first_microbatch=True)
     first = addresses(layer)
-    held = sum(b.numel() * b.element_size() for _, b in layer.named_buffers())
+    held = sum(b.numel() * b.element_size() for _, b in named_state(layer))
     assert held >= layer.weight.numel() // 2  # at least the codes of one orientation, four bits each
-    before = {name: b.clone() for name, b in layer.named_buffers()}
+    before = {name: b.clone() for name, b in named_state(layer)}
     change(layer)
     run(layer, *batch(1), is_first_microbatch=True)
     assert addresses(layer) == first
-    assert any(differs(b, before[name]) for name, b in layer.named_buffers() if b.numel() > 8)
+    assert any(differs(b, before[name]) for name, b in named_state(layer) if b.numel() > 8)
     octavo.refresh_weights(layer)
     assert addresses(layer) == first
     assert list(layer.state_dict()) == ["weight", "bias"]

@@ -1,0 +1,64 @@
+"""DistributedDataParallel as it is by default, which copies the buffers of rank 0 to all ranks: the state of recipes is
+none of them, and each rank keeps its own."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import octavo
+from tests.modules.oracle import assert_same, spiky
+from tests.state_tensors import named_state
+
+K, M, STEPS = 32, 16, 3
+RECIPES = ("fp8-delayed", "nvfp4", "fp8-block")
+
+
+def model_in(recipe):
+    torch.manual_seed(0)
+    return nn.Sequential(octavo.Linear(K, K, recipe=recipe), nn.BatchNorm1d(K), octavo.Linear(K, K))
+
+
+def train(call, model, recipe, rank, group=None):
+    """Runs steps of two microbatches."""
+    for step in range(STEPS):
+        for microbatch in range(2):
+            with octavo.autocast(recipe), octavo.microbatch(first=microbatch == 0):
+                call((1 + rank) * spiky(M, K, seed=step + microbatch)).square().mean().backward()
+        octavo.step(model, group)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.1 * p.grad)
+                p.grad = None
+
+
+def states(group, rank, recipe, own, agrees):
+    model = model_in(recipe if own else None)
+    wrapped = DistributedDataParallel(model, process_group=group)
+    train(wrapped, model, recipe, rank, group if agrees else None)
+    return (
+        octavo.state_dict(model),
+        {name: p.detach() for name, p in model.named_parameters()},
+        len(list(named_state(model))),
+    )
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own recipe", "autocast"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_ranks_keep_their_own_state(ranks, recipe, own):
+    (first, weights, number), (second, others, _) = ranks.run(states, recipe, own, False, size=2)
+    assert number > 0
+    for name, weight in weights.items():
+        assert_same(others[name], weight, name)  # the gradients are averaged
+    for name in first:
+        if name.endswith("scaling.forward.history"):  # of x and w
+            window, other = (state[name].view(2, -1)[:, :STEPS] for state in (first, second))
+            assert_same(window[1], other[1], "w")
+            if name.startswith("0."):
+                assert_same(2 * window[0], other[0], "x")
+
+
+def test_ranks_that_agree_have_equal_scales(ranks):
+    (first, *_), (second, *_) = ranks.run(states, "fp8-delayed", True, True, size=2)
+    for name in first:
+        assert_same(second[name], first[name], name)
