@@ -135,9 +135,8 @@ def split(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _split_layer(layer: Linear, mode: str, blocks: int, ranks: Ranks) -> None:
-    layer.set_tensor_parallel_group(ranks.tp_group, mode)
+    layer.set_tensor_parallel_group(ranks.tp_group, mode, column_blocks=blocks)
     assert layer.parallel is not None
-    layer.parallel = layer.parallel._replace(blocks=blocks)
     part = own_part(layer.weight.detach(), layer.parallel, 0 if mode == "column" else 1)
     layer.weight = nn.Parameter(part.clone(), layer.weight.requires_grad)
     layer.out_features, layer.in_features = part.shape

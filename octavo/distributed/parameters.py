@@ -38,12 +38,7 @@ def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 f"{layer.op_describe()} is split over the ranks {ranks_in(layer.parallel.group)}, and the mesh has "
                 f"{ranks_in(group)}. Pass the mesh that was its tp_group."
             )
-        if layer.parallel.blocks > 1:
-            raise UnsupportedConfig(
-                f"{layer.op_describe()} has {layer.parallel.blocks} blocks of output features, each of which is split: "
-                "a rank's part is not one range of the whole weight, as a DTensor's is. Use a Linear for each block."
-            )
-        layer.check_holdable_as_shards("distribute_parameters")
+        layer.check_holdable_as_shards("distribute_parameters", layer.parallel.mode)
         column = layer.parallel.mode == "column"
         for key, parameter in list(layer.named_parameters(recurse=False)):
             placement: Placement = Shard(0) if column else Shard(1) if key == "weight" else Replicate()

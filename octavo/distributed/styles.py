@@ -11,6 +11,8 @@ from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.modules.linear import Linear
 from octavo.modules.parallel import size_of_mesh
 
+PACKED = "gate_up"  # part of the name of a Linear with two projections in one weight, one after the other
+
 
 class _Style(ParallelStyle):
     """A way to split a Linear over the ranks of a mesh of one dim."""
@@ -51,7 +53,8 @@ class _Style(ParallelStyle):
                 f"{'out' if dim == 0 else 'in'}_features do not divide by the {size} ranks of the mesh. Pad them to a "
                 f"multiple of {size}."
             )
-        module.check_holdable_as_shards(name)
+        module.check_holdable_as_shards(name, self.MODE)
+        self._check_packed(module)
         for key, parameter in list(module.named_parameters(recurse=False)):
             placement: Placement = Shard(dim) if key == "weight" or dim == 0 else Replicate()
             whole = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
@@ -62,6 +65,16 @@ class _Style(ParallelStyle):
         if not self.use_local_output:
             module.register_forward_hook(_Leave(device_mesh, self.output_layouts))
         return module
+
+    def _check_packed(self, module: Linear) -> None:
+        """Raises for a layer whose name says that a program divides its output into a gate and the rest."""
+        name = module._path.rpartition(".")[2]
+        if self.MODE == "column" and self.use_local_output and PACKED in name:
+            raise UnsupportedConfig(
+                f"{module.op_describe()} has gate and up in one weight by its name, and ColwiseParallel gives half of "
+                "the ranks the gate alone. Return y as a DTensor, which torch divides as a whole: "
+                "ColwiseParallel(use_local_output=False)."
+            )
 
     def _enter(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x = arguments[0]

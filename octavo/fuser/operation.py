@@ -1,5 +1,6 @@
 """The interface of an operation that can take part in a run: for a call, it returns its stage of the chain."""
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import torch
@@ -50,12 +51,23 @@ def has_shape(x: Any) -> bool:
     return len(x.shape) > 0 or type(x) is not Edge or x.like is None
 
 
+COLUMN_BLOCKS = "octavo_column_blocks"  # in eager mode, an attribute of y of a layer whose output features are split
+
+
 class Channel(NamedTuple):
     name: str
     output_to_caller: bool = True
 
 
 WATCHED = "octavo.inspect watches its tensors"  # why a layer that is inspected joins no run
+
+
+def check_columns(ops: Iterable[Any], blocks: int) -> None:
+    """Raise if an operation takes features that a layer before it has split over ranks for others."""
+    for op in ops:
+        blocks = op.op_column_blocks(blocks)
+        if not blocks:
+            return
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -112,6 +124,7 @@ class FusibleOperation(NoTorchScript):
     # class attributes, not getattr with a default: a compiler guards on all attributes of a module that misses one
     op_forks: ClassVar[bool] = False
     op_writes_extra: bool = False  # whether it writes to an extra input in place
+    op_is_elementwise: ClassVar[bool] = False  # whether each feature of y follows from the same feature of x
     op_hooked: bool = False  # a copy for `explain`, whose original has hooks
     op_runs_its_forward: ClassVar[bool] = False  # whether its `forward` is from outside octavo and torch
     delay_wgrad_compute: bool = False
@@ -141,6 +154,11 @@ class FusibleOperation(NoTorchScript):
     def op_finish(self, y: Any) -> Any:
         """Return y of a run that ends with this operation, summed over ranks."""
         return y
+
+    def op_column_blocks(self, blocks: int) -> int:
+        """Return how many blocks of y's features each rank has a part of, if it has a part of `blocks` blocks of x's: 0
+        if a rank has all features, or if that is unknown. Raises if the operation takes them for other features."""
+        return blocks if self.op_is_elementwise else 0
 
     def op_inside(self, y: Any, *sides: Any) -> Any:
         """Return this operation's y, from the outputs of its stage: the part that is plain torch."""

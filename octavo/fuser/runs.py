@@ -16,7 +16,7 @@ from octavo.fuser.basic import BasicOperation
 from octavo.fuser.inputs import arrived, check_layout
 from octavo.fuser.ledger import KeptMemory, ledger_of
 from octavo.fuser.legacy import find_fused, fused_refusal, outside_for_fused, run_fused, run_legacy
-from octavo.fuser.operation import Edge, FusibleOperation, has_hooks
+from octavo.fuser.operation import COLUMN_BLOCKS, Edge, FusibleOperation, check_columns, has_hooks
 from octavo.fuser.plan import (
     Hidden,
     Planned,
@@ -201,8 +201,12 @@ class OperationFuser:
             return made
         given: list[tuple[Any, ...]] = []
         at = 0
+        if steps[0].op.op_is_elementwise and not torch.compiler.is_compiling():
+            check_columns(self.ops, getattr(x, COLUMN_BLOCKS, 0))
         while at < len(steps):
             end = _run_end(steps, at, x)
+            if steps[at].op.parallel is not None:
+                check_columns(self.ops[at:], 0)
             if any([step.kwargs for step in steps[at:end]]) and (cut := _memory_cut(steps[at:end])):
                 _refuse_across(cut, [_connected(step, channels) for step in steps[at:end]], x, number)
                 end = at + cut

@@ -212,7 +212,10 @@ def revert(model: nn.Module) -> None:
     for _, module in linears:
         unpatch(module)
         module._tear_down()
-        for name in ("return_bias", "keep_weight_codes", "parallel", "keeps_dtensors", "_ranks_checked"):
+        for name in (
+            "return_bias", "keep_weight_codes", "parallel", "column_blocks", "keeps_dtensors", "_ranks_checked",
+            "_number",
+        ):  # fmt: skip
             module.__dict__.pop(name, None)
         module.__class__ = stock_class(module)  # type: ignore[assignment]
     for encoder in model.modules():

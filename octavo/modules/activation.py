@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.fuser.inputs import arrived, check_input
-from octavo.fuser.operation import Edge, FusibleOperation, has_shape, last_dim
+from octavo.fuser.operation import COLUMN_BLOCKS, Edge, FusibleOperation, has_shape, last_dim
 from octavo.kernels.activation import ACTIVATIONS
 from octavo.layers.activation import Config
 from octavo.layers.contract import DTYPE_NAMES
@@ -83,6 +83,7 @@ class Activation(FusibleOperation, nn.Module):
     """
 
     NAME: ClassVar[str]
+    op_is_elementwise = True
 
     def __init__(self, *, glu_interleave_size: int | None = None, **settings: float) -> None:
         super().__init__()
@@ -147,6 +148,8 @@ class Activation(FusibleOperation, nn.Module):
         check_input(title, x)
         if not ACTIVATIONS[self.NAME].gated or not has_shape(x):
             return
+        if type(x) is Tensor and not torch.compiler.is_compiling():
+            self.op_column_blocks(getattr(x, COLUMN_BLOCKS, 0))
         step = 2 * (self.glu_interleave_size or 1)
         if not x.shape or x.shape[-1] % step:
             way = f"glu_interleave_size={self.glu_interleave_size}" if self.glu_interleave_size else "two halves"
@@ -155,9 +158,34 @@ class Activation(FusibleOperation, nn.Module):
                 "Check out_features of the layer before it."
             )
 
+    def op_column_blocks(self, blocks: int) -> int:
+        if not blocks or not ACTIVATIONS[self.NAME].gated:
+            return blocks
+        if self.glu_interleave_size is None:
+            if blocks % 2:
+                raise UnsupportedConfig(
+                    f"{type(self).__name__} pairs the two halves of x's last dim, and the layer before it gives each "
+                    f"rank an equal part of {_counted(blocks)} of output features, so that the halves are on different "
+                    "ranks. Split each half by itself: Linear or GroupedLinear(parallel_mode='column', "
+                    "column_blocks=2), LayerNormMLP(set_parallel_mode=True). A plan of parallelize_module takes a "
+                    "Linear for each half."
+                )
+            return blocks // 2
+        if blocks > 1:
+            raise UnsupportedConfig(
+                f"{type(self).__name__}(glu_interleave_size={self.glu_interleave_size}) pairs columns that are near "
+                f"each other, and the layer before it splits each of {_counted(blocks)} of output features by itself. "
+                "Leave column_blocks out."
+            )
+        return blocks
+
     def extra_repr(self) -> str:
         interleave = f"glu_interleave_size={self.glu_interleave_size}" if self.glu_interleave_size else ""
         return ", ".join(filter(None, (self._given, interleave)))
+
+
+def _counted(blocks: int) -> str:
+    return "one block" if blocks == 1 else f"{blocks} blocks"
 
 
 class _Plain(Activation):
@@ -610,6 +638,8 @@ class Bias(FusibleOperation, nn.Module):
         (torch.Size([2, 3]), torch.Size([3]))
     """
 
+    op_is_elementwise = True
+
     def __init__(
         self, size: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -697,6 +727,7 @@ class Dropout(FusibleOperation, nn.Module):
         self._keeps_all = p == 0
 
     op_keywords = ("seed",)
+    op_is_elementwise = True
 
     def forward(self, input: Tensor | QTensor, seed: Tensor | None = None) -> Tensor | QTensor:
         """Returns x with elements dropped, or x itself in eval mode and for p = 0.

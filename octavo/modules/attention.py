@@ -182,6 +182,17 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
         factors = self.own[:length], self.other[:length]
         return Stage("rotary", key, factors, (), needs, outputs=(q, k, k))
 
+    def op_column_blocks(self, blocks: int) -> int:
+        if not blocks or self.kv_heads != self.heads:  # no equal blocks are those of q, k and v
+            return 0
+        if blocks % 3:
+            raise UnsupportedConfig(
+                "RotaryAttention takes q, k and v side by side, and the layer before it has column_blocks="
+                f"{blocks}, so that heads of q and k that belong together are on different ranks. Split each of the "
+                "three by itself: Linear(parallel_mode='column', column_blocks=3)."
+            )
+        return blocks // 3
+
     @classmethod
     def op_matches(cls, config: Value) -> bool:
         return isinstance(config, Config)

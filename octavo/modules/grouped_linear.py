@@ -26,7 +26,15 @@ from octavo.lower.call import Stage, takes_nodes
 from octavo.lower.transforms import refuse_active, refuse_tangents
 from octavo.memory import joined_rows
 from octavo.modules.agreement import agree
-from octavo.modules.parallel import SPLIT, check_ranks, local_sizes, own_part, parallel_of
+from octavo.modules.parallel import (
+    SPLIT,
+    check_blocks,
+    check_ranks,
+    local_sizes,
+    mark_blocks,
+    own_part,
+    parallel_of,
+)
 from octavo.modules.published_codes import refuse_codes, way_to_values
 from octavo.modules.quantized import outside, settings_of, wanted
 from octavo.modules.split_grouped_linear import SplitGroupedLinear
@@ -360,6 +368,7 @@ class GroupedLinear(SplitGroupedLinear):
         parallel = self.split()
         if parallel is not None:
             self._check_split(parallel, out, dgrad_out, dy_codes)
+            check_blocks(self, input)
             self._check_ranks(rows, weights[0])
             rows = self.op_begin(rows)
         # fake and meta tensors have shapes only
@@ -379,7 +388,10 @@ class GroupedLinear(SplitGroupedLinear):
             y = self.op_finish(y if y.dim() == 2 else y.flatten(0, -2))
             if self._bias_names:
                 y = (y + self._bias_of_rows(splits, scales, y)).to(y.dtype)
-        return y if y.dim() == len(shape) else y.view(shape)
+        y = y if y.dim() == len(shape) else y.view(shape)
+        if parallel is not None and parallel.mode == "column":
+            mark_blocks(y, parallel)
+        return y
 
     def _check_ranks(self, rows: Any, weight: Tensor) -> None:
         """Raises if other ranks call the layer in another way."""

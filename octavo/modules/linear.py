@@ -84,7 +84,8 @@ class Linear(SplitLinear, nn.Linear):
         gather_again: in a column layer with `sequence_parallel`, keep this rank's part of x for backward, and gather
             that of all ranks there: less memory, more traffic. Only in eager mode; a graph keeps all.
         column_blocks: in a column layer, the number of equal blocks of output features that are split each by itself:
-            2 before a gated activation, 3 for a projection to q, k and v of equal sizes.
+            2 before a gated activation, 3 for a projection to q, k and v of equal sizes. A layer without
+            `parallel_mode` keeps it for `set_tensor_parallel_group`.
 
     Raises:
         UnsupportedConfig: the recipe is unknown, the recipe does not take weights of this dtype, or the settings of
@@ -128,6 +129,7 @@ class Linear(SplitLinear, nn.Linear):
     ) -> None:
         parallel = parallel_of("Linear", parallel_mode, sequence_parallel, tp_group, gather_again, column_blocks)
         sizes = local_sizes("Linear", parallel, in_features, out_features)
+        self.column_blocks = column_blocks
         self.parallel = parallel  # read by reset_parameters, which torch's constructor calls
         super().__init__(*sizes, bias, device, dtype)
         self.return_bias = return_bias

@@ -26,6 +26,7 @@ from octavo.communication import collectives
 from octavo.communication.groups import name_of, rank_of, size_of
 from octavo.delayed_scaling.agreed import WHOLE, scales_whole
 from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice
+from octavo.fuser.operation import COLUMN_BLOCKS
 from octavo.lower.call import Stage, call
 from octavo.lower.modified import refuse_modified
 from octavo.modules.agreement import largest_of
@@ -73,6 +74,11 @@ def parallel_of(
     blocks: int = 1,
 ) -> Parallel | None:  # fmt: skip
     """Return the settings of a layer; None if it is not parallel."""
+    if type(blocks) is not int or blocks < 1:
+        raise UnsupportedConfig(
+            f"{title}(column_blocks={blocks!r}) is an int from 1 up: how many blocks of output features are split each "
+            "by itself."
+        )
     if gather_again and not (parallel_mode == "column" and sequence_parallel):
         raise UnsupportedConfig(
             f"{title}(gather_again=True) is for a column layer with sequence_parallel=True, which gathers x, and this "
@@ -130,6 +136,19 @@ def own_part(whole: Tensor, parallel: Parallel, dim: int) -> Tensor:
     size, rank = size_of(parallel.group), rank_of(parallel.group)
     blocks = whole.chunk(parallel.blocks if parallel.mode == "column" else 1, dim)
     return torch.cat([block.chunk(size, dim)[rank] for block in blocks], dim)
+
+
+def mark_blocks(y: Any, parallel: Parallel) -> None:
+    """Note on y of a column layer which features it has, for operations that the program calls by themselves. Nothing
+    but eager mode keeps attributes of a tensor."""
+    if type(y) is Tensor and not torch.compiler.is_compiling():
+        setattr(y, COLUMN_BLOCKS, parallel.blocks)
+
+
+def check_blocks(layer: Any, x: Any) -> None:
+    """Raise if x is marked as features that a layer does not take."""
+    if not torch.compiler.is_compiling():
+        layer.op_column_blocks(getattr(x, COLUMN_BLOCKS, 0))
 
 
 # -- x ----------------------------------------------------------------------------------------------------------------

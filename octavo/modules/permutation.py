@@ -19,6 +19,7 @@ class Permute(FusibleOperation, nn.Module):
     slots [rows]. Rows after the last expert are left as the memory was."""
 
     num_extra_inputs = 2
+    op_is_elementwise = True  # it copies or sums rows
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:
@@ -42,6 +43,7 @@ class Unpermute(FusibleOperation, nn.Module):
     [..., K] of a permutation, the slots [rows] and the probabilities [..., K]."""
 
     num_extra_inputs = 3
+    op_is_elementwise = True  # it copies or sums rows
 
     @classmethod
     def op_matches(cls, config: Value) -> bool:

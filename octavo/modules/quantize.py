@@ -40,6 +40,8 @@ class Quantize(FusibleOperation, nn.Module):
         torch.Size([4, 64])
     """
 
+    op_is_elementwise = True
+
     def __init__(self, forward: bool = True, backward: bool = False, recipe: str | Recipe | None = None) -> None:
         super().__init__()
         self.quantize_forward, self.quantize_backward = forward, backward

@@ -145,6 +145,18 @@ class Quantized(FusibleOperation, nn.Module):
         parallel = self.split()
         return parallel is not None and parallel.mode == "row"
 
+    def op_column_blocks(self, blocks: int) -> int:
+        parallel = self.split()
+        if parallel is None or parallel.mode == "column":
+            return 0 if parallel is None else parallel.blocks
+        if blocks > 1:
+            raise UnsupportedConfig(
+                f"{self.op_describe()} with parallel_mode='row' takes adjacent features of one block, and each rank "
+                f"has a part of {blocks} blocks: column_blocks={blocks} of the layer before it, which is for halves "
+                "that a gated activation pairs. Leave column_blocks out there."
+            )
+        return 0
+
     def agreed_weight_amaxes(self, recipe: Recipe, as_nodes: bool) -> Parts:
         """Part of the layer contract. Returns the amaxes of the weight, by row and by column, that ranks have agreed on
         for a cast into the cache; none if the scales follow from this process's weight."""

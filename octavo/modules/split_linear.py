@@ -16,9 +16,11 @@ from octavo.modules.agreement import agreed_weight
 from octavo.modules.parallel import (
     Given,
     Parallel,
+    check_blocks,
     check_ranks,
     check_rows,
     gathered,
+    mark_blocks,
     parallel_of,
     summed_gradient,
 )
@@ -34,6 +36,7 @@ class SplitLinear(Quantized):
 
     keeps_dtensors = False  # whether the parameters are DTensors, of which kernels get this rank's part
     return_bias: bool
+    column_blocks = 1  # of output features, each of which is split by itself if the layer is split by them
     _ranks_checked = False  # whether the ranks were found to call the layer alike
 
     def _one_call(
@@ -67,6 +70,7 @@ class SplitLinear(Quantized):
         weight, bias = self._own_part("weight"), self._own_part("bias")
         assert weight is not None
         check_features(x, weight)
+        check_blocks(self, x)
         column = parallel.mode == "column"
         if parallel.sequence:
             check_rows(x, where)
@@ -88,7 +92,9 @@ class SplitLinear(Quantized):
             x = self.op_begin(x)
         with again:
             y = self._one_call(x, is_first_microbatch, fp8_output, as_nodes, Given(parallel, columns))
-        if not column:
+        if column:
+            mark_blocks(y, parallel)
+        else:
             y = self.op_finish(y)
         if not self.return_bias:
             return y
@@ -130,8 +136,9 @@ class SplitLinear(Quantized):
         return agreed_weight(self, parallel.group, recipe, weight, as_nodes)
 
     def set_tensor_parallel_group(
-        self, group: Group, parallel_mode: str | None = None, sequence_parallel: bool | None = None
-    ) -> None:
+        self, group: Group, parallel_mode: str | None = None, sequence_parallel: bool | None = None,
+        column_blocks: int | None = None,
+    ) -> None:  # fmt: skip
         """Makes a layer work in parallel, or over another group. Its weight and bias are taken as this rank's part.
 
         Args:
@@ -139,6 +146,8 @@ class SplitLinear(Quantized):
                 group.
             parallel_mode: "column" or "row"; None keeps the layer's own.
             sequence_parallel: as in the constructor; None keeps the layer's own.
+            column_blocks: as in the constructor, where the weight has this rank's part of each block; None keeps the
+                layer's own.
 
         Raises:
             UnsupportedConfig: the layer has no parallel_mode and none is given, or torch knows no such group.
@@ -158,14 +167,24 @@ sequence_parallel=True)
                 "parallel_mode='column' or 'row' too."
             )
         sequence = sequence_parallel if sequence_parallel is not None else old is not None and old.sequence
-        self.parallel = parallel_of("Linear", mode, sequence, group)
+        blocks = self.column_blocks if column_blocks is None else column_blocks
+        self.parallel = parallel_of("Linear", mode, sequence, group, blocks=blocks)
+        self.column_blocks = blocks
         if old is not None and self.parallel is not None:
-            self.parallel = self.parallel._replace(gather_again=old.gather_again, blocks=old.blocks)
+            self.parallel = self.parallel._replace(gather_again=old.gather_again)
         self._ranks_checked = False
 
-    def check_holdable_as_shards(self, what: str) -> None:
-        """Part of the layer contract. Raises if DTensors cannot take the place of the parameters."""
+    def check_holdable_as_shards(self, what: str, mode: str) -> None:
+        """Part of the layer contract. Raises if DTensors cannot take the place of the parameters of a layer that is
+        split in this mode."""
         self.refuse_parametrized(what)
+        if mode == "column" and self.column_blocks > 1:
+            raise UnsupportedConfig(
+                f"{self.op_describe()} has {self.column_blocks} blocks of output features, each of which is split by "
+                f"itself, and {what} gives each rank one range of the whole weight, as a DTensor has it. Build the "
+                "layer with parallel_mode='column' (LayerNormMLP with set_parallel_mode=True), or use a Linear for "
+                "each block."
+            )
         if self._codes.held:
             raise UnsupportedConfig(
                 f"{what} splits weights, and {self.op_describe()} holds its weight as codes. Split it first, or "

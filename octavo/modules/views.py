@@ -29,6 +29,8 @@ class Identity(FusibleOperation, nn.Module):
         True
     """
 
+    op_is_elementwise = True
+
     def forward(self, input: T) -> T:
         """Returns x.
 
@@ -109,6 +111,7 @@ class AddExtraInput(FusibleOperation, nn.Module):
     """
 
     num_extra_inputs = 1
+    op_is_elementwise = True
 
     def __init__(self, *, in_place: bool = False, source: str | None = None) -> None:
         super().__init__()
@@ -206,6 +209,7 @@ class MakeExtraOutput(FusibleOperation, nn.Module):
 
     num_extra_outputs = 1
     op_forks = True
+    op_is_elementwise = True
 
     def __init__(self, *, in_place: bool = False, channel: str | None = None, output_to_caller: bool = True) -> None:
         super().__init__()
