@@ -43,6 +43,14 @@ def _norm(kind: str, size: int, eps: float, zero_centered: bool, device: Any, dt
     return NORMS[kind](size, eps=eps, zero_centered_gamma=zero_centered, device=device, dtype=dtype)
 
 
+def _share(norm: Any, linear: Linear, sequence_parallel: bool, group: Group) -> None:
+    """Tells a norm of the ranks that have it too."""
+    if sequence_parallel:
+        norm.sum_gradients_over(group)
+    elif linear.parallel is not None:
+        norm.shared_by = linear.parallel.group
+
+
 class _Block(Sequential):
     """A Sequential that requires its fusions if the recipe quantizes."""
 
@@ -117,8 +125,7 @@ class LayerNormLinear(_Block):
             in_features, out_features, bias, device, dtype, recipe=recipe,
             parallel_mode=parallel_mode, sequence_parallel=sequence_parallel, tp_group=tp_group, **settings,  # type: ignore[arg-type]
         )  # fmt: skip
-        if sequence_parallel:
-            norm.sum_gradients_over(tp_group)
+        _share(norm, linear, sequence_parallel, tp_group)
         super().__init__({"norm": norm, "linear": linear}, require="norm-linear")
 
 
@@ -196,8 +203,7 @@ class LayerNormMLP(_Block):
             "activation": KINDS[activation](),
             "fc2": Linear(ffn_hidden_size, hidden_size, bias, device, dtype, parallel_mode=modes[1], **shared),
         }
-        if sequence_parallel:
-            modules["norm"].sum_gradients_over(tp_group)
+        _share(modules["norm"], modules["fc1"], sequence_parallel, tp_group)
         self.activation_recompute = activation_recompute
         super().__init__(modules, require=("norm-linear", "activation-linear"))
 

@@ -29,7 +29,6 @@ from octavo.modules.agreement import agree
 from octavo.modules.parallel import (
     SPLIT,
     check_blocks,
-    check_ranks,
     local_sizes,
     mark_blocks,
     own_part,
@@ -37,6 +36,7 @@ from octavo.modules.parallel import (
 )
 from octavo.modules.published_codes import refuse_codes, way_to_values
 from octavo.modules.quantized import outside, settings_of, wanted
+from octavo.modules.rank_checks import check_ranks, number_layer
 from octavo.modules.split_grouped_linear import SplitGroupedLinear
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
@@ -147,6 +147,7 @@ class GroupedLinear(SplitGroupedLinear):
             self.register_parameter("bias", None)
         self.reset_parameters()
         self._set_up(recipe, fuse_wgrad_accumulation, delay_wgrad_compute, strict)
+        number_layer(self)
 
     def reset_parameters(self) -> None:
         """Initialises the parameters of each group as nn.Linear does, and derives the seed of stochastic rounding anew.

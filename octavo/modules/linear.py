@@ -31,7 +31,6 @@ from octavo.modules.parallel import (
     NOTHING,
     SPLIT,
     Given,
-    check_ranks,
     check_rows,
     local_sizes,
     own_part,
@@ -39,6 +38,7 @@ from octavo.modules.parallel import (
 )
 from octavo.modules.published_codes import refuse_codes
 from octavo.modules.quantized import outside, settings_of, wanted
+from octavo.modules.rank_checks import check_ranks, number_layer
 from octavo.modules.split_linear import SplitLinear, check_bias, check_features
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Parts
@@ -135,6 +135,7 @@ class Linear(SplitLinear, nn.Linear):
         self.return_bias = return_bias
         self.keep_weight_codes = keep_weight_codes
         self._set_up(recipe, fuse_wgrad_accumulation, delay_wgrad_compute, strict)
+        number_layer(self)
 
     def weight_names(self) -> list[str]:
         return ["weight"]

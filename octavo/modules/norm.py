@@ -20,6 +20,7 @@ from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.norm import Config
 from octavo.lower.call import Stage
 from octavo.modules.activation import numbers, values_of
+from octavo.modules.rank_checks import check_parameters
 from octavo.quant import QTensor
 from octavo.values import Value
 
@@ -31,7 +32,9 @@ class _Norm(FusibleOperation, nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     normalized_shape: tuple[int, ...] = ()
-    gradient_group: str | None = None  # the ranks over which the gradients of the parameters are summed
+    shared_by: str | None = None  # the group of ranks that have the same parameters, where they are known
+    sums_gradients = False  # over these ranks
+    _ranks_checked = False  # whether the ranks were found to have them
 
     def __init__(self, eps: float, zero_centered_gamma: bool = False, dims: int = 1) -> None:
         super().__init__()
@@ -86,10 +89,12 @@ class _Norm(FusibleOperation, nn.Module):
         weight, bias = self.weight, self.bias
         if has_shape(x):
             self._check_fits(x, weight, bias)
-        group = self.gradient_group
+        group = self.shared_by
         if group is not None and size_now(group) > 1:
-            name = type(self).__name__
-            weight, bias = [p if p is None else collectives.copy(p, group, name) for p in (weight, bias)]  # type: ignore[assignment]
+            check_parameters(self, group, x, (weight, bias))
+            if self.sums_gradients:
+                name = type(self).__name__
+                weight, bias = [p if p is None else collectives.copy(p, group, name) for p in (weight, bias)]  # type: ignore[assignment]
         grads, key = self._said(x.requires_grad, weight, bias)
         return Stage("norm", key, (weight, bias), (), grads != "")
 
@@ -110,8 +115,12 @@ class _Norm(FusibleOperation, nn.Module):
             >>> octavo.ops.RMSNorm(64).sum_gradients_over(None)(torch.ones(2, 64)).shape
             torch.Size([2, 64])
         """
-        self.gradient_group = name_of(group)
+        self.shared_by, self.sums_gradients = name_of(group), True
         return self
+
+    def op_describe(self) -> str:
+        """Part of the layer contract. Returns the class and the sizes of this norm, for messages."""
+        return f"{type(self).__name__}({', '.join(map(str, self.normalized_shape))})"
 
     def _check_fits(self, x: Tensor | Edge, *parameters: Tensor | None) -> None:
         shape = self.normalized_shape

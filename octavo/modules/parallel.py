@@ -9,7 +9,6 @@ so that x and w have the codes that one process would give them.
 """
 
 import math
-import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
@@ -18,8 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo._torch.cuda import is_capturing
-from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import while_tracing
 from octavo.ambient import process
 from octavo.communication import collectives
@@ -376,46 +373,3 @@ def check_rows(x: Any, where: str) -> None:
             f"{where} with sequence_parallel=True takes x [rows, ..., features], of two dims or more, got "
             f"{tuple(x.shape)}: the first dim is split over ranks. Pass x[None], or leave sequence_parallel out."
         )
-
-
-def check_ranks(layer: Any, parallel: Parallel, recipe: Recipe, x: Any, weight: Tensor, bias: Tensor | None) -> None:
-    """In eager mode, at a layer's first call and on a CPU at each: raise if ranks have different recipes, settings,
-    shapes or gradients to compute. gloo ends a process that receives more than it expects. A GPU would have to be
-    waited for."""
-    if torch.compiler.is_compiling() or (layer._ranks_checked and x.device.type != "cpu"):  # a graph would guard on it
-        return
-    if isinstance(x, FakeTensor) or x.device.type == "meta":
-        return
-    if x.device.type == "cuda" and is_capturing():
-        return
-    layer._ranks_checked = True
-    own = (
-        f"{recipe.key}, parallel_mode={parallel.mode!r}, sequence_parallel={parallel.sequence}, "
-        f"weight {tuple(weight.shape)}, x {x.dtype} {tuple(x.shape)}{_wanted(parallel, x, weight, bias)}"
-    )
-    digest = torch.tensor([zlib.crc32(own.encode())], dtype=torch.int64, device=x.device)
-    found = collectives.gather(digest, parallel.size(), parallel.group, layer.op_describe()).tolist()
-    mine = rank_of(parallel.group)
-    others = [rank for rank, one in enumerate(found) if one != found[mine]]
-    if others:
-        layer._ranks_checked = False
-        raise UnsupportedConfig(
-            f"{layer.op_describe()} is split over {len(found)} ranks, which must call it alike. Rank {mine} has {own}; "
-            f"{_differ(others)}. Give all ranks the same recipe, settings, number of tokens and gradients to compute."
-        )
-
-
-def _wanted(parallel: Parallel, x: Any, weight: Tensor, bias: Tensor | None) -> str:
-    """The settings that decide the collectives of a call and its backward: the gradients that are wanted."""
-    column, sequence = parallel.mode == "column", parallel.sequence
-    wants = {name: torch.is_grad_enabled() and t is not None and t.requires_grad for name, t in
-             (("dx", x), ("dw", weight), ("db", bias))}  # fmt: skip
-    if column and sequence:
-        return f", dx={wants['dx']}, dw={wants['dw']}, gather_again={parallel.gather_again}"
-    if column:
-        return f", dx={wants['dx']}"
-    return f", dx or dw={wants['dx'] or wants['dw']}, db={wants['db']}" if sequence else ""
-
-
-def _differ(others: list[int]) -> str:
-    return f"rank {others[0]} differs" if len(others) == 1 else f"ranks {', '.join(map(str, others))} differ"

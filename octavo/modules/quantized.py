@@ -91,6 +91,8 @@ class Quantized(FusibleOperation, nn.Module):
     strict: bool
     _hidden: HiddenBuffers
     parallel: Parallel | None = None  # how the weight is split over ranks
+    _ranks_checked = False  # whether the ranks were found to call the layer alike
+    _number: tuple[tuple[str, str], int] | None = None  # among the split layers of its kind
     _schedule: RecipeSchedule | None = None  # recipes that the layer changes to at given steps
 
     # -- the weight: subclasses define these -----------------------------------------------------------------------

@@ -17,8 +17,6 @@ from octavo.recipes import Recipe
 class SplitGroupedLinear(Quantized):
     """A linear layer of groups of which a rank may have a part: collectives stand before and after its node."""
 
-    _ranks_checked = False  # whether the ranks were found to call the layer alike
-
     def _stacked_bias(self) -> Tensor | None:
         """Returns the bias [G, N]."""
         raise NotImplementedError

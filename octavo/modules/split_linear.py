@@ -17,7 +17,6 @@ from octavo.modules.parallel import (
     Given,
     Parallel,
     check_blocks,
-    check_ranks,
     check_rows,
     gathered,
     mark_blocks,
@@ -26,6 +25,7 @@ from octavo.modules.parallel import (
 )
 from octavo.modules.published_codes import way_to_values
 from octavo.modules.quantized import Quantized
+from octavo.modules.rank_checks import check_ranks, number_layer
 from octavo.quant import QTensor
 from octavo.quant.qtensor import Parts
 from octavo.recipes import Recipe
@@ -37,7 +37,6 @@ class SplitLinear(Quantized):
     keeps_dtensors = False  # whether the parameters are DTensors, of which kernels get this rank's part
     return_bias: bool
     column_blocks = 1  # of output features, each of which is split by itself if the layer is split by them
-    _ranks_checked = False  # whether the ranks were found to call the layer alike
 
     def _one_call(
         self, x: Any, is_first_microbatch: bool | Tensor | None, fp8_output: bool, as_nodes: bool, given: Given
@@ -173,6 +172,7 @@ sequence_parallel=True)
         if old is not None and self.parallel is not None:
             self.parallel = self.parallel._replace(gather_again=old.gather_again)
         self._ranks_checked = False
+        number_layer(self)
 
     def check_holdable_as_shards(self, what: str, mode: str) -> None:
         """Part of the layer contract. Raises if DTensors cannot take the place of the parameters of a layer that is

@@ -14,7 +14,7 @@ class Wire(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), settings=None):
         if function.namespace == "_c10d_functional" and "wait" not in str(function):
             x = arguments[0]
-            if x.dtype != torch.int64 or x.numel() > 1:  # whether the ranks call the layer alike
+            if x.dtype != torch.int64:  # whether the ranks call the layer alike
                 size = x.numel() * x.element_size()
                 self.sent.append((str(function).split(".")[1], str(x.dtype).split(".")[1], size))
         return function(*arguments, **(settings or {}))
