@@ -89,8 +89,9 @@ class microbatch:
     call that passes its own flag keeps it. Blocks nest, can be entered again, and apply to the thread that enters them.
 
     Args:
-        first: True quantizes the weights into caches, each once; False uses the caches; None does neither, as outside
-            of a block. A tensor of one element leaves the choice to the device: zero means False.
+        first: True quantizes the weights into caches, each once if a torch optimizer updates it; False uses the
+            caches; None does neither, as outside of a block. A tensor of one element leaves the choice to the device:
+            zero means False.
 
     Raises:
         UnsupportedConfig: `first` is none of these.

@@ -472,6 +472,7 @@ def refresh(name: str, key: str, cast: WeightCast) -> None:
 
 
 advanced = [0]  # steps of optimizers that graphs have taken: a graph must not guard on a number that changes
+told: list[Callable[[Sequence[Tensor]], None]] = []  # functions that get the weights of each of these steps
 
 
 @torch.library.custom_op("octavo::advance", mutates_args=())
@@ -479,6 +480,8 @@ def _advance(weights: Sequence[Tensor]) -> None:
     """Advance versions when the graph runs: an optimizer in it is about to write to these weights."""
     torch.autograd.graph.increment_version(list(weights))
     advanced[0] += 1
+    for tell in told:
+        tell(weights)
 
 
 @_advance.register_fake

@@ -93,4 +93,4 @@ class AdoptedGroupedLinear(GroupedLinear):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._scaling.weights_loaded()  # by the other module, just before
+        self._weights_loaded()  # by the other module, just before

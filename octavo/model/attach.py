@@ -80,7 +80,7 @@ class Attachment:
         refresh_layers([layer for _, layer in served])
         for (_path, layer), claim in zip(ours, claims, strict=True):
             if not claim:  # an unattached optimizer may write its weight without raising torch's version counter
-                layer._codes.end_step()
+                layer._codes.end_step(layer)
 
 
 class _Index:

@@ -59,7 +59,7 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
     modules = list(modules)
     in_graph = torch.compiler.is_compiling() or is_capturing()  # a graph can neither read the device back nor count
     for module in modules:
-        module._codes.end_step()
+        module._codes.end_step(module)
         scaling = module._scaling
         if scaling.recipe is not None:
             recipe, states = scaling.recipe, [scaling.state(module, direction) for direction in DIRECTIONS]

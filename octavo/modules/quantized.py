@@ -180,7 +180,7 @@ class Quantized(FusibleOperation, nn.Module):
         path: str = "",
     ) -> None:
         """Sets the settings, and makes the buffers that the recipe needs."""
-        optimizer_hooks.listen()
+        optimizer_hooks.listen(self)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.strict = strict
@@ -551,15 +551,17 @@ class Quantized(FusibleOperation, nn.Module):
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        new._unplaced = True
-        if new._scaling.recipe is not None:
-            scaling.listen(new)
+        new._listen()
         return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        optimizer_hooks.listen()  # the unpickling process may have made no layer yet
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._listen()
+
+    def _listen(self) -> None:
+        """Makes a copy, or a layer from a file, hear the steps of optimizers."""
         self._unplaced = True
+        optimizer_hooks.listen(self)
         if self._scaling.recipe is not None:
             scaling.listen(self)
 
@@ -594,7 +596,12 @@ class Quantized(FusibleOperation, nn.Module):
         self._settle_with_weight()
         self._unplaced = True  # FSDP may keep the weight elsewhere than calls have it
         if any(prefix + name in state_dict for name in self.weight_names()):
-            self._scaling.weights_loaded()
+            self._weights_loaded()
+
+    def _weights_loaded(self) -> None:
+        """Notes that weights were loaded."""
+        self._scaling.weights_loaded()
+        self._codes.note_load()
 
     def _reset_state(self) -> None:
         """Makes the state as at construction: storage of a tensor from the meta device has no values yet."""

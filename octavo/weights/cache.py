@@ -8,11 +8,13 @@ A checkpoint keeps weights, not codes of them.
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from octavo._torch.autograd import preserve_version_counter
 from octavo._torch.cuda import is_capturing
 from octavo._torch.fakes import FakeTensor, as_real_as
 from octavo._torch.tensors import StorageWeakRef
@@ -24,6 +26,13 @@ from octavo.recipes import Recipe
 from octavo.weights.codes import Kind, quantize_into
 from octavo.weights.held import HeldWeight
 from octavo.weights.optimizer_hooks import heard, owner_of
+
+UPDATED = "an optimizer has stepped"
+LOADED = "load_state_dict has written to it"
+CAPTURED = "an optimizer's step was captured in a CUDA graph, and nothing tells of its replays"
+_UNSEEN = "and no torch optimizer holds this weight, so that an update would not be seen"
+_OTHERS = f"another weight's optimizer has stepped, {_UNSEEN}"
+_ENDED = f"octavo.step ended a training step, {_UNSEEN}"
 
 BUFFER_NAMES = {
     orientation: tuple(f"weight_{orientation}_{part}" for part in ("codes", "scale", "level2"))
@@ -47,10 +56,13 @@ class WeightCache:
         self._steps = 0  # of optimizers, when the codes were made or last checked
         self._ended = False  # whether a training step has ended since
         self._owners: list[weakref.ref[Any]] = []  # optimizers that were found to update the weights
+        # a graph cannot read a version. It guards on these two, which Python outside of it writes:
+        self.stale = ""  # why the codes that graphs read may be those of an older weight
+        self.captured = ""  # why they are that after any refresh
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy. Its weight is another tensor, so its cache is cold."""
-        return {**self.__dict__, "_weights": None, "_states": [], "_owners": [], "entry": None}
+        return {**self.__dict__, "_weights": None, "_states": [], "_owners": [], "entry": None, "captured": ""}
 
     def parts(self, module: Any, orientation: str) -> Parts:
         buffers = module._hidden._buffers
@@ -74,10 +86,12 @@ class WeightCache:
         scaling: Sequence[Tensor] = (),
         skip: Tensor | None = None,
         agreed: Sequence[Tensor] = (),
+        repeated: bool = False,
     ) -> None:
         """Quantize `weight` into the module's buffers, making those that are missing. A column that is there stays in
         use. Without `scaling` a delayed recipe's scale is the weight's own. Where `skip`, on the device, is not zero,
-        the codes do not change."""
+        the codes do not change. `repeated`: nothing tells that the weight has changed, so that a backward that needs
+        the old codes may read the new ones."""
         with as_real_as(weight), torch.no_grad():
             if self.recipe != recipe:
                 self.drop(module)
@@ -86,15 +100,19 @@ class WeightCache:
             row, columns = self.parts(module, "row"), self.parts(module, "column")
             known = self._weights
             self._weights = None  # unknown until the cast is done
-            quantize_into(kind, WeightCast(weight, row, columns, amaxes, scaling, skip, agreed))
+            with preserve_version_counter((*row, *columns)) if repeated else nullcontext():
+                quantize_into(kind, WeightCast(weight, row, columns, amaxes, scaling, skip, agreed))
         if skip is not None:  # the host cannot tell whether the codes changed: it keeps what it knew
             self._weights = known
             return
         parts = module.weight_parts()
         if known is None or any([ref() is not w for ref, w in zip(known, parts, strict=True)]):
             self._owners = []  # owners of other weights
-        self.recipe, self._weights, self._states = recipe, [weakref.ref(w) for w in parts], [state_of(w) for w in parts]
-        self._steps, self._ended = heard.steps, False
+        self.recipe, self._steps, self._ended = recipe, heard.steps, False
+        if not any([w.is_inference() for w in parts]):  # they have no version: their codes are never trusted
+            self._weights, self._states = [weakref.ref(w) for w in parts], [state_of(w) for w in parts]
+        self.captured = CAPTURED if heard.captures and any([w in heard.captured for w in parts]) else ""
+        self.stale = self.captured
 
     def _reserve(self, module: Any, config: Any, weight: Tensor, column: bool) -> None:
         """Make the buffers that are missing."""
@@ -116,8 +134,7 @@ class WeightCache:
         """Whether nothing indicates that the weights have changed since the codes were made."""
         refs = self._weights
         return (
-            refs is not None and not self._ended and self._steps == heard.steps
-            and not (heard.captures and any([weight in heard.captured for weight in weights]))
+            refs is not None and not self._ended and self._steps == heard.steps and not self.captured
             and all([ref() is weight for ref, weight in zip(refs, weights, strict=True)])
             and self._states == [state_of(weight) for weight in weights]
         )  # fmt: skip
@@ -131,27 +148,58 @@ class WeightCache:
             if then != now:
                 other = "it has another storage"
                 self._refuse(f"from version {then[0]} to {now[0]}" if then[0] != now[0] else other)
-            if heard.captures and weight in heard.captured and not is_capturing():
-                self._refuse("an optimizer's step was captured in a CUDA graph, and nothing tells of its replays")
+        if self.captured and not is_capturing():
+            self._refuse(self.captured)
         if self._ended or self._steps != heard.steps:
-            self._check_owners(weights)
+            if not self.is_heard(weights, search=True):
+                self._refuse(_ENDED if self._ended else _OTHERS)
+            self._steps, self._ended = heard.steps, False
 
-    def end_step(self) -> None:
+    def check_stale(self, module: Any) -> bool:
+        """Refuse codes that a graph is about to read, if Python outside of it has noted that they are stale."""
+        if self.stale in (_OTHERS, _ENDED) and self.is_heard(module.weight_parts(), search=True):
+            self.stale = ""
+        if self.stale:
+            self._refuse(self.stale)
+        return True
+
+    def note_step(self, module: Any, written: set[int], capturing: bool) -> None:
+        """Note that a torch optimizer steps, which writes to the parameters with these ids."""
+        if self.recipe is None or module.parametrized_weights():
+            return
+        weights = module.weight_parts()
+        if any([id(weight) in written for weight in weights]):
+            self.captured = CAPTURED if capturing else self.captured
+            self.stale = self.captured or UPDATED
+        else:
+            self._note_unheard(weights, _OTHERS)
+
+    def note_load(self) -> None:
+        """Note that weights were loaded, where there are codes of them."""
+        self.stale = self.captured or (LOADED if self.recipe is not None else "")
+
+    def end_step(self, module: Any) -> None:
         """Note that a training step has ended: weights that torch's optimizers do not update may have changed
         unseen."""
         self._ended = True
+        if not torch.compiler.is_compiling() and self.recipe is not None and not module.parametrized_weights():
+            self._note_unheard(module.weight_parts(), _ENDED)
 
-    def _check_owners(self, weights: Sequence[Tensor]) -> None:
-        """Refuse a trained weight that no torch optimizer holds. Versions tell of updates by torch's optimizers;
-        anything else, such as an optimizer of copies or of shards, may write to the weight unseen."""
-        unheard = [w for w in weights if w.requires_grad and (self.trained or w.grad is not None)]
-        if len(self._owners) < len(unheard) or any([ref() is None for ref in self._owners]):
-            owners = [owner_of(weight) for weight in unheard]
+    def _note_unheard(self, weights: Sequence[Tensor], why: str) -> None:
+        if not self.stale and not self.is_heard(weights):
+            self.stale = why
+
+    def is_heard(self, weights: Sequence[Tensor], search: bool = False) -> bool:
+        """Whether torch optimizers hold all weights that are trained. Versions tell of their updates; anything else,
+        such as an optimizer of copies or of shards, may write to a weight unseen. `search`: look for optimizers that
+        have not stepped yet, which is slow."""
+        trained = [w for w in weights if w.requires_grad and (self.trained or w.grad is not None)]
+        if len(self._owners) < len(trained) or any([ref() is None for ref in self._owners]):
+            owners = [owner_of(weight, search) for weight in trained]
             if None in owners:
-                what = "octavo.step ended a training step" if self._ended else "another weight's optimizer has stepped"
-                self._refuse(f"{what}, and no torch optimizer holds this weight, so that an update would not be seen")
+                return False
             self._owners = [weakref.ref(owner) for owner in owners]
-        self._steps, self._ended = heard.steps, False
+        return True
 
     def values(self, module: Any) -> Tensor:
         """The whole weight of a module whose weight is codes."""

@@ -8,6 +8,8 @@ differentiate what the closure computed.
 
 import gc
 import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from octavo._torch.cuda import is_capturing
 from octavo.errors import UnsupportedConfig
-from octavo.lower.operators import advanced
+from octavo.lower.operators import advanced, told
 from octavo.weights.held import HeldWeight
 
 _ELSEWHERE = frozenset(("main_grad", "get_main_grad", "decoupled_grad"))  # attributes that a gradient may be in instead
@@ -30,6 +32,7 @@ class _Heard:
 
     def __init__(self) -> None:
         self.eager_steps = 0  # of torch's optimizers, outside of graphs
+        self.layers: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have a cache, which is told of steps
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.pending: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # in a step with a closure
         self.captures = False  # whether a step was captured in a CUDA graph, whose replays nothing tells of,
@@ -44,13 +47,13 @@ class _Heard:
 heard = _Heard()
 
 
-def owner_of(weight: Tensor) -> Optimizer | None:
-    """Return the torch optimizer that updates a weight, and whose steps are observed; None if there is none."""
+def owner_of(weight: Tensor, search: bool) -> Optimizer | None:
+    """Return the torch optimizer that updates a weight, and whose steps are observed; None if there is none. With
+    `search`, one that has not stepped yet is found, too: a slow search, for a weight that is about to be refused."""
     for optimizer in list(heard.optimizers):
         if _has(optimizer, weight):
             return optimizer
-    # one that has not stepped yet: a slow search, for a weight that is about to be refused
-    for thing in gc.get_objects():
+    for thing in gc.get_objects() if search else ():
         if issubclass(type(thing), Optimizer) and "param_groups" in thing.__dict__ and _has(thing, weight):
             heard.optimizers.add(thing)
             found: Optimizer = thing
@@ -62,9 +65,15 @@ def _has(optimizer: Optimizer, weight: Tensor) -> bool:
     return any(p is weight for group in optimizer.param_groups for p in group["params"])
 
 
+def listen(layer: Any) -> None:
+    """Tell a layer's cache of the steps of all optimizers, made before or after this call."""
+    heard.layers.add(layer)
+    _hook_optimizers()
+
+
 @cache
-def listen() -> None:
-    """Observe the steps of all optimizers, made before or after this call."""
+def _hook_optimizers() -> None:
+    told.append(_tell)
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: finish(optimizer))
 
@@ -112,3 +121,12 @@ def _written(optimizer: Optimizer) -> None:
         heard.captures = True
         for p in found:
             heard.captured[p] = True
+    _tell(found)
+
+
+def _tell(written: Sequence[Tensor]) -> None:
+    """Tell the caches of all layers that an optimizer writes to these parameters."""
+    ids, capturing = {id(p) for p in written}, is_capturing()
+    for layer in list(heard.layers):
+        with suppress(UnsupportedConfig):  # of experts whose weights another module has no more
+            layer._codes.note_step(layer, ids, capturing)

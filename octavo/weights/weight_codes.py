@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo._torch.autograd import current_graph_task
 from octavo._torch.fakes import as_real_as
-from octavo._torch.tracing import is_first_in_graph, while_tracing
+from octavo._torch.tracing import is_first_in_graph, is_inside_operator, while_tracing
 from octavo.ambient import ambient, process
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.layers.contract import WeightCast
@@ -46,14 +46,14 @@ class WeightCodes(WeightCache):
         tracing = torch.compiler.is_compiling()
         if "w" in grads and not tracing:
             self.trained = True
-        trusted = again = False
+        trusted = again = repeated = False
         if first is None:
             first = ambient.first
             if tracing:
                 again = first is True and not self._first_in_block()
                 first = False if again else first
             elif first is not None or self.ambient:  # a graph would guard on what is noted
-                first, trusted = self._noted(layer, first, grads, observe)
+                first, trusted, repeated = self._noted(layer, first, grads, observe)
             if first is None or layer.parametrized_weights():  # which by hand is refused, and in a model is one layer
                 return "plain"
         else:
@@ -66,14 +66,24 @@ class WeightCodes(WeightCache):
         if tracing:
             if again and column and not layer._now("_codes.has_columns"):
                 return "plain"  # a graph sees only the buffers that were there at its first call of the layer
+            first = first or layer._now("_codes.is_unversioned")
             self._refresh_in_graph(layer, recipe, first, column, observe, skip, "w" in grads)
+            if is_inside_operator():  # which loses what a graph leaves behind in Python
+                return "codes"
+            if first and skip is None:
+                self.stale = self.captured
+            elif not first and not again:
+                layer._now("_codes.check_stale")
+                if self.stale:  # never now; read here, it is a guard of the graph
+                    raise UnsupportedConfig(self.stale)
             return "codes"
         there = self.recipe == recipe and not self.is_cold
         if not first and there and not trusted:
             self.check_fresh(layer.weight_parts())
         there = there and (not column or self.has(layer, "column"))
         if first or not there:
-            self.refresh(layer, recipe, column=column, observe=observe, skip=skip if there else None)
+            skip = skip if there else None
+            self.refresh(layer, recipe, column=column, observe=observe, skip=skip, repeated=repeated)
         return "codes"
 
     def of_call(self, layer: Any, kind: str, weight: Tensor) -> tuple[Parts, Parts]:
@@ -82,37 +92,44 @@ class WeightCodes(WeightCache):
             return codes_of(weight, "row"), codes_of(weight, "column")
         return self.parts(layer, "row"), self.parts(layer, "column")
 
-    def refresh(self, layer: Any, recipe: Recipe, *, column: bool, observe: bool, skip: Tensor | None = None) -> None:
+    def refresh(
+        self, layer: Any, recipe: Recipe, *, column: bool, observe: bool, skip: Tensor | None = None,
+        repeated: bool = False,
+    ) -> None:  # fmt: skip
         """Quantize the weight into the cache."""
         refuse_shards(layer.weight_parts(), "refresh_weights")
         amaxes, scaling = layer._scaling.of_weight(layer, recipe, observe)
         agreed = layer.agreed_weight_amaxes(recipe, False)
         self.fill(
             layer, layer.whole_weight(), recipe,
-            column=column, amaxes=amaxes, scaling=scaling, skip=skip, agreed=agreed,
+            column=column, amaxes=amaxes, scaling=scaling, skip=skip, agreed=agreed, repeated=repeated,
         )  # fmt: skip
 
-    def _noted(self, layer: Any, first: Flag, grads: str, observe: bool) -> tuple[Flag, bool]:
-        """Return the flag of the block, and whether the cache is used as it is. The flag is noted for a checkpoint,
+    def _noted(self, layer: Any, first: Flag, grads: str, observe: bool) -> tuple[Flag, bool, bool]:
+        """Return the flag of the block, whether the cache is used as it is, and whether the layer was called before in
+        this block. The flag is noted for a checkpoint,
         which recomputes in backward, in any block and thread, and must save what its forward saved. A layer whose last
         training forward was in a block uses the cache there, and refills it only to observe a weight that its forward,
         without gradients, did not observe."""
         if current_graph_task() != -1:
             if not self.ambient:
-                return None, False
+                return None, False, False
             refill = observe and self.ambient == "unobserved"
             if refill:
                 self.ambient = "observed"
-            return refill, self.on_device
+            return refill, self.on_device, False
         if first is not None:
             self.ambient, self.on_device = "observed" if observe else "unobserved", isinstance(first, Tensor)
         elif grads or layer.training:
             self.ambient = ""
+        repeated = False
         if first is True:
-            if self.entry is ambient.outer_first and self.is_fresh(layer.weight_parts()):
-                return False, True  # the layer was called before in this block
+            weights = layer.weight_parts()
+            repeated = self.entry is ambient.outer_first and self.is_fresh(weights)
+            if repeated and self.is_heard(weights):
+                return False, True, True
             self.entry = ambient.outer_first
-        return first, False
+        return first, False, repeated
 
     # -- in a graph ----------------------------------------------------------------------------------------------------
 
@@ -120,7 +137,7 @@ class WeightCodes(WeightCache):
         self, layer: Any, recipe: Recipe, first: bool, column: bool, observe: bool, skip: Tensor | None, trains: bool
     ) -> None:
         """Refresh while a graph is traced: missing buffers are made and filled now, once; the graph refreshes them if
-        `first`. A graph does not check whether a weight has changed."""
+        `first`."""
         layer._now("_codes.make_cache", recipe.key, column, observe and not first, trains)
         cached = self.recipe
         if cached is None or cached.key != recipe.key:  # never now; read here, it is a guard of the graph
@@ -150,6 +167,10 @@ class WeightCodes(WeightCache):
 
     def has_columns(self, layer: Any) -> bool:
         return self.has(layer, "column")
+
+    def is_unversioned(self, layer: Any) -> bool:
+        """Whether nothing tells of writes to the weight: inference tensors have no version."""
+        return any([weight.is_inference() for weight in layer.weight_parts()])
 
     @while_tracing
     def _first_in_block(self) -> bool:

@@ -545,7 +545,7 @@ def test_a_compiled_step_makes_a_cache_stale():
 def test_a_layer_from_a_file_hears_optimizers_too(monkeypatch):
     """In a process that has made none, where nothing listens yet."""
     stored, heard = pickle.dumps(make("fp8-current")), []
-    monkeypatch.setattr(optimizers, "listen", lambda: heard.append(True))
+    monkeypatch.setattr(optimizers, "listen", lambda layer: heard.append(True))
     pickle.loads(stored)
     assert heard
 
