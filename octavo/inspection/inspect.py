@@ -1,6 +1,7 @@
 """`octavo.inspect`: records what a recipe does to every tensor of every layer of a model, while the model trains."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -15,7 +16,7 @@ from octavo.inspection.findings import findings, verdict
 from octavo.inspection.html import page
 from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS
 from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table
-from octavo.inspection.watched import STATS, Switch, Watched, unwatch, watched_class
+from octavo.inspection.watched import STATS, Switch, Watched, is_inspected, watched_class
 from octavo.model.layers import check_model, layers
 from octavo.modules.quantized import UNQUANTIZED, Quantized
 from octavo.text import plural
@@ -44,23 +45,28 @@ class Inspection:
     """
 
     def __init__(self, model: nn.Module, every: int = 1) -> None:
-        self._model, self._every, self._step = model, every, 0
+        self._model, self._every, self._step = weakref.ref(model), every, 0  # weak: the hook outlives a lost block
         self._switch = Switch()  # another one for each entry
         self._kept: dict[str, tuple[LayerState, Tensor]] = {}  # after the block
         self._hook: Any = None
         self._inside = False
-        self._watched: list[Quantized] = []  # in the block; the model may lose one there
 
     # -- the block -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        found = list(layers(self._model))
-        taken = [path for path, layer in found if isinstance(layer, Watched) and layer.inspection.inside]
+        model = self._model()
+        if model is None:
+            raise UnsupportedConfig(
+                "octavo.inspect keeps no model alive, and the one of this block was deleted. Keep the model in a "
+                "variable, and call octavo.inspect(model) again."
+            )
+        found = list(layers(model))
+        taken = [path for path, layer in found if is_inspected(layer)]
         if taken or not found:
             raise UnsupportedConfig(
                 f"octavo.inspect is already inspecting {taken[0] or 'this layer'}. Leave that block first."
                 if taken
-                else f"octavo.inspect watches layers of Octavo, and this {type(self._model).__name__} has none. Call "
+                else f"octavo.inspect watches layers of Octavo, and this {type(model).__name__} has none. Call "
                 "octavo.convert(model, recipe) first."
             )
         unborn = next((path for path, layer in found if layer._place().type == "meta"), None)
@@ -78,7 +84,7 @@ class Inspection:
         except BaseException:
             self._leave()
             raise
-        self._hook = register_optimizer_step_post_hook(self._after_optimizer)
+        self._hook = register_optimizer_step_post_hook(_counter(weakref.ref(self)))
         self._inside = True
         return self
 
@@ -86,12 +92,13 @@ class Inspection:
         try:
             self._kept = {path: (state, stats) for path, state, stats in self._states()}
         finally:
-            self._hook.remove()
+            self._leave()
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_inside"):  # the block was never left, and nobody can read it any more
             self._leave()
 
     def _watch(self, layer: Quantized) -> None:
-        if isinstance(layer, Watched):
-            unwatch(layer)  # it was copied in another block, which has ended
         with torch.inference_mode(False):  # made there, it could not be written to elsewhere
             stats = torch.zeros(SHAPE, dtype=torch.float64, device=layer._place())
         layer._hidden.put(STATS, stats)
@@ -99,16 +106,17 @@ class Inspection:
         if not isinstance(layer, Watched):
             kind: Any = type(layer)
             layer.__class__ = watched_class(kind)
-        self._watched.append(layer)
+        self._switch.layers.add(layer)
 
     def _leave(self) -> None:
-        self._inside = self._switch.inside = self._switch.on = False
-        for layer in self._watched:
-            unwatch(layer)
-        self._watched = []
+        self._inside = False
+        if self._hook is not None:
+            self._hook.remove()
+        self._switch.end()
 
-    def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        own = {id(p) for p in self._model.parameters()}
+    def _after_optimizer(self, optimizer: Optimizer) -> None:
+        model = self._model()
+        own = set() if model is None else {id(p) for p in model.parameters()}
         if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             self.next_step()
 
@@ -230,7 +238,8 @@ class Inspection:
         if not self._inside:
             yield from ((path, state, stats) for path, (state, stats) in self._kept.items())
             return
-        for path, layer in layers(self._model):
+        model = self._model()
+        for path, layer in () if model is None else layers(model):
             stats = layer._hidden._buffers.get(STATS)
             if stats is not None:
                 yield path, _state(layer), stats
@@ -251,7 +260,8 @@ def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
     a CUDA graph that was captured before records nothing. Outside of the block the layers are as they were.
 
     Args:
-        model: a module with Octavo layers. The block changes their classes, and restores them.
+        model: a module with Octavo layers. The block changes their classes, and restores them. It keeps no reference
+            to the model, so that you must.
         every: measure one step of this many, as optimizers count them, or `report.next_step()`.
 
     Returns:
@@ -275,6 +285,17 @@ def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
     if type(every) is not int or every < 1:
         raise UnsupportedConfig(f"octavo.inspect(every=) is an int from 1 up, got {every!r}. 10 measures a tenth.")
     return Inspection(model, every)
+
+
+def _counter(inspection: "weakref.ref[Inspection]") -> Callable[..., None]:
+    """A hook of optimizers that counts steps for an inspection, and does not keep it alive."""
+
+    def count(optimizer: Optimizer, *_: Any) -> None:
+        found = inspection()
+        if found is not None:
+            found._after_optimizer(optimizer)
+
+    return count
 
 
 def _named(numbers: list[float]) -> dict[str, Any]:

@@ -19,7 +19,8 @@ The call is `digest|layer|presence|recorded|config`, as of `octavo.lower.operato
 tensor; `recorded` is "x" if inspect_rows has recorded it.
 """
 
-from collections.abc import Sequence
+import weakref
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -27,11 +28,12 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
+from octavo._torch.tracing import while_tracing
 from octavo.ambient import ambient
 from octavo.fuser.operation import WATCHED
 from octavo.inspection.measure import Call, record_input_gradient, record_rows
 from octavo.lower.call import Stage
-from octavo.lower.operators import DIGEST
+from octavo.lower.operators import DIGEST, layer_named
 from octavo.lower.packing import pack
 from octavo.modules.parallel import Parallel
 from octavo.modules.quantized import SEED, Quantized
@@ -41,80 +43,78 @@ STATS = "inspection_stats"  # the hidden buffer
 
 
 class Switch:
-    """The state of a block, which its layers share, and copies of them: a copy that outlives the block runs as ever."""
+    """The state of a block, which its layers share, and copies of them that are made in it."""
 
     def __init__(self) -> None:
         self.inside = False  # whether the block is entered: layers then run by themselves
         self.on = False  # whether they record, too
+        self.layers: weakref.WeakSet[Quantized] = weakref.WeakSet()  # the model may lose one in the block
+
+    def end(self) -> None:
+        """Make all layers as they were outside of the block."""
+        self.inside = self.on = False
+        for layer in list(self.layers):
+            unwatch(layer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Switch":
         return self
 
 
-class Watched(Quantized):
-    """The node of a layer that is inspected. `watched_class` puts it in front of the layer's own class."""
+OFF = Switch()  # of a layer that is in no block
 
-    inspection: Switch
+
+class Watched(Quantized):
+    """The node of a layer that is inspected. `watched_class` puts it in front of the layer's own class. The block may
+    end in another thread while one of these methods runs, and `self` then has its own class again: each asks for the
+    block's switch, its buffer and its own methods once, by functions that stand that."""
 
     def why_not_fusible(self, x: Any) -> str:
-        return WATCHED if self.inspection.inside else super().why_not_fusible(x)
+        own: str = _own(self, "why_not_fusible")(x)
+        return WATCHED if _switch(self).inside else own
 
     def split(self) -> Parallel | None:
-        parallel = super().split()
-        if parallel is None or not parallel.gather_again or not self.inspection.inside:
+        parallel: Parallel | None = _own(self, "split")()
+        if parallel is None or not parallel.gather_again or not _switch(self).inside:
             return parallel
         return parallel._replace(gather_again=False)  # backward measures dw from x's codes of all ranks, too
 
     def _run_node(self, stage: Stage, x: Any, as_nodes: bool, shape: tuple[int, ...] | None = None) -> Any:
-        if not self.inspection.on or any([type(buffer) is GradientCodes for buffer in stage.buffers]):
-            return super()._run_node(stage, x, as_nodes, shape)
-        stats: Any = self._hidden._buffers[STATS]
+        run, stats = _own(self, "_run_node"), self._hidden._buffers.get(STATS)
+        records = _switch(self).on and stats is not None
+        if not records or any([type(buffer) is GradientCodes for buffer in stage.buffers]):
+            return run(stage, x, as_nodes, shape)
         link = None
         if x is not None and x.requires_grad and torch.is_grad_enabled():
             x, link = torch.ops.octavo.inspect_x(x, stats)
-        made = super()._run_node(stage, x, as_nodes, shape)
+        made = run(stage, x, as_nodes, shape)
         tensors: list[Tensor] = []
-        recorded = "x" if self._now("_gathers_codes", stage.key) else ""
-        presence = self._packed(stage, x, tensors)
-        call = DIGEST + "|" + stage.name + "|" + presence + "|" + recorded + "|" + stage.key
-        if not torch.compiler.is_compiling():
-            self.__dict__["inspected_recipe"] = self.LAYER.config(stage.key).recipe.key
-        y = self._values_of_y(stage, made)
-        return torch.ops.octavo.inspect_y(y, link, [t.detach() for t in tensors], stats, call), *made[1:]
+        takes_codes, returns_codes, recipe = _settings(stage.name, stage.key)
+        parallel = self.split()
+        gathers = parallel is not None and parallel.mode == "column" and parallel.sequence
+        presence = _packed(self, stage, x, tensors)
+        call = DIGEST + "|" + stage.name + "|" + presence + "|" + ("x" if gathers and takes_codes else "") + "|"
+        if not torch.compiler.is_compiling() and _switch(self).inside:
+            self.__dict__["inspected_recipe"] = recipe
+        y = self._quantized_output(made, made[0]).dequantize() if returns_codes else made[0]  # type: ignore[operator]
+        return torch.ops.octavo.inspect_y(y, link, [t.detach() for t in tensors], stats, call + stage.key), *made[1:]
 
     def rows_to_gather(self, x: Tensor, codes: QTensor) -> QTensor:
-        if not self.inspection.on:
+        stats = self._hidden._buffers.get(STATS)
+        if not _switch(self).on or stats is None:
             return codes
         recipe = self._recipe or self._followed(ambient.recipe)
         parts = [t.view(torch.uint8) if t is codes.codes else t for t in codes.tensors()]
-        seen = torch.ops.octavo.inspect_rows(x, parts, self._hidden._buffers[STATS], recipe.key).view(codes.codes.dtype)
+        seen = torch.ops.octavo.inspect_rows(x, parts, stats, recipe.key).view(codes.codes.dtype)
         return QTensor(seen, codes.scale, codes.spec, codes.shape, codes.dtype, codes.global_scale)
 
-    def _gathers_codes(self, key: str) -> bool:
-        """Whether the codes of x in this call were gathered."""
-        parallel = self.split()
-        gathers = parallel is not None and parallel.mode == "column" and parallel.sequence
-        return gathers and self.LAYER.config(key).x == "codes"
-
-    def _packed(self, stage: Any, x: Any, tensors: list[Tensor]) -> str:
-        """Add the call's tensors to a list, without those that it writes to, and return which there are."""
-        fields = [x if isinstance(x, Tensor) else None, *stage.inputs]
-        for place, name in enumerate(self.LAYER.Inputs._fields):
-            if name == "seen":
-                fields[place] = ()
-            elif name == "out":
-                fields[place] = None
-        return pack([*fields, self._hidden._buffers.get(SEED)], tensors)
-
-    def _values_of_y(self, stage: Stage, made: Sequence[Tensor]) -> Tensor:
-        """y, or the values of its codes with the gradient of its token."""
-        if not self._now("_returns_codes", stage.key):
-            return made[0]
-        values: Tensor = self._quantized_output(made, made[0]).dequantize()  # type: ignore[operator]
-        return values
-
-    def _returns_codes(self, key: str) -> bool:
-        return getattr(self.LAYER.config(key), "quantize_output", False)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Quantized:
+        """Copies the layer into the block, whose end makes the copy as it was outside, too."""
+        new: Quantized = _own(self, "__deepcopy__")(memo)
+        switch = _switch(new)
+        switch.layers.add(new)
+        if not switch.inside:  # it ended meanwhile
+            unwatch(new)
+        return new
 
     def _tear_down(self) -> None:
         super()._tear_down()
@@ -139,9 +139,7 @@ def unwatch(layer: Quantized) -> None:
     kind = vars(type(layer)).get("_inspected_class")
     if kind is not None:
         layer.__class__ = kind
-    _drop_stats(layer)
-    if not isinstance(layer, Watched):
-        _forget(layer)
+    _forget(layer)
 
 
 def _drop_stats(layer: Quantized) -> None:
@@ -153,6 +151,43 @@ def _forget(layer: Quantized) -> None:
     _drop_stats(layer)
     for name in ("inspection", "inspected_recipe"):
         vars(layer).pop(name, None)
+
+
+def _switch(layer: Any) -> Switch:
+    """The switch of the block that a layer is in."""
+    found: Switch = getattr(layer, "inspection", OFF)
+    return found
+
+
+def is_inspected(layer: Any) -> bool:
+    """Whether a layer is in a block that is entered."""
+    return _switch(layer).inside
+
+
+def _own(layer: Any, name: str) -> Any:
+    """A method of the layer's own class."""
+    try:
+        return getattr(super(Watched, layer), name)
+    except TypeError:  # the block has ended: the layer has its class again
+        return getattr(layer, name)
+
+
+@while_tracing
+def _settings(name: str, key: str) -> tuple[bool, bool, str]:
+    """Whether a call takes x as codes, whether it returns y as codes, and its recipe."""
+    config = layer_named(name).config(key)
+    return config.x == "codes", getattr(config, "quantize_output", False), config.recipe.key
+
+
+def _packed(layer: Any, stage: Stage, x: Any, tensors: list[Tensor]) -> str:
+    """Add the call's tensors to a list, without those that it writes to, and return which there are."""
+    fields = [x if isinstance(x, Tensor) else None, *stage.inputs]
+    for place, name in enumerate(layer.LAYER.Inputs._fields):
+        if name == "seen":
+            fields[place] = ()
+        elif name == "out":
+            fields[place] = None
+    return pack([*fields, layer._hidden._buffers.get(SEED)], tensors)
 
 
 @cache
