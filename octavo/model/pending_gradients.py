@@ -17,8 +17,6 @@ def warn_of_pending(layers: Iterable[tuple[str, Quantized]]) -> None:
         return
     late = []
     for path, layer in layers:
-        if not layer.delay_wgrad_compute:
-            continue
         mailbox = layer._wgrad.mailbox
         number = mailbox.waiting()
         if number and not mailbox.said:

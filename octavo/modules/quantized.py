@@ -429,12 +429,16 @@ class Quantized(FusibleOperation, nn.Module):
 
         Call it once for each backward: each call takes the oldest one that is pending, and adds the gradient to
         `weight.grad` or to `weight.main_grad`. Hooks of the weight fire here, once. If the call raises, call it again:
-        no gradient is lost or added twice. Without `delay_wgrad_compute` the call does nothing; without a pending
-        backward it warns and does nothing.
+        no gradient is lost or added twice. A gradient that waits is computed even if `delay_wgrad_compute` is False by
+        now, and a weight of the same shape that replaced the old one receives it. If none waits, or the weight is
+        frozen, the call does nothing, and warns if `delay_wgrad_compute` is on or a gradient waits.
 
         Raises:
-            UnsupportedConfig: the weight is sharded; the program wrote to an unquantized operand since backward;
-                `weight.main_grad` is missing; or a CUDA graph captured the backward and not this call, or the reverse.
+            UnsupportedConfig: the weight is sharded or parametrized; the program wrote to an unquantized operand since
+                backward; `weight.main_grad` is missing; or a CUDA graph captured the backward and not this call, or the
+                reverse.
+            UnsupportedShape: since that backward the weight was replaced by one of another shape, or moved to another
+                device.
 
         Example:
             >>> layer = octavo.Linear(8, 4, delay_wgrad_compute=True)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from octavo._torch.fakes import FakeTensor
-from octavo.errors import UnsupportedConfig, warn
+from octavo.errors import UnsupportedConfig, UnsupportedShape, warn
 from octavo.quant.qtensor import Parts
-from octavo.wgrad.mailbox import Computed, Letter, Mailbox, Posted, operands_of
+from octavo.text import plural
+from octavo.wgrad.mailbox import Computed, Form, Letter, Mailbox, Outbox, Posted, operands_of
 from octavo.wgrad.main_grad import MainGrad, graph_buffers
 from octavo.wgrad.refusals import refuse_shards
 
@@ -47,7 +48,7 @@ class WeightGradient:
             device = layer.weight_parts()[0].device
             return buffers, torch.empty(0, dtype=torch.float32, device=device) if delay else None
         target = MainGrad(layer.weight_parts(), main_grad) if main_grad and not delay else None
-        return target, self.mailbox if delay else None
+        return target, Outbox(self.mailbox, _form(layer)) if delay else None
 
     def post(self, layer: Any, key: str, extras: Sequence[Tensor], codes: Parts) -> None:
         """Put the operands of dw that a graph's node made into the mailbox, without reading it: the compiler guards on
@@ -56,7 +57,7 @@ class WeightGradient:
             return
         start, stop = layer._now("_wgrad.post_span", key)
         box = self.mailbox
-        box.posted = (Posted(key, tuple(extras[start:stop]), codes), box.posted)
+        box.posted = (Posted(_form(layer), key, tuple(extras[start:stop]), codes), box.posted)
 
     def post_span(self, layer: Any, key: str) -> tuple[int, int]:
         """The places of dw's operands among the tensors that a node makes besides y."""
@@ -64,27 +65,41 @@ class WeightGradient:
         return start - 1, stop - 1
 
     def deliver(self, layer: Any) -> None:
-        """Compute dw of the oldest backward that left it out, and add it to `weight.grad` or to `weight.main_grad`."""
+        """Compute dw of the oldest backward that left it out, and add it to `weight.grad` or to `weight.main_grad`: also
+        if the layer delays none by now, or has another weight of that shape."""
         weights = layer.weight_parts()
-        if not layer.delay_wgrad_compute or not any(weight.requires_grad for weight in weights):
+        number, trained = len(self.mailbox), any([weight is None or weight.requires_grad for weight in weights])
+        if number == 0 and not (trained and layer.delay_wgrad_compute):
             return
         refuse_shards(weights, "delay_wgrad_compute=True")
-        letter = self.mailbox.take()
-        if letter is None:
+        if number == 0:
             warn(
                 "backward_dw() has no backward to finish, and does nothing: each call takes one backward that has run "
                 "with delay_wgrad_compute=True, oldest first. Call it once for each.",
                 stacklevel=3,
             )
             return
+        if not trained:
+            warn(
+                f"backward_dw() does nothing: {plural(number, 'weight gradient')} of {layer.op_describe()} cannot be "
+                "added to weights with requires_grad=False. Set it to True and repeat the call, or drop what waits "
+                "with discard_dw().",
+                stacklevel=3,
+            )
+            return
+        letter = self.mailbox.take()
         try:
+            layer.refuse_parametrized("backward_dw()")
+            _check_weights(layer, weights, letter.weight)
             parts = letter.parts if isinstance(letter, Computed) else _computed(layer, letter, weights)
         except BaseException:
             self.mailbox.put_back(letter)
             raise
-        self._accumulate(weights, parts, letter.captured)
+        self._accumulate(weights, parts, letter.weight, letter.captured)
 
-    def _accumulate(self, weights: Sequence[nn.Parameter], parts: Sequence[Tensor | None], captured: bool) -> None:
+    def _accumulate(
+        self, weights: Sequence[nn.Parameter], parts: Sequence[Tensor | None], form: Form, captured: bool
+    ) -> None:
         """Add dw to `.grad` as any backward does, hooks included."""
         before = [(weight.grad, _version(weight.grad)) for weight in weights]
         pairs = [(weight, part) for weight, part in zip(weights, parts, strict=True) if part is not None]
@@ -97,8 +112,25 @@ class WeightGradient:
                 for weight, part, (grad, version) in zip(weights, parts, before, strict=True)
             )
             if any(part is not None for part in rest):
-                self.mailbox.put_back(Computed(rest, captured))
+                self.mailbox.put_back(Computed(form, rest, captured))
             raise
+
+
+def _form(layer: Any) -> Form:
+    weight = layer.weight_parts()[0]
+    return Form(tuple(weight.shape), weight.device)
+
+
+def _check_weights(layer: Any, weights: Sequence[nn.Parameter | None], form: Form) -> None:
+    """Raise if a weight that was replaced since forward cannot take dw."""
+    for name, weight in zip(layer.weight_names(), weights, strict=True):
+        found = None if weight is None else Form(tuple(weight.shape), weight.device)
+        if found != form:
+            raise UnsupportedShape(
+                f"A backward of {layer.op_describe()} left a gradient of shape {form}, and {name} is {found} now. Call "
+                "backward_dw() before the weight is replaced or moved, put such a weight back, or drop what waits with "
+                "discard_dw()."
+            )
 
 
 def _computed(layer: Any, letter: Letter | Posted, weights: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:

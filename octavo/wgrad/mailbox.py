@@ -13,15 +13,27 @@ compiler's graph posted do not.
 from collections import deque
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from octavo._torch.cuda import is_capturing
 from octavo.errors import UnsupportedConfig
 
 
+class Form(NamedTuple):
+    """What a layer's weight, or each of its weights, was at forward: dw has this form."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+
+    def __str__(self) -> str:
+        return f"{self.shape} on {self.device}"
+
+
 class Letter(NamedTuple):
     """The operands of one microbatch's dw."""
 
+    weight: Form
     config: Any  # of the layer
     operands: tuple[Any, ...]
     versions: tuple[int, ...]  # of the operands that are the caller's own tensors
@@ -31,6 +43,7 @@ class Letter(NamedTuple):
 class Posted(NamedTuple):
     """The operands of one microbatch's dw, from a graph."""
 
+    weight: Form
     key: str  # of its config
     mail: tuple[Tensor, ...]
     x: tuple[Tensor, ...]  # as it was given, where no codes of it were made
@@ -40,6 +53,7 @@ class Posted(NamedTuple):
 class Computed(NamedTuple):
     """A dw that was computed, and `main_grad` written to, before a hook of a weight raised."""
 
+    weight: Form
     parts: tuple[Tensor | None, ...]  # one for each weight; None where it has arrived, or nothing is to
     captured: bool
 
@@ -77,9 +91,9 @@ class Mailbox:
         self._collect()
         return sum(not letter.captured for letter in self._letters)
 
-    def put(self, config: Any, *operands: Any) -> None:
+    def put(self, weight: Form, config: Any, operands: tuple[Any, ...]) -> None:
         self._collect()
-        self._letters.append(Letter(config, operands, _versions(operands), is_capturing()))
+        self._letters.append(Letter(weight, config, operands, _versions(operands), is_capturing()))
 
     def _collect(self) -> None:
         """Move what graphs have posted to the queue."""
@@ -89,15 +103,13 @@ class Mailbox:
             newest_first.append(letter)
         self._letters.extend(reversed(newest_first))
 
-    def __deepcopy__(self, memo: Any) -> "Mailbox":
-        """Return an empty mailbox: a copy of a layer has run no backward."""
-        return Mailbox()
+    def __reduce__(self) -> Any:
+        """Make the copy of a copied or pickled layer empty: that layer has run no backward."""
+        return Mailbox, ()
 
-    def take(self) -> Letter | Posted | Computed | None:
-        """Take the operands of the oldest microbatch; None if none wait."""
+    def take(self) -> Letter | Posted | Computed:
+        """Take the operands of the oldest microbatch. Some must wait."""
         self._collect()
-        if not self._letters:
-            return None
         self._check_capture(is_capturing())
         return self._letters.popleft()
 
@@ -133,3 +145,13 @@ class Mailbox:
         count = len(self._letters) - len(kept)
         self._letters = deque(kept)
         return count
+
+
+class Outbox(NamedTuple):
+    """What one call's backward gets of the mailbox: it notes the weight that the call multiplied by."""
+
+    mailbox: Mailbox
+    weight: Form
+
+    def put(self, config: Any, *operands: Any) -> None:
+        self.mailbox.put(self.weight, config, operands)
