@@ -17,6 +17,18 @@ def span(t: Tensor) -> tuple[int, int]:
     return first, first + (last + 1) * t.element_size()
 
 
+def overlaps_itself(t: Tensor) -> bool:
+    """Whether two elements of a tensor may lie in one place, as those of an expanded one do."""
+    if t.is_contiguous():
+        return False
+    reach = 0  # the place of the last element in the dims of smaller steps
+    for step, n in sorted([(step, n) for n, step in zip(t.shape, t.stride(), strict=True) if n > 1]):
+        if step <= reach:
+            return True
+        reach += (n - 1) * step
+    return False
+
+
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the spans of two tensors overlap, so that they may share memory."""
     first, end = span(a)

@@ -65,8 +65,8 @@ class WeightGradient:
         return start - 1, stop - 1
 
     def deliver(self, layer: Any) -> None:
-        """Compute dw of the oldest backward that left it out, and add it to `weight.grad` or to `weight.main_grad`: also
-        if the layer delays none by now, or has another weight of that shape."""
+        """Compute dw of the oldest backward that left it out, and add it to `weight.grad` or `weight.main_grad`, even
+        if `delay_wgrad_compute` is off by now or the weight was replaced by one of its shape."""
         weights = layer.weight_parts()
         number, trained = len(self.mailbox), any([weight is None or weight.requires_grad for weight in weights])
         if number == 0 and not (trained and layer.delay_wgrad_compute):

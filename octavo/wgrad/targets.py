@@ -1,14 +1,15 @@
 """Destinations of a weight gradient besides `weight.grad`: buffers to accumulate in, or a mailbox for its operands."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from octavo._torch.foreach import foreach_add_, foreach_copy_
-from octavo.errors import UnsupportedDtype, UnsupportedShape
-from octavo.memory import joined_rows
+from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
+from octavo.memory import joined_rows, overlaps_itself, span
 
 
 class Mail(Protocol):
@@ -55,7 +56,7 @@ class Target:
 
     def open(self, rows: int, columns: int) -> Tensor:
         """The buffers as [rows, columns], to write to or add to."""
-        matrix, self._loose = open_buffers(self.buffers, rows, columns, self.buffers[0].device)
+        matrix, self._loose = open_buffers(self.buffers, rows, columns)
         return matrix
 
     def close(self) -> None:
@@ -92,14 +93,12 @@ class LazyTarget:
         self.done()
 
 
-def open_buffers(
-    buffers: Sequence[Tensor], rows: int, columns: int, device: torch.device
-) -> tuple[Tensor, Tensor | None]:
+def open_buffers(buffers: Sequence[Tensor], rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
     """Gradient buffers, of one weight or of several below each other, as one matrix [rows, columns]: a view. Where they
     are not adjacent in memory, or a weight is frozen, both results are a matrix of zeros, which `spread` adds or copies
     to the buffers."""
     each = rows // len(buffers)
-    parts = [gradient_matrix(t, each, columns, device) for t in buffers if not is_nothing(t)]
+    parts = [gradient_matrix(t, each, columns) for t in buffers if not is_nothing(t)]
     if len(buffers) == 1:
         return parts[0], None
     for buffer, part in zip((t for t in buffers if not is_nothing(t)), parts, strict=True):
@@ -111,7 +110,10 @@ def open_buffers(
     joined = joined_rows(parts) if len(parts) == len(buffers) else None
     if joined is not None:
         return joined, None
-    loose = torch.zeros(rows, columns, dtype=torch.float32, device=device)
+    spans = sorted([span(part) for part in parts])
+    if any([end > start for (_, end), (start, _) in pairwise(spans)]):
+        raise UnsupportedConfig("weight.main_grad of two groups overlap. Give each group memory of its own.")
+    loose = torch.zeros(rows, columns, dtype=torch.float32, device=buffers[0].device)
     return loose, loose
 
 
@@ -135,23 +137,27 @@ def spread(loose: Tensor, buffers: Sequence[Tensor], mode: str) -> None:
         foreach_copy_(into, parts)
 
 
-def gradient_matrix(buffer: Tensor, rows: int, columns: int, device: torch.device) -> Tensor:
+def gradient_matrix(buffer: Tensor, rows: int, columns: int) -> Tensor:
     """A weight's gradient buffer as [rows, columns], a view."""
-    got = f"{buffer.dtype} {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"
     if buffer.dtype not in (torch.float32, torch.bfloat16):
-        raise UnsupportedDtype(f"weight.main_grad must be float32 or bfloat16, got {got}.")
-    if buffer.device != device or buffer.numel() != rows * columns:
+        raise UnsupportedDtype(f"weight.main_grad must be float32 or bfloat16, got {_shown(buffer)}.")
+    if buffer.numel() != rows * columns:
         raise UnsupportedShape(
-            f"weight.main_grad must hold {rows} x {columns} = {rows * columns} elements on {device}, got {got}."
+            f"weight.main_grad must hold {rows} x {columns} = {rows * columns} elements, got {_shown(buffer)}."
+        )
+    if overlaps_itself(buffer):
+        raise UnsupportedShape(
+            f"weight.main_grad must have memory for each element of dw, and elements of this one overlap: "
+            f"{_shown(buffer)}. Set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)."
         )
     try:
-        overlaps = any(n > 1 and step == 0 for n, step in zip(buffer.shape, buffer.stride(), strict=True))
-        matrix = None if overlaps else buffer.detach().view(rows, columns)
+        return buffer.detach().view(rows, columns)
     except RuntimeError:
-        matrix = None
-    if matrix is None:
         raise UnsupportedShape(
             f"weight.main_grad must be viewable as {(rows, columns)}, so that dw lands in it and not in a copy; got "
-            f"{got}. Make it contiguous."
-        )
-    return matrix
+            f"{_shown(buffer)}. Make it contiguous."
+        ) from None
+
+
+def _shown(buffer: Tensor) -> str:
+    return f"{buffer.dtype} {tuple(buffer.shape)} with strides {buffer.stride()} on {buffer.device}"

@@ -1,6 +1,7 @@
 """fuse_wgrad_accumulation under torch.compile: dw goes into weight.main_grad, bit for bit as in eager mode."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -140,3 +141,30 @@ def test_compiled_and_eager_microbatches_share_a_gradient_buffer(recipe):
         for i, y in enumerate(outputs):
             y.backward(spiky(24, 40, seed=9 + i))
     assert_same(layer.weight.main_grad, twin.weight.main_grad)
+
+
+def made_in_inference_mode():
+    with torch.inference_mode():
+        return torch.zeros(N, K)
+
+
+WRONG = {
+    "a list": (lambda: [0.0], "is a list"),
+    "on meta": (lambda: torch.zeros(N, K, device="meta"), "on meta, where"),
+    "inference": (made_in_inference_mode, "made in torch.inference_mode()"),
+    "overlaps": (lambda: torch.zeros(N * K).as_strided((N, K), (1, 1)), "overlap"),
+}
+
+
+@pytest.mark.parametrize("getter", [False, True], ids=["main_grad", "get_main_grad"])
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_a_buffer_that_dw_cannot_be_added_to_is_refused(wrong, getter):
+    layer, (form, words) = make("fp8-current", fuse_wgrad_accumulation=True), wrong
+    held = form()
+    if getter:
+        layer.weight.get_main_grad = lambda: held
+    else:
+        layer.weight.main_grad = held
+    x, dy = batch(0)
+    with pytest.raises(Exception, match=re.escape(words)):
+        compiled(layer)(x).backward(dy)

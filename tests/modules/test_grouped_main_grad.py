@@ -329,6 +329,22 @@ def test_an_empty_buffer_of_a_trained_weight_is_refused():
         step(layer, *batch())
 
 
+@layouts
+def test_a_buffer_on_another_device_is_refused(layout):
+    layer = fused("fp8-current", layout)
+    give(layer, torch.zeros(G, N, K, device="meta"))
+    with pytest.raises(UnsupportedConfig, match="on meta, where its weight is on cpu"):
+        step(layer, *batch())
+
+
+def test_one_buffer_for_two_groups_is_refused():
+    layer, one = fused("fp8-current", LAYOUTS["per group"]), torch.zeros(N, K)
+    give(layer, [one, torch.zeros(N, K), one])
+    with pytest.raises(UnsupportedConfig, match=r"weight.main_grad of two groups overlap"):
+        step(layer, *batch())
+    assert not one.any()
+
+
 @pytest.mark.parametrize("buffer", [torch.zeros(K, N).t(), torch.zeros(N, 2 * K)[:, :K]], ids=["turned", "apart"])
 def test_a_buffer_that_takes_a_copy_is_refused(buffer):
     layer = fused("bf16", LAYOUTS["per group"])
