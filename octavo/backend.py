@@ -13,6 +13,7 @@ process, not for one thread, because autograd runs backward on threads of its ow
 import importlib
 import importlib.util
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType, TracebackType
@@ -20,11 +21,12 @@ from types import ModuleType, TracebackType
 import torch
 from torch import Tensor
 
+from octavo._torch.cuda import assert_async
 from octavo.errors import UnsupportedDevice, UnsupportedHardware, check_choice, warn
 
 __all__ = ["choose", "forced", "use"]
 
-CHOICES = ("auto", "strict", "reference", "triton", "emulated")
+CHOICES = ("auto", "strict", "checked", "reference", "triton", "emulated")
 MIN_TRITON_CAPABILITY = (8, 9)  # the first chips that convert float32 to FP8 in hardware
 
 _forces: list["use"] = []  # active forces, the newest last
@@ -48,6 +50,10 @@ class use:
             raises where there are none. "emulated" does too, and multiplies codes in bfloat16 where the chip has a GEMM
             of its own; use it to check that one. "strict" follows the device of each tensor, and raises where the
             chip's own GEMM does not build or fails its probe: without it such a GEMM is emulated, with a warning.
+            "checked" follows the device of each tensor, and has a GPU check values that the host does not read: group
+            sizes, and experts of tokens. A wrong one ends in a device-side assertion, which prints the rule and which
+            the process does not survive. It holds in compiled graphs, and in CUDA graphs that are captured under it; it
+            takes more time. On a CPU these values are always checked, and raise.
             "auto", the default of a process, follows the device of each tensor.
 
     Raises:
@@ -114,6 +120,13 @@ def forced() -> str:
     return _forces[-1].name if _forces else "auto"
 
 
+def check_on_device(rule: Callable[[], Tensor], message: str) -> None:
+    """Under `use("checked")`, has the device assert that `rule()`, a bool tensor of one element, is True. The host does
+    not wait. CUDA prints up to 255 characters of the message."""
+    if forced() == "checked":
+        assert_async(rule(), message)
+
+
 @dataclass(frozen=True)
 class Refusal:
     """The reason why Triton kernels cannot run on a device, and whether the user can fix it."""
@@ -158,7 +171,7 @@ def choose(device: torch.device) -> str:
     if device.type not in ("cpu", "cuda", "meta"):
         raise UnsupportedDevice(f"Octavo runs on cpu and cuda tensors, got one on {device}. Move it to either.")
     force = forced()
-    if force == "reference" or (device.type != "cuda" and force in ("auto", "strict")):
+    if force == "reference" or (device.type != "cuda" and force in ("auto", "strict", "checked")):
         return "reference"
     refusal = triton_refusal(device)
     if refusal is None:

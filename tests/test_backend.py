@@ -89,7 +89,7 @@ def test_use_without_with_lasts():
 
 
 def test_a_name_that_is_no_backend_is_refused():
-    choices = "'auto', 'strict', 'reference', 'triton', 'emulated'"
+    choices = "'auto', 'strict', 'checked', 'reference', 'triton', 'emulated'"
     with pytest.raises(UnsupportedConfig, match=f"backend must be one of {choices}, got 'cuda'"):
         backend.use("cuda")
 

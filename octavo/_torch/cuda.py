@@ -1,4 +1,4 @@
-"""The current device and stream by number, and whether the stream is captured.
+"""The current device and stream by number, whether the stream is captured, and assertions that the device makes.
 
 torch.cuda's own functions check that CUDA is initialised and make objects, at every call. Builds of torch without CUDA
 have none of the private names, and no caller gets to them there.
@@ -11,6 +11,8 @@ import torch
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 set_device: Any = getattr(torch._C, "_cuda_setDevice", None)  # gives a new thread the device's context too
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # the address that a launch takes
+# (condition, message): ends the process where a bool on the device is False, without a host that waits for it
+assert_async: Any = torch._assert_async
 
 
 def is_capturing() -> bool:

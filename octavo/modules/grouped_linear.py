@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from octavo import backend
 from octavo._torch.fakes import FakeTensor
 from octavo._torch.tracing import claim, is_captured, is_inside_operator, is_static, is_watched
 from octavo.ambient import ambient
@@ -40,7 +41,7 @@ from octavo.modules.rank_checks import check_ranks, number_layer
 from octavo.modules.split_grouped_linear import SplitGroupedLinear
 from octavo.quant.gradient_codes import GradientCodes
 from octavo.quant.grouped import GroupedTensor
-from octavo.quant.groups import MAX_GROUPS, split
+from octavo.quant.groups import MAX_GROUPS, check_values, split
 from octavo.quant.qtensor import Parts
 from octavo.quant.quantizer import Quantizer
 from octavo.recipes import LinearQuant, Recipe
@@ -285,7 +286,7 @@ class GroupedLinear(SplitGroupedLinear):
         weights = self.weight_parts()
         check_input("GroupedLinear", x, owner=self)
         self._check_fit(x, weights[0])
-        splits = splits_on(weights[0].device, extras[0], self.num_groups)
+        splits = splits_on(weights[0].device, extras[0], self.num_groups, x.shape[0])
         scales = self._bias_scales(extras[1] if len(extras) > 1 else None, x)
         buffers = CallersMemory(kwargs.get("out"), kwargs.get("dgrad_out"))
         if has_shape(x):
@@ -363,8 +364,8 @@ class GroupedLinear(SplitGroupedLinear):
         if isinstance(input, GroupedTensor):
             input, m_splits, codes = self._codes_of(input, m_splits, weights[0])
         x = self._input(input, weights[0])
-        splits = splits_on(weights[0].device, m_splits, self.num_groups)
         rows, shape = x.flatten(0, -2), (*x.shape[:-1], self.out_features)
+        splits = splits_on(weights[0].device, m_splits, self.num_groups, rows.shape[0])
         scales = self._bias_scales(scales, rows)
         parallel = self.split()
         if parallel is not None:
@@ -452,7 +453,8 @@ class GroupedLinear(SplitGroupedLinear):
             )
         sizes = x.groups.start.diff()
         if splits is not None:
-            _check_same_sizes(sizes, splits_on(own.device, splits, self.num_groups), x.groups.rows)
+            rows = x.groups.rows
+            _check_same_sizes(sizes, splits_on(own.device, splits, self.num_groups, rows), rows)
         quant = (self._recipe or self._allowed(self._followed(ambient.recipe))).linear()
         if x.q.spec != quant.fprop.left or not x.groups.is_ragged:
             return x.dequantize(), sizes, NO_CODES
@@ -617,12 +619,14 @@ class GroupedLinear(SplitGroupedLinear):
         return f"{sizes}, bias={bool(self._bias_names)}, recipe={recipe}, tail={self.tail}{layout}{held}"
 
 
-def splits_on(device: torch.device, splits: Any, number: int, name: str = "m_splits") -> Any:
+def splits_on(device: torch.device, splits: Any, number: int, rows: int, name: str = "m_splits") -> Any:
     """Returns the sizes of that many groups as a tensor on the device. Raises in a graph, which would copy them only at
-    capture. Sizes from inside a run (an Edge) are taken as they are. `name` is the argument's, for messages."""
+    capture, and for sizes on the host that so many `rows` cannot have. Sizes from inside a run (an Edge) are taken as
+    they are. `name` is the argument's, for messages."""
     if type(splits) is Edge:
         return splits
-    if not isinstance(splits, Tensor) or splits.device != device:
+    moves = not isinstance(splits, Tensor) or splits.device != device
+    if moves:
         captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if torch.compiler.is_compiling() or captured:
             raise UnsupportedConfig(
@@ -634,13 +638,15 @@ def splits_on(device: torch.device, splits: Any, number: int, name: str = "m_spl
                 f"{name} must be a tensor or a list of sizes, got {type(splits).__name__}. Give one size for each "
                 "group."
             )
-        given = splits if isinstance(splits, Tensor) else _sizes_of(splits, name)
-        splits = given.to(device, non_blocking=True)
+        splits = splits if isinstance(splits, Tensor) else _sizes_of(splits, name)
     if splits.dim() != 1 or splits.shape[0] != number:
         raise UnsupportedShape(
             f"{name} must have one size for each of the {number} groups, got shape {tuple(splits.shape)}. Give 0 for "
             "a group without rows."
         )
+    if moves:
+        check_values(splits, rows)
+        splits = splits.to(device, non_blocking=True)
     return splits
 
 
@@ -648,17 +654,25 @@ def _sizes_of(splits: list[Any] | tuple[Any, ...], name: str) -> Tensor:
     try:
         sizes = [operator.index(size) for size in splits]
     except TypeError:
+        sizes = []
+    if any([isinstance(size, bool) for size in splits]) or len(sizes) != len(splits):
         raise UnsupportedDtype(
             f"{name} is a list of integers, got {shown(repr(splits))}. Give one size for each group."
-        ) from None
+        )
+    if any([not -(2**63) <= size < 2**63 for size in sizes]):
+        raise UnsupportedShape(f"{name} is a list of numbers of rows, got {shown(repr(splits))}. Count them anew.")
     return torch.tensor(sizes, device="cpu", dtype=torch.int64)
 
 
 def _check_same_sizes(sizes: Tensor, splits: Tensor, rows: int) -> None:
-    """Raises if a GroupedTensor was made for other sizes. Only on a CPU: on a GPU the host would wait for them."""
-    if sizes.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(sizes, FakeTensor):
+    """Raises if a GroupedTensor was made for other sizes. On a GPU, where the host would wait for them, the device does
+    under `octavo.backend.use("checked")`."""
+    if torch.compiler.is_compiling() or isinstance(sizes, FakeTensor):
         return
-    if not torch.equal(split(splits, rows).start.diff(), sizes):
+    if sizes.device.type != "cpu":
+        rule = "Octavo: m_splits must be the sizes of the groups that x was quantized in"
+        backend.check_on_device(lambda: (split(splits, rows).start.diff() == sizes).all(), rule)
+    elif not torch.equal(split(splits, rows).start.diff(), sizes):
         raise UnsupportedShape(
             f"x was quantized in groups of {sizes.tolist()} rows, and m_splits is {splits.tolist()}. Leave m_splits "
             "out, or pass x.dequantize()."

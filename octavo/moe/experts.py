@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from octavo import backend
 from octavo._torch.fakes import FakeTensor
 from octavo.errors import (
     UnknownSetting,
@@ -251,8 +252,13 @@ class Experts(Sequential):
 
 
 def _check_range(index: Tensor, experts: int) -> None:
-    """Raises for an index of no expert. Only on a CPU: on a GPU the host would wait for it."""
-    if index.device.type != "cpu" or torch.compiler.is_compiling() or isinstance(index, FakeTensor):
+    """Raises for an index of no expert. On a GPU, where the host would wait for it, the device checks it under
+    `octavo.backend.use("checked")`."""
+    if torch.compiler.is_compiling() or isinstance(index, FakeTensor):
+        return
+    if index.device.type != "cpu":
+        rule = f"Octavo: Experts takes indices from 0 to {experts - 1}, and -1 for a slot without an expert"
+        backend.check_on_device(lambda: ((index >= -1) & (index < experts)).all(), rule)
         return
     wrong = index[(index < -1) | (index >= experts)]
     if wrong.numel():

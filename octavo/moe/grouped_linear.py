@@ -67,8 +67,8 @@ def grouped_linear(
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     _check(x, weight, bias)
-    splits = splits_on(weight.device, sizes, weight.shape[0], "sizes")
     rows = x.flatten(0, -2)
+    splits = splits_on(weight.device, sizes, weight.shape[0], rows.shape[0], "sizes")
     grads = wanted(rows.requires_grad, (weight,), bias)
     key = call_key(
         "grouped-linear", _stateless(recipe, grads), dtype=DTYPE_NAMES[x.dtype],

@@ -66,7 +66,7 @@ def _found(weights: Sequence[Any], device: torch.device) -> list[Tensor]:
 
 def _find(weight: Any, device: torch.device) -> Tensor:
     getter = getattr(weight, "get_main_grad", None)
-    buffer = getter() if getter is not None else getattr(weight, "main_grad", None)
+    buffer: Any = getter() if getter is not None else getattr(weight, "main_grad", None)
     if why := _unsuitable(buffer, device):
         where = "get_main_grad()" if getter is not None else "main_grad"
         raise UnsupportedConfig(

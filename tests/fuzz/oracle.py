@@ -6,6 +6,7 @@ Products of decoded codes are summed in float64, rounded to float32, the bias ad
 import ast
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,13 +212,10 @@ def wgrad(recipe: Recipe, given: Operands) -> Product:
 
 
 def group_rows(sizes: list[int], rows: int) -> list[slice]:
-    """The rows of each group: cut off where x ends, none for a negative size."""
-    slices, start = [], 0
-    for size in sizes:
-        stop = min(start + max(size, 0), rows)
-        slices.append(slice(start, stop))
-        start = stop
-    return slices
+    """The rows of each group, of so many in all."""
+    ends = np.cumsum([0, *sizes])
+    assert ends[-1] <= rows
+    return [slice(int(start), int(stop)) for start, stop in pairwise(ends)]
 
 
 # -- delayed scaling ---------------------------------------------------------------------------------------------------

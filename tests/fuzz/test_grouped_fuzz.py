@@ -71,7 +71,7 @@ def draw(seed: int, nonfinite: bool) -> Case:
     sizes = [choose(rng, (0, 0, 1, 5, 17, 32, 100, 128, 129)) for _ in range(groups)]
     rows = sum(sizes) + choose(rng, (0, 0, 3, 40))
     if rng.random() < 0.15:
-        sizes[int(rng.integers(groups))] = choose(rng, (-3, 1000))
+        sizes[int(rng.integers(groups))] = 0  # its rows become a part of the tail
     dtype = choose(rng, ("bfloat16", "float16", "float32"))
     bias, single = bool(rng.random() < 0.6), bool(rng.random() < 0.5)
     frozen = choose(rng, ((), (), (), (), ("x",), ("w",), ("b",)))

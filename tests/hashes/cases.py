@@ -95,7 +95,6 @@ OF_GROUPS = {
         {"delay_wgrad_compute": True, "fuse_wgrad_accumulation": True}, main_grad="add", delay=True, buffers=True
     ),
     "untouched tail": Option({"tail": "untouched"}, sizes=(9, 1, 0, 170)),  # there is no tail then
-    "sizes cut off": Option(sizes=(9, -3, 190, 2)),
     "sizes as a list": Option(listed=True, in_graph=False),
     "no rows": Option(lead=(0,), sizes=(0, 0, 0, 0)),
 }

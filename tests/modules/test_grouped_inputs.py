@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import octavo
-from octavo.errors import UnsupportedDtype, UnsupportedShape
+from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.recipes import SHIPPED
 from tests.modules.experts import (
     ROWS,
@@ -86,6 +86,48 @@ def test_sizes_of_the_wrong_number_or_kind_are_refused(recipe, wrong):
     layer = experts(recipe)
     with pytest.raises((UnsupportedShape, UnsupportedDtype)):
         layer(batch()[0], wrong)
+
+
+IMPOSSIBLE = {
+    "negative": ([30, -1, 17], r"got \[30, -1, 17\]"),
+    "more than the rows": ([30, 1, ROWS], rf"at most the {ROWS} rows"),
+    "a sum beyond int64": ([2**62, 2**62, 2**62], r"got \[4611686018427387904, "),
+}  # fmt: skip
+CALLS = {
+    "a list": lambda layer, x, values: layer(x, values),
+    "int64": lambda layer, x, values: layer(x, torch.tensor(values)),
+    "compiled": lambda layer, x, values: torch.compile(layer, backend="aot_eager")(x, torch.tensor(values)),
+    "in a run": lambda layer, x, values: octavo.Sequential(layer, octavo.ops.GELU())(x, torch.tensor(values)),
+    "a function": lambda layer, x, values: octavo.grouped_linear(x, layer.weight, values, recipe=layer.recipe),
+    "codes": lambda layer, x, values: octavo.quant.Block1D().quantize_groups(x, torch.tensor(values)),
+    "on meta": lambda layer, x, values: layer.to("meta")(x.to("meta"), values),
+}
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("wrong", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_sizes_that_cannot_be_are_refused_where_their_values_are_at_hand(call, wrong):
+    values, message = wrong
+    with pytest.raises(UnsupportedShape, match=message):
+        call(experts("fp8-current"), batch()[0], values)
+
+
+@pytest.mark.parametrize("size", [2**63, -(2**63) - 1, 10**30])
+def test_sizes_in_a_list_that_int64_does_not_hold_are_refused(size):
+    with pytest.raises(UnsupportedShape, match=r"m_splits .* got \[30, "):
+        experts("fp8-current")(batch()[0], [30, size, 0])
+
+
+def test_a_mask_in_a_list_is_no_list_of_sizes():
+    with pytest.raises(UnsupportedDtype, match=r"list of integers, got \[True, False, True\]"):
+        experts("fp8-current")(batch()[0], [True, False, True])
+
+
+@pytest.mark.parametrize("call", [experts("bf16"), octavo.Sequential(experts("bf16"))], ids=["alone", "in a run"])
+def test_sizes_without_values_are_refused(call):
+    with pytest.raises(UnsupportedDevice, match="Group sizes on the meta device have no values"):
+        call(batch()[0], torch.empty(G, dtype=torch.int64, device="meta"))
 
 
 @every

@@ -1,14 +1,23 @@
-"""Ragged groups for tests: where they lie, found without the package."""
+"""Ragged groups for tests: where they lie, found without the package; and sizes that a CPU refuses."""
 
 from itertools import pairwise
 
 import torch
+
+from octavo.quant.groups import Groups, abstract, reference
 
 BLOCK = 128
 # unaligned, empty first, in the middle, last and everywhere, whole blocks, one group
 SPLITS = [
     [65, 128, 0, 97], [15, 1, 0, 1011], [0, 200, 300], [300, 0, 200], [200, 300, 0], [0, 0, 0], [256, 128, 384], [129],
 ]  # fmt: skip
+
+
+def laid_out(splits: torch.Tensor, rows: int) -> Groups:
+    """The layout of any sizes, those too that a GPU cuts off and `split` refuses on a CPU."""
+    groups = Groups._make((*(p.empty() for p in abstract(rows, splits.shape[0], splits.device)), rows))
+    reference.split(splits, 0, groups)
+    return groups
 
 
 def layout(sizes: list[int], rows: int) -> tuple[list[int], ...]:

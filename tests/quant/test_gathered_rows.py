@@ -23,7 +23,7 @@ from octavo.quant.grouped import (
 from octavo.quant.groups import Groups, split
 from octavo.quant.groups.reference import gathered
 from octavo.quant.quantizer import CastArgs, Quantizer
-from tests.quant.ragged import SPLITS
+from tests.quant.ragged import SPLITS, laid_out
 from tests.waiting import no_waiting
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -185,7 +185,7 @@ def test_rows_of_x_that_no_group_takes_are_not_read(spec):
 def test_given_multipliers_and_observed_amaxes(sizes):
     """Delayed scaling: the amax of each group is that of its gathered rows. The last split is cut off by the rows."""
     x, rows = wide(90, 150), min(sum(sizes) + 30, 300)
-    source, groups = chosen(sizes, rows, 90), split(torch.tensor(sizes), rows)
+    source, groups = chosen(sizes, rows, 90), laid_out(torch.tensor(sizes), rows)
     encode, before = torch.rand(len(sizes)) + 0.1, torch.arange(len(sizes)) * 2.0
     here = CastArgs(encode=encode, observed=before.clone())
     there = CastArgs(encode=encode, observed=before.clone(), source=source)

@@ -30,7 +30,7 @@ from octavo.quant.grouped import (
 from octavo.quant.groups import Groups, equal, split
 from octavo.quant.quantizer import CastArgs, quantize_pair
 from tests.pairs import some, turns
-from tests.quant.ragged import SPLITS, layout, many, pieces
+from tests.quant.ragged import SPLITS, laid_out, layout, many, pieces
 from tests.quant.sameness import assert_same
 from tests.waiting import no_waiting
 
@@ -431,7 +431,8 @@ def test_what_lies_past_the_last_group_does_not_matter():
 
 def test_rows_that_do_not_fit_are_cut_off():
     x = wide(200, 150, torch.bfloat16)
-    for found, want in zip(grouped(x, [150, 100, 7]), grouped(x, [150, 50, 0]), strict=True):
+    groups = laid_out(torch.tensor([150, 100, 7]), 200)
+    for found, want in zip(quantize_groups(x, FINE, FINE, groups), grouped(x, [150, 50, 0]), strict=True):
         assert_same_used(found, want)
 
 

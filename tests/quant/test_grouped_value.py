@@ -11,6 +11,7 @@ from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.quant import MX, NVFP4, Block1D, Block2D, GroupedTensor, Rowwise, Tensorwise
 from octavo.quant.grouped import fill_groups, grouped_proto, restore
 from octavo.quant.groups import BLOCK, abstract, blocks_for, split
+from tests.quant.ragged import laid_out
 from tests.quant.sameness import assert_same
 
 SPECS = [Tensorwise(), Rowwise(), Block1D(), Block2D(), MX(), MX(square=True), NVFP4()]
@@ -173,7 +174,7 @@ def test_places_of_more_elements_than_32_bits_count():
 
 
 def test_sizes_that_no_32_bits_hold_are_cut_off():
-    groups = split(torch.tensor([2**40, 5]), 300)
+    groups = laid_out(torch.tensor([2**40, 5]), 300)
     assert groups.start.tolist() == [0, 300, 300]
     with pytest.raises(UnsupportedShape, match="32 bits"):
         split(torch.tensor([1]), 2**31)

@@ -11,7 +11,7 @@ from octavo import backend
 from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.quant.groups import MAX_GROUPS, Groups, abstract, blocks_for, split
 from octavo.quant.groups.reference import in_blocks, pack
-from tests.quant.ragged import SPLITS, layout, many
+from tests.quant.ragged import SPLITS, laid_out, layout, many
 from tests.waiting import no_waiting
 
 INTEGERS = [torch.int32, torch.int64]
@@ -39,8 +39,14 @@ def assert_lies(groups: Groups, sizes: list[int], rows: int) -> None:
 def test_any_sizes_in_any_number_of_rows(sizes, spare, dtype):
     """Sums below, equal to and above the rows."""
     rows = max(sum(max(n, 0) for n in sizes) + spare, 0)
-    groups = split(torch.tensor(sizes, dtype=dtype), rows)
+    splits = torch.tensor(sizes, dtype=dtype)
+    groups = laid_out(splits, rows)
     assert_lies(groups, sizes, rows)
+    if min(sizes) < 0 or sum(sizes) > rows:
+        with pytest.raises(UnsupportedShape, match=f"at most the {rows} rows, got"):
+            split(splits, rows)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(split(splits, rows).tensors(), groups.tensors(), strict=True))
     assert groups.sizes() == [b - a for a, b in pairwise(layout(sizes, rows)[0])]
     assert groups.padded == 128 * blocks_for(rows, len(sizes))
 
@@ -68,14 +74,14 @@ def test_the_splits_that_other_tests_use(sizes, spare, dtype):
 )
 def test_what_does_not_fit_is_cut_off_and_negative_sizes_are_empty(sizes, rows, kept):
     for dtype in INTEGERS:
-        groups = split(torch.tensor(sizes, dtype=dtype), rows)
+        groups = laid_out(torch.tensor(sizes, dtype=dtype), rows)
         assert groups.sizes() == kept
         assert_lies(groups, sizes, rows)
 
 
 @pytest.mark.parametrize("sizes", [[2**62, 2**62, 5], [5, 2**62, 2**62], [2**63 - 1, 1]], ids=str)
 def test_a_sum_beyond_64_bits_is_cut_off_too(sizes):
-    groups = split(torch.tensor(sizes), 1000)
+    groups = laid_out(torch.tensor(sizes), 1000)
     assert (groups.source + groups.live <= 1000).all()
     assert_lies(groups, sizes, 1000)
 
@@ -133,7 +139,7 @@ def test_abstract_is_what_split_returns():
 @given(sizes=SIZES, spare=st.integers(0, 300))
 def test_rows_go_into_blocks_and_come_back(sizes, spare):
     rows = sum(max(n, 0) for n in sizes) + spare
-    groups = split(torch.tensor(sizes), rows)
+    groups = laid_out(torch.tensor(sizes), rows)
     start, _, owner, source, live = layout(sizes, rows)
     x = torch.arange(1.0, rows + 1)[:, None].expand(rows, 2).clone()
     x[start[-1] :] = float("nan")

@@ -156,7 +156,7 @@ def _is_recordable(place: _Place) -> bool:
         return True
     if number != current_device():
         return False
-    return backend.forced() not in ("reference", "emulated") and backend.triton_refusal(device) is None
+    return backend.forced() not in ("reference", "emulated", "checked") and backend.triton_refusal(device) is None
 
 
 def _functions_are_watched() -> bool:

@@ -11,8 +11,9 @@ the rows restart with every group. `Groups` holds the places of both layouts:
     source  [B]       packed row at which a block begins
     live    [B]       number of rows of the block that belong to the group; 0 past the last group
 
-B is fixed: the most blocks that any split of that many rows can need. Sizes that do not fit are cut off at the end, and
-negative ones count as empty, so that no kernel accesses memory outside its tensors, whatever the sizes are.
+B is fixed: the most blocks that any split of that many rows can need. Sizes that are negative or do not fit raise where
+the host has them. On a GPU the host does not read them: there they are cut off at the end, and negative ones count as
+empty, so that no kernel accesses memory outside its tensors, whatever the sizes are.
 """
 
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from octavo import backend
 from octavo._torch.fakes import is_fake
 from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.quant.proto import TensorProto
+from octavo.values import shown
 
 BLOCK = 128
 MAX_GROUPS = 4096
@@ -96,10 +98,11 @@ def abstract(rows: int, groups: int, device: torch.device) -> tuple[TensorProto,
 
 
 def split(splits: Tensor, rows: int) -> Groups:
-    """Returns groups of these sizes, in a packed tensor of `rows` rows. Reads nothing on the host."""
+    """Returns groups of these sizes, in a packed tensor of `rows` rows. Reads nothing of a GPU on the host."""
     _check(splits, rows)
     groups = Groups._make((*(p.empty() for p in abstract(rows, splits.shape[0], splits.device)), rows))
     if not is_fake(splits):
+        check_values(splits, rows)
         backend.twin(__name__, splits).split(splits, 0, groups)
     return groups
 
@@ -126,9 +129,25 @@ def _check(splits: Tensor, rows: int) -> None:
             f"Group sizes must be a vector of 1 to {MAX_GROUPS} elements, got {tuple(splits.shape)}. "
             "Give one size for each group."
         )
+    _check_number(splits.shape[0], rows)
+
+
+def check_values(splits: Tensor, rows: int) -> None:
+    """Raises for sizes that `rows` rows cannot have. On a GPU, where the host would wait for the sizes, the device does
+    under `octavo.backend.use("checked")`."""
     if splits.device.type == "meta":
         raise UnsupportedDevice("Group sizes on the meta device have no values. Put them and x on a CPU or a GPU.")
-    _check_number(splits.shape[0], rows)
+    if splits.device.type != "cpu":
+        rule = f"Octavo: group sizes must be 0 or more, and their sum at most the {rows} rows"
+        # cut off before they are added: a sum of such sizes may not fit into 64 bits
+        backend.check_on_device(lambda: (splits >= 0).all() & (splits.long().clamp(0, rows + 1).sum() <= rows), rule)
+        return
+    sizes = splits.tolist()
+    if min(sizes) < 0 or sum(sizes) > rows:
+        raise UnsupportedShape(
+            f"Group sizes must be 0 or more, and their sum at most the {rows} rows, got {shown(str(sizes))}. Count the "
+            "rows of each group anew."
+        )
 
 
 def _check_number(number: int, rows: int) -> None:
