@@ -209,3 +209,21 @@ def check_not_negative(value: object, *, what: str) -> None:
     """Raises for anything but a float of at least 0 that float32 holds."""
     if type(value) is not float or not 0.0 <= value < 3.4e38:
         raise UnsupportedConfig(f"{what} must be a number from 0 up to 3.4e38, got {value!r}.")
+
+
+def check_factor(value: object, *, what: str) -> None:
+    """Raises for anything but a number of at least 0 that float32 holds. A graph may have a symbol for it."""
+    numbers = (int, float, torch.SymInt, torch.SymFloat)
+    if isinstance(value, bool) or not isinstance(value, numbers) or not 0 <= value < 3.4e38:  # type: ignore[operator]
+        raise UnsupportedConfig(f"{what} must be a finite number from 0 up, got {value!r}. Pass a Python number.")
+
+
+def check_whole(value: object, *, what: str, least: int = 1) -> None:
+    """Raises for anything but a whole number of at least `least`."""
+    if not is_whole(value) or value < least:  # type: ignore[operator]
+        raise UnsupportedConfig(f"{what} must be a whole number from {least} up, got {value!r}. Pass an int.")
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number: an int, numpy's too, or the symbol that a graph has for one."""
+    return not isinstance(value, (bool, torch.Tensor)) and (isinstance(value, int) or hasattr(value, "__index__"))

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.ambient import ambient, autocast
 from octavo.communication.groups import Group
-from octavo.errors import UnsupportedConfig, check_choice
+from octavo.errors import UnsupportedConfig, check_choice, check_whole
 from octavo.fused import conditions
 from octavo.fuser.inputs import refuse_symbol
 from octavo.fuser.runs import RECAST
@@ -35,6 +35,7 @@ KINDS: dict[str, Any] = {
 def fc1_width(activation: str, ffn_hidden_size: int) -> int:
     """Returns the output features of a layer before this activation: a gated one takes twice as many as it returns."""
     check_choice(activation, tuple(KINDS), what="activation")
+    check_whole(ffn_hidden_size, what="ffn_hidden_size")
     return ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
 
 
@@ -194,11 +195,18 @@ class LayerNormMLP(_Block):
         again = {"gather_again": shared.pop("gather_again", False)}  # of x, which fc1 alone gathers
         wide = fc1_width(activation, ffn_hidden_size)
         modes = ("column", "row") if set_parallel_mode else (None, None)
-        halves = wide // ffn_hidden_size if ffn_hidden_size else 1
         modules = {
             "norm": _norm(normalization, hidden_size, eps, zero_centered_gamma, device, dtype),
             "fc1": Linear(
-                hidden_size, wide, bias, device, dtype, parallel_mode=modes[0], column_blocks=halves, **again, **shared
+                hidden_size,
+                wide,
+                bias,
+                device,
+                dtype,
+                parallel_mode=modes[0],
+                column_blocks=wide // ffn_hidden_size,
+                **again,
+                **shared,
             ),
             "activation": KINDS[activation](),
             "fc2": Linear(ffn_hidden_size, hidden_size, bias, device, dtype, parallel_mode=modes[1], **shared),

@@ -20,7 +20,6 @@ tensor; `recorded` is "x" if inspect_rows has recorded it.
 """
 
 import weakref
-from copy import copy
 from functools import cache
 from typing import Any
 

@@ -14,7 +14,15 @@ from octavo._torch.tracing import claim, is_captured, is_inside_operator, is_sta
 from octavo.ambient import ambient
 from octavo.communication.groups import Group
 from octavo.delayed_scaling.agreed import scales_whole
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
+from octavo.errors import (
+    UnsupportedConfig,
+    UnsupportedDevice,
+    UnsupportedDtype,
+    UnsupportedShape,
+    check_choice,
+    check_whole,
+    is_whole,
+)
 from octavo.formats import FLOATS
 from octavo.fuser.inputs import arrived, check_input, check_weight
 from octavo.fuser.operation import Edge, has_shape
@@ -90,7 +98,8 @@ class GroupedLinear(SplitGroupedLinear):
 
     Raises:
         UnsupportedShape: `num_groups` is out of range, or the ranks do not divide the features.
-        UnsupportedConfig: `tail` or the recipe is unknown, or the layer cannot run in the recipe.
+        UnsupportedConfig: `tail` or the recipe is unknown, the layer cannot run in the recipe, or a number of features
+            is none from 0 up.
 
     Example:
         >>> layer = octavo.GroupedLinear(3, 64, 32, recipe="fp8-block")
@@ -127,11 +136,13 @@ class GroupedLinear(SplitGroupedLinear):
         column_blocks: int = 1,
     ) -> None:
         super().__init__()
+        check_whole(in_features, what="in_features", least=0)
+        check_whole(out_features, what="out_features", least=0)
         self.parallel = parallel_of("GroupedLinear", parallel_mode, False, tp_group, False, column_blocks)
         in_features, out_features = local_sizes("GroupedLinear", self.parallel, in_features, out_features)
         check_choice(tail, ("zero", "untouched"), what="GroupedLinear.tail")
-        if not 1 <= num_groups <= MAX_GROUPS:
-            raise UnsupportedShape(f"A GroupedLinear has 1 to {MAX_GROUPS} groups, got {num_groups}.")
+        if not is_whole(num_groups) or not 1 <= num_groups <= MAX_GROUPS:
+            raise UnsupportedShape(f"A GroupedLinear has 1 to {MAX_GROUPS} groups, got {num_groups!r}.")
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.scales_per_operand = num_groups
         self.tail, self.scale_bias = tail, scale_bias

@@ -16,6 +16,7 @@ from octavo.errors import (
     UnsupportedDtype,
     UnsupportedShape,
     check_choice,
+    check_whole,
     nearest,
 )
 from octavo.fused.blocks import KINDS, fc1_width
@@ -25,7 +26,7 @@ from octavo.fuser.pattern import NotFired
 from octavo.fuser.sequential import Explanation, Sequential
 from octavo.modules.grouped_linear import GroupedLinear
 from octavo.modules.permutation import Permute, Unpermute
-from octavo.moe.permutation import Permutation, sort
+from octavo.moe.permutation import Permutation, check_permutation, sort
 from octavo.moe.routing import checked_index
 from octavo.recipes import Recipe
 
@@ -82,7 +83,8 @@ class Experts(Sequential):
         **settings: further keywords of `octavo.GroupedLinear`, for both layers, such as `keep_weight_codes`.
 
     Raises:
-        UnsupportedConfig: `activation`, `fc1_output_storage` or the recipe is unknown, or `scale_bias` is True.
+        UnsupportedConfig: `activation`, `fc1_output_storage` or the recipe is unknown, a size is no number from 1 up,
+            or `scale_bias` is True.
         UnsupportedShape: `num_experts` is out of range.
 
     Example:
@@ -206,6 +208,8 @@ class Experts(Sequential):
         check_input("Experts", x, owner=self)
         _refuse_swapped(indices, probs)
         check_input("Experts", probs, "probs")
+        if isinstance(indices, Permutation):
+            check_permutation("Experts", indices)
         index = indices.positions if isinstance(indices, Permutation) else indices
         checked_index("Experts", index)
         for name, t in (("indices", index), ("probs", probs)):
@@ -298,6 +302,7 @@ def expert_layers(
     num_experts: int, hidden_size: int, ffn_hidden_size: int, activation: str, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the layers of experts, `fc1`, `activation` and `fc2`; `settings` are keywords of GroupedLinear."""
+    check_whole(hidden_size, what="hidden_size")
     wide = fc1_width(activation, ffn_hidden_size)
     if settings.get("scale_bias"):
         raise UnsupportedConfig(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from octavo._torch.tracing import while_tracing
 from octavo.ambient import process
-from octavo.errors import UnsupportedConfig, UnsupportedShape
+from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice, check_factor, check_whole, is_whole
 from octavo.fused.blocks import KINDS, fc1_width
 from octavo.fuser.inputs import arrived, check_input
 from octavo.fuser.sequential import Sequential
@@ -118,6 +118,13 @@ class MoE(nn.Module):
         own = keywords_of(MoE)
         check_settings("MoE", settings, own if dispatcher is not None else (*own, "fc1_output_storage"))
         group_size(num_experts, top_k, score, normalize, groups, top_groups, group_best)
+        for name, factor in (("scale", scale), ("aux_loss_coef", aux_loss_coef), ("z_loss_coef", z_loss_coef)):
+            check_factor(factor, what=name)
+        for name, switch in (("expert_bias", expert_bias), ("shared_gate", shared_gate)):
+            check_choice(switch, (True, False), what=name)
+        check_whole(hidden_size, what="hidden_size")
+        if shared_ffn_size is not None:
+            check_whole(shared_ffn_size, what="shared_ffn_size")
         if shared_gate and shared_ffn_size is None:
             raise UnsupportedConfig("MoE(shared_gate=True) has no shared MLP to gate. Pass shared_ffn_size too.")
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
@@ -333,8 +340,8 @@ class MoE(nn.Module):
 
 
 def _check_experts(number: int, local: int | None, dispatcher: Dispatch | None, settings: dict[str, Any]) -> None:
-    if not 1 <= number <= MAX_GROUPS:
-        raise UnsupportedShape(f"MoE takes 1 to {MAX_GROUPS} experts, got num_experts={number}.")
+    if not is_whole(number) or not 1 <= number <= MAX_GROUPS:
+        raise UnsupportedShape(f"MoE takes 1 to {MAX_GROUPS} experts, got num_experts={number!r}.")
     if dispatcher is not None:
         check_dispatcher(dispatcher)
     if local is not None and dispatcher is None:
@@ -342,8 +349,8 @@ def _check_experts(number: int, local: int | None, dispatcher: Dispatch | None, 
             f"MoE(num_local_experts={local}) needs a dispatcher, which moves tokens to experts of other processes. "
             "Pass dispatcher too, or leave it out."
         )
-    if local is not None and not 1 <= local <= number:
-        raise UnsupportedConfig(f"num_local_experts is a number from 1 to num_experts, {number}, got {local}.")
+    if local is not None and (not is_whole(local) or not 1 <= local <= number):
+        raise UnsupportedConfig(f"num_local_experts is a number from 1 to num_experts, {number}, got {local!r}.")
     if dispatcher is not None and "fc1_output_storage" in settings:
         raise UnsupportedConfig(
             "MoE(fc1_output_storage=...) is for experts that are fused with their permutation, and a dispatcher takes "

@@ -7,8 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from octavo import backend
 from octavo._torch.fakes import FakeTensor
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
+from octavo.errors import (
+    UnsupportedConfig,
+    UnsupportedDevice,
+    UnsupportedDtype,
+    UnsupportedShape,
+    check_choice,
+    check_whole,
+    is_whole,
+)
 from octavo.fuser.inputs import arrived, check_input, check_layout
 from octavo.kernels.permute import MAX_EXPERTS, most_rows
 from octavo.lower.call import Stage, call, takes_nodes
@@ -91,10 +100,7 @@ def sort(
     """
     routing = arrived(routing)
     experts, slots = _checked_map(routing, num_experts, top_k)
-    if align < 1:
-        raise UnsupportedConfig(
-            f"align is the multiple that each expert's rows are filled up to: at least 1, got {align}."
-        )
+    check_whole(align, what="align")
     rows = None
     if capacity is not None:
         check_capacity(capacity, align)
@@ -144,7 +150,8 @@ def permute(
         UnsupportedDtype: x or the map has another dtype.
         UnsupportedShape: the leading dims of x and the map differ.
         UnsupportedDevice: x and the map are on two devices.
-        UnsupportedConfig: an option is given beside a `Permutation`, or has a wrong value.
+        UnsupportedConfig: an option is given beside a `Permutation`, or has a wrong value; or on a CPU, no `sort` can
+            have made the `Permutation`.
 
     Example:
         >>> tokens, index = torch.arange(3.0)[:, None], torch.tensor([[1, 0], [0, 2], [1, 2]])
@@ -158,6 +165,7 @@ def permute(
             raise UnsupportedConfig(
                 "A Permutation is sorted already. Pass num_experts, top_k, capacity, align to sort."
             )
+        check_permutation("permute", routing)
         permutation = routing
     else:
         permutation = sort(routing, num_experts, top_k=top_k, capacity=capacity, align=align)
@@ -206,6 +214,7 @@ def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = Non
     check_choice(tail, TAILS, what="tail")
     rows = arrived(rows)
     check_input("unpermute", rows)
+    check_permutation("unpermute", permutation)
     positions, slots = permutation.positions, permutation.slots
     if rows.dim() != 2 or rows.shape[0] != slots.shape[0]:
         raise UnsupportedShape(
@@ -244,6 +253,7 @@ def permute_probs(probs: Tensor, permutation: Permutation) -> Tensor:
         >>> octavo.moe.permute_probs(torch.tensor([[0.5, 0.25], [0.75, 0.125]]), permutation)
         tensor([0.2500, 0.7500, 0.5000, 0.1250])
     """
+    check_permutation("permute_probs", permutation)
     probs = _checked_probs("permute_probs", probs, permutation)
     grads = "p" if torch.is_grad_enabled() and probs.requires_grad else ""
     inputs = (permutation.positions, permutation.slots, permutation.experts)
@@ -289,17 +299,68 @@ def _checked_map(routing: Tensor, num_experts: int | None, top_k: int | None) ->
         if num_experts not in (None, experts):
             raise UnsupportedConfig(f"This mask has {experts} experts, and num_experts={num_experts}. Leave it out.")
         slots = experts if top_k is None else top_k
-        if not 1 <= slots <= experts:
-            raise UnsupportedConfig(f"top_k is the most experts of a token, 1 to {experts} here, got {top_k}.")
+        if not is_whole(slots) or not 1 <= slots <= experts:
+            raise UnsupportedConfig(f"top_k is the most experts of a token, 1 to {experts} here, got {top_k!r}.")
     else:
         if top_k is not None:
             raise UnsupportedConfig(f"An index has its slots in its last dim, {routing.shape[-1]}. Leave top_k out.")
         if num_experts is None:
             raise UnsupportedConfig("An index does not tell how many experts there are. Pass num_experts.")
         experts, slots = num_experts, routing.shape[-1]
-    if not 1 <= experts <= MAX_EXPERTS:
-        raise UnsupportedShape(f"There are 1 to {MAX_EXPERTS} experts, got {experts}.")
+    if not is_whole(experts) or not 1 <= experts <= MAX_EXPERTS:
+        raise UnsupportedShape(f"There are 1 to {MAX_EXPERTS} experts, got {experts!r}.")
     return experts, slots
+
+
+def check_permutation(title: str, permutation: Any) -> None:
+    """Raises for a permutation that `sort` cannot have made. Values are read on a CPU; on a GPU, where the host would
+    wait for them, the device checks them under `octavo.backend.use("checked")`."""
+    if not isinstance(permutation, Permutation):
+        raise UnsupportedDtype(
+            f"{title} takes an octavo.moe.Permutation, got {type(permutation).__name__}. Make it with "
+            "octavo.moe.sort(index, num_experts), or take the one that octavo.moe.permute returned."
+        )
+    sizes, positions, slots, experts = permutation
+    fields = [("sizes", sizes, 1), ("positions", positions, None), ("slots", slots, 1)]
+    for name, t, dims in fields if experts is None else [*fields, ("experts", experts, None)]:
+        dtypes = (torch.int32, torch.int64) if name == "sizes" else (torch.int32,)
+        if not isinstance(t, Tensor) or t.dtype not in dtypes:
+            got: Any = t.dtype if isinstance(t, Tensor) else type(t).__name__
+            raise UnsupportedDtype(f"A Permutation has {name} as a tensor of {dtypes[-1]}, got {got}. {_WAY_OUT}")
+        if t.dim() < 1 or t.dim() != (dims or t.dim()):
+            raise UnsupportedShape(f"A Permutation has {name} [{_SHAPES[name]}], got {tuple(t.shape)}. {_WAY_OUT}")
+        if t.device != slots.device:
+            raise UnsupportedDevice(f"A Permutation has {name} on {t.device} and slots on {slots.device}. {_WAY_OUT}")
+    if experts is not None and experts.shape != positions.shape:
+        raise UnsupportedShape(
+            f"A Permutation has experts in the shape of its positions, {tuple(positions.shape)}, got "
+            f"{tuple(experts.shape)}. {_WAY_OUT}"
+        )
+    if torch.compiler.is_compiling() or isinstance(slots, FakeTensor) or slots.is_meta:
+        return
+    number, rows = positions.numel(), slots.shape[0]
+    rule = f"positions from -1 to {rows - 1} and slots from -2 to {number - 1}, each in the row that its position names"
+    if slots.device.type != "cpu":
+        backend.check_on_device(lambda: _is_sorted(positions, slots), f"Octavo: a Permutation has {rule}")
+    elif not _is_sorted(positions, slots):
+        raise UnsupportedConfig(f"A Permutation has {rule}, and this one does not. {_WAY_OUT}")
+
+
+def _is_sorted(positions: Tensor, slots: Tensor) -> Tensor:
+    """Whether positions and slots are the inverse of each other, as a bool on their device."""
+    rows_of, slots_of = positions.reshape(-1).long(), slots.long()
+    number, rows = rows_of.shape[0], slots_of.shape[0]
+    found = ((rows_of >= -1) & (rows_of < rows)).all() & ((slots_of >= -2) & (slots_of < number)).all()
+    if number == 0 or rows == 0:
+        return found
+    own_slots, own_rows = (torch.arange(n, device=slots.device, dtype=torch.int64) for n in (number, rows))
+    there = (rows_of < 0) | (slots_of[rows_of.clamp(0, rows - 1)] == own_slots)
+    back = (slots_of < 0) | (rows_of[slots_of.clamp(0, number - 1)] == own_rows)
+    return found & there.all() & back.all()
+
+
+_SHAPES = {"sizes": "E", "positions": "..., K", "slots": "rows", "experts": "..., K"}
+_WAY_OUT = "Make it with octavo.moe.sort."
 
 
 def _check_tokens(title: str, x: Tensor, permutation: Permutation, width: int) -> None:

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from octavo._torch.dispatch import has_transforms
 from octavo._torch.fakes import FakeTensor
+from octavo.errors import check_whole
 from octavo.fuser.inputs import arrived, check_input
 from octavo.layers.contract import DTYPE_NAMES
 from octavo.layers.router_logits import product
@@ -27,6 +28,9 @@ class Router(nn.Linear):
         device: the device of the weight.
         dtype: the dtype of the weight.
 
+    Raises:
+        UnsupportedConfig: a number of features is none from 1 up.
+
     Example:
         >>> router = octavo.moe.Router(64, 8, dtype=torch.bfloat16)
         >>> router(torch.ones(10, 64, dtype=torch.bfloat16)).dtype
@@ -41,6 +45,8 @@ class Router(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_whole(in_features, what="in_features")
+        check_whole(out_features, what="out_features")
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -4,7 +4,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape, check_choice
+from octavo.errors import (
+    UnsupportedConfig,
+    UnsupportedDevice,
+    UnsupportedDtype,
+    UnsupportedShape,
+    check_choice,
+    check_factor,
+    check_whole,
+)
 from octavo.fuser.inputs import arrived, check_input
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -57,8 +65,8 @@ def route(
             `octavo.moe.Experts`.
 
     Raises:
-        UnsupportedConfig: `score` is unknown, `top_k`, `groups`, `top_groups` or `group_best` is out of range, or only
-            one of `groups` and `top_groups` is given.
+        UnsupportedConfig: `score` is unknown, `top_k`, `groups`, `top_groups`, `group_best` or `scale` is out of range,
+            or only one of `groups` and `top_groups` is given.
         UnsupportedShape: the logits have no dims, or the bias is not [E].
         UnsupportedDtype: the logits or the bias have another dtype.
         UnsupportedDevice: the bias is on another device than the logits.
@@ -72,6 +80,7 @@ def route(
         tensor([[0, 1]])
     """
     logits = checked_logits("route", logits)
+    check_factor(scale, what="scale")
     size = group_size(logits.shape[-1], top_k, score, normalize, groups, top_groups, group_best)
     normalize = top_k > 1 if normalize is None else normalize
     x = logits.float()
@@ -104,6 +113,7 @@ def counts(index: Tensor, num_experts: int, tokens: Tensor | int | None = None) 
         The counts [num_experts], int64, on the device of the index.
 
     Raises:
+        UnsupportedConfig: `num_experts` is no number from 1 up, or `tokens` none from 0 up.
         UnsupportedDtype: `index` or `tokens` has another dtype.
         UnsupportedShape: `index` has no dims, or `tokens` more than one element.
 
@@ -111,6 +121,7 @@ def counts(index: Tensor, num_experts: int, tokens: Tensor | int | None = None) 
         >>> octavo.moe.counts(torch.tensor([[0, 2], [2, 1], [2, -1]]), 4)
         tensor([1, 1, 3, 0])
     """
+    check_whole(num_experts, what="The number of experts")
     slots = checked_index("counts", index).reshape(-1, index.shape[-1]).long()
     counted = (slots >= 0) & (slots < num_experts)
     if (mask := first(tokens, slots)) is not None:
@@ -129,9 +140,10 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
     Args:
         bias: the bias [E] of `route`, in float32.
         counts: the slots of each expert [E], such as `MoE.load` or a result of `counts`.
-        rate: how far the bias moves.
+        rate: how far the bias moves, a number from 0 up.
 
     Raises:
+        UnsupportedConfig: the rate is no finite number from 0 up.
         UnsupportedShape: the bias and the counts have two shapes.
         UnsupportedDtype: the bias is not float32, whose steps a bias in fewer bits would round away; or an argument is
             no tensor, such as the `expert_bias` of an `octavo.MoE` without one.
@@ -148,6 +160,11 @@ def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
         raise UnsupportedDtype(f"update_bias takes a bias as a tensor, got {type(bias).__name__}.{way_out}")
     if not isinstance(counts, Tensor):
         raise UnsupportedDtype(f"update_bias takes counts as a tensor, got {type(counts).__name__}.")
+    check_factor(rate, what="rate")
+    if counts.dtype == torch.bool:
+        raise UnsupportedDtype(
+            "update_bias takes counts as numbers, got torch.bool. Pass MoE.load, or octavo.moe.counts."
+        )
     if bias.shape != counts.shape or bias.dim() != 1:
         raise UnsupportedShape(
             f"update_bias takes a bias [E] and counts [E], got {tuple(bias.shape)} and {tuple(counts.shape)}."
@@ -191,7 +208,8 @@ def first(tokens: Tensor | int | None, rows: Tensor) -> Tensor | None:
 
 
 def checked_tokens(tokens: Tensor | int, device: torch.device) -> Tensor | int:
-    if isinstance(tokens, int):
+    if isinstance(tokens, int) and not isinstance(tokens, bool):
+        check_whole(tokens, what="tokens", least=0)
         return tokens
     if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
         got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
