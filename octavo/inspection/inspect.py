@@ -45,7 +45,8 @@ class Inspection:
     """
 
     def __init__(self, model: nn.Module, every: int = 1) -> None:
-        self._model, self._every, self._step = weakref.ref(model), every, 0  # weak: the hook outlives a lost block
+        self._model, self._every, self._step = weakref.ref(model), every, 0
+        self._given: nn.Module | None = model  # until the block is entered: a block that is never left keeps no model
         self._switch = Switch()  # another one for each entry
         self._kept: dict[str, tuple[LayerState, Tensor]] = {}  # after the block
         self._hook: Any = None
@@ -85,7 +86,7 @@ class Inspection:
             self._leave()
             raise
         self._hook = register_optimizer_step_post_hook(_counter(weakref.ref(self)))
-        self._inside = True
+        self._inside, self._given = True, None
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -412,17 +412,12 @@ def test_the_report_is_text_a_flat_dict_and_a_page(tmp_path):
     assert "http" not in text
 
 
-def entered(model):
-    with octavo.inspect(model):
-        pass
-
-
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: entered(nn.Linear(4, 4)), "this Linear has none. Call octavo.convert"),
+        (lambda: octavo.inspect(nn.Linear(4, 4)).__enter__(), "this Linear has none. Call octavo.convert"),
         (lambda: octavo.inspect("model"), "takes a model"),
-        (lambda: entered(pair().to("meta")), "0 is on the meta device"),
+        (lambda: octavo.inspect(pair().to("meta")).__enter__(), "0 is on the meta device"),
         (lambda: octavo.inspect(pair(), every=0), "an int from 1 up, got 0"),
     ],
 )
