@@ -117,16 +117,17 @@ def _written(optimizer: Optimizer) -> None:
     heard.eager_steps += 1
     heard.optimizers.add(optimizer)
     torch.autograd.graph.increment_version(found)
-    if is_capturing():
+    capturing = is_capturing()
+    if capturing:
         heard.captures = True
         for p in found:
             heard.captured[p] = True
-    _tell(found)
+    _tell(found, capturing)
 
 
-def _tell(written: Sequence[Tensor]) -> None:
+def _tell(written: Sequence[Tensor], capturing: bool = False) -> None:
     """Tell the caches of all layers that an optimizer writes to these parameters."""
-    ids, capturing = {id(p) for p in written}, is_capturing()
+    ids = {id(p) for p in written}
     for layer in list(heard.layers):
         with suppress(UnsupportedConfig):  # of experts whose weights another module has no more
             layer._codes.note_step(layer, ids, capturing)
