@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from octavo.text import printable
+
 __all__ = [
     "CollectiveFailed",
     "InvalidCheckpoint",
@@ -45,6 +47,9 @@ class Unsupported(Exception):
         ...     print(type(error).__name__)
         UnsupportedConfig
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UnsupportedShape(Unsupported, ValueError):
@@ -161,6 +166,7 @@ class InvalidCheckpoint(Unsupported, ValueError):
 
 def warn(message: str, stacklevel: int = 2) -> None:
     """Warns as `warnings.warn` does, and says the same to the logger "octavo". A graph could not hold the logger."""
+    message = printable(message)
     warnings.warn(message, stacklevel=stacklevel + 1)
     if not torch.compiler.is_compiling():
         log.warning(message)

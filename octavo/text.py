@@ -1,9 +1,27 @@
-"""Text for readers: counts, columns, and names of layers that differ in a number."""
+"""Text for readers: counts, columns, names of layers that differ in a number, and nothing that a terminal obeys."""
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 SHOWN = 5  # the most names that a text lists
+
+
+def printable(text: str) -> str:
+    """Returns the text with its control characters escaped, but for line breaks: a name, of a layer or a file, may hold
+    codes that a terminal obeys, or that turn the direction of text."""
+    if text.isprintable():
+        return text
+    return "".join([c if c == "\n" or _is_visible(c) else c.encode("unicode_escape").decode("ascii") for c in text])
+
+
+def _is_visible(character: str) -> bool:
+    return character.isprintable() or unicodedata.category(character) == "Zs"  # a space of any width
+
+
+def one_line(text: str) -> str:
+    """Returns the text with all control characters escaped."""
+    return printable(text).replace("\n", "\\n")
 
 
 def plural(count: int, noun: str) -> str:
@@ -19,7 +37,7 @@ def path_names(paths: Iterable[str]) -> str:
     """Lists paths; those that differ only in their numbers become one, with stars where they differ."""
     kinds: dict[str, list[str]] = {}
     for path in paths:
-        kinds.setdefault(path_pattern(path), []).append(path or "(model)")
+        kinds.setdefault(path_pattern(path), []).append(one_line(path) or "(model)")
     return some([_with_stars(alike) for alike in kinds.values()], SHOWN)
 
 
@@ -34,5 +52,7 @@ def some(names: Sequence[str], most: int) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the rows as lines, each column as wide as its widest cell."""
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -4,6 +4,8 @@ dark setting, and wide tables scroll by themselves in a narrow window."""
 from collections.abc import Sequence
 from html import escape
 
+from octavo.text import printable
+
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2129; --soft: #5f6672; --line: #d9dde3; --ground: #fff; --panel: #f6f7f9;
   --first: #2f7ed8; --second: #d9822b; }
@@ -34,7 +36,7 @@ th { font-weight: 600; color: var(--soft); } th:first-child, td:first-child { te
 def document(title: str, parts: Sequence[str], *, wide: bool = False) -> str:
     """Returns the page. The parts are HTML; the title is text."""
     body = "\n".join(parts)
-    return (
+    return printable(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"

@@ -8,11 +8,11 @@ import pytest
 import octavo
 
 ORDER = (
+    "text",
     "errors",
     "formats",
     "values",
     "memory",
-    "text",
     "webpage",
     "_torch",
     "backend",

@@ -54,10 +54,10 @@ def _run(argv: Sequence[str] | None) -> int:
         code: int = COMMANDS[arguments.command].run(arguments)
         return code
     except Unsupported as refusal:
-        print(f"{name}: {refusal}", file=sys.stderr)
+        output.say(f"{name}: {refusal}")
         return 2
     except KeyboardInterrupt as stop:
-        print(f"{name}: interrupted. {str(stop) or 'Nothing was written.'}", file=sys.stderr)
+        output.say(f"{name}: interrupted. {str(stop) or 'Nothing was written.'}")
         return INTERRUPTED
 
 

@@ -58,10 +58,10 @@ def run(arguments: argparse.Namespace) -> int:
         report = explain(model, *batches[0], then=batches[1:], mode=arguments.mode)
     output.deliver(report.as_dict(), str(report), arguments.json)
     if "skip" in conditions and not report.cudagraphs:
-        print("--fail-on skip: this run used no CUDA graphs, so none could be skipped.", file=sys.stderr)
+        output.say("--fail-on skip: this run used no CUDA graphs, so none could be skipped.")
     failed = failures(report, conditions)
     for sentence in failed:
-        print(f"octavo explain: {sentence}", file=sys.stderr)
+        output.say(f"octavo explain: {sentence}")
     return 1 if failed else 0
 
 

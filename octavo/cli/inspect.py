@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     found = report.findings()
     if arguments.fail and found:
         count = plural(len(found), "finding")
-        print(f"octavo inspect: --fail: {count}. The first: {found[0]}", file=sys.stderr)
+        output.say(f"octavo inspect: --fail: {count}. The first: {found[0]}")
         return 1
     return 0
 

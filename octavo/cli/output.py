@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import Unsupported, UnsupportedConfig
+from octavo.text import printable
 
 Report = dict[str, Any]
 
@@ -58,6 +60,27 @@ def deliver(report: Report, text: str, target: str | None, *, indent: int = 1) -
         _show(report, text, target, indent)
 
 
+def say(sentence: str) -> None:
+    """Prints a sentence that is no part of a report."""
+    print(printable(sentence), file=sys.stderr)
+
+
+def as_json(report: Report, indent: int) -> str:
+    """Returns a report as JSON, which has no word for NaN and Inf: they become the strings "NaN", "Infinity" and
+    "-Infinity", which Python and JavaScript read back as numbers."""
+    return json.dumps(_plain(report), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
 def _keep(report: Report, text: str, target: str | None, indent: int) -> str:
     """Delivers an unfinished report, and returns a sentence that says where it went."""
     if not text:
@@ -77,7 +100,7 @@ def _keep(report: Report, text: str, target: str | None, indent: int) -> str:
 
 
 def _show(report: Report, text: str, target: str | None, indent: int) -> None:
-    print(json.dumps(report, indent=indent) if target == "-" else text, flush=True)
+    print(as_json(report, indent) if target == "-" else printable(text), flush=True)
 
 
 def _save(report: Report, target: str | None, indent: int) -> bool:
@@ -85,7 +108,7 @@ def _save(report: Report, target: str | None, indent: int) -> bool:
     if target is None or not _is_file(target):
         return False
     try:
-        write(Path(target), json.dumps(report, indent=indent) + "\n")
+        write(Path(target), as_json(report, indent) + "\n")
     except OSError as error:
         raise UnsupportedConfig(
             f"--json could not be written to {target}: {error.strerror}. Name another file."

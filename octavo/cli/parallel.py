@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -91,7 +92,7 @@ def start(arguments: argparse.Namespace, device: torch.device) -> Ranks | None:
     if arguments.parallel is None:
         return None
     tp, dp = sizes(arguments.parallel)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = _from_torchrun("WORLD_SIZE", 1, 2**31, "1")
     if world != tp * dp:
         raise UnsupportedConfig(
             f"--parallel tp={tp},dp={dp} needs {tp * dp} ranks, and there {'is' if world == 1 else 'are'} {world}. Run "
@@ -104,10 +105,35 @@ def start(arguments: argparse.Namespace, device: torch.device) -> Ranks | None:
             f"--parallel splits the layers of gpt, and batches of every model. Use tp=1 with {arguments.model}."
         )
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        number = _from_torchrun("LOCAL_RANK", 0, torch.cuda.device_count() - 1, "0")
+        torch.cuda.set_device(number)
     if not dist.is_initialized():
+        _from_torchrun("RANK", 0, world - 1)
+        _from_torchrun("MASTER_PORT", 0, 65535)
+        if "MASTER_ADDR" not in os.environ:
+            _refuse_unset("MASTER_ADDR")
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     return joined(tp, dp, device)
+
+
+def _from_torchrun(name: str, least: int, most: int, default: str | None = None) -> int:
+    """Returns a number that torchrun has set in the environment; without a default it must be set."""
+    text = os.environ.get(name, default)
+    if text is None:
+        _refuse_unset(name)
+    if not re.fullmatch(r"[0-9]{1,18}", text) or not least <= int(text) <= most:
+        raise UnsupportedConfig(
+            f"{name} in the environment is a whole number from {least} to {most}, got {text!r}. Start the command with "
+            "torchrun, which sets it, or unset it."
+        )
+    return int(text)
+
+
+def _refuse_unset(name: str) -> NoReturn:
+    raise UnsupportedConfig(
+        f"--parallel joins ranks that torchrun has started, and {name} is not set in the environment. Run torchrun "
+        "--nproc-per-node N -m octavo train."
+    )
 
 
 def joined(tp: int, dp: int, device: torch.device) -> Ranks:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from octavo.inspection.tensor_rows import LayerState, TensorRow, percent
+from octavo.text import one_line
 
 # limits for formats of 4 and of 8 bits: a healthy layer with bell-shaped values stays well within them
 UNDERFLOW = {4: 0.5, 8: 0.2}  # the share of values that become zero
@@ -36,7 +37,7 @@ def findings(states: Mapping[str, LayerState], rows: Sequence[TensorRow]) -> lis
     trained = any(_calls(own, "dy") for own in by_layer.values())
     found = []
     for path, own in by_layer.items():
-        found += [f"{path or '(model)'}: {text}" for text in _of_layer(states[path], own, ran, trained)]
+        found += [f"{one_line(path) or '(model)'}: {text}" for text in _of_layer(states[path], own, ran, trained)]
     return found
 
 

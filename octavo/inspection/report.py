@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.text import SHOWN, columns, path_names, plural
+from octavo.text import SHOWN, columns, path_names, plural, printable
 
 WIDTH = 200  # characters of a line that quotes the compiler
 
@@ -197,7 +197,7 @@ class CompileReport:
         for run in dict.fromkeys(self.runs):
             parts += [f"  run  {run}", *[f"    refused  {text}" for text in run.refused]]
         lines = [*parts, "", *_graph_lines(self.captured), "", *_layer_lines(self.layers)]
-        return "\n".join([*lines, *(["", *self.off] if self.off else [])])
+        return printable("\n".join([*lines, *(["", *self.off] if self.off else [])]))
 
 
 def _entries(name: str, found: Sequence[str]) -> list[str]:

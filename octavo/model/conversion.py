@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.model.policy import PolicyRule
 from octavo.model.selection import CONVERT
-from octavo.text import columns, path_names, path_pattern, plural
+from octavo.text import columns, path_names, path_pattern, plural, printable
 
 
 @dataclass(frozen=True)
@@ -150,4 +150,4 @@ class ConversionReport:
             if why:
                 reasons.setdefault(why, []).extend(paths)
         notes = [f"{path_names(paths)}: {why}." for why, paths in reasons.items()]
-        return "\n".join([*columns(cells), *notes, *self.notes, self.summary()])
+        return printable("\n".join([*columns(cells), *notes, *self.notes, self.summary()]))

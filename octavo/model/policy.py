@@ -153,18 +153,23 @@ class Policy:
             mxfp8(wgrad='bf16')
             >>> folder.cleanup()
         """
-        name = os.fspath(path)
+        if not isinstance(path, str | bytes | os.PathLike):
+            raise UnsupportedConfig(
+                f"Policy.load takes the path of a TOML file, got {_shown(path)}. Policy([...]) takes rules, and "
+                "Policy.from_dict data."
+            )
+        name = os.fsdecode(path)
         try:
             with open(name, encoding="utf-8") as file:
                 text = file.read()
             data = tomllib.loads(text)
-        except OSError as error:
-            raise UnsupportedConfig(
-                f"The policy file {name} cannot be read: {error.strerror}. Name a TOML file with a table [[rules]] for "
-                "each rule."
-            ) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise UnsupportedConfig(f"The policy file {name} is no TOML: {error}. Correct it.") from None
+        except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
+            why = error.strerror if isinstance(error, OSError) else error
+            raise UnsupportedConfig(
+                f"The policy file {name} cannot be read: {why}. Name a TOML file with a table [[rules]] for each rule."
+            ) from None
         lines = [number for number, line in enumerate(text.splitlines(), start=1) if _HEADER.match(line)]
 
         def where(index: int) -> str:

@@ -646,4 +646,4 @@ def _seed_of(module: Quantized, path: str) -> int:
     generator = torch.get_rng_state()
     state = zlib.crc32(ctypes.string_at(generator.data_ptr(), generator.nbytes))  # real bytes, even under fake tensors
     shape = f"{module.out_features}x{module.in_features}"
-    return state << 30 | zlib.crc32(f"{path} {shape}".encode()) >> 2
+    return state << 30 | zlib.crc32(f"{path} {shape}".encode("utf-8", "surrogatepass")) >> 2

@@ -80,3 +80,29 @@ def test_torchrun(tmp_path):
     report = json.loads((tmp_path / "f.json").read_text())
     right = train.train(train.Plan(steps=8), recipe("fp8-delayed"))
     assert report["recipe"]["loss"] == pytest.approx(right.loss, rel=2e-3)
+
+
+TORCHRUN = {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        *[("WORLD_SIZE", value, "WORLD_SIZE in the environment") for value in ("abc", "", "-2", "0", "1.5", "9" * 30)],
+        *[("RANK", value, "RANK in the environment is a whole number from 0 to 0") for value in ("abc", "-1", "", "1")],
+        ("RANK", None, "RANK is not set"),
+        ("MASTER_ADDR", None, "MASTER_ADDR is not set"),
+        ("MASTER_PORT", None, "MASTER_PORT is not set"),
+        *[("MASTER_PORT", value, "a whole number from 0 to 65535") for value in ("abc", "99999")],
+    ],
+)
+def test_what_torchrun_would_not_set_is_refused_in_a_sentence(name, value, says, monkeypatch, capsys):
+    for variable, usual in TORCHRUN.items():
+        monkeypatch.setenv(variable, usual)
+    monkeypatch.delenv(name)
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--parallel", "tp=1,dp=1", "--steps", "1"]) == 2
+    said = capsys.readouterr().err
+    assert says in said and "torchrun" in said
+    assert not dist.is_initialized()

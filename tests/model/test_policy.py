@@ -615,3 +615,15 @@ def test_a_graph_cannot_count_steps():
     octavo.convert(model, octavo.Policy([{"recipe": "bf16", "from_step": 2}, ("*", "fp8-current")]))
     with pytest.raises(Exception, match="a graph cannot count steps"):
         torch.compile(octavo.step, backend="eager", fullgraph=True)(model)
+
+
+@pytest.mark.parametrize("path", [5, None, 1.5, True, [], object], ids=repr)
+def test_what_is_no_path_is_refused_in_a_sentence(path):
+    with pytest.raises(UnsupportedConfig, match=r"Policy\.load takes the path of a TOML file, got"):
+        octavo.Policy.load(path)
+
+
+@pytest.mark.parametrize("path", ["a\0b", b"a\0b", b"nowhere", "", "/"], ids=repr)
+def test_a_path_that_cannot_be_read_is_refused_in_a_sentence(path):
+    with pytest.raises(UnsupportedConfig, match="cannot be read: "):
+        octavo.Policy.load(path)
