@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from octavo._torch.autograd import saved_tensors_hooks
 from octavo._torch.dispatch import dispatch_depth
+from octavo.errors import UnsupportedConfig
 from octavo.memory import span
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -82,10 +83,18 @@ def buffer(*shape: int, dtype: torch.dtype | None = None, device: torch.device |
     Returns:
         The tensor. Its values are not initialised.
 
+    Raises:
+        UnsupportedConfig: a function that is compiled with `fullgraph=True` calls it.
+
     Example:
         >>> octavo.buffer(6, 8, dtype=torch.bfloat16).shape
         torch.Size([6, 8])
     """
+    if torch.compiler.is_compiling():
+        raise UnsupportedConfig(
+            f"octavo.buffer allocates memory that a graph keeps, and a compiled function calls it for {shape}. "
+            "Call it before, and pass the buffer to the function."
+        )
     made = torch.empty(*shape, dtype=dtype, device=device)
     # guarded: a graph that was traced for this one is not replayed for another
     torch._dynamo.mark_static_address(made, guard=True)  # type: ignore[no-untyped-call]
