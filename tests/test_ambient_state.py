@@ -13,7 +13,7 @@ from torch.utils._device import _device_constructors
 
 import octavo
 from tests.state_tensors import state_tensors
-from tests.strange.environments import default_dtype
+from tests.strange.states import default_dtype
 
 ROOT = Path(octavo.__file__).parent
 SETS_A_DEFAULT = {"model/adopted_experts.py"}  # around a call of other people's code, which may make tensors

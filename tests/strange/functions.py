@@ -16,9 +16,9 @@ from octavo.cli.gpt import GPT, loss_of
 from octavo.kernels.gemm import native
 from octavo.kernels.grouped_gemm import native as grouped_native
 from octavo.recipes import SHIPPED
-from tests.strange.environments import Enter
-from tests.strange.harness import Record, Run, kept, seed_torch
 from tests.strange.layers import BY_NAME, Draw, K, N, Place, Subclass
+from tests.strange.run import Record, Run, kept, seed_torch
+from tests.strange.states import Enter
 
 MODEL = BY_NAME["converted linears"]
 Call = Callable[[Enter, str, str, Path], Record]  # of a context, a recipe, a device and an empty folder

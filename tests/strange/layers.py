@@ -117,17 +117,29 @@ class Microbatches(nn.Module):
         return first + self.layer(2 * x, is_first_microbatch=False)
 
 
+class Shift(nn.Module):
+    """A module with a buffer."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((K,), 0.5, **place))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
 class Codes(nn.Module):
-    """Two layers with codes between them, in an ambient recipe."""
+    """Two layers with codes between them, in an ambient recipe, whose state is made by the first call. A module with a
+    buffer follows."""
 
     def __init__(self, recipe: str, place: Place) -> None:
         super().__init__()
         self.recipe = recipe
-        self.first, self.second = octavo.Linear(K, N, **place), octavo.Linear(N, K, **place)
+        self.first, self.second, self.last = octavo.Linear(K, N, **place), octavo.Linear(N, K, **place), Shift(place)
 
     def forward(self, x: Tensor) -> Tensor:
         with octavo.autocast(self.recipe):
-            return self.second(self.first(x, fp8_output=self.recipe != "bf16"))
+            return self.last(self.second(self.first(x, fp8_output=self.recipe != "bf16")))
 
 
 class Buffers(nn.Module):

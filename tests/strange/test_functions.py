@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.strange.environments import DEFAULTS, GPU_DEFAULTS, WITHOUT_GRADIENTS
 from tests.strange.functions import FUNCTIONS
 from tests.strange.harness import differences
+from tests.strange.states import DEFAULTS, GPU_DEFAULTS, WITHOUT_GRADIENTS
 
 CONTEXTS = DEFAULTS | GPU_DEFAULTS | WITHOUT_GRADIENTS
 

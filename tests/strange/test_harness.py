@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from torch import nn
 
 import octavo
 from octavo import moe, ops
-from tests.strange.environments import DEFAULTS, ENVIRONMENTS, WITHOUT_GRADIENTS, Environment
+from tests.strange.environments import ENVIRONMENTS, Environment
 from tests.strange.harness import PLAIN, differences, plain_record, record_of, traces
-from tests.strange.layers import BY_NAME, LAYERS, UNQUANTIZED, Draw, K, Layer, Place, rows
+from tests.strange.layers import BY_NAME, LAYERS, RECIPES, UNQUANTIZED, Draw, K, Layer, Place, Shift, rows
+from tests.strange.sample import sample
+from tests.strange.states import DEFAULTS, WITHOUT_GRADIENTS
 
 
 def environment(name: str) -> Environment:
@@ -52,6 +55,19 @@ def test_a_record_has_outputs_gradients_weights_state_and_versions():
     } <= record.keys()  # fmt: skip
 
 
+def test_the_sample_has_every_environment_layer_and_recipe():
+    for device, least in (("cpu", 11), ("cuda", 4)):
+        cases = list(sample(device))
+        for environment in ENVIRONMENTS:
+            met = [(layer, recipe) for layer, recipe, each in cases if each is environment]
+            assert len({layer.name for layer, _ in met}) >= 5, environment
+            assert len({recipe for _, recipe in met}) >= 2, environment
+        for layer in LAYERS:
+            met = [(recipe, environment) for each, recipe, environment in cases if each is layer]
+            assert len({environment.name for _, environment in met}) >= least, layer
+    assert {recipe for _, recipe, _ in sample("cpu")} == set(RECIPES)
+
+
 # -- what it finds -----------------------------------------------------------------------------------------------------
 
 
@@ -90,11 +106,44 @@ def test_it_finds_a_layer_that_follows_the_default_device():
         traces(layer_of(Careless), "bf16", environment("default device meta, one step"))
 
 
-@pytest.mark.parametrize("name", WITHOUT_GRADIENTS)
+@pytest.mark.parametrize("name", [
+    *[f"{name}, one call" for name in WITHOUT_GRADIENTS], "evaluation", "functional_call", "torch.func",
+    "a call in a thread", "requires_grad off and on", "failure in forward", "failure after backward",
+])  # fmt: skip
 def test_it_finds_a_layer_that_counts_calls(name):
-    found = traces(layer_of(Counting), "bf16", environment(f"{name}, one call"))
+    found = traces(layer_of(Counting), "bf16", environment(name))
     assert {"step 2, output 0", "held count", "version of count", "state dict count"} <= set(found)
     assert "step 1, output 0" not in found
+
+
+def test_it_finds_a_layer_that_keeps_weak_references():
+    class Watching(nn.Linear):
+        def __init__(self):
+            super().__init__(K, 8, device="cpu", dtype=torch.bfloat16)
+            self.known = weakref.ref(self.weight)
+
+    with pytest.raises(RuntimeError, match="swap"):
+        traces(layer_of(Watching), "bf16", environment("swap_tensors"))
+
+
+def test_it_finds_a_layer_that_registers_buffers_late():
+    class Late(Shift):
+        def forward(self, x):
+            if "late" not in self._buffers:
+                self.register_buffer("late", torch.zeros(2, device="cpu", dtype=torch.float32))
+            return super().forward(x)
+
+    late = Layer("late", lambda recipe, place: nn.Sequential(Late(place), Shift(place)), rows, UNQUANTIZED)
+    with pytest.raises(RuntimeError, match="size"):
+        traces(late, "bf16", environment("AveragedModel, made at first"))
+
+
+def test_it_finds_a_layer_in_a_sequence():
+    layer, names = layer_of(Counting), ("deepcopy", "evaluation", "pickle")
+    sequence = [environment(name) for name in names]
+    assert "step 6, output 0" in plain_record(layer, "bf16", environments=3)
+    found = traces(layer, "bf16", *sequence)
+    assert "step 5, output 0" in found and "step 2, output 0" not in found
 
 
 def test_values_that_may_differ_are_left_out():
