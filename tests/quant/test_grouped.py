@@ -841,7 +841,7 @@ def test_given_multipliers_and_observed_amaxes_on_the_device(sizes):
 @pytest.mark.gpu
 @turns(spec=KERNELS, dtype=DTYPES)
 def test_the_public_entry_matches_the_cpu(spec, dtype):
-    for sizes, rows in (([65, 128, 0, 97], 400), ([300, 300], 450), ([-3, 100], 128), ([0], 0), ([0, 0], 9)):
+    for sizes, rows in (([65, 128, 0, 97], 400), ([300, 150], 450), ([0], 0), ([0, 0], 9)):
         x = wide(rows, 150, dtype)
         want, got = grouped(x, sizes, spec, spec), grouped(x.cuda(), sizes, spec, spec)
         with backend.use("reference"):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import octavo
+from octavo._torch.fast_paths import FAST_PATHS
 from octavo.cli import corpus, doctor, training
 from octavo.cli.gpt import GPT, loss_of
 from octavo.kernels.gemm import native
@@ -64,7 +65,9 @@ def probed(enter: Enter, recipe: str, device: str, folder: Path) -> Record:
 
 
 def diagnosed(enter: Enter, recipe: str, device: str, folder: Path) -> Record:
-    """All that `octavo doctor` reports."""
+    """All that `octavo doctor` reports, once the fast paths are decided, which they are once in a process."""
+    for path in FAST_PATHS:
+        path.is_on()
     with enter():
         return doctor.diagnose(torch.device(device))
 
