@@ -77,7 +77,7 @@ def test_multipliers_of_two_tensors_that_are_swapped():
     model = model_of("fp8-delayed")
     train(model)
     octavo.step(model)
-    encode = getattr(model[1], BUFFER_NAMES["forward"]["encode"])
+    encode = getattr(model[1]._hidden, BUFFER_NAMES["forward"]["encode"])
     encode.copy_(encode.flip(0))  # those of x and w
     model[1].weight.data.mul_(1 / 64)
     found = found_in(model, train)

@@ -49,7 +49,9 @@ def test_three_steps_of_changing_sizes_equal_those_of_separate_linears(recipe, l
     """With what the recipe remembers of each group: an expert without rows keeps its scales, the others move on."""
     layer = experts(recipe, dtype=dtype, **layout)
     alone = Alone(layer, recipe)
-    for i, splits in enumerate(((30, 0, 17), (0, 41, 3), (17, 30, 0))):
+    # fp8-delayed has all experts begin with rows: one that has had none takes the scales of the others
+    first = (30, 6, 17) if recipe == "fp8-delayed" else (30, 0, 17)
+    for i, splits in enumerate((first, (0, 41, 3), (17, 30, 0))):
         x, dy = batch(splits, seed=i, dtype=dtype)
         assert_steps(step(layer, x, dy, splits), alone.step(x, dy, splits), f"step {i}")
         for model in (layer, alone):
