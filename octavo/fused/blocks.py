@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo.ambient import ambient, autocast
 from octavo.communication.groups import Group
-from octavo.errors import UnsupportedConfig, check_choice, check_whole
+from octavo.errors import UnknownSetting, UnsupportedConfig, check_choice, check_whole, nearest
 from octavo.fused import conditions
 from octavo.fuser.inputs import refuse_symbol
 from octavo.fuser.runs import RECAST
@@ -30,6 +31,24 @@ KINDS: dict[str, Any] = {
     if isinstance(kind, type) and issubclass(kind, activations.Activation) and "NAME" in kind.__dict__
     and kind.NAME != "linear"
 }  # fmt: skip
+
+
+SETTINGS = [name for name, p in signature(Linear).parameters.items() if p.kind is p.KEYWORD_ONLY]
+OF_BLOCKS = ("parallel_mode", "column_blocks")  # keywords of Linear that LayerNormMLP sets itself
+
+
+def _check_settings(block: type, settings: Mapping[str, Any], *, but: tuple[str, ...] = ()) -> None:
+    """Raises for keywords that neither the block nor its Linears take."""
+    title, own = block.__name__, signature(block).parameters
+    if settings.get("return_bias"):
+        raise UnsupportedConfig(
+            f"{title}(return_bias=True): the block returns y alone, and a Linear that returns its bias does not fuse. "
+            "Leave it out, or build an octavo.Sequential of a norm and octavo.Linear(..., return_bias=True)."
+        )
+    names = [name for name in (*own, *SETTINGS) if name not in ("settings", "return_bias", *but)]
+    for name in settings:
+        if name not in names and name != "return_bias":
+            raise UnknownSetting(f"{title} has no setting {name!r}.{nearest(name, names)} It takes {', '.join(names)}.")
 
 
 def fc1_width(activation: str, ffn_hidden_size: int) -> int:
@@ -86,10 +105,10 @@ class LayerNormLinear(_Block):
         sequence_parallel: each rank has a part of the rows of x, which are gathered after the norm. The gradients of
             the norm's parameters are summed over ranks.
         tp_group: the ranks, as in `octavo.Linear`.
-        **settings: further keywords of `octavo.Linear`, such as `keep_weight_codes`.
+        **settings: further keywords of `octavo.Linear`, such as `keep_weight_codes`; not `return_bias`.
 
     Raises:
-        UnsupportedConfig: `normalization` or the recipe is unknown.
+        UnsupportedConfig: `normalization`, the recipe or a setting is unknown, or `return_bias` is True.
 
     Example:
         >>> block = octavo.LayerNormLinear(64, 32, normalization="RMSNorm", recipe="fp8-block")
@@ -116,6 +135,7 @@ class LayerNormLinear(_Block):
         tp_group: Group = None,
         **settings: bool,
     ) -> None:
+        _check_settings(LayerNormLinear, settings)
         if parallel_mode == "row":
             raise UnsupportedConfig(
                 "LayerNormLinear(parallel_mode='row') gives each rank a part of x's features, and the norm needs all "
@@ -157,11 +177,12 @@ class LayerNormMLP(_Block):
         sequence_parallel: each rank has a part of the rows of x and y. The gradients of the norm's parameters and of
             fc2's bias are summed over ranks.
         tp_group: the ranks, as in `octavo.Linear`.
-        **settings: further keywords of `octavo.Linear`, for both. Here `keep_weight_codes` is False by default:
-            backward quantizes the weights again instead of keeping their codes.
+        **settings: further keywords of `octavo.Linear`, for both; not `return_bias`. Here `keep_weight_codes` is False
+            by default: backward quantizes the weights again instead of keeping their codes.
 
     Raises:
-        UnsupportedConfig: `normalization`, `activation` or the recipe is unknown.
+        UnsupportedConfig: `normalization`, `activation`, the recipe or a setting is unknown, `return_bias` is True, or
+            `ffn_hidden_size` is no number from 1 up.
 
     Example:
         >>> mlp = octavo.LayerNormMLP(64, 96, normalization="RMSNorm", activation="swiglu", recipe="fp8-block")
@@ -190,6 +211,7 @@ class LayerNormMLP(_Block):
         tp_group: Group = None,
         **settings: bool,
     ) -> None:
+        _check_settings(LayerNormMLP, settings, but=OF_BLOCKS)
         shared: dict[str, Any] = {"keep_weight_codes": False, **settings, "recipe": recipe}
         shared |= {"sequence_parallel": sequence_parallel, "tp_group": tp_group}
         again = {"gather_again": shared.pop("gather_again", False)}  # of x, which fc1 alone gathers

@@ -416,7 +416,7 @@ def _in_places(made: ForwardResult, out: Tensor, places: int) -> tuple[Tensor, .
 for _name, _places in INTO.items():
     _define_into(_name, _places)
 
-# all operators whose schema does not tell everything that they write
+# all operators whose schema does not tell everything that they write; docs/compile.md lists what, and why
 UNDECLARED_WRITES = [getattr(torch.ops.octavo, name).default for name in ("run", "run_bwd", *INTO)]
 
 

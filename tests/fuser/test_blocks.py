@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import ops
-from octavo.errors import UnsupportedConfig
+from octavo.errors import UnknownSetting, UnsupportedConfig
 from octavo.kernels.activation import ACTIVATIONS
 from tests.fuser.models import (
     FFN,
@@ -297,3 +297,37 @@ def test_a_block_inside_a_sequential_is_flattened_and_still_fuses():
     twin = copy.deepcopy(block)
     assert_equal(step(model, x, dy), step(twin, x, dy, call=lambda t: t + twin(t)))
     assert set(model.explain(x.clone().requires_grad_()).fired) & {"mlp", "activation-linear", "norm-linear"}
+
+
+BLOCKS = pytest.mark.parametrize("block", [octavo.LayerNormLinear, octavo.LayerNormMLP])
+
+
+@BLOCKS
+def test_a_bias_that_would_be_returned_is_refused_when_the_block_is_built(block):
+    with pytest.raises(UnsupportedConfig, match=rf"^{block.__name__}\(return_bias=True\): .*octavo.Sequential"):
+        block(64, 32, return_bias=True)
+    assert block(64, 32, return_bias=False)(torch.ones(8, 64)).shape[0] == 8
+
+
+@BLOCKS
+@pytest.mark.parametrize(
+    ("name", "meant"), [("keep_weight_code", "keep_weight_codes"), ("normalisation", "normalization")]
+)
+def test_an_unknown_setting_of_a_block_is_refused_by_the_blocks_name(block, name, meant):
+    with pytest.raises(
+        UnknownSetting, match=rf"^{block.__name__} has no setting '{name}'. Did you mean '{meant}'\?"
+    ) as said:
+        block(64, 32, **{name: True})
+    assert "settings" not in str(said.value).split("It takes")[1] and "return_bias" not in str(said.value)
+
+
+@pytest.mark.parametrize("name", ["parallel_mode", "column_blocks"])
+def test_a_setting_that_an_mlp_sets_itself_is_refused(name):
+    with pytest.raises(UnknownSetting, match=f"LayerNormMLP has no setting '{name}'"):
+        octavo.LayerNormMLP(64, 32, **{name: None})
+
+
+def test_the_way_out_for_a_returned_bias_works():
+    run = octavo.Sequential(octavo.ops.RMSNorm(64), octavo.Linear(64, 32, recipe="fp8-block", return_bias=True))
+    y, bias = run(torch.ones(8, 64))
+    assert y.shape == (8, 32) and bias is run[1].bias

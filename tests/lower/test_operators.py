@@ -1,5 +1,7 @@
 """Octavo's operators as torch sees them: opcheck, modes that watch, fakes of the shapes that come out."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -9,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from octavo.errors import UnsupportedConfig
+from octavo.lower.operators import UNDECLARED_WRITES
 from octavo.recipes import SHIPPED
 from tests.lower.compiling import assert_results, assert_state, batch, every, pair, results, stepped
 from tests.lower.recorder import Recorder, hides_writes, recorded, without_gradients
@@ -115,3 +118,28 @@ def test_a_mode_changes_no_check_and_no_buffer_of_eager_mode():
         with pytest.raises(UnsupportedConfig, match="has changed since"):
             layer(x, is_first_microbatch=False)
     assert layer.weight.main_grad.any()
+
+
+def test_the_page_names_every_operator_whose_schema_hides_writes():
+    page = (Path(__file__).parents[2] / "docs" / "compile.md").read_text()
+    section = page.split("## Writes that are not in the schema")[1].split("\n## ")[0]
+    for op in UNDECLARED_WRITES:
+        assert f"`{op.name().removeprefix('octavo::')}`" in section.replace("`octavo::", "`"), op
+
+
+WRITING = [("fp8-delayed", {}), ("nvfp4", {}), ("fp8-current", {"fuse_wgrad_accumulation": True})]
+
+
+@pytest.mark.parametrize(("recipe", "options"), WRITING, ids=[recipe for recipe, _ in WRITING])
+def test_opcheck_fails_for_hidden_writes_in_its_schema_test_alone_as_the_page_says(recipe, options):
+    layer = make(recipe, 17, 12, **options)
+    layer.weight.main_grad = torch.zeros(12, 17)
+    x, dy = batch(0, 9, 17, 12)
+    failed = []
+    for op, args in recorded(layer, x.requires_grad_(), dy):
+        args = args if op is torch.ops.octavo.run.default else without_gradients(args)
+        found = torch.library.opcheck(op, args, raise_exception=False)
+        failed += [(op, test, str(said)) for test, said in found.items() if said != "SUCCESS"]
+    assert failed
+    for op, test, said in failed:
+        assert op in UNDECLARED_WRITES and test == "test_schema" and "not defined as mutable but was mutated" in said
