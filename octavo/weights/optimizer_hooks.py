@@ -129,5 +129,9 @@ def _tell(written: Sequence[Tensor], capturing: bool = False) -> None:
     """Tell the caches of all layers that an optimizer writes to these parameters."""
     ids = {id(p) for p in written}
     for layer in list(heard.layers):
+        codes = vars(layer).get("_codes")
+        if codes is None:  # octavo.revert made it plain, or its constructor raised
+            heard.layers.discard(layer)
+            continue
         with suppress(UnsupportedConfig):  # of experts whose weights another module has no more
-            layer._codes.note_step(layer, ids, capturing)
+            codes.note_step(layer, ids, capturing)

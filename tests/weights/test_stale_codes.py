@@ -251,6 +251,29 @@ class TestInAGraph:
             optimizer.step()
 
 
+def test_layers_that_are_no_more_are_told_nothing():
+    """One that was reverted, and one whose constructor raised."""
+    model = nn.Sequential(nn.Linear(48, 48))
+    octavo.convert(model, "fp8-block")
+    with octavo.microbatch(first=True):
+        model(X).sum().backward()
+    octavo.revert(model)
+    with pytest.raises(octavo.errors.Unsupported) as kept:
+        octavo.Linear(48, 48, recipe="no such recipe")
+    sgd(model).step()
+    octavo.convert(model, "fp8-block")
+    with octavo.microbatch(first=True):
+        model(X).sum().backward()
+    sgd(model).step()
+    assert kept and "changed since" in str(refusal_of(model[0]))
+
+
+def refusal_of(layer):
+    with pytest.raises(UnsupportedConfig) as caught:
+        layer(X, is_first_microbatch=False)
+    return caught.value
+
+
 # -- weights without a version counter ---------------------------------------------------------------------------------
 
 
