@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo._torch.autograd import current_graph_task
-from octavo._torch.fakes import FakeTensor, as_real_as
+from octavo._torch.fakes import FakeTensor, as_real_as, runs_on_shapes
 from octavo._torch.tracing import while_tracing
 from octavo.ambient import process
 from octavo.delayed_scaling import memory as scaling
@@ -359,9 +359,9 @@ class Quantized(FusibleOperation, nn.Module):
     ) -> WeightSide:  # fmt: skip
         """Returns the weight's part in a call. `has_codes`: x arrived as codes."""
         scaling = self._scaling
-        dry = process.dry > 0
+        dry = process.dry > 0 or (as_nodes and runs_on_shapes(weights[0]))
         observe = recipe.stateful and self.training and not dry and scaling.observes(self, weights[0], as_nodes)
-        kind = self._codes.supply(self, recipe, weights, first, grads, observe)
+        kind = self._codes.supply(self, recipe, weights, first, grads, observe, dry)
         measured = scaling.measures(kind, grads, has_codes) if recipe.stateful and scaling.cold else ""
         main_grad, dummy, delay = "", False, ""
         if "w" in grads and not dry and self.fuse_wgrad_accumulation:

@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo._torch.autograd import current_graph_task
 from octavo._torch.fakes import as_real_as
 from octavo._torch.tracing import is_first_in_graph, is_inside_operator, while_tracing
-from octavo.ambient import ambient, process
+from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.layers.contract import WeightCast
 from octavo.lower.operators import refresh as refresh_in_graph
@@ -32,7 +32,7 @@ class WeightCodes(WeightCache):
     """The codes of one layer's weight."""
 
     def supply(
-        self, layer: Any, recipe: Recipe, weights: Sequence[Tensor], first: Flag, grads: str, observe: bool
+        self, layer: Any, recipe: Recipe, weights: Sequence[Tensor], first: Flag, grads: str, observe: bool, dry: bool
     ) -> str:
         """Decide how this call gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or
         "held"."""
@@ -41,7 +41,7 @@ class WeightCodes(WeightCache):
             return "held"
         if self.held:
             refuse_dense(weights[0])
-        if process.dry:
+        if dry:  # nothing is cached
             return "plain"
         tracing = torch.compiler.is_compiling()
         if "w" in grads and not tracing:
