@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import octavo
-from octavo._torch.fast_paths import FAST_PATHS
 from octavo.cli import corpus, doctor, training
 from octavo.cli.gpt import GPT, loss_of
 from octavo.kernels.gemm import native
@@ -32,6 +31,7 @@ class Function:
     recipes: tuple[str, ...] = SHIPPED
     devices: tuple[str, ...] = ("cpu", "cuda")
     may_differ: tuple[str, ...] = ()  # patterns of the names of values that differ where gradients are off
+    is_lasting: bool = True  # whether a process always gets the same result without a context
 
     def __str__(self) -> str:
         return self.name
@@ -65,9 +65,7 @@ def probed(enter: Enter, recipe: str, device: str, folder: Path) -> Record:
 
 
 def diagnosed(enter: Enter, recipe: str, device: str, folder: Path) -> Record:
-    """All that `octavo doctor` reports, once the fast paths are decided, which they are once in a process."""
-    for path in FAST_PATHS:
-        path.is_on()
+    """All that `octavo doctor` reports."""
     with enter():
         return doctor.diagnose(torch.device(device))
 
@@ -211,7 +209,8 @@ def stepped(enter: Enter, recipe: str, device: str, folder: Path) -> Record:
 QUANTIZED = tuple(name for name in SHIPPED if name != "bf16")
 FUNCTIONS: tuple[Function, ...] = (
     Function("doctor.probe", probed),
-    Function("doctor.diagnose", diagnosed, ("bf16",)),  # it reports all recipes
+    # it reports all recipes, and fast paths that a process decides when it first needs them
+    Function("doctor.diagnose", diagnosed, ("bf16",), is_lasting=False),
     Function("probes of kernels", probed_kernels, QUANTIZED, devices=("cuda",)),
     Function("models of octavo train", demo_models, may_differ=("*gradient",)),
     Function("inspect", inspected),
