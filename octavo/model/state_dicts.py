@@ -17,7 +17,8 @@ from octavo.text import plural, some
 
 State = dict[str, Tensor]  # of one layer: its tensors by their names in the layer
 DELAYED, ROUNDED = "fp8-delayed", "nvfp4, or another that rounds stochastically"  # the recipes with state
-_KEY = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:scaling|rounding|schedule)\..+)")  # a key of a model's state
+# a key of a model's state; a path may have line breaks
+_KEY = re.compile(r"(?:(?P<path>.*)\.)?(?P<name>(?:scaling|rounding|schedule)\..+)", re.DOTALL)
 
 
 class Load(NamedTuple):

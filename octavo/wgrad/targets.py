@@ -99,7 +99,7 @@ def open_buffers(buffers: Sequence[Tensor], rows: int, columns: int) -> tuple[Te
     to the buffers."""
     each = rows // len(buffers)
     parts = [gradient_matrix(t, each, columns) for t in buffers if not is_nothing(t)]
-    if len(buffers) == 1:
+    if len(buffers) == 1 and parts:
         return parts[0], None
     for buffer, part in zip((t for t in buffers if not is_nothing(t)), parts, strict=True):
         if not part.is_contiguous():
@@ -129,6 +129,8 @@ def is_nothing(buffer: Tensor) -> bool:
 def spread(loose: Tensor, buffers: Sequence[Tensor], mode: str) -> None:
     """Add or copy the rows of `loose` to the buffers that they belong to."""
     pairs = [(t, part) for t, part in zip(buffers, loose.chunk(len(buffers)), strict=True) if not is_nothing(t)]
+    if not pairs:  # all weights were frozen after forward
+        return
     into = [buffer for buffer, _ in pairs]
     parts = [part.view(buffer.shape).to(buffer.dtype) for buffer, part in pairs]
     if mode == "add":

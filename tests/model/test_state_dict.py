@@ -477,3 +477,19 @@ def test_a_state_does_not_know_the_wrappers_of_a_model(name):
     octavo.load_state_dict(wrapped, octavo.state_dict(plain))
     assert_same(wrapped.get_submodule(name)._hidden.scaling_forward_encode, plain._hidden.scaling_forward_encode)
     octavo.load_state_dict(make("fp8-delayed"), octavo.state_dict(wrapped))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4"])
+def test_a_layer_whose_name_has_a_line_break_is_saved_and_loaded(recipe):
+    model = nn.Sequential()
+    model.add_module("a\nb", nn.Linear(32, 32))
+    octavo.convert(model, recipe)
+    model(spiky(8, 32)).sum().backward()
+    octavo.step(model)
+    state = octavo.state_dict(model)
+    other = copy.deepcopy(model)
+    model(spiky(8, 32, seed=1)).sum().backward()
+    octavo.step(model)
+    octavo.load_state_dict(model, state)
+    for mine, theirs in zip(state_tensors(model), state_tensors(other), strict=True):
+        assert torch.equal(mine, theirs)

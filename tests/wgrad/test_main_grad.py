@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import octavo
 from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.recipes import SHIPPED
 from tests.modules.oracle import assert_same, check, expected, make, run, seed_of, spiky
@@ -249,3 +250,21 @@ def test_a_layer_that_does_not_fuse_leaves_main_grad_alone():
     layer.weight.main_grad = torch.ones(N, K)
     check(layer, "fp8-current", *batch())
     assert torch.equal(layer.weight.main_grad, torch.ones(N, K))
+
+
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_a_weight_that_is_frozen_after_forward_gets_no_dw_and_dx_stays(kind):
+    if kind == "linear":
+        layer, rest = octavo.Linear(64, 32, recipe="fp8-current", fuse_wgrad_accumulation=True), ()
+    else:
+        layer = octavo.GroupedLinear(2, 64, 32, recipe="fp8-current", fuse_wgrad_accumulation=True)
+        rest = ([5, 3],)
+    buffer = layer.weight.main_grad = torch.zeros(layer.weight.shape, device="cpu", dtype=torch.float32)
+    x = spiky(8, 64).requires_grad_()
+    (want,) = torch.autograd.grad(layer(x, *rest).sum(), x)
+    buffer.zero_()
+    y = layer(x, *rest)
+    layer.weight.requires_grad_(False)
+    y.sum().backward()
+    assert torch.equal(x.grad, want)
+    assert not buffer.any()
