@@ -23,10 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.parity import FP8, numbers
-from octavo.cli import corpus, machine, table
-from octavo.cli.gpt import GPT, Shape
-from octavo.cli.training import Plan, evaluate, optimize
+from octavo.cli import machine
+from octavo.demo import corpus
+from octavo.demo.gpt import GPT, Shape
+from octavo.demo.training import Plan, evaluate, optimize
 from octavo.errors import Unsupported, UnsupportedConfig
+from octavo.inspection import table
 from octavo.moe import Experts
 
 SHAPE = Shape(width=64, layers=2, heads=4, context=64)
@@ -92,16 +94,16 @@ def kept_bytes(recipe: str, plan: Plan) -> dict[str, int]:
                 f"In {recipe} the experts are not fused in their first step, so that storage has no effect. Use a "
                 "recipe that fuses them, such as fp8-block."
             )
-        found[storage] = told.ledger[2].activations
+        found[storage] = told.saved_tensors[2].activations
     return found
 
 
 def gradient_errors(recipe: str, device: torch.device) -> dict[str, dict[str, float]]:
     """Returns the relative error, root of the mean square, of each gradient of a layer in float32, by storage."""
-    experts, slots, tokens, hidden, ffn = LAYER
+    experts, assignments, tokens, hidden, ffn = LAYER
     torch.manual_seed(0)
     x, dy = (torch.randn(tokens, hidden, device=device) for _ in range(2))
-    probs, indices = torch.randn(tokens, experts, device=device).softmax(-1).topk(slots)
+    probs, indices = torch.randn(tokens, experts, device=device).softmax(-1).topk(assignments)
     weights = [torch.randn(shape, device=device) * shape[-1] ** -0.5
                for shape in ((experts, 2 * ffn, hidden), (experts, hidden, ffn))]  # fmt: skip
     want = exact(x, indices, probs, dy, *weights)
@@ -123,9 +125,9 @@ def exact(x: Tensor, indices: Tensor, probs: Tensor, dy: Tensor, w1: Tensor, w2:
     x, probs, w1, w2 = (t.double().requires_grad_() for t in (x, probs, w1, w2))
     y = torch.zeros_like(x)
     for e in range(len(w1)):
-        tokens, slots = torch.where(indices == e)
+        tokens, assignments = torch.where(indices == e)
         a, b = (x[tokens] @ w1[e].T).chunk(2, -1)
-        y = y.index_add(0, tokens, probs[tokens, slots, None] * ((F.silu(a) * b) @ w2[e].T))
+        y = y.index_add(0, tokens, probs[tokens, assignments, None] * ((F.silu(a) * b) @ w2[e].T))
     return list(torch.autograd.grad(y, (x, probs, w1, w2), dy.double()))
 
 
@@ -201,8 +203,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         report = measure(arguments)
-    except Unsupported as refusal:
-        print(f"{parser.prog}: {refusal}", file=sys.stderr)
+    except Unsupported as unsupported_reason:
+        print(f"{parser.prog}: {unsupported_reason}", file=sys.stderr)
         return 2
     print(render(report))
     return 0 if report["ok"] else 1

@@ -23,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 import octavo
-from octavo.cli import corpus, machine, table
-from octavo.cli.gpt import GPT, Shape, loss_of
-from octavo.cli.training import CLIP, EVALUATED, HEAD, RATE, Plan, rate
+from octavo.cli import machine
+from octavo.demo import corpus
+from octavo.demo.gpt import GPT, Shape, loss_of
+from octavo.demo.training import CLIP, EVALUATED, HEAD, RATE, Plan, rate
 from octavo.errors import Unsupported
+from octavo.inspection import table
 from octavo.recipes import SHIPPED
 
 BASELINE = "nn.Linear"
@@ -75,8 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         report = measure(arguments)
-    except Unsupported as refusal:
-        print(f"{parser.prog}: {refusal}", file=sys.stderr)
+    except Unsupported as unsupported_reason:
+        print(f"{parser.prog}: {unsupported_reason}", file=sys.stderr)
         return 2
     print(render(report))
     return 0 if all(row["ok"] for row in report["results"]) else 1

@@ -12,9 +12,9 @@ import torch
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import activation, grouped_gemm, norm
 from octavo.kernels.activation import ACTIVATIONS, Inputs, Wanted
-from octavo.kernels.activation_quantize import triton as actq
+from octavo.kernels.activation.cast import triton as actq
 from octavo.kernels.norm import Norm, Residual
-from octavo.kernels.norm_quantize import triton as normq
+from octavo.kernels.norm.cast import triton as normq
 from octavo.kernels.tile_cast import Target
 from octavo.quant import Block1D, Block2D, TensorProto, Tensorwise
 from octavo.quant.grouped import grouped_proto
@@ -50,10 +50,12 @@ def pair_of(spec, m, k, sides):
     return (spec.proto(like).empty() if "r" in sides else None, spec.proto(like, 0).empty() if "c" in sides else None)
 
 
-def given_to(spec, encode=0.5):
-    if not spec.takes_encode:
+def given_to(spec, inverse_scale=0.5):
+    if not spec.takes_inverse_scale:
         return CastArgs()
-    return CastArgs(encode=torch.tensor([encode], device="cuda"), observed=torch.zeros(1, device="cuda"))
+    return CastArgs(
+        inverse_scale=torch.tensor([inverse_scale], device="cuda"), running_amax=torch.zeros(1, device="cuda")
+    )
 
 
 def nbytes(*things):
@@ -68,7 +70,7 @@ def nbytes(*things):
 
 def filled(pair, given):
     tensors = [t for q in pair if q is not None for t in q.tensors()]
-    return [t.clone() for t in tensors] + ([given.observed.clone()] if given.observed is not None else [])
+    return [t.clone() for t in tensors] + ([given.running_amax.clone()] if given.running_amax is not None else [])
 
 
 def poison(pair, given):
@@ -76,8 +78,8 @@ def poison(pair, given):
     for q in pair:
         for t in () if q is None else q.tensors():
             t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)).view(torch.uint8).fill_(0xA5)
-    if given.observed is not None:
-        given.observed.zero_()
+    if given.running_amax is not None:
+        given.running_amax.zero_()
 
 
 def same(a, b, what):
@@ -211,7 +213,7 @@ def norms():
     print(f"x + extra {sum_ms:.3f} ms; with rms statistics {fused_ms:.3f} ms; floor by copy {floor:.3f} ms")
     for spec, sides in ((Tensorwise(), "r"), (Tensorwise(), "rc"), (Block1D(), "rc"), (Block2D(), "rc")):
         pair, given = pair_of(spec, M, N, sides), given_to(spec)
-        configs = [c for c in normq.CONFIGS if spec.takes_encode or c.rows == c.columns == 128]
+        configs = [c for c in normq.CONFIGS if spec.takes_inverse_scale or c.rows == c.columns == 128]
 
         def plain():
             fill_pair(norm.forward(rms, x, weight, None).y, pair, given)
@@ -226,7 +228,7 @@ def norms():
 SHAPES = ((8192 * 8, 1536, 128), (8192 * 2, 14336, 8))  # rows, columns of y, experts
 
 
-def grouped_target(spec, groups, k, sides, delayed=True, encode=0.5):
+def grouped_target(spec, groups, k, sides, delayed=True, inverse_scale=0.5):
     """Codes of groups, poisoned before every comparison, and the arguments of their cast."""
     where = torch.bfloat16, torch.device("cuda")
     row, column = (
@@ -234,9 +236,9 @@ def grouped_target(spec, groups, k, sides, delayed=True, encode=0.5):
         for side in ("row", "column")
     )
     given = CastArgs(groups=groups)
-    if delayed and spec.takes_encode:
-        encodes = torch.full((groups.number,), encode, device="cuda")
-        given = given._replace(encode=encodes, observed=torch.zeros_like(encodes))
+    if delayed and spec.takes_inverse_scale:
+        encodes = torch.full((groups.number,), inverse_scale, device="cuda")
+        given = given._replace(inverse_scale=encodes, running_amax=torch.zeros_like(encodes))
     return Target((row, column), given)
 
 
@@ -291,7 +293,7 @@ def groups():
                 actq.backward(FN, dy, inputs, dx, y, sums, torch.float32, config)
 
             what = f"dswiglu {title} {spec}{', sums' if sums else ''} {'' if delayed else 'measured'}"
-            configs = actq.GROUP_CONFIGS if spec.takes_encode else (None,)
+            configs = actq.GROUP_CONFIGS if spec.takes_inverse_scale else (None,)
             compare(what, plain, fused, configs, [dx, y], nbytes(x, dy, dx.pair, y.pair))
 
 

@@ -25,9 +25,11 @@ import torch
 
 import octavo
 from octavo._torch.compilation import reset as forget_graphs
-from octavo.cli import corpus, machine, options, table
-from octavo.cli.gpt import GPT, loss_of
-from octavo.cli.training import converted, shape_of
+from octavo.cli import machine, options
+from octavo.demo import corpus
+from octavo.demo.gpt import GPT, loss_of
+from octavo.demo.training import converted, shape_of
+from octavo.inspection import table
 
 RECIPES = ("fp8-delayed", "fp8-block")
 STATES = ("before", "every=1", "every=10", "after")

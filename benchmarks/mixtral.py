@@ -24,7 +24,9 @@ import transformers
 from torch import Tensor, nn
 
 import octavo
-from octavo.cli import corpus, machine, table
+from octavo.cli import machine
+from octavo.demo import corpus
+from octavo.inspection import table
 
 SIZES = {
     "full": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},

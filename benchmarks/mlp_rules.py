@@ -12,24 +12,24 @@ from typing import Any
 import torch
 
 from octavo.cli import machine
-from octavo.cli.bench import mlp
-from octavo.cli.bench.step import settled_step
+from octavo.cli.bench import mlp_bench
+from octavo.cli.bench.timed_step import settled_step
 from octavo.cli.timing import device_ms, eager_ms
-from octavo.fuser import pattern
+from octavo.fusion import rule as pattern
 
 RECIPES = ("fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block")
 TURNS = 3  # of each, one after the other: a chip that gets warm gets slower
 
 
 def measured(recipe: str) -> dict[str, float]:
-    tokens, hidden, ffn = mlp.SHAPE
-    module = mlp._ours(hidden, ffn, recipe)
-    x, dy = mlp._tensors(tokens, hidden)
+    tokens, hidden, ffn = mlp_bench.SHAPE
+    module = mlp_bench._ours(hidden, ffn, recipe)
+    x, dy = mlp_bench._tensors(tokens, hidden)
     step = settled_step(module, x, dy)
     return {
         "ms": eager_ms(step, warmup=3, repeats=15)[0],
         "graph_ms": device_ms(step, warmup=3, repeats=15)[0],
-        "kept_mib": mlp._kept_mib(module, x),
+        "kept_mib": mlp_bench._kept_mib(module, x),
     }
 
 
@@ -51,7 +51,7 @@ def compared() -> list[dict[str, Any]]:
 if __name__ == "__main__":
     report = {
         "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
-        "shape": list(mlp.SHAPE),
+        "shape": list(mlp_bench.SHAPE),
         "statistic": "median of 15",
         "results": compared(),
     }

@@ -27,9 +27,11 @@ from typing import Any
 import torch
 
 import octavo
-from octavo.cli import corpus, machine, table
-from octavo.cli.gpt import GPT, loss_of
-from octavo.cli.training import MODELS, Plan, evaluate, shape_of, train
+from octavo.cli import machine
+from octavo.demo import corpus
+from octavo.demo.gpt import GPT, loss_of
+from octavo.demo.training import MODELS, Plan, evaluate, shape_of, train
+from octavo.inspection import table
 from octavo.model.policy import Policy
 from octavo.quant import MX
 from octavo.quant import NVFP4 as Quantizer

@@ -21,9 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from octavo.cli import machine, table
-from octavo.cli.training import MODELS, Outcome, Plan, gap, shape_of, train
+from octavo.cli import machine
+from octavo.demo.training import MODELS, Outcome, Plan, gap, shape_of, train
 from octavo.errors import Unsupported
+from octavo.inspection import table
 from octavo.recipes import SHIPPED, recipe
 
 STEPS, BATCH, SEEDS = 400, 16, (0, 1, 2, 3)
@@ -59,8 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         report = measure(arguments)
-    except Unsupported as refusal:
-        print(f"{parser.prog}: {refusal}", file=sys.stderr)
+    except Unsupported as unsupported_reason:
+        print(f"{parser.prog}: {unsupported_reason}", file=sys.stderr)
         return 2
     print(render(report))
     return 0 if all(row["ok"] for row in report["results"]) else 1

@@ -23,7 +23,7 @@ import torch
 
 import octavo
 from octavo.cli import machine
-from octavo.lower.replay import calls, recorder
+from octavo.runtime.replay import calls, recorder
 
 ROWS, WIDTH, GROUPS = 32, 256, 4
 STEPS = 20  # of a turn

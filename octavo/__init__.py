@@ -20,26 +20,26 @@ from octavo.version import __version__  # isort: skip  (checks the version of to
 from octavo import backend, errors, formats, moe, ops, quant, recipes
 from octavo._torch.fast_paths import warn_if_untried
 from octavo._torch.tracing import buffer
-from octavo.ambient import autocast, dry_run, microbatch
 from octavo.checkpoints.checkpoint import load_checkpoint, save_checkpoint
-from octavo.fused.blocks import LayerNormLinear, LayerNormMLP
-from octavo.fuser.sequential import Sequential
+from octavo.fusion.blocks import LayerNormLinear, LayerNormMLP
+from octavo.fusion.sequential import Sequential
 from octavo.inspection.compare import compare
 from octavo.inspection.explain import explain
 from octavo.inspection.inspect import inspect
-from octavo.lower.operators import sac_save_ops
 from octavo.model.attach import attach
 from octavo.model.convert import convert, revert
 from octavo.model.policy import Policy
+from octavo.model.refresh import quantize_weights, refresh_weights
 from octavo.model.state_dicts import load_state_dict, state_dict
 from octavo.model.step import step
-from octavo.model.weights import quantize_weights, refresh_weights
-from octavo.modules.grouped_linear import GroupedLinear
-from octavo.modules.linear import Linear
-from octavo.moe.grouped_linear import grouped_linear
+from octavo.moe.functional import grouped_linear
 from octavo.moe.mixture import MoE
+from octavo.ops.grouped_linear import GroupedLinear
+from octavo.ops.linear import Linear
 from octavo.quant import GroupedTensor, QTensor
 from octavo.recipes import recipe
+from octavo.recipes.ambient import autocast, dry_run, microbatch
+from octavo.runtime.graph_nodes import sac_save_ops
 
 __all__ = [
     "GroupedLinear",

@@ -136,7 +136,7 @@ class Refusal:
 
 
 @cache
-def triton_refusal(device: torch.device) -> Refusal | None:
+def unsupported_by_triton(device: torch.device) -> Refusal | None:
     if device.type != "cuda":
         return Refusal(f"Triton kernels run on CUDA tensors, and this one is on {device}")
     capability = torch.cuda.get_device_capability(device)
@@ -173,23 +173,24 @@ def choose(device: torch.device) -> str:
     force = forced()
     if force == "reference" or (device.type != "cuda" and force in ("auto", "strict", "checked")):
         return "reference"
-    refusal = triton_refusal(device)
-    if refusal is None:
+    unsupported_reason = unsupported_by_triton(device)
+    if unsupported_reason is None:
         return "triton"
-    if force in ("triton", "emulated") or refusal.mendable:
+    if force in ("triton", "emulated") or unsupported_reason.mendable:
         raise UnsupportedHardware(
-            f"No Triton kernels here: {refusal.why}. Call octavo.backend.use('reference') to run plain torch instead."
+            f"No Triton kernels here: {unsupported_reason.why}. Call octavo.backend.use('reference') to run plain "
+            "torch instead."
         )
     return "reference"
 
 
-def twin(package: str, like: Tensor) -> ModuleType:
+def implementation(package: str, like: Tensor) -> ModuleType:
     """Returns the module of `package` that runs for tensors like this one. Imports Triton only if it is used."""
-    return _twin(package, like.device, _forces[-1].name if _forces else "auto")
+    return _implementation(package, like.device, _forces[-1].name if _forces else "auto")
 
 
 @cache
-def _twin(package: str, device: torch.device, force: str) -> ModuleType:
+def _implementation(package: str, device: torch.device, force: str) -> ModuleType:
     name = choose(device)
     if importlib.util.find_spec(f"{package}.{name}") is None:
         raise UnsupportedHardware(

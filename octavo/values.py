@@ -108,7 +108,7 @@ class Value:
         object.__setattr__(self, "key", key)
 
     def validate(self) -> None:
-        """Part of the layer contract: the constructor calls it to check the fields. A subclass may override it.
+        """Check the fields. The constructor calls it; a subclass overrides it if its fields have rules.
 
         Raises:
             UnsupportedConfig: a field has a value without a meaning. The message lists the allowed ones.

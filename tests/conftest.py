@@ -45,7 +45,7 @@ def _fixed_seed() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_recorded() -> None:
     """A test that counts calls, or replaces functions, sees its own first ones."""
-    from octavo.lower.replay import calls
+    from octavo.runtime.replay import calls
 
     calls.forget()
 
@@ -65,7 +65,7 @@ def large_memory() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """Four processes that run functions: `ranks.run(job, *arguments, size=2)`."""
-    from tests.ranks import Pool
+    from tests.support.ranks import Pool
 
     pool = Pool(tmp_path_factory.mktemp("ranks"))
     yield pool
@@ -79,3 +79,10 @@ def fresh_compiler() -> None:
 
     torch._dynamo.reset()
     counters.clear()
+
+
+@pytest.fixture
+def forgetful_compiler(fresh_compiler: None) -> Iterator[None]:
+    """The same, and the graphs of this test are forgotten after it: what was refused leaves a mark on its function."""
+    yield
+    torch._dynamo.reset()

@@ -19,7 +19,7 @@ import time
 import venv
 from pathlib import Path
 
-from tests.pages import examples
+from tests.support.pages import examples
 
 ROOT = Path(__file__).parents[1]
 COMMAND = re.compile(r"^    (?P<command>(?:make|pip|octavo) [^#\n]*?)\s*(?:#.*)?$", re.MULTILINE)

@@ -35,22 +35,27 @@ TENSOR_CORE = {90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 @cache
 def modules() -> tuple[ModuleType, ...]:
-    """Every module of the package that has jitted functions."""
+    """Every module of the package that imports Triton, whichever way it then jits functions."""
     files = [
-        path for path in sorted(PACKAGE.rglob("*.py")) if re.search(r"^@(gluon|triton)\.jit", path.read_text(), re.M)
+        path for path in sorted(PACKAGE.rglob("*.py")) if re.search(r"^(from|import) triton", path.read_text(), re.M)
     ]
     names = [".".join(("octavo", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in files]
-    return tuple(importlib.import_module(name) for name in names)
+    return tuple(importlib.import_module(name.removesuffix(".__init__")) for name in names)
 
 
-def kernels() -> dict[str, object]:
-    """Every jitted function that is launched, by its module and name."""
+def jitted() -> dict[str, object]:
+    """Every jitted function, by its module and name."""
     return {
         f"{module.__name__}.{name}": value
         for module in modules()
         for name, value in vars(module).items()
-        if name.endswith("_kernel") and hasattr(value, "arg_names") and value.fn.__module__ == module.__name__
+        if hasattr(value, "arg_names") and value.fn.__module__ == module.__name__
     }
+
+
+def kernels() -> set[str]:
+    """The jitted functions that are launched, by their names."""
+    return {name for name in jitted() if name.endswith("_kernel")}
 
 
 def kernel_name(variant) -> str:
@@ -67,6 +72,18 @@ def variants() -> list:
     others = [other for v in first.values() for other in called_otherwise(v)]
     grouped = [in_groups(v) for v in found if follows_groups(v)]
     return found + grouped + [gathering(v) for v in found if gathers(v)] + others + grouped_gemms()
+
+
+def unsupported_reason(variant) -> str:
+    """Why no launch compiles a configuration; "" if one may."""
+    from octavo.errors import UnsupportedConfig
+    from octavo.launch import rules
+
+    try:
+        rules.check_variant(variant)
+    except UnsupportedConfig as error:
+        return str(error)
+    return ""
 
 
 def has_descriptors(variant) -> bool:
@@ -122,7 +139,7 @@ def called_otherwise(variant):
     absent = [name for name, value in variant.constants.items() if value is None]
     if "skip" in absent:
         yield with_pointers(variant, "skip", ["skip"], "*fp32")
-    if given := [name for name in absent if name.endswith("amax")]:
+    if given := [name for name in absent if name.endswith("amax") and not name.endswith("running_amax")]:
         yield with_pointers(variant, "given amax", given, "*fp32")
     if "stride_k" in variant.constants:
         yield with_pointers(variant, "strided", ["stride_k"], "i64")
@@ -149,8 +166,6 @@ def compiled(variant, architecture: int) -> tuple[str, str]:
     from octavo.launch import OPTIONS
 
     names = variant.kernel.arg_names
-    missing = [n for n in names if n not in variant.signature and n not in variant.constants]
-    assert not missing, f"{variant.name} does not say what {missing} are"
     source = (GluonASTSource if variant.kernel.is_gluon() else ASTSource)(
         fn=variant.kernel,
         signature={n: variant.signature.get(n, "constexpr") for n in names},

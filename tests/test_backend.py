@@ -9,7 +9,7 @@ import torch
 from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedHardware
 from octavo.quant import Block1D
-from tests.processes import output_of
+from tests.support.processes import output_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -19,7 +19,7 @@ def _restore():
     before = list(backend._forces)
     yield
     backend._forces[:] = before
-    backend.triton_refusal.cache_clear()
+    backend.unsupported_by_triton.cache_clear()
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def chip(monkeypatch):
     """Pretend to be a GPU of some capability."""
 
     def pretend(capability, *, triton=True):
-        backend.triton_refusal.cache_clear()
+        backend.unsupported_by_triton.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a chip")
         monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object() if triton else None)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 import octavo
-from tests.test_layers import violations
+from tests.test_import_order import violations
 
 ROOT = Path(octavo.__file__).parents[1]
 PATH = re.compile(r"# ((?:octavo|tests)/\S+\.py)\n")
@@ -116,8 +116,10 @@ from octavo.kernels.column_scale import triton as column_scale
 from tests import offline
 
 assert column_scale in offline.modules()
+column_scale._launch((5, 70), (70, 1), column_scale.CONFIGS[0])
 curves = [v for v in activation.variants() if v.constants["CURVE"] is activation.softsign]
 for variant in [*column_scale.variants(), *curves[:2]]:
+    assert not offline.unsupported_reason(variant), offline.unsupported_reason(variant)
     print(variant.name, offline.resources(variant)[1])
 """
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -159,7 +161,7 @@ def test_every_section_has_files_edits_and_checks():
 
 
 @pytest.mark.parametrize("section", TITLES)
-def test_its_checks_print_what_the_page_shows(section, results):
+def test_the_checks_of_the_page_print_what_the_page_shows(section, results):
     for (_, shown), (output, error) in zip(checks(TITLES[section]), results[section], strict=True):
         assert not error, error
         assert shown is None or output == shown
@@ -182,7 +184,7 @@ def test_new_files_keep_the_order_of_imports(copy):
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="no triton here")
-def test_its_kernels_compile_for_hopper_without_spills(results):
+def test_the_kernels_of_the_page_compile_for_hopper_without_spills(results):
     """The Triton twin of the kernel, and the activation's curve."""
     ((output, error),) = results["offline"]
     assert not error, error

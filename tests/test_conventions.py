@@ -2,6 +2,7 @@
 
 import ast
 import functools
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent
@@ -71,13 +72,40 @@ def test_every_file_says_what_it_is_and_is_named_by_its_subject():
     assert [path for path in trees if MOODS & set(Path(path).stem.split("_"))] == []
 
 
-def test_only_the_command_prints():
+def test_what_test_files_share_is_in_support():
+    """A test file is read, moved and split without a look at others. The order of imports is a table that stays."""
+    taken = {
+        f"{path}: {there}"
+        for path, tree in files().items()
+        for there, _, _ in imported(tree)
+        if Path(there).name.startswith("test_") and there != "test_import_order.py"
+    }
+    assert taken == set()
+
+
+ROLES = {
+    "__init__.py",
+    "__main__.py",
+    "reference.py",
+    "triton.py",
+    "hopper.py",
+}  # files that say their part in a folder
+
+
+def test_a_file_name_of_the_package_occurs_once():
+    """A newcomer who reads a name finds one file."""
+    names = Counter(path.name for path in (ROOT.parent / "octavo").rglob("*.py") if path.name not in ROLES)
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_only_the_command_and_its_demo_print():
     """Everything else that the package says is an exception, a warning or a line of the logger "octavo"."""
     found = []
     for path in (ROOT.parent / "octavo").rglob("*.py"):
         tree = ast.parse(path.read_text())
         calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-        if "cli" not in path.parts and any(isinstance(func, ast.Name) and func.id == "print" for func in calls):
+        prints = any(isinstance(func, ast.Name) and func.id == "print" for func in calls)
+        if prints and not {"cli", "demo"} & set(path.parts):
             found.append(path.name)
         names = [n.args[0].value for n in ast.walk(tree) if isinstance(n, ast.Call) and _is_logger(n.func)]
         assert all(name.split(".")[0] == "octavo" for name in names), path

@@ -8,8 +8,8 @@ from torch import nn
 
 import octavo
 from octavo import values
-from tests.pages import DOCS, GPU, ROOT, anchors, blocks, broken, examples, links, paragraphs, prose, run
-from tests.state_tensors import named_state
+from tests.support.pages import DOCS, GPU, ROOT, anchors, blocks, broken, examples, links, paragraphs, prose, run
+from tests.support.state_tensors import named_state
 
 LONGEST = 100  # words of a paragraph
 WRITTEN = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import fc1_storage
-from octavo.cli import corpus
+from octavo.demo import corpus
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import fp16_scaler
-from octavo.cli import corpus
+from octavo.demo import corpus
 
 TEXT, HELD_OUT = corpus.load()
 TINY = {"device": "cpu", "steps": 24, "batch": 2, "width": 16, "layers": 1, "context": 8, "scale": 2**32, "interval": 4}

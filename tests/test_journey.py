@@ -5,7 +5,7 @@ from tests.journey import ROOT, commands, program
 README = (ROOT / "README.md").read_text()
 
 
-def test_it_has_every_command_of_the_readme_in_order():
+def test_the_journey_has_every_command_of_the_readme_in_order():
     found = commands(README)
     assert found == [
         "make demo", "make test", "pip wheel . --no-deps --wheel-dir dist",
@@ -13,7 +13,7 @@ def test_it_has_every_command_of_the_readme_in_order():
     ]  # fmt: skip
 
 
-def test_its_program_has_every_code_block():
+def test_the_program_of_the_journey_has_every_code_block():
     text = program(README)
     assert "octavo.convert(model" in text and "octavo.LayerNormMLP" in text
     compile(text, "README.md", "exec")

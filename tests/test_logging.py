@@ -56,6 +56,6 @@ def test_a_warning_as_an_error_is_not_logged(caplog):
 
 
 @pytest.mark.parametrize(("setup", "times"), [("", 1), ("import logging; logging.basicConfig(); ", 2)], ids=["", "log"])
-def test_the_terminal_hears_it_once_unless_logging_is_set_up(setup, times):
+def test_a_warning_reaches_the_terminal_once_unless_logging_is_set_up(setup, times):
     done = subprocess.run([sys.executable, "-c", setup + SCRIPT], capture_output=True, text=True, check=True)
     assert done.stderr.count("found nothing to convert in this Sequential") == times and done.stdout == ""

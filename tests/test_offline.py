@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from octavo.launch import rules
 from tests import offline
 
 triton = pytest.importorskip("triton")
@@ -36,7 +37,20 @@ def test_the_sample_has_every_kernel_on_every_architecture(results):
 
 def test_every_kernel_is_found_and_has_a_configuration():
     """A jitted function that is launched, and that no `variants()` names, would not be compiled here."""
-    assert {offline.kernel_name(v) for v in offline.variants()} == set(offline.kernels())
+    assert {offline.kernel_name(v) for v in offline.variants()} == offline.kernels()
+
+
+def test_every_jitted_function_is_a_part_of_a_configuration():
+    """One that is not is unused, or a kernel whose name does not end in `_kernel`."""
+    starts = {
+        id(f): f for v in offline.variants() for f in (v.kernel, *v.constants.values()) if hasattr(f, "arg_names")
+    }
+    compiled = {id(f) for start in starts.values() for f in rules.reached(start)}
+    assert [name for name, function in offline.jitted().items() if id(function) not in compiled] == []
+
+
+def test_a_launch_takes_every_configuration():
+    assert [why for variant in offline.variants() if (why := offline.unsupported_reason(variant))] == []
 
 
 def test_every_configuration_compiles(results):

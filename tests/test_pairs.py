@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.pairs import meeting, pairs, turning, turns
+from tests.support.pairs import meeting, pairs, turning, turns
 
 
 @pytest.mark.parametrize("sizes", [(7, 2, 3, 2), (3, 3), (2, 2, 2, 2, 2), (5, 1, 4)])

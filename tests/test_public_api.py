@@ -3,8 +3,8 @@
 `public()` finds the names: the classes and functions in the `__all__` of `MODULES`, the methods of these classes, and
 the classes that public functions return. One case checks one name. These are the only exceptions:
 
-- A method of a contract, which Octavo or the author of an operation calls, needs no more than a docstring. Its name
-  starts with a prefix of `CONTRACT`, or its docstring starts with `NOT_FOR_USERS`.
+- A method of the contract of operations, which Octavo calls and the author of an operation may define, needs no more
+  than a docstring, and a line of docs/operation-reference.md. Its name starts with a prefix of `CONTRACT`.
 - A method without a docstring that overrides another one has that one's documentation. So has a method that overrides
   one of torch's (`append`, `extra_repr`); `forward` needs its own.
 - The example of a method may be in the docstring of its class, if it calls the method there. For `forward` that is any
@@ -17,11 +17,13 @@ import doctest
 import functools
 import importlib
 import inspect
+import pkgutil
 import pydoc
 import re
 import sys
 import types
 import typing
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,7 +36,6 @@ MODULES = (
     "octavo.recipes",
 )  # fmt: skip
 CONTRACT = ("op_", "fuser_", "step_", "why_not_")
-NOT_FOR_USERS = re.compile(r"Part of the \w+ contract\b")
 PROPERTIES = property | functools.cached_property
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example", "Examples")
 
@@ -143,9 +144,7 @@ def documentation(name):
 
 
 def is_contract(name):
-    return name.owner is not None and (
-        last(name).startswith(CONTRACT) or NOT_FOR_USERS.match(documentation(name)) is not None
-    )
+    return name.owner is not None and last(name).startswith(CONTRACT)
 
 
 def has_documentation_of_another(name):
@@ -253,6 +252,12 @@ def test_a_public_name_is_documented(name):
     assert complaints(name) == []
 
 
+@pytest.mark.parametrize("name", sorted({last(name) for name in PUBLIC if is_contract(name)}))
+def test_a_method_of_the_contract_of_operations_is_on_its_page(name):
+    page = Path(octavo.__file__).parents[1] / "docs" / "operation-reference.md"
+    assert f"`{name}(" in page.read_text()
+
+
 def examples():
     """The examples in the docstrings of public names, methods that need none included."""
     globs = {"octavo": octavo, "torch": torch, "nn": nn}
@@ -317,3 +322,12 @@ def test_the_rule_sees_what_is_missing():
         "It raises, and has no Raises.",
         "It has no Example.",
     ]
+
+
+PATHS = Path(__file__).with_name("public_paths.txt").read_text().split()  # as of the last move of files
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_public_path_is_found_wherever_its_file_lies(path):
+    found = pkgutil.resolve_name(path)
+    assert inspect.ismodule(found) or found is not None

@@ -3,7 +3,7 @@
 import json
 
 import octavo
-from tests.processes import output_of
+from tests.support.processes import output_of
 
 
 def test_an_old_torch_is_said_in_one_sentence_at_import():

@@ -69,11 +69,11 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_recipe_is_refused_in_a_short_sentence(text):
-    with pytest.raises(UnsupportedConfig) as refusal:
+    with pytest.raises(UnsupportedConfig) as unsupported_reason:
         octavo.recipe(text)
     # it lists the names that are known, to which other tests add theirs
-    assert len(str(refusal.value)) < 2000
-    assert str(refusal.value).endswith((".", ")", "?"))
+    assert len(str(unsupported_reason.value)) < 2000
+    assert str(unsupported_reason.value).endswith((".", ")", "?"))
 
 
 @pytest.mark.parametrize("text", [t for t in HOSTILE.values() if len(t) < 10**5], ids=lambda t: t[:30])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.pages import blocks, links, paragraphs
+from tests.support.pages import blocks, links, paragraphs
 from tests.versions import HERE, NEWEST, TRITON_OF, Places, environment, page, results, suite
 from tests.versions.__main__ import main
 from tests.versions.environment import Environment, InstallationFailed, Sources

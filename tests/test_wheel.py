@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from octavo.version import __version__
-from tests.pages import examples
+from tests.support.pages import examples
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 1_000_000  # bytes
@@ -28,19 +28,19 @@ def wheel(tmp_path_factory):
     return out / done.stdout.splitlines()[-1]
 
 
-def test_it_is_one_small_file_for_every_platform(wheel):
+def test_the_wheel_is_one_small_file_for_every_platform(wheel):
     assert wheel.name == f"octavo-{__version__}-py3-none-any.whl"
     assert wheel.stat().st_size < LIMIT, f"{wheel.stat().st_size} bytes"
 
 
-def test_it_has_the_package_and_nothing_else(wheel):
+def test_the_wheel_has_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")}
     files = [path for path in (ROOT / "octavo").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert packed == {str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".typed", ".txt")}
 
 
-def test_readme_runs_from_it(wheel, tmp_path):
+def test_the_readme_runs_from_the_wheel(wheel, tmp_path):
     """In a process that finds the package in the wheel, and not in this checkout."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
-from octavo._torch.dispatch import plainly
+from octavo._torch.dispatcher import plainly
 from octavo._torch.fast_paths import FastPath, torch_version
 from octavo.version import untried
 

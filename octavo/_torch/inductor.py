@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo._torch.dispatch import plainly
+from octavo._torch.dispatcher import plainly
 from octavo._torch.fast_paths import FastPath, Undecided, torch_version
 
 
@@ -22,7 +22,7 @@ def is_loaded() -> bool:
     return "torch._inductor.lowering" in sys.modules
 
 
-def call_directly(operator: Any, factory: str, makes_fresh: Callable[..., bool]) -> None:
+def call_directly(operator: Any, factory: str, makes_intermediates: Callable[..., bool]) -> None:
     """Make Inductor's code call a function in place of `operator`, whose first argument is a list of tensors.
 
     `factory` is the dotted name of a function that returns the one to call. The code calls the factory once, when it is
@@ -41,7 +41,7 @@ def call_directly(operator: Any, factory: str, makes_fresh: Callable[..., bool])
         @classmethod
         def create(cls, kernel: Any, *args: Any, **kwargs: Any) -> Any:
             made = super().create(kernel, *args, **kwargs)
-            if makes_fresh(*args[1:]):
+            if makes_intermediates(*args[1:]):
                 for buffer in made:  # type: ignore[attr-defined]
                     buffer.skip_size_stride_alignment_checks = True
                     # an unaligned input, such as a slice of a buffer, is no reason for the results to be

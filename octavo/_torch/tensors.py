@@ -7,7 +7,7 @@ from torch import Tensor
 from torch._C._dynamo import guards
 from torch.multiprocessing import reductions
 
-from octavo._torch.dispatch import plainly
+from octavo._torch.dispatcher import plainly
 from octavo._torch.fast_paths import FastPath, torch_version
 
 StorageWeakRef = reductions.StorageWeakRef  # a weak reference to memory: while it is held, no other looks the same

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from octavo._torch.autograd import saved_tensors_hooks
-from octavo._torch.dispatch import dispatch_depth
+from octavo._torch.dispatcher import dispatch_depth
 from octavo.errors import UnsupportedConfig
 from octavo.memory import span
 
@@ -139,6 +139,14 @@ def is_first_in_graph(thing: Any) -> bool:
 def recomputes() -> bool:
     """Whether a compiler was told to run parts of forward again to save memory."""
     return bool(torch._functorch.config.activation_memory_budget < 1)
+
+
+def is_averaged_by_ddp(weights: Any) -> bool:
+    """Whether this call is in a forward of DistributedDataParallel that will average the gradients of these weights."""
+    ddp: Any = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    if ddp is None or not ddp.require_backward_grad_sync:
+        return False
+    return not ddp.parameters_to_ignore or any(own is weight for own in ddp._module_parameters for weight in weights)
 
 
 @while_tracing

@@ -29,7 +29,7 @@ from octavo.checkpoints.tensor_file import TensorFile, damaged
 from octavo.checkpoints.undo import undo
 from octavo.errors import InvalidCheckpoint, UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.model.attach import OptimizerWrapper
-from octavo.model.layers import check_model, refuse_parts
+from octavo.model.layer_lookup import check_model, refuse_parts
 from octavo.model.state_dicts import checked_loads, state_dict, write_state
 from octavo.text import some
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from octavo._torch.modules import plain_name
 from octavo.errors import UnsupportedConfig
-from octavo.model.layers import layers
+from octavo.model.layer_lookup import layers
 from octavo.text import plural
 
 Recipes = Mapping[str, str]  # canonical strings, by the paths of the layers that have a recipe of their own

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from octavo.checkpoints import optimizer_state, random_state
-from octavo.model.layers import layers
+from octavo.model.layer_lookup import layers
 from octavo.model.state_dicts import Load, write_state
-from octavo.weights.held import HeldWeight
+from octavo.weights.quantized_weight import QuantizedWeight
 
 
 def undo(model: nn.Module, optimizer: Any) -> Callable[[], None]:
@@ -19,7 +19,7 @@ def undo(model: nn.Module, optimizer: Any) -> Callable[[], None]:
     the model's tensors on the CPU. Of the optimizer it keeps the tensors: loading makes new ones."""
     tensors = {id(tensor): tensor for tensor in _tensors(model)}.values()
     copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
-    recipe = [Load(path, layer, layer.recipe_state() | layer.pending_state()) for path, layer in layers(model)]
+    recipe = [Load(path, layer, layer._recipe_state() | layer._pending_state()) for path, layer in layers(model)]
     set_generators = random_state.restorer(Path(), random_state.export())
     own = None if optimizer is None else optimizer_state.inner(optimizer)
     kept = {} if own is None else {"state": own.state, "param_groups": own.param_groups}
@@ -39,7 +39,7 @@ def undo(model: nn.Module, optimizer: Any) -> Callable[[], None]:
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yields the parameters and buffers of a model, and the codes of weights that are held as codes."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if isinstance(tensor, HeldWeight):
+        if isinstance(tensor, QuantizedWeight):
             yield from tensor.tensors().values()
         elif not is_lazy(tensor) and not tensor.is_meta:
             yield tensor

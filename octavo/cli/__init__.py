@@ -9,12 +9,13 @@ from collections.abc import Sequence
 # on some virtual machines oneDNN picks AMX instructions and dies with SIGILL; it reads this at its first matmul
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
-from octavo.cli import bench, compare, doctor, explain, inspect, output, train
+from octavo.cli import bench, compare_command, doctor, explain_command, inspect_command, output, train
 from octavo.errors import Unsupported
 from octavo.version import __version__
 
 COMMANDS = {
-    "doctor": doctor, "train": train, "bench": bench, "explain": explain, "inspect": inspect, "compare": compare,
+    "doctor": doctor, "train": train, "bench": bench, "explain": explain_command,
+    "inspect": inspect_command, "compare": compare_command,
 }  # fmt: skip
 INTERRUPTED, BROKEN_PIPE = 130, 141  # exit codes, as a shell reports SIGINT and SIGPIPE
 DESCRIPTION = (
@@ -53,8 +54,8 @@ def _run(argv: Sequence[str] | None) -> int:
                 output.check(target, f"--{option}")
         code: int = COMMANDS[arguments.command].run(arguments)
         return code
-    except Unsupported as refusal:
-        output.say(f"{name}: {refusal}")
+    except Unsupported as unsupported_reason:
+        output.say(f"{name}: {unsupported_reason}")
         return 2
     except KeyboardInterrupt as stop:
         output.say(f"{name}: interrupted. {str(stop) or 'Nothing was written.'}")

@@ -33,12 +33,13 @@ from octavo._torch.fast_paths import FAST_PATHS
 from octavo._torch.guards import GUARDS
 from octavo._torch.inductor import DIRECT_CALLS
 from octavo._torch.tensors import WITHOUT_DISPATCHER
-from octavo.cli import machine, output, table
+from octavo.cli import machine, output
 from octavo.cli.known_bad import known_bad
+from octavo.inspection import table
 from octavo.kernels import grouped_gemm
 from octavo.kernels.gemm import gemm, native, route
 from octavo.launch import DIRECT_LAUNCHES
-from octavo.modules.grouped_linear import GroupedLinear
+from octavo.ops.grouped_linear import GroupedLinear
 from octavo.quant import QTensor, Quantizer
 from octavo.recipes import SHIPPED, Recipe, recipe
 
@@ -90,8 +91,8 @@ def examine(device: torch.device, report: dict[str, Any]) -> None:
 def fast_paths_of(device: torch.device) -> list[dict[str, Any]]:
     """Checks every fast path, and returns its state: `on` is None for one that has no use on this device."""
     asked = [GUARDS, WITHOUT_DISPATCHER, DIRECT_CALLS]
-    if device.type == "cuda" and backend.triton_refusal(device) is None:
-        from octavo.kernels.activation_quantize import triton as casts  # with every tile that transposes codes
+    if device.type == "cuda" and backend.unsupported_by_triton(device) is None:
+        from octavo.kernels.activation.cast import triton as casts  # with every tile that transposes codes
         from octavo.quant.tensorwise.triton import transposes_codes
 
         asked.append(DIRECT_LAUNCHES)
@@ -147,8 +148,8 @@ def _operand(part: Part, device: torch.device, delayed: bool) -> QTensor | Tenso
     if spec is None:
         return x if axis == -1 else x.T
     if delayed:
-        return spec.quantize(x, axis, encode=torch.full((1,), 2.0, device=device, dtype=torch.float32))
-    seed = torch.tensor([1, 2], device=device, dtype=torch.int64) if spec.draws else None
+        return spec.quantize(x, axis, inverse_scale=torch.full((1,), 2.0, device=device, dtype=torch.float32))
+    seed = torch.tensor([1, 2], device=device, dtype=torch.int64) if spec.is_stochastic else None
     return spec.quantize(x, axis, seed=seed)
 
 

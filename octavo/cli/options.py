@@ -65,8 +65,8 @@ def recipes(text: str) -> list[str]:
     for name in names:
         try:
             recipe(name)
-        except Unsupported as refusal:
-            raise ArgumentTypeError(str(refusal)) from None
+        except Unsupported as unsupported_reason:
+            raise ArgumentTypeError(str(unsupported_reason)) from None
     return names
 
 

@@ -89,8 +89,8 @@ def _keep(report: Report, text: str, target: str | None, indent: int) -> str:
     try:
         if _save(report, target, indent):
             went.append(f"written to {target}")
-    except Unsupported as refusal:
-        trouble = f" {refusal}"
+    except Unsupported as unsupported_reason:
+        trouble = f" {unsupported_reason}"
     try:
         _show(report, text, target, indent)
         went.append("printed")

@@ -44,11 +44,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo.cli import corpus, machine, options, output, page, parallel, saves
-from octavo.cli.gpt import GPT
-from octavo.cli.saves import Keeper, Saves
-from octavo.cli.train_text import render, runs_of
-from octavo.cli.training import (
+from octavo.cli import machine, options, output
+from octavo.demo import corpus, page, saves, split_model
+from octavo.demo.gpt import GPT
+from octavo.demo.saves import Keeper, Saves
+from octavo.demo.train_text import render, runs_of
+from octavo.demo.training import (
     MODELS,
     SIZES,
     Plan,
@@ -62,7 +63,7 @@ from octavo.cli.training import (
 from octavo.errors import UnsupportedConfig, UnsupportedHardware
 from octavo.kernels.gemm import spec_route
 from octavo.model.conversion import ConversionReport
-from octavo.model.layers import layers
+from octavo.model.layer_lookup import layers
 from octavo.model.policy import Policy
 from octavo.recipes import SHIPPED, Recipe, recipe
 
@@ -120,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also write a page to FILE; default: DIR/report.html with --out DIR, else none",
     )  # fmt: skip
     saves.add_arguments(parser, options.count)
-    parallel.add_arguments(parser)
+    split_model.add_arguments(parser)
 
 
 def _sizes(name: str) -> str:
@@ -131,7 +132,7 @@ def _sizes(name: str) -> str:
 def run(arguments: argparse.Namespace) -> int:
     subjects = subjects_of(arguments)
     plan = plan_of(arguments, samples=0 if _page_of(arguments) is None else SAMPLES)
-    with parallel.first_rank_speaks(plan.ranks, arguments):
+    with split_model.first_rank_speaks(plan.ranks, arguments):
         return _report(arguments, plan, subjects)
 
 
@@ -168,7 +169,7 @@ def plan_of(arguments: argparse.Namespace, samples: int) -> Plan:
         check_compiler(device)
     shape = shape_of(arguments.model, arguments.size)
     corpus.check(arguments.data, shape.context)
-    ranks = parallel.start(arguments, device)
+    ranks = split_model.start(arguments, device)
     return Plan(
         arguments.steps, arguments.batch, arguments.seed, device, arguments.compile, shape, arguments.data,
         samples if ranks is None else 0, ranks,

@@ -1,1 +1,12 @@
-"""Process groups by name, and collectives over them that carry gradients."""
+"""Collectives around a layer that is split over ranks: what is sent, and which scales the ranks share.
+
+    groups              process groups by name: a graph with a group object in it cannot be cached
+    collectives         gathers, sums and scatters that carry gradients; gathers of codes
+    tensor_parallel     column and row parallel layers, with sequence parallelism: the collectives before and after
+    amax_reduction      each rank measures its part, and the maximum over ranks counts
+    all_reduced_amaxes  a cast by such amaxes, so that x and w have the codes of one process
+    rank_checks         what must be equal on all ranks, compared once
+
+A layer's own functions run between two collectives and know nothing of ranks. torch's styles are in
+`octavo.distributed`.
+"""

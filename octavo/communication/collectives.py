@@ -9,8 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from octavo._torch.collectives import all_gather_into_tensor, backend_name, reduce_scatter_tensor, wait_tensor
-from octavo._torch.collectives import all_reduce as all_reduce_operator
+from octavo._torch.functional_collectives import (
+    all_gather_into_tensor,
+    backend_name,
+    reduce_scatter_tensor,
+    wait_tensor,
+)
+from octavo._torch.functional_collectives import all_reduce as all_reduce_operator
 from octavo._torch.tracing import while_tracing
 from octavo.communication.groups import process_group, rank_of, registered_name, registered_name_now, size_of
 from octavo.errors import CollectiveFailed, UnsupportedConfig, UnsupportedShape
@@ -72,9 +77,9 @@ class _GatherToken(torch.autograd.Function):
     """The token of gathered codes: one element in the shape of all ranks' rows. dx is reduced as _AllGather's is."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, size: int, group: str, where: str) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, size: int, group: str, where: str) -> Tensor:
         ctx.call = size, group, where
-        return token.new_zeros(1).expand(size * token.shape[0], *token.shape[1:])
+        return anchor.new_zeros(1).expand(size * anchor.shape[0], *anchor.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
@@ -114,19 +119,19 @@ def gather_codes(q: QTensor, size: int, group: str, where: str) -> QTensor:
     shape = (size * q.shape[0], *q.shape[1:])
     codes = gather(q.codes.view(torch.uint8), size, group, where)
     scale = q.scale if q.spec.block[0] is None else gathered_scales(q.scale, size, group, where)
-    token = None if q.token is None else gather_token(q.token, size, group, where)
-    return QTensor(codes.view(q.codes.dtype), scale, q.spec, shape, q.dtype, q.global_scale, token)
+    anchor = None if q.anchor is None else gather_anchor(q.anchor, size, group, where)
+    return QTensor(codes.view(q.codes.dtype), scale, q.spec, shape, q.dtype, q.global_scale, anchor)
 
 
-def gather_token(token: Tensor, size: int, group: str, where: str) -> Tensor:
+def gather_anchor(anchor: Tensor, size: int, group: str, where: str) -> Tensor:
     """The token of gathered codes, for the token of this rank's."""
-    found: Tensor = _GatherToken.apply(token, size, group, where)  # type: ignore[no-untyped-call]
+    found: Tensor = _GatherToken.apply(anchor, size, group, where)  # type: ignore[no-untyped-call]
     return found
 
 
-def joined(values: Tensor, token: Tensor) -> Tensor:
+def joined(values: Tensor, anchor: Tensor) -> Tensor:
     """The values, whose gradient goes to the token."""
-    found: Tensor = Join.apply(values, token)  # type: ignore[no-untyped-call]
+    found: Tensor = Join.apply(values, anchor)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -9,7 +9,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
-from octavo._torch.collectives import default_group, is_live, resolve_process_group
+from octavo._torch.functional_collectives import default_group, is_live, resolve_process_group
 from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
 

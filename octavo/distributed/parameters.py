@@ -5,9 +5,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from octavo.communication.groups import name_of, ranks_in
+from octavo.communication.tensor_parallel import size_of_mesh
 from octavo.errors import UnsupportedConfig
-from octavo.modules.linear import Linear
-from octavo.modules.parallel import size_of_mesh
+from octavo.ops.linear import Linear
 
 
 def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -38,7 +38,7 @@ def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 f"{layer.op_describe()} is split over the ranks {ranks_in(layer.parallel.group)}, and the mesh has "
                 f"{ranks_in(group)}. Pass the mesh that was its tp_group."
             )
-        layer.check_holdable_as_shards("distribute_parameters", layer.parallel.mode)
+        layer._check_holdable_as_shards("distribute_parameters", layer.parallel.mode)
         column = layer.parallel.mode == "column"
         for key, parameter in list(layer.named_parameters(recurse=False)):
             placement: Placement = Shard(0) if column else Shard(1) if key == "weight" else Replicate()

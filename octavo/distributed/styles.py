@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from octavo.communication.tensor_parallel import size_of_mesh
 from octavo.errors import UnsupportedConfig, UnsupportedShape
-from octavo.modules.linear import Linear
-from octavo.modules.parallel import size_of_mesh
+from octavo.ops.linear import Linear
 
 PACKED = "gate_up"  # part of the name of a Linear with two projections in one weight, one after the other
 
@@ -53,7 +53,7 @@ class _Style(ParallelStyle):
                 f"{'out' if dim == 0 else 'in'}_features do not divide by the {size} ranks of the mesh. Pad them to a "
                 f"multiple of {size}."
             )
-        module.check_holdable_as_shards(name, self.MODE)
+        module._check_holdable_as_shards(name, self.MODE)
         self._check_packed(module)
         for key, parameter in list(module.named_parameters(recurse=False)):
             placement: Placement = Shard(dim) if key == "weight" or dim == 0 else Replicate()

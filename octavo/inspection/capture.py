@@ -16,10 +16,11 @@ from torch.fx import GraphModule, Node
 from octavo import values
 from octavo._torch import compilation
 from octavo._torch.operators import operator_name
-from octavo.fuser.plan import refusals_of, steps_of
+from octavo.fusion.plan import steps_of, unsupported_reasons_of
 from octavo.inspection.report import Break, Fused, Graph, Recompile
-from octavo.layers import chain, grouped_linear, linear
+from octavo.ops import grouped_linear_layer, linear_layer
 from octavo.recipes import Recipe
+from octavo.runtime import chain
 
 OURS = "octavo::"
 HERE, TORCH, PYTHON = Path(__file__).parents[1], Path(torch.__file__).parent, Path(sysconfig.get_paths()["stdlib"])
@@ -90,7 +91,7 @@ class Capture:
             breaks = [Break("no graph was made: torch.compile is turned off, or nothing computes on tensors", "here")]
         return tuple(dict.fromkeys(breaks))
 
-    def refusals(self) -> tuple[str, ...]:
+    def unsupported_reasons(self) -> tuple[str, ...]:
         """Returns the reasons that Octavo's layers gave where a graph ended."""
         ended = [(c.fail_reason, c.fail_user_frame_filename) for c in self._records.compilations if c.fail_reason]
         ended += [(b.reason, b.user_stack[-1].filename) for b in self._records.breaks if b.user_stack]
@@ -175,7 +176,7 @@ def _recipes_of(config: Any, node: Any, presence: list[str]) -> Iterator[tuple[R
         sizes = [int(mark.removeprefix("t")) for mark in presence]
         owner = [None, *[stage for stage, n in zip(config.stages, config.fields, strict=True) for _ in range(n)]]
         for i, stage in enumerate(owner):
-            if isinstance(stage, linear.Config | grouped_linear.Config):
+            if isinstance(stage, linear_layer.Config | grouped_linear_layer.Config):
                 start = sum(sizes[:i])
                 yield stage.recipe, list(node.args[0][::-1][start : start + sizes[i]])  # a run's tensors, reversed
 
@@ -188,7 +189,9 @@ def _runs(graph: GraphModule) -> Iterator[Fused]:
             if key.startswith("chain("):
                 config = chain.layer.config(key)
                 ops, forward, backward = steps_of(config)
-                yield Fused(ops, forward, backward, tuple(f"{r.rule}: {r.sentence}" for r in refusals_of(key)))
+                yield Fused(
+                    ops, forward, backward, tuple(f"{r.rule}: {r.sentence}" for r in unsupported_reasons_of(key))
+                )
     for body, _ in _bodies(graph):
         yield from _runs(body)
 

@@ -12,12 +12,12 @@ from octavo._torch.modules import uncompiled
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.explain import copied
 from octavo.inspection.steps import Loss, give_recipe, gradients_of, listed
-from octavo.model.layers import check_model, layers
+from octavo.inspection.webpage import document, paragraph, table
+from octavo.model.layer_lookup import check_model, layers
 from octavo.model.step import step
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 from octavo.text import columns
-from octavo.webpage import document, paragraph, table
 
 ALL = "(all)"  # the row of all parameters together
 BAR = 240  # pixels of the longest bar

@@ -17,16 +17,16 @@ from octavo._torch import fast_paths
 from octavo._torch.compilation import mode_options, modes
 from octavo._torch.modules import uncompiled
 from octavo._torch.pytree import tree_leaves, tree_map
-from octavo.ambient import ambient
+from octavo.communication.tensor_parallel import told
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.inspection.capture import Capture
 from octavo.inspection.report import CompileReport, Layer
 from octavo.model.convert import route
-from octavo.model.layers import layers
-from octavo.modules.parallel import told
-from octavo.modules.quantized import UNQUANTIZED, Quantized
+from octavo.model.layer_lookup import layers
+from octavo.ops.quantized import UNQUANTIZED, Quantized
+from octavo.recipes.ambient import ambient
 from octavo.recipes.recipe import GEMMS
-from octavo.wgrad.main_grad import has_buffer
+from octavo.weights.main_grad import has_buffer
 
 FOLLOWS = "from octavo.autocast"
 CUDAGRAPHS = "triton.cudagraphs"
@@ -163,7 +163,7 @@ def _lend_buffers(model: nn.Module) -> list[Any]:
     """Gives a main_grad to the weights that lack one, and returns these weights. The missing buffer is already reported
     as a refusal of forward, and must not end the report here."""
     fused = [m for _, m in layers(model) if m.fuse_wgrad_accumulation]
-    found: list[Any] = [weight for m in fused for weight in m.weight_parts() if not has_buffer([weight])]
+    found: list[Any] = [weight for m in fused for weight in m._weight_parts() if not has_buffer([weight])]
     for weight in found:
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
     return found
@@ -173,7 +173,7 @@ def _lend_buffers(model: nn.Module) -> list[Any]:
 
 
 def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
-    weight = layer.weight_parts()[0]
+    weight = layer._weight_parts()[0]
     given = (*layer.parameters(recurse=False), *layer._hidden.buffers())
     own, seen = layer.recipe, next((capture.recipes[id(t)] for t in given if id(t) in capture.recipes), None)
     recipe = own or seen or ambient.recipe or UNQUANTIZED
@@ -181,16 +181,16 @@ def _layer(path: str, layer: Quantized, capture: Capture) -> Layer:
     return Layer(
         path,
         recipe=recipe.key if own else f"{FOLLOWS}: {recipe.key}",
-        routes=tuple((name, layer.route(g.left, g.right, weight.device)) for name, g in gemms.items()),
+        routes=tuple((name, layer._gemm_route(g.left, g.right, weight.device)) for name, g in gemms.items()),
         why=route(weight.device, recipe)[1],
-        uncompiled="" if seen else _why_uncompiled(path, layer, capture.refusals()),
-        parallel="" if (split := layer.split()) is None else told(split, recipe),
+        uncompiled="" if seen else _why_uncompiled(path, layer, capture.unsupported_reasons()),
+        parallel="" if (split := layer._split_over_ranks()) is None else told(split, recipe),
     )
 
 
-def _why_uncompiled(path: str, layer: Quantized, refusals: tuple[str, ...]) -> str:
+def _why_uncompiled(path: str, layer: Quantized, unsupported_reasons: tuple[str, ...]) -> str:
     """Returns the refusal that names the layer, or else a general reason."""
-    own = [text for text in refusals if f"at {path!r}" in text]
-    if not own and layer.parametrized_weights():
+    own = [text for text in unsupported_reasons if f"at {path!r}" in text]
+    if not own and layer._parametrized_weights():
         return "whether it is in a graph is found by its weight, and this one is made by a parametrization"
     return own[0] if own else "it was not called, or ran outside of the graphs"

@@ -8,7 +8,7 @@ from octavo.text import one_line
 # limits for formats of 4 and of 8 bits: a healthy layer with bell-shaped values stays well within them
 UNDERFLOW = {4: 0.5, 8: 0.2}  # the share of values that become zero
 SQNR = {4: 8.0, 8: 15.0}  # dB: nvfp4 has about 20, E5M2 25, E4M3 31
-COSINE = {4: 0.85, 8: 0.95}  # with the shadow's
+COSINE = {4: 0.85, 8: 0.95}  # with the float32 reference's
 SATURATED = 0.001  # the share of values beyond the largest code
 LATE = 2  # updates of a weight without a step of delayed scaling
 
@@ -87,8 +87,9 @@ def _of_tensor(state: LayerState, row: TensorRow, late: bool) -> list[str]:
     limit = COSINE.get(state.bits)
     if limit is not None and row.cosine is not None and row.cosine < limit:
         found.append(
-            f"has a cosine of {row.cosine:.3f} with the float32 shadow's, below {limit}. Leave this GEMM unquantized "
-            f"({_gemm(row.tensor)}='bf16' in the recipe), or the layer: octavo.convert(model, recipe, exclude=...)."
+            f"has a cosine of {row.cosine:.3f} with the float32 reference's, below {limit}. Leave this GEMM "
+            f"unquantized ({_gemm(row.tensor)}='bf16' in the recipe), or the layer: "
+            "octavo.convert(model, recipe, exclude=...)."
         )
     return found
 

@@ -5,7 +5,7 @@ from html import escape
 
 from octavo.inspection.statistics import LOWEST
 from octavo.inspection.tensor_rows import HEADER, TensorRow, cells
-from octavo.webpage import document, paragraph, table
+from octavo.inspection.webpage import document, paragraph, table
 
 WIDTH, HEIGHT = 96, 24  # of a histogram
 NOTE = (

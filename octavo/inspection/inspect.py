@@ -10,15 +10,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from octavo._torch.modules import uncompiled
-from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig
 from octavo.inspection.findings import findings, verdict
 from octavo.inspection.html import page
+from octavo.inspection.inspected_layer import STATS, Inspected, Switch, inspected_class, is_inspected
 from octavo.inspection.statistics import AMAXES, LARGEST, SCALES, SHAPE, SUMS, TENSORS
 from octavo.inspection.tensor_rows import LayerState, TensorRow, row_of, table
-from octavo.inspection.watched import STATS, Switch, Watched, is_inspected, watched_class
-from octavo.model.layers import check_model, layers
-from octavo.modules.quantized import UNQUANTIZED, Quantized
+from octavo.model.layer_lookup import check_model, layers
+from octavo.ops.quantized import UNQUANTIZED, Quantized
+from octavo.recipes.ambient import ambient
 from octavo.text import plural
 
 
@@ -70,10 +70,10 @@ class Inspection:
                 else f"octavo.inspect watches layers of Octavo, and this {type(model).__name__} has none. Call "
                 "octavo.convert(model, recipe) first."
             )
-        unborn = next((path for path, layer in found if layer._place().type == "meta"), None)
-        if unborn is not None:
+        on_meta = next((path for path, layer in found if layer._place().type == "meta"), None)
+        if on_meta is not None:
             raise UnsupportedConfig(
-                f"octavo.inspect records on the device of the weights, and {unborn or 'this layer'} is on the meta "
+                f"octavo.inspect records on the device of the weights, and {on_meta or 'this layer'} is on the meta "
                 "device. Enter the block when the weights have values."
             )
         self._switch = Switch()
@@ -104,9 +104,9 @@ class Inspection:
             stats = torch.zeros(SHAPE, dtype=torch.float64, device=layer._place())
         layer._hidden.put(STATS, stats)
         layer.__dict__["inspection"] = self._switch
-        if not isinstance(layer, Watched):
+        if not isinstance(layer, Inspected):
             kind: Any = type(layer)
-            layer.__class__ = watched_class(kind)
+            layer.__class__ = inspected_class(kind)
         self._switch.layers.add(layer)
 
     def _leave(self) -> None:
@@ -251,7 +251,7 @@ def inspect(model: nn.Module, *, every: int = 1) -> Inspection:
 
     For x, w and dy it measures the cast that the layer makes, with the scale in use: shares of values that underflow to
     zero, saturate or are not finite, the signal-to-noise ratio, histograms of amaxes and scales. It compares y, dx and
-    dw with those of the same layer in float32 (the shadow), on the same x, w and dy.
+    dw with those of the same layer in float32 (the float32 reference), on the same x, w and dy.
 
     In the block each layer runs by itself: fusions that would hide one of its tensors are off, and so results may
     differ in their last bits. Gradients of `octavo.MoE` differ by the rounding of codes, some percent: the fused

@@ -1,9 +1,9 @@
-"""Measures one call of a layer: its casts, as the layer makes them, and its GEMMs beside a high-precision shadow.
+"""Measures one call of a layer: its casts, as the layer makes them, and its GEMMs beside a high-precision float32
+reference.
 
-The shadow is the same layer in float32 without quantization, on the same x, w and dy: one GEMM each for y, dx and dw.
-The layer's own dw may go to a buffer, or be computed later. So it is computed here once more, by the layer's functions
-from the same tensors, which gives the same bits.
-"""
+The float32 reference is the same layer in float32 without quantization, on the same x, w and dy: one GEMM each for y,
+dx and dw. The layer's own dw may go to a buffer, or be computed later. So it is computed here once more, by the layer's
+functions from the same tensors, which gives the same bits."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,13 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.delayed_scaling.agreed import agreed_amaxes, agreed_cast
-from octavo.delayed_scaling.casts import DY, X, cast_args, part_of
+from octavo.communication.all_reduced_amaxes import all_reduced_amaxes, all_reduced_cast
 from octavo.inspection.statistics import Cast, record_operand, record_result
-from octavo.layers.contract import LAYERS, ForwardResult, WeightCast
-from octavo.layers.grouped_linear import given_rows
-from octavo.lower.packing import packing
-from octavo.quant import blocks
+from octavo.ops.grouped_linear_layer import given_rows
+from octavo.quant import scale_blocks
 from octavo.quant.grouped import GroupedTensor, groups_amax, quantize_groups
 from octavo.quant.groups import BLOCK, Groups, split
 from octavo.quant.groups.reference import pack
@@ -30,6 +27,9 @@ from octavo.quant.quantizer import Quantizer, as_matrix, quantize_pair
 from octavo.quant.tensorwise import Tensorwise
 from octavo.recipes import BF16
 from octavo.recipes import recipe as resolve
+from octavo.runtime.contract import LAYERS, ForwardResult, WeightCast
+from octavo.runtime.packing import packing
+from octavo.scaling.cast_arguments import DY, X, cast_args, part_of
 
 # settings of a call without writes
 PLAIN = {"observe": False, "main_grad": "", "dummy_grad": False, "deferred_wgrad": ""}
@@ -43,7 +43,7 @@ class Call(NamedTuple):
     layer: Any
     config: Any  # of a call that writes nothing but its results
     wgrad: Any  # the same, of a call for dw alone
-    shadow: Any  # the config of the shadow
+    float32_reference: Any  # the config of the float32 reference
     inputs: Any
     seed: Tensor | None
     groups: Groups | None
@@ -51,13 +51,13 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, text: str, tensors: Sequence[Tensor]) -> "Call":
-        """Parse the string of `octavo.inspection.watched`; `tensors` are what it packed."""
+        """Parse the string of `octavo.inspection.inspected_layer`; `tensors` are what it packed."""
         _, name, presence, recorded, key = text.split("|", 4)
-        layer, (config, wgrad, shadow) = LAYERS[name], _configs(name, key)
+        layer, (config, wgrad, float32_reference) = LAYERS[name], _configs(name, key)
         *fields, seed = packing(presence).unpack(tensors)
         inputs = layer.Inputs._make(fields)
         groups = split(inputs.splits, inputs.x.shape[0]) if name == "grouped-linear" else None
-        return cls(layer, config, wgrad, shadow, inputs, seed, groups, recorded)
+        return cls(layer, config, wgrad, float32_reference, inputs, seed, groups, recorded)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class Call(NamedTuple):
         if "x" not in self.recorded:
             record_operand(stats, "x", x, x_cast)
         record_operand(stats, "w", None if w is None else _rows(w), w_cast)
-        made = self.layer.forward(self.shadow, self._exact(x, x_cast, w, w_cast))
+        made = self.layer.forward(self.float32_reference, self._exact(x, x_cast, w, w_cast))
         record_result(stats, "y", self.live(_rows(y)), self.live(_rows(made.outputs[0])))
 
     def x(self) -> Tensor | None:
@@ -81,7 +81,7 @@ class Call(NamedTuple):
         if x is None:
             return self._given_x(spec)
         scaling = inputs.scaling[part_of(X, self.config.measured)] if inputs.scaling else ()
-        return self._cast(x, spec, scaling, None, agreed_amaxes("x", self.config.agreed, inputs.agreed))
+        return self._cast(x, spec, scaling, None, all_reduced_amaxes("x", self.config.all_reduced, inputs.all_reduced))
 
     def w(self) -> Tensor | None:
         """The weight; None if it is held as codes."""
@@ -98,14 +98,14 @@ class Call(NamedTuple):
             proto = layer.abstract_weight(config, TensorProto.of(weight))[0]
             parts = tuple(proto.empty().tensors())
             scaling = inputs.scaling[config.w_scaling] if inputs.scaling else ()
-            agreed = agreed_amaxes("w", config.agreed, inputs.agreed)
-            layer.refresh(config, WeightCast(weight, parts, (), scaling=scaling, agreed=agreed))
+            all_reduced = all_reduced_amaxes("w", config.all_reduced, inputs.all_reduced)
+            layer.refresh(config, WeightCast(weight, parts, (), scaling=scaling, all_reduced=all_reduced))
         return read(layer.weight_codes(config, parts, tuple(weight.shape), torch.float32), weight.shape[-1])
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def record_backward(self, stats: Tensor, dy: Tensor) -> Tensor | None:
-        """Record dy and dw. Returns the shadow's dx; None if x takes no gradient."""
+        """Record dy and dw. Returns the float32 reference's dx; None if x takes no gradient."""
         config, layer = self.config, self.layer
         rows = self.live(_rows(dy))
         fresh = not self.inputs.scaling or getattr(config, "scales_dy_alone", False)
@@ -114,7 +114,7 @@ class Call(NamedTuple):
         x, w = self.x(), self.w()
         exact = self._exact(x, None if x is not None else self.x_cast(x), w, None if w is not None else self.w_cast())
         dx: Tensor | None
-        dx, dw, *_ = layer.backward(self.shadow, self._saved(exact), layer.Buffers(), (rows.float(),))
+        dx, dw, *_ = layer.backward(self.float32_reference, self._saved(exact), layer.Buffers(), (rows.float(),))
         if "w" in config.grads:
             _, saved = layer.forward_and_save(self.wgrad, self._flat_inputs(), True)
             seed = None if self.seed is None else self.seed.clone()
@@ -135,17 +135,19 @@ class Call(NamedTuple):
         return (torch.arange(rows.shape[0], device=rows.device, dtype=torch.int64) < self.groups.start[-1])[:, None]
 
     def _cast(
-        self, x: Tensor, spec: Quantizer | None, scaling: Sequence[Tensor], seed: Tensor | None, agreed: Parts = ()
+        self, x: Tensor, spec: Quantizer | None, scaling: Sequence[Tensor], seed: Tensor | None, all_reduced: Parts = ()
     ) -> Cast | None:
-        """The cast that the layer makes of x or dy, by delayed scaling's multiplier in use if there is one, or by the
-        amaxes that ranks have agreed on."""
+        """The cast that the layer makes of x or dy, by delayed scaling's inverse scale in use if there is one, or by
+        the all-reduced amaxes."""
         if spec is None or spec.basis:
             return None
         groups, part = self.groups, scaling if self.groups is None else [t.view(self.groups.number) for t in scaling]
-        if agreed:
-            args = agreed_cast(self.config.recipe, (spec, None), part, agreed, None, of_groups=groups is not None)
+        if all_reduced:
+            args = all_reduced_cast(
+                self.config.recipe, (spec, None), part, all_reduced, None, of_groups=groups is not None
+            )
         else:
-            seed = seed if spec.draws else None
+            seed = seed if spec.is_stochastic else None
             args = cast_args(self.config.recipe, (spec, None), part, partial(self._amax, x), None, seed)
         if groups is None:
             return read(quantize_pair(x, spec, None, args)[0], x.shape[1])
@@ -172,16 +174,16 @@ class Call(NamedTuple):
         return self.inputs if x is None or self.config.x == "codes" else self.inputs._replace(x=_rows(x))
 
     def _saved(self, exact: Any) -> Any:
-        """Selects the tensors that the shadow's backward needs, without running its forward: unquantized, forward
-        makes no tensor for backward but the places of groups."""
-        fresh = dict.fromkeys(self.layer.Fresh._fields)
+        """Selects the tensors that the float32 reference's backward needs, without running its forward: unquantized,
+        forward makes no tensor for backward but the places of groups."""
+        fresh = dict.fromkeys(self.layer.Intermediates._fields)
         if self.groups is not None:
             fresh |= dict(zip(Groups._fields, self.groups.tensors(), strict=False))
             fresh["width"] = exact.weight.new_empty(0, exact.weight.shape[-1])
-        return self.layer.save(self.shadow, exact, ForwardResult((), (), self.layer.Fresh(**fresh)))
+        return self.layer.save(self.float32_reference, exact, ForwardResult((), (), self.layer.Intermediates(**fresh)))
 
     def _exact(self, x: Tensor | None, x_cast: Cast | None, w: Tensor | None, w_cast: Cast | None) -> Any:
-        """The inputs of the shadow: float32, from the codes' values where only codes are left."""
+        """The inputs of the float32 reference: float32, from the codes' values where only codes are left."""
         found = {
             "x": (x if x is not None else x_cast.values).float(),  # type: ignore[union-attr]
             "weight": (w if w is not None else w_cast.values.view(self.inputs.weight.shape)).float(),  # type: ignore[union-attr]
@@ -205,8 +207,8 @@ def record_rows(stats: Tensor, x: Tensor, parts: Sequence[Tensor], recipe: str) 
 
 
 def record_input_gradient(stats: Tensor, dx: Tensor, exact: Tensor) -> None:
-    """Record the dx that the layer returned beside the shadow's. In the tail of a grouped layer the shadow's rows are
-    NaN, and the layer's may be anything: both count as zeros."""
+    """Record the dx that the layer returned beside the float32 reference's. In the tail of a grouped layer the float32
+    reference's rows are NaN, and the layer's may be anything: both count as zeros."""
     dx, exact = _rows(dx), _rows(exact)
     tail = exact.isnan().all(1, keepdim=True)
     record_result(stats, "dx", torch.where(tail, 0.0, dx), torch.where(tail, 0.0, exact))
@@ -216,10 +218,10 @@ def read(q: QTensor | GroupedTensor | None, columns: int) -> Cast:
     """The values of codes and the largest ones that their scales can represent; of grouped codes, without padding."""
     assert q is not None
     groups, matrix = (q.groups, q.q) if isinstance(q, GroupedTensor) else (None, q)
-    bare = replace(q, token=None, columns=None) if isinstance(q, GroupedTensor) else replace(q, token=None)
+    bare = replace(q, anchor=None, columns=None) if isinstance(q, GroupedTensor) else replace(q, anchor=None)
     values = _rows(bare.dequantize(torch.float32))[:, :columns]
     width = matrix.spec.block[1]
-    across = 1 if width is None else blocks.ceil_div(columns, width)
+    across = 1 if width is None else scale_blocks.ceil_div(columns, width)
     return Cast(values, _limits(matrix, groups)[:, :across], width, matrix.spec.fmt)
 
 
@@ -230,29 +232,31 @@ def _limits(q: QTensor, groups: Groups | None) -> Tensor:
     limits = spec.fmt.max * spec.scale_values(q)
     if groups is None:
         limits = limits if q.global_scale is None else limits * q.global_scale
-        return blocks.spread(blocks.no_larger(limits, FLOAT32_MAX), (height, None), q.rows, q.columns)
+        return scale_blocks.spread(scale_blocks.no_larger(limits, FLOAT32_MAX), (height, None), q.rows, q.columns)
     owner = groups.owner.clamp_min(0)[:, None].expand(-1, BLOCK).reshape(-1)
-    limits = limits.index_select(0, owner) if height is None else blocks.spread(limits, (height, None), *q.codes.shape)
+    limits = (
+        limits.index_select(0, owner) if height is None else scale_blocks.spread(limits, (height, None), *q.codes.shape)
+    )
     limits = limits if q.global_scale is None else limits * q.global_scale[owner][:, None]
-    return pack(blocks.no_larger(limits, FLOAT32_MAX), groups)
+    return pack(scale_blocks.no_larger(limits, FLOAT32_MAX), groups)
 
 
 @lru_cache(maxsize=4096)
 def _configs(name: str, key: str) -> tuple[Any, Any, Any]:
-    """The settings of a call without its writes, of one for dw alone, and of the shadow."""
+    """The settings of a call without its writes, of one for dw alone, and of the float32 reference."""
     config = LAYERS[name].config(key)
     grads = "".join(letter for letter in config.grads if letter in "xw")
     quiet = {**PLAIN, "grads": grads}
     quiet |= {"quantize_output": False} if name == "linear" else {"dgrad_out": False, "tail": "zero"}
-    shadow: dict[str, Any] = {
+    float32_reference: dict[str, Any] = {
         "recipe": BF16(), "dtype": "float32", "weight_dtype": "float32", "weight": "plain", "x": "plain",
-        "measured": "", "agreed": "", "x_has_columns": False, "recompute_w_columns": False,
+        "measured": "", "all_reduced": "", "x_has_columns": False, "recompute_w_columns": False,
         "bias_dtype": config.bias_dtype and "float32",
     }  # fmt: skip
     if name != "linear":
-        shadow["scales_dtype"] = config.scales_dtype and "float32"
+        float32_reference["scales_dtype"] = config.scales_dtype and "float32"
     own = replace(config, **quiet)
-    return own, replace(own, grads="w"), replace(own, **shadow)
+    return own, replace(own, grads="w"), replace(own, **float32_reference)
 
 
 def _rows(x: Tensor) -> Tensor:

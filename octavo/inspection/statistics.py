@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo._torch.autograd import preserve_version_counter
 from octavo.formats import Format
-from octavo.quant import blocks
+from octavo.quant import scale_blocks
 
 TENSORS = ("x", "w", "dy", "y", "dx", "dw")  # the rows; x, w and dy are cast, the others are results of GEMMs
 SUMS = (
@@ -23,7 +23,7 @@ SUMS = (
     "nonzero",  # finite elements that are not zero
     "underflow",  # of these, elements that the cast made zero
     "saturated",  # finite elements beyond the largest code by more than rounding
-    "compared",  # calls whose result was compared with the values before the cast, or with the shadow's
+    "compared",  # calls whose result was compared with the values before the cast, or with the float32 reference's
     "signal",  # the sum of squares of those values
     "noise",  # the sum of squares of the differences
     "silent",  # calls that had elements, all of them zero
@@ -48,7 +48,7 @@ class Cast(NamedTuple):
 
     def spread(self, bounds: Tensor) -> Tensor:
         """A bound for each limit, in a shape that broadcasts to the values."""
-        return blocks.spread(bounds, (None, self.block), *self.values.shape)
+        return scale_blocks.spread(bounds, (None, self.block), *self.values.shape)
 
     def scales(self) -> Tensor:
         """The histogram of the scales: how many values have one there."""
@@ -76,7 +76,7 @@ def record_operand(stats: Tensor, tensor: str, source: Tensor | None, cast: Cast
 
 
 def record_result(stats: Tensor, tensor: str, made: Tensor, exact: Tensor) -> None:
-    """Add one call's y, dx or dw, and the same of the high-precision shadow."""
+    """Add one call's y, dx or dw, and the same of the float32 reference."""
     sums, amax = _plain(made)
     difference, finite = _difference(made, exact)
     noise = _size(difference)

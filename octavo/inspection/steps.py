@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from octavo._torch.pytree import tree_leaves, tree_map
 from octavo.errors import UnsupportedConfig
 from octavo.model.convert import convert
-from octavo.model.layers import layers
-from octavo.modules.quantized import UNQUANTIZED
+from octavo.model.layer_lookup import layers
+from octavo.ops.quantized import UNQUANTIZED
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 
@@ -64,8 +64,8 @@ def give_recipe(model: nn.Module, recipe: str | Recipe) -> None:
     for layer in found:
         layer._schedule = None  # a policy's later recipe is none of the given ones
     for layer in taken:
-        layer.release_codes()
-        layer.lose_recipe()
+        layer._release_codes()
+        layer._lose_recipe()
         layer.recipe = recipe  # type: ignore[assignment]
 
 

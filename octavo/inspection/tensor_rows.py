@@ -47,10 +47,11 @@ class TensorRow(NamedTuple):
         underflow: the share of values that are not zero and that the cast made zero; None without a cast.
         saturated: the share of values beyond the largest code by more than rounding; None without a cast.
         nonfinite: the share of values that are Inf or NaN.
-        sqnr: the signal-to-noise ratio in dB: of the cast, or of y, dx and dw against the shadow's. None if there was
+        sqnr: the signal-to-noise ratio in dB: of the cast, or of y, dx and dw against the float32 reference's. None if
+        there was
             nothing to compare; math.inf if nothing differs.
         amax: the largest magnitude.
-        cosine: for y, dx and dw the mean cosine with the shadow's; else None.
+        cosine: for y, dx and dw the mean cosine with the float32 reference's; else None.
         worst_cosine: the smallest cosine of a call.
         zero: the share of calls in which all values were zero.
         amaxes: how many calls had an amax from each power of two up to the next, the first from 2**-72.

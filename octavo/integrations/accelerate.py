@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from octavo.errors import InvalidCheckpoint, UnsupportedDtype
 from octavo.integrations import recipe_file
 from octavo.model.attach import Attachment, OptimizerWrapper, attach
-from octavo.model.layers import check_model
+from octavo.model.layer_lookup import check_model
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

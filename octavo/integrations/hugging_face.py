@@ -50,12 +50,12 @@ class OctavoCallback(*BASES):  # type: ignore[misc]
         self.model: nn.Module | None = None
 
     def state(self) -> dict[str, Any]:
-        """Part of the Trainer contract. Returns what `trainer_state.json` keeps of this callback."""
+        """Return what `trainer_state.json` keeps of this callback. The Trainer calls it."""
         saved = "" if self.model is None else recipe_file.fingerprint(recipe_file.state_of(self.model))
         return {"args": {"resume_from": self.resume_from, "attach": self.attach}, "attributes": {"fingerprint": saved}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **_: Any) -> None:
-        """Part of the Trainer contract. Loads the state of recipes if the Trainer resumes, and attaches."""
+        """Load the state of recipes if the Trainer resumes, and attach. The Trainer calls it."""
         self._detach()
         self.model = model
         if state.global_step > 0:
@@ -64,12 +64,12 @@ class OctavoCallback(*BASES):  # type: ignore[misc]
             self.attachment = attach(model, optimizer)
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
-        """Part of the Trainer contract. Writes the state of recipes into the Trainer's checkpoint."""
+        """Write the state of recipes into the Trainer's checkpoint. The Trainer calls it."""
         if not state.is_hyper_param_search:  # whose folders have other names, and which no one resumes
             recipe_file.save(_checkpoint(args, state) / _name(args), model)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Part of the Trainer contract. Removes the attachment."""
+        """Remove the attachment. The Trainer calls it."""
         self._detach()
 
     def _detach(self) -> None:

@@ -41,25 +41,25 @@ class OctavoCallback(object if Callback is None else Callback):  # type: ignore[
         self.attachments: list[Attachment] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Part of the Trainer contract. Attaches every optimizer."""
+        """Attach every optimizer. The Trainer calls it."""
         self._detach()
         if self.attach:
             self.attachments = [attach(pl_module, optimizer) for optimizer in trainer.optimizers]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Part of the Trainer contract. Removes the attachments."""
+        """Remove the attachments. The Trainer calls it."""
         self._detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Part of the Trainer contract. Removes the attachments."""
+        """Remove the attachments. The Trainer calls it."""
         self._detach()
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Part of the Trainer contract. Adds the state of recipes to a checkpoint."""
+        """Add the state of recipes to a checkpoint. The Trainer calls it."""
         checkpoint[KEY] = recipe_file.state_of(pl_module)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Part of the Trainer contract. Loads the state of recipes from a checkpoint."""
+        """Load the state of recipes from a checkpoint. The Trainer calls it."""
         if KEY in checkpoint:
             load_state_dict(pl_module, checkpoint[KEY])
         elif recipe_file.state_of(pl_module):

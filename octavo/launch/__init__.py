@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from octavo._torch.cuda import current_device, current_stream, is_capturing, set_device
-from octavo._torch.dispatch import plainly
+from octavo._torch.dispatcher import plainly
 from octavo._torch.fast_paths import FastPath, Undecided
+from octavo.launch import rules
 
 # Triton 3.10 stops fusing products and sums by default: every launch asks for it, so that bits do not depend on it
 OPTIONS = {"enable_fp_fusion": True}
@@ -99,7 +100,8 @@ class Direct:
 
 class Launch:
     """A launch of `kernel` over `grid` programs with these sizes and constants. The kernel's parameters are pointers,
-    then sizes, then constants, in that order. A size may be None, as a pointer may: the kernel is compiled without."""
+    then sizes, then constants, in that order. A size may be None, as a pointer may: the kernel is compiled without.
+    What it cannot launch it refuses when it is made (`rules.py`)."""
 
     def __init__(
         self,
@@ -111,6 +113,7 @@ class Launch:
         num_stages: int = 3,
         **constants: Any,
     ) -> None:
+        rules.check_launch(kernel, grid, sizes, tuple(constants))
         self.kernel, self.grid, self.sizes = kernel, grid, sizes
         self.options = {**constants, "num_warps": num_warps, "num_stages": num_stages, **OPTIONS}
         self.tail = (*sizes, *constants.values())

@@ -12,14 +12,14 @@ from torch.optim import Optimizer
 
 from octavo._torch.optimizers import runs_hooks
 from octavo.communication.groups import Group, name_of
-from octavo.delayed_scaling.memory import ATTACHMENTS
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
-from octavo.model.layers import check_model, layers
+from octavo.model.layer_lookup import check_model, layers
 from octavo.model.overflow import warn_of_overflow
 from octavo.model.pending_gradients import warn_of_pending
+from octavo.model.refresh import refresh_layers
 from octavo.model.step import step_layers
-from octavo.model.weights import refresh_layers
-from octavo.modules.quantized import Quantized
+from octavo.ops.quantized import Quantized
+from octavo.scaling.delayed_scaling import ATTACHMENTS
 from octavo.weights import optimizer_hooks
 
 _BY_HAND = "call octavo.step(model) and octavo.refresh_weights(model) after each of its steps"
@@ -109,7 +109,7 @@ _index = _Index()
 
 def _claims(layer: Quantized, index: dict[int, list["weakref.ref[Attachment]"]]) -> list[Attachment]:
     """Returns the attachments to models with this layer whose optimizers train the layer."""
-    known = [one for p in layer.trained_by() for one in index.get(id(p), ())]
+    known = [one for p in layer._trained_by() for one in index.get(id(p), ())]
     return [one for ref in known if (one := ref()) is not None and layer in one.layers]
 
 

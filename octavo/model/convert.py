@@ -1,7 +1,7 @@
 """`octavo.convert` and `octavo.revert`: from `nn.Linear` to `octavo.Linear` and back, in place.
 
 A module changes its class, not its identity: parameters, hooks, references and optimizer states all stay. Experts of
-other libraries' models are converted by `octavo.model.adopted_experts`.
+other libraries' models are converted by `octavo.model.third_party.third_party_experts`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,14 +15,10 @@ from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 from octavo._torch.tensors import is_sharded
 from octavo.errors import UnsupportedConfig, check_choice, warn
-from octavo.fuser.inputs import strange
-from octavo.fuser.sequential import Sequential
+from octavo.fusion.sequential import Sequential
 from octavo.kernels.gemm import native, spec_route
-from octavo.model import adopted_experts
-from octavo.model.adopted import clashes, class_for, is_patched, is_plain, stock_class, unpatch
-from octavo.model.adopted_experts import is_adopted, is_experts
 from octavo.model.conversion import ConversionReport, Row
-from octavo.model.layers import check_model, refuse_parts
+from octavo.model.layer_lookup import check_model, refuse_parts
 from octavo.model.matrices import holders, qualified, why_left
 from octavo.model.policy import Policy
 from octavo.model.selection import (
@@ -37,9 +33,13 @@ from octavo.model.selection import (
     recipe_of,
     select,
 )
-from octavo.modules.linear import Linear
-from octavo.modules.published_codes import codes_refusal
-from octavo.modules.quantized import Quantized, dtype_refusal
+from octavo.model.third_party import third_party_experts
+from octavo.model.third_party.third_party_experts import is_experts, is_third_party
+from octavo.model.third_party.third_party_linear import clashes, class_for, is_patched, is_plain, stock_class, unpatch
+from octavo.ops.inputs import strange
+from octavo.ops.linear import Linear
+from octavo.ops.published_codes import unsupported_codes_reason
+from octavo.ops.quantized import Quantized, unsupported_dtype_reason
 from octavo.recipes import Recipe
 from octavo.text import path_names, plural
 
@@ -59,6 +59,18 @@ class _Planned:
     kind: str  # the name of its class before the conversion
     choice: Choice
     refused: bool = False  # it should be converted, but cannot be
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """Raises if a module of the model is TorchScript, whose layers run by code that was compiled for them."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            what = repr(path) if path else "the model"
+            raise UnsupportedConfig(
+                f"octavo.convert takes modules that run as Python, and {what} is TorchScript (torch.jit.script or "
+                "torch.jit.trace), which keeps the layers it was made from. Convert the module that it was made from, "
+                "and use torch.compile in its place."
+            )
 
 
 def convert(
@@ -117,6 +129,7 @@ def convert(
         Converted 1 layer (50.0% of the weights); excluded: 1 layer (50.0% of the weights).
     """
     check_model(model, "convert", recipe, UnsupportedConfig)
+    _refuse_scripted(model)
     by_name = dict(zip(SETTINGS, (keep_weight_codes, fuse_wgrad_accumulation, delay_wgrad_compute), strict=True))
     settings = {name: value for name, value in by_name.items() if value is not None}
     for name, value in (*settings.items(), ("overwrite", overwrite), ("strict", strict)):
@@ -181,8 +194,8 @@ def revert(model: nn.Module) -> None:
     blocks = [m for m in model.modules() if isinstance(m, Sequential) and type(m) is not Sequential and m.require]
     bound = {id(module) for block in blocks for module in block.modules()}
     linears = [(path, m) for path, m in model.named_modules() if isinstance(m, Linear) and id(m) not in bound]
-    experts = [(path, module) for path, module in model.named_modules() if is_adopted(module)]
-    inside = [(path, layer) for path, module in experts for layer in adopted_experts.layers_of(module)]
+    experts = [(path, module) for path, module in model.named_modules() if is_third_party(module)]
+    inside = [(path, layer) for path, module in experts for layer in third_party_experts.layers_of(module)]
     for path, module in [*linears, *experts]:
         if is_patched(module):
             ours = "octavo.Linear" if isinstance(module, nn.Linear) else "the converted module"
@@ -190,25 +203,25 @@ def revert(model: nn.Module) -> None:
                 f"{path or 'The model'}: its forward was replaced by {_name_of(module.forward)} on the instance, which "
                 f"would go on calling {ours}'s. Remove it first (accelerate: remove_hook_from_module)."
             )
-        if is_parametrized(module) and not is_adopted(module):
+        if is_parametrized(module) and not is_third_party(module):
             raise UnsupportedConfig(
                 f"{path or 'The model'} has a parametrization, which made it a class of its own. Remove it first: "
                 "torch.nn.utils.parametrize.remove_parametrizations."
             )
     for path, layer in [*linears, *inside]:
-        if pending := len(layer._wgrad.mailbox):
+        if pending := len(layer._wgrad.queue):
             raise UnsupportedConfig(
                 f"{path or 'The model'} has {plural(pending, 'weight gradient')} pending, which would be lost. "
                 "Call backward_dw() for each first, or discard_dw(captured=True)."
             )
     changed = {id(module) for _, module in [*linears, *inside]}
     for _, module in experts:
-        adopted_experts.release(module)
+        third_party_experts.release(module)
     for other in model.modules():
         if isinstance(other, Quantized) and id(other) not in changed:
-            other.release_codes()
+            other._release_codes()
             if other._given_recipe:
-                other.lose_recipe()
+                other._lose_recipe()
     for _, module in linears:
         unpatch(module)
         module._tear_down()
@@ -230,7 +243,7 @@ def revert(model: nn.Module) -> None:
 def _plan(model: nn.Module, chosen: Selection, settings: dict[str, bool]) -> list[_Planned]:
     """Returns a plan for every path to a linear layer or an Octavo layer; a shared layer has several paths."""
     modules = list(model.named_modules(remove_duplicate=False))
-    inside = {id(layer) for _, module in modules for layer in adopted_experts.layers_of(module)}
+    inside = {id(layer) for _, module in modules for layer in third_party_experts.layers_of(module)}
     layers = [
         (path, module)
         for path, module in modules
@@ -243,18 +256,18 @@ def _plan(model: nn.Module, chosen: Selection, settings: dict[str, bool]) -> lis
                 "policy left every layer alone as policy(path, module), and takes some as policy(module, path). Swap "
                 "its parameters."
             )
-    return _agreed(planned)
+    return _all_reduced(planned)
 
 
 def _planned(path: str, module: nn.Module, choice: Choice, settings: dict[str, bool]) -> _Planned:
     why = ""
     if choice.recipe is not None and choice.reason == CONVERT:
         if isinstance(module, Quantized):
-            why = module.refusal(choice.recipe) or _unknown_setting(module, settings)
+            why = module._recipe_unsupported_reason(choice.recipe) or _unknown_setting(module, settings)
         elif isinstance(module, nn.Linear):
-            why = _refusal(module, choice.forced)
+            why = _unsupported_reason(module, choice.forced)
         else:
-            why = adopted_experts.refusal(module, choice.recipe)
+            why = third_party_experts.unsupported_reason(module, choice.recipe)
         why = why or _later_refusal(module, choice)
     if why:
         choice = Choice(None, NEVER, why, used=choice.used)
@@ -266,9 +279,9 @@ def _later_refusal(module: nn.Module, choice: Choice) -> str:
     for step, recipe in choice.later:
         why = ""
         if is_experts(module):
-            why = adopted_experts.refusal(module, recipe)
+            why = third_party_experts.unsupported_reason(module, recipe)
         elif isinstance(module, Quantized) and not recipe.stateful:  # memory of amaxes is dropped before one with state
-            why = module.refusal(recipe)
+            why = module._recipe_unsupported_reason(recipe)
         if why:
             return f"from step {step} on, {why}"
     return ""
@@ -279,12 +292,12 @@ def _unknown_setting(module: Quantized, settings: dict[str, bool]) -> str:
     return f"a {type(module).__name__} has no {missing}" if missing else ""
 
 
-def _refusal(module: nn.Linear, forced: bool) -> str:
+def _unsupported_reason(module: nn.Linear, forced: bool) -> str:
     """Returns why a module cannot become an octavo.Linear; empty if it can."""
     name = qualified(module)
     if is_parametrized(module):
         return "it is parametrized. Convert it first, then register the parametrization"
-    if why := codes_refusal(module, ["weight"], own_forward=not is_plain(module)):
+    if why := unsupported_codes_reason(module, ["weight"], own_forward=not is_plain(module)):
         return why
     if is_patched(module):
         return f"its forward was replaced by {_name_of(module.forward)} on the instance. Convert it before that"
@@ -300,7 +313,7 @@ def _refusal(module: nn.Linear, forced: bool) -> str:
         return f"it is a {name} without a size yet. Call the model once first"
     if not is_sharded(module.weight) and (why := strange(module.weight)):  # a shard is gathered before each call
         return f"its weight is {why}"
-    if why := dtype_refusal(module.weight.dtype):
+    if why := unsupported_dtype_reason(module.weight.dtype):
         return why
     try:
         class_for(type(module))
@@ -313,7 +326,7 @@ def _name_of(function: Any) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-def _agreed(planned: list[_Planned]) -> list[_Planned]:
+def _all_reduced(planned: list[_Planned]) -> list[_Planned]:
     """Returns the plans, with a path of a shared layer refused if its recipe differs from the first path's."""
     first: dict[int, _Planned] = {}
     found = []
@@ -342,8 +355,8 @@ def _applied(plan: _Planned, strict: bool, settings: dict[str, bool], step: int)
         _set(module, settings)
     if choice.recipe is not None and choice.reason == CONVERT and not plan.refused:
         _change(module, plan.path, choice.recipe, strict, settings)
-        for layer in adopted_experts.layers_of(module) or [module]:
-            layer.follow(choice.later, step, choice.since)
+        for layer in third_party_experts.layers_of(module) or [module]:
+            layer._follow_schedule(choice.later, step, choice.since)
     recipe = recipe_of(module)  # a layer left alone may have its own
     if recipe is None:
         return Row(plan.path, kind, "", "skipped", choice.why, choice.reason, **shape)
@@ -354,7 +367,9 @@ def _applied(plan: _Planned, strict: bool, settings: dict[str, bool], step: int)
 def _weight_names(module: Any) -> list[str]:
     if isinstance(module, nn.Linear):
         return ["weight"]
-    names: list[str] = module.weight_names() if isinstance(module, Quantized) else adopted_experts.weight_names(module)
+    names: list[str] = (
+        module._names_of_weights() if isinstance(module, Quantized) else third_party_experts.weight_names(module)
+    )
     return names
 
 
@@ -369,7 +384,7 @@ def _change(module: Any, path: str, recipe: Recipe, strict: bool, settings: dict
         module.recipe = recipe  # type: ignore[assignment]
         module.strict = strict
     elif is_experts(module):
-        adopted_experts.adopt(module, path, recipe, strict)
+        third_party_experts.adopt(module, path, recipe, strict)
     else:
         unpatch(module)
         module.__class__ = class_for(type(module))
@@ -378,7 +393,7 @@ def _change(module: Any, path: str, recipe: Recipe, strict: bool, settings: dict
 
 
 def _set(module: Any, settings: dict[str, bool]) -> None:
-    for layer in adopted_experts.layers_of(module) or [module]:
+    for layer in third_party_experts.layers_of(module) or [module]:
         for name, value in settings.items():
             setattr(layer, name, value)
 

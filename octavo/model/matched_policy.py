@@ -6,10 +6,10 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from octavo.model.adopted_experts import is_experts, layers_of
 from octavo.model.paths import around, matching, near
 from octavo.model.policy import Policy, PolicyRule
-from octavo.modules.quantized import Quantized
+from octavo.model.third_party.third_party_experts import is_experts, layers_of
+from octavo.ops.quantized import Quantized
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -52,7 +52,7 @@ class MatchedPolicy:
         if not rule.blocks:
             return True
         block = next((self.blocks[root] for root in around(path) if root in self.blocks), None)
-        return block is not None and rule.takes_block(*block)
+        return block is not None and rule._takes_block(*block)
 
     def unused(self, used: Iterable[int]) -> list[tuple[PolicyRule, str]]:
         """Returns the rules that decide for no layer, each with a sentence; `used` are the numbers of those that do."""

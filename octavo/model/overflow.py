@@ -1,7 +1,7 @@
 """A warning of tokens that mixtures of experts dropped, which does not make the host wait for a GPU.
 
-A forward counts dropped slots on the device. The end of a step starts a copy of the count to the host, and the end of a
-later step, when the copy has arrived, reads it.
+A forward counts dropped assignments on the device. The end of a step starts a copy of the count to the host, and the
+end of a later step, when the copy has arrived, reads it.
 """
 
 import weakref
@@ -27,7 +27,8 @@ _copies: "weakref.WeakKeyDictionary[MoE, _Copy]" = weakref.WeakKeyDictionary()
 
 
 def warn_of_overflow(model: nn.Module) -> None:
-    """Warns, for each mixture of the model, of slots that were dropped since the last warning and are known here."""
+    """Warns, for each mixture of the model, of assignments that were dropped since the last warning and are known
+    here."""
     if torch.compiler.is_compiling() or is_capturing():  # a graph cannot read the device back
         return
     for path, module in model.named_modules():
@@ -43,7 +44,7 @@ def warn_of_overflow(model: nn.Module) -> None:
             if number := int(copy.dropped):
                 where = f"The MoE at {path!r}" if path else "This MoE"
                 warn_caller(
-                    f"{where} dropped up to {number} slots of tokens in one forward: its dispatcher, "
+                    f"{where} dropped up to {number} assignments of tokens in one forward: its dispatcher, "
                     f"{module.dispatcher!r}, had no rows for them. Give it more rows, or balance the load."
                 )
 

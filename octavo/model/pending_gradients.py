@@ -6,7 +6,7 @@ import torch
 
 from octavo._torch.cuda import is_capturing
 from octavo.errors import warn_caller
-from octavo.modules.quantized import Quantized
+from octavo.ops.quantized import Quantized
 from octavo.text import SHOWN, some
 
 
@@ -17,11 +17,11 @@ def warn_of_pending(layers: Iterable[tuple[str, Quantized]]) -> None:
         return
     late = []
     for path, layer in layers:
-        mailbox = layer._wgrad.mailbox
-        number = mailbox.waiting()
-        if number and not mailbox.said:
+        queue = layer._wgrad.queue
+        number = queue.waiting()
+        if number and not queue.said:
             late.append(f"{number} of {path or layer.op_describe()}")
-        mailbox.said = number > 0
+        queue.said = number > 0
     if late:
         warn_caller(
             f"This step was made without weight gradients that wait for backward_dw(): {some(late, SHOWN)}. Call it "

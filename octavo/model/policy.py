@@ -54,8 +54,8 @@ class PolicyRule:
             data["from_step"] = self.from_step
         return data
 
-    def takes_block(self, index: int, count: int) -> bool:
-        """Part of the policy contract. Whether the rule takes the block at an index out of `count` blocks."""
+    def _takes_block(self, index: int, count: int) -> bool:
+        """Whether the rule takes the block at an index out of `count` blocks."""
         for entry in self.blocks:
             side, number = entry.split()
             if index < int(number) if side == "first" else index >= count - int(number):

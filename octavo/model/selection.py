@@ -8,12 +8,12 @@ from typing import Any
 from torch import nn
 
 from octavo.errors import UnsupportedConfig
-from octavo.model.adopted_experts import layers_of
 from octavo.model.matched_policy import MatchedPolicy
 from octavo.model.paths import around, matching, near
 from octavo.model.policy import Policy
-from octavo.modules.quantized import Quantized
+from octavo.model.third_party.third_party_experts import layers_of
 from octavo.moe.router import Router
+from octavo.ops.quantized import Quantized
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from octavo._torch.modules import plain_name
-from octavo.delayed_scaling.checkpoint import check_state
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
-from octavo.model.layers import check_model, joined, layers
-from octavo.modules.quantized import Quantized
-from octavo.modules.schedule import STEP, check_step
+from octavo.model.layer_lookup import check_model, joined, layers
+from octavo.ops.quantized import Quantized
+from octavo.ops.schedule import STEP, check_step
+from octavo.scaling.saved_state import check_state
 from octavo.text import plural, some
 
 State = dict[str, Tensor]  # of one layer: its tensors by their names in the layer
@@ -32,7 +32,7 @@ class Load(NamedTuple):
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Returns the state that a resumed run needs besides the weights.
 
-    `model.state_dict()` holds the weights alone. This state is that of the recipes: the windows and multipliers of
+    `model.state_dict()` holds the weights alone. This state is that of the recipes: the windows and inverse scales of
     fp8-delayed, the counters of stochastic rounding (nvfp4), and the number of steps if a policy changes recipes at
     a step. A run that loads both resumes bit for bit.
 
@@ -51,7 +51,7 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
         ['0.rounding.seed']
     """
     check_model(model, "state_dict")
-    states = ((path, layer.recipe_state() | layer.pending_state()) for path, layer in layers(model))
+    states = ((path, layer._recipe_state() | layer._pending_state()) for path, layer in layers(model))
     return {joined(path, name): tensor for path, state in states for name, tensor in state.items()}
 
 
@@ -104,8 +104,8 @@ def checked_loads(
 def write_state(loads: list[Load]) -> None:
     """Writes the state that `checked_loads` returned."""
     for _, layer, part in loads:
-        left = layer.load_recipe_state(part)
-        waits = layer.recipe is None or layer._unborn
+        left = layer._load_recipe_state(part)
+        waits = layer.recipe is None or layer._on_meta
         layer._pending = {name: tensor.detach().clone() for name, tensor in left.items()} if waits else {}
 
 
@@ -114,7 +114,7 @@ def _check_names(loads: list[Load], unknown: list[str], way: str) -> None:
     a layer."""
     missing, unknown = [], list(unknown)
     for path, layer, state in loads:
-        wanted = layer.recipe_state()
+        wanted = layer._recipe_state()
         missing += [joined(path, name) for name in wanted if name not in state]
         if layer.recipe is not None:  # without a recipe the layer may need them later
             unknown += [joined(path, name) for name in state if name not in wanted]
@@ -137,7 +137,7 @@ def _other_recipe(loads: list[Load], unknown: list[str]) -> str:
         return f"the state is of {kind}, and the model has no layer of Octavo's"
     different = []
     for path, layer, state in loads:
-        found, wanted = _recipe_of(state), _recipe_of(layer.recipe_state())
+        found, wanted = _recipe_of(state), _recipe_of(layer._recipe_state())
         if layer.recipe is not None and found != wanted and (found or wanted == DELAYED):
             of = path or "the model"
             what = f"the state of {of} is of {found}" if found else f"the state has no scales of {of}"

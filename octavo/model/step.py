@@ -10,15 +10,14 @@ from octavo._torch.cuda import is_capturing
 from octavo._torch.foreach import foreach_copy_
 from octavo.communication.collectives import gather, largest
 from octavo.communication.groups import Group, name_of, size_now
-from octavo.delayed_scaling.memory import DIRECTIONS, look
 from octavo.errors import UnsupportedConfig
-from octavo.lower.scale_update import read_amaxes, update_scales, write_amaxes
-from octavo.model.layers import check_model, layers
+from octavo.model.layer_lookup import check_model, layers
 from octavo.model.overflow import warn_of_overflow
 from octavo.model.pending_gradients import warn_of_pending
-from octavo.modules.quantized import Quantized
-from octavo.quant import DelayedState
-from octavo.quant.state import update_all
+from octavo.ops.quantized import Quantized
+from octavo.scaling.delayed_scaling import DIRECTIONS, look
+from octavo.scaling.delayed_state import DelayedState, update_all
+from octavo.scaling.update_operators import read_amaxes, update_scales, write_amaxes
 
 
 def step(model: nn.Module, group: Group = None) -> None:
@@ -55,7 +54,7 @@ def step(model: nn.Module, group: Group = None) -> None:
 def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
     """Does the same as `step`, for the given layers."""
     batches: dict[tuple[Any, ...], list[tuple[DelayedState, int]]] = {}
-    cold: list[Quantized] = []
+    uncalibrated: list[Quantized] = []
     modules = list(modules)
     in_graph = torch.compiler.is_compiling() or is_capturing()  # a graph can neither read the device back nor count
     for module in modules:
@@ -63,13 +62,13 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
         scaling = module._scaling
         if scaling.recipe is not None:
             recipe, states = scaling.recipe, [scaling.state(module, direction) for direction in DIRECTIONS]
-            key = (recipe.history, recipe.algorithm, recipe.margin, states[0].encode.device)
+            key = (recipe.history, recipe.algorithm, recipe.margin, states[0].inverse_scale.device)
             batches.setdefault(key, []).extend([(state, scaling.slots) for state in states])
             if not in_graph:
                 if scaling.origin == "weights":
                     scaling.say_unrestored()
                 if scaling.looks():
-                    cold.append(module)
+                    uncalibrated.append(module)
             scaling.stepped()
     _agree(modules, group, in_graph)
     for (_, algorithm, margin, _), pairs in batches.items():
@@ -78,10 +77,10 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
             update_scales(updated, algorithm, margin, sharing)
         else:
             update_all(updated, algorithm=algorithm, margin=margin, sharing=sharing)
-    if cold:
-        look(cold)
+    if uncalibrated:
+        look(uncalibrated)
     for module in modules:  # last: a new recipe may drop the memory that this step has updated
-        module.end_scheduled_step(in_graph)
+        module._end_scheduled_step(in_graph)
 
 
 def _agree(modules: Sequence[Quantized], group: Any, in_graph: bool) -> None:
@@ -95,21 +94,21 @@ def _agree(modules: Sequence[Quantized], group: Any, in_graph: bool) -> None:
         if name is not None and module._scaling.recipe is not None and size_now(name) > 1:
             shared.setdefault((name, module._place()), []).append(module)
     for (name, _), members in shared.items():
-        amaxes = [m._scaling.state(m, direction).current for m in members for direction in DIRECTIONS]
+        amaxes = [m._scaling.state(m, direction).running_amax for m in members for direction in DIRECTIONS]
         sizes = [amax.numel() for amax in amaxes]
         if not in_graph:
             _check_number(members[0], name, sum(sizes))
         if torch.compiler.is_compiling():
             write_amaxes(amaxes, largest(read_amaxes(amaxes), name, "octavo.step"))
         else:
-            agreed = largest(torch.cat(amaxes), name, "octavo.step")
-            foreach_copy_(amaxes, list(torch.split(agreed, sizes)))
+            all_reduced = largest(torch.cat(amaxes), name, "octavo.step")
+            foreach_copy_(amaxes, list(torch.split(all_reduced, sizes)))
 
 
 def _check_number(first: Quantized, name: str, number: int) -> None:
     """Raise if ranks have different numbers of amaxes: asked once, and again where the number changes."""
     scaling = first._scaling
-    if scaling.agreed_number == number or first._place().type == "meta":
+    if scaling.all_reduced_number == number or first._place().type == "meta":
         return
     own = torch.tensor([number], device=first._place(), dtype=torch.int64)
     found = gather(own, size_now(name), name, "octavo.step").tolist()
@@ -118,4 +117,4 @@ def _check_number(first: Quantized, name: str, number: int) -> None:
             f"octavo.step agrees on the amaxes of all ranks, which must hold the same layers in fp8-delayed. By rank "
             f"they have {found} amaxes. Give all ranks the same model and recipes, or step without a group."
         )
-    scaling.agreed_number = number
+    scaling.all_reduced_number = number

@@ -2,11 +2,11 @@
 
     Router          a linear layer that computes logits in float32
     route           the experts of each token and their weights, from logits
-    counts          the number of slots of each expert
+    counts          the number of assignments of each expert
     update_bias     a step of the bias that balances the load
     aux_loss        a loss for a balanced load
     z_loss          a loss for small logits
-    sort            which row each token's slots get, from an index or a mask
+    sort            which row each token's assignments get, from an index or a mask
     permute         tokens copied to these rows, the rows of an expert one after the other
     unpermute       the rows of each token, summed, with probabilities or without
     permute_probs   the probability of each row
@@ -23,6 +23,9 @@ from octavo.moe.losses import aux_loss, z_loss
 from octavo.moe.permutation import Permutation, permute, permute_probs, sort, unpermute
 from octavo.moe.router import Router
 from octavo.moe.routing import counts, route, update_bias
+from octavo.runtime.contract import import_layers
+
+import_layers(__name__, __path__)
 
 __all__ = [
     "Dispatch",

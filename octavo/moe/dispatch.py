@@ -26,7 +26,8 @@ class Dispatched(NamedTuple):
             hold anything. Gradients flow through them.
         sizes: the number of rows of each expert of this process, int32 or int64, on the device.
         state: what `combine` needs to know of this call. `octavo.MoE` does not look at it.
-        dropped: how many slots got no row, as an int64 tensor without dims on the device; None if no slot can be
+        dropped: how many assignments got no row, as an int64 tensor without dims on the device; None if no assignment
+        can be
             dropped. `MoE.overflow` and `octavo.step` report it.
         out: a buffer [rows, hidden] in the dtype of x, which the experts' second layer writes; None lets the layer
             allocate it.
@@ -68,20 +69,27 @@ class Dispatch(Protocol):
     """
 
     def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, num_experts: int) -> Dispatched:
-        """Part of the dispatcher contract. Copies tokens to the rows of their experts.
+        """Copy tokens to the rows of their experts.
 
         Args:
             x: the tokens [T, hidden].
-            index: the experts of each token [T, K], int64; -1 for a slot without one.
-            weights: the weight of each slot [T, K], float32, with a gradient.
+            index: the experts of each token [T, K], int64; -1 for an assignment without one.
+            weights: the weight of each assignment [T, K], float32, with a gradient.
             num_experts: the number of experts of all processes.
 
         Returns:
             The rows, and what goes with them.
+
+        Example:
+            >>> dispatcher = octavo.moe.LocalDispatch()
+            >>> index, weights = torch.tensor([[1], [0]]), torch.ones(2, 1)
+            >>> dispatcher.dispatch(torch.tensor([[1.0], [2.0]]), index, weights, 2).rows
+            tensor([[2.],
+                    [1.]])
         """
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """Part of the dispatcher contract. Sums the rows of each token, multiplied by the weights.
+        """Sum the rows of each token, multiplied by the weights.
 
         Args:
             rows: the experts' outputs [rows, hidden], in `dispatched.out` if that is given.
@@ -89,6 +97,14 @@ class Dispatch(Protocol):
 
         Returns:
             y [T, hidden], in the dtype of the rows.
+
+        Example:
+            >>> dispatcher = octavo.moe.LocalDispatch()
+            >>> index, weights = torch.tensor([[1], [0]]), torch.tensor([[0.5], [3.0]])
+            >>> sent = dispatcher.dispatch(torch.tensor([[1.0], [2.0]]), index, weights, 2)
+            >>> dispatcher.combine(10 * sent.rows, sent)
+            tensor([[ 5.],
+                    [60.]])
         """
 
 
@@ -99,8 +115,9 @@ class LocalDispatch:
     your own. `octavo.MoE` without a dispatcher is faster: it copies no rows.
 
     Args:
-        capacity: the number of rows. Slots beyond are dropped, from the last expert on, and counted. None, the default,
-            has a row for every slot.
+        capacity: the number of rows. Assignments beyond are dropped, from the last expert on, and counted. None, the
+        default,
+            has a row for every assignment.
 
     Raises:
         UnsupportedConfig: `capacity` is no number from 0 up.
@@ -110,6 +127,11 @@ class LocalDispatch:
         >>> y = moe(torch.randn(10, 64))
         >>> moe.overflow()
         4
+        >>> dispatcher, index = octavo.moe.LocalDispatch(), torch.tensor([[1], [0]])
+        >>> sent = dispatcher.dispatch(torch.tensor([[1.0], [2.0]]), index, torch.ones(2, 1), 2)
+        >>> dispatcher.combine(sent.rows, sent)
+        tensor([[1.],
+                [2.]])
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -121,7 +143,17 @@ class LocalDispatch:
         return f"LocalDispatch(capacity={self.capacity})"
 
     def dispatch(self, x: Tensor, index: Tensor, weights: Tensor, num_experts: int) -> Dispatched:
-        """Part of the dispatcher contract. Sorts the tokens by expert, as `octavo.moe.permute` does."""
+        """Sort the tokens by expert, as `octavo.moe.permute` does.
+
+        Args:
+            x: the tokens [T, hidden].
+            index: the experts of each token [T, K], int64; -1 for an assignment without one.
+            weights: the weight of each assignment [T, K], float32, with a gradient.
+            num_experts: the number of experts.
+
+        Returns:
+            The rows, `capacity` of them if that is given, and the number of assignments that it dropped.
+        """
         rows, permutation = permute(x, index, num_experts, capacity=self.capacity, tail="untouched")
         dropped = None
         if self.capacity is not None:
@@ -129,7 +161,15 @@ class LocalDispatch:
         return Dispatched(rows, permutation.sizes, (permutation, weights), dropped)
 
     def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
-        """Part of the dispatcher contract. Sums the rows of each token, as `octavo.moe.unpermute` does."""
+        """Sum the rows of each token, as `octavo.moe.unpermute` does.
+
+        Args:
+            rows: the experts' outputs [rows, hidden].
+            dispatched: the result of `dispatch` of this call.
+
+        Returns:
+            y [T, hidden], in the dtype of the rows.
+        """
         state: Any = dispatched.state
         permutation, weights = state
         return unpermute(rows, permutation, weights, tail="untouched")
@@ -154,7 +194,7 @@ def check_dispatcher(dispatcher: Any) -> None:
 
 def check_dispatched(dispatcher: Any, sent: Any, experts: int) -> None:
     """Raises if `dispatch` returned something else than a Dispatched, sizes of another number of experts than this
-    process has, or counted dropped slots on the host."""
+    process has, or counted dropped assignments on the host."""
     title = f"{type(dispatcher).__name__}.dispatch"
     if not isinstance(sent, Dispatched):
         raise UnsupportedDtype(
@@ -173,9 +213,9 @@ def check_dispatched(dispatcher: Any, sent: Any, experts: int) -> None:
     if not isinstance(dropped, Tensor) or dropped.dtype not in (torch.int32, torch.int64) or dropped.numel() != 1:
         got = f"{dropped.dtype} {tuple(dropped.shape)}" if isinstance(dropped, Tensor) else type(dropped).__name__
         raise UnsupportedDtype(
-            f"{title} returns the number of dropped slots as an int64 tensor without dims, got {got}. Count on the "
-            "device the slots with an expert and without a row, such as (index >= 0).sum() - sizes.sum(), or leave "
-            "dropped out."
+            f"{title} returns the number of dropped assignments as an int64 tensor without dims, got {got}. Count on "
+            "the device the assignments with an expert and without a row, such as (index >= 0).sum() - sizes.sum(), or "
+            "leave dropped out."
         )
 
 

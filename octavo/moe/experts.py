@@ -19,15 +19,15 @@ from octavo.errors import (
     check_whole,
     nearest,
 )
-from octavo.fused.blocks import KINDS, fc1_width
-from octavo.fused.experts import RULES
-from octavo.fuser.inputs import check_input
-from octavo.fuser.pattern import NotFired
-from octavo.fuser.sequential import Explanation, Sequential
-from octavo.modules.grouped_linear import GroupedLinear
-from octavo.modules.permutation import Permute, Unpermute
+from octavo.fusion.blocks import KINDS, fc1_width
+from octavo.fusion.rule import NotFired
+from octavo.fusion.rules.moe_experts import RULES
+from octavo.fusion.sequential import Explanation, Sequential
 from octavo.moe.permutation import Permutation, check_permutation, sort
 from octavo.moe.routing import checked_index
+from octavo.ops.grouped_linear import GroupedLinear
+from octavo.ops.inputs import check_input
+from octavo.ops.permute import Permute, Unpermute
 from octavo.recipes import Recipe
 
 PARALLEL = ("parallel_mode", "sequence_parallel", "tp_group", "gather_again", "column_blocks")  # keywords of layers
@@ -44,11 +44,11 @@ SETTINGS = tuple(
 )
 
 
-def _with_storage(refusal: NotFired) -> NotFired:
+def _with_storage(unsupported_reason: NotFired) -> NotFired:
     """Adds what the refusal of the rule means for storage."""
-    if refusal.rule != "experts":
-        return refusal
-    return refusal._replace(sentence=f"{refusal.sentence}; the output of fc1 is kept unquantized")
+    if unsupported_reason.rule != "experts":
+        return unsupported_reason
+    return unsupported_reason._replace(sentence=f"{unsupported_reason.sentence}; the output of fc1 is kept unquantized")
 
 
 class Experts(Sequential):
@@ -65,7 +65,7 @@ class Experts(Sequential):
     every 128 elements of a row: 48 % less than in bfloat16. Forward computes with the output itself, so that y has the
     same bits. Backward decodes the codes into a temporary tensor, and all gradients lose precision: in fp8-block their
     errors against float64 went from about 6.7 % to 7.6 %. In a call that the rule `experts` does not apply to, the
-    output of `fc1` is kept unquantized; `explain` says so, and its ledger counts the bytes.
+    output of `fc1` is kept unquantized; `explain` says so, and its `saved_tensors` count the bytes.
 
     No token is dropped, and no size is read on the host, so that a CUDA graph follows a changing routing.
 
@@ -100,7 +100,7 @@ class Experts(Sequential):
 
         >>> small = octavo.moe.Experts(4, 64, 96, recipe="fp8-block", fc1_output_storage="fp8")
         >>> x = x.requires_grad_()
-        >>> [e.explain(x, indices, probs).ledger[2].activations for e in (experts, small)]
+        >>> [e.explain(x, indices, probs).saved_tensors[2].activations for e in (experts, small)]
         [15360, 4000]
     """
 
@@ -144,10 +144,11 @@ class Experts(Sequential):
 
         Args:
             input: x [..., hidden_size], in float32, bfloat16 or float16.
-            indices: the experts of each token [..., K], int32 or int64. -1 drops the slot: it adds nothing to y. Any
-                other index of no expert raises on a CPU, and drops the slot on a GPU, whose values are not read, and in
-                a graph. Or a `Permutation` that `octavo.moe.sort` made of such an index.
-            probs: the weight of each slot [..., K], in float32 or in x's dtype. It receives a gradient.
+            indices: the experts of each token [..., K], int32 or int64. -1 drops the assignment: it adds nothing to y.
+            Any
+                other index of no expert raises on a CPU, and drops the assignment on a GPU, whose values are not read,
+                and in a graph. Or a `Permutation` that `octavo.moe.sort` made of such an index.
+            probs: the weight of each assignment [..., K], in float32 or in x's dtype. It receives a gradient.
             is_first_microbatch: True quantizes the weights into a cache, False uses the cache, None does neither, as in
                 `octavo.GroupedLinear`.
 
@@ -186,7 +187,7 @@ class Experts(Sequential):
         Args:
             input: x, as in a call.
             indices: the experts of each token.
-            probs: the weight of each slot.
+            probs: the weight of each assignment.
 
         Returns:
             The report of `Sequential.explain`, which prints as text.
@@ -222,17 +223,21 @@ class Experts(Sequential):
             )
         if probs.shape != index.shape or index.shape[:-1] != x.shape[:-1]:
             raise UnsupportedShape(
-                f"indices and probs have a number for each slot of each token of x {tuple(x.shape)}, so shape "
+                f"indices and probs have a number for each assignment of each token of x {tuple(x.shape)}, so shape "
                 f"({', '.join(map(str, x.shape[:-1]))}, K); got {tuple(index.shape)} and {tuple(probs.shape)}."
             )
-        slots = index.shape[-1]
+        assignments = index.shape[-1]
         if isinstance(indices, Permutation):
             permutation = self._checked(indices)
         else:
             _check_range(index, self.num_experts)
-            permutation = sort(index.reshape(-1, slots), self.num_experts)
-        sizes, positions, rows = permutation.sizes, permutation.positions.reshape(-1, slots), permutation.slots
-        return positions, rows, sizes, sizes, positions, rows, probs.reshape(-1, slots)
+            permutation = sort(index.reshape(-1, assignments), self.num_experts)
+        sizes, positions, rows = (
+            permutation.sizes,
+            permutation.positions.reshape(-1, assignments),
+            permutation.assignments,
+        )
+        return positions, rows, sizes, sizes, positions, rows, probs.reshape(-1, assignments)
 
     def _checked(self, permutation: Permutation) -> Permutation:
         if permutation.experts is not None or permutation.sizes.shape[0] != self.num_experts:
@@ -261,14 +266,15 @@ def _check_range(index: Tensor, experts: int) -> None:
     if torch.compiler.is_compiling() or isinstance(index, FakeTensor):
         return
     if index.device.type != "cpu":
-        rule = f"Octavo: Experts takes indices from 0 to {experts - 1}, and -1 for a slot without an expert"
+        rule = f"Octavo: Experts takes indices from 0 to {experts - 1}, and -1 for an assignment without an expert"
         backend.check_on_device(lambda: ((index >= -1) & (index < experts)).all(), rule)
         return
     wrong = index[(index < -1) | (index >= experts)]
     if wrong.numel():
         raise UnsupportedConfig(
-            f"Experts takes indices from 0 to {experts - 1}, and -1 for a slot without an expert, got "
-            f"{int(wrong[0])}. Check the router's number of experts, or write -1 for slots that are to be dropped."
+            f"Experts takes indices from 0 to {experts - 1}, and -1 for an assignment without an expert, got "
+            f"{int(wrong[0])}. Check the router's number of experts, or write -1 for assignments to be "
+            "dropped."
         )
 
 

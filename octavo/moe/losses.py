@@ -10,13 +10,14 @@ from octavo.moe.routing import SCORES, checked_index, checked_logits, checked_to
 def aux_loss(logits: Tensor, index: Tensor, *, score: str = "softmax", tokens: Tensor | int | None = None) -> Tensor:
     """Returns a loss that is smaller the more evenly the router spreads its tokens over the experts.
 
-    It is E · Σ f_i · P_i over the E experts: f_i is the share of slots that expert i got, P_i its mean probability. The
-    loss is 1 if both are even. Gradients flow to the logits through P. The function reads nothing on the host.
+    It is E · Σ f_i · P_i over the E experts: f_i is the share of assignments that expert i got, P_i its mean
+    probability. The loss is 1 if both are even. Gradients flow to the logits through P. The function reads nothing on
+    the host.
 
     Args:
         logits: the logits [..., E] of the router, in float32, bfloat16 or float16.
         index: the experts of each token [..., K], as `route` returned them, in int64 or int32. Entries out of range are
-            slots of no expert.
+            assignments of no expert.
         score: the score function of the router. Scores of "sigmoid" and "sqrtsoftplus" are divided by their sum over
             all experts, which gives probabilities.
         tokens: the number of tokens that count, in the order of the flattened leading dims: an int, or an integer
@@ -46,12 +47,12 @@ def aux_loss(logits: Tensor, index: Tensor, *, score: str = "softmax", tokens: T
     return balance(logits, counts(index, logits.shape[-1], tokens), index.shape[-1], score, tokens)
 
 
-def balance(logits: Tensor, load: Tensor, slots: int, score: str, tokens: Tensor | int | None) -> Tensor:
-    """Returns `aux_loss`, given the number of slots that each expert got, and the slots of a token."""
+def balance(logits: Tensor, load: Tensor, assignments: int, score: str, tokens: Tensor | int | None) -> Tensor:
+    """Returns `aux_loss`, given the number of assignments that each expert got, and the assignments of a token."""
     rows, mask, number = _counted(logits, tokens)
     probs = rows.softmax(-1) if score == "softmax" else shares(scores_of(rows, score))
     probs = probs if mask is None else torch.where(mask, probs, 0.0)
-    return (load.float() / (number * slots) * (probs.sum(0) / number)).sum() * rows.shape[-1]
+    return (load.float() / (number * assignments) * (probs.sum(0) / number)).sum() * rows.shape[-1]
 
 
 def z_loss(logits: Tensor, *, tokens: Tensor | int | None = None) -> Tensor:

@@ -7,20 +7,20 @@ import torch
 from torch import Tensor, nn
 
 from octavo._torch.tracing import while_tracing
-from octavo.ambient import process
 from octavo.errors import UnsupportedConfig, UnsupportedShape, check_choice, check_factor, check_whole, is_whole
-from octavo.fused.blocks import KINDS, fc1_width
-from octavo.fuser.inputs import arrived, check_input
-from octavo.fuser.sequential import Sequential
-from octavo.modules.linear import Linear
+from octavo.fusion.blocks import KINDS, fc1_width
+from octavo.fusion.sequential import Sequential
 from octavo.moe.dispatch import Dispatch, check_combined, check_dispatched, check_dispatcher
 from octavo.moe.experts import Experts, check_settings, expert_layers, keywords_of
 from octavo.moe.losses import balance, z_loss
 from octavo.moe.permutation import sort
 from octavo.moe.router import Router
 from octavo.moe.routing import counts, first, group_size, route
+from octavo.ops.inputs import arrived, check_input
+from octavo.ops.linear import Linear
 from octavo.quant.groups import MAX_GROUPS
 from octavo.recipes import Recipe
+from octavo.recipes.ambient import process
 
 # keywords of GroupedLinear that Linear has too
 COMMON = ("bias", "delay_wgrad_compute", "fuse_wgrad_accumulation", "keep_weight_codes", "strict")
@@ -34,8 +34,8 @@ class MoE(nn.Module):
     experts are one operation each way. Memory is allocated for tokens · top_k rows, so that no token is dropped
     whatever the routing is. Nothing is read on the host: a CUDA graph follows a changing routing.
 
-    After a forward `load` has the number of slots that chose each expert, and in training `aux_loss` the sum of the
-    losses with a coefficient, which you add to your own loss. The next forward overwrites `load` in place, where a
+    After a forward `load` has the number of assignments that chose each expert, and in training `aux_loss` the sum of
+    the losses with a coefficient, which you add to your own loss. The next forward overwrites `load` in place, where a
     CUDA graph finds it: clone it to keep its numbers.
 
     Args:
@@ -281,13 +281,13 @@ class MoE(nn.Module):
         return self._loss
 
     def overflow(self) -> int:
-        """Returns the most slots that one forward dropped since the last call, and starts to count anew.
+        """Returns the most assignments that one forward dropped since the last call, and starts to count anew.
 
-        Only a dispatcher with fewer rows than slots drops any; `octavo.step` warns of it too, by a count of its own.
-        The call waits for the device.
+        Only a dispatcher with fewer rows than assignments drops any; `octavo.step` warns of it too, by a count of its
+        own. The call waits for the device.
 
         Returns:
-            The number of slots.
+            The number of assignments.
 
         Example:
             >>> octavo.MoE(64, 96, 8, 2).overflow()

@@ -18,9 +18,9 @@ from octavo.errors import (
     check_whole,
     is_whole,
 )
-from octavo.fuser.inputs import arrived, check_input, check_layout
 from octavo.kernels.permute import MAX_EXPERTS, most_rows
-from octavo.lower.call import Stage, call, takes_nodes
+from octavo.ops.inputs import arrived, check_input, check_layout
+from octavo.runtime.call import Stage, call, takes_nodes
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)  # that are moved without a gradient
 TAILS = ("zero", "untouched")
@@ -29,15 +29,17 @@ TAILS = ("zero", "untouched")
 class Permutation(NamedTuple):
     """The rows of tokens sorted by expert: the rows of expert 0, then those of expert 1, and so on.
 
-    A token has K slots, one for each expert that it goes to. All tensors are on the device of the map. Their shapes
-    follow from the map's shape and the options of `sort`, never from its values.
+    A token has K assignments, one for each expert that it goes to. All tensors are on the device of the map. Their
+    shapes follow from the map's shape and the options of `sort`, never from its values.
 
     Attributes:
         sizes: the number of rows of each expert [E], int64, pads included. Pass them to `octavo.GroupedLinear`.
-        positions: the row of each slot [..., K], int32; -1 for a slot that was dropped.
-        slots: the slot that each row comes from [rows], int32, counted through the flattened positions; -1 for a pad,
+        positions: the row of each assignment [..., K], int32; -1 for an assignment that was dropped.
+        assignments: the assignment that each row comes from [rows], int32, counted through the flattened positions; -1
+        for a pad,
             -2 for a row after the last expert.
-        experts: of a mask, the expert of each slot [..., K], int32; -1 for a slot that is left. None for an index.
+        experts: of a mask, the expert of each assignment [..., K], int32; -1 for an assignment that is left. None for
+        an index.
 
     Example:
         >>> permutation = octavo.moe.sort(torch.tensor([[2, 0], [0, 1]]), num_experts=3)
@@ -47,14 +49,14 @@ class Permutation(NamedTuple):
 
     sizes: Tensor
     positions: Tensor
-    slots: Tensor
+    assignments: Tensor
     experts: Tensor | None = None
 
     @property
     def sources(self) -> Tensor:
         """The token that each row comes from [rows], int32, counted through all leading dims; -1 for a row without
         one."""
-        return torch.div(self.slots, self.positions.shape[-1], rounding_mode="floor").clamp_min(-1)
+        return torch.div(self.assignments, self.positions.shape[-1], rounding_mode="floor").clamp_min(-1)
 
 
 def sort(
@@ -65,7 +67,7 @@ def sort(
     capacity: int | None = None,
     align: int = 1,
 ) -> Permutation:
-    """Sorts the slots of tokens by expert, and inside an expert by token.
+    """Sorts the assignments of tokens by expert, and inside an expert by token.
 
     The sort is stable, takes a constant number of launches, and reads nothing on the host. A CUDA graph follows maps
     that change.
@@ -77,8 +79,9 @@ def sort(
         num_experts: the number of experts, 1 to 4096. Required for an index; a mask has it in its shape.
         top_k: of a mask, the most experts of a token; those beyond are dropped. None, the default, allows for all
             experts, which takes more memory and time.
-        capacity: the number of rows. Slots whose row would come after them are dropped, from the last expert on. None,
-            the default, has room for every slot and every pad.
+        capacity: the number of rows. Assignments whose row would come after them are dropped, from the last expert on.
+        None,
+            the default, has room for every assignment and every pad.
         align: fill up the rows of each expert with pads to a multiple of this number.
 
     Returns:
@@ -99,19 +102,21 @@ def sort(
         tensor([4, 4, 4])
     """
     routing = arrived(routing)
-    experts, slots = _checked_map(routing, num_experts, top_k)
+    experts, assignments = _checked_map(routing, num_experts, top_k)
     check_whole(align, what="align")
     rows = None
     if capacity is not None:
         check_capacity(capacity, align)
         rows = torch.empty(capacity, 0, dtype=torch.uint8, device=routing.device)  # a graph may know it as a symbol
-    number = math.prod(routing.shape[:-1]) * slots
+    number = math.prod(routing.shape[:-1]) * assignments
     if max(most_rows(number, experts, align), number, capacity or 0) >= 2**31:
         raise UnsupportedShape(
             f"Rows are counted in 32 bits, and {tuple(routing.shape)} may need more. Sort it in pieces."
         )
     is_mask = routing.dtype == torch.bool
-    key = f"token-sort(experts={_number(experts)},top_k={_number(slots) if is_mask else 0},align={_number(align)})"
+    key = (
+        f"token-sort(experts={_number(experts)},top_k={_number(assignments) if is_mask else 0},align={_number(align)})"
+    )
     found = _call(Stage("token-sort", key, (rows,), (), False), routing)
     return Permutation(found[0], found[1], found[2], found[3] if is_mask else None)
 
@@ -126,10 +131,10 @@ def permute(
     align: int = 1,
     tail: str = "zero",
 ) -> tuple[Tensor, Permutation]:
-    """Copies each token to the rows of its slots, sorted by expert.
+    """Copies each token to the rows of its assignments, sorted by expert.
 
-    Backward sums the gradients of a token's rows, in float32 and in the order of its slots. It reads no other row: pads
-    and the tail of the gradient may hold anything, NaN too.
+    Backward sums the gradients of a token's rows, in float32 and in the order of its assignments. It reads no other
+    row: pads and the tail of the gradient may hold anything, NaN too.
 
     Args:
         x: the tokens [..., D], in float32, bfloat16 or float16; or codes or their scales, in float8 or uint8, which
@@ -179,20 +184,21 @@ def permute(
     _check_tokens("permute, as x,", x, permutation, x.shape[-1] if x.dim() else 0)
     grads = "x" if torch.is_grad_enabled() and x.requires_grad else ""
     key = f"permute(tail='{tail}',grads='{grads}')"
-    stage = Stage("permute", key, (permutation.positions, permutation.slots), (), grads != "")
+    stage = Stage("permute", key, (permutation.positions, permutation.assignments), (), grads != "")
     return _call(stage, x)[0], permutation
 
 
 def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = None, *, tail: str = "zero") -> Tensor:
-    """Sums the rows of each token's slots, each multiplied by its probability.
+    """Sums the rows of each token's assignments, each multiplied by its probability.
 
-    The sum runs in float32, slot after slot, and is rounded once. Two runs give the same bits. Rows without a slot are
-    not read. A dropped slot adds nothing, and the gradient of its probability is zero.
+    The sum runs in float32, assignment after assignment, and is rounded once. Two runs give the same bits. Rows without
+    an assignment are not read. A dropped assignment adds nothing, and the gradient of its probability is zero.
 
     Args:
         rows: the rows [rows, D] of the permutation, in float32, bfloat16 or float16.
         permutation: the permutation that `permute` or `sort` returned.
-        probs: the probability of each slot, in one of these dtypes: [..., K] if the map was an index, [..., E] if it
+        probs: the probability of each assignment, in one of these dtypes: [..., K] if the map was an index, [..., E] if
+        it
             was a mask. None, the default, adds the rows as they are.
         tail: the gradients of rows after the last expert: "zero" writes zeros, "untouched" leaves any values there.
             Those of pads are zero.
@@ -215,10 +221,11 @@ def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = Non
     rows = arrived(rows)
     check_input("unpermute", rows)
     check_permutation("unpermute", permutation)
-    positions, slots = permutation.positions, permutation.slots
-    if rows.dim() != 2 or rows.shape[0] != slots.shape[0]:
+    positions, assignments = permutation.positions, permutation.assignments
+    if rows.dim() != 2 or rows.shape[0] != assignments.shape[0]:
         raise UnsupportedShape(
-            f"unpermute takes the {slots.shape[0]} rows of the permutation, [rows, D], got {tuple(rows.shape)}. Pass "
+            f"unpermute takes the {assignments.shape[0]} rows of the permutation, [rows, D], got {tuple(rows.shape)}. "
+            "Pass "
             "the rows that were made from what permute returned, with its tail."
         )
     _check_device("the rows", rows, permutation)
@@ -229,14 +236,15 @@ def unpermute(rows: Tensor, permutation: Permutation, probs: Tensor | None = Non
     if torch.is_grad_enabled():
         grads = ("x" if rows.requires_grad else "") + ("p" if probs is not None and probs.requires_grad else "")
     key = f"unpermute(tail='{tail}',grads='{grads}')"
-    return _call(Stage("unpermute", key, (positions, slots, probs, experts), (), grads != ""), rows)[0]
+    return _call(Stage("unpermute", key, (positions, assignments, probs, experts), (), grads != ""), rows)[0]
 
 
 def permute_probs(probs: Tensor, permutation: Permutation) -> Tensor:
     """Returns the probability of each row, for a layer between `permute` and `unpermute` that multiplies by it.
 
     Args:
-        probs: the probability of each slot, in float32, bfloat16 or float16: [..., K] if the map was an index, [..., E]
+        probs: the probability of each assignment, in float32, bfloat16 or float16: [..., K] if the map was an index,
+        [..., E]
             if it was a mask.
         permutation: the permutation that `permute` or `sort` returned.
 
@@ -256,7 +264,7 @@ def permute_probs(probs: Tensor, permutation: Permutation) -> Tensor:
     check_permutation("permute_probs", permutation)
     probs = _checked_probs("permute_probs", probs, permutation)
     grads = "p" if torch.is_grad_enabled() and probs.requires_grad else ""
-    inputs = (permutation.positions, permutation.slots, permutation.experts)
+    inputs = (permutation.positions, permutation.assignments, permutation.experts)
     return _call(Stage("permute-probs", f"permute-probs(grads='{grads}')", inputs, (), grads != ""), probs)[0]
 
 
@@ -280,7 +288,7 @@ def _number(n: int) -> int:
 
 
 def _checked_map(routing: Tensor, num_experts: int | None, top_k: int | None) -> tuple[int, int]:
-    """Returns the number of experts, and of a token's slots."""
+    """Returns the number of experts, and of a token's assignments."""
     if not isinstance(routing, Tensor) or routing.dtype not in (torch.bool, torch.int32, torch.int64):
         got: Any = routing.dtype if isinstance(routing, Tensor) else type(routing).__name__
         raise UnsupportedDtype(
@@ -293,23 +301,27 @@ def _checked_map(routing: Tensor, num_experts: int | None, top_k: int | None) ->
         )
     check_layout("sort", routing)
     if routing.dim() < 1 or routing.shape[-1] < 1:
-        raise UnsupportedShape(f"A map has a last dim of at least one slot or expert, got {tuple(routing.shape)}.")
+        raise UnsupportedShape(
+            f"A map has a last dim of at least one assignment or expert, got {tuple(routing.shape)}."
+        )
     if routing.dtype == torch.bool:
         experts = routing.shape[-1]
         if num_experts not in (None, experts):
             raise UnsupportedConfig(f"This mask has {experts} experts, and num_experts={num_experts}. Leave it out.")
-        slots = experts if top_k is None else top_k
-        if not is_whole(slots) or not 1 <= slots <= experts:
+        assignments = experts if top_k is None else top_k
+        if not is_whole(assignments) or not 1 <= assignments <= experts:
             raise UnsupportedConfig(f"top_k is the most experts of a token, 1 to {experts} here, got {top_k!r}.")
     else:
         if top_k is not None:
-            raise UnsupportedConfig(f"An index has its slots in its last dim, {routing.shape[-1]}. Leave top_k out.")
+            raise UnsupportedConfig(
+                f"An index has its assignments in its last dim, {routing.shape[-1]}. Leave top_k out."
+            )
         if num_experts is None:
             raise UnsupportedConfig("An index does not tell how many experts there are. Pass num_experts.")
-        experts, slots = num_experts, routing.shape[-1]
+        experts, assignments = num_experts, routing.shape[-1]
     if not is_whole(experts) or not 1 <= experts <= MAX_EXPERTS:
         raise UnsupportedShape(f"There are 1 to {MAX_EXPERTS} experts, got {experts!r}.")
-    return experts, slots
+    return experts, assignments
 
 
 def check_permutation(title: str, permutation: Any) -> None:
@@ -320,8 +332,8 @@ def check_permutation(title: str, permutation: Any) -> None:
             f"{title} takes an octavo.moe.Permutation, got {type(permutation).__name__}. Make it with "
             "octavo.moe.sort(index, num_experts), or take the one that octavo.moe.permute returned."
         )
-    sizes, positions, slots, experts = permutation
-    fields = [("sizes", sizes, 1), ("positions", positions, None), ("slots", slots, 1)]
+    sizes, positions, assignments, experts = permutation
+    fields = [("sizes", sizes, 1), ("positions", positions, None), ("assignments", assignments, 1)]
     for name, t, dims in fields if experts is None else [*fields, ("experts", experts, None)]:
         dtypes = (torch.int32, torch.int64) if name == "sizes" else (torch.int32,)
         if not isinstance(t, Tensor) or t.dtype not in dtypes:
@@ -329,37 +341,42 @@ def check_permutation(title: str, permutation: Any) -> None:
             raise UnsupportedDtype(f"A Permutation has {name} as a tensor of {dtypes[-1]}, got {got}. {_WAY_OUT}")
         if t.dim() < 1 or t.dim() != (dims or t.dim()):
             raise UnsupportedShape(f"A Permutation has {name} [{_SHAPES[name]}], got {tuple(t.shape)}. {_WAY_OUT}")
-        if t.device != slots.device:
-            raise UnsupportedDevice(f"A Permutation has {name} on {t.device} and slots on {slots.device}. {_WAY_OUT}")
+        if t.device != assignments.device:
+            raise UnsupportedDevice(
+                f"A Permutation has {name} on {t.device} and assignments on {assignments.device}. {_WAY_OUT}"
+            )
     if experts is not None and experts.shape != positions.shape:
         raise UnsupportedShape(
             f"A Permutation has experts in the shape of its positions, {tuple(positions.shape)}, got "
             f"{tuple(experts.shape)}. {_WAY_OUT}"
         )
-    if torch.compiler.is_compiling() or isinstance(slots, FakeTensor) or slots.is_meta:
+    if torch.compiler.is_compiling() or isinstance(assignments, FakeTensor) or assignments.is_meta:
         return
-    number, rows = positions.numel(), slots.shape[0]
-    rule = f"positions from -1 to {rows - 1} and slots from -2 to {number - 1}, each in the row that its position names"
-    if slots.device.type != "cpu":
-        backend.check_on_device(lambda: _is_sorted(positions, slots), f"Octavo: a Permutation has {rule}")
-    elif not _is_sorted(positions, slots):
+    number, rows = positions.numel(), assignments.shape[0]
+    rule = (
+        f"positions from -1 to {rows - 1} and assignments from -2 to {number - 1}, each in the row that its position "
+        "names"
+    )
+    if assignments.device.type != "cpu":
+        backend.check_on_device(lambda: _is_sorted(positions, assignments), f"Octavo: a Permutation has {rule}")
+    elif not _is_sorted(positions, assignments):
         raise UnsupportedConfig(f"A Permutation has {rule}, and this one does not. {_WAY_OUT}")
 
 
-def _is_sorted(positions: Tensor, slots: Tensor) -> Tensor:
-    """Whether positions and slots are the inverse of each other, as a bool on their device."""
-    rows_of, slots_of = positions.reshape(-1).long(), slots.long()
-    number, rows = rows_of.shape[0], slots_of.shape[0]
-    found = ((rows_of >= -1) & (rows_of < rows)).all() & ((slots_of >= -2) & (slots_of < number)).all()
+def _is_sorted(positions: Tensor, assignments: Tensor) -> Tensor:
+    """Whether positions and assignments are the inverse of each other, as a bool on their device."""
+    rows_of, assignments_of = positions.reshape(-1).long(), assignments.long()
+    number, rows = rows_of.shape[0], assignments_of.shape[0]
+    found = ((rows_of >= -1) & (rows_of < rows)).all() & ((assignments_of >= -2) & (assignments_of < number)).all()
     if number == 0 or rows == 0:
         return found
-    own_slots, own_rows = (torch.arange(n, device=slots.device, dtype=torch.int64) for n in (number, rows))
-    there = (rows_of < 0) | (slots_of[rows_of.clamp(0, rows - 1)] == own_slots)
-    back = (slots_of < 0) | (rows_of[slots_of.clamp(0, number - 1)] == own_rows)
+    own_assignments, own_rows = (torch.arange(n, device=assignments.device, dtype=torch.int64) for n in (number, rows))
+    there = (rows_of < 0) | (assignments_of[rows_of.clamp(0, rows - 1)] == own_assignments)
+    back = (assignments_of < 0) | (rows_of[assignments_of.clamp(0, number - 1)] == own_rows)
     return found & there.all() & back.all()
 
 
-_SHAPES = {"sizes": "E", "positions": "..., K", "slots": "rows", "experts": "..., K"}
+_SHAPES = {"sizes": "E", "positions": "..., K", "assignments": "rows", "experts": "..., K"}
 _WAY_OUT = "Make it with octavo.moe.sort."
 
 
@@ -381,9 +398,9 @@ def _check_tokens(title: str, x: Tensor, permutation: Permutation, width: int) -
 
 
 def _check_device(what: str, x: Tensor, permutation: Permutation) -> None:
-    if x.device != permutation.slots.device:
+    if x.device != permutation.assignments.device:
         raise UnsupportedDevice(
-            f"{what} is on {x.device} and the permutation on {permutation.slots.device}. Move them together."
+            f"{what} is on {x.device} and the permutation on {permutation.assignments.device}. Move them together."
         )
 
 

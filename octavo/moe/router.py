@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from octavo._torch.dispatch import has_transforms
+from octavo._torch.dispatcher import has_transforms
 from octavo._torch.fakes import FakeTensor
 from octavo.errors import check_whole
-from octavo.fuser.inputs import arrived, check_input
-from octavo.layers.contract import DTYPE_NAMES
-from octavo.layers.router_logits import product
-from octavo.lower.call import Stage, call, takes_nodes
-from octavo.modules.split_linear import check_features
+from octavo.moe.router_logits_layer import product
+from octavo.ops.inputs import arrived, check_input
+from octavo.ops.split_linear import check_features
+from octavo.runtime.call import Stage, call, takes_nodes
+from octavo.runtime.contract import DTYPE_NAMES
 
 
 class Router(nn.Linear):
@@ -67,7 +67,8 @@ class Router(nn.Linear):
         check_input("Router", x, owner=self)
         weight: Tensor = self.weight
         check_features(x, weight, "Router")
-        if x.dtype == weight.dtype == torch.float32 or _takes_operators():  # float32: autograd makes no other copies
+        plain = x.dtype == weight.dtype == torch.float32 and not _traced_under_autocast(x)
+        if plain or _takes_operators():  # float32: autograd makes no other copies
             return product(x.float(), weight.float())
         wanted = ("x" if x.requires_grad else "") + ("w" if weight.requires_grad else "")
         grads = wanted if torch.is_grad_enabled() else ""
@@ -81,3 +82,11 @@ class Router(nn.Linear):
 def _takes_operators() -> bool:
     """Whether torch.func or torch.jit.trace takes this call: they know operators of torch alone."""
     return has_transforms() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
+
+
+def _traced_under_autocast(x: Tensor) -> bool:
+    """Whether a compiler traces this call under torch.autocast. `product` leaves autocast for forward alone: the
+    compiler traces the backward of torch's own product under the caller's autocast, in 16 bits; that of a node stays in
+    float32."""
+    kind = x.device.type
+    return torch.compiler.is_compiling() and kind != "meta" and torch.is_autocast_enabled(kind)

@@ -13,7 +13,7 @@ from octavo.errors import (
     check_factor,
     check_whole,
 )
-from octavo.fuser.inputs import arrived, check_input
+from octavo.ops.inputs import arrived, check_input
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 SMALLEST = 1e-20  # added to sums of scores, which may all be zero
@@ -101,7 +101,7 @@ def route(
 
 
 def counts(index: Tensor, num_experts: int, tokens: Tensor | int | None = None) -> Tensor:
-    """Counts the slots of each expert.
+    """Counts the assignments of each expert.
 
     Args:
         index: the experts of each token [..., K], int32 or int64. Entries out of range, such as -1, are not counted.
@@ -122,24 +122,25 @@ def counts(index: Tensor, num_experts: int, tokens: Tensor | int | None = None) 
         tensor([1, 1, 3, 0])
     """
     check_whole(num_experts, what="The number of experts")
-    slots = checked_index("counts", index).reshape(-1, index.shape[-1]).long()
-    counted = (slots >= 0) & (slots < num_experts)
-    if (mask := first(tokens, slots)) is not None:
+    assignments = checked_index("counts", index).reshape(-1, index.shape[-1]).long()
+    counted = (assignments >= 0) & (assignments < num_experts)
+    if (mask := first(tokens, assignments)) is not None:
         counted = counted & mask
-    bins = torch.where(counted, slots, num_experts).flatten()
+    bins = torch.where(counted, assignments, num_experts).flatten()
     # sums of integers: their order does not matter
     return bins.new_zeros(num_experts + 1).scatter_add(0, bins, torch.ones_like(bins))[:num_experts]
 
 
 def update_bias(bias: Tensor, counts: Tensor, rate: float = 1e-3) -> None:
-    """Moves the bias of each expert by `rate`, in place: up if the expert had fewer slots than the mean, down if more.
+    """Moves the bias of each expert by `rate`, in place: up if the expert had fewer assignments than the mean, down if
+    more.
 
     With this bias `route` balances the load without an auxiliary loss. Call it once for each optimizer step, with the
     counts of all its tokens: sum the counts of microbatches, and reduce those of processes, before.
 
     Args:
         bias: the bias [E] of `route`, in float32.
-        counts: the slots of each expert [E], such as `MoE.load` or a result of `counts`.
+        counts: the assignments of each expert [E], such as `MoE.load` or a result of `counts`.
         rate: how far the bias moves, a number from 0 up.
 
     Raises:

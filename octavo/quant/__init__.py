@@ -13,6 +13,8 @@
 A recipe chooses a quantizer for each operand of a layer: `octavo.recipe("mxfp8").linear()`.
 """
 
+from typing import Any
+
 from octavo.quant import grouped_cast as _grouped_cast  # noqa: F401  # a loaded graph finds its operator
 from octavo.quant.block import Block1D, Block2D
 from octavo.quant.gradient_codes import GradientCodes
@@ -23,7 +25,6 @@ from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import QProto, QTensor
 from octavo.quant.quantizer import Quantizer
 from octavo.quant.rowwise import Rowwise
-from octavo.quant.state import DelayedState
 from octavo.quant.tensorwise import Tensorwise
 from octavo.values import register
 
@@ -43,6 +44,16 @@ __all__ = [
     "Tensorwise",
     "register",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve `DelayedState`, which is built on these quantizers: octavo.scaling defines it."""
+    if name != "DelayedState":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from octavo.scaling.delayed_state import DelayedState
+
+    globals()[name] = DelayedState
+    return DelayedState
 
 
 def __dir__() -> list[str]:

@@ -56,7 +56,7 @@ def transpose(v, R: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def only(values, rows, columns):
-    """The first `rows` and `columns` of values [R, C]; zero elsewhere, whatever a multiplier of NaN made of it."""
+    """The first `rows` and `columns` of values [R, C]; zero elsewhere, whatever an inverse scale of NaN made of it."""
     layout: gl.constexpr = values.type.layout
     is_row = gl.arange(0, values.shape[0], layout=gl.SliceLayout(1, layout)) < rows
     is_column = gl.arange(0, values.shape[1], layout=gl.SliceLayout(0, layout)) < columns

@@ -20,7 +20,7 @@ _WIDEN = {
 
 @triton.constexpr_function
 def _operands(dtype):
-    """The constraints of one word of codes: the words of four values, then the multiplier four times."""
+    """The constraints of one word of codes: the words of four values, then the inverse scale four times."""
     return ",".join(["=r", *["r"] * (4 if str(dtype) == "fp32" else 2), *["r"] * 4])
 
 

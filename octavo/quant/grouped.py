@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo._torch.fakes import is_fake
 from octavo._torch.pytree import register_pytree_node
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
-from octavo.quant import blocks
+from octavo.quant import scale_blocks
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.groups.reference import gathered, pack
 from octavo.quant.proto import TensorProto
@@ -39,8 +39,8 @@ class GroupedJoin(torch.autograd.Function):
     are."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, token: Tensor, end: Tensor) -> Tensor:
-        ctx.dtype = token.dtype
+    def forward(ctx: Any, values: Tensor, anchor: Tensor, end: Tensor) -> Tensor:
+        ctx.dtype = anchor.dtype
         ctx.save_for_backward(end)
         return values.view_as(values)
 
@@ -68,7 +68,7 @@ class GroupedTensor:
         orientation: "row" for codes [padded, K], "column" for codes [K, padded].
         columns: codes [K, padded] of the same rows beside those of orientation "row", for the weight gradient; None
             if there are none.
-        token: a tensor that receives the gradient of the values, if there is one. It has the shape and dtype of the
+        anchor: a tensor that receives the gradient of the values, if there is one. It has the shape and dtype of the
             values, in one stored element.
 
     Example:
@@ -85,7 +85,7 @@ class GroupedTensor:
     groups: Groups
     orientation: str
     columns: QTensor | None = None
-    token: Tensor | None = None
+    anchor: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -105,7 +105,7 @@ class GroupedTensor:
     @property
     def requires_grad(self) -> bool:
         """Whether the values take a gradient."""
-        return self.token is not None and self.token.requires_grad
+        return self.anchor is not None and self.anchor.requires_grad
 
     def tensors(self) -> Iterator[Tensor]:
         """Iterates over the tensors inside, in a fixed order.
@@ -156,14 +156,14 @@ class GroupedTensor:
         if spec.block[dim] is None:
             scale = scale.index_select(dim, owner)
         codes = spec.code_values(q)
-        values = codes * blocks.spread(scale, spec.block, *codes.shape)
+        values = codes * scale_blocks.spread(scale, spec.block, *codes.shape)
         if q.global_scale is not None:
             values = values * q.global_scale[owner].unsqueeze(1 - dim)
-        values = spec.finished(values, q.codes, q.columns, dtype)
+        values = spec._finished(values, q.codes, q.columns, dtype)
         values = pack(values.T if dim else values, self.groups)
-        if self.token is None:
+        if self.anchor is None:
             return values
-        return GroupedJoin.apply(values, self.token, self.groups.start[-1])  # type: ignore[no-untyped-call, no-any-return]
+        return GroupedJoin.apply(values, self.anchor, self.groups.start[-1])  # type: ignore[no-untyped-call, no-any-return]
 
     def members(self) -> list[QTensor]:
         """Returns the groups by themselves. The host reads the sizes, and so waits for the device.
@@ -181,10 +181,10 @@ class GroupedTensor:
         sizes, firsts = self.groups.sizes(), self.groups.block[:-1].tolist()
         places = enumerate(zip(firsts, sizes, strict=True))
         found = [member(self.q, self.orientation, g, BLOCK * first, size) for g, (first, size) in places]
-        if self.token is None or self.orientation != "row":
+        if self.anchor is None or self.orientation != "row":
             return found
-        tokens = torch.split(self.token[: sum(sizes)], sizes)
-        return [replace(q, token=token) for q, token in zip(found, tokens, strict=True)]
+        tokens = torch.split(self.anchor[: sum(sizes)], sizes)
+        return [replace(q, anchor=anchor) for q, anchor in zip(found, tokens, strict=True)]
 
     def detach(self) -> "GroupedTensor":
         """Returns the same codes without a gradient.
@@ -198,7 +198,7 @@ class GroupedTensor:
             >>> rows.requires_grad, rows.detach().requires_grad
             (True, False)
         """
-        return replace(self, token=None)
+        return replace(self, anchor=None)
 
     def save(self) -> "tuple[tuple[Tensor, ...], Settings]":
         """Splits this object into plain tensors, for autograd's `save_for_backward`, and settings. The gradient is not
@@ -260,13 +260,13 @@ def _taken(rest: list[Tensor], spec: Quantizer, shape: tuple[int, ...], dtype: t
 
 
 def _flatten(t: GroupedTensor) -> tuple[list[Any], tuple[Any, ...]]:
-    return [t.q, t.columns, *t.groups.tensors(), t.token], (t.groups.rows, t.orientation)
+    return [t.q, t.columns, *t.groups.tensors(), t.anchor], (t.groups.rows, t.orientation)
 
 
 def _unflatten(parts: Iterable[Any], settings: tuple[Any, ...]) -> GroupedTensor:
-    q, columns, *groups, token = parts
+    q, columns, *groups, anchor = parts
     rows, orientation = settings
-    return GroupedTensor(q, Groups._make((*groups, rows)), orientation, columns, token)
+    return GroupedTensor(q, Groups._make((*groups, rows)), orientation, columns, anchor)
 
 
 register_pytree_node(GroupedTensor, _flatten, _unflatten)  # a tree of tensors, as a QTensor is
@@ -280,7 +280,7 @@ def grouped_proto(
 ) -> QProto:
     """Returns, without data, the QTensor of `number` groups of rows of k elements, padded to `padded` rows."""
     shape = (padded, k) if orientation == "row" else (k, padded)
-    codes = TensorProto((shape[0], spec.code_columns(shape[1])), spec.fmt.dtype, device)
+    codes = TensorProto((shape[0], spec._code_columns(shape[1])), spec.fmt.dtype, device)
     grid = _grid(spec, shape, number, orientation)
     kind = torch.float32 if spec.scale_format is None else torch.uint8
     scale = TensorProto(grid, kind, device, scale_strides(spec, grid))
@@ -296,7 +296,7 @@ def _cached_proto(number: int, *where: Any) -> QProto:
 
 def _grid(spec: Quantizer, shape: tuple[int, int], number: int, orientation: str) -> tuple[int, int]:
     """Returns the blocks per dim. If a block spans the whole grouped dim, there is one per group."""
-    down, across = blocks.grid(*shape, spec.block)
+    down, across = scale_blocks.grid(*shape, spec.block)
     r, c = spec.block
     return (number if orientation == "row" and r is None else down), (
         number if orientation == "column" and c is None else across
@@ -330,9 +330,9 @@ def member(q: QTensor, orientation: str, g: int, start: int, size: int) -> QTens
         codes, shape = q.codes[start:end], (size, q.columns)
     else:
         first = start // spec.fmt.packed
-        codes, shape = q.codes[:, first : first + spec.code_columns(size)], (q.rows, size)
+        codes, shape = q.codes[:, first : first + spec._code_columns(size)], (q.rows, size)
     length = spec.block[dim]
-    part = slice(g, g + 1) if length is None else slice(start // length, blocks.ceil_div(end, length))
+    part = slice(g, g + 1) if length is None else slice(start // length, scale_blocks.ceil_div(end, length))
     scale = q.scale[part] if orientation == "row" else q.scale[:, part]
     return QTensor(codes, scale, spec, shape, q.dtype, None if q.global_scale is None else q.global_scale[g : g + 1])
 
@@ -344,7 +344,7 @@ def quantize_groups(
     x: Tensor, row: Quantizer | None, column: Quantizer | None, groups: Groups, cast_args: CastArgs | None = None
 ) -> tuple[GroupedTensor | None, GroupedTensor | None]:
     """Quantizes x [rows, K] in the orientations that have a quantizer, each group by itself, from one read of x. The
-    cast never reads the tail, so no amax includes it. `cast_args` holds one multiplier and one observed amax per
+    cast never reads the tail, so no amax includes it. `cast_args` holds one inverse scale and one running amax per
     group. If it has a `source`, x [T, K] has any number of rows, and the result is that of x[source], bit for bit."""
     matrix = _matrix(x, groups, None if cast_args is None else cast_args.source)
     cast_args = _checked(matrix, (row, column), groups, cast_args)
@@ -400,17 +400,17 @@ def both_orientations(t: GroupedTensor) -> tuple[GroupedTensor | None, GroupedTe
     if t.orientation == "column":
         return None, t.detach()
     columns = None if t.columns is None else GroupedTensor(t.columns, t.groups, "column")
-    return replace(t, columns=None, token=None), columns
+    return replace(t, columns=None, anchor=None), columns
 
 
 def transposed(t: GroupedTensor) -> GroupedTensor:
     """Returns the other orientation of t in memory of its own, with the bytes that a cast of the values would write.
     Raises a TypeError unless the scheme's blocks are square."""
     q, groups, turned = t.q, t.groups, ORIENTATIONS[1 - ORIENTATIONS.index(t.orientation)]
-    q.spec.check_square()
+    q.spec._check_square()
     k = q.columns if t.orientation == "row" else q.rows
     out = _cached_proto(q.spec.number, groups.padded, groups.number, k, turned, q.dtype, q.device).empty()
-    q.spec.fill_transposed(q, out)
+    q.spec._fill_transposed(q, out)
     return GroupedTensor(out, groups, turned)
 
 
@@ -429,7 +429,7 @@ def groups_amax(
     x[source] if a `source` is given."""
     matrix = _matrix(x, groups, source)
     row, column = (spec if spec is not None and spec.two_pass else None for spec in (row, column))
-    if row is not None and column is not None and not row.fuses_with(column):
+    if row is not None and column is not None and not row._fuses_with(column):
         return (
             groups_amax(x, row, None, groups, skip=skip, source=source)[0],
             groups_amax(x, None, column, groups, skip=skip, source=source)[1],
@@ -438,7 +438,7 @@ def groups_amax(
     if lead is None:
         return None, None
     matrix, source = _read_by(matrix, (row, column), groups, None if source is None else source.contiguous())
-    return lead.measured(matrix, row, column, check_flag(skip, x), groups, source)
+    return lead._measured(matrix, row, column, check_flag(skip, x), groups, source)
 
 
 def check_source(source: Tensor, x: Tensor) -> int:
@@ -471,11 +471,13 @@ def _checked(x: Tensor, specs: Sequence[Quantizer | None], groups: Groups, cast_
     if cast_args is None:
         cast_args = CastArgs()
     for spec in specs:
-        if spec is not None and spec.draws and cast_args.seed is None:
+        if spec is not None and spec.is_stochastic and cast_args.seed is None:
             raise UnsupportedConfig(f"{spec} rounds stochastically and needs a seed, an int64 tensor [seed, step].")
-        if spec is not None and cast_args.encode is not None and not spec.takes_encode:
-            raise UnsupportedConfig(f"{spec} derives its scales from the data; a given multiplier is for Tensorwise.")
-    for name, t in (("encode", cast_args.encode), ("observed", cast_args.observed)):
+        if spec is not None and cast_args.inverse_scale is not None and not spec.takes_inverse_scale:
+            raise UnsupportedConfig(
+                f"{spec} derives its scales from the data; a given inverse scale is for Tensorwise."
+            )
+    for name, t in (("inverse_scale", cast_args.inverse_scale), ("running_amax", cast_args.running_amax)):
         if t is not None:
             _check_vector(t, name, groups.number, x.device)
     check_flag(cast_args.skip, x)
@@ -495,7 +497,7 @@ def _check_vector(t: Tensor, name: str, number: int, device: torch.device) -> No
 def _check_fits(q: QTensor, groups: Groups, x: Tensor, orientation: str) -> None:
     why = _cached_proto(
         q.spec.number, groups.padded, groups.number, x.shape[1], orientation, q.dtype, x.device
-    ).refusal(q)
+    ).unsupported_reason(q)
     if why:
         raise UnsupportedShape(
             f"fill_groups cannot write x into {q!r}: it has {why}. Allocate it with grouped_proto(...).empty()."

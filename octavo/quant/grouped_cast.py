@@ -28,10 +28,10 @@ def cast_groups(x: Tensor, sizes: Tensor, pair: Pair, seed: Tensor | None, sourc
     """Returns a GroupedTensor of x's rows in groups, with a gradient if x requires one."""
     needs = x.requires_grad and torch.is_grad_enabled()
     rows = math.prod(x.shape[:-1]) if source is None else grouped.check_source(source, x)
-    token = None
+    anchor = None
     if torch.compiler.is_compiling():
         keys = ["" if spec is None else spec.key for spec in pair]
-        token, *parts = torch.ops.octavo.quantize_groups(x, sizes, seed, source, *keys)
+        anchor, *parts = torch.ops.octavo.quantize_groups(x, sizes, seed, source, *keys)
         groups = Groups(parts[-5], parts[-4], parts[-3], parts[-2], parts[-1], rows)
         row, column = _assembled(parts, x, pair, sizes.shape[0])
     else:
@@ -39,12 +39,12 @@ def cast_groups(x: Tensor, sizes: Tensor, pair: Pair, seed: Tensor | None, sourc
         made = grouped.quantize_groups(x, *pair, groups, CastArgs(seed=seed, source=source))
         row, column = (None if t is None else t.q for t in made)
         if needs:
-            token = _Carrier.apply(x, source, groups.start)  # type: ignore[no-untyped-call]
-    token = token if needs else None
+            anchor = _Carrier.apply(x, source, groups.start)  # type: ignore[no-untyped-call]
+    anchor = anchor if needs else None
     if row is not None:
-        return GroupedTensor(row, groups, "row", column, token)
+        return GroupedTensor(row, groups, "row", column, anchor)
     assert column is not None
-    return GroupedTensor(column, groups, "column", None, token)
+    return GroupedTensor(column, groups, "column", None, anchor)
 
 
 class _Carrier(torch.autograd.Function):
@@ -54,14 +54,14 @@ class _Carrier(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, source: Tensor | None, start: Tensor) -> Tensor:
         ctx.shape = x.shape
         ctx.save_for_backward(source, start)
-        return _token(x, source)
+        return _anchor(x, source)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return _gradient(dy, ctx.shape, *ctx.saved_tensors), None, None
 
 
-def _token(x: Tensor, source: Tensor | None) -> Tensor:
+def _anchor(x: Tensor, source: Tensor | None) -> Tensor:
     rows = math.prod(x.shape[:-1]) if source is None else source.shape[0]
     return x.new_zeros(1).expand(rows, x.shape[-1])
 
@@ -86,24 +86,24 @@ def _gradient(dy: Tensor, shape: Sequence[int], source: Tensor | None, start: Te
 def _quantize_groups(
     x: Tensor, sizes: Tensor, seed: Tensor | None, source: Tensor | None, row: str, column: str
 ) -> list[Tensor]:
-    token = _token(x, source)
-    groups = split(sizes, token.shape[0])
+    anchor = _anchor(x, source)
+    groups = split(sizes, anchor.shape[0])
     made = grouped.quantize_groups(x.detach(), *_parsed(row, column), groups, CastArgs(seed=seed, source=source))
     parts = [part for t in made if t is not None for part in _crossing(t.q)]
-    return [token, *parts, *groups.tensors()]
+    return [anchor, *parts, *groups.tensors()]
 
 
 @_quantize_groups.register_fake
 def _(x: Tensor, sizes: Tensor, seed: Tensor | None, source: Tensor | None, row: str, column: str) -> list[Tensor]:
-    token, number = _token(x, source), sizes.shape[0]
-    places = abstract(token.shape[0], number, x.device)
+    anchor, number = _anchor(x, source), sizes.shape[0]
+    places = abstract(anchor.shape[0], number, x.device)
     padded = places[2].shape[0] * BLOCK
     parts: list[Tensor] = []
     for spec, side in zip(_parsed(row, column), ORIENTATIONS, strict=True):
         if spec is not None:
-            proto = grouped.grouped_proto(spec, padded, number, token.shape[1], side, x.dtype, x.device)
+            proto = grouped.grouped_proto(spec, padded, number, anchor.shape[1], side, x.dtype, x.device)
             parts += _crossing(proto.empty())
-    return [token, *parts, *[place.empty() for place in places]]
+    return [anchor, *parts, *[place.empty() for place in places]]
 
 
 def _parsed(row: str, column: str) -> Pair:

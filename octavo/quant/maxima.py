@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from octavo.quant import blocks
+from octavo.quant import scale_blocks
 from octavo.quant.groups import Groups
 from octavo.quant.groups.reference import in_blocks
 from octavo.quant.quantizer import AmaxPair, Quantizer
@@ -14,6 +14,6 @@ def amax(
     """Returns the largest magnitude of each block, in each orientation that has a quantizer."""
     x = x if groups is None else in_blocks(x, groups)
     return (
-        None if row is None else blocks.amax(x, row.block),
-        None if column is None else blocks.amax(x.T, column.block),
+        None if row is None else scale_blocks.amax(x, row.block),
+        None if column is None else scale_blocks.amax(x.T, column.block),
     )

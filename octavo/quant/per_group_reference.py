@@ -45,7 +45,7 @@ class _Place(NamedTuple):
 def _places(groups: Groups) -> list[_Place]:
     if groups.start.is_meta:
         raise UnsupportedDevice(
-            "Groups on the meta device have no values, which a weight cache and weights held as codes need. Move the "
+            "Groups on the meta device have no values, which a weight cache and weights that are codes need. Move the "
             "layer to a CPU or a GPU first."
         )
     packed, blocks = pairwise(groups.start.tolist()), groups.block[:-1].tolist()
@@ -86,8 +86,8 @@ def _given_to(place: _Place, cast_args: CastArgs, row: QTensor | None, column: Q
     g, (row_amax, column_amax) = slice(place.group, place.group + 1), cast_args.amax
     return cast_args._replace(
         amax=(_amax_of(row_amax, row, "row", place), _amax_of(column_amax, column, "column", place)),
-        encode=None if cast_args.encode is None else cast_args.encode[g],
-        observed=None if cast_args.observed is None else cast_args.observed[g],
+        inverse_scale=None if cast_args.inverse_scale is None else cast_args.inverse_scale[g],
+        running_amax=None if cast_args.running_amax is None else cast_args.running_amax[g],
         groups=None,
     )
 

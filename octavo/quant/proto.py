@@ -55,7 +55,7 @@ class TensorProto:
             return partial(torch.empty, self.shape, dtype=self.dtype, device=self.device)
         return partial(torch.empty_strided, self.shape, self.strides, dtype=self.dtype, device=self.device)
 
-    def refusal(self, x: Tensor) -> str:
+    def unsupported_reason(self, x: Tensor) -> str:
         """Returns how a tensor differs from this description, in words.
 
         Args:
@@ -65,7 +65,7 @@ class TensorProto:
             The first difference, such as "dtype torch.float32 instead of torch.bfloat16"; "" if there is none.
 
         Example:
-            >>> octavo.quant.TensorProto.of(torch.ones(4, 6)).refusal(torch.ones(4, 8))
+            >>> octavo.quant.TensorProto.of(torch.ones(4, 6)).unsupported_reason(torch.ones(4, 8))
             'shape (4, 8) instead of (4, 6)'
         """
         if tuple(x.shape) != self.shape:

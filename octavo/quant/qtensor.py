@@ -31,8 +31,8 @@ class Join(torch.autograd.Function):
     """Returns the values and sends their gradient to a token."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, token: Tensor) -> Tensor:
-        ctx.dtype = token.dtype
+    def forward(ctx: Any, values: Tensor, anchor: Tensor) -> Tensor:
+        ctx.dtype = anchor.dtype
         return values.view_as(values)
 
     @staticmethod
@@ -57,7 +57,7 @@ class QTensor:
         shape: the shape of the tensor. Its leading dims are folded to the M rows of the codes.
         dtype: the default dtype of `dequantize`.
         global_scale: the second level of NVFP4's scales, [1] float32; None in other schemes.
-        token: a tensor that receives the gradient of the values, if there is one. It has this shape and dtype, in one
+        anchor: a tensor that receives the gradient of the values, if there is one. It has this shape and dtype, in one
             stored element.
 
     Example:
@@ -78,7 +78,7 @@ class QTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     global_scale: Tensor | None = None
-    token: Tensor | None = None
+    anchor: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +98,7 @@ class QTensor:
     @property
     def requires_grad(self) -> bool:
         """Whether the values take a gradient."""
-        return self.token is not None and self.token.requires_grad
+        return self.anchor is not None and self.anchor.requires_grad
 
     def tensors(self) -> Iterator[Tensor]:
         """Iterates over the tensors inside, in the order that `Quantizer.assemble` takes.
@@ -137,7 +137,7 @@ class QTensor:
             UnsupportedDtype: `dtype` is none of these.
         """
         values = self.spec.dequantize(self, dtype)
-        return values if self.token is None else Join.apply(values, self.token)  # type: ignore[no-untyped-call]
+        return values if self.anchor is None else Join.apply(values, self.anchor)  # type: ignore[no-untyped-call]
 
     def transpose(self) -> "QTensor":
         """Returns the codes of the transpose, without quantizing again.
@@ -168,8 +168,8 @@ class QTensor:
             )
         scale = self.scale if height is None else self.scale[start // height : -(-stop // height)]
         shape = (max(stop - start, 0), self.shape[1])
-        token = None if self.token is None else self.token[start:stop]
-        return QTensor(self.codes[start:stop], scale, self.spec, shape, self.dtype, self.global_scale, token)
+        anchor = None if self.anchor is None else self.anchor[start:stop]
+        return QTensor(self.codes[start:stop], scale, self.spec, shape, self.dtype, self.global_scale, anchor)
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -227,7 +227,7 @@ class QProto:
         scale = self.scale.empty() if scale is None else scale
         return QTensor(self.codes.empty(), scale, self.spec, self.shape, self.dtype, level2)
 
-    def refusal(self, q: QTensor) -> str:
+    def unsupported_reason(self, q: QTensor) -> str:
         """Returns how a QTensor differs from this description, in words.
 
         Args:
@@ -239,7 +239,7 @@ class QProto:
         Example:
             >>> x = torch.ones(256, 384)
             >>> proto = octavo.quant.Block2D().proto(octavo.quant.TensorProto.of(x))
-            >>> proto.refusal(octavo.quant.Block1D().quantize(x))
+            >>> proto.unsupported_reason(octavo.quant.Block1D().quantize(x))
             'quantizer block-1d instead of block-2d'
         """
         if q.spec != self.spec:
@@ -249,18 +249,18 @@ class QProto:
         pairs = [("codes", self.codes, q.codes), ("scale", self.scale, q.scale)]
         if self.global_scale is not None and q.global_scale is not None:
             pairs.append(("global_scale", self.global_scale, q.global_scale))
-        found = ((name, proto.refusal(tensor)) for name, proto, tensor in pairs)
+        found = ((name, proto.unsupported_reason(tensor)) for name, proto, tensor in pairs)
         return "; ".join(f"{name} with {why}" for name, why in found if why)
 
 
 def _flatten(q: QTensor) -> tuple[list[Tensor | None], tuple[Any, ...]]:
-    return [q.codes, q.scale, q.global_scale, q.token], (q.spec, q.shape, q.dtype)
+    return [q.codes, q.scale, q.global_scale, q.anchor], (q.spec, q.shape, q.dtype)
 
 
 def _unflatten(tensors: Iterable[Any], settings: tuple[Any, ...]) -> QTensor:
-    codes, scale, global_scale, token = tensors
+    codes, scale, global_scale, anchor = tensors
     spec, shape, dtype = settings
-    return QTensor(codes, scale, spec, shape, dtype, global_scale, token)
+    return QTensor(codes, scale, spec, shape, dtype, global_scale, anchor)
 
 
 register_pytree_node(QTensor, _flatten, _unflatten)  # a tree of tensors to torch.func, DDP and the compiler

@@ -1,6 +1,6 @@
 """The one protocol of every scaling scheme. A scheme is a folder: its `Quantizer` value, `reference.py`, `triton.py`.
 
-A quantizer holds settings, never state: the orientation, a reduced amax, a delayed multiplier and the seed of
+A quantizer holds settings, never state: the orientation, a reduced amax, a delayed inverse scale and the seed of
 stochastic rounding are arguments. Its `block` and `scale_format` define the layout of codes and scales, and this file
 derives every shape from those two.
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.formats import FLOATS, Format, unpack_nibbles
-from octavo.quant import blocks
+from octavo.quant import scale_blocks
 from octavo.quant.byte_transpose import transpose_bytes
 from octavo.quant.groups import Groups
 from octavo.quant.proto import TensorProto
@@ -47,10 +47,14 @@ class CastArgs(NamedTuple):
     """Optional tensors that the caller passes to a cast."""
 
     amax: AmaxPair = (None, None)  # row's, column's
-    encode: Tensor | None = None  # [1] float32, or one for each group: the multiplier itself (delayed scaling)
+    inverse_scale: Tensor | None = (
+        None  # [1] float32, or one for each group: the inverse scale itself (delayed scaling)
+    )
     seed: Tensor | None = None  # [2] int64: seed and step of stochastic rounding
     skip: Tensor | None = None  # [1] bool or number: where it is not zero, nothing is written
-    observed: Tensor | None = None  # as many float32, not negative: the cast raises it to the amax of x, or each group
+    running_amax: Tensor | None = (
+        None  # as many float32, not negative: the cast raises it to the amax of x, or each group
+    )
     groups: Groups | None = None  # the groups of x's rows; no two groups share a block
     source: Tensor | None = None  # int32 [groups.rows]: the row of x that each row is; a zero row where x has none such
 
@@ -63,7 +67,7 @@ _COUNTER = itertools.count()
 class Quantizer(Value):
     """Base class of quantizers: the settings that turn one operand of a GEMM into codes and scales, and back.
 
-    A quantizer is a value without state. The orientation, a reduced amax, a delayed multiplier and a seed are
+    A quantizer is a value without state. The orientation, a reduced amax, a delayed inverse scale and a seed are
     arguments of its methods. A scheme is a registered subclass that declares its fields and the class attributes
     `block` (rows and columns that share a scale; None for all), `scale_format` (None for float32) and `package`.
 
@@ -83,13 +87,13 @@ class Quantizer(Value):
 
     fmt: Format
     number: int  # equal for equal quantizers of one class: caches keyed by it compare without Python
-    block: ClassVar[blocks.Block]  # (rows, columns) that share a scale; a scheme may make it a property
+    block: ClassVar[scale_blocks.Block]  # (rows, columns) that share a scale; a scheme may make it a property
     scale_format: Format | None = None  # None: float32
     two_level: ClassVar[bool] = False  # a [1] global_scale besides the block scales
     two_pass: ClassVar[bool] = False  # the cast needs an amax that is known only after a full read of x
-    takes_encode: ClassVar[bool] = False  # the caller may give the multiplier
+    takes_inverse_scale: ClassVar[bool] = False  # the caller may give the inverse scale
     gathers: ClassVar[bool] = False  # the twins read rows by `CastArgs.source` themselves; others get a gathered copy
-    draws: bool = False  # rounds stochastically, from a seed
+    is_stochastic: bool = False  # rounds stochastically, from a seed
     basis: str = ""  # rotation of the values along the contraction before rounding; operands must agree
     package: ClassVar[str]  # the package of the twins
 
@@ -137,10 +141,10 @@ class Quantizer(Value):
         """
         shape = oriented_shape(x.shape, axis)
         m, k = math.prod(shape[:-1]), (shape[-1] if shape else 1)
-        codes = TensorProto((m, self.code_columns(k)), self.fmt.dtype, x.device)
-        grid = blocks.grid(m, k, self.block)
+        codes = TensorProto((m, self._code_columns(k)), self.fmt.dtype, x.device)
+        grid = scale_blocks.grid(m, k, self.block)
         dtype = torch.float32 if self.scale_format is None else torch.uint8
-        scale = TensorProto(grid, dtype, x.device, self.scale_strides(*grid))
+        scale = TensorProto(grid, dtype, x.device, self._scale_strides(*grid))
         level2 = TensorProto((1,), torch.float32, x.device) if self.two_level else None
         return QProto(codes, scale, self, shape, x.dtype, level2)
 
@@ -165,21 +169,20 @@ class Quantizer(Value):
         codes = parts[0] if parts[0].dtype == self.fmt.dtype else parts[0].view(self.fmt.dtype)
         scale = parts[1]
         if scale.dim() == 1:  # flat
-            grid = blocks.grid(codes.shape[0], shape[-1], self.block)
-            scale = scale.as_strided(grid, self.scale_strides(*grid) or (grid[1], 1))
+            grid = scale_blocks.grid(codes.shape[0], shape[-1], self.block)
+            scale = scale.as_strided(grid, self._scale_strides(*grid) or (grid[1], 1))
         return QTensor(codes, scale, self, shape, dtype, parts[2] if self.two_level else None)
 
-    def code_columns(self, k: int) -> int:
-        """Part of the layer contract: returns the stored elements of a row of k codes. Packed codes are padded with
-        zeros to whole blocks."""
+    def _code_columns(self, k: int) -> int:
+        """Return the stored elements of a row of k codes. Packed codes are padded with zeros to whole blocks."""
         if self.fmt.packed == 1:
             return k
         whole = self.block[1] or 1
-        return blocks.ceil_div(k, whole) * whole // self.fmt.packed
+        return scale_blocks.ceil_div(k, whole) * whole // self.fmt.packed
 
-    def scale_strides(self, rows: int, columns: int) -> tuple[int, int] | None:
-        """Part of the layer contract: returns the strides of the scale; None for row-major. If every row has its own
-        scales, rows are fastest: a tile then writes contiguous scales, in the layout that the block GEMM reads."""
+    def _scale_strides(self, rows: int, columns: int) -> tuple[int, int] | None:
+        """Return the strides of the scale; None for row-major. If every row has its own scales, rows are fastest: a
+        tile then writes contiguous scales, in the layout that the block GEMM reads."""
         return (1, max(rows, 1)) if self.block[0] == 1 and self.block[1] is not None else None
 
     # -- quantize ------------------------------------------------------------------------------------------------
@@ -190,7 +193,7 @@ class Quantizer(Value):
         axis: int = -1,
         *,
         amax: Tensor | None = None,
-        encode: Tensor | None = None,
+        inverse_scale: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> QTensor:
         """Returns the codes and scales of x, or of its transpose.
@@ -202,7 +205,7 @@ class Quantizer(Value):
                 codes of x.T.
             amax: largest magnitudes to derive the scales from, as `amax(x, axis)` returns them. Pass it if ranks have
                 reduced them; None measures x.
-            encode: float32 [1], the multiplier into codes. Only Tensorwise takes it, for delayed scaling.
+            inverse_scale: float32 [1], the inverse scale. Only Tensorwise takes it, for delayed scaling.
             seed: int64 [seed, step] on x's device, for stochastic rounding. Advance the step at every call.
 
         Returns:
@@ -219,9 +222,9 @@ class Quantizer(Value):
             (QTensor(512x1024, block-1d, cpu), QTensor(1024x512, block-1d, cpu))
         """
         column = is_column(check_tensor(x).dim(), axis)
-        cast_args = CastArgs((None, amax) if column else (amax, None), encode, seed)
+        cast_args = CastArgs((None, amax) if column else (amax, None), inverse_scale, seed)
         row, other = (None, self) if column else (self, None)
-        found = quantize_pair(x, row, other, self.checked(cast_args, x, row, other))[column]
+        found = quantize_pair(x, row, other, self._checked(cast_args, x, row, other))[column]
         assert found is not None
         return found
 
@@ -230,7 +233,7 @@ class Quantizer(Value):
         x: Tensor,
         *,
         amax: AmaxPair = (None, None),
-        encode: Tensor | None = None,
+        inverse_scale: Tensor | None = None,
         seed: Tensor | None = None,
         column: "Quantizer | None" = None,
     ) -> tuple[QTensor, QTensor]:
@@ -239,7 +242,7 @@ class Quantizer(Value):
         Args:
             x: float32, bfloat16 or float16, of any shape and strides; leading dims are rows.
             amax: a pair of largest magnitudes, as `amax_both(x)` returns it; None entries measure x.
-            encode: float32 [1], the multiplier into codes. Only Tensorwise takes it.
+            inverse_scale: float32 [1], the inverse scale. Only Tensorwise takes it.
             seed: int64 [seed, step] on x's device, for stochastic rounding.
             column: the quantizer of the transpose if its settings differ; None uses this one for both. Only two NVFP4
                 with the same `square` may differ.
@@ -260,7 +263,9 @@ class Quantizer(Value):
         """
         column = self if column is None else column
         self._check_fuses(column)
-        pair = quantize_pair(x, self, column, self.checked(CastArgs(amax, encode, seed), check_tensor(x), self, column))
+        pair = quantize_pair(
+            x, self, column, self._checked(CastArgs(amax, inverse_scale, seed), check_tensor(x), self, column)
+        )
         assert pair[0] is not None and pair[1] is not None
         return pair[0], pair[1]
 
@@ -323,7 +328,7 @@ class Quantizer(Value):
         if is_columns and column is not None:
             raise UnsupportedConfig("column= adds columns to the codes of rows, and axis=0 asks for columns. Give one.")
         pair = (None, self) if is_columns else (self, column)
-        self._check_seed(CastArgs(seed=seed), x, any([spec is not None and spec.draws for spec in pair]))
+        self._check_seed(CastArgs(seed=seed), x, any([spec is not None and spec.is_stochastic for spec in pair]))
         return cast_groups(x, sizes, pair, seed, source)
 
     def quantize_into(
@@ -334,7 +339,7 @@ class Quantizer(Value):
         *,
         axis: int = -1,
         amax: Tensor | AmaxPair | None = None,
-        encode: Tensor | None = None,
+        inverse_scale: Tensor | None = None,
         seed: Tensor | None = None,
     ) -> None:
         """Quantizes x into the memory of an existing QTensor, of a pair, or of a GroupedTensor.
@@ -348,7 +353,7 @@ class Quantizer(Value):
                 reuses a cached weight. None always writes.
             axis: the orientation of a single `out`: -1 for x, 0 for x.T.
             amax: largest magnitudes as `amax(x, axis)` returns them, or a pair as `amax_both(x)` does; None measures x.
-            encode: float32 [1], the multiplier into codes. Only Tensorwise takes it.
+            inverse_scale: float32 [1], the inverse scale. Only Tensorwise takes it.
             seed: int64 [seed, step] on x's device, for stochastic rounding.
 
         Raises:
@@ -366,19 +371,19 @@ class Quantizer(Value):
         """
         matrix, like = as_matrix(x), TensorProto.of(x)
         if not isinstance(out, (QTensor, tuple)):
-            self._quantize_into_groups(out, matrix, CastArgs((amax, None), encode, seed, check_flag(skip, x)))  # type: ignore[arg-type]
+            self._quantize_into_groups(out, matrix, CastArgs((amax, None), inverse_scale, seed, check_flag(skip, x)))  # type: ignore[arg-type]
             return
         if isinstance(out, QTensor) and _is_part(out, self.proto(like, axis)):
             aside = self.proto(like, axis).empty()
             if skip is not None:
                 _copy_codes(out, aside)
-            self.quantize_into(aside, x, skip, axis=axis, amax=amax, encode=encode, seed=seed)
+            self.quantize_into(aside, x, skip, axis=axis, amax=amax, inverse_scale=inverse_scale, seed=seed)
             _copy_codes(aside, out)
             return
         if isinstance(out, tuple):
             row, column = out
             _check_fits(row, self.proto(like))
-            second = column.spec if self.fuses_with(column.spec) else self
+            second = column.spec if self._fuses_with(column.spec) else self
             _check_fits(column, second.proto(like, column_axis(x.dim())))
             pair: tuple[QTensor | None, QTensor | None] = out
         else:
@@ -387,7 +392,9 @@ class Quantizer(Value):
         if not isinstance(amax, tuple):
             amax = (None, amax) if pair[0] is None else (amax, None)
         specs = [None if q is None else q.spec for q in pair]
-        self.fill(matrix, pair, self.checked(CastArgs(amax, encode, seed, check_flag(skip, x)), matrix, *specs))
+        self._fill(
+            matrix, pair, self._checked(CastArgs(amax, inverse_scale, seed, check_flag(skip, x)), matrix, *specs)
+        )
 
     def _quantize_into_groups(self, out: "GroupedTensor", x: Tensor, cast_args: CastArgs) -> None:
         from octavo.quant import grouped  # grouped imports this file
@@ -396,13 +403,13 @@ class Quantizer(Value):
             raise UnsupportedConfig(
                 f"quantize_into writes to a QTensor, a pair of them or a GroupedTensor, got {type(out).__name__}."
             )
-        if cast_args.amax[0] is not None or cast_args.encode is not None:
+        if cast_args.amax[0] is not None or cast_args.inverse_scale is not None:
             raise UnsupportedConfig("quantize_into measures each group of a GroupedTensor. Leave out amax and encode.")
         if out.q.spec != self:
             raise UnsupportedShape(f"{self} cannot write into {out!r}, which {out.q.spec} made. Use out.q.spec.")
         row, column = grouped.both_orientations(out)
         specs = [t.q.spec for t in (row, column) if t is not None]
-        self._check_seed(cast_args, x, any([spec.draws for spec in specs]))
+        self._check_seed(cast_args, x, any([spec.is_stochastic for spec in specs]))
         grouped.fill_groups(x, (row, column), cast_args._replace(amax=(None, None)))
 
     def amax(self, x: Tensor, axis: int = -1, *, skip: Tensor | None = None) -> Tensor:
@@ -430,7 +437,7 @@ class Quantizer(Value):
         """
         matrix, column = as_matrix(x), is_column(x.dim(), axis)
         specs = (None, self) if column else (self, None)
-        found: AmaxPair = backend.twin(self.package, x).amax(matrix, *specs, check_flag(skip, x))
+        found: AmaxPair = backend.implementation(self.package, x).amax(matrix, *specs, check_flag(skip, x))
         wanted = found[column]
         assert wanted is not None
         return wanted
@@ -456,60 +463,51 @@ class Quantizer(Value):
         """
         matrix, column = as_matrix(x), self if column is None else column
         self._check_fuses(column)
-        found: AmaxPair = backend.twin(self.package, x).amax(matrix, self, column, None)
+        found: AmaxPair = backend.implementation(self.package, x).amax(matrix, self, column, None)
         return found
 
     def _check_fuses(self, column: "Quantizer") -> None:
-        if not self.fuses_with(column):
+        if not self._fuses_with(column):
             raise UnsupportedConfig(
                 f"{self} and {column} cannot share one read of x: {type(self).__name__}.quantize_both needs "
                 "the same scheme with equal settings, rht and stochastic of NVFP4 aside. Quantize each orientation on "
                 "its own, with quantize(x, axis)."
             )
 
-    def fuses_with(self, column: "Quantizer") -> bool:
-        """Part of the layer contract: whether one kernel casts x with this quantizer and x.T with another.
-
-        Args:
-            column: the quantizer of x.T.
-
-        Returns:
-            True if `quantize_both(x, column=column)` takes the pair.
-
-        Example:
-            >>> octavo.quant.NVFP4().fuses_with(octavo.quant.NVFP4(rht=True))
-            True
-        """
+    def _fuses_with(self, column: "Quantizer") -> bool:
+        """Whether one kernel casts x with this quantizer and x.T with `column`, as `quantize_both` requires."""
         return column == self
 
-    def checked(self, cast_args: CastArgs, x: Tensor, row: "Quantizer | None", column: "Quantizer | None") -> CastArgs:
-        """Part of the layer contract: checks and returns `cast_args`. It has every tensor that the cast needs and none
-        that the cast would ignore, each of the right size."""
+    def _checked(self, cast_args: CastArgs, x: Tensor, row: "Quantizer | None", column: "Quantizer | None") -> CastArgs:
+        """Check `cast_args` and return it, detached: it has every tensor that the cast needs and none that the cast
+        would ignore, each of the right size."""
         self._check_multiplier(cast_args, x)
-        self._check_seed(cast_args, x, any(spec is not None and spec.draws for spec in (row, column)))
-        encode = None if cast_args.encode is None else cast_args.encode.detach()
-        return cast_args._replace(amax=self._checked_amax(cast_args.amax, x, row, column), encode=encode)
+        self._check_seed(cast_args, x, any(spec is not None and spec.is_stochastic for spec in (row, column)))
+        inverse_scale = None if cast_args.inverse_scale is None else cast_args.inverse_scale.detach()
+        return cast_args._replace(amax=self._checked_amax(cast_args.amax, x, row, column), inverse_scale=inverse_scale)
 
     def _check_multiplier(self, cast_args: CastArgs, x: Tensor) -> None:
-        if cast_args.encode is not None and not self.takes_encode:
-            raise UnsupportedConfig(f"{self} derives its scales from the data; encode= is for Tensorwise.")
-        if cast_args.encode is not None and any(a is not None for a in cast_args.amax):
+        if cast_args.inverse_scale is not None and not self.takes_inverse_scale:
+            raise UnsupportedConfig(f"{self} derives its scales from the data; inverse_scale= is for Tensorwise.")
+        if cast_args.inverse_scale is not None and any(a is not None for a in cast_args.amax):
             raise UnsupportedConfig(
-                "encode= is the multiplier itself, and amax= the maximum that it would be computed from. Give one."
+                "inverse_scale= is given, and amax=, from which it would be computed, too. Give one of them."
             )
-        encode = cast_args.encode
-        if encode is not None and (encode.numel() != 1 or encode.dtype != torch.float32 or encode.device != x.device):
+        inverse_scale = cast_args.inverse_scale
+        if inverse_scale is not None and (
+            inverse_scale.numel() != 1 or inverse_scale.dtype != torch.float32 or inverse_scale.device != x.device
+        ):
             raise UnsupportedShape(
-                f"encode= is the multiplier into codes, one float32 on {x.device}; "
-                f"got {encode.dtype} {tuple(encode.shape)} on {encode.device}."
+                f"inverse_scale= is the inverse scale, one float32 on {x.device}; "
+                f"got {inverse_scale.dtype} {tuple(inverse_scale.shape)} on {inverse_scale.device}."
             )
 
-    def _check_seed(self, cast_args: CastArgs, x: Tensor, draws: bool) -> None:
-        if cast_args.seed is None and draws:
+    def _check_seed(self, cast_args: CastArgs, x: Tensor, is_stochastic: bool) -> None:
+        if cast_args.seed is None and is_stochastic:
             raise UnsupportedConfig(
                 f"{self} rounds stochastically and needs seed=, an int64 tensor [seed, step] that advances every step."
             )
-        if cast_args.seed is not None and not draws:
+        if cast_args.seed is not None and not is_stochastic:
             raise UnsupportedConfig(f"{self} rounds to nearest; seed= is for NVFP4(stochastic=True).")
         seed = cast_args.seed
         if seed is not None and (tuple(seed.shape) != (2,) or seed.dtype != torch.int64 or seed.device != x.device):
@@ -538,18 +536,22 @@ class Quantizer(Value):
         # both orientations keep one shared amax: a tensorwise cast then reads x once
         return checked[0], checked[0] if amax[0] is amax[1] else checked[1]
 
-    def fill(self, x: Tensor, pair: tuple[QTensor | None, QTensor | None], cast_args: CastArgs) -> None:
-        """Part of the layer contract: casts the matrix x into the orientations of `pair` that are not None, which must
-        fit it. Checks nothing."""
-        twin = backend.twin(self.package, x)
-        if self.two_pass and cast_args.encode is None and cast_args.amax[0] is None and cast_args.amax[1] is None:
+    def _fill(self, x: Tensor, pair: tuple[QTensor | None, QTensor | None], cast_args: CastArgs) -> None:
+        """Cast the matrix x into the orientations of `pair` that are not None, which must fit it. Checks nothing."""
+        implementation = backend.implementation(self.package, x)
+        if (
+            self.two_pass
+            and cast_args.inverse_scale is None
+            and cast_args.amax[0] is None
+            and cast_args.amax[1] is None
+        ):
             row, column = pair
             specs = None if row is None else row.spec, None if column is None else column.spec
-            found = self.measured(x, *specs, cast_args.skip, cast_args.groups, cast_args.source)
+            found = self._measured(x, *specs, cast_args.skip, cast_args.groups, cast_args.source)
             cast_args = cast_args._replace(amax=found)
-        twin.cast(x, *pair, cast_args)
+        implementation.cast(x, *pair, cast_args)
 
-    def measured(
+    def _measured(
         self,
         x: Tensor,
         row: "Quantizer | None",
@@ -558,10 +560,10 @@ class Quantizer(Value):
         groups: Groups | None,
         source: Tensor | None,
     ) -> AmaxPair:
-        """Part of the layer contract: returns the largest magnitudes of the matrix x that a two-pass cast computes
-        first. Checks nothing. Only a scheme that `gathers` takes a `source`."""
+        """Return the largest magnitudes of the matrix x that a two-pass cast computes first. Checks nothing. Only a
+        scheme that `gathers` takes a `source`."""
         more = () if source is None else (source,)
-        found: AmaxPair = backend.twin(self.package, x).amax(x, row, column, skip, groups, *more)
+        found: AmaxPair = backend.implementation(self.package, x).amax(x, row, column, skip, groups, *more)
         return found
 
     # -- and back ------------------------------------------------------------------------------------------------
@@ -616,12 +618,11 @@ class Quantizer(Value):
             >>> spec.values(q).shape, q.dequantize().shape
             (torch.Size([2, 32]), torch.Size([2, 20]))
         """
-        return self.code_values(q) * self.spread_scale(q)
+        return self.code_values(q) * self._spread_scale(q)
 
-    def spread_scale(self, q: QTensor) -> Tensor:
-        """Part of the layer contract: returns block scales as float32 [M, padded K], or a shape that broadcasts to
-        it."""
-        return blocks.spread(self.scale_values(q), self.block, q.rows, q.codes.shape[1] * self.fmt.packed)
+    def _spread_scale(self, q: QTensor) -> Tensor:
+        """Return block scales as float32 [M, padded K], or a shape that broadcasts to it."""
+        return scale_blocks.spread(self.scale_values(q), self.block, q.rows, q.codes.shape[1] * self.fmt.packed)
 
     def dequantize(self, q: QTensor, dtype: torch.dtype | None = None) -> Tensor:
         """Returns the values that a QTensor stands for. `q.dequantize()` calls it and keeps the gradient.
@@ -646,20 +647,19 @@ class Quantizer(Value):
         values = self.values(q)
         if q.global_scale is not None:
             values = values * q.global_scale
-        return self.finished(values, q.codes, q.columns, dtype).view(q.shape)
+        return self._finished(values, q.codes, q.columns, dtype).view(q.shape)
 
-    def finished(self, values: Tensor, codes: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Part of the layer contract: returns decoded values in x's own basis and without padding, saturated unless
-        their code is Inf."""
-        inside = self.turned_back(values)[:, :columns]
-        finite = blocks.no_larger(inside, torch.finfo(dtype).max).to(dtype)
+    def _finished(self, values: Tensor, codes: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """Return decoded values in x's own basis and without padding, saturated unless their code is Inf."""
+        inside = self._turned_back(values)[:, :columns]
+        finite = scale_blocks.no_larger(inside, torch.finfo(dtype).max).to(dtype)
         if self.fmt.inf is None:
             return finite
         infinite = (codes.view(torch.uint8)[:, :columns] & 0x7F) == self.fmt.inf
         return torch.where(infinite, inside.to(dtype), finite)
 
-    def turned_back(self, values: Tensor) -> Tensor:
-        """Part of the layer contract: returns decoded values without the rotation of `basis`."""
+    def _turned_back(self, values: Tensor) -> Tensor:
+        """Return decoded values without the rotation of `basis`."""
         return values
 
     def transpose(self, q: QTensor) -> QTensor:
@@ -682,23 +682,23 @@ class Quantizer(Value):
             >>> torch.equal(spec.transpose(spec.quantize(w)).codes, spec.quantize(w, axis=0).codes)
             True
         """
-        self.check_square()
+        self._check_square()
         out = self.proto(TensorProto((q.rows, q.columns), q.dtype, q.device), axis=0).empty()
-        self.fill_transposed(q, out)
+        self._fill_transposed(q, out)
         return out
 
-    def check_square(self) -> None:
-        """Part of the layer contract: raises a TypeError unless the blocks are the same in both orientations."""
-        if not blocks.is_square(self.block):
+    def _check_square(self) -> None:
+        """Raise a TypeError unless the blocks are the same in both orientations."""
+        if not scale_blocks.is_square(self.block):
             r, c = ("all" if b is None else b for b in self.block)
             raise TypeError(
                 f"{self} scales {r}x{c} blocks along the contraction; turning its codes around would "
                 "quantize twice. Quantize the other orientation from the source: quantize(x, axis=0) or quantize_both."
             )
 
-    def fill_transposed(self, q: QTensor, out: QTensor) -> None:
-        """Part of the layer contract: writes the other orientation of q, whose blocks are square, to `out`, which must
-        fit it. The bytes are those of a cast of the same values with the same amax or multiplier. Checks nothing."""
+    def _fill_transposed(self, q: QTensor, out: QTensor) -> None:
+        """Write the other orientation of q, whose blocks are square, to `out`, which must fit it. The bytes are those
+        of a cast of the same values with the same amax or inverse scale. Checks nothing."""
         self._transpose_codes(q, out.codes.view(torch.uint8))
         out.scale.copy_(q.scale.T)
         if q.global_scale is not None and out.global_scale is not None:
@@ -712,11 +712,11 @@ def quantize_pair(
     x: Tensor, row: Quantizer | None, column: Quantizer | None, cast_args: CastArgs, *, one_scale: bool = False
 ) -> tuple[QTensor | None, QTensor | None]:
     """Quantizes x in the orientations that have a quantizer, from one read of x if one kernel serves both. Does not
-    check `cast_args`: the caller's tensors go through `Quantizer.checked` first. `one_scale`: see `empty_pair`."""
+    check `cast_args`: the caller's tensors go through `Quantizer._checked` first. `one_scale`: see `empty_pair`."""
     matrix = x if x.dim() == 2 and not (x.requires_grad and torch.is_grad_enabled()) else as_matrix(x)
     pair = empty_pair(x, row, column, one_scale=one_scale)
     if pair[0] is not None and (pair[1] is None or row is column):
-        pair[0].spec.fill(matrix, pair, cast_args)
+        pair[0].spec._fill(matrix, pair, cast_args)
     else:
         fill_pair(matrix, pair, cast_args)
     return pair
@@ -741,13 +741,13 @@ def empty_pair(
 def fill_pair(x: Tensor, pair: tuple[QTensor | None, QTensor | None], cast_args: CastArgs) -> None:
     """Casts the matrix x into the orientations of `pair` that are not None, each by its own quantizer."""
     row, column = pair
-    if row is not None and column is not None and not row.spec.fuses_with(column.spec):
-        row.spec.fill(x, (row, None), cast_args._replace(amax=(cast_args.amax[0], None)))
-        column.spec.fill(x, (None, column), cast_args._replace(amax=(None, cast_args.amax[1])))
+    if row is not None and column is not None and not row.spec._fuses_with(column.spec):
+        row.spec._fill(x, (row, None), cast_args._replace(amax=(cast_args.amax[0], None)))
+        column.spec._fill(x, (None, column), cast_args._replace(amax=(None, cast_args.amax[1])))
     elif row is not None:
-        row.spec.fill(x, pair, cast_args)
+        row.spec._fill(x, pair, cast_args)
     elif column is not None:
-        column.spec.fill(x, pair, cast_args)
+        column.spec._fill(x, pair, cast_args)
 
 
 @lru_cache(maxsize=4096)
@@ -843,10 +843,10 @@ def check_flag(skip: Tensor | None, x: Tensor) -> Tensor | None:
 def _is_part(q: QTensor, proto: QProto) -> bool:
     """Whether q fits but for larger strides of its rows, or of its columns if those are slower: a view of a larger one,
     as the members of a GroupedTensor are."""
-    why = proto.refusal(q)
+    why = proto.unsupported_reason(q)
     if why == "" or not all(" with strides " in part for part in why.split("; ")):
         return False
-    wanted = [(proto.codes.shape[1], 1), q.spec.scale_strides(*q.scale.shape) or (q.scale.shape[1], 1)]
+    wanted = [(proto.codes.shape[1], 1), q.spec._scale_strides(*q.scale.shape) or (q.scale.shape[1], 1)]
     return all(
         n < 2 or has == want or has > want > 1
         for t, strides in zip((q.codes, q.scale), wanted, strict=True)
@@ -860,7 +860,7 @@ def _copy_codes(q: QTensor, out: QTensor) -> None:
 
 
 def _check_fits(q: QTensor, proto: QProto) -> None:
-    why = proto.refusal(q)
+    why = proto.unsupported_reason(q)
     if why:
         raise UnsupportedShape(
             f"quantize_into cannot write x into {q!r}: it has {why}. Allocate it with proto().empty()."

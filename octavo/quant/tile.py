@@ -146,9 +146,9 @@ def gather_tile(x, gather, end, height, K, stride_m, stride_k, rows, columns):
 
 
 @triton.jit
-def encode_scale(amax, MAX: tl.constexpr, EPS: tl.constexpr, CEILING: tl.constexpr, POW2: tl.constexpr):
-    """(multiplier into codes, scale back): the twin of octavo.quant.scale.encode_scale and decode_scale. The scale is
-    NaN if amax is Inf or NaN."""
+def inverse_scale_from(amax, MAX: tl.constexpr, EPS: tl.constexpr, CEILING: tl.constexpr, POW2: tl.constexpr):
+    """(inverse scale, scale back): as inverse_scale_from and decode_scale of octavo.quant.scale compute them. The scale
+    is NaN if amax is Inf or NaN."""
     a = amax
     if EPS > 0:
         a = tl.where(amax < EPS, EPS, amax)  # a NaN passes

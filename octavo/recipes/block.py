@@ -23,7 +23,7 @@ class Block(Recipe):
         wgrad   dy grad_format, 1x128 · x E4M3, 1x128
 
     Args:
-        scale: "pow2", the default: multipliers are powers of two, so that scaling loses nothing. "fp32" keeps all
+        scale: "pow2", the default: inverse scales are powers of two, so that scaling loses nothing. "fp32" keeps all
             their bits and so uses all of the format's range.
         grad_format: format of dy, E4M3 by default. E5M2 has more range, but Hopper's block GEMM does not take it:
             dgrad and wgrad are then emulated.

@@ -23,9 +23,10 @@ class Current(Recipe):
     Args:
         grad_format: format of dy, E5M2 by default, for its range. E4M3 has one mantissa bit more: try it if gradients
             of a tensor differ little in magnitude.
-        pow2: False by default. True rounds the multiplier down to a power of two, so that scaling loses nothing and
+        pow2: False by default. True rounds the inverse scale down to a power of two, so that scaling loses nothing and
             up to half of the format's range stays unused.
-        eps: lower bound of the amax, 0.0 by default. Raise it to bound the multiplier of tensors that are almost zero.
+        eps: lower bound of the amax, 0.0 by default. Raise it to bound the inverse scale of tensors that are
+            almost zero.
         fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
         dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
         wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if

@@ -6,7 +6,7 @@ The only recipe with state: see `octavo.quant.DelayedState`. E4M3 forward, E5M2 
 from octavo.errors import UnsupportedConfig, check_choice
 from octavo.formats import E4M3, E5M2, Format, check_format
 from octavo.quant import Tensorwise
-from octavo.quant.state import ALGORITHMS, COLD_STARTS, check_margin
+from octavo.recipes.amax_algorithms import ALGORITHMS, COLD_STARTS, check_margin
 from octavo.recipes.recipe import LinearQuant, Recipe
 from octavo.values import register
 
@@ -32,7 +32,7 @@ class Delayed(Recipe):
         margin: 0 by default: powers of two to keep free above that amax, -64 to 64. Raise it if tensors grow quickly
             and saturate.
         cold_start: "current", the default, scales a tensor by its own amax until a step has seen it. "one" starts with
-            a multiplier of 1 and measures nothing, which flushes gradients below 2^-17 to zero in the first step.
+            an inverse scale of 1 and measures nothing, which flushes gradients below 2^-17 to zero in the first step.
         fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
         dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.
         wgrad: "quantized" by default; "bf16" does so for the GEMM of dw, which sums over all tokens. Try it first if

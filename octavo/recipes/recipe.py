@@ -95,10 +95,10 @@ class LinearQuant:
         return 3 if self.fprop.left is not None and self.fprop.left.two_level else 2
 
     @property
-    def draws(self) -> bool:
+    def is_stochastic(self) -> bool:
         """Whether backward rounds stochastically."""
         row, column = self.dgrad.left, self.wgrad.left
-        return (row is not None and row.draws) or (column is not None and column.draws)
+        return (row is not None and row.is_stochastic) or (column is not None and column.is_stochastic)
 
     @classmethod
     def of(
@@ -166,7 +166,8 @@ class Recipe(Value):
     _resolved: ClassVar[LinearQuant]
 
     def gemms(self) -> LinearQuant:
-        """Part of the layer contract: every recipe defines it. Layers call `linear`, which applies the overrides to it.
+        """Return the quantizers of the three GEMMs. Every recipe defines it; layers call `linear`, which applies the
+        overrides to it.
 
         Returns:
             The three GEMMs before the overrides, usually by `LinearQuant.of`.

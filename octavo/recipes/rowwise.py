@@ -24,7 +24,8 @@ class Rowwise(Recipe):
     Args:
         grad_format: format of dy, E4M3 by default. E5M2 has more range: try it if gradients within a row differ by
             more than E4M3 can hold.
-        pow2: True by default: multipliers are powers of two, so that scaling loses nothing. False keeps all their bits
+        pow2: True by default: inverse scales are powers of two, so that scaling loses nothing. False keeps all their
+            bits
             and so uses all of the format's range.
         fprop: "quantized" by default; "bf16" runs the GEMM of forward in the operands' own precision.
         dgrad: "quantized" by default; "bf16" does so for the GEMM of dx.

@@ -1,1 +1,13 @@
-"""A weight as codes: cached beside the weight, or held in its place."""
+"""A weight as codes, and where its gradient goes.
+
+    code_memory         memory for a weight's codes, and the cast into it
+    cache               codes that are kept from microbatch to microbatch, and when they are stale
+    weight_codes        decides for each call: plain, cached, or the weight itself is codes
+    quantized_weight    a weight that is its codes (`octavo.quantize_weights`), as a tensor subclass
+    optimizer_hooks     a step of any torch optimizer makes cached codes stale
+    main_grad           dw added to a buffer of the caller
+    wgrad_queue         dw that waits for `backward_dw()`; wgrad_delivery computes it
+    unsupported_wgrad   weights and graphs for which neither works, with the reason
+
+Layers compute codes and gradients (`octavo.ops`); this room keeps them between calls.
+"""

@@ -6,6 +6,7 @@ which version of the weight it was made from. A weight that was replaced by its 
 A checkpoint keeps weights, not codes of them.
 """
 
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,13 +20,13 @@ from octavo._torch.cuda import is_capturing
 from octavo._torch.fakes import FakeTensor, as_real_as
 from octavo._torch.tensors import StorageWeakRef
 from octavo.errors import UnsupportedConfig
-from octavo.layers.contract import WeightCast
 from octavo.quant.proto import TensorProto
 from octavo.quant.qtensor import ORIENTATIONS, Parts
 from octavo.recipes import Recipe
-from octavo.weights.codes import Kind, quantize_into
-from octavo.weights.held import HeldWeight
+from octavo.runtime.contract import WeightCast
+from octavo.weights.code_memory import Kind, quantize_into
 from octavo.weights.optimizer_hooks import heard, owner_of
+from octavo.weights.quantized_weight import QuantizedWeight
 
 UPDATED = "an optimizer has stepped"
 LOADED = "load_state_dict has written to it"
@@ -40,6 +41,11 @@ BUFFER_NAMES = {
 }
 
 
+# One lock for all caches: it is held for a cast alone, never where codes are read, and copies and files of a layer
+# cannot hold one of its own.
+_filling = threading.RLock()
+
+
 class WeightCache:
     """Tracks the codes in a layer's buffers. It holds no tensor: buffers may be moved or replaced."""
 
@@ -51,10 +57,14 @@ class WeightCache:
         # whether the last forward that may be recomputed was in an octavo.microbatch, and observed the weight's amax,
         self.ambient = ""  # "", "observed" or "unobserved"
         self.on_device = False  # and whether the device had the block's flag
-        self.entry: object = None  # the microbatch block that they were made in: see octavo.ambient
+        self.entry: object = None  # the microbatch block that they were made in: see octavo.recipes.ambient
         self.trained = False  # whether a forward has asked for the weight's gradient
         self._steps = 0  # of optimizers, when the codes were made or last checked
         self._ended = False  # whether a training step has ended since
+        self._shape: tuple[int, ...] = ()  # of the whole weight
+        self.fills = 0  # how often codes were made, for threads that wait to make the same ones
+        self._filler = 0  # the thread that made them last
+        self._observed = False  # whether it observed the weight's amax
         self._owners: list[weakref.ref[Any]] = []  # optimizers that were found to update the weights
         # a graph cannot read a version. It guards on these two, which Python outside of it writes:
         self.stale = ""  # why the codes that graphs read may be those of an older weight
@@ -62,11 +72,20 @@ class WeightCache:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy. Its weight is another tensor, so its cache is cold."""
-        return {**self.__dict__, "_weights": None, "_states": [], "_owners": [], "entry": None, "captured": ""}
+        uncalibrated: dict[str, Any] = {
+            "_weights": None,
+            "_states": [],
+            "_owners": [],
+            "entry": None,
+            "captured": "",
+            "_filler": 0,
+        }
+        return {**self.__dict__, **uncalibrated}
 
     def parts(self, module: Any, orientation: str) -> Parts:
         buffers = module._hidden._buffers
-        return tuple(t for t in (buffers.get(name) for name in BUFFER_NAMES[orientation]) if t is not None)
+        codes, *scales = [buffers.get(name) for name in BUFFER_NAMES[orientation]]
+        return () if codes is None else (codes, *[t for t in scales if t is not None])
 
     def has(self, module: Any, orientation: str) -> bool:
         return module._hidden._buffers.get(BUFFER_NAMES[orientation][0]) is not None
@@ -85,45 +104,81 @@ class WeightCache:
         amaxes: Sequence[Tensor] = (),
         scaling: Sequence[Tensor] = (),
         skip: Tensor | None = None,
-        agreed: Sequence[Tensor] = (),
+        all_reduced: Sequence[Tensor] = (),
         repeated: bool = False,
+        fills: int | None = None,
     ) -> None:
         """Quantize `weight` into the module's buffers, making those that are missing. A column that is there stays in
         use. Without `scaling` a delayed recipe's scale is the weight's own. Where `skip`, on the device, is not zero,
         the codes do not change. `repeated`: nothing tells that the weight has changed, so that a backward that needs
-        the old codes may read the new ones."""
+        the old codes may read the new ones. `fills`: how often codes were made when this call began; if another
+        thread has made the same codes since, they are used."""
+        with _filling:
+            if (
+                fills is not None
+                and fills != self.fills
+                and skip is None
+                and self._serves(module, recipe, column, amaxes)
+            ):
+                return
+            self._fill(
+                module, weight, recipe, column, WeightCast(weight, (), (), amaxes, scaling, skip, all_reduced), repeated
+            )
+
+    def _serves(self, module: Any, recipe: Recipe, column: bool, amaxes: Sequence[Tensor]) -> bool:
+        """Whether the codes that another thread has made meanwhile are those that this one is about to make."""
+        observed = self._observed or not amaxes
+        has_all = self.recipe == recipe and (not column or self.has(module, "column"))
+        return self._filler != threading.get_ident() and observed and has_all and self.is_fresh(module._weight_parts())
+
+    def _fill(
+        self, module: Any, weight: Tensor, recipe: Recipe, column: bool, cast: WeightCast, repeated: bool
+    ) -> None:
+        parts, thread = module._weight_parts(), threading.get_ident()
+        # another thread may be between a forward and its backward with these codes: they do not change
+        repeated = repeated or (self._filler != thread and self.recipe == recipe and self.is_fresh(parts))
         with as_real_as(weight), torch.no_grad():
-            if self.recipe != recipe:
+            if self.recipe != recipe or self._shape != weight.shape:
                 self.drop(module)
+            self._shape = weight.shape
             kind = Kind(module.NAME, recipe.key, tuple(weight.shape))
-            self._reserve(module, module.LAYER.config(kind.key), weight, column)
-            row, columns = self.parts(module, "row"), self.parts(module, "column")
+            made = self._missing(module, module.LAYER.config(kind.key), weight, column)
+            row, columns = (made.get(side) or self.parts(module, side) for side in ORIENTATIONS)
             known = self._weights
             self._weights = None  # unknown until the cast is done
             with preserve_version_counter((*row, *columns)) if repeated else nullcontext():
-                quantize_into(kind, WeightCast(weight, row, columns, amaxes, scaling, skip, agreed))
-        if skip is not None:  # the host cannot tell whether the codes changed: it keeps what it knew
+                quantize_into(kind, cast._replace(row=row, column=columns))
+            self._publish(module, made)
+        if cast.skip is not None:  # the host cannot tell whether the codes changed: it keeps what it knew
             self._weights = known
             return
-        parts = module.weight_parts()
         if known is None or any([ref() is not w for ref, w in zip(known, parts, strict=True)]):
             self._owners = []  # owners of other weights
         self.recipe, self._steps, self._ended = recipe, heard.steps, False
-        if not any([w.is_inference() for w in parts]):  # they have no version: their codes are never trusted
-            self._weights, self._states = [weakref.ref(w) for w in parts], [state_of(w) for w in parts]
         self.captured = CAPTURED if heard.captures and any([w in heard.captured for w in parts]) else ""
         self.stale = self.captured
+        self.fills, self._filler, self._observed = self.fills + 1, thread, len(cast.amaxes) > 0
+        if not any([w.is_inference() for w in parts]):  # they have no version: their codes are never trusted
+            self._states = [state_of(w) for w in parts]
+            self._weights = [weakref.ref(w) for w in parts]  # last: from here on other threads take the codes
 
-    def _reserve(self, module: Any, config: Any, weight: Tensor, column: bool) -> None:
-        """Make the buffers that are missing."""
+    def _missing(self, module: Any, config: Any, weight: Tensor, column: bool) -> dict[str, Parts]:
+        """Make memory for the codes that are missing, by orientation."""
         row_proto, column_proto = module.LAYER.abstract_weight(config, TensorProto.of(weight.detach()))
+        made: dict[str, Parts] = {}
         for orientation, proto, wanted in (("row", row_proto, True), ("column", column_proto, column)):
             if proto is None or not wanted or self.has(module, orientation):
                 continue
             with torch.inference_mode(False):  # made when inference mode is on, it must still serve training
-                for name, tensor in zip(BUFFER_NAMES[orientation], proto.empty().tensors(), strict=False):
-                    stored = tensor.view(torch.uint8) if name == BUFFER_NAMES[orientation][0] else tensor
-                    module._hidden.put(name, stored)
+                codes, *scales = proto.empty().tensors()
+                made[orientation] = codes.view(torch.uint8), *scales
+        return made
+
+    def _publish(self, module: Any, made: dict[str, Parts]) -> None:
+        """Make new codes the module's buffers. A thread that finds the codes, which come last, finds their scales."""
+        for orientation, parts in made.items():
+            for name, tensor in reversed(list(zip(BUFFER_NAMES[orientation], parts, strict=False))):
+                module._hidden.put(name, tensor)
 
     @property
     def is_cold(self) -> bool:
@@ -144,9 +199,9 @@ class WeightCache:
         for ref, then, weight in zip(known, self._states, weights, strict=True):
             now = state_of(weight)
             if ref is None or ref() is not weight:
-                self._refuse("it is another tensor")
+                self._refuse(f"it is another tensor{_gathered()}")
             if then != now:
-                other = "it has another storage"
+                other = f"it has another storage{_gathered()}"
                 self._refuse(f"from version {then[0]} to {now[0]}" if then[0] != now[0] else other)
         if self.captured and not is_capturing():
             self._refuse(self.captured)
@@ -155,9 +210,17 @@ class WeightCache:
                 self._refuse(_ENDED if self._ended else _OTHERS)
             self._steps, self._ended = heard.steps, False
 
+    def check_filled(self, weights: Sequence[Tensor]) -> None:
+        """Refuse stale codes as `check_fresh` does, once no other thread is making new ones."""
+        try:
+            self.check_fresh(weights)
+        except UnsupportedConfig:
+            with _filling:
+                self.check_fresh(weights)
+
     def check_stale(self, module: Any) -> bool:
         """Refuse codes that a graph is about to read, if Python outside of it has noted that they are stale."""
-        if self.stale in (_OTHERS, _ENDED) and self.is_heard(module.weight_parts(), search=True):
+        if self.stale in (_OTHERS, _ENDED) and self.is_heard(module._weight_parts(), search=True):
             self.stale = ""
         if self.stale:
             self._refuse(self.stale)
@@ -165,9 +228,9 @@ class WeightCache:
 
     def note_step(self, module: Any, written: set[int], capturing: bool) -> None:
         """Note that a torch optimizer steps, which writes to the parameters with these ids."""
-        if self.recipe is None or module.parametrized_weights():
+        if self.recipe is None or module._parametrized_weights():
             return
-        weights = module.weight_parts()
+        weights = module._weight_parts()
         if any([id(weight) in written for weight in weights]):
             self.captured = CAPTURED if capturing else self.captured
             self.stale = self.captured or UPDATED
@@ -182,8 +245,8 @@ class WeightCache:
         """Note that a training step has ended: weights that torch's optimizers do not update may have changed
         unseen."""
         self._ended = True
-        if not torch.compiler.is_compiling() and self.recipe is not None and not module.parametrized_weights():
-            self._note_unheard(module.weight_parts(), _ENDED)
+        if not torch.compiler.is_compiling() and self.recipe is not None and not module._parametrized_weights():
+            self._note_unheard(module._weight_parts(), _ENDED)
 
     def _note_unheard(self, weights: Sequence[Tensor], why: str) -> None:
         if not self.stale and not self.is_heard(weights):
@@ -203,8 +266,8 @@ class WeightCache:
 
     def values(self, module: Any) -> Tensor:
         """The whole weight of a module whose weight is codes."""
-        whole = module.whole_weight()
-        return whole.values() if isinstance(whole, HeldWeight) else refuse_dense(whole)
+        whole = module._whole_weight()
+        return whole.values() if isinstance(whole, QuantizedWeight) else refuse_dense(whole)
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedConfig(
@@ -212,6 +275,16 @@ class WeightCache:
             "Pass is_first_microbatch=True in the first microbatch of each step, octavo.microbatch(first=True) for a "
             "whole model, or call octavo.refresh_weights(model) after optimizer.step()."
         )
+
+
+def _gathered() -> str:
+    """The usual reason why a weight is another tensor where there are several processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ""
+    return (
+        "; a weight that FSDP shards is gathered anew for each forward: leave octavo.microbatch and "
+        "is_first_microbatch out there"
+    )
 
 
 class State(NamedTuple):
@@ -232,6 +305,6 @@ def state_of(weight: Tensor) -> State:
 def refuse_dense(weight: Tensor) -> NoReturn:
     raise UnsupportedConfig(
         "This layer's weight is held as codes, and it, or a part of it, was replaced by another of "
-        f"{tuple(weight.shape)}, which forward would not read. Write into the held weight instead, "
+        f"{tuple(weight.shape)}, which forward would not read. Write into the quantized weight instead, "
         "weight.copy_(values); octavo.revert(model) goes back to dense weights."
     )

@@ -21,8 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from octavo._torch.cuda import is_capturing
 from octavo.errors import UnsupportedConfig
-from octavo.lower.operators import advanced, told
-from octavo.weights.held import HeldWeight
+from octavo.runtime.graph_nodes import advanced, told
+from octavo.weights.quantized_weight import QuantizedWeight
 
 _ELSEWHERE = frozenset(("main_grad", "get_main_grad", "decoupled_grad"))  # attributes that a gradient may be in instead
 
@@ -81,7 +81,7 @@ def _hook_optimizers() -> None:
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if callable(closure):  # gradients are still to come
-        _refuse_held([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
+        _refuse_quantized([p for group in optimizer.param_groups for p in group["params"] if p.requires_grad])
         heard.pending.add(optimizer)
         return
     heard.pending.discard(optimizer)  # of a step that raised
@@ -95,9 +95,9 @@ def finish(optimizer: Optimizer) -> None:
         _written(optimizer)
 
 
-def _refuse_held(parameters: list[Tensor]) -> None:
+def _refuse_quantized(parameters: list[Tensor]) -> None:
     for p in parameters:
-        if type(p) is HeldWeight:
+        if type(p) is QuantizedWeight:
             raise UnsupportedConfig(
                 f"A weight of {tuple(p.shape)} is held as codes (octavo.quantize_weights), which an optimizer "
                 "cannot update. Leave it out of the optimizer, or octavo.revert(model) and train the weight."
@@ -110,7 +110,7 @@ def _written(optimizer: Optimizer) -> None:
         p for group in optimizer.param_groups for p in group["params"]
         if p.grad is not None or not _ELSEWHERE.isdisjoint(p.__dict__)
     ]  # fmt: skip
-    _refuse_held(found)
+    _refuse_quantized(found)
     if torch.compiler.is_compiling():
         torch.ops.octavo.advance(found)  # a compiled fused step advances no version either
         return

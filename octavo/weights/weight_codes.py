@@ -1,4 +1,4 @@
-"""Supplies a layer's call with its weight: plain, as cached codes, or as held codes.
+"""Supplies a layer's call with its weight: plain, as cached codes, or as codes of a quantized weight.
 
 This module fills, refreshes and checks the cache as `is_first_microbatch`, or the block of an `octavo.microbatch`,
 says. The caller passes the layer to every method: a reference to it would keep a deleted model in memory until Python's
@@ -14,16 +14,16 @@ from torch import Tensor
 from octavo._torch.autograd import current_graph_task
 from octavo._torch.fakes import as_real_as
 from octavo._torch.tracing import is_first_in_graph, is_inside_operator, while_tracing
-from octavo.ambient import ambient
 from octavo.errors import UnsupportedConfig, UnsupportedShape
-from octavo.layers.contract import WeightCast
-from octavo.lower.operators import refresh as refresh_in_graph
 from octavo.quant.qtensor import Parts
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
+from octavo.recipes.ambient import ambient
+from octavo.runtime.contract import WeightCast
+from octavo.runtime.graph_nodes import refresh as refresh_in_graph
 from octavo.weights.cache import WeightCache, refuse_dense
-from octavo.weights.held import HeldWeight, codes_of, hold, is_whole
-from octavo.wgrad.refusals import refuse_shards
+from octavo.weights.quantized_weight import QuantizedWeight, codes_of, hold, is_whole
+from octavo.weights.unsupported_wgrad import refuse_shards
 
 Flag = bool | Tensor | None  # is_first_microbatch
 
@@ -36,8 +36,8 @@ class WeightCodes(WeightCache):
     ) -> str:
         """Decide how this call gets the weight: "plain", "codes" (from the cache, filled or refreshed here) or
         "held"."""
-        if type(weights[0]) is HeldWeight:
-            _check_held(layer, recipe, weights)
+        if type(weights[0]) is QuantizedWeight:
+            _check_quantized(layer, recipe, weights)
             return "held"
         if self.held:
             refuse_dense(weights[0])
@@ -47,6 +47,7 @@ class WeightCodes(WeightCache):
         if "w" in grads and not tracing:
             self.trained = True
         trusted = again = repeated = False
+        fills = 0 if tracing else self.fills
         if first is None:
             first = ambient.first
             if tracing:
@@ -54,14 +55,16 @@ class WeightCodes(WeightCache):
                 first = False if again else first
             elif first is not None or self.ambient:  # a graph would guard on what is noted
                 first, trusted, repeated = self._noted(layer, first, grads, observe)
-            if first is None or layer.parametrized_weights():  # which by hand is refused, and in a model is one layer
+            if (
+                first is None or layer._parametrized_weights()
+            ):  # which is refused for a layer by itself, and skipped in a model
                 return "plain"
         else:
-            layer.refuse_parametrized("is_first_microbatch")
+            layer._refuse_parametrized("is_first_microbatch")
         quant = recipe.linear()
         if quant.fprop.right is None and quant.dgrad.right is None:
             return "plain"
-        column = "x" in grads and quant.dgrad.right is not None and layer.caches_columns(quant)
+        column = "x" in grads and quant.dgrad.right is not None and layer._caches_columns(quant)
         first, skip = _decided(first)
         if tracing:
             if again and column and not layer._now("_codes.has_columns"):
@@ -79,11 +82,11 @@ class WeightCodes(WeightCache):
             return "codes"
         there = self.recipe == recipe and not self.is_cold
         if not first and there and not trusted:
-            self.check_fresh(layer.weight_parts())
+            self.check_filled(layer._weight_parts())
         there = there and (not column or self.has(layer, "column"))
         if first or not there:
             skip = skip if there else None
-            self.refresh(layer, recipe, column=column, observe=observe, skip=skip, repeated=repeated)
+            self.refresh(layer, recipe, column=column, observe=observe, skip=skip, repeated=repeated, fills=fills)
         return "codes"
 
     def of_call(self, layer: Any, kind: str, weight: Tensor) -> tuple[Parts, Parts]:
@@ -94,15 +97,22 @@ class WeightCodes(WeightCache):
 
     def refresh(
         self, layer: Any, recipe: Recipe, *, column: bool, observe: bool, skip: Tensor | None = None,
-        repeated: bool = False,
+        repeated: bool = False, fills: int | None = None,
     ) -> None:  # fmt: skip
-        """Quantize the weight into the cache."""
-        refuse_shards(layer.weight_parts(), "refresh_weights")
+        """Quantize the weight into the cache; `fills` as in `fill`."""
+        weights = layer._weight_parts()
+        if any([weight is None for weight in weights]):
+            raise UnsupportedConfig(
+                f"refresh_weights quantizes the weight of {layer.op_describe()} again, and that is None. Give the "
+                "layer a parameter there again."
+            )
+        refuse_shards(weights, "refresh_weights")
         amaxes, scaling = layer._scaling.of_weight(layer, recipe, observe)
-        agreed = layer.agreed_weight_amaxes(recipe, False)
+        all_reduced = layer._all_reduced_weight_amaxes(recipe, False)
         self.fill(
-            layer, layer.whole_weight(), recipe,
-            column=column, amaxes=amaxes, scaling=scaling, skip=skip, agreed=agreed, repeated=repeated,
+            layer, layer._whole_weight(), recipe,
+            column=column, amaxes=amaxes, scaling=scaling, skip=skip, all_reduced=all_reduced, repeated=repeated,
+            fills=fills,
         )  # fmt: skip
 
     def _noted(self, layer: Any, first: Flag, grads: str, observe: bool) -> tuple[Flag, bool, bool]:
@@ -124,7 +134,7 @@ class WeightCodes(WeightCache):
             self.ambient = ""
         repeated = False
         if first is True:
-            weights = layer.weight_parts()
+            weights = layer._weight_parts()
             repeated = self.entry is ambient.outer_first and self.is_fresh(weights)
             if repeated and self.is_heard(weights):
                 return False, True, True
@@ -153,9 +163,9 @@ class WeightCodes(WeightCache):
             amaxes, scaling = layer._scaling.of_weight(layer, recipe, observe)
             key = layer.NAME + "(recipe=" + recipe.key + ")"
             with torch.no_grad():
-                weight = layer.whole_weight().detach()
-                agreed = layer.agreed_weight_amaxes(recipe, True)
-                refresh_in_graph(layer.NAME, key, WeightCast(weight, row, columns, amaxes, scaling, skip, agreed))
+                weight = layer._whole_weight().detach()
+                all_reduced = layer._all_reduced_weight_amaxes(recipe, True)
+                refresh_in_graph(layer.NAME, key, WeightCast(weight, row, columns, amaxes, scaling, skip, all_reduced))
 
     def make_cache(self, layer: Any, recipe_key: str, column: bool, observe: bool, trains: bool) -> bool:
         """Make the cache that a graph is about to use."""
@@ -170,7 +180,7 @@ class WeightCodes(WeightCache):
 
     def is_unversioned(self, layer: Any) -> bool:
         """Whether nothing tells of writes to the weight: inference tensors have no version."""
-        return any([weight.is_inference() for weight in layer.weight_parts()])
+        return any([weight.is_inference() for weight in layer._weight_parts()])
 
     @while_tracing
     def _first_in_block(self) -> bool:
@@ -191,36 +201,36 @@ class WeightCodes(WeightCache):
                 "Give it one whose fprop is quantized: octavo.convert(model, recipe), or recipe= of the layer."
             )
         self.drop(layer)
-        whole = layer.whole_weight()
+        whole = layer._whole_weight()
         with as_real_as(whole):
             # scaled by the weight itself, whatever a delayed recipe has seen so far: there is no second chance
-            layer.set_weights(hold(layer.NAME, recipe, whole.detach()))
+            layer._set_weights(hold(layer.NAME, recipe, whole.detach()))
         self.held = True
 
     def load(self, layer: Any, loaded: Sequence[Any], *, assign: bool) -> None:
         """Put codes of loaded weights in the place of the held ones; where these are on the meta device and the loaded
         ones are to be assigned, on the device of the latter."""
-        weights = layer.weight_parts()
+        weights = layer._weight_parts()
         with torch.no_grad():
             if assign and weights[0].is_meta:
                 whole = loaded[0] if len(loaded) == 1 else torch.stack(list(loaded))
-                layer.set_weights(hold(layer.NAME, layer.recipe, whole.detach().to(weights[0].dtype)))
+                layer._set_weights(hold(layer.NAME, layer.recipe, whole.detach().to(weights[0].dtype)))
             else:
                 for p, part in zip(weights, loaded, strict=True):
                     p.copy_(part)
 
     def check_whole(self, layer: Any) -> None:
-        """Refuse held weights that are not all the layer's own."""
-        weights = layer.weight_parts()
+        """Refuse quantized weights that are not all the layer's own."""
+        weights = layer._weight_parts()
         if not is_whole(weights):
             refuse_dense(weights[0])
 
     def release(self, layer: Any) -> None:
-        """Replace a held weight by a dense one, with the values that the codes stand for."""
+        """Replace a quantized weight by a dense one, with the values that the codes stand for."""
         if self.held:
             self.held = False
-            if all(isinstance(weight, HeldWeight) for weight in layer.weight_parts()):
-                layer.set_weights(self.values(layer))
+            if all(isinstance(weight, QuantizedWeight) for weight in layer._weight_parts()):
+                layer._set_weights(self.values(layer))
 
 
 def _decided(first: Any) -> tuple[bool, Tensor | None]:
@@ -239,8 +249,8 @@ def _decided(first: Any) -> tuple[bool, Tensor | None]:
     return first, None
 
 
-def _check_held(layer: Any, recipe: Recipe, weights: Sequence[Any]) -> None:
-    """Refuse held codes of another recipe or layer, or of only a part of the weight."""
+def _check_quantized(layer: Any, recipe: Recipe, weights: Sequence[Any]) -> None:
+    """Refuse codes of a quantized weight of another recipe or layer, or of only a part of the weight."""
     held = weights[0].kind
     if held.recipe != recipe.key or held.layer != layer.NAME:
         raise UnsupportedConfig(

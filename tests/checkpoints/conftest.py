@@ -3,7 +3,7 @@
 import pytest
 
 import octavo
-from tests.checkpoints.small_run import make, seed_all, train
+from tests.support.small_run import make, seed_all, train
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from torch import nn
 
 import octavo
 from octavo.checkpoints import checkpoint
-from tests.checkpoints.small_run import assert_same, make, seed_all, train, values
+from tests.support.small_run import assert_same, make, seed_all, train, values
 
 
 class Stop(Exception):

@@ -12,8 +12,8 @@ import octavo
 from octavo.checkpoints import tensor_file
 from octavo.errors import InvalidCheckpoint, Unsupported
 from octavo.recipes import SHIPPED
-from tests.checkpoints.small_run import FILES, Net, assert_same, make, seed_all, train, values
-from tests.processes import output_of
+from tests.support.processes import output_of
+from tests.support.small_run import FILES, Net, assert_same, make, seed_all, train, values
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
 
@@ -37,7 +37,7 @@ def test_a_resumed_run_is_bitwise_the_same(recipe, tmp_path):
 
 SCRIPT = """
 import sys, torch, octavo
-from tests.checkpoints.small_run import make, seed_all, train, values
+from tests.support.small_run import make, seed_all, train, values
 model, optimizer = make("nvfp4", seed=3)
 octavo.load_checkpoint({folder!r}, model, optimizer)
 print(train(model, optimizer, 2))
@@ -298,3 +298,15 @@ def test_a_step_is_saved_once(saved):
 def test_a_step_is_a_number(step, tmp_path):
     with pytest.raises(Unsupported, match=f"A step is an int from 0 up .*got {step!r}"):
         octavo.save_checkpoint(tmp_path, nn.Linear(2, 2), step=step)
+
+
+# -- one part at a time ------------------------------------------------------------------------------------------------
+
+
+def test_loading_a_checkpoint_brings_the_scales_of_delayed_scaling_back(saved):
+    path, model, _ = saved
+    octavo.load_checkpoint(path, model)
+    found = octavo.state_dict(model)
+    wanted = load_file(path / "recipe.safetensors")
+    assert wanted["up.scaling.forward.head"].tolist() == [3, 3]
+    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []

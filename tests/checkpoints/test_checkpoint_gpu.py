@@ -6,7 +6,7 @@ from torch import nn
 
 import octavo
 from octavo.recipes import SHIPPED
-from tests.checkpoints.small_run import assert_same, values
+from tests.support.small_run import assert_same, values
 
 pytestmark = pytest.mark.gpu
 

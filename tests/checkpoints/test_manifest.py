@@ -9,7 +9,7 @@ from torch import nn
 import octavo
 from octavo.checkpoints import folder
 from octavo.errors import InvalidCheckpoint, Unsupported
-from tests.checkpoints.small_run import assert_same, make, signed, values
+from tests.support.small_run import assert_same, make, signed, values
 
 
 def rewritten(path, **changes):

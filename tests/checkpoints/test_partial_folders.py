@@ -9,7 +9,7 @@ from torch import nn
 
 import octavo
 from octavo.checkpoints import folder, tensor_file
-from tests.processes import output_of
+from tests.support.processes import output_of
 
 SCRIPT = """
 import os, signal

@@ -14,7 +14,7 @@ import octavo
 from octavo.checkpoints import checkpoint, structure, tensor_file
 from octavo.checkpoints.tensor_file import TensorFile
 from octavo.errors import InvalidCheckpoint, Unsupported
-from tests.checkpoints.small_run import FILES, Net, assert_same, make, signed, values
+from tests.support.small_run import FILES, Net, assert_same, make, signed, values
 
 
 def refused(saved, sentence=None, error=Unsupported, model=None, optimizer=None):
@@ -22,10 +22,10 @@ def refused(saved, sentence=None, error=Unsupported, model=None, optimizer=None)
     path, own, its = saved
     model, optimizer = own if model is None else model, its if optimizer is None else optimizer
     before = values(model, optimizer)
-    with pytest.raises(error, match=sentence) as refusal:
+    with pytest.raises(error, match=sentence) as unsupported_reason:
         octavo.load_checkpoint(path, model, optimizer)
     assert_same(values(model, optimizer), before)
-    return str(refusal.value)
+    return str(unsupported_reason.value)
 
 
 # -- damaged and foreign files -----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import octavo
 from octavo.checkpoints import tensor_file
 from octavo.errors import InvalidCheckpoint
 from octavo.integrations import recipe_file
-from tests.checkpoints.small_run import FILES, assert_same, values
+from tests.support.small_run import FILES, assert_same, values
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def test_what_is_no_regular_file_is_refused_at_once(name, make, saved, monkeypat
 
 
 @kinds
-def test_the_reader_refuses_it_without_a_manifest_too(make, tmp_path, monkeypatch):
+def test_the_reader_refuses_a_special_file_without_a_manifest_too(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make(tmp_path / "file")
     with seconds(20), pytest.raises(InvalidCheckpoint, match="file"):

@@ -183,9 +183,9 @@ BROKEN = {
 def test_a_broken_file_is_refused_in_a_sentence(content, sentence, tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    with pytest.raises(InvalidCheckpoint, match=sentence) as refusal:
+    with pytest.raises(InvalidCheckpoint, match=sentence) as unsupported_reason:
         read(path)
-    text = str(refusal.value)
+    text = str(unsupported_reason.value)
     assert text.startswith(f"{path} is damaged or no file of a checkpoint: ") and text.endswith(
         "Load another checkpoint."
     )

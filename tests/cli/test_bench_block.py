@@ -7,18 +7,14 @@ import torch
 
 import octavo
 from octavo.cli import main
-from octavo.cli.bench import block, on_device
-from octavo.cli.transformer import Block
+from octavo.cli.bench import block_bench, on_device
+from octavo.demo.transformer import Block
 from octavo.recipes import SHIPPED
 
-TINY = block.SIZES["tiny"]
+pytestmark = pytest.mark.usefixtures("forgetful_compiler")
+
+TINY = block_bench.SIZES["tiny"]
 COMMAND = ("bench", "block", "--size", "tiny", "--device", "cpu", "--no-peers")
-
-
-@pytest.fixture(autouse=True)
-def _forgetful_compiler():
-    yield
-    torch._dynamo.reset()
 
 
 def test_a_run_prints_both_tables_and_writes_what_they_were_made_from(tmp_path, capsys):

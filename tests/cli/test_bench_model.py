@@ -10,10 +10,12 @@ from torch import nn
 
 import octavo
 from octavo.cli import main
-from octavo.cli.bench import llama, model, on_device, peers
-from octavo.cli.llama import TURN, PlainAttention, Size, fused_blocks, plain_blocks
+from octavo.cli.bench import llama_weights, model_bench, on_device, peers
+from octavo.demo.llama import TURN, PlainAttention, Size, fused_blocks, plain_blocks
 
-TINY = model.SIZES["tiny"]
+pytestmark = pytest.mark.usefixtures("forgetful_compiler")
+
+TINY = model_bench.SIZES["tiny"]
 CPU = torch.device("cpu")
 COMMAND = ("bench", "model", "--size", "tiny", "--device", "cpu", "--recipes", "fp8-delayed")
 ROWS = (
@@ -26,21 +28,15 @@ ROWS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _forgetful_compiler():
-    yield
-    torch._dynamo.reset()
-
-
 def makes(recipe):
     """The constructors of plain blocks, of converted ones, and of Octavo's own."""
     convert = partial(octavo.convert, recipe=recipe)
-    return plain_blocks, partial(model._converted, conversion=convert), partial(fused_blocks, recipe=recipe)
+    return plain_blocks, partial(model_bench._converted, conversion=convert), partial(fused_blocks, recipe=recipe)
 
 
 def losses(make, steps, size=TINY):
     """The losses of a run on one batch."""
-    training = model.Training(make, size, CPU, "cudnn")
+    training = model_bench.Training(make, size, CPU, "cudnn")
     tokens = training.tokens.random_(size.vocabulary).clone()
     return [float(training.train(tokens)) for _ in range(steps)]
 
@@ -64,7 +60,7 @@ def test_a_run_has_a_row_for_every_case_and_mode(tmp_path, capsys):
         assert (row["mode"] == "compiled") == ("compile_s" in row) == case.endswith("compiled")
         assert row["peak_mib"] is None and row["kernels"] == []
         assert row["losses"] == pytest.approx(rows["bf16"]["losses"], rel=0.01)
-        assert len(row["losses"]) == model.SETTLING + 1  # the last one of a compiled step
+        assert len(row["losses"]) == model_bench.SETTLING + 1  # the last one of a compiled step
         assert row["losses"] == pytest.approx(rows[case.removesuffix(", compiled")]["losses"], rel=1e-3)
         assert f"\n{case}  " in printed
 
@@ -74,7 +70,7 @@ def test_a_case_that_fails_is_printed_with_its_error_and_the_others_are_measured
         raise RuntimeError("no such kernel\nat length")
 
     monkeypatch.setattr(peers, "conversions", lambda: {"torchao tensorwise": refuse})
-    monkeypatch.setattr(model, "step_kernels", lambda step, device: [{"kernel": "gemm", "calls": 2.0, "ms": 1.5}])
+    monkeypatch.setattr(model_bench, "step_kernels", lambda step, device: [{"kernel": "gemm", "calls": 2.0, "ms": 1.5}])
     assert main(COMMAND) == 0
     printed = capsys.readouterr().out
     for mode in ("", ", compiled"):
@@ -85,15 +81,15 @@ def test_a_case_that_fails_is_printed_with_its_error_and_the_others_are_measured
 
 def test_without_a_baseline_there_is_no_ratio():
     row, failed = {"case": "bf16", "ms": 2.0}, {"case": "bf16, compiled", "error": "no"}
-    assert model._of_bf16(row, [{"ms": 4.0}]) == {"of_bf16": 0.5}
-    assert model._of_bf16(row, [failed]) == {} and model._of_bf16(failed, []) == {}
+    assert model_bench._of_bf16(row, [{"ms": 4.0}]) == {"of_bf16": 0.5}
+    assert model_bench._of_bf16(row, [failed]) == {} and model_bench._of_bf16(failed, []) == {}
 
 
 # -- training --------------------------------------------------------------------------------------------------------
 
 
 def test_all_models_have_the_first_weights_of_the_plain_one():
-    first, *others = (model.Training(make, TINY, CPU, "cudnn").model for make in makes("fp8-block"))
+    first, *others = (model_bench.Training(make, TINY, CPU, "cudnn").model for make in makes("fp8-block"))
     for other in others:
         for a, b in zip(first.parameters(), other.parameters(), strict=True):
             assert torch.equal(a, b) and a.dtype == torch.bfloat16
@@ -115,7 +111,7 @@ def test_a_recipe_learns_a_batch(recipe):
 
 
 def test_a_step_changes_weights_and_keeps_no_gradients():
-    training = model.Training(partial(fused_blocks, recipe="fp8-delayed"), TINY, CPU, "cudnn")
+    training = model_bench.Training(partial(fused_blocks, recipe="fp8-delayed"), TINY, CPU, "cudnn")
     before = [p.clone() for p in training.model.parameters() if p.dim() == 2]
     training.step()
     after = [p for p in training.model.parameters() if p.dim() == 2]
@@ -124,7 +120,7 @@ def test_a_step_changes_weights_and_keeps_no_gradients():
 
 
 def test_tokens_are_new_in_every_step():
-    training = model.Training(plain_blocks, TINY, CPU, "cudnn")
+    training = model_bench.Training(plain_blocks, TINY, CPU, "cudnn")
     training.step()
     before = training.tokens.clone()
     training.step()
@@ -132,8 +128,8 @@ def test_tokens_are_new_in_every_step():
 
 
 def test_settled_blocks_fuse_from_attention_to_attention():
-    training = model.Training(partial(fused_blocks, recipe="fp8-delayed"), TINY, CPU, "cudnn")
-    for _ in range(model.SETTLING):
+    training = model_bench.Training(partial(fused_blocks, recipe="fp8-delayed"), TINY, CPU, "cudnn")
+    for _ in range(model_bench.SETTLING):
         training.step()
     blocks = training.model.blocks
     assert isinstance(blocks, octavo.Sequential)
@@ -145,7 +141,7 @@ def test_settled_blocks_fuse_from_attention_to_attention():
 
 
 def test_projections_are_converted_and_the_head_is_not():
-    whole = model.Training(makes("fp8-block")[1], TINY, CPU, "cudnn").model
+    whole = model_bench.Training(makes("fp8-block")[1], TINY, CPU, "cudnn").model
     found = [name for name, module in whole.named_modules() if isinstance(module, octavo.Linear)]
     each = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
     assert found == [f"blocks.{i}.{name}" for i in range(TINY.layers) for name in each]
@@ -177,14 +173,14 @@ def test_attention_is_that_written_out_head_by_head(kv_heads):
     torch.testing.assert_close(PlainAttention(size)(qkv), torch.cat(mixed, -1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("first", llama.ATTENTION)
+@pytest.mark.parametrize("first", llama_weights.ATTENTION)
 def test_the_order_of_kernels_holds_inside_of_its_context_and_in_a_graph(first):
     mix, qkv = PlainAttention(TINY), torch.randn(2, TINY.length, TINY.qkv_width, requires_grad=True)
     before = torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()
-    with llama.attention_order(first):
+    with llama_weights.attention_order(first):
         assert torch.backends.cuda.cudnn_sdp_enabled() == (first == "cudnn")
         assert torch.backends.cuda.flash_sdp_enabled()
         graph = torch.compile(mix, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(graph(qkv), mix(qkv))
     assert (torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()) == before
-    assert llama.attention_kernel(TINY, CPU, first) == "FLASH_ATTENTION"
+    assert llama_weights.attention_kernel(TINY, CPU, first) == "FLASH_ATTENTION"

@@ -11,7 +11,7 @@ from torch import nn
 
 import octavo
 from octavo.cli import main
-from octavo.cli.bench import cases, isolated, moe, peers
+from octavo.cli.bench import cases, isolated, moe_bench, peers
 from octavo.errors import UnsupportedConfig
 
 TINY = (16, 4, 2, 32, 64)
@@ -31,9 +31,9 @@ def on_a_cpu(monkeypatch):
     """A timer that runs one step, no measurement of GPU memory, and graphs without generated code."""
     compile_ = nn.Module.compile
     for timer in ("eager_ms", "device_ms"):
-        monkeypatch.setattr(moe, timer, lambda step: (step(), (2.0, [2.0]))[1])
-    monkeypatch.setattr(moe, "kept_mib", lambda module, x: 3.0)
-    monkeypatch.setattr(moe, "peak_mib", lambda step: (step(), 4.0)[1])
+        monkeypatch.setattr(moe_bench, timer, lambda step: (step(), (2.0, [2.0]))[1])
+    monkeypatch.setattr(moe_bench, "kept_mib", lambda module, x: 3.0)
+    monkeypatch.setattr(moe_bench, "peak_mib", lambda step: (step(), 4.0)[1])
     monkeypatch.setattr(nn.Module, "compile", lambda self, **settings: compile_(self, backend="aot_eager", **settings))
     yield
     torch._dynamo.reset()
@@ -53,15 +53,15 @@ def faked(monkeypatch):
             raise ZeroDivisionError
         return {"kernels": [{"kernel": "k", "calls": 1.0, "ms": 1.0}]}
 
-    monkeypatch.setattr(moe, "_case", case)
-    monkeypatch.setattr(moe, "_kernels", kernels)
+    monkeypatch.setattr(moe_bench, "_case", case)
+    monkeypatch.setattr(moe_bench, "_kernels", kernels)
 
 
 @pytest.fixture
 def shapes(faked):
     """The results of one shape and two recipes, of which fp8-block fails."""
     found = []
-    moe._measure_shape(TINY, ["fp8-delayed", "fp8-block"], ["fp8-delayed", "fp8-block"], found)
+    moe_bench._measure_shape(TINY, ["fp8-delayed", "fp8-block"], ["fp8-delayed", "fp8-block"], found)
     return found
 
 
@@ -72,32 +72,34 @@ def shapes(faked):
 def test_more_compiled_cases_run_than_torch_compiles_one_forward(on_a_cpu):
     for name in ("fp8-delayed", "fp8-block", "fp8-current"):
         for cached in (False, True):
-            make = partial(moe.Ours, TINY, name, cached, device="cpu")
-            row = cases.attempt(name, partial(moe._case, make, TINY, "compiled"))
+            make = partial(moe_bench.Ours, TINY, name, cached, device="cpu")
+            row = cases.attempt(name, partial(moe_bench._case, make, TINY, "compiled"))
             assert row["ms"] == 2.0 and row["tokens_per_s"] == 8000.0 and row["peak_mib"] == 4.0, row
 
 
 def test_the_plain_layer_compiles_as_one_graph(on_a_cpu):
-    assert "error" not in cases.attempt("bf16", partial(moe._case, partial(moe.Stock, TINY, "cpu"), TINY, "compiled"))
+    assert "error" not in cases.attempt(
+        "bf16", partial(moe_bench._case, partial(moe_bench.Stock, TINY, "cpu"), TINY, "compiled")
+    )
 
 
 @pytest.mark.parametrize("way", ["eager", "captured", "compiled"])
 @pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "fp8-block"])
 def test_octavos_mixture_is_measured_each_way(on_a_cpu, name, way):
-    row = cases.attempt(name, partial(moe._case, partial(moe.mixture, TINY, name, "cpu"), TINY, way))
+    row = cases.attempt(name, partial(moe_bench._case, partial(moe_bench.mixture, TINY, name, "cpu"), TINY, way))
     codes = 0 if name == "bf16" else 3 * 4 * 32 * 64 / 2**20
     assert row == {"case": name, **ROW, "kept_mib": 3.0 - codes, "codes_mib": codes}
 
 
 def test_a_captured_case_is_timed_by_replays_alone(on_a_cpu, monkeypatch):
-    monkeypatch.setattr(moe, "device_ms", lambda step: (step(), (1.0, [1.0]))[1])
-    make = partial(moe.mixture, TINY, "fp8-block", "cpu")
-    assert moe._case(make, TINY, "captured")["ms"] == 1.0 and moe._case(make, TINY, "eager")["ms"] == 2.0
+    monkeypatch.setattr(moe_bench, "device_ms", lambda step: (step(), (1.0, [1.0]))[1])
+    make = partial(moe_bench.mixture, TINY, "fp8-block", "cpu")
+    assert moe_bench._case(make, TINY, "captured")["ms"] == 1.0 and moe_bench._case(make, TINY, "eager")["ms"] == 2.0
 
 
 def test_octavos_mixture_prefers_the_experts_of_the_other_cases():
     shape = (4096, 8, 2, 32, 64)
-    layer, other = moe.mixture(shape, "bf16", "cpu"), moe.Router(shape, "cpu")
+    layer, other = moe_bench.mixture(shape, "bf16", "cpu"), moe_bench.Router(shape, "cpu")
     assert isinstance(layer, octavo.MoE) and torch.equal(layer.router.preference, other.preference)
     layer(torch.randn(4096, 32, dtype=torch.bfloat16))
     order = layer.router.preference.argsort()
@@ -115,14 +117,16 @@ def test_octavos_mixture_prefers_the_experts_of_the_other_cases():
 )
 def test_compiled_cases_are_those_asked_for(faked, asked, compiled):
     found = []
-    moe._measure_shape(TINY, ["fp8-delayed", "fp8-block"], moe.compiled_of(["fp8-delayed", "fp8-block"], asked), found)
+    moe_bench._measure_shape(
+        TINY, ["fp8-delayed", "fp8-block"], moe_bench.compiled_of(["fp8-delayed", "fp8-block"], asked), found
+    )
     ours = [title for name in ("fp8-delayed", "fp8-block") for title in titles(name, compiled=name in compiled)]
     assert [row["case"] for row in found[0]["results"]] == ["grouped_mm bf16, compiled", *ours, "grouped_mm bf16"]
 
 
 def test_a_compiled_recipe_that_is_not_timed_is_refused(capsys):
     with pytest.raises(UnsupportedConfig, match=r"names recipes of --recipes, got mxfp8 besides fp8-block\."):
-        moe.compiled_of(["fp8-block"], ["fp8-block", "mxfp8"])
+        moe_bench.compiled_of(["fp8-block"], ["fp8-block", "mxfp8"])
     with pytest.raises(SystemExit):
         main(["bench", "moe", "--compiled", "fp9"])
     assert "There is no recipe 'fp9'" in capsys.readouterr().err
@@ -140,20 +144,20 @@ def test_a_case_that_fails_is_a_row_and_the_others_are_measured(shapes):
     assert {row["error"] for row in failed} == {"RuntimeError: recompile_limit reached"}
     measured = [row for row in entry["results"] if row not in failed]
     assert [row["of_bf16"] for row in measured] == [1.0] * 9
-    assert measured[2]["of_floor"] == 2.0 / moe.floors(TINY)["cached"]
+    assert measured[2]["of_floor"] == 2.0 / moe_bench.floors(TINY)["cached"]
     assert entry["kernels"]["fp8-block"] == [{"case": "fp8-block", "error": "ZeroDivisionError"}]
-    text = moe.render({"machine": FACTS, "shapes": shapes})
+    text = moe_bench.render({"machine": FACTS, "shapes": shapes})
     assert "\noctavo fp8-delayed, cached            2.000  8000      1.00     " in text
     assert "\noctavo fp8-block, cached  failed: RuntimeError: recompile_limit reached\n" in text
     assert "\nkernels, fp8-block  failed: ZeroDivisionError" in text
 
 
 def test_without_a_time_of_bf16_there_is_no_ratio_to_it(monkeypatch):
-    entry = {"shape": list(TINY), "floor_ms": moe.floors(TINY), "results": [], "kernels": {}}
-    moe._add(entry, {"case": "grouped_mm bf16, compiled", "error": "no"})
-    moe._add(entry, {"case": "octavo fp8-block", **ROW})
+    entry = {"shape": list(TINY), "floor_ms": moe_bench.floors(TINY), "results": [], "kernels": {}}
+    moe_bench._add(entry, {"case": "grouped_mm bf16, compiled", "error": "no"})
+    moe_bench._add(entry, {"case": "octavo fp8-block", **ROW})
     assert "of_bf16" not in entry["results"][1] and entry["results"][1]["of_floor"] > 0
-    assert "failed: no" in moe.render({"machine": FACTS, "shapes": [entry]})
+    assert "failed: no" in moe_bench.render({"machine": FACTS, "shapes": [entry]})
 
 
 def test_ctrl_c_is_no_failed_case():
@@ -191,10 +195,10 @@ ASSERTION = "Assertion `delta % 16 == 0` failed."
 def test_other_libraries_are_measured_in_processes_of_their_own(shapes, process):
     process.report = {"shapes": [{"results": [{"case": "torchao rowwise", **ROW, "of_bf16": 1.0, "of_floor": 1.0}]}]}
     shapes[0]["results"][0]["ms"] = 4.0
-    moe._add_peers(shapes)
+    moe_bench._add_peers(shapes)
     *_, first, second = shapes[0]["results"]
     assert (first["case"], second["case"]) == ("torchao rowwise, compiled", "torchao rowwise")
-    assert second["of_bf16"] == 0.5 and second["of_floor"] == 2.0 / moe.floors(TINY)["fp8"]
+    assert second["of_bf16"] == 0.5 and second["of_floor"] == 2.0 / moe_bench.floors(TINY)["fp8"]
     assert process.commands[0][2:-1] == [
         "octavo", "bench", "moe", "--shape", "16,4,2,32,64", "--peer", "torchao rowwise, compiled", "--json",
     ]  # fmt: skip
@@ -203,24 +207,26 @@ def test_other_libraries_are_measured_in_processes_of_their_own(shapes, process)
 def test_an_assertion_on_the_gpu_is_in_the_row(shapes, process):
     process.stderr = f"warning\nGroupMM.cu:90: block: [0,0,0], thread: [3,0,0] {ASSERTION}\nmore {ASSERTION}\n"
     process.report = {"shapes": [{"results": [{"case": "torchao rowwise", "error": "RuntimeError: CUDA error"}]}]}
-    moe._add_peers(shapes)
+    moe_bench._add_peers(shapes)
     assert shapes[0]["results"][-1]["error"] == f"RuntimeError: CUDA error ({ASSERTION})"
-    assert "\ntorchao rowwise  failed: RuntimeError: CUDA error (" in moe.render({"machine": FACTS, "shapes": shapes})
+    assert "\ntorchao rowwise  failed: RuntimeError: CUDA error (" in moe_bench.render(
+        {"machine": FACTS, "shapes": shapes}
+    )
 
 
 def test_a_process_that_dies_is_a_row(shapes, process):
     process.stderr = "Traceback\nlibtorch: Aborted\n\n"
-    moe._add_peers(shapes)
+    moe_bench._add_peers(shapes)
     assert shapes[0]["results"][-1] == {"case": "torchao rowwise", "error": "RuntimeError: libtorch: Aborted"}
 
 
 def test_the_process_of_another_library_measures_one_case(on_a_cpu, monkeypatch):
-    stock = partial(moe.Stock, device="cpu")
-    monkeypatch.setattr(moe, "Stock", stock)
-    monkeypatch.setattr(peers, "products", lambda: {"torchao rowwise": lambda: moe.grouped_mm})
+    stock = partial(moe_bench.Stock, device="cpu")
+    monkeypatch.setattr(moe_bench, "Stock", stock)
+    monkeypatch.setattr(peers, "products", lambda: {"torchao rowwise": lambda: moe_bench.grouped_mm})
     found = []
-    moe._measure_peer("torchao rowwise, compiled", TINY, found)
-    moe._measure_peer("unheard of", TINY, found)
+    moe_bench._measure_peer("torchao rowwise, compiled", TINY, found)
+    moe_bench._measure_peer("unheard of", TINY, found)
     assert found[0]["results"][0]["case"] == "torchao rowwise, compiled" and found[0]["results"][0]["ms"] == 2.0
     assert found[1]["results"] == [{"case": "unheard of", "error": "KeyError: 'unheard of'"}]
 

@@ -15,15 +15,26 @@ from torch.overrides import TorchFunctionMode
 
 import octavo
 from octavo import cli
-from octavo.cli import bench, doctor, main, output, train, training
-from octavo.cli.bench import block, grouped, grouped_gemms, linear, mlp, model, moe, permute, quantize
-from octavo.cli.gpt import Shape
+from octavo.cli import bench, doctor, main, output, train
+from octavo.cli.bench import (
+    block_bench,
+    grouped_bench,
+    grouped_gemms_bench,
+    linear_bench,
+    mlp_bench,
+    model_bench,
+    moe_bench,
+    permute_bench,
+    quantize_bench,
+)
+from octavo.demo import training
+from octavo.demo.gpt import Shape
 from octavo.errors import Unsupported
 from octavo.recipes import SHIPPED
 
 SUITES = {
-    "quantize": quantize, "linear": linear, "grouped": grouped, "grouped-gemms": grouped_gemms, "mlp": mlp, "moe": moe,
-    "model": model, "permute": permute,
+    "quantize": quantize_bench, "linear": linear_bench, "grouped": grouped_bench, "grouped-gemms": grouped_gemms_bench,
+    "mlp": mlp_bench, "moe": moe_bench, "model": model_bench, "permute": permute_bench,
 }  # fmt: skip
 
 
@@ -114,7 +125,7 @@ def test_doctor_prints_the_recipes_it_has_checked(monkeypatch, capsys):
     assert line == "octavo doctor: interrupted. The results so far were printed."
 
 
-def test_doctor_prints_them_as_json(monkeypatch, capsys):
+def test_an_interrupted_doctor_prints_the_recipes_checked_as_json(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "probe", after(1, doctor.probe))
     assert main(["doctor", "--device", "cpu", "--json"]) == 130
     report = json.loads(said(capsys)[0])
@@ -170,7 +181,7 @@ def test_explain_says_that_nothing_was_written(monkeypatch, tmp_path, capsys):
 def test_bench_block_keeps_its_rows(monkeypatch, tmp_path, capsys):
     path = tmp_path / "block.json"
     row = {"eager_ms": 1.0, "ms": 2.0, "compile_s": 1.0, "peak_mib": None, "eager_peak_mib": None}
-    monkeypatch.setattr(block, "_case", after(2, lambda name, *_: {"case": name, **row}))
+    monkeypatch.setattr(block_bench, "_case", after(2, lambda name, *_: {"case": name, **row}))
     command = ["bench", "block", "--device", "cpu", "--size", "tiny", "--no-peers", "--json", str(path)]
     assert main(command) == 130
     out, line = said(capsys)
@@ -236,7 +247,7 @@ def measured(monkeypatch):
                     monkeypatch.setattr(module, timer, read(value))
             if hasattr(module, "settled_step"):
                 monkeypatch.setattr(module, "settled_step", lambda *args: lambda: None)
-        monkeypatch.setattr("octavo.cli.bench.host.training_step", lambda *args: lambda: None)
+        monkeypatch.setattr("octavo.cli.bench.host_bench.training_step", lambda *args: lambda: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         facts = {"gpu": "a GPU", "torch": "2", "triton": "3"}
         monkeypatch.setattr("octavo.cli.machine.describe", lambda device: facts)
@@ -315,7 +326,7 @@ def no_work(monkeypatch):
     def work(*args, **settings):
         pytest.fail("the work began")
 
-    for module, name in ((train, "compare"), (block, "measure"), (cli.explain, "load")):
+    for module, name in ((train, "compare"), (block_bench, "measure"), (cli.explain_command, "load")):
         monkeypatch.setattr(module, name, work)
 
 
@@ -367,8 +378,8 @@ def test_missing_permission_is_found_before_the_work(what, no_work, tmp_path, mo
         path.chmod(0o644)
         tmp_path.chmod(0o555)
         if os.geteuid() == 0:
-            refusal = partial(os.open, "/proc/none", os.O_CREAT)
-            monkeypatch.setattr(output.tempfile, "TemporaryFile", lambda dir: refusal())
+            unsupported_reason = partial(os.open, "/proc/none", os.O_CREAT)
+            monkeypatch.setattr(output.tempfile, "TemporaryFile", lambda dir: unsupported_reason())
     try:
         assert main([*COMMANDS["train"], "--json", str(path)]) == 2
     finally:

@@ -13,7 +13,7 @@ from torch import nn
 import octavo
 from octavo.cli import main, output
 from octavo.errors import Unsupported, UnsupportedConfig, warn_caller
-from octavo.webpage import document, paragraph
+from octavo.inspection.webpage import document, paragraph
 
 EVIL = "a\x1b]0;title\x07\x9b31m\u202e\ud800\nline"
 HARMLESS = r"a\x1b]0;title\x07\x9b31m\u202e\ud800\nline"

@@ -43,7 +43,7 @@ def test_all_threads_share_a_core_and_get_theirs_back(another_thread):
     assert after[late.native_id] == os.sched_getaffinity(0), "it began on the one core"
 
 
-def test_they_get_them_back_after_an_exception():
+def test_threads_get_their_cores_back_after_an_exception():
     before = cores()
     with pytest.raises(KeyError), on_one_core():
         raise KeyError

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import octavo
-from octavo.cli import corpus, main, train, training
-from octavo.cli.gpt import BYTES, GPT, Shape
-from octavo.cli.progress import LINES, Progress, RichProgress, make_progress
-from octavo.cli.train_text import gap_text
+from octavo.cli import main, train
+from octavo.demo import corpus, training
+from octavo.demo.gpt import BYTES, GPT, Shape
+from octavo.demo.progress import LINES, Progress, RichProgress, make_progress
+from octavo.demo.train_text import gap_text
 from octavo.errors import UnsupportedShape
 from octavo.recipes import SHIPPED, recipe
+from tests.support.demo_runs import trained
 
 SMALL = Shape(width=32, layers=1, heads=2, context=16)
 
@@ -29,10 +31,6 @@ def _small(monkeypatch):
     """A model and a text of a moment's work."""
     monkeypatch.setitem(training.SIZES, "small", SMALL)
     monkeypatch.setattr(corpus, "load", lambda path=None: (TEXT[:4000], HELD_OUT[:500]))
-
-
-def trained(name, *, seed=0, steps=4):
-    return training.train(training.Plan(steps, 2, seed, shape=SMALL), recipe(name) if name else None)
 
 
 def test_ends_with_a_table_of_both_runs(capsys):
@@ -81,7 +79,7 @@ def test_several_recipes_and_a_policy_share_one_baseline(tmp_path, capsys):
         assert run["gap_percent"] == pytest.approx(gap)
         line = next(line for line in printed.out.splitlines() if line.startswith(run["recipe"] + "  "))
         assert gap_text(run) in line
-    alone = trained("fp8-current", steps=6)
+    alone = trained("fp8-current", SMALL, steps=6)
     assert report["recipes"][2]["losses"] == alone.losses and report["recipes"][2]["loss"] == alone.loss
 
 
@@ -135,7 +133,7 @@ def test_a_size_is_a_name_or_four_numbers(size, tmp_path):
 def test_samples_change_no_bit_of_a_run(name):
     plan = training.Plan(4, 2, shape=SMALL, samples=2)
     found = training.train(plan, recipe(name) if name else None)
-    assert found.losses == trained(name).losses and found.loss == trained(name).loss
+    assert found.losses == trained(name, SMALL).losses and found.loss == trained(name, SMALL).loss
     assert found.kept_mib > 0
     assert [sample["step"] for sample in found.numerics] == ([] if name is None else [2, 4])
     if name == "nvfp4":
@@ -254,23 +252,25 @@ def test_compile_takes_both_runs_whole(monkeypatch):
     monkeypatch.setattr(train.shutil, "which", lambda name: name)
     monkeypatch.setattr(torch, "compile", lambda model, **settings: compile_(model, backend=backend, **settings))
     plan = training.Plan(4, 2, shape=SMALL, compile=True)
-    assert training.train(plan, None).losses == pytest.approx(trained(None).losses, rel=1e-4)
+    assert training.train(plan, None).losses == pytest.approx(trained(None, SMALL).losses, rel=1e-4)
     whole = len(graphs)
-    assert training.train(plan, recipe("fp8-current")).losses == pytest.approx(trained("fp8-current").losses, rel=1e-4)
+    assert training.train(plan, recipe("fp8-current")).losses == pytest.approx(
+        trained("fp8-current", SMALL).losses, rel=1e-4
+    )
     assert len(graphs) == 2 * whole
     assert {sum("octavo.run" in name for name in graph) for graph in graphs[whole:]} == {4 * SMALL.layers}
 
 
 @pytest.mark.parametrize("name", [None, *SHIPPED])
 def test_a_seed_fixes_a_run(name):
-    first, again, other = trained(name), trained(name), trained(name, seed=1)
+    first, again, other = trained(name, SMALL), trained(name, SMALL), trained(name, SMALL, seed=1)
     assert first.losses == again.losses
     assert first.loss == again.loss
     assert first.losses[0] != other.losses[0]
 
 
 def test_every_recipe_starts_from_the_same_weights_and_batches():
-    losses = {name: trained(name, steps=1).losses[0] for name in (None, *SHIPPED)}
+    losses = {name: trained(name, SMALL, steps=1).losses[0] for name in (None, *SHIPPED)}
     assert max(losses.values()) / min(losses.values()) < 1.005
     assert len({round(loss, 7) for loss in losses.values()}) > 3  # and each quantizes in its own way
 
@@ -280,7 +280,7 @@ def test_delayed_scaling_is_stepped(monkeypatch):
     """A run that forgot octavo.step would be warned, and its windows would stay empty."""
     models = []
     monkeypatch.setattr(training, "GPT", lambda *given, **more: models.append(GPT(*given, **more)) or models[-1])
-    trained("fp8-delayed", steps=6)
+    trained("fp8-delayed", SMALL, steps=6)
     windows = [value for key, value in octavo.state_dict(models[0]).items() if key.endswith("history")]
     assert windows and all((window.count_nonzero(1) == 6).all() for window in windows)
 
@@ -450,7 +450,7 @@ def test_a_file_gets_a_few_lines(total):
 
 def test_a_terminal_gets_one_line_rewritten(monkeypatch):
     stream, now = Terminal(), [0.0]
-    monkeypatch.setattr("octavo.cli.progress.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: now[0])
     progress = Progress("bf16", 100, stream)
     shown = []
     for step in range(1, 101):
@@ -468,7 +468,7 @@ def test_a_terminal_gets_one_line_rewritten(monkeypatch):
 def test_a_bar_that_stops_early_ends_its_line(steps, ends, monkeypatch):
     """Text after it begins on a line of its own."""
     stream = Terminal()
-    monkeypatch.setattr("octavo.cli.progress.time.perf_counter", lambda: 0.0)
+    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: 0.0)
     progress = Progress("bf16", 10, stream)
     for step in range(1, steps + 1):
         progress.show(step, "loss 1.000")
@@ -479,7 +479,7 @@ def test_a_bar_that_stops_early_ends_its_line(steps, ends, monkeypatch):
 
 def test_a_resumed_bar_counts_only_its_own_steps(monkeypatch):
     stream, now = Terminal(), [0.0]
-    monkeypatch.setattr("octavo.cli.progress.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: now[0])
     progress = Progress("bf16", 100, stream)
     now[0] = 10.0
     assert progress.due(91)  # the first step of this process
@@ -489,7 +489,7 @@ def test_a_resumed_bar_counts_only_its_own_steps(monkeypatch):
 
 def test_the_time_left_is_that_of_steps_without_the_first_and_pauses(monkeypatch):
     stream, now = Terminal(), [0.0]
-    monkeypatch.setattr("octavo.cli.progress.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("octavo.demo.progress.time.perf_counter", lambda: now[0])
     progress = Progress("bf16", 10, stream)
     for step, seconds in enumerate((100.0, 2.0, 2.0), start=1):
         now[0] += seconds

@@ -7,8 +7,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import octavo
-from tests.modules.oracle import assert_same, spiky
-from tests.state_tensors import named_state
+from tests.support.linear_oracle import assert_same, spiky
+from tests.support.state_tensors import named_state
 
 K, M, STEPS = 32, 16, 3
 RECIPES = ("fp8-delayed", "nvfp4", "fp8-block")
@@ -62,3 +62,29 @@ def test_ranks_that_agree_have_equal_scales(ranks):
     (first, *_), (second, *_) = ranks.run(states, "fp8-delayed", True, True, size=2)
     for name in first:
         assert_same(second[name], first[name], name)
+
+
+def fused_in_ddp(group, rank, compiles):
+    layer = octavo.Linear(K, K, recipe="fp8-block", fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(K, K)
+    wrapped = DistributedDataParallel(layer, process_group=group)
+    call = torch.compile(wrapped, backend="aot_eager") if compiles else wrapped
+    try:
+        call(spiky(M, K))
+        said = ""
+    except Exception as error:
+        said = str(error)
+    with wrapped.no_sync():
+        wrapped(spiky(M, K)).sum().backward()
+    reduced_by_hand = bool(layer.weight.main_grad.any())
+    layer.weight.grad_added_to_main_grad = False
+    wrapped(spiky(M, K)).sum().backward()
+    return said, reduced_by_hand, layer.weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_gradients_in_main_grad_are_refused(ranks, compiles):
+    """DDP averages weight.grad, which stays None; a trainer that reduces main_grad itself says so."""
+    for said, *others in ranks.run(fused_in_ddp, compiles, size=2):
+        assert "DistributedDataParallel averages weight.grad" in said and "no_sync()" in said
+        assert others == [True, True]

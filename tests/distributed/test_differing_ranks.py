@@ -6,17 +6,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import octavo
-from octavo.errors import Unsupported
+from tests.support.linear_shards import message
 
 K, N, TOKENS = 64, 32, 8
-
-
-def message(call, *arguments):
-    try:
-        call(*arguments)
-    except Unsupported as found:
-        return str(found)
-    return "was not refused"
 
 
 def x_of(mode):

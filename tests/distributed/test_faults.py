@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 TIMEOUT = 8  # seconds, of the group
 SCRIPT = """

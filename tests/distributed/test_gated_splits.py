@@ -3,27 +3,18 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 import octavo
 from octavo.distributed import ColwiseParallel, RowwiseParallel
-from octavo.errors import Unsupported
-from tests.distributed.shards import error
+from tests.support.linear_shards import mesh_of, message
+from tests.support.steps import relative_error
 
 HIDDEN, FFN, TOKENS, GROUPS = 32, 64, 24, 2
 SUMS = 1e-5
 SIZES = torch.tensor([10, 14])
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 GATED = ["GLU", "GEGLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU", "ClampedSwiGLU", "SiTUGLU"]
-
-
-def message(call, *arguments):
-    try:
-        call(*arguments)
-    except Unsupported as found:
-        return str(found)
-    return "was not refused"
 
 
 def data():
@@ -39,10 +30,6 @@ def gated(between=(), activation=None, kind=octavo.Sequential, group=None, wide=
         octavo.ops.SwiGLU() if activation is None else activation,
         octavo.Linear(FFN, HIDDEN, recipe="bf16", parallel_mode=modes[1], tp_group=group),
     )  # fmt: skip
-
-
-def mesh_of(group):
-    return DeviceMesh.from_group(group, "cpu")
 
 
 # -- what is wrong -----------------------------------------------------------------------------------------------------
@@ -170,7 +157,7 @@ def test_a_gate_and_an_up_projection_in_one_weight_need_dtensors(ranks):
     right = model(data())
     for refused, y in ranks.run(_packed, size=2):
         assert "has gate and up in one weight by its name" in refused and "use_local_output=False" in refused
-        assert error(y, right) <= SUMS
+        assert relative_error(y, right) <= SUMS
 
 
 # -- what is right -----------------------------------------------------------------------------------------------------
@@ -210,8 +197,8 @@ def test_halves_that_are_split_each_by_itself_compute_what_one_process_does(rank
     right = _right(None, 0)
     for found in ranks.run(_right, size=2):
         for name, (y, dx) in found.items():
-            assert error(y, right[name][0]) <= SUMS, name
-            assert error(dx, right[name][1]) <= SUMS, name
+            assert relative_error(y, right[name][0]) <= SUMS, name
+            assert relative_error(dx, right[name][1]) <= SUMS, name
 
 
 def _set_later(group, rank):
@@ -227,7 +214,7 @@ def _set_later(group, rank):
             part[2].weight = nn.Parameter(whole[2].weight.chunk(size, 1)[rank].clone())
         part[0].set_tensor_parallel_group(group, "column", **({"column_blocks": 2} if told else {}))
         part[2].set_tensor_parallel_group(group, "row")
-        found.append(error(part(data()).detach(), whole(data()).detach()))
+        found.append(relative_error(part(data()).detach(), whole(data()).detach()))
     return found
 
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 import octavo
 from octavo import quant
 from octavo.communication import collectives
-from octavo.fuser import inputs
-from octavo.modules import split_linear
-from octavo.modules.parallel import gather_columns
+from octavo.communication.tensor_parallel import gather_columns
+from octavo.ops import inputs, split_linear
 
 local = pytest.importorskip("torch.distributed._local_tensor")
 RANKS = 4
@@ -134,3 +133,10 @@ def test_gathered_codes_are_those_of_all_rows(spec, blocks, k, seed):
         assert torch.equal(scales[rank], row.scale) and scales[rank].stride() == row.scale.stride()
         assert torch.equal(found_columns[0][rank].view(torch.uint8), column.codes.view(torch.uint8))
         assert torch.equal(found_columns[1][rank], column.scale)
+
+
+def test_each_rank_gathers_the_rows_of_all_ranks():
+    x = torch.randn(2 * RANKS, 3)
+    with local.LocalTensorMode(RANKS):
+        found = parts(collectives.gather(split(x, 0), RANKS, "", "test"))
+    assert [rank for rank, rows in enumerate(found) if not torch.equal(rows, x)] == []

@@ -117,7 +117,7 @@ def test_a_block_is_the_plain_one(group, kind):
 
 
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
-def test_its_layers_fuse_as_plain_ones_do(group, kind):
+def test_layers_of_one_rank_fuse_as_plain_ones_do(group, kind):
     x = torch.randn(M, K).bfloat16().requires_grad_()
     told = [block(kind, ranks)[0].explain(x) for ranks in (None, group)]
     assert told[0].fired == told[1].fired != ()

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import octavo
-from tests.distributed.shards import cut, error
+from tests.support.linear_shards import cut, joined
+from tests.support.steps import relative_error
 
 HIDDEN, FFN, TOKENS = 256, 512, 256
 SUMS = 6e-3  # of y and gradients, rounded in parts
@@ -49,12 +50,6 @@ def _split(group, rank, kind, recipe, sequence, compiled, number, activation):
     return *found, model.explain(x.contiguous().requires_grad_())
 
 
-def joined(parts, blocks, dim):
-    """The whole of a parameter whose blocks are split each by itself."""
-    rows = [part.chunk(blocks, dim) for part in parts]
-    return torch.cat([torch.cat([own[b] for own in rows], dim) for b in range(blocks)], dim)
-
-
 def check(ranks, kind, recipe, sequence, compiled=False, size=2, activation="swiglu"):
     number = 2 if recipe == "fp8-delayed" else 1
     model = block(kind, recipe, activation)
@@ -63,9 +58,9 @@ def check(ranks, kind, recipe, sequence, compiled=False, size=2, activation="swi
     bound = QUANTIZED if recipe == "fp8-current" else SUMS
     own = [own[0] for own in found]
     made = torch.cat(own, 1) if kind == "linear" else torch.cat(own) if sequence else own[0]
-    assert error(made, y) <= SUMS
+    assert relative_error(made, y) <= SUMS
     dxs = [own[1] for own in found]
-    assert error(torch.cat(dxs) if sequence else dxs[0], dx) <= bound
+    assert relative_error(torch.cat(dxs) if sequence else dxs[0], dx) <= bound
     halves = 2 if kind == "mlp" and activation == "swiglu" else 1
     for name, right in grads.items():
         parts = [own[2][name] for own in found]
@@ -76,7 +71,7 @@ def check(ranks, kind, recipe, sequence, compiled=False, size=2, activation="swi
         else:  # norm, fc2.bias: the same on all ranks
             assert all(torch.equal(part, parts[0]) for part in parts), name
             whole = parts[0]
-        assert error(whole, right) <= bound, name
+        assert relative_error(whole, right) <= bound, name
     return found[0][3]
 
 
@@ -88,7 +83,7 @@ def test_two_ranks_compute_what_one_process_does(ranks, kind, sequence, recipe):
 
 
 @pytest.mark.parametrize(("kind", "sequence"), [("mlp", True), pytest.param("linear", True, marks=pytest.mark.slow)])
-def test_a_graph_computes_it_too(ranks, kind, sequence):
+def test_a_graph_computes_what_a_split_block_computes(ranks, kind, sequence):
     check(ranks, kind, "fp8-block", sequence, compiled=True)
 
 
@@ -150,9 +145,9 @@ def test_a_pair_of_layers_in_a_sequential(ranks, recipe, sequence, compiled):
     found = ranks.run(_pair, recipe, sequence, compiled, steps, size=2)
     for place in (0, 1):
         made = [own[place] for own in found]
-        assert error(torch.cat(made) if sequence else made[0], right[place]) <= SUMS
-    assert error(torch.cat([own[2] for own in found]), right[2]) <= SUMS
-    assert error(torch.cat([own[3] for own in found], 1), right[3]) <= SUMS
+        assert relative_error(torch.cat(made) if sequence else made[0], right[place]) <= SUMS
+    assert relative_error(torch.cat([own[2] for own in found]), right[2]) <= SUMS
+    assert relative_error(torch.cat([own[3] for own in found], 1), right[3]) <= SUMS
     assert all(own[4] == found[0][4] for own in found)
     if not sequence and not (compiled and steps > 1):  # nothing stands between the two; a graph's steps tell nobody
         assert found[0][4] == right[4] != ()

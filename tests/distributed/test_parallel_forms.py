@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.errors import UnsupportedConfig
-from tests.distributed import shards
-from tests.distributed.shards import K, N, cut, error
+from tests.support import linear_shards as shards
+from tests.support.linear_shards import K, N, cut
+from tests.support.steps import relative_error
 
 SUMS = 6e-3
 
@@ -46,7 +47,7 @@ def y_of(y, group, mode, sequence):
 
 
 def close(found, right, exact):
-    return torch.equal(found, right) if exact else error(found, right) <= SUMS
+    return torch.equal(found, right) if exact else relative_error(found, right) <= SUMS
 
 
 def _three_dims(group, rank, mode, sequence):
@@ -103,7 +104,7 @@ def _codes(group, rank, recipe, mode, sequence):
     found = part(quantize(own))
     found.backward(y_of(dy, group, mode, sequence).contiguous())
     dx = x_of(leaf.grad, group, mode, sequence)
-    return error(found, y_of(y, group, mode, sequence)), error(own.grad, dx)
+    return relative_error(found, y_of(y, group, mode, sequence)), relative_error(own.grad, dx)
 
 
 @pytest.mark.parametrize("recipe", ["fp8-current", "fp8-block"])
@@ -121,7 +122,7 @@ def _returned_bias(group, rank, sequence):
     ((y + bias) * y_of(dy, group, "row", sequence)).sum().backward()
     (whole(x) * dy).sum().backward()
     right = y_of(whole(x), group, "row", sequence)
-    return error(y + bias, right), error(part.bias.grad, whole.bias.grad)
+    return relative_error(y + bias, right), relative_error(part.bias.grad, whole.bias.grad)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -264,7 +265,7 @@ def _held(group, rank, recipe, mode):
     own = x_of(x, group, mode, True).requires_grad_()
     found = models[1](own)
     found.backward(y_of(dy, group, mode, True).contiguous())
-    return error(found, y_of(y, group, mode, True)), own.grad is not None
+    return relative_error(found, y_of(y, group, mode, True)), own.grad is not None
 
 
 @pytest.mark.parametrize("mode", ["column", "row"])

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import octavo
-from octavo.modules.quantized import Quantized
+from octavo.ops.quantized import Quantized
 from octavo.recipes import SHIPPED
-from tests.processes import ROOT
+from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.gpu
 
@@ -88,7 +88,7 @@ def test_one_rank_captured_is_the_plain_layer(recipe, mode, sequence):
 @pytest.fixture
 def forced(monkeypatch):
     """The parallel path with its collectives, over one rank."""
-    monkeypatch.setattr(Quantized, "split", lambda self: self.parallel)
+    monkeypatch.setattr(Quantized, "_split_over_ranks", lambda self: self.parallel)
 
 
 @pytest.mark.usefixtures("nccl", "forced")

@@ -5,8 +5,8 @@ import torch
 
 import octavo
 from octavo.errors import Unsupported
-from tests.distributed.shards import cut, error
-from tests.distributed.test_parallel_blocks import joined
+from tests.support.linear_shards import cut, joined, steps_of
+from tests.support.steps import relative_error
 
 GROUPS, K, N, ROWS = 3, 256, 512, 96
 SPLITS = (40, 0, 50)  # and a tail of 6 rows
@@ -36,10 +36,6 @@ def step(module, call, x, dy, scales, number=1):
         y.backward(dy)
         octavo.step(module)
     return y.detach(), leaf.grad, module.weight.grad, module.bias.grad
-
-
-def steps_of(recipe):
-    return 2 if recipe == "fp8-delayed" else 1  # the first step of dy is scaled by a rank's own amax
 
 
 def _split(group, rank, recipe, mode, compiled, scaled, settings=None):
@@ -74,15 +70,15 @@ def test_ranks_compute_what_one_process_does(ranks, recipe, mode, compiled, scal
     noise = OWN_SCALES.get(recipe, 0)
     if mode == "column":
         assert torch.equal(torch.cat(found[0], 1), y)
-        assert error(found[1][0], dx) <= (noise or SUMS)
-        assert error(torch.cat(found[2], 1), dw) <= noise
+        assert relative_error(found[1][0], dx) <= (noise or SUMS)
+        assert relative_error(torch.cat(found[2], 1), dw) <= noise
         assert torch.equal(torch.cat(found[3], 1), db)
     else:
         noise = noise if recipe == "nvfp4" else 0
-        assert error(found[0][0], y) <= SUMS and not found[0][0][sum(SPLITS) :].any()
-        assert error(torch.cat(found[1], 1), dx) <= noise
-        assert error(torch.cat(found[2], 2), dw) <= noise
-        assert error(found[3][0], db) <= SUMS
+        assert relative_error(found[0][0], y) <= SUMS and not found[0][0][sum(SPLITS) :].any()
+        assert relative_error(torch.cat(found[1], 1), dx) <= noise
+        assert relative_error(torch.cat(found[2], 2), dw) <= noise
+        assert relative_error(found[3][0], db) <= SUMS
 
 
 # -- amaxes that ranks agree on ----------------------------------------------------------------------------------------
@@ -98,7 +94,7 @@ def _outlier(group, rank, recipe, mode, value, many):
         last = parts is None or rank == group.size() - 1
         with torch.no_grad():
             if last:
-                module.whole_weight()[2, -1, -1] = 3.0
+                module._whole_weight()[2, -1, -1] = 3.0
         own = x if parts is None or mode == "column" else cut(x, group, 1).contiguous()
         found.append(module(own, torch.tensor(SPLITS)).detach())
     right, own = found
@@ -109,7 +105,7 @@ def _outlier(group, rank, recipe, mode, value, many):
 @pytest.mark.parametrize(("mode", "many"), [("column", False), ("column", True), ("row", False)])
 def test_an_outlier_on_the_last_rank_scales_all_ranks(ranks, recipe, mode, many):
     for right, own in ranks.run(_outlier, recipe, mode, 300.0, many, size=2):
-        assert torch.equal(own, right) if mode == "column" else error(own, right) <= SUMS
+        assert torch.equal(own, right) if mode == "column" else relative_error(own, right) <= SUMS
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -193,7 +189,7 @@ def test_experts_between_a_column_and_a_row_layer_are_one_run(ranks, recipe):
     found = ranks.run(_experts, recipe, size=2)
     for own in found:
         assert own[4] == right[4] != ()
-        assert error(own[0], right[0]) <= SUMS and error(own[1], right[1]) <= SUMS
+        assert relative_error(own[0], right[0]) <= SUMS and relative_error(own[1], right[1]) <= SUMS
     assert torch.equal(joined([own[2] for own in found], 2, 1), right[2])
     assert torch.equal(torch.cat([own[3] for own in found], 2), right[3])
 
@@ -202,7 +198,7 @@ def test_a_row_layer_whose_ranks_agree_on_x_is_no_part_of_a_run(ranks):
     right = _experts(None, 0, "fp8-current")
     for own in ranks.run(_experts, "fp8-current", size=2):
         assert (right[4], own[4]) == (("grouped-mlp",), ("grouped-linear-activation",))
-        assert error(own[0], right[0]) <= SUMS
+        assert relative_error(own[0], right[0]) <= SUMS
 
 
 @octavo.values.register("per-token-rows")
@@ -223,7 +219,7 @@ def test_ranks_agree_on_weights_inside_of_a_run(ranks):
     right = _weights_in_a_run(None, 0)
     for own in ranks.run(_weights_in_a_run, size=2):
         assert own[4] == right[4] != ()
-        assert error(own[0], right[0]) <= SUMS
+        assert relative_error(own[0], right[0]) <= SUMS
 
 
 def _refused(group, rank):

@@ -6,20 +6,17 @@ import pytest
 import torch
 
 import octavo
-from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedShape
-from tests.distributed import shards
-from tests.distributed.shards import K, N, alone, cut, error, loaded, split, whole
-from tests.distributed.wire import Wire
+from octavo.errors import UnsupportedConfig, UnsupportedShape
+from tests.support import linear_shards as shards
+from tests.support.linear_shards import K, N, alone, cut, loaded, message, split, steps_of, whole
+from tests.support.steps import relative_error
+from tests.support.wire import Wire
 
 RECIPES = ("bf16", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 MODES = tuple(itertools.product(("column", "row"), (False, True)))
 Y, DX, DW, DB = range(4)
 SUMS = 4e-3  # two sums in bf16, one rounded in parts
 OWN_SCALES = {"fp8-current": 0.07, "nvfp4": 0.2}  # dy has a rank's own amax, or random numbers: errors of each format
-
-
-def steps_of(recipe):
-    return 2 if recipe == "fp8-delayed" else 1  # the first step of dy is scaled by a rank's own amax
 
 
 def _split(group, rank, *arguments):
@@ -42,7 +39,7 @@ def bounds(recipe, mode):
 def assert_near(found, right, plain, allowed):
     for name, part, wanted, exact, bound in zip(("y", "dx", "dw", "db"), found, right, plain, allowed, strict=True):
         assert part.shape == wanted.shape and part.dtype == wanted.dtype
-        distance = error(part, wanted if bound <= SUMS else exact)
+        distance = relative_error(part, wanted if bound <= SUMS else exact)
         assert torch.equal(part, wanted) if bound == 0 else distance <= bound, (name, distance)
 
 
@@ -337,7 +334,7 @@ def _three_layers(group, rank, mode):
         layer(torch.full((4, 64), 2.0**rank)).sum().backward()
     with Wire() as second:
         octavo.step(model, group if mode == "given" else None)
-    encodes = [layer._hidden.scaling_forward_encode[0].item() for layer in model]
+    encodes = [layer._hidden.scaling_forward_inverse_scale[0].item() for layer in model]
     return [name for name, *_ in first.sent], [name for name, *_ in second.sent], encodes
 
 
@@ -351,15 +348,7 @@ def test_a_step_agrees_on_all_amaxes_in_one_collective(ranks, mode):
 def _uneven(group, rank):
     model = torch.nn.Sequential(*[octavo.Linear(8, 8, recipe="fp8-delayed") for _ in range(1 + rank)])
     model(torch.ones(2, 8)).sum().backward()
-    return _message(octavo.step, model, group)
-
-
-def _message(call, *arguments):
-    try:
-        call(*arguments)
-    except Unsupported as found:
-        return str(found)
-    return "was not refused"
+    return message(octavo.step, model, group)
 
 
 def test_ranks_with_different_numbers_of_layers_are_told(ranks):
@@ -376,13 +365,13 @@ def _refused(group, rank):
     def built(**settings):
         return octavo.Linear(62, 30, tp_group=group, **settings)
 
-    found["column"] = _message(lambda: built(parallel_mode="column"))
-    found["row"] = _message(lambda: built(parallel_mode="row"))
+    found["column"] = message(lambda: built(parallel_mode="column"))
+    found["row"] = message(lambda: built(parallel_mode="row"))
     row = octavo.Linear(64, 32, parallel_mode="row", sequence_parallel=True, tp_group=group)
-    found["rows"] = _message(row, torch.ones(6, 16))
-    found["features"] = _message(row, torch.ones(8, 64))
-    found["codes"] = _message(lambda: row(torch.ones(8, 16), fp8_output=True))
-    found["dims"] = _message(row, torch.ones(16))
+    found["rows"] = message(row, torch.ones(6, 16))
+    found["features"] = message(row, torch.ones(8, 64))
+    found["codes"] = message(lambda: row(torch.ones(8, 16), fp8_output=True))
+    found["dims"] = message(row, torch.ones(16))
     found["after"] = row(torch.ones(8, 16)).shape  # nothing was sent before, so that ranks are in step
     return found
 
@@ -408,7 +397,7 @@ def _different(group, rank, what):
     tokens = 16 if "tokens" in what and rank else 8
     if what == "tokens later":
         layer(torch.ones(8, 64))
-    told = _message(layer, torch.ones(tokens, 64, requires_grad=what == "dx" and rank == 1))
+    told = message(layer, torch.ones(tokens, 64, requires_grad=what == "dx" and rank == 1))
     if what in ("tokens", "tokens later", "dx"):
         layer(torch.ones(8, 64))  # and the ranks are still in step
     return told

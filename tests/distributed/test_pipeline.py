@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import octavo
-from tests.modules.oracle import assert_same
+from tests.support.linear_oracle import assert_same
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 32, 16, 2, 3
 RECIPES = ("fp8-delayed", "fp8-current", "nvfp4")

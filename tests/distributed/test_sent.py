@@ -6,9 +6,9 @@ import torch
 import octavo
 from octavo.communication import collectives
 from octavo.errors import ModifiedInPlace
-from tests.distributed import shards
-from tests.distributed.shards import K, M, N, cut, loaded
-from tests.distributed.wire import Wire
+from tests.support import linear_shards as shards
+from tests.support.linear_shards import K, M, N, cut, loaded
+from tests.support.wire import Wire
 
 RECIPES = ("bf16", "fp8-current", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 import octavo
 from octavo.distributed import ColwiseParallel, RowwiseParallel, distribute_parameters
 from octavo.errors import Unsupported, UnsupportedConfig
-from tests.distributed.shards import cut, error
+from tests.support.linear_shards import cut, mesh_of
+from tests.support.steps import relative_error
 
 HIDDEN, FFN, TOKENS = 128, 512, 64
 SUMS = 6e-3
@@ -46,10 +47,6 @@ def converted(recipe, seed=11):
 def data():
     g = torch.Generator().manual_seed(5)
     return [torch.randn(TOKENS, HIDDEN, generator=g) for _ in range(2)]
-
-
-def mesh_of(group):
-    return DeviceMesh.from_group(group, "cpu")
 
 
 def split(group, recipe, sequence=False, seed=11, **settings):
@@ -95,14 +92,14 @@ def test_a_plan_of_parallelize_module_computes_what_one_process_does(ranks, reci
         octavo.step(model)
     found = ranks.run(_step, recipe, sequence, compiled, size=size)
     ys, dxs = ([own[i] for own in found] for i in (0, 1))
-    assert error(torch.cat(ys) if sequence else ys[0], y.detach()) <= SUMS
-    assert error(torch.cat(dxs) if sequence else dxs[0], x.grad) <= SUMS
+    assert relative_error(torch.cat(ys) if sequence else ys[0], y.detach()) <= SUMS
+    assert relative_error(torch.cat(dxs) if sequence else dxs[0], x.grad) <= SUMS
     grads = {name: p.grad for name, p in model.named_parameters()}
     torch.optim.SGD(model.parameters(), 0.1).step()
     for own in found:
         assert own[4] == {"DTensor"}
         for name, right in model.named_parameters():
-            assert error(own[2][name], grads[name]) <= SUMS, name
+            assert relative_error(own[2][name], grads[name]) <= SUMS, name
             assert own[3][name].shape == right.shape
 
 
@@ -137,9 +134,9 @@ def test_norms_of_torch_take_torchs_style(ranks):
     y = model(x)
     y.backward(dy)
     found = ranks.run(_normed, size=2)
-    assert error(torch.cat([own[0] for own in found]), y.detach()) <= SUMS
+    assert relative_error(torch.cat([own[0] for own in found]), y.detach()) <= SUMS
     for own in found:
-        assert error(own[1], model.norm.weight.grad) <= SUMS
+        assert relative_error(own[1], model.norm.weight.grad) <= SUMS
 
 
 def _save(group, rank, folder):
@@ -255,7 +252,7 @@ def test_what_a_style_takes_and_refuses(ranks):
         assert found["dtensor in"]
         assert "splits an octavo.Linear, got Linear. Convert the model first" in found["torch's"]
         assert "9 out_features do not divide by the 2 ranks of the mesh" in found["uneven"]
-        assert "holds its weight as codes" in found["held"]
+        assert "has a weight that is codes" in found["held"]
         assert "needs the whole weight, and this process holds a shard of it" in found["cached"]
 
 
@@ -289,4 +286,4 @@ def test_fsdp_shards_what_is_split(ranks):
     for found, kinds in ranks.run(_sharded_twice, "fp8-block"):
         assert kinds == {"DTensor"}
         for name, p in model.named_parameters():
-            assert error(found[name], p.grad) <= SUMS, name
+            assert relative_error(found[name], p.grad) <= SUMS, name

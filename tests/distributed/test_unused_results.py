@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import octavo
-from octavo.modules import grouped_linear, split_linear
+from octavo.ops import grouped_linear, split_linear
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 

@@ -272,14 +272,14 @@ class Memory:
     """The slots of x, w and dy of a layer, or of one expert."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.slots = {name: Slot(recipe.scheme(name, "row").fmt.max, recipe) for name in ("x", "w", "dy")}
+        self.assignments = {name: Slot(recipe.scheme(name, "row").fmt.max, recipe) for name in ("x", "w", "dy")}
 
     def multipliers(self, x: NDArray[np.float32], w: NDArray[np.float32], dy: NDArray[np.float32]) -> Multipliers:
-        return {name: self.slots[name].used(tensor) for name, tensor in (("x", x), ("w", w), ("dy", dy))}
+        return {name: self.assignments[name].used(tensor) for name, tensor in (("x", x), ("w", w), ("dy", dy))}
 
     def step(self) -> None:
-        for slot in self.slots.values():
-            slot.step()
+        for assignment in self.assignments.values():
+            assignment.step()
 
 
 def step_experts(memories: list[Memory]) -> None:
@@ -287,10 +287,10 @@ def step_experts(memories: list[Memory]) -> None:
     for memory in memories:
         memory.step()
     for name in ("x", "w", "dy"):
-        slots = [memory.slots[name] for memory in memories]
-        known = [slot.multiplier for slot in slots if slot.window]
-        for slot in slots:
-            slot.lent = min(known, default=None)
+        assignments = [memory.assignments[name] for memory in memories]
+        known = [assignment.multiplier for assignment in assignments if assignment.window]
+        for assignment in assignments:
+            assignment.lent = min(known, default=None)
 
 
 def accumulated(main: NDArray[np.float32], dw: Product, dtype: str) -> Product:

@@ -85,18 +85,20 @@ def _float32_scales(scheme: Scheme, x: NDArray[np.float32], dtype: str, multipli
     block = {"tensorwise": (None, None), "rowwise": (1, None), "block": (128 if scheme.square else 1, 128)}[scheme.kind]
     if scheme.given:
         assert multiplier is not None
-        encode = np.full((1, 1), multiplier, F32)
+        inverse_scale = np.full((1, 1), multiplier, F32)
     else:
         a = block_amax(x, block)
         a = np.maximum(a, F32(1e-12)) if scheme.kind == "rowwise" else a
-        encode = F32(scheme.fmt.max) / a
+        inverse_scale = F32(scheme.fmt.max) / a
         ceiling = LARGEST[dtype] if scheme.kind == "block" else FLOAT32_MAX
-        encode = np.where(np.isinf(encode) & (a > 0), F32(ceiling), encode)
-        encode = np.where(a == 0, F32(1), encode)
-        encode = power_of_two_below(encode) if scheme.pow2 else encode
-        encode = np.where(np.isfinite(a), encode, F32(np.nan)).astype(F32)
-    grid = (F32(1) / encode).astype(F32)
-    codes = encode_elements(scheme.fmt, x, spread(np.where(np.isnan(encode), F32(1), encode), block, x.shape))
+        inverse_scale = np.where(np.isinf(inverse_scale) & (a > 0), F32(ceiling), inverse_scale)
+        inverse_scale = np.where(a == 0, F32(1), inverse_scale)
+        inverse_scale = power_of_two_below(inverse_scale) if scheme.pow2 else inverse_scale
+        inverse_scale = np.where(np.isfinite(a), inverse_scale, F32(np.nan)).astype(F32)
+    grid = (F32(1) / inverse_scale).astype(F32)
+    codes = encode_elements(
+        scheme.fmt, x, spread(np.where(np.isnan(inverse_scale), F32(1), inverse_scale), block, x.shape)
+    )
     return Quantized(scheme, codes, grid, spread(grid, block, x.shape).astype(np.float64))
 
 
@@ -105,8 +107,8 @@ def _mx(scheme: Scheme, x: NDArray[np.float32]) -> Quantized:
     a = block_amax(x, block)
     finite = np.where(np.isfinite(a), a, F32(0))
     byte = np.where(np.isfinite(a), mx_byte(finite, scheme.fmt, scheme.rounding), 255).astype(np.uint8)
-    encode = np.where(byte == 255, F32(1), np.exp2(127.0 - byte).astype(F32)).astype(F32)
-    codes = encode_elements(scheme.fmt, x, spread(encode, block, x.shape))
+    inverse_scale = np.where(byte == 255, F32(1), np.exp2(127.0 - byte).astype(F32)).astype(F32)
+    codes = encode_elements(scheme.fmt, x, spread(inverse_scale, block, x.shape))
     return Quantized(scheme, codes, byte, spread(decode_e8m0(byte), block, x.shape))
 
 
@@ -140,9 +142,9 @@ def _nvfp4(scheme: Scheme, x: NDArray[np.float32], seed: tuple[int, int], stream
         over_all = F32(1) / s_enc
     s_b = E4M3.encode(block_amax(v, block) * (s_enc * F32(1 / 6)))
     scale = E4M3.decode(s_b)
-    encode = F32(1) / (scale.astype(F32) * (F32(1) / s_enc))
-    encode = np.minimum(encode, F32(FLOAT32_MAX))
-    scaled = v * spread(encode, block, v.shape)
+    inverse_scale = F32(1) / (scale.astype(F32) * (F32(1) / s_enc))
+    inverse_scale = np.minimum(inverse_scale, F32(FLOAT32_MAX))
+    scaled = v * spread(inverse_scale, block, v.shape)
     scaled = np.clip(scaled, F32(-6), F32(6))
     if scheme.stochastic:
         codes = round_stochastically(scaled, random_bytes(rows, v.shape[1] // 16, *seed, stream))
@@ -151,9 +153,9 @@ def _nvfp4(scheme: Scheme, x: NDArray[np.float32], seed: tuple[int, int], stream
     return Quantized(scheme, codes, s_b, spread(scale, block, v.shape), over_all)
 
 
-def encode_elements(fmt: Format, x: NDArray[np.float32], encode: NDArray[np.float32]) -> NDArray[np.uint8]:
+def encode_elements(fmt: Format, x: NDArray[np.float32], inverse_scale: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Codes of x times its multipliers; an element that is not finite keeps to itself."""
-    codes = fmt.encode(x * encode)
+    codes = fmt.encode(x * inverse_scale)
     if fmt.name == "E5M2":
         infinity = np.where(np.signbit(x), 0xFC, 0x7C)
         return np.where(np.isinf(x), infinity, np.where(np.isnan(x), NAN, codes)).astype(np.uint8)

@@ -26,7 +26,7 @@ from tests.fuzz.draw import (
 )
 from tests.fuzz.formats import last_place
 from tests.fuzz.oracle import Memory, Operands, Product, Recipe, Results, accumulated, group_rows, linear, step_experts
-from tests.pairs import some
+from tests.support.pairs import some
 
 FAST, CHUNKS, CHUNK = 20, 20, 150  # cases of the sample; of the long run
 GEMMS = {"y": "fprop", "dx": "dgrad", "dW": "wgrad"}
@@ -215,7 +215,7 @@ class Run:
                 memory = self.memories[g]
                 one.multipliers = memory.multipliers(one.x, one.w, one.dy)
                 for name, tensor in (("x", one.x), ("w", one.w), ("dy", one.dy)):
-                    memory.slots[name].observe(tensor)  # no rows are no amax; the weight is there all the same
+                    memory.assignments[name].observe(tensor)  # no rows are no amax; the weight is there all the same
             given.append(one)
         return given
 

@@ -27,7 +27,7 @@ from tests.fuzz.draw import (
 )
 from tests.fuzz.formats import last_place, rounded
 from tests.fuzz.oracle import Memory, Operands, Product, Recipe, Results, accumulated, linear
-from tests.pairs import some
+from tests.support.pairs import some
 
 pytestmark = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 FAST, CHUNKS, CHUNK = 60, 20, 200  # cases of the sample; of the long run
@@ -174,7 +174,7 @@ class Run:
         if self.memory is not None:
             given.multipliers = self.memory.multipliers(given.x, given.w, given.dy)
             for name, tensor in (("x", given.x), ("w", given.w), ("dy", given.dy)):
-                self.memory.slots[name].observe(tensor)
+                self.memory.assignments[name].observe(tensor)
         return x_tensor, dy_tensor, given
 
     def microbatch(self, flag: bool | None) -> None:

@@ -15,7 +15,7 @@ from tests.fuzz.draw import KINDS, LAYOUTS, RECIPES, SIZES, choose, data, laid_o
 from tests.fuzz.formats import E2M1, E4M3, E5M2, decode_e8m0
 from tests.fuzz.oracle import Recipe
 from tests.fuzz.schemes import Quantized, quantize
-from tests.pairs import some
+from tests.support.pairs import some
 
 FAST, CHUNKS, CHUNK = 150, 20, 500
 OPERANDS = (  # (operand, orientation, GEMM, side): where a recipe's resolved form keeps the quantizer
@@ -73,7 +73,7 @@ def run(case: Case, device: str) -> None:
     spec = getattr(getattr(octavo.recipe(case.recipe).linear(), gemm), side)
     settings = {}
     if scheme.given:
-        settings["encode"] = torch.tensor([case.multiplier], device=device)
+        settings["inverse_scale"] = torch.tensor([case.multiplier], device=device)
     if scheme.stochastic:
         settings["seed"] = torch.tensor(case.rounding_seed, device=device)
     found = spec.quantize(x, -1 if orientation == "row" else 0, **settings)

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.errors import Unsupported, UnsupportedConfig
 from octavo.recipes import SHIPPED
-from tests.modules.oracle import make, spiky
-from tests.state_tensors import named_state
+from tests.support.inspected import only
+from tests.support.linear_oracle import make, spiky
+from tests.support.state_tensors import named_state
 
 compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on a CPU")
 
@@ -63,11 +64,6 @@ def mlp(recipe="fp8-delayed", depth=2):
     model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(depth)])
     octavo.convert(model, recipe)
     return model
-
-
-def only(found):
-    assert len(found) == 1, found
-    return found[0]
 
 
 # -- what is counted -----------------------------------------------------------------------------------------------

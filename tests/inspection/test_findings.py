@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.delayed_scaling.memory import BUFFER_NAMES
 from octavo.inspection.tensor_rows import percent
 from octavo.recipes import SHIPPED
+from octavo.scaling.delayed_scaling import BUFFER_NAMES
+from tests.support.inspected import only
 
 
 def model_of(recipe="fp8-current", depth=3):
@@ -24,11 +25,6 @@ def found_in(model, step):
 
 def train(model, x=None):
     model(torch.randn(32, 64) if x is None else x).square().mean().backward()
-
-
-def only(found):
-    assert len(found) == 1, found
-    return found[0]
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)
@@ -77,8 +73,8 @@ def test_multipliers_of_two_tensors_that_are_swapped():
     model = model_of("fp8-delayed")
     train(model)
     octavo.step(model)
-    encode = getattr(model[1]._hidden, BUFFER_NAMES["forward"]["encode"])
-    encode.copy_(encode.flip(0))  # those of x and w
+    inverse_scale = getattr(model[1]._hidden, BUFFER_NAMES["forward"]["inverse_scale"])
+    inverse_scale.copy_(inverse_scale.flip(0))  # those of x and w
     model[1].weight.data.mul_(1 / 64)
     found = found_in(model, train)
     assert any(text.startswith("1: x saturates: ") or text.startswith("1: w underflows") for text in found), found

@@ -4,59 +4,26 @@ import copy
 import math
 import re
 import sys
-from collections import Counter
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
-from octavo.inspection import watched
+from octavo.inspection import inspected_layer
 from octavo.inspection.measure import Call
 from octavo.inspection.statistics import BINS, LOWEST
 from octavo.recipes import SHIPPED
-from tests.model import dispatched_experts
+from tests.support import dispatched_experts
+from tests.support.inspected import Counted, by_tensor, cosine, pair, train
 
 QUANTIZED = tuple(name for name in SHIPPED if name != "bf16")
 
 
-class Counted(TorchDispatchMode):
-    """Counts every operator."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls[str(func)] += 1
-        return func(*args, **kwargs or {})
-
-
-def pair(recipe="fp8-current", **settings):
-    return nn.Sequential(
-        octavo.Linear(64, 96, recipe=recipe, **settings), nn.GELU(), octavo.Linear(96, 32, recipe=recipe, **settings)
-    )
-
-
-def train(model, x):
-    y = model(x)
-    y.square().mean().backward()
-    return y
-
-
-def by_tensor(report, layer="0"):
-    return {row.tensor: row for row in report.rows() if row.layer == layer}
-
-
 def gradients(model):
     return [p.grad for p in model.parameters()]
-
-
-def cosine(a, b):
-    return torch.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
 
 
 # -- the numbers -------------------------------------------------------------------------------------------------------
@@ -177,7 +144,7 @@ def test_groups_are_measured_alone_and_without_the_tail(recipe, settings):
         y = layer(x, sizes)
         dy = torch.randn_like(y)
         y.backward(dy)
-    rows, w = by_tensor(report, ""), layer.whole_weight().detach()
+    rows, w = by_tensor(report, ""), layer._whole_weight().detach()
     exact = torch.cat([x[:10] @ w[0].T, x[10:40] @ w[2].T]) + torch.cat(
         [_bias(layer, 0).expand(10, 24), _bias(layer, 2).expand(30, 24)]
     )
@@ -275,7 +242,7 @@ def test_weights_held_as_codes_are_inspected(kind):
         layer(torch.randn(16, 64, requires_grad=True), *arguments).square().mean().backward()
     rows = by_tensor(report, "")
     assert rows["w"].underflow is None and rows["w"].sqnr is None
-    assert rows["w"].amax > 0 and sum(rows["w"].scales) == layer.whole_weight().numel()
+    assert rows["w"].amax > 0 and sum(rows["w"].scales) == layer._whole_weight().numel()
     assert rows["dx"].cosine > 0.999
 
 
@@ -336,7 +303,9 @@ def test_measuring_reads_nothing_back(recipe, monkeypatch):
     counted = Counted()
     for name in ("record_forward", "record_backward"):
         monkeypatch.setattr(Call, name, _in_mode(getattr(Call, name), counted))
-    monkeypatch.setattr(watched, "record_input_gradient", _in_mode(watched.record_input_gradient, counted))
+    monkeypatch.setattr(
+        inspected_layer, "record_input_gradient", _in_mode(inspected_layer.record_input_gradient, counted)
+    )
     model, x = pair(recipe), torch.randn(20, 64, requires_grad=True)
     train(model, x)
     with octavo.inspect(model):
@@ -426,7 +395,17 @@ def test_refusals(call, says):
         call()
 
 
-def test_what_is_no_tensor_is_refused_as_without_it():
+def test_what_is_no_tensor_is_refused_as_without_inspection():
     layer = octavo.Linear(16, 8, recipe="mxfp8")
     with octavo.inspect(layer), pytest.raises(UnsupportedDtype, match="Linear takes a tensor, got tuple"):
         layer((torch.randn(4, 16),))
+
+
+def test_the_error_of_the_weight_is_that_of_the_weights_own_cast():
+    layer, x = octavo.Linear(64, 40, recipe="fp8-current"), torch.randn(40, 64) * torch.logspace(-9, 0, 64)
+    with octavo.inspect(layer) as report:
+        layer(x)
+    w = layer.weight.detach()
+    values = octavo.recipe("fp8-current").linear().fprop.right.quantize(w).dequantize()
+    noise = (values - w).double().square().sum() / w.double().square().sum()
+    assert by_tensor(report, "")["w"].sqnr == pytest.approx(-10 * math.log10(noise.item()), abs=1e-6)

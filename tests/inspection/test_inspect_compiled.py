@@ -4,27 +4,19 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
 
 import octavo
-from octavo.inspection import watched
+from octavo.inspection import inspected_layer
 from octavo.recipes import SHIPPED
+from tests.support.inspected import pair, train
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def train(call, x):
-    call(x).square().mean().backward()
-
-
-def mlp(recipe):
-    return nn.Sequential(octavo.Linear(64, 96, recipe=recipe), nn.GELU(), octavo.Linear(96, 32, recipe=recipe))
-
-
 @pytest.mark.parametrize("recipe", SHIPPED)
 def test_a_graph_records_what_eager_mode_records(recipe):
-    model, x = mlp(recipe), torch.randn(20, 64, requires_grad=True)
+    model, x = pair(recipe), torch.randn(20, 64, requires_grad=True)
     twin = copy.deepcopy(model)
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
     train(call, x)  # compiled before the block
@@ -53,7 +45,7 @@ def test_the_block_compiles_once_and_the_old_graph_serves_after_it():
 
 
 def test_steps_that_are_not_measured_have_a_graph_of_their_own():
-    model, x = mlp("mxfp8"), torch.randn(20, 64)
+    model, x = pair("mxfp8"), torch.randn(20, 64)
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
     with octavo.inspect(model, every=2) as report:
         for _ in range(6):
@@ -64,7 +56,7 @@ def test_steps_that_are_not_measured_have_a_graph_of_their_own():
 
 
 def test_explain_shows_the_operators_of_an_inspected_model():
-    model, x = mlp("mxfp8"), torch.randn(20, 64, requires_grad=True)
+    model, x = pair("mxfp8"), torch.randn(20, 64, requires_grad=True)
     with octavo.inspect(model):
         inside = octavo.explain(model, x)
     assert inside.count("octavo::inspect_y", "forward") == inside.count("octavo::inspect_dy", "backward") == 2
@@ -99,4 +91,4 @@ def test_the_operators_describe_their_results():
     for func, args in seen:
         tensors = torch.utils._pytree.tree_map(lambda t: t.detach() if isinstance(t, torch.Tensor) else t, args)
         torch.library.opcheck(func, tensors, test_utils=("test_faketensor", "test_autograd_registration"))
-    assert watched.STATS not in layer._hidden._buffers
+    assert inspected_layer.STATS not in layer._hidden._buffers

@@ -12,9 +12,9 @@ from torch import nn
 
 import octavo
 from octavo.errors import UnsupportedConfig
-from octavo.inspection.watched import Watched
-from octavo.modules.quantized import Quantized
-from tests.modules.oracle import assert_same
+from octavo.inspection.inspected_layer import Inspected
+from octavo.ops.quantized import Quantized
+from tests.support.linear_oracle import assert_same
 
 X = torch.ones(4, 16)
 
@@ -28,7 +28,7 @@ def is_plain(model):
     layers = [m for m in model.modules() if isinstance(m, Quantized)]
     assert layers
     return all(
-        not isinstance(m, Watched) and not {"inspection", "inspected_recipe"} & vars(m).keys()
+        not isinstance(m, Inspected) and not {"inspection", "inspected_recipe"} & vars(m).keys()
         and "inspection_stats" not in m._buffers
         for m in layers
     )  # fmt: skip
@@ -71,8 +71,9 @@ def in_thread(call):
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Watched, "_run_node"), (Quantized, "_run_node"), (Watched, "split"), (Quantized, "split"),
-     (Watched, "why_not_fusible")],
+    [(Inspected, "_run_node"), (Quantized, "_run_node"), (Inspected, "_split_over_ranks"),
+     (Quantized, "_split_over_ranks"),
+     (Inspected, "why_not_fusible")],
     ids=["entry", "node", "split", "own-split", "why_not_fusible"],
 )  # fmt: skip
 def test_a_block_that_ends_while_another_thread_is_in_a_forward(owner, name, before, monkeypatch):

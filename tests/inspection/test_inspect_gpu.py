@@ -12,7 +12,8 @@ from octavo.inspection import statistics
 from octavo.inspection.measure import read
 from octavo.quant import MX, NVFP4, Block1D, Block2D, Rowwise, Tensorwise
 from octavo.recipes import SHIPPED
-from tests.waiting import no_waiting
+from tests.support.cuda_work import kernels_of
+from tests.support.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 every = pytest.mark.parametrize("recipe", SHIPPED)
@@ -31,16 +32,6 @@ def train(call, *inputs):
     for leaf in (*call.parameters(), inputs[0]):  # a gradient of the step before would lie in the memory of its graph
         leaf.grad = None
     call(*inputs).float().square().mean().backward()
-
-
-def kernels_of(call):
-    """The kernels that a call launches, in order."""
-    call()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        call()
-        torch.cuda.synchronize()
-    return [event.name for event in trace.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
 def calls(report):

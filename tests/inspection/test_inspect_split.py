@@ -9,7 +9,7 @@ from torch import nn
 import octavo
 from octavo.communication import collectives
 from octavo.recipes import SHIPPED
-from tests.distributed.shards import cut
+from tests.support.linear_shards import cut
 
 HIDDEN, FFN, TOKENS = 128, 256, 256
 MODES = [("column", False), ("column", True), ("row", False), ("row", True)]
@@ -20,10 +20,6 @@ COSINE = {"bf16": 1 - 1e-9, "nvfp4": 0.97}  # of a rank's own product; those of 
 def numbers(report):
     """The numbers of each tensor, by layer."""
     return {(row.layer, row.tensor): row._asdict() for row in report.rows()}
-
-
-def cosine(a, b):
-    return torch.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
 
 
 def train(call, x, dy, *arguments, **keywords):

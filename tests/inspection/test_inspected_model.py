@@ -11,8 +11,8 @@ from torch import nn
 
 import octavo
 from octavo.errors import UnsupportedConfig
-from tests.inspection.test_inspect import Counted, by_tensor, pair, train
-from tests.state_tensors import named_tensors
+from tests.support.inspected import Counted, by_tensor, pair, train
+from tests.support.state_tensors import named_tensors
 
 
 class Named(nn.Linear):

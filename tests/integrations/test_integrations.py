@@ -16,7 +16,7 @@ from torch import nn
 import octavo
 from octavo.errors import InvalidCheckpoint, Unsupported
 from octavo.integrations import recipe_file
-from tests.processes import output_of
+from tests.support.processes import output_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:fp8-delayed. octavo.step")  # after an attachment was removed
 NAMES = {"hugging_face": "transformers", "accelerate": "accelerate", "lightning": "lightning"}
@@ -102,7 +102,7 @@ def fresh(monkeypatch):
 # -- without the packages ----------------------------------------------------------------------------------------------
 
 
-def test_octavo_imports_none_of_them():
+def test_octavo_imports_no_package_that_it_integrates():
     script = "import sys, octavo\nprint([n for n in sys.modules if 'integrations' in n or n in {names!r}])"
     assert output_of(script.format(names=[*NAMES.values()])).strip() == "[]"
 

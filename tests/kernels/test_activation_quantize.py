@@ -1,7 +1,5 @@
 """Activations into codes: the same bytes as the activation written and then cast."""
 
-import math
-
 import pytest
 import torch
 
@@ -9,50 +7,17 @@ from octavo import backend
 from octavo.errors import UnsupportedShape
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import activation
-from octavo.kernels import activation_quantize as kernel
 from octavo.kernels.activation import ACTIVATIONS, Function, Inputs, Wanted
+from octavo.kernels.activation import cast as kernel
 from octavo.kernels.tile_cast import NOTHING, Target
-from octavo.quant import MX, Block1D, Block2D, Rowwise, TensorProto, Tensorwise
+from octavo.quant import MX, Block1D, Block2D, Rowwise, Tensorwise
 from octavo.quant.quantizer import CastArgs, fill_pair
-from tests.kernels.test_activation import data, seed_of, sizes
-from tests.pairs import pairs, triples
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SPECS = [Tensorwise(), Tensorwise(E5M2), Block1D(), Block1D(E5M2, "fp32"), Block2D(), Block2D(E4M3, "fp32")]
+from tests.support.activation_formulas import data, seed_of, sizes
+from tests.support.filled_codes import DTYPES, ODD, SPECS, assert_same_bytes, contents, empty_pair, given_to
+from tests.support.pairs import pairs, triples
 
 every = pytest.mark.parametrize("name", ACTIVATIONS)
 specs = pytest.mark.parametrize("spec", SPECS, ids=str)
-
-
-def empty_pair(spec, m, k, dtype, device, sides="rc", column=None):
-    """Orientations to be filled, poisoned."""
-    like = TensorProto((m, k), dtype, torch.device(device))
-    row = spec.proto(like).empty() if "r" in sides else None
-    other = (column or spec).proto(like, 0).empty() if "c" in sides else None
-    for q in (row, other):
-        for t in () if q is None else q.tensors():
-            t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)).view(torch.uint8).fill_(0xA5)
-    return row, other
-
-
-def given_to(spec, device, encode=0.37):
-    """Delayed scaling for a scheme that takes it, with an amax to be raised. Without a multiplier: current scaling."""
-    if not spec.takes_encode or encode is None:
-        return CastArgs()
-    return CastArgs(encode=torch.tensor([encode], device=device), observed=torch.full((1,), 1e-3, device=device))
-
-
-def contents(pair, given):
-    """Bytes of all that is filled. An amax of NaN is one NaN, whichever the kernels had."""
-    filled = [t for q in pair if q is not None for t in q.tensors()]
-    filled += [given.observed.nan_to_num(-1.0)] if given.observed is not None else []
-    return [t.cpu().contiguous().view(-1).view(torch.uint8) for t in filled]
-
-
-def assert_same(found, want, what=""):
-    for a, b in zip(found, want, strict=True):
-        assert a.shape == b.shape, what
-        assert torch.equal(a, b), f"{what}: {int((a != b).sum())} of {a.numel()} bytes differ"
 
 
 def operands(fn, m, h, dtype, device="cpu", extra=(), strided=False, odd=()):
@@ -72,37 +37,40 @@ def operands(fn, m, h, dtype, device="cpu", extra=(), strided=False, odd=()):
     return x, dy, found
 
 
-def check_forward(fn, x, extra, spec, sides="rc", column=None, encode=0.37, **settings):
+def check_forward(fn, x, extra, spec, sides="rc", column=None, inverse_scale=0.37, **settings):
     m, h = x.shape[0], x.shape[1] // sizes(fn)
     results = []
     for fused in (True, False):
-        pair, given = empty_pair(spec, m, h, x.dtype, x.device, sides, column), given_to(spec, x.device, encode)
+        pair, given = empty_pair(spec, m, h, x.dtype, x.device, sides, column), given_to(spec, x.device, inverse_scale)
         if not fused:
             fill_pair(activation.forward(fn, x, **extra), pair, given)
         elif settings:
-            backend.twin("octavo.kernels.activation_quantize", x).forward(
+            backend.implementation("octavo.kernels.activation.cast", x).forward(
                 fn, Inputs(x, **extra), Target(pair, given), **settings
             )
         else:
             kernel.forward(fn, Inputs(x, **extra), Target(pair, given))
         results.append(contents(pair, given))
-    assert_same(*results, what=f"y {spec} {sides}")
+    assert_same_bytes(*results, what=f"y {spec} {sides}")
 
 
-def check_backward(fn, x, dy, extra, spec, again=None, sides="rc", bias_grad=None, encode=411.0, **settings):
+def check_backward(fn, x, dy, extra, spec, again=None, sides="rc", bias_grad=None, inverse_scale=411.0, **settings):
     (m, h), x = dy.shape, x if fn.remembers or again is not None else None
     n, results = h * sizes(fn), []
     for fused in (True, False):
-        pair, given = empty_pair(spec, m, n, dy.dtype, dy.device, sides), given_to(spec, dy.device, encode)
+        pair, given = empty_pair(spec, m, n, dy.dtype, dy.device, sides), given_to(spec, dy.device, inverse_scale)
         if again is not None:
-            second, other = empty_pair(again, m, h, x.dtype, dy.device, "c")[1], given_to(again, dy.device, encode)
+            second, other = (
+                empty_pair(again, m, h, x.dtype, dy.device, "c")[1],
+                given_to(again, dy.device, inverse_scale),
+            )
         else:
             second, other = None, CastArgs()
         targets = Target(pair, given), Target((None, second), other)
         if fused and not settings:
             db = kernel.backward(fn, dy, Inputs(x, **extra), *targets, bias_grad).bias
         elif fused:
-            twin = backend.twin("octavo.kernels.activation_quantize", dy)
+            twin = backend.implementation("octavo.kernels.activation.cast", dy)
             db = twin.backward(fn, dy, Inputs(x, **extra), *targets, bias_grad, None, **settings).bias
         else:
             dx, _, db = activation.backward(fn, dy, x, **extra, wanted=Wanted(bias=bias_grad))
@@ -111,8 +79,8 @@ def check_backward(fn, x, dy, extra, spec, again=None, sides="rc", bias_grad=Non
                 fill_pair(activation.forward(fn, x, **extra), (None, second), other)
         results.append((contents(pair, given), contents((None, second), other), db))
     (found, found_again, db), (want, want_again, want_db) = results
-    assert_same(found, want, what=f"dx {spec} {sides}")
-    assert_same(found_again, want_again, what=f"y {again}")
+    assert_same_bytes(found, want, what=f"dx {spec} {sides}")
+    assert_same_bytes(found_again, want_again, what=f"y {again}")
     assert (db is None) == (want_db is None)
     if db is not None:
         assert db.dtype == bias_grad
@@ -145,15 +113,15 @@ def test_backward_fills_what_casts_of_dx_and_y_would(name, spec):
 def test_schemes_without_a_kernel_go_by_way_of_the_value(spec):
     fn = ACTIVATIONS["swiglu"]
     x, dy, extra = operands(fn, 5, 64, torch.bfloat16)
-    for given in (CastArgs(), CastArgs(observed=torch.zeros(1))):
+    for given in (CastArgs(), CastArgs(running_amax=torch.zeros(1))):
         row, column = empty_pair(spec, 5, 64, x.dtype, "cpu")
         kernel.forward(fn, Inputs(x, **extra), Target((row, column), given))
         want = spec.quantize_both(activation.forward(fn, x))
-        assert_same(contents((row, column), CastArgs()), contents(want, CastArgs()))
+        assert_same_bytes(contents((row, column), CastArgs()), contents(want, CastArgs()))
     first, second = empty_pair(spec, 5, 128, x.dtype, "cpu")
     assert kernel.backward(fn, dy, Inputs(x), Target((first, second))) == (None, None)
     want = spec.quantize_both(activation.backward(fn, dy, x).x)
-    assert_same(contents((first, second), CastArgs()), contents(want, CastArgs()))
+    assert_same_bytes(contents((first, second), CastArgs()), contents(want, CastArgs()))
 
 
 ON_GPU = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in ("gelu", "linear", "swiglu", "situglu")]
@@ -177,9 +145,9 @@ def test_backward_takes_the_amax_that_forward_measured(name, device):
             again = Target(column, CastArgs(amax=(None, given)))
             kernel.backward(fn, dy, Inputs(x, **extra), Target(dx), again)
             fill_pair(y, want, CastArgs(amax=(None, amax if given is None else given)))
-            assert_same(contents(column, CastArgs()), contents(want, CastArgs()))
+            assert_same_bytes(contents(column, CastArgs()), contents(want, CastArgs()))
             want = Tensorwise(E5M2).quantize_both(activation.backward(fn, dy, x, **extra).x)
-            assert_same(contents(dx, CastArgs()), contents(want, CastArgs()))
+            assert_same_bytes(contents(dx, CastArgs()), contents(want, CastArgs()))
 
 
 def test_no_amax_is_returned_where_a_multiplier_is_given_or_blocks_have_scales():
@@ -234,8 +202,6 @@ def test_which_casts_need_no_value_written():
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
-
-ODD = (math.nan, math.inf, -math.inf, 0.0, -0.0, 60.0, -60.0, 1e-30, 3e38)
 
 
 @pytest.mark.gpu
@@ -315,8 +281,8 @@ def test_triton_fills_the_same_bytes_by_a_scale_that_it_measures(name):
     fn = ACTIVATIONS[name]
     for m, h, odd in ((130, 256, ()), (37, 144, (0.0, -60.0, 1e-30)), (37, 144, ODD)):
         x, dy, extra = operands(fn, m, h, torch.bfloat16, "cuda", odd=odd)
-        check_forward(fn, x, extra, Tensorwise(), encode=None)
-        check_backward(fn, x, dy, extra, Tensorwise(E5M2), Tensorwise() if fn.remembers else None, encode=None)
+        check_forward(fn, x, extra, Tensorwise(), inverse_scale=None)
+        check_backward(fn, x, dy, extra, Tensorwise(E5M2), Tensorwise() if fn.remembers else None, inverse_scale=None)
 
 
 @pytest.mark.gpu
@@ -325,8 +291,8 @@ def test_triton_fills_the_same_bytes_by_a_scale_that_it_measures(name):
 def test_triton_measures_every_side_and_dtype(sides, dtype):
     fn, spec = ACTIVATIONS["swiglu"], Tensorwise(pow2=True)
     x, dy, extra = operands(fn, 130, 256, dtype, "cuda", odd=ODD[3:])
-    check_forward(fn, x, extra, spec, sides, encode=None)
-    check_backward(fn, x, dy, extra, spec, Tensorwise() if sides == "r" else None, sides, encode=None)
+    check_forward(fn, x, extra, spec, sides, inverse_scale=None)
+    check_backward(fn, x, dy, extra, spec, Tensorwise() if sides == "r" else None, sides, inverse_scale=None)
 
 
 @pytest.mark.gpu
@@ -337,24 +303,24 @@ def test_triton_measures_whatever_goes_along(case):
         if fn.gated and fn.interleave and h % fn.interleave:
             continue
         x, dy, extras = operands(fn, m, h, dtype, "cuda", extra, strided="strided" in case)
-        check_forward(fn, x, extras, Tensorwise(), encode=None)
+        check_forward(fn, x, extras, Tensorwise(), inverse_scale=None)
         bias_grad = dtype if "bias" in extra else None
         again = Tensorwise() if fn.remembers else None
-        check_backward(fn, x, dy, extras, Tensorwise(E5M2), again, bias_grad=bias_grad, encode=None)
+        check_backward(fn, x, dy, extras, Tensorwise(E5M2), again, bias_grad=bias_grad, inverse_scale=None)
 
 
 @pytest.mark.gpu
 def test_a_scale_of_zeros_alone_is_measured():
     fn = ACTIVATIONS["swiglu"]
     x, dy, extra = operands(fn, 130, 256, torch.bfloat16, "cuda")
-    check_forward(fn, torch.zeros_like(x), extra, Tensorwise(), encode=None)
-    check_backward(fn, x, torch.zeros_like(dy), extra, Tensorwise(), Tensorwise(), encode=None)
+    check_forward(fn, torch.zeros_like(x), extra, Tensorwise(), inverse_scale=None)
+    check_backward(fn, x, torch.zeros_like(dy), extra, Tensorwise(), Tensorwise(), inverse_scale=None)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_triton_fills_the_same_bytes_in_every_configuration(name):
-    from octavo.kernels.activation_quantize.triton import CONFIGS, GATED_CONFIGS
+    from octavo.kernels.activation.cast.triton import CONFIGS, GATED_CONFIGS
 
     fn = ACTIVATIONS[name]
     x, dy, extra = operands(fn, 257, 272, torch.bfloat16, "cuda")
@@ -386,7 +352,7 @@ def test_triton_gives_the_same_bits_again(spec):
         pair, given = empty_pair(spec, 513, 4096, x.dtype, "cuda"), given_to(spec, "cuda")
         db = kernel.backward(fn, dy, Inputs(x, **extra), Target(pair, given), bias_grad=torch.float32).bias
         results.append([*contents(pair, given), db.cpu().view(torch.uint8)])
-    assert_same(*results)
+    assert_same_bytes(*results)
 
 
 @pytest.mark.gpu

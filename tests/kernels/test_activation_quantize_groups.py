@@ -10,19 +10,19 @@ from octavo import backend
 from octavo.errors import UnsupportedShape
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import activation, grouped_gemm
-from octavo.kernels import activation_quantize as kernel
 from octavo.kernels.activation import ACTIVATIONS, Inputs, Wanted
+from octavo.kernels.activation import cast as kernel
 from octavo.kernels.tile_cast import NOTHING, Target
 from octavo.quant import MX, Block1D, Block2D, Rowwise, TensorProto, Tensorwise
 from octavo.quant.grouped import GroupedTensor, fill_groups, grouped_proto
 from octavo.quant.groups import split
 from octavo.quant.quantizer import CastArgs
-from tests.kernels.test_activation import data, seed_of
-from tests.kernels.test_activation import sizes as halves
-from tests.kernels.test_activation_quantize import DTYPES, ODD, assert_same, contents
-from tests.pairs import pairs, triples
+from tests.support.activation_formulas import data, seed_of
+from tests.support.activation_formulas import sizes as halves
+from tests.support.filled_codes import DTYPES, ODD, assert_same_bytes, contents
+from tests.support.pairs import pairs, triples
 
-PACKAGE = "octavo.kernels.activation_quantize"
+PACKAGE = "octavo.kernels.activation.cast"
 DELAYED = [Tensorwise(), Tensorwise(E5M2)]
 BLOCKS = [Block1D(), Block1D(E5M2, "fp32"), Block2D(), Block2D(E4M3, "fp32")]
 OTHERS = [Rowwise(), MX()]
@@ -63,7 +63,7 @@ class Case:
         self.extra = {"scales": scales if scaled else None, "seed": seed_of(77, 2, device) if drop else None}
         self.inputs = Inputs(x, **self.extra)
 
-    def target(self, spec, k, sides="rc", delayed=True, encode=0.37):
+    def target(self, spec, k, sides="rc", delayed=True, inverse_scale=0.37):
         """Codes to be filled, poisoned, and the arguments of their cast."""
         wide, groups, found = -(-k // 16) * 16, self.groups, []
         for side, letter in (("row", "r"), ("column", "c")):
@@ -75,9 +75,9 @@ class Case:
                     flat.view(torch.uint8).fill_(0xA5)
             found.append(q)
         given = CastArgs(groups=groups)
-        if delayed and spec.takes_encode:
-            encodes = encode * (1 + torch.arange(groups.number, device=self.device) % 3)
-            given = given._replace(encode=encodes.float(), observed=torch.full_like(encodes, 1e-3).float())
+        if delayed and spec.takes_inverse_scale:
+            encodes = inverse_scale * (1 + torch.arange(groups.number, device=self.device) % 3)
+            given = given._replace(inverse_scale=encodes.float(), running_amax=torch.full_like(encodes, 1e-3).float())
         return Target(tuple(found), given)
 
     def fill(self, value, target):
@@ -92,11 +92,11 @@ class Case:
     def check_forward(self, spec, sides="rc", delayed=True, **settings):
         found, want = (self.target(spec, self.h, sides, delayed) for _ in range(2))
         if settings:
-            backend.twin(PACKAGE, self.x).forward(self.fn, self.inputs, found, **settings)
+            backend.implementation(PACKAGE, self.x).forward(self.fn, self.inputs, found, **settings)
         else:
             kernel.forward(self.fn, self.inputs, found)
         self.fill(activation.forward(self.fn, self.x, **self.extra), want)
-        assert_same(contents(*found), contents(*want), what=f"y {spec} {sides}")
+        assert_same_bytes(contents(*found), contents(*want), what=f"y {spec} {sides}")
 
     def check_backward(self, spec, again=None, sides="rc", delayed=True, **settings):
         fn, dy, groups = self.fn, self.dy, self.groups
@@ -108,7 +108,7 @@ class Case:
         if again is not None:
             found_y, want_y = (self.target(again, self.h, "c", delayed) for _ in range(2))
         if settings:
-            twin = backend.twin(PACKAGE, dy)
+            twin = backend.implementation(PACKAGE, dy)
             vectors = twin.backward(fn, dy, self.inputs, found, found_y, *sums.values(), **settings)
         else:
             vectors = kernel.backward(fn, dy, self.inputs, found, found_y, **sums)
@@ -116,8 +116,8 @@ class Case:
         self.fill(gradients.x, want)
         if again is not None:
             self.fill(activation.forward(fn, self.x, **self.extra), want_y)
-            assert_same(contents(*found_y), contents(*want_y), what=f"y {again}")
-        assert_same(contents(*found), contents(*want), what=f"dx {spec} {sides}")
+            assert_same_bytes(contents(*found_y), contents(*want_y), what=f"y {again}")
+        assert_same_bytes(contents(*found), contents(*want), what=f"dx {spec} {sides}")
         self.check_bias(vectors.bias, gradients.x)
         assert (vectors.scales is None) == (gradients.scales is None)
         if vectors.scales is not None:
@@ -214,8 +214,8 @@ def test_the_tail_and_codes_past_the_last_group_change_nothing():
         kernel.forward(fn, Inputs(x, scales), target)
         row, column = target.pair
         results.append([row.codes[:384].view(torch.uint8), column.codes[:, :384].contiguous().view(torch.uint8)])
-    assert_same(results[0], results[1])
-    assert_same(results[0], results[2])
+    assert_same_bytes(results[0], results[1])
+    assert_same_bytes(results[0], results[2])
 
 
 def test_amaxes_of_groups_are_observed():
@@ -224,7 +224,7 @@ def test_amaxes_of_groups_are_observed():
     kernel.forward(case.fn, case.inputs, target)
     y = activation.forward(case.fn, case.x)
     want = torch.stack((y[:3].max(), torch.tensor(1e-3), y[3:9].max()))
-    assert torch.equal(target.cast_args.observed, want)
+    assert torch.equal(target.cast_args.running_amax, want)
 
 
 def test_vectors_alone():
@@ -311,7 +311,7 @@ def test_triton_takes_every_layout_and_dtype(spec, dtype, strided, sides, interl
 @pytest.mark.gpu
 @pytest.mark.parametrize("delayed", [True, False], ids=["delayed", "current"])
 def test_triton_fills_the_same_bytes_in_every_configuration(delayed):
-    from octavo.kernels.activation_quantize.triton import CONFIGS, GATED_CONFIGS, GROUP_CONFIGS
+    from octavo.kernels.activation.cast.triton import CONFIGS, GATED_CONFIGS, GROUP_CONFIGS
 
     for name in ("swiglu", "srelu"):
         case = Case(ACTIVATIONS[name], [257, 0, 128, 3], 272, device="cuda")
@@ -348,7 +348,7 @@ def test_triton_gives_the_same_sums_again():
         target = case.target(Tensorwise(E5M2), 4096)
         sums = kernel.backward(case.fn, case.dy, case.inputs, target, NOTHING, torch.float32, torch.float32)
         results.append([t.cpu().view(torch.uint8) for t in sums] + contents(*target))
-    assert_same(*results)
+    assert_same_bytes(*results)
 
 
 @pytest.mark.gpu
@@ -357,6 +357,8 @@ def test_triton_has_the_gradient_of_scales_without_groups():
         case = Case(fn, [257], 288, device="cuda", tail=0)
         want = activation.backward(fn, case.dy, case.x, **case.extra, wanted=Wanted(scales=torch.float32))
         like = TensorProto((case.rows, case.h * halves(fn)), case.dtype, case.device)
-        target = Target((Tensorwise(E5M2).proto(like).empty(), None), CastArgs(encode=torch.ones(1, device="cuda")))
+        target = Target(
+            (Tensorwise(E5M2).proto(like).empty(), None), CastArgs(inverse_scale=torch.ones(1, device="cuda"))
+        )
         found = kernel.backward(fn, case.dy, case.inputs, target, scales_grad=torch.float32)
         case.check_scales(found.scales, want.scales)

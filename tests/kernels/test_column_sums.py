@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels.column_sums import column_sums
-from tests.kernels.test_activation import data
+from tests.support.activation_formulas import data
 
 SHAPES = [(1, 1), (4, 256), (63, 33), (64, 32), (65, 1000), (528, 2048), (1024, 17), (1025, 17), (5000, 96)]
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

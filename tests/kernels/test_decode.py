@@ -5,11 +5,11 @@ import torch
 
 from octavo.formats import E2M1, E4M3, E5M2, pack_nibbles
 from octavo.kernels.decode import decode, is_worth_it, reference
-from octavo.kernels.grouped_gemm import native
+from octavo.kernels.grouped_gemm import hopper_support
 from octavo.quant import MX, NVFP4, QTensor
 from octavo.quant.grouped import quantize_groups
 from octavo.quant.groups import split
-from tests.quant.ragged import SPLITS
+from tests.support.ragged_groups import SPLITS
 
 LARGEST = torch.finfo(torch.bfloat16).max
 SPECS = {
@@ -95,7 +95,7 @@ def test_values_are_those_of_dequantize(spec, m, k):
     if not spec.two_level:
         assert_same_bits(found, q.dequantize(torch.bfloat16))
     elif m and k:
-        values = spec.turned_back(found.float() * q.global_scale)[:, :k]
+        values = spec._turned_back(found.float() * q.global_scale)[:, :k]
         torch.testing.assert_close(values, q.dequantize(torch.float32), rtol=1e-6, atol=0.0 if not spec.rht else 1e-3)
 
 
@@ -111,14 +111,14 @@ def test_groups_are_packed(spec, sizes):
 
 
 def test_a_few_rows_are_not_worth_a_decoding(monkeypatch):
-    monkeypatch.setattr(native, "is_hopper", lambda device: True)
-    monkeypatch.setattr(native, "_PROBES", {"decoded products": lambda device: 0.0})
-    monkeypatch.setattr(native, "_verdicts", {})
+    monkeypatch.setattr(hopper_support, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper_support, "_PROBES", {"decoded products": lambda device: 0.0})
+    monkeypatch.setattr(hopper_support, "_verdicts", {})
     for spec in (MX(), NVFP4()):
         q = spec.quantize(torch.randn(4, 64))
         assert [is_worth_it(q, m, n) for m, n in ((65, 65), (64, 4096), (4096, 64), (1, 1))] == [True] + [False] * 3
     assert not is_worth_it(MX().quantize(torch.randn(4, 0)), 65, 65)
-    monkeypatch.setattr(native, "is_hopper", lambda device: False)
+    monkeypatch.setattr(hopper_support, "is_hopper", lambda device: False)
     assert not is_worth_it(MX().quantize(torch.randn(4, 64)), 4096, 4096)
 
 

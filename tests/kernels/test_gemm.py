@@ -16,6 +16,9 @@ from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype
 from octavo.formats import E4M3, E5M2
 from octavo.kernels.gemm import gemm
 from octavo.recipes import SHIPPED
+from tests.support.linear_oracle import randn
+from tests.support.same_tensors import assert_exact
+from tests.support.steps import relative_error
 
 CODE = {
     torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
@@ -39,10 +42,6 @@ PAIRS = [
     (Q.NVFP4(rht=True), Q.NVFP4(rht=True)),
 ]
 pairs = pytest.mark.parametrize(("left", "right"), PAIRS, ids=str)
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def quantize(spec, x, axis=-1):
@@ -91,12 +90,6 @@ def compose(a, b):
         assert alpha.dtype == np.float32
         total = total * alpha.astype(np.float64)
     return torch.from_numpy(total.astype(np.float32))
-
-
-def assert_exact(found, want):
-    assert found.dtype == want.dtype
-    assert found.shape == want.shape
-    assert torch.equal(found, want), f"{(found != want).sum()} of {found.numel()} differ"
 
 
 # -- the three GEMMs of every recipe -------------------------------------------------------------------------------
@@ -432,10 +425,6 @@ def test_another_accumulation_is_refused():
 # -- measured errors, as regression values -------------------------------------------------------------------------
 
 
-def frobenius(found, want):
-    return ((found.double() - want).norm() / want.norm()).item()
-
-
 E4M3_LIKE = [
     (Q.Tensorwise(), Q.Tensorwise()),
     (Q.Rowwise(), Q.Rowwise()),
@@ -456,8 +445,8 @@ MEASURED = [(*pair, 0.0266, 0.0375) for pair in E4M3_LIKE] + [
 def test_errors_on_gaussian_data_are_the_measured_ones(left, right, of_x, of_y):
     x, w = randn(96, 4096), randn(96, 4096, seed=1) * 0.02
     a, b = quantize(left, x), quantize(right, w)
-    assert frobenius(a.dequantize(), x.double()) == pytest.approx(of_x, rel=0.1)
-    assert frobenius(gemm(a, b), x.double() @ w.double().T) == pytest.approx(of_y, rel=0.1)
+    assert relative_error(a.dequantize(), x.double()) == pytest.approx(of_x, rel=0.1)
+    assert relative_error(gemm(a, b), x.double() @ w.double().T) == pytest.approx(of_y, rel=0.1)
 
 
 def row_errors(left, right, x):
@@ -565,6 +554,6 @@ def test_the_order_of_the_contraction_does_not_matter_where_it_is_said_not_to(le
     one = torch.ones(1)
     for seed in range(4):
         order = torch.randperm(len(a), generator=torch.Generator().manual_seed(seed))
-        rows = [spec.quantize(t[order].expand(3, -1), encode=one) for spec, t in
+        rows = [spec.quantize(t[order].expand(3, -1), inverse_scale=one) for spec, t in
                 ((Q.Tensorwise(left), a), (Q.Tensorwise(E4M3), b))]  # fmt: skip
         assert (gemm(*rows, out_dtype=torch.float32) == want).all()

@@ -31,13 +31,13 @@ def operands(left, right, rows=4, device="cpu"):
 
 
 @refused
-def test_gemm_refuses_them(left, right, message):
+def test_gemm_refuses_pairs_that_do_not_fit(left, right, message):
     with pytest.raises(UnsupportedConfig, match=message):
         gemm(*operands(left, right))
 
 
 @refused
-def test_the_product_that_layers_call_refuses_them(left, right, message):
+def test_the_product_that_layers_call_refuses_pairs_that_do_not_fit(left, right, message):
     for rows in (4, 0, 4):  # the second time, too: a refusal is not cached as a route
         with pytest.raises(UnsupportedConfig, match=message):
             product(*operands(left, right, rows), torch.float32, None, "precise")
@@ -45,7 +45,7 @@ def test_the_product_that_layers_call_refuses_them(left, right, message):
 
 @pytest.mark.gpu
 @refused
-def test_the_kernels_refuse_them_as_the_reference_does(left, right, message):
+def test_the_kernels_refuse_pairs_as_the_reference_does(left, right, message):
     pair = operands(left, right, device="cuda")
     for force in ("reference", "triton"):
         with octavo.backend.use(force), pytest.raises(UnsupportedConfig, match=message):

@@ -6,18 +6,11 @@ import torch.nn.functional as F
 
 from octavo import backend
 from octavo.kernels import norm as kernel
-from octavo.kernels.norm import Norm, Statistics, Wanted
-from tests.kernels.test_activation import DTYPES, assert_rounded_once, data, dtypes
-from tests.pairs import pairs, turns
+from octavo.kernels.norm import Statistics, Wanted
+from tests.support.activation_formulas import DTYPES, assert_rounded_once, data, dtypes
+from tests.support.norm_operands import NORMS, operands
+from tests.support.pairs import pairs, turns
 
-NORMS = {
-    "layer": Norm("layer", 1e-5),
-    "layer, large eps": Norm("layer", 0.3),
-    "layer, zero centered": Norm("layer", 1e-5, zero_centered=True),
-    "rms": Norm("rms", 1e-5),
-    "rms, zero centered": Norm("rms", 0.3, zero_centered=True),
-    "l2": Norm("l2", 1e-6),
-}
 every = pytest.mark.parametrize("name", NORMS)
 
 
@@ -28,14 +21,6 @@ def formula(norm, x, weight, bias):
     if norm.kind == "rms":
         return F.rms_norm(x, x.shape[1:], gamma, norm.eps)
     return x / torch.sqrt((x * x).sum(1, keepdim=True) + norm.eps)
-
-
-def operands(norm, m, n, dtype=torch.float32, device="cpu"):
-    """x with rows of different means and sizes, dy, weight, bias."""
-    x = (data(m, n, seed=1) * (1 + torch.arange(m)[:, None] % 5) + torch.arange(m)[:, None] % 7).to(dtype)
-    weight = data(n, dtype=dtype, seed=2).to(device) if norm.kind != "l2" else None
-    bias = data(n, dtype=dtype, seed=3).to(device) if norm.kind == "layer" else None
-    return x.to(device), data(m, n, dtype=dtype, seed=4).to(device), weight, bias
 
 
 def both_ways(norm, x, dy, weight, bias, dtype=torch.float32):
@@ -213,3 +198,9 @@ def test_triton_adds_a_gradient_as_the_reference_does(name, dtype, m, n):
     with backend.use("reference"):
         want = dx_with(norm, x, dy, weight, added)
     assert_close((None, *found), (None, *want), terms(norm, x, dy, weight), 4e-6)
+
+
+def test_the_gradient_of_a_layer_norm_sums_to_zero_over_each_row():
+    """Adding a number to a row does not change y."""
+    _, dx, *_ = both_ways(NORMS["layer"], *operands(NORMS["layer"], 5, 64))
+    torch.testing.assert_close(dx.sum(1), torch.zeros(5), rtol=0, atol=1e-5)

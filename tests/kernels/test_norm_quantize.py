@@ -7,13 +7,13 @@ from octavo import backend
 from octavo.errors import UnsupportedShape
 from octavo.formats import E4M3, E5M2
 from octavo.kernels import norm as norms
-from octavo.kernels import norm_quantize as kernel
 from octavo.kernels.norm import Residual
+from octavo.kernels.norm import cast as kernel
 from octavo.quant import MX, Block1D, Block2D, Rowwise, Tensorwise
 from octavo.quant.quantizer import CastArgs, fill_pair
-from tests.kernels.test_activation_quantize import DTYPES, ODD, SPECS, assert_same, contents, empty_pair, given_to
-from tests.kernels.test_norm import NORMS, operands
-from tests.pairs import pairs, triples
+from tests.support.filled_codes import DTYPES, ODD, SPECS, assert_same_bytes, contents, empty_pair, given_to
+from tests.support.norm_operands import NORMS, operands
+from tests.support.pairs import pairs, triples
 
 every = pytest.mark.parametrize("name", NORMS)
 
@@ -29,14 +29,14 @@ def check(norm, x, weight, bias, spec, sides="rc", extra=None, **settings):
             y, mean, rstd = norms.forward(norm, x if z is None else torch.add(x, extra, out=z), weight, bias)
             fill_pair(y, pair, given)
         elif settings:
-            twin = backend.twin("octavo.kernels.norm_quantize", x)
+            twin = backend.implementation("octavo.kernels.norm.cast", x)
             mean, rstd = twin.forward(norm, x, weight, bias, pair, given, residual, **settings)
         else:
             mean, rstd = kernel.forward(norm, x, weight, bias, pair, given, residual)
         assert (mean is None) == (not norm.centers)
         found = [t.cpu().view(torch.uint8) for t in (mean, rstd, z) if t is not None]
         results.append([*contents(pair, given), *found])
-    assert_same(*results, what=f"{spec} {sides}")
+    assert_same_bytes(*results, what=f"{spec} {sides}")
 
 
 # -- anywhere ----------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_codes_of_another_shape_are_refused():
 def test_what_is_one_pass():
     half = torch.bfloat16
     for spec in SPECS:
-        assert kernel.fuses(spec, spec, spec.takes_encode, half) == ""
+        assert kernel.fuses(spec, spec, spec.takes_inverse_scale, half) == ""
     assert "finds its scale from all of the normalised rows" in kernel.fuses(Tensorwise(), None, False, half)
     assert "no kernel that casts the normalised rows" in kernel.fuses(MX(), MX(), False, half)
 
@@ -161,7 +161,7 @@ def test_triton_fills_the_same_bytes_for_a_sum_of_anything(name, dtype, n, spec)
 
 @pytest.mark.gpu
 def test_triton_fills_the_same_bytes_in_every_configuration():
-    from octavo.kernels.norm_quantize.triton import CONFIGS
+    from octavo.kernels.norm.cast.triton import CONFIGS
 
     x, _, weight, bias = operands(NORMS["layer"], 257, 1040, torch.bfloat16, "cuda")
     for config in CONFIGS:

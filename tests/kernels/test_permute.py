@@ -7,8 +7,8 @@ import torch
 
 from octavo import backend
 from octavo.kernels import permute
-from octavo.kernels.permute import PAD, TAIL, Slots, reference
-from tests.pairs import pairs, turns
+from octavo.kernels.permute import PAD, TAIL, Assignments, reference
+from tests.support.pairs import pairs, turns
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 device = pytest.mark.parametrize("device", DEVICES)
@@ -31,8 +31,8 @@ CASES = {
 
 
 def index_of(case, device="cpu", dtype=torch.int64):
-    tokens, slots, experts, _, _ = case
-    return torch.randint(-1, experts + 1, (tokens, slots), dtype=dtype).to(device)
+    tokens, assignments, experts, _, _ = case
+    return torch.randint(-1, experts + 1, (tokens, assignments), dtype=dtype).to(device)
 
 
 def sorted_of(case, index):
@@ -52,9 +52,9 @@ def by_hand(index, experts, rows, align):
         order += own
     order = (order + [TAIL] * rows)[:rows]
     positions = [-1] * len(flat)
-    for row, slot in enumerate(order):
-        if slot >= 0:
-            positions[slot] = row
+    for row, assignment in enumerate(order):
+        if assignment >= 0:
+            positions[assignment] = row
     return torch.tensor(sizes), torch.tensor(positions, dtype=torch.int32), torch.tensor(order, dtype=torch.int32)
 
 
@@ -64,10 +64,10 @@ def by_hand(index, experts, rows, align):
 def test_the_sort_is_that_of_a_loop(case, kind, device):
     index = index_of(case, device, kind)
     made = sorted_of(case, index)
-    sizes, positions, slots = by_hand(index, case[2], made.slots.shape[0], case[4])
+    sizes, positions, assignments = by_hand(index, case[2], made.assignments.shape[0], case[4])
     assert torch.equal(made.sizes.cpu(), sizes)
     assert torch.equal(made.positions.cpu().flatten(), positions)
-    assert torch.equal(made.slots.cpu(), slots)
+    assert torch.equal(made.assignments.cpu(), assignments)
     assert made.sizes.dtype == torch.int64 and made.positions.shape == index.shape
 
 
@@ -77,7 +77,7 @@ def test_the_sort_of_one_popular_expert_and_of_numbers_beyond_32_bits(device):
     index[7, 1], index[8, 2] = 2**32 + 5, -(2**40)
     made = permute.sort(index, 8, 1800, 1)
     assert made.sizes.tolist() == [0, 0, 0, 0, 0, 1798, 0, 0]
-    assert made.positions[7].tolist() == [21, -1, 22] and made.slots[-2:].tolist() == [TAIL, TAIL]
+    assert made.positions[7].tolist() == [21, -1, 22] and made.assignments[-2:].tolist() == [TAIL, TAIL]
 
 
 @device
@@ -100,68 +100,71 @@ def inputs(case, width, dtype, device, dense):
     else:
         index = index_of(case, device)
     made = sorted_of(case, index)
-    slots = Slots(made.positions, index if dense else None)
+    assignments = Assignments(made.positions, index if dense else None)
     x = torch.randn(tokens, width, device=device).to(dtype)
-    matrix = torch.randn(made.slots.shape[0], width, device=device).to(dtype)
-    matrix[made.slots < 0] = torch.nan
+    matrix = torch.randn(made.assignments.shape[0], width, device=device).to(dtype)
+    matrix[made.assignments < 0] = torch.nan
     probs = torch.rand(tokens, experts if dense else top_k, device=device)
     if not dense:
         probs[made.positions < 0] = torch.nan
-    return slots, made.slots, x, matrix, probs
+    return assignments, made.assignments, x, matrix, probs
 
 
-def prob_of(probs, slots, token, k):
-    return probs[token, k if slots.experts is None else slots.experts[token, k]]
+def prob_of(probs, assignments, token, k):
+    return probs[token, k if assignments.experts is None else assignments.experts[token, k]]
 
 
 @turns(devices=True, case=CASES, dense=DENSE, dtype=DTYPES)
 def test_rows_there_and_back(case, dense, dtype, device):
     """Against torch's own sums, to the last bit where no product is rounded."""
-    slots, sources, x, rows, probs = inputs(case, 40, dtype, device, dense)
-    moved = permute.scatter(x, slots.positions, sources, True)
+    assignments, sources, x, rows, probs = inputs(case, 40, dtype, device, dense)
+    moved = permute.scatter(x, assignments.positions, sources, True)
     want = torch.zeros_like(moved)
     there = sources >= 0
-    want[there] = x[sources[there].long() // slots.positions.shape[1]]
+    want[there] = x[sources[there].long() // assignments.positions.shape[1]]
     assert torch.equal(moved, want)
     plain, weighted = (torch.zeros(x.shape, device=device, dtype=torch.float64) for _ in range(2))
-    for token, k in (slots.positions >= 0).nonzero().tolist():
-        row = rows[slots.positions[token, k].long()].double()
+    for token, k in (assignments.positions >= 0).nonzero().tolist():
+        row = rows[assignments.positions[token, k].long()].double()
         plain[token] += row
-        weighted[token] += row * prob_of(probs, slots, token, k)
-    for found, exact in ((permute.combine(rows, slots, None), plain), (permute.combine(rows, slots, probs), weighted)):
+        weighted[token] += row * prob_of(probs, assignments, token, k)
+    for found, exact in (
+        (permute.combine(rows, assignments, None), plain),
+        (permute.combine(rows, assignments, probs), weighted),
+    ):
         torch.testing.assert_close(found, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
 
 @turns(devices=True, case=CASES, dense=DENSE, dtype=DTYPES)
 def test_gradients_of_the_sum(case, dense, dtype, device):
-    slots, sources, dy, rows, probs = inputs(case, 65, dtype, device, dense)
-    drows, dprobs = permute.combine_backward(dy, rows, slots, sources, probs, True, True)
+    assignments, sources, dy, rows, probs = inputs(case, 65, dtype, device, dense)
+    drows, dprobs = permute.combine_backward(dy, rows, assignments, sources, probs, True, True)
     want, exact = torch.zeros_like(rows), torch.zeros(probs.shape, dtype=torch.float64, device=device)
-    for token, k in (slots.positions >= 0).nonzero().tolist():
-        row = slots.positions[token, k].long()
-        want[row] = (dy[token].float() * prob_of(probs, slots, token, k)).to(dtype)
-        prob_of(exact, slots, token, k).copy_((dy[token].double() * rows[row].double()).sum())
+    for token, k in (assignments.positions >= 0).nonzero().tolist():
+        row = assignments.positions[token, k].long()
+        want[row] = (dy[token].float() * prob_of(probs, assignments, token, k)).to(dtype)
+        prob_of(exact, assignments, token, k).copy_((dy[token].double() * rows[row].double()).sum())
     assert torch.equal(drows, want)
     torch.testing.assert_close(dprobs, exact.float(), rtol=1e-5, atol=1e-4)
-    alone, nothing = permute.combine_backward(dy, None, slots, sources, probs, True, True)
+    alone, nothing = permute.combine_backward(dy, None, assignments, sources, probs, True, True)
     assert nothing is None and torch.equal(alone, want)
-    no_rows, again = permute.combine_backward(dy, rows, slots, sources, probs, True, False)
+    no_rows, again = permute.combine_backward(dy, rows, assignments, sources, probs, True, False)
     assert no_rows is None and torch.equal(again, dprobs)
-    unweighted, _ = permute.combine_backward(dy, None, slots, sources, None, True, True)
-    assert torch.equal(unweighted, permute.scatter(dy, slots.positions, sources, True))
+    unweighted, _ = permute.combine_backward(dy, None, assignments, sources, None, True, True)
+    assert torch.equal(unweighted, permute.scatter(dy, assignments.positions, sources, True))
 
 
 @turns(devices=True, case=CASES, dense=DENSE, dtype=DTYPES)
 def test_probabilities_of_rows_and_back(case, dense, dtype, device):
-    slots, sources, _, rows, probs = inputs(case, 1, dtype, device, dense)
+    assignments, sources, _, rows, probs = inputs(case, 1, dtype, device, dense)
     probs, grad = probs.to(dtype), rows[:, 0].contiguous()
     want, back = torch.zeros(sources.shape, dtype=dtype, device=device), torch.zeros_like(probs)
-    for token, k in (slots.positions >= 0).nonzero().tolist():
-        row = slots.positions[token, k].long()
-        want[row] = prob_of(probs, slots, token, k)
-        prob_of(back, slots, token, k).copy_(grad[row])
-    assert torch.equal(permute.take(probs, slots, sources), want)
-    assert torch.equal(permute.take_backward(grad, slots, tuple(probs.shape)), back)
+    for token, k in (assignments.positions >= 0).nonzero().tolist():
+        row = assignments.positions[token, k].long()
+        want[row] = prob_of(probs, assignments, token, k)
+        prob_of(back, assignments, token, k).copy_(grad[row])
+    assert torch.equal(permute.take(probs, assignments, sources), want)
+    assert torch.equal(permute.take_backward(grad, assignments, tuple(probs.shape)), back)
 
 
 @device
@@ -169,21 +172,21 @@ def test_probabilities_of_rows_and_back(case, dense, dtype, device):
 def test_codes_are_moved_as_bytes(dtype, device):
     made = sorted_of(CASES["aligned"], index_of(CASES["aligned"], device))
     codes = torch.randint(0, 256, (300, 48), dtype=torch.uint8, device=device)
-    moved = permute.scatter(codes.view(dtype), made.positions, made.slots, True)
+    moved = permute.scatter(codes.view(dtype), made.positions, made.assignments, True)
     assert moved.dtype == dtype
-    assert torch.equal(moved.view(torch.uint8), permute.scatter(codes, made.positions, made.slots, True))
+    assert torch.equal(moved.view(torch.uint8), permute.scatter(codes, made.positions, made.assignments, True))
 
 
 @device
 def test_strided_tokens_and_rows(device):
     made = sorted_of(CASES["odd"], index_of(CASES["odd"], device))
-    wide, rows = torch.randn(37, 80, device=device), torch.randn(made.slots.shape[0], 80, device=device)
+    wide, rows = torch.randn(37, 80, device=device), torch.randn(made.assignments.shape[0], 80, device=device)
     for x in (wide[:, ::2], wide.T[:37, :37], wide[:1].expand(37, 80)):
-        moved = permute.scatter(x, made.positions, made.slots, True)
-        assert torch.equal(moved, permute.scatter(x.contiguous(), made.positions, made.slots, True))
-    slots = Slots(made.positions)
+        moved = permute.scatter(x, made.positions, made.assignments, True)
+        assert torch.equal(moved, permute.scatter(x.contiguous(), made.positions, made.assignments, True))
+    assignments = Assignments(made.positions)
     assert torch.equal(
-        permute.combine(rows[:, ::2], slots, None), permute.combine(rows[:, ::2].contiguous(), slots, None)
+        permute.combine(rows[:, ::2], assignments, None), permute.combine(rows[:, ::2].contiguous(), assignments, None)
     )
 
 
@@ -212,13 +215,13 @@ LARGE = {"1000 tokens": (1000, 8, 128, None, 1), "aligned": (1000, 5, 64, 6000, 
 @pytest.mark.gpu
 @pairs(width=[1, 40, 1024, 1500, 7168], dtype=DTYPES, case=LARGE, dense=DENSE)
 def test_the_kernels_write_the_bits_of_the_reference(case, width, dense, dtype):
-    slots, sources, x, rows, probs = inputs(case, width, dtype, "cuda", dense)
+    assignments, sources, x, rows, probs = inputs(case, width, dtype, "cuda", dense)
 
     def everything():
-        drows, dprobs = permute.combine_backward(x, rows, slots, sources, probs, True, True)
+        drows, dprobs = permute.combine_backward(x, rows, assignments, sources, probs, True, True)
         exact = (
-            permute.scatter(x, slots.positions, sources, True), permute.combine(rows, slots, None),
-            permute.combine(rows, slots, probs), drows, permute.take(probs, slots, sources),
+            permute.scatter(x, assignments.positions, sources, True), permute.combine(rows, assignments, None),
+            permute.combine(rows, assignments, probs), drows, permute.take(probs, assignments, sources),
         )  # fmt: skip
         return exact, dprobs
 
@@ -238,9 +241,11 @@ def test_an_untouched_tail_is_not_written():
     made = sorted_of(case, index_of(case, "cuda"))
     out = torch.full((512, 64), 7.0, device="cuda")
     x = torch.randn(100, 64, device="cuda")
-    backend.twin("octavo.kernels.permute", x).scatter(x, out, Slots(made.positions), made.slots, None, False)
-    assert (out[made.slots == TAIL] == 7).all() and (out[made.slots == PAD] == 0).all()
-    assert torch.equal(out[made.slots >= 0], x[made.slots[made.slots >= 0].long() // 2])
+    backend.implementation("octavo.kernels.permute", x).scatter(
+        x, out, Assignments(made.positions), made.assignments, None, False
+    )
+    assert (out[made.assignments == TAIL] == 7).all() and (out[made.assignments == PAD] == 0).all()
+    assert torch.equal(out[made.assignments >= 0], x[made.assignments[made.assignments >= 0].long() // 2])
 
 
 @pytest.mark.gpu
@@ -251,8 +256,8 @@ def test_offsets_beyond_32_bits():
     index = torch.arange(tokens, device="cuda").flip(0)[:, None] % 2
     made = permute.sort(index, 2, tokens, 1)
     x = torch.arange(tokens, device="cuda").to(torch.float16)[:, None].expand(tokens, width)
-    moved = permute.scatter(x, made.positions, made.slots, True)
-    want = (made.slots // 1).to(torch.float16)
+    moved = permute.scatter(x, made.positions, made.assignments, True)
+    want = (made.assignments // 1).to(torch.float16)
     assert torch.equal(moved[:, 0], want) and torch.equal(moved[:, -1], want)
-    y = permute.combine(moved, Slots(made.positions), None)
+    y = permute.combine(moved, Assignments(made.positions), None)
     assert torch.equal(y[:, -1], x[:, -1])

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo import backend
 from octavo.kernels.gemm import native, reference
-from octavo.kernels.grouped_gemm import native as grouped
+from octavo.kernels.grouped_gemm import hopper_support as grouped
 from octavo.kernels.probe import Refused, answer_of, noise, verdict
 from octavo.quant import Block1D, Block2D, Rowwise, Tensorwise
 

@@ -14,7 +14,7 @@ ONE = torch.ones(1)
 
 def coded(values, fmt):
     """These values as codes with a scale of one."""
-    return Tensorwise(fmt).quantize(values[None], encode=ONE)
+    return Tensorwise(fmt).quantize(values[None], inverse_scale=ONE)
 
 
 def total(a, b):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.kernels.rotary import heads_of, rows_of
-from octavo.modules.attention import RotaryFactors
+from octavo.ops.attention import RotaryFactors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 CASES = [(2, 5, 4, 4, 16), (1, 7, 6, 2, 24), (3, 1, 1, 1, 2), (2, 9, 9, 3, 128), (0, 4, 2, 2, 8)]  # B, T, H, S, D
@@ -85,3 +85,11 @@ def test_kernels_have_the_bits_of_the_reference_where_products_are_exact():
     want = heads_of(qkv.detach().cpu(), own.cpu(), other.cpu(), heads, shared)
     for got, reference in zip(found, want, strict=True):
         assert torch.equal(got.cpu(), reference)
+
+
+def test_the_gradient_of_rotated_heads_is_rotated_back():
+    """A rotation keeps lengths, so heads as their own gradient give back the rows that they came from."""
+    qkv, *rest = case((2, 5, 4, 2, 16), torch.float32, "cpu")
+    heads = heads_of(qkv, *rest)
+    torch.autograd.backward(heads, [t.detach() for t in heads])
+    torch.testing.assert_close(qkv.grad, qkv.detach())

@@ -5,14 +5,14 @@ import torch
 
 from octavo import backend
 from octavo.formats import E5M2
-from octavo.kernels import rotary_quantize as kernel
+from octavo.kernels.rotary import cast as kernel
 from octavo.kernels.rotary import rotate_back
 from octavo.kernels.tile_cast import Target
-from octavo.modules.attention import RotaryFactors
+from octavo.ops.attention import RotaryFactors
 from octavo.quant import MX, Block1D, Rowwise, Tensorwise
 from octavo.quant.quantizer import fill_pair
-from tests.kernels.test_activation_quantize import DTYPES, ODD, SPECS, assert_same, contents, empty_pair, given_to
-from tests.pairs import pairs
+from tests.support.filled_codes import DTYPES, ODD, SPECS, assert_same_bytes, contents, empty_pair, given_to
+from tests.support.pairs import pairs
 
 
 def gradients(sizes, dtype, device, packed=False):
@@ -39,11 +39,13 @@ def check(operands, spec, sides="rc", **settings):
         if not fused:
             fill_pair(rotate_back(*operands).reshape(rows, width), pair, given)
         elif settings:
-            backend.twin("octavo.kernels.rotary_quantize", dq).backward(*operands, Target(pair, given), **settings)
+            backend.implementation("octavo.kernels.rotary.cast", dq).backward(
+                *operands, Target(pair, given), **settings
+            )
         else:
             kernel.backward(*operands, Target(pair, given))
         results.append(contents(pair, given))
-    assert_same(*results, what=f"{spec} {sides}")
+    assert_same_bytes(*results, what=f"{spec} {sides}")
 
 
 @pytest.mark.parametrize("spec", [*SPECS, MX(), Rowwise()], ids=str)
@@ -90,4 +92,4 @@ def test_triton_fills_the_same_bytes_without_a_known_scale_and_in_no_rows():
         else:
             fill_pair(rotate_back(*operands).reshape(130, 1024), *target)
         results.append([t.cpu().view(torch.uint8) for q in pair for t in q.tensors()])
-    assert_same(*results, what="measured")
+    assert_same_bytes(*results, what="measured")

@@ -130,7 +130,7 @@ def test_a_code_that_is_not_finite_reaches_the_dw_of_its_group(name, side, byte)
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("where", ["x", "w", "dy"])
 @pytest.mark.parametrize("recipe", ["fp8-delayed", "fp8-current", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
-def test_a_layer_shows_it_as_the_reference_does(recipe, where, value):
+def test_a_layer_shows_a_value_that_is_not_finite_as_the_reference_does(recipe, where, value):
     """The scales of fp8-delayed are known from steps before: Inf then has a code of its own in E5M2."""
     import copy
 

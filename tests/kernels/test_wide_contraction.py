@@ -5,19 +5,9 @@ import torch
 
 from octavo.formats import E5M2
 from octavo.quant import Block1D, Block2D
-from tests.kernels.test_grouped_gemm import (
-    DTYPES,
-    Scheme,
-    alone,
-    assert_all_within,
-    assert_exact,
-    layer,
-    made,
-    randn,
-    spoiled,
-    wgrad,
-)
-from tests.quant.ragged import many
+from tests.support.grouped_products import DTYPES, Scheme, alone, assert_all_within, layer, made, randn, spoiled, wgrad
+from tests.support.ragged_groups import many
+from tests.support.same_tensors import assert_exact
 
 SIZES = [[0, 1, 127, 128, 129, 1000], [65, 128, 0, 97], [0, 0, 300, 0], [0, 0, 0], [*range(1, 140, 9), 0, 640]]
 STEEP = Scheme(Block1D(), Block2D(), Block1D(E5M2))

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import octavo
 from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDtype
-from tests.modules.oracle import make, spiky
+from tests.support.linear_oracle import make, spiky
 
 RECIPE = "fp8-delayed(history=4)"
 unstepped = pytest.mark.filterwarnings("ignore:fp8-delayed. parameters were updated")  # steps here may end none of ours
@@ -303,7 +303,7 @@ def test_two_optimizers_that_exchange_their_parameters():
     assert newest(model, "0") == (3, 3) and newest(model, "2") == (1, 1)
 
 
-def test_both_refresh_what_they_wrote():
+def test_two_optimizers_refresh_the_codes_of_the_weights_that_each_wrote():
     model = converted("fp8-block")
     both = [SGD([model[0].weight], 0.1), SGD([model[2].weight], 0.1)]
     for optimizer in both:
@@ -524,6 +524,6 @@ def test_an_attachment_takes_the_place_of_one_that_is_gone(monkeypatch):
         octavo.attach(model, optimizer)
         model(torch.ones(4, 16)).sum().backward()
         optimizer.step()
-        assert not model[0]._hidden.scaling_forward_current.any() and model[0]._hidden.scaling_forward_head.all()
+        assert not model[0]._hidden.scaling_forward_running_amax.any() and model[0]._hidden.scaling_forward_head.all()
         del model, optimizer
         gc.collect()

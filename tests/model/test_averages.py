@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import octavo
-from tests.modules.oracle import assert_same, spiky
-from tests.state_tensors import named_state
+from tests.support.linear_oracle import assert_same, spiky
+from tests.support.state_tensors import named_state
 
 K, M = 32, 16
 RECIPES = ("fp8-delayed", "nvfp4", "fp8-block")

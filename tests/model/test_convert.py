@@ -7,33 +7,11 @@ from torch import nn
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
-from tests.modules.oracle import assert_same, check, run, spiky
-from tests.state_tensors import named_state
+from tests.support.convertible_models import Net, Special
+from tests.support.linear_oracle import assert_same, check, run, spiky
+from tests.support.state_tensors import named_state
 
 ROUTES = {"native", "emulated", "reference", "skipped"}
-
-
-class Special(nn.Linear):
-    """A subclass whose forward is its own."""
-
-    def forward(self, input):
-        return 2 * super().forward(input)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(16, 48)
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict({"up": nn.Linear(48, 40), "down": nn.Linear(40, 48)}) for _ in range(2)
-        )
-        self.norm = nn.LayerNorm(48)
-        self.head = nn.Linear(48, 12, bias=False)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block["down"](torch.tanh(block["up"](x)))
-        return self.head(self.norm(x))
 
 
 LINEARS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head"]
@@ -231,7 +209,7 @@ def with_subclass():
 
 def test_a_subclass_is_refused_by_its_path_and_nothing_is_changed():
     model = with_subclass()
-    with pytest.raises(UnsupportedConfig, match=r"special.*test_convert\.Special, whose own forward") as said:
+    with pytest.raises(UnsupportedConfig, match=r"special.*convertible_models\.Special, whose own forward") as said:
         octavo.convert(model, "fp8-current")
     assert "exclude='special'" in str(said.value) and "strict=False" in str(said.value)  # the way out
     assert type(model["plain"]) is nn.Linear
@@ -246,7 +224,7 @@ def test_not_strict_skips_and_says_why():
     assert type(model["special"]) is Special
 
 
-def test_a_policy_that_skips_it_is_enough_for_strict():
+def test_a_policy_that_skips_a_subclass_is_enough_for_strict():
     model = with_subclass()
     octavo.convert(model, "fp8-current", policy=lambda path, module: path == "plain")
     assert type(model["plain"]) is octavo.Linear and type(model["special"]) is Special
@@ -262,3 +240,21 @@ def test_a_converted_model_trains_and_its_weights_load_into_the_plain_one():
     plain.load_state_dict(model.state_dict(), strict=True)
     octavo.revert(model)
     assert_same(model(x).detach(), plain(x).detach())
+
+
+# -- the output head ---------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A model of tokens whose head has the weight of the embedding, and the size of other layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.head = nn.Embedding(48, 48), nn.Linear(48, 48), nn.Linear(48, 48, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_head_with_the_weight_of_the_embedding_stays_unquantized():
+    model = Tied()
+    octavo.convert(model, "fp8-current")
+    assert type(model.head) is nn.Linear and type(model.up) is octavo.Linear

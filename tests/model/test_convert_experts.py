@@ -13,8 +13,7 @@ from torch import nn
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
-from tests.exports import attempt_export
-from tests.model.dispatched_experts import (
+from tests.support.dispatched_experts import (
     PACKAGE,
     Config,
     Gated,
@@ -25,7 +24,8 @@ from tests.model.dispatched_experts import (
     in_float64,
     package,
 )
-from tests.state_tensors import named_state
+from tests.support.exports import attempt_export
+from tests.support.state_tensors import named_state
 
 BOUNDS = {"bf16": 1e-5, "nvfp4": 0.4}  # relative error of y and of each gradient; the others are FP8
 pytestmark = pytest.mark.usefixtures("registry")

@@ -7,7 +7,7 @@ import torch
 
 import octavo
 from octavo.recipes import SHIPPED
-from tests.model.dispatched_experts import PACKAGE, Config, Gated, call, gradients, package
+from tests.support.dispatched_experts import PACKAGE, Config, Gated, call, gradients, package
 
 
 @pytest.mark.parametrize("recipe", SHIPPED)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import octavo
 from octavo.errors import UnsupportedConfig
-from tests.model.dispatched_experts import PACKAGE, Model, package
+from tests.support.dispatched_experts import PACKAGE, Model, package
 
 
 def steps(rank, file):

@@ -16,8 +16,8 @@ from torch.nn.utils.parametrizations import weight_norm
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
-from tests.modules.oracle import assert_same, check, spiky
-from tests.state_tensors import state_tensors
+from tests.support.linear_oracle import assert_same, check, spiky
+from tests.support.state_tensors import state_tensors
 
 
 class Titan(nn.Linear):
@@ -255,7 +255,7 @@ def test_converting_again_warns_if_it_changes_nothing():
     assert str(model[0].recipe) == "fp8-current"
 
 
-def test_a_grouped_linear_without_a_recipe_gets_it():
+def test_a_grouped_linear_without_a_recipe_gets_the_one_of_convert():
     model = nn.ModuleDict(
         {"a": octavo.GroupedLinear(3, 32, 16), "b": octavo.GroupedLinear(3, 32, 16, recipe="fp8-block")}
     )
@@ -372,6 +372,15 @@ def test_a_name_that_both_use_is_refused():
         name = "recipe, strict" if type(layer) is Cook else "strict"
         with pytest.raises(UnsupportedConfig, match=f"has {name} of its own"):
             octavo.convert(layer, "fp8-current")
+
+
+@pytest.mark.parametrize("name", ["split", "where", "route", "follow", "refusal", "weight_names"])
+def test_a_class_keeps_its_own_methods_with_words_that_octavo_does_not_show_users(name):
+    kind = type("Named", (nn.Linear,), {name: lambda self: "theirs"})
+    model = nn.Sequential(kind(32, 32), nn.Linear(32, 32))
+    assert all(row.recipe == "fp8-current" for row in octavo.convert(model, "fp8-current"))
+    assert getattr(model[0], name)() == "theirs"
+    assert model(torch.randn(4, 32)).shape == (4, 32)
 
 
 def test_lazy_and_parametrized_layers_are_refused_with_a_way_out():
@@ -661,7 +670,7 @@ def test_an_encoder_with_a_mask_gets_no_nested_tensors():
     assert model.use_nested_tensor
 
 
-def test_an_encoder_none_of_whose_layers_is_converted_keeps_it():
+def test_an_encoder_none_of_whose_layers_is_converted_keeps_the_fast_path():
     model = nn.ModuleList([encoder(), nn.Linear(8, 8)])
     report = octavo.convert(model, "fp8-current", exclude=nn.TransformerEncoderLayer)
     assert report.notes == () and all(layer.activation_relu_or_gelu for layer in model[0].layers)

@@ -7,39 +7,14 @@ import types
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
+from tests.support.titan_experts import HOME, GroupedExperts, Module
 
-HOME = "torchtitan.models.common.moe"
 BOUNDS = {"bf16": 1e-5, "nvfp4": 0.4}  # relative error of y and of each gradient; the others are FP8
-
-
-class Module(nn.Module):
-    """torchtitan's base class of modules, of which every module of a model is an instance."""
-
-
-class GroupedExperts(Module):
-    def __init__(self, experts=3, hidden=64, ffn=48, **place):
-        super().__init__()
-        self.num_experts = experts
-        for name, out, width in (("w1_EFD", ffn, hidden), ("w2_EDF", hidden, ffn), ("w3_EFD", ffn, hidden)):
-            weight = torch.randn(experts, out, width, **place) * width**-0.5
-            self.register_parameter(name, nn.Parameter(weight))
-
-    def forward(self, x_RD, num_tokens_per_expert_E):
-        parts = x_RD.split(num_tokens_per_expert_E.tolist())
-        rows = [self._grouped_mm(part, i) for i, part in enumerate(parts)]
-        return torch.cat(rows)
-
-    def _grouped_mm(self, x, i):
-        return (F.silu(x @ self.w1_EFD[i].mT) * (x @ self.w3_EFD[i].mT)) @ self.w2_EDF[i].mT
-
-
-GroupedExperts.__module__ = HOME
 
 
 class Replaced(GroupedExperts):

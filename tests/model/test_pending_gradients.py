@@ -48,7 +48,7 @@ def test_a_layer_alone_is_named_by_its_sizes():
     assert said(octavo.step, layer) == [TEXT.format("1 of Linear(8, 4)")]
 
 
-def test_an_attached_optimizer_says_it_once():
+def test_an_attached_optimizer_warns_of_pending_gradients_once():
     model = made("up")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     octavo.attach(model, optimizer)
@@ -91,7 +91,7 @@ def test_what_a_compiled_backward_left_is_counted():
 
 def test_what_waits_for_a_captured_backward_dw_is_not_said(monkeypatch):
     model = made("up")
-    monkeypatch.setattr("octavo.wgrad.mailbox.is_capturing", lambda: True)
+    monkeypatch.setattr("octavo.weights.wgrad_queue.is_capturing", lambda: True)
     backward(model)
     monkeypatch.undo()
     assert said(octavo.step, model) == []

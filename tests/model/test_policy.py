@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.cli.gpt import GPT, Shape
+from octavo.demo.gpt import GPT, Shape
 from octavo.errors import UnknownSetting, Unsupported, UnsupportedConfig
 from octavo.model.matched_policy import blocks_of
-from tests.model.test_convert import Net, Special
+from tests.support.convertible_models import Net, Special
 
 SHAPE = Shape(width=32, layers=4, heads=2, context=16)
 FILE = """\
@@ -62,7 +62,7 @@ def test_three_ways_make_the_same_policy(tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["*", 'a"b\\c', "tab\t", "ünï\x7f", "blocks.[0-3].*"])
-def test_its_string_is_a_file_and_its_repr_is_code(pattern):
+def test_the_string_of_a_policy_is_a_file_and_the_repr_is_code(pattern):
     spec = {"layers": [pattern, "head"], "blocks": "last 2", "recipe": "mxfp8(rounding='floor')", "from_step": 7}
     policy = octavo.Policy([spec, (pattern, None)])
     assert octavo.Policy.from_dict(tomllib.loads(str(policy))) == policy
@@ -70,7 +70,7 @@ def test_its_string_is_a_file_and_its_repr_is_code(pattern):
     assert policy.to_dict()["rules"][1] == {"layers": pattern, "recipe": "none"}
 
 
-def test_it_is_copied_pickled_and_never_changed():
+def test_a_policy_is_copied_pickled_and_never_changed():
     policy = octavo.Policy([("*", "fp8-delayed(margin=1)")])
     assert copy.deepcopy(policy) == pickle.loads(pickle.dumps(policy)) == policy
     with pytest.raises(AttributeError):
@@ -191,7 +191,7 @@ def test_the_first_rule_that_matches_decides():
     assert "rule" in str(report).splitlines()[0].split()
 
 
-def test_it_gives_the_recipes_that_a_function_gives():
+def test_a_policy_gives_the_recipes_that_a_function_gives():
     policy = octavo.Policy([("*.up", "mxfp8"), ("*.attention", "fp8-block")])
     one, other = gpt(), gpt()
     octavo.convert(one, "fp8-current", policy)
@@ -313,7 +313,7 @@ def test_a_shared_layer_takes_one_rule():
         octavo.convert(model, octavo.Policy([("a", "mxfp8"), ("b", "bf16")]))
 
 
-def test_revert_undoes_it():
+def test_revert_undoes_a_policy_and_its_schedule():
     model = gpt()
     octavo.convert(model, octavo.Policy([("*.up", "mxfp8"), {"recipe": "bf16", "from_step": 2}, ("*", "fp8-delayed")]))
     octavo.revert(model)

@@ -11,8 +11,8 @@ from torch import nn
 
 import octavo
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
-from tests.model.dispatched_experts import PACKAGE, Config, Gated, package
-from tests.model.test_convert_titan_experts import GroupedExperts
+from tests.support.dispatched_experts import PACKAGE, Config, Gated, package
+from tests.support.titan_experts import GroupedExperts
 
 FP8 = torch.float8_e4m3fn
 X = torch.linspace(-1, 1, 8 * 256).view(8, 256)

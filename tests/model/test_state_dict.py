@@ -13,16 +13,13 @@ from torch import nn
 import octavo
 from octavo.errors import Unsupported
 from octavo.recipes import SHIPPED
-from tests.modules.oracle import Memory, assert_result, assert_same, check, make, run, spiky
-from tests.state_tensors import state_tensors
+from tests.support.linear_oracle import Memory, assert_result, assert_same, check, make, run, spiky
+from tests.support.state_tensors import state_tensors
+from tests.support.steps import batch
 
 every = pytest.mark.parametrize("recipe", SHIPPED)
 STATEFUL = ("fp8-delayed", "nvfp4")
 REFUSALS = (Unsupported, RuntimeError, KeyError, ValueError, TypeError)
-
-
-def batch(i=0):
-    return spiky(21, 48, seed=10 + i), spiky(21, 40, seed=20 + i)
 
 
 # -- weights are nn.Linear's -----------------------------------------------------------------------------------------
@@ -284,7 +281,7 @@ def test_history_is_stored_from_oldest_to_newest_wherever_the_ring_stands():
         fresh = make(recipe)
         octavo.load_state_dict(fresh, octavo.state_dict(layer))
         memory.assert_state(octavo.state_dict(fresh))
-        check(fresh, recipe, x, dy, encode=memory.encode)
+        check(fresh, recipe, x, dy, inverse_scale=memory.inverse_scale)
 
 
 def test_loading_leaves_no_alias():
@@ -473,9 +470,11 @@ def test_a_state_does_not_know_the_wrappers_of_a_model(name):
 
     plain = make("fp8-delayed")
     wrapped = Wrapper(copy.deepcopy(plain))
-    plain._hidden.scaling_forward_encode.fill_(2.0)
+    plain._hidden.scaling_forward_inverse_scale.fill_(2.0)
     octavo.load_state_dict(wrapped, octavo.state_dict(plain))
-    assert_same(wrapped.get_submodule(name)._hidden.scaling_forward_encode, plain._hidden.scaling_forward_encode)
+    assert_same(
+        wrapped.get_submodule(name)._hidden.scaling_forward_inverse_scale, plain._hidden.scaling_forward_inverse_scale
+    )
     octavo.load_state_dict(make("fp8-delayed"), octavo.state_dict(wrapped))
 
 

@@ -10,12 +10,12 @@ from torch import nn
 import octavo
 from octavo import moe
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
-from tests.fuser.models import assert_equal, compiled, error
-from tests.modules.oracle import assert_same
-from tests.moe.test_experts import NEAR
-from tests.moe.test_moe import D, E, K, T, batch, mixture, step
+from tests.support.linear_oracle import assert_same
+from tests.support.mixtures import D, E, K, T, batch, mixture, step
+from tests.support.routed_experts import NEAR
+from tests.support.steps import assert_equal, compiled, relative_error
 
-WARNING = "dropped up to 12 slots of tokens in one forward"
+WARNING = "dropped up to 12 assignments of tokens in one forward"
 
 
 class Handed:
@@ -37,7 +37,7 @@ class Handed:
 
 
 class Part:
-    """A dispatcher of the experts from `first` on: slots of other experts are another process's."""
+    """A dispatcher of the experts from `first` on: assignments of other experts are another process's."""
 
     def __init__(self, first, number):
         self.first, self.number = first, number
@@ -58,7 +58,7 @@ def test_a_dispatcher_gives_what_the_experts_alone_give(recipe):
     found, want = step(model, *batch()), step(twin, *batch())
     assert_equal(found[:3], want[:3])
     for a, b in zip(found[3:], want[3:], strict=True):
-        assert error(a, b) < NEAR.get(recipe, 1e-5)
+        assert relative_error(a, b) < NEAR.get(recipe, 1e-5)
     assert model.overflow() == 0
 
 
@@ -106,7 +106,7 @@ def test_slots_without_a_row_are_dropped_and_counted():
     weights, index = moe.route(whole.router(x), K)
     kept = moe.sort(index, E, capacity=T * K - 12).positions >= 0
     assert (~kept).sum() == 12 and torch.equal(found[2], moe.counts(index, E))
-    assert error(found[0], whole.experts(x, torch.where(kept, index, -1), weights)) < 1e-6
+    assert relative_error(found[0], whole.experts(x, torch.where(kept, index, -1), weights)) < 1e-6
     model(x[:10])
     assert model.overflow() == 12  # the most of one forward
     assert model.overflow() == 0
@@ -203,9 +203,9 @@ class Wrong(moe.LocalDispatch):
 
 BROKEN = {
     "a tuple": (Wrong(send=tuple), "Wrong.dispatch returns an octavo.moe.Dispatched, got tuple"),
-    "dropped on the host": (Wrong(send=lambda sent: sent._replace(dropped=3)), "dropped slots as an int64 .* got int"),
+    "dropped on the host": (Wrong(send=lambda sent: sent._replace(dropped=3)), "dropped assignments as .* got int"),
     "dropped in float": (
-        Wrong(send=lambda sent: sent._replace(dropped=torch.tensor(3.0))), r"dropped slots .* got torch.float32 \(\)",
+        Wrong(send=lambda sent: sent._replace(dropped=torch.tensor(3.0))), r"dropped assignments .* torch.float32 \(\)",
     ),
     "no y": (Wrong(give=lambda y: None), r"Wrong.combine returns y .* \(40, 48\), got NoneType"),
     "y in another dtype": (

@@ -22,7 +22,7 @@ def made(recipe="fp8-block"):
 def test_on_a_cpu_an_index_of_no_expert_is_refused(recipe, wrong):
     experts, (x, indices, probs) = made(recipe), batch()
     indices[5, 1] = wrong
-    sentence = rf"^Experts takes indices from 0 to 3, and -1 for a slot without an expert, got {wrong}\. "
+    sentence = rf"^Experts takes indices from 0 to 3, and -1 for an assignment without an expert, got {wrong}\. "
     for call in (experts, experts.explain):
         with pytest.raises(Unsupported, match=sentence):
             call(x, indices, probs)
@@ -42,7 +42,7 @@ def test_a_permutation_may_be_of_indices_that_it_drops():
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_a_graph_does_not_read_them():
+def test_a_graph_does_not_check_indices_of_experts():
     experts, (x, indices, probs) = made(), batch()
     indices[5, 1] = 13
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)

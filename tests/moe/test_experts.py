@@ -12,37 +12,13 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo import moe
 from octavo.errors import UnsupportedDtype
-from tests.fuser.models import FUSED_AT_ONCE, Graphs, assert_equal, assert_state, compiled, error, fill, recipes
-from tests.modules.experts import same_seed
-from tests.modules.oracle import QUANTIZED, assert_same, spiky
+from tests.support.experts import same_seed
+from tests.support.linear_oracle import QUANTIZED, assert_same, spiky
+from tests.support.routed_experts import NAMES, NEAR, D, E, K, N, T, batch, experts, step
+from tests.support.sequentials import FUSED_AT_ONCE, Graphs, fill, recipes
+from tests.support.steps import assert_equal, assert_state, compiled, relative_error
 
-E, D, N, T, K = 5, 48, 32, 40, 2
-NAMES = ("y", "dx", "dprobs", "dw1", "dw2")
-# relative error, root of the mean square, of a fused step against the operations one by one
-NEAR = {**dict.fromkeys(QUANTIZED, 0.08), "fp8-current": 0.15, "fp8-delayed": 0.35, "nvfp4": 0.5}
 ONE = FUSED_AT_ONCE["fp8-delayed"]
-
-
-def experts(recipe, *, rules=(), **settings):
-    model = fill(moe.Experts(E, D, N, recipe=recipe, **settings))
-    if rules is None:
-        model.rules = None
-    return model
-
-
-def batch(seed=0, *, tokens=T, slots=K, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    x, dy = (spiky(tokens, D, seed=seed + i, size=8.0, dtype=dtype) for i in (1, 51))
-    probs, indices = torch.rand(tokens, E, generator=generator).softmax(-1).topk(slots)
-    return x, indices, probs, dy
-
-
-def step(model, x, indices, probs, dy, call=None, **given):
-    model.zero_grad()
-    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
-    y = (model if call is None else call)(x, indices, probs, **given)
-    y.backward(dy)
-    return [y.detach().clone(), x.grad, probs.grad, *(p.grad for p in model.parameters())]
 
 
 def told(model, data):
@@ -57,9 +33,9 @@ def in_float64(model, x, indices, probs, dy):
     x, probs = x.double().requires_grad_(), probs.double().requires_grad_()
     y = torch.zeros_like(x)
     for e in range(E):
-        tokens, slots = torch.where(indices == e)
+        tokens, assignments = torch.where(indices == e)
         a, b = (x[tokens] @ w1[e].T).chunk(2, -1)
-        y = y.index_add(0, tokens, probs[tokens, slots, None] * ((F.silu(a) * b) @ w2[e].T))
+        y = y.index_add(0, tokens, probs[tokens, assignments, None] * ((F.silu(a) * b) @ w2[e].T))
     y.backward(dy.double())
     return [y.detach(), x.grad, probs.grad, w1.grad, w2.grad]
 
@@ -72,24 +48,28 @@ def test_fused_y_has_the_bits_of_the_operations_and_gradients_are_near(recipe):
     found, want = step(model, *data), step(twin, *data)
     assert_same(found[0], want[0])
     for name, a, b in zip(NAMES, found, want, strict=True):
-        assert error(a, b) < NEAR[recipe.split("(")[0]], f"{name}: {error(a, b):.3g}"
+        assert relative_error(a, b) < NEAR[recipe.split("(")[0]], f"{name}: {relative_error(a, b):.3g}"
 
 
 @recipes(["bf16", "fp8-current", "fp8-block", "mxfp8"])
 def test_against_float64(recipe):
     model, data = experts(recipe), batch()
     for name, a, b in zip(NAMES, step(model, *data), in_float64(model, *data), strict=True):
-        assert error(a, b) < (1e-5 if recipe == "bf16" else 0.16), f"{name}: {error(a, b):.3g}"
+        assert relative_error(a, b) < (1e-5 if recipe == "bf16" else 0.16), f"{name}: {relative_error(a, b):.3g}"
 
 
-@pytest.mark.parametrize("case", ["one expert gets all", "dropped slots", "all dropped", "one slot", "no tokens"])
+@pytest.mark.parametrize(
+    "case", ["one expert gets all", "dropped assignments", "all dropped", "one assignment", "no tokens"]
+)
 @recipes(["fp8-delayed", "fp8-block", "nvfp4"])
 def test_odd_routings(recipe, case):
     model, twin = experts(recipe), experts(recipe, rules=None)
-    x, indices, probs, dy = batch(slots=1 if case == "one slot" else K, tokens=0 if case == "no tokens" else T)
+    x, indices, probs, dy = batch(
+        assignments=1 if case == "one assignment" else K, tokens=0 if case == "no tokens" else T
+    )
     if case == "one expert gets all":
         indices = torch.full_like(indices, 3)
-    if case == "dropped slots":
+    if case == "dropped assignments":
         indices[::3, 0] = -1
     if case == "all dropped":
         indices = torch.full_like(indices, -1)
@@ -98,10 +78,10 @@ def test_odd_routings(recipe, case):
     for a, b in zip(found, want, strict=True):
         assert a.isfinite().all()
         if b.any():
-            assert error(a, b) < NEAR[recipe.split("(")[0]]
+            assert relative_error(a, b) < NEAR[recipe.split("(")[0]]
         else:
             assert not a.any()
-    if case == "dropped slots":
+    if case == "dropped assignments":
         assert not found[2][::3, 0].any()
 
 
@@ -112,7 +92,7 @@ def test_other_activations(activation):
     assert told(model, data).fired == ("experts",)
     found, want = step(model, *data), step(twin, *data)
     assert_same(found[0], want[0])
-    assert all(error(a, b) < NEAR["fp8-block"] for a, b in zip(found, want, strict=True))
+    assert all(relative_error(a, b) < NEAR["fp8-block"] for a, b in zip(found, want, strict=True))
 
 
 def test_leading_dims_are_kept():
@@ -194,7 +174,7 @@ def test_delayed_scaling_runs_its_first_step_one_by_one_and_then_fuses():
         octavo.step(model)
 
 
-def test_it_keeps_x_and_h_and_no_codes_of_them():
+def test_experts_keep_x_and_h_and_no_codes_of_them():
     """Bytes that autograd saves, weights' codes apart: x, h, probabilities and the permutation."""
     model, (x, indices, probs, _) = experts("fp8-block", keep_weight_codes=False, dtype=torch.bfloat16), batch()
     kept = {}
@@ -233,9 +213,9 @@ def test_a_state_dict_is_that_of_its_layers():
 
 def test_shapes_that_do_not_fit_are_refused():
     model, (x, indices, probs, _) = experts("fp8-block"), batch()
-    with pytest.raises(ValueError, match="slot of each token"):
+    with pytest.raises(ValueError, match="assignment of each token"):
         model(x, indices, probs[:, :1])
-    with pytest.raises(ValueError, match="slot of each token"):
+    with pytest.raises(ValueError, match="assignment of each token"):
         model(x[:-1], indices, probs)
     with pytest.raises(ValueError, match="two dims or more"):
         model(x[0], indices[0], probs[0])
@@ -262,7 +242,7 @@ def test_the_first_fused_step_of_delayed_scaling_is_no_worse_than_others(how):
         x, indices, probs, dy = batch(0)
         data = x, indices, torch.full_like(probs, 0.02), dy
         for name, a, b in zip(NAMES, step(model, *data, call=call), in_float64(model, *data), strict=True):
-            assert error(a, b) < 0.2, f"step {seed}, {name}: {error(a, b):.3g}"
+            assert relative_error(a, b) < 0.2, f"step {seed}, {name}: {relative_error(a, b):.3g}"
         octavo.step(model)
     assert told(model, data).fired == ("experts",)
 
@@ -283,14 +263,14 @@ def test_a_bias_that_is_scaled_is_refused():
 @pytest.mark.parametrize("options", [{}, {"capacity": 60}, {"capacity": 200}, {"align": 16}], ids=str)
 @recipes(["fp8-delayed", "fp8-block", "nvfp4"])
 def test_an_index_that_is_sorted_already(recipe, options):
-    """Rows may be fewer or more than slots, and pads take part in nothing."""
+    """Rows may be fewer or more than assignments, and pads take part in nothing."""
     model, twin = experts(recipe), experts(recipe, rules=None)
     x, indices, probs, dy = batch()
     permutation = moe.sort(indices, E, **options)
     assert model.explain(x, permutation, probs).fired == ("experts",)
     found, want = step(model, x, permutation, probs, dy), step(twin, x, permutation, probs, dy)
     assert_same(found[0], want[0])
-    assert all(error(a, b) < NEAR[recipe.split("(")[0]] for a, b in zip(found, want, strict=True))
+    assert all(relative_error(a, b) < NEAR[recipe.split("(")[0]] for a, b in zip(found, want, strict=True))
     kept = torch.where(permutation.positions >= 0, indices, -1)
     assert_equal(found[:3], step(experts(recipe), x, kept, probs, dy)[:3])
 
@@ -315,7 +295,7 @@ def test_explain_names_the_rule_that_has_the_operations():
     assert all(r.by == "experts" for r in report.refused)
 
 
-def test_inside_another_sequential_it_is_refused_in_a_sentence():
+def test_experts_inside_another_sequential_are_refused_in_a_sentence():
     model = experts("fp8-block")
     for build in (lambda: octavo.Sequential(octavo.ops.RMSNorm(D), model), lambda: octavo.Sequential().append(model)):
         with pytest.raises(ValueError, match=r"indices and probs.*Call it between two Sequentials"):
@@ -353,11 +333,11 @@ def test_rules_of_the_callers_survive_a_pickle_too():
 
 @pytest.mark.parametrize("settings", [{}, {"single_grouped_weight": False}], ids=str)
 @recipes(["fp8-delayed", "fp8-block", "nvfp4"])
-def test_built_on_the_meta_device_it_tells_shapes_and_runs_once_it_has_weights(recipe, settings):
+def test_experts_built_on_the_meta_device_tell_shapes_and_run_once_they_have_weights(recipe, settings):
     model, twin, data = moe.Experts(E, D, N, recipe=recipe, device="meta", **settings), experts(recipe), batch()
     empty = [t.to("meta") for t in data]
     assert told(model, empty).fired == ("experts",)
-    assert told(model, empty).ledger == told(twin, data).ledger
+    assert told(model, empty).saved_tensors == told(twin, data).saved_tensors
     x = empty[0].requires_grad_()
     y = model(x, *empty[1:3])
     y.backward(empty[3])
@@ -392,18 +372,18 @@ def test_one_graph_for_any_number_of_tokens():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "number", "slots"), [("fp8-current", 1, 1), ("fp8-block", 1, 1), ("fp8-current", 300, 7)]
+    ("recipe", "number", "assignments"), [("fp8-current", 1, 1), ("fp8-block", 1, 1), ("fp8-current", 300, 7)]
 )
-def test_one_expert_and_more_than_there_are_tokens(recipe, number, slots):
+def test_one_expert_and_more_than_there_are_tokens(recipe, number, assignments):
     model = fill(moe.Experts(number, 33, 17, recipe=recipe))
     twin = copy.deepcopy(model)
     twin.rules = None
     x, dy = spiky(19, 33, seed=1), spiky(19, 33, seed=2)
-    indices, probs = torch.arange(19 * slots).view(19, slots) * 13 % number, torch.rand(19, slots)
+    indices, probs = torch.arange(19 * assignments).view(19, assignments) * 13 % number, torch.rand(19, assignments)
     assert "experts" in told(model, (x, indices, probs)).fired
     found, want = step(model, x, indices, probs, dy), step(twin, x, indices, probs, dy)
     assert_same(found[0], want[0])
-    assert all(error(a, b) < NEAR[recipe] for a, b in zip(found, want, strict=True))
+    assert all(relative_error(a, b) < NEAR[recipe] for a, b in zip(found, want, strict=True))
 
 
 @pytest.mark.parametrize("what", ["x", "probs", "dy"])
@@ -472,7 +452,7 @@ def test_autocast_casts_for_each_layer():
     assert found[0].dtype == torch.bfloat16 and found[1].dtype == torch.float32
     assert "experts" not in report.fired and any("autocast" in text for text in report.alone)
     for name, a, b in zip(NAMES, found, in_float64(model, x, indices, probs, dy), strict=True):
-        assert error(a, b) < 0.16, f"{name}: {error(a, b):.3g}"
+        assert relative_error(a, b) < 0.16, f"{name}: {relative_error(a, b):.3g}"
 
 
 def test_a_forward_that_fails_halfway_leaves_the_next_one_alone(monkeypatch):
@@ -481,14 +461,14 @@ def test_a_forward_that_fails_halfway_leaves_the_next_one_alone(monkeypatch):
         for each in (model, twin):
             step(each, *batch(seed))
             octavo.step(each)
-    from octavo.fused import grouped_mlp
+    from octavo.fusion.rules import grouped_mlp
 
     def fail(*_):
         raise RuntimeError("out of memory")
 
     data = batch(2)
     with monkeypatch.context() as patch:
-        patch.setattr(grouped_mlp.activation_quantize, "forward", fail)
+        patch.setattr(grouped_mlp.activation_cast, "forward", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             step(model, *data)
     assert_equal(step(model, *data), step(twin, *data))

@@ -7,10 +7,13 @@ import torch
 
 import octavo
 from octavo import moe, ops
-from tests.fuser.models import error, recipes
-from tests.modules.oracle import assert_same
-from tests.state_tensors import named_state
-from tests.waiting import no_waiting
+from tests.support.cuda_work import kernels_of
+from tests.support.linear_oracle import assert_same
+from tests.support.routed_experts import step
+from tests.support.sequentials import recipes
+from tests.support.state_tensors import named_state
+from tests.support.steps import relative_error
+from tests.support.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 E, D, N, T, K = 8, 256, 384, 300, 2
@@ -49,14 +52,6 @@ def batch(seed):
     return x, *routed(seed), dy
 
 
-def step(model, x, indices, probs, dy, call=None):
-    model.zero_grad()
-    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
-    y = (model if call is None else call)(x, indices, probs)
-    y.backward(dy)
-    return [y.detach().clone(), x.grad, probs.grad, *(p.grad for p in model.parameters())]
-
-
 def warmed(model):
     """Delayed scales that have seen every expert."""
     for seed in (0, 4):
@@ -75,7 +70,7 @@ def test_fused_y_has_the_bits_of_the_operations_and_gradients_are_near(recipe, a
         assert_same(found[0], want[0], f"y, routing {seed}")
         for a, b in zip(found, want, strict=True):
             assert a.isfinite().all()
-            assert error(a, b) < NEAR[recipe.split("(")[0]], f"routing {seed}: {error(a, b):.3g}"
+            assert relative_error(a, b) < NEAR[recipe.split("(")[0]], f"routing {seed}: {relative_error(a, b):.3g}"
 
 
 @pytest.mark.gpu_smoke
@@ -96,8 +91,10 @@ def test_codes_of_the_output_of_fc1_leave_y_as_it_is_and_gradients_near(recipe, 
         assert_same(found[0], want[0], f"y, routing {seed}")
         for a, b in zip(found, want, strict=True):
             assert a.isfinite().all()
-            assert error(a, b) < (0.15 if "nvfp4" in recipe else 0.1), f"routing {seed}: {error(a, b):.3g}"
-        assert error(found[2], want[2]) > 1e-3
+            assert relative_error(a, b) < (0.15 if "nvfp4" in recipe else 0.1), (
+                f"routing {seed}: {relative_error(a, b):.3g}"
+            )
+        assert relative_error(found[2], want[2]) > 1e-3
 
 
 @recipes(["fp8-delayed", "fp8-current", "fp8-block", "nvfp4"])
@@ -308,12 +305,7 @@ def test_a_captured_grouped_mlp_writes_to_the_callers_memory_in_fifty_replays(re
 def launches(step):
     """How often each kernel and copy ran, by name, but for fills: a replay fills all its zeros at once, and calls with
     the caller's memory are not replayed."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        step()
-        torch.cuda.synchronize()
-    names = [e.name for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return Counter(name for name in names if "FillFunctor" not in name)
+    return Counter(name for name in kernels_of(step, warm=False) if "FillFunctor" not in name)
 
 
 @recipes(RECIPES)
@@ -397,7 +389,7 @@ def test_a_captured_grouped_mlp_adds_to_main_grad(recipe):
 
 @recipes(["fp8-delayed", "fp8-current", "fp8-block"])
 def test_dropped_slots_are_read_nowhere(recipe):
-    """x and dy of a token without an expert, and the probability of a dropped slot, hold NaN."""
+    """x and dy of a token without an expert, and the probability of a dropped assignment, hold NaN."""
     model, twin = warmed(experts(recipe)), warmed(experts(recipe))
     x, indices, probs, dy = batch(0)
     indices[::7], indices[3, 0] = -1, E
@@ -411,7 +403,7 @@ def test_dropped_slots_are_read_nowhere(recipe):
 
 
 @recipes(["fp8-delayed", "fp8-block"])
-@pytest.mark.parametrize("case", ["no tokens", "all dropped", "one slot"])
+@pytest.mark.parametrize("case", ["no tokens", "all dropped", "one assignment"])
 def test_routings_of_next_to_nothing(recipe, case):
     model, twin = warmed(experts(recipe)), warmed(experts(recipe, rules=None))
     x, indices, probs, dy = batch(0)

@@ -8,9 +8,10 @@ from torch.utils.checkpoint import checkpoint
 
 import octavo
 from octavo import moe
-from tests.fuser.models import Graphs, assert_equal, assert_state, compiled, error, recipes
-from tests.modules.oracle import QUANTIZED, assert_same
-from tests.moe.test_experts import NAMES, D, E, K, N, T, batch, experts, step
+from tests.support.linear_oracle import QUANTIZED, assert_same
+from tests.support.routed_experts import NAMES, D, E, K, N, T, batch, experts, step
+from tests.support.sequentials import Graphs, recipes
+from tests.support.steps import assert_equal, assert_state, compiled, relative_error
 
 # relative error, root of the mean square, of gradients against those from an unquantized output of fc1
 NEAR = {**dict.fromkeys(QUANTIZED, 0.07), "nvfp4": 0.15}
@@ -24,8 +25,8 @@ def assert_near(found, want, bound):
     """The same bits of y, and gradients near those of an unquantized output of fc1, but others."""
     assert_same(found[0], want[0])
     for name, a, b in zip(NAMES[1:], found[1:], want[1:], strict=True):
-        assert error(a, b) < bound, f"{name}: {error(a, b):.3g}"
-    assert error(found[2], want[2]) > 1e-3  # the probabilities' gradient is a sum over decoded values
+        assert relative_error(a, b) < bound, f"{name}: {relative_error(a, b):.3g}"
+    assert relative_error(found[2], want[2]) > 1e-3  # the probabilities' gradient is a sum over decoded values
 
 
 @recipes(QUANTIZED)
@@ -48,14 +49,14 @@ def test_16_bits(dtype):
     assert_near(step(model, *data), step(twin, *data), NEAR["fp8-block"])
 
 
-@pytest.mark.parametrize("case", ["one expert gets all", "dropped slots", "all dropped", "no tokens"])
+@pytest.mark.parametrize("case", ["one expert gets all", "dropped assignments", "all dropped", "no tokens"])
 @recipes(["fp8-delayed", "fp8-block", "nvfp4"])
 def test_odd_routings(recipe, case):
     model, twin = stored(recipe), experts(recipe)
     x, indices, probs, dy = batch(tokens=0 if case == "no tokens" else T)
     if case == "one expert gets all":
         indices = torch.full_like(indices, 3)
-    if case == "dropped slots":
+    if case == "dropped assignments":
         indices[::3, 0] = -1
     if case == "all dropped":
         indices = torch.full_like(indices, -1)
@@ -63,7 +64,7 @@ def test_odd_routings(recipe, case):
     assert_same(found[0], want[0])
     for a, b in zip(found, want, strict=True):
         assert a.isfinite().all()
-        assert error(a, b) < 0.15 if b.any() else not a.any()
+        assert relative_error(a, b) < 0.15 if b.any() else not a.any()
 
 
 @recipes(["fp8-delayed", "fp8-current", "fp8-block", "mxfp8"])
@@ -144,7 +145,7 @@ def test_frozen_experts_still_give_gradients_to_tokens_and_probabilities():
 def test_without_gradients_nothing_is_kept():
     model, (x, indices, probs, _) = stored("fp8-block"), batch()
     with torch.no_grad():
-        assert model.explain(x, indices, probs).ledger[2].activations == 0
+        assert model.explain(x, indices, probs).saved_tensors[2].activations == 0
         assert_same(model(x, indices, probs), experts("fp8-block")(x, indices, probs))
 
 
@@ -162,10 +163,10 @@ def kept(storage):
         found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
 
-    ledger = model.explain(x, indices, probs).ledger
+    saved_tensors = model.explain(x, indices, probs).saved_tensors
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         model(x, indices, probs)
-    return ledger, sum(n for at, n in found.items() if at not in weights)
+    return saved_tensors, sum(n for at, n in found.items() if at not in weights)
 
 
 def test_the_ledger_and_autograd_count_the_codes():
@@ -189,7 +190,7 @@ def test_without_the_rule_the_output_of_fc1_is_kept_as_it_is(case):
     data = batch()
     told, want = model.explain(*data[:3]), twin.explain(*data[:3])
     assert "experts" not in told.fired
-    assert told.ledger == want.ledger
+    assert told.saved_tensors == want.saved_tensors
     assert_equal(step(model, *data), step(twin, *data))
     if case != "no rules":
         (why,) = [r.sentence for r in told.refused if r.rule == "experts"]
@@ -201,7 +202,7 @@ def test_delayed_scaling_stores_codes_from_its_first_fused_step_on():
     model = stored("fp8-delayed")
     for seed in range(2):
         told = model.explain(*batch(seed)[:3])
-        assert (told.ledger[2].activations == T * K * (2 * N + 4)) == (seed > 0)
+        assert (told.saved_tensors[2].activations == T * K * (2 * N + 4)) == (seed > 0)
         step(model, *batch(seed))
         octavo.step(model)
 

@@ -9,7 +9,7 @@ from octavo.errors import Unsupported, UnsupportedConfig, UnsupportedDevice, Uns
 T, K, E, D = 6, 2, 4, 32
 INDEX = torch.tensor([[0, 1], [1, 2], [3, 0], [-1, 1], [2, 3], [0, 2]])
 REAL = moe.sort(INDEX, E)
-ROWS = REAL.slots.shape[0]
+ROWS = REAL.assignments.shape[0]
 x, rows, probs = torch.randn(T, D), torch.randn(ROWS, D), torch.rand(T, K)
 experts = moe.Experts(E, D, 48, recipe="fp8-block")
 USES = {
@@ -26,29 +26,37 @@ WRONG = {
     "positions in int64": (REAL._replace(positions=REAL.positions.long()), UnsupportedDtype, "positions"),
     "positions without dims": (REAL._replace(positions=REAL.positions[0, 0]), UnsupportedShape, "positions"),
     "positions that are not there": (REAL._replace(positions=None), UnsupportedDtype, "positions"),
-    "slots in floats": (REAL._replace(slots=REAL.slots.float()), UnsupportedDtype, "slots"),
-    "slots of two dims": (REAL._replace(slots=REAL.slots[None]), UnsupportedShape, "slots"),
+    "assignments in floats": (REAL._replace(assignments=REAL.assignments.float()), UnsupportedDtype, "assignments"),
+    "assignments of two dims": (REAL._replace(assignments=REAL.assignments[None]), UnsupportedShape, "assignments"),
     "experts of another shape": (REAL._replace(experts=REAL.positions[:3]), UnsupportedShape, "experts"),
     "sizes on meta": (REAL._replace(sizes=REAL.sizes.to("meta")), UnsupportedDevice, "sizes"),
-    "slots on meta": (REAL._replace(slots=REAL.slots.to("meta")), UnsupportedDevice, "slots"),
+    "assignments on meta": (REAL._replace(assignments=REAL.assignments.to("meta")), UnsupportedDevice, "assignments"),
     "a row too far": (
         REAL._replace(positions=REAL.positions + 1),
         UnsupportedConfig,
         f"positions from -1 to {ROWS - 1}",
     ),
     "a row before the first": (REAL._replace(positions=REAL.positions - 2), UnsupportedConfig, "positions from -1"),
-    "a slot too far": (REAL._replace(slots=REAL.slots + T * K), UnsupportedConfig, f"slots from -2 to {T * K - 1}"),
-    "another sort's slots": (
-        REAL._replace(slots=moe.sort(INDEX.flip(0), E).slots),
+    "an assignment too far": (
+        REAL._replace(assignments=REAL.assignments + T * K),
+        UnsupportedConfig,
+        f"assignments from -2 to {T * K - 1}",
+    ),
+    "another sort's assignments": (
+        REAL._replace(assignments=moe.sort(INDEX.flip(0), E).assignments),
         UnsupportedConfig,
         "in the row that its position names",
     ),
-    "one slot in two rows": (
-        REAL._replace(slots=REAL.slots[[0, 0, *range(2, ROWS)]]),
+    "one assignment in two rows": (
+        REAL._replace(assignments=REAL.assignments[[0, 0, *range(2, ROWS)]]),
         UnsupportedConfig,
         "in the row that its position names",
     ),
-    "a slot before the first": (REAL._replace(slots=REAL.slots - 9), UnsupportedConfig, "slots from -2"),
+    "an assignment before the first": (
+        REAL._replace(assignments=REAL.assignments - 9),
+        UnsupportedConfig,
+        "assignments from -2",
+    ),
 }
 
 
@@ -79,7 +87,7 @@ def test_a_real_one_made_by_hand_is_taken(use, dtype):
 
 @uses
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("name", ["sizes in floats", "positions in int64", "slots of two dims"])
+@pytest.mark.parametrize("name", ["sizes in floats", "positions in int64", "assignments of two dims"])
 def test_a_graph_refuses_wrong_dtypes_and_shapes_too(use, name):
     with pytest.raises((Unsupported, RuntimeError), match=WRONG[name][2]):
         torch.compile(use, backend="aot_eager", fullgraph=True)(WRONG[name][0])

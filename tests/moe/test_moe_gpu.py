@@ -7,10 +7,12 @@ import torch
 
 import octavo
 from octavo import moe
-from tests.fuser.models import error, recipes
-from tests.modules.oracle import assert_same
-from tests.state_tensors import named_state
-from tests.waiting import no_waiting
+from tests.support.linear_oracle import assert_same
+from tests.support.mixtures import step
+from tests.support.sequentials import recipes
+from tests.support.state_tensors import named_state
+from tests.support.steps import relative_error
+from tests.support.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 E, D, N, T, K = 8, 256, 384, 300, 2
@@ -36,15 +38,6 @@ def batch(seed):
     if seed % 3:
         x += seed % 3 * torch.randn(1, D, generator=generator)
     return x.cuda().bfloat16(), dy.cuda().bfloat16() / T
-
-
-def step(model, x, dy, call=None):
-    model.zero_grad()
-    x = x.clone().requires_grad_()
-    y, loss = (call or (lambda x: (model(x), model.aux_loss)))(x)
-    ((y * dy).sum() + loss).backward()
-    found = [y.detach().clone(), loss.detach().clone(), model.load.clone(), x.grad]
-    return [*found, *(p.grad for p in model.parameters())]
 
 
 def train(model, optimizer, x, dy):
@@ -118,7 +111,7 @@ def test_compiled_is_near_eager(recipe, mode):
         found, want = step(model, *batch(seed), call=call), step(twin, *batch(seed))
         assert torch.equal(found[2], want[2])
         for i, (a, b) in enumerate(zip(found, want, strict=True)):
-            assert error(a, b) < 0.1, f"step {seed}, {i}: {error(a, b):.3g}"
+            assert relative_error(a, b) < 0.1, f"step {seed}, {i}: {relative_error(a, b):.3g}"
 
 
 @recipes(["fp8-delayed", "fp8-block"])
@@ -193,5 +186,5 @@ def test_a_warning_of_dropped_slots_comes_without_waiting():
             octavo.step(model)
         torch.cuda.synchronize()
         octavo.step(model)  # the copy has arrived, if not before
-    assert len([w for w in told if "dropped up to 12 slots" in str(w.message)]) == 1
+    assert len([w for w in told if "dropped up to 12 assignments" in str(w.message)]) == 1
     assert model.overflow() == 12

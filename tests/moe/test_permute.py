@@ -10,10 +10,10 @@ import octavo
 from octavo import moe
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.quant import MX, NVFP4, Block1D, Rowwise, Tensorwise
-from tests.lower.recorder import Recorder
-from tests.modules.oracle import assert_same
-from tests.pairs import pairs, turns
-from tests.waiting import no_waiting
+from tests.support.linear_oracle import assert_same
+from tests.support.pairs import pairs, turns
+from tests.support.recorded_operators import Recorder
+from tests.support.waiting import no_waiting
 
 TOKENS, WIDTH = 97, 24
 device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -29,7 +29,7 @@ WAYS = {
 
 
 def routed(is_mask, top_k, experts, device="cpu", tokens=TOKENS):
-    """(map, probabilities, options of sort); a fifth of the slots is dropped."""
+    """(map, probabilities, options of sort); a fifth of the assignments is dropped."""
     chosen = torch.rand(tokens, experts).topk(top_k).indices
     dropped = torch.rand(tokens, top_k) < 0.2
     if not is_mask:
@@ -41,12 +41,12 @@ def routed(is_mask, top_k, experts, device="cpu", tokens=TOKENS):
 
 def by_torch(x, permutation, probs, factor):
     """The results of `by_octavo`, computed on values in float64: rows by gather, the sum by index_add."""
-    kept = (permutation.slots >= 0).nonzero().flatten()
-    slot = permutation.slots[kept].long()
-    token = slot // permutation.positions.shape[-1]
-    column = slot % permutation.positions.shape[-1]
+    kept = (permutation.assignments >= 0).nonzero().flatten()
+    assignment = permutation.assignments[kept].long()
+    token = assignment // permutation.positions.shape[-1]
+    column = assignment % permutation.positions.shape[-1]
     if permutation.experts is not None:
-        column = permutation.experts.flatten()[slot].long()
+        column = permutation.experts.flatten()[assignment].long()
     prob = probs[token, column]
     rows = x[token] * factor[kept] * prob[:, None]
     y = torch.zeros_like(x).index_add(0, token, rows * prob[:, None])
@@ -65,7 +65,7 @@ def test_there_and_back_with_gradients(is_mask, top_k, experts, dtype, way, devi
     x = torch.randn(TOKENS, WIDTH, device=device).to(dtype).requires_grad_()
     probs.requires_grad_()
     permutation = moe.sort(routing, **options, **way)
-    factor = torch.randn(permutation.slots.shape[0], 1, device=device)
+    factor = torch.randn(permutation.assignments.shape[0], 1, device=device)
     y, _ = by_octavo(x, routing, probs, factor, options | way)
     dy = torch.randn_like(y)
     found = [y, *torch.autograd.grad(y, (x, probs), dy)]
@@ -99,7 +99,7 @@ def test_sizes_positions_and_pads(is_mask, way):
         begin += size
     assert not rows[begin:].any() and (permutation.sources[begin:] == -1).all()
     kept = permutation.positions[permutation.positions >= 0].long()
-    assert torch.equal(permutation.slots[kept], (permutation.positions.flatten() >= 0).nonzero().flatten().int())
+    assert torch.equal(permutation.assignments[kept], (permutation.positions.flatten() >= 0).nonzero().flatten().int())
 
 
 @device
@@ -110,7 +110,7 @@ def test_nothing_reads_rows_without_a_slot(is_mask, device):
     x = torch.randn(TOKENS, WIDTH, device=device, requires_grad=True)
     probs.requires_grad_()
     rows, permutation = moe.permute(x, routing, **options, align=16, capacity=512)
-    bad = permutation.slots < 0
+    bad = permutation.assignments < 0
     assert bad.sum() > 100
     (dx,) = torch.autograd.grad(rows, x, torch.ones_like(rows).masked_fill(bad[:, None], torch.nan))
     counts = (permutation.positions >= 0).sum(1)
@@ -259,7 +259,7 @@ def test_a_capacity_that_follows_the_tokens_does_not_recompile():
         x, index = torch.randn(tokens, WIDTH), torch.randint(-1, 7, (tokens, 2))
         found, permutation = compiled(x, index)
         assert_same(found, call(x, index)[0])
-        assert permutation.slots.shape == (3 * tokens,)
+        assert permutation.assignments.shape == (3 * tokens,)
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -369,7 +369,7 @@ REFUSED = {
     "a list": (UnsupportedDtype, "got list", lambda: moe.sort([0, 1], 3)),
     "no number of experts": (UnsupportedConfig, "Pass num_experts", lambda: moe.sort(INDEX)),
     "no experts": (UnsupportedShape, "1 to 4096 experts, got 0", lambda: moe.sort(INDEX, 0)),
-    "no slots": (UnsupportedShape, "at least one slot", lambda: moe.sort(INDEX[:, :0], 3)),
+    "no assignments": (UnsupportedShape, "at least one assignment", lambda: moe.sort(INDEX[:, :0], 3)),
     "another number of experts": (UnsupportedConfig, "has 3 experts", lambda: moe.sort(MASK, 4)),
     "top_k of an index": (UnsupportedConfig, "Leave top_k out", lambda: moe.sort(INDEX, 3, top_k=2)),
     "top_k beyond the experts": (UnsupportedConfig, "1 to 3 here, got 4", lambda: moe.sort(MASK, top_k=4)),
@@ -416,3 +416,10 @@ def test_an_error_of_probs_names_them():
     rows, permutation = moe.permute(torch.zeros(5, 4), torch.zeros(5, 1, dtype=torch.int64), 3)
     with pytest.raises(UnsupportedDtype, match=r"unpermute takes probs in .* Cast probs first"):
         moe.unpermute(rows, permutation, torch.zeros(5, 1, dtype=torch.float64))
+
+
+def test_the_gradient_of_an_unpermuted_row_is_multiplied_by_its_probability():
+    rows, permutation = moe.permute(torch.randn(3, WIDTH), torch.tensor([[0], [1], [0]]), num_experts=2)
+    rows, probs = rows.detach().requires_grad_(), torch.tensor([[0.5], [2.0], [4.0]], requires_grad=True)
+    moe.unpermute(rows, permutation, probs).sum().backward()
+    assert rows.grad[permutation.positions.flatten(), 0].tolist() == [0.5, 2.0, 4.0]

@@ -8,8 +8,8 @@ from torch._dynamo.utils import counters
 
 from octavo import moe
 from octavo.errors import UnsupportedConfig, UnsupportedDevice, UnsupportedDtype, UnsupportedShape
-from tests.fuser.models import compiled
-from tests.modules.oracle import assert_same
+from tests.support.linear_oracle import assert_same, randn
+from tests.support.steps import compiled
 
 device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 scores = pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
@@ -23,10 +23,6 @@ WAYS = {
     "groups by their best": {"groups": 8, "top_groups": 3, "group_best": 1, "normalize": False, "bias": True},
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def bias_of(way, experts, device="cpu"):
@@ -230,12 +226,12 @@ def losses_by_loop(logits, index, score, tokens):
     logits, index = logits.double().flatten(0, -2)[:tokens].tolist(), index.flatten(0, -2)[:tokens].tolist()
     if not logits:
         return 0.0, 0.0
-    experts, slots, number = len(logits[0]), len(index[0]), len(logits)
+    experts, assignments, number = len(logits[0]), len(index[0]), len(logits)
     found = [scored(row, score) for row in logits]
     probs = [[s / math.fsum(row) for s in row] for row in found]
     aux = 0.0
     for e in range(experts):
-        share = sum(row.count(e) for row in index) / (number * slots)
+        share = sum(row.count(e) for row in index) / (number * assignments)
         aux += share * math.fsum(row[e] for row in probs) / number
     return experts * aux, math.fsum(math.log(math.fsum(map(math.exp, row))) ** 2 for row in logits) / number
 
@@ -421,3 +417,9 @@ def test_masks_and_weights_are_no_index_and_no_cast_is_advised():
 def test_update_bias_refuses_a_bias_that_it_cannot_move(bias, counts, message):
     with pytest.raises((UnsupportedDevice, UnsupportedDtype), match=message):
         moe.update_bias(bias, counts)
+
+
+@scores
+def test_normalized_weights_of_a_token_sum_to_one(score):
+    weights, _ = moe.route(randn(9, 8), 3, score=score, normalize=True, bias=torch.zeros(8))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(9))

@@ -6,7 +6,7 @@ import torch
 import octavo.quant as Q
 from octavo.formats import E5M2
 from octavo.quant.quantizer import Quantizer
-from tests.modules.oracle import assert_same, spiky
+from tests.support.linear_oracle import assert_same, spiky
 
 SPECS = [Q.Block1D(), Q.Block1D(scale="fp32"), Q.Block1D(E5M2)]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -11,8 +11,8 @@ from octavo.quant.byte_transpose import reference, transpose_bytes
 from octavo.quant.grouped import quantize_groups, transposed
 from octavo.quant.groups import equal, split
 from octavo.quant.quantizer import CastArgs, TensorProto
-from tests.quant.sameness import assert_same
-from tests.waiting import no_waiting
+from tests.support.same_tensors import assert_same, raw
+from tests.support.waiting import no_waiting
 
 SQUARE = [
     Tensorwise(), Tensorwise(E5M2, pow2=True), Block2D(), Block2D(E5M2, "fp32"), MX(square=True), NVFP4(square=True),
@@ -36,7 +36,7 @@ def test_every_byte_goes_to_its_place(shape):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("spec", SQUARE, ids=str)
-def test_it_writes_what_a_second_cast_writes(spec, shape, dtype):
+def test_a_transpose_of_codes_writes_what_a_second_cast_writes(spec, shape, dtype):
     w = torch.randn(shape).to(dtype)
     assert_same(spec.quantize(w).transpose(), spec.quantize(w, axis=0))
 
@@ -51,8 +51,8 @@ def test_values_that_are_no_numbers(spec, value):
 
 def test_a_given_multiplier():
     """Delayed scaling: the codes that forward made stand for the multiplier of forward, whatever came after."""
-    w, encode = torch.randn(64, 48), torch.tensor([0.37])
-    row, column = Tensorwise().quantize_both(w, encode=encode)
+    w, inverse_scale = torch.randn(64, 48), torch.tensor([0.37])
+    row, column = Tensorwise().quantize_both(w, inverse_scale=inverse_scale)
     assert_same(row.transpose(), column)
 
 
@@ -61,7 +61,7 @@ def test_into_memory_that_is_there(spec):
     w = torch.randn(200, 300)
     row, out = spec.quantize(w), spec.proto(TensorProto.of(w), axis=0).empty()
     addresses = [t.data_ptr() for t in out.tensors()]
-    spec.fill_transposed(row, out)
+    spec._fill_transposed(row, out)
     assert_same(out, spec.quantize(w, axis=0))
     assert [t.data_ptr() for t in out.tensors()] == addresses
 
@@ -87,7 +87,9 @@ def test_ragged_groups(spec):
 
 def test_multipliers_of_stacked_weights():
     stack, groups = torch.randn(300, 64), equal(3, 100, torch.device("cpu"))
-    row, column = quantize_groups(stack, Tensorwise(), Tensorwise(), groups, CastArgs(encode=torch.rand(3) + 0.1))
+    row, column = quantize_groups(
+        stack, Tensorwise(), Tensorwise(), groups, CastArgs(inverse_scale=torch.rand(3) + 0.1)
+    )
     assert_same(transposed(row).q, column.q)
 
 
@@ -121,10 +123,6 @@ def test_compiled_code_turns_bytes_around(fresh_compiler):
 # -- on the device -----------------------------------------------------------------------------------------------------
 
 
-def raw(t: torch.Tensor) -> torch.Tensor:
-    return t.cpu().reshape(-1).view(torch.uint8)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [*SHAPES, (4, 4), (4, 4096), (4096, 12), (132, 516), (0, 16), (16, 0)], ids=str)
 def test_every_configuration_writes_the_reference_bytes(shape):
@@ -154,7 +152,7 @@ def test_memory_without_alignment_and_with_strides():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("spec", SQUARE, ids=str)
-def test_it_writes_what_a_second_cast_writes_on_the_device(spec):
+def test_a_transpose_of_codes_writes_what_a_second_cast_writes_on_the_device(spec):
     for shape in SHAPES:
         w = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
         row, want = spec.quantize(w), spec.quantize(w, axis=0)
@@ -188,3 +186,9 @@ def test_offsets_beyond_two_to_the_31():
     transpose_bytes(codes, out)
     assert torch.equal(out[-200:, -200:], codes[-200:, -200:].T)
     assert not out[:-200].any()
+
+
+@pytest.mark.parametrize("spec", WEIGHTS, ids=str)
+def test_column_codes_are_the_codes_of_the_transposed_matrix(spec):
+    w = torch.randn(24, 40)
+    assert_same(spec.quantize(w).transpose(), spec.quantize(w.T.contiguous()))

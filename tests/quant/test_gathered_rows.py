@@ -23,8 +23,9 @@ from octavo.quant.grouped import (
 from octavo.quant.groups import Groups, split
 from octavo.quant.groups.reference import gathered
 from octavo.quant.quantizer import CastArgs, Quantizer
-from tests.quant.ragged import SPLITS, laid_out
-from tests.waiting import no_waiting
+from tests.support.ragged_groups import SPLITS, both, laid_out
+from tests.support.same_tensors import assert_same_used, poison, raw
+from tests.support.waiting import no_waiting
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SCHEMES = [
@@ -63,26 +64,7 @@ def copied(x: torch.Tensor, source: torch.Tensor, sizes: list[int]) -> torch.Ten
 
 
 def given_to(x: torch.Tensor, spec: Quantizer, source: torch.Tensor | None = None) -> CastArgs:
-    return CastArgs(seed=torch.tensor(SEED, device=x.device) if spec.draws else None, source=source)
-
-
-def raw(t: torch.Tensor) -> torch.Tensor:
-    t = t.view(torch.uint8) if t.element_size() == 1 else t
-    return torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)).view(torch.uint8)
-
-
-def used(q: GroupedTensor) -> list[torch.Tensor]:
-    """The codes of all blocks in use, and the scales of every group."""
-    rows = 128 * int(q.groups.block[-1])
-    codes = q.q.codes[:rows] if q.orientation == "row" else q.q.codes[:, : rows // q.q.spec.fmt.packed]
-    return [raw(codes), *[raw(t) for m in q.members() for t in list(m.tensors())[1:]]]
-
-
-def assert_same_used(a: GroupedTensor, b: GroupedTensor, what: object = "") -> None:
-    assert a.orientation == b.orientation
-    for i, (x, y) in enumerate(zip(used(a), used(b), strict=True)):
-        name = f"scale {i - 1}" if i else "codes"
-        assert torch.equal(x, y), f"{what} {a.orientation} {name}: {(x != y).sum()} of {y.numel()} bytes differ"
+    return CastArgs(seed=torch.tensor(SEED, device=x.device) if spec.is_stochastic else None, source=source)
 
 
 def assert_gathers(
@@ -129,7 +111,7 @@ def test_every_recipe(name):
     source = chosen(sizes, 300, 150)
     groups = split(torch.tensor(sizes), 300)
     for row, column in quantized:
-        draws = any(spec is not None and spec.draws for spec in (row, column))
+        draws = any(spec is not None and spec.is_stochastic for spec in (row, column))
         given = CastArgs(seed=torch.tensor(SEED) if draws else None)
         want = quantize_groups(copied(x, source, sizes), row, column, groups, given)
         found = quantize_groups(x, row, column, groups, given._replace(source=source))
@@ -186,13 +168,13 @@ def test_given_multipliers_and_observed_amaxes(sizes):
     """Delayed scaling: the amax of each group is that of its gathered rows. The last split is cut off by the rows."""
     x, rows = wide(90, 150), min(sum(sizes) + 30, 300)
     source, groups = chosen(sizes, rows, 90), laid_out(torch.tensor(sizes), rows)
-    encode, before = torch.rand(len(sizes)) + 0.1, torch.arange(len(sizes)) * 2.0
-    here = CastArgs(encode=encode, observed=before.clone())
-    there = CastArgs(encode=encode, observed=before.clone(), source=source)
+    inverse_scale, before = torch.rand(len(sizes)) + 0.1, torch.arange(len(sizes)) * 2.0
+    here = CastArgs(inverse_scale=inverse_scale, running_amax=before.clone())
+    there = CastArgs(inverse_scale=inverse_scale, running_amax=before.clone(), source=source)
     want = quantize_groups(copied(x, source, sizes), Tensorwise(), Tensorwise(), groups, here)
     for got, same in zip(quantize_groups(x, Tensorwise(), Tensorwise(), groups, there), want, strict=True):
         assert_same_used(got, same)
-    assert torch.equal(here.observed, there.observed)
+    assert torch.equal(here.running_amax, there.running_amax)
 
 
 @pytest.mark.parametrize("spec", [spec for spec in SCHEMES if spec.two_pass], ids=str)
@@ -235,7 +217,7 @@ def test_the_method_of_a_quantizer(spec, axis):
     assert_same_used(again, found)
 
 
-def test_without_values_it_has_the_shapes_of_the_source():
+def test_gathered_rows_without_values_have_the_shapes_of_the_source():
     with FakeTensorMode():
         x, source = torch.empty(40, 64), torch.empty(300, dtype=torch.int32)
         for spec in (Block1D(), MX()):
@@ -278,9 +260,7 @@ def test_a_source_of_another_length_than_the_groups_is_refused():
 
 def poisoned(spec: Quantizer, groups: Groups, x: torch.Tensor, side: str) -> GroupedTensor:
     q = grouped_proto(spec, groups.padded, groups.number, x.shape[1], side, x.dtype, x.device).empty()
-    for t in q.tensors():
-        t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)).view(torch.uint8).fill_(0xA5)
-    return GroupedTensor(q, groups, side)
+    return GroupedTensor(poison(q), groups, side)
 
 
 def cast(
@@ -290,14 +270,10 @@ def cast(
     module = importlib.import_module(f"{spec.package}.{twin}")
     pair = [poisoned(spec, groups, x, side) if side[0] in sides else None for side in ("row", "column")]
     specs = [spec if q is not None else None for q in pair]
-    if spec.two_pass and given.encode is None:
+    if spec.two_pass and given.inverse_scale is None:
         given = given._replace(amax=module.amax(x, *specs, given.skip, groups, given.source))
     module.cast(x, *[None if q is None else q.q for q in pair], given._replace(groups=groups), **settings)
     return [q for q in pair if q is not None]
-
-
-def both(sizes: list[int], rows: int) -> tuple[Groups, Groups]:
-    return split(torch.tensor(sizes), rows), split(torch.tensor(sizes, device="cuda"), rows)
 
 
 @pytest.mark.gpu
@@ -359,14 +335,14 @@ def test_given_multipliers_and_observed_amaxes_on_the_device(sizes, fmt):
         x, rows = wide(90, 150, dtype), sum(sizes) + 30
         x[5, 7], x[80, 3] = float("inf"), float("nan")
         source, (here, there) = chosen(sizes, rows, 90), both(sizes, rows)
-        encode, before = torch.rand(len(sizes)) + 0.1, torch.arange(len(sizes)) * 2.0
-        on_cpu = CastArgs(encode=encode, observed=before.clone(), source=source)
-        on_gpu = CastArgs(encode=encode.cuda(), observed=before.cuda(), source=source.cuda())
+        inverse_scale, before = torch.rand(len(sizes)) + 0.1, torch.arange(len(sizes)) * 2.0
+        on_cpu = CastArgs(inverse_scale=inverse_scale, running_amax=before.clone(), source=source)
+        on_gpu = CastArgs(inverse_scale=inverse_scale.cuda(), running_amax=before.cuda(), source=source.cuda())
         want = quantize_groups(x, fmt, fmt, here, on_cpu)
         for got, same in zip(quantize_groups(x.cuda(), fmt, fmt, there, on_gpu), want, strict=True):
             assert_same_used(got, same, dtype)
-        assert torch.equal(raw(on_gpu.observed.isnan()), raw(on_cpu.observed.isnan()))
-        assert torch.equal(on_gpu.observed.nan_to_num().cpu(), on_cpu.observed.nan_to_num())
+        assert torch.equal(raw(on_gpu.running_amax.isnan()), raw(on_cpu.running_amax.isnan()))
+        assert torch.equal(on_gpu.running_amax.nan_to_num().cpu(), on_cpu.running_amax.nan_to_num())
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import octavo
 from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape
 from octavo.formats import E5M2
-from octavo.quant import MX, NVFP4, Block1D, Block2D, QTensor, Rowwise, Tensorwise
+from octavo.quant import MX, NVFP4, Block1D, Block2D, Rowwise, Tensorwise
 from octavo.quant.grouped import (
     GroupedTensor,
     fill_groups,
@@ -29,10 +29,10 @@ from octavo.quant.grouped import (
 )
 from octavo.quant.groups import Groups, equal, split
 from octavo.quant.quantizer import CastArgs, quantize_pair
-from tests.pairs import some, turns
-from tests.quant.ragged import SPLITS, laid_out, layout, many, pieces
-from tests.quant.sameness import assert_same
-from tests.waiting import no_waiting
+from tests.support.pairs import some, turns
+from tests.support.ragged_groups import SPLITS, both, laid_out, layout, many, pieces
+from tests.support.same_tensors import assert_same, assert_same_used, poison, raw, used
+from tests.support.waiting import no_waiting
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SPECS = [Block1D(), Block1D(scale="fp32"), Block1D(E5M2), Block1D(E5M2, "fp32"), Block1D(eps=1e-3)]
@@ -55,7 +55,9 @@ def wide(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 def brought(x: torch.Tensor, *specs: Any) -> CastArgs:
     """What these quantizers cannot do without."""
-    return CastArgs(seed=torch.tensor(SEED, device=x.device) if any(s is not None and s.draws for s in specs) else None)
+    return CastArgs(
+        seed=torch.tensor(SEED, device=x.device) if any(s is not None and s.is_stochastic for s in specs) else None
+    )
 
 
 def grouped(
@@ -65,32 +67,13 @@ def grouped(
     return quantize_groups(x, row, column, groups, brought(x, row, column))
 
 
-def raw(t: torch.Tensor) -> torch.Tensor:
-    """Bytes in logical order, on the CPU: as bytes, NaN is equal to itself."""
-    t = t.view(torch.uint8) if t.element_size() == 1 else t
-    return torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1)).view(torch.uint8)
-
-
-def used(q: GroupedTensor) -> list[torch.Tensor]:
-    """The codes of all blocks in use, nobody's included, and every group's own scales."""
-    rows = 128 * int(q.groups.block[-1])
-    codes = q.q.codes[:rows] if q.orientation == "row" else q.q.codes[:, : rows // q.q.spec.fmt.packed]
-    return [raw(codes), *[raw(t) for m in q.members() for t in list(m.tensors())[1:]]]
-
-
-def assert_same_used(a: GroupedTensor, b: GroupedTensor, what: object = "") -> None:
-    for i, (x, y) in enumerate(zip(used(a), used(b), strict=True)):
-        name = f"scale {i - 1}" if i else "codes"
-        assert torch.equal(x, y), f"{what} {a.orientation} {name}: {(x != y).sum()} of {y.numel()} bytes differ"
-
-
 def assert_alone(pair: tuple[GroupedTensor, GroupedTensor], x: torch.Tensor, sizes: list[int], given: CastArgs) -> None:
     """The rule: every group has the bytes of its rows alone, and what is nobody's in its blocks is zero."""
     specs = [q.q.spec for q in pair]
     for g, part in enumerate(pieces(x, sizes)):
         own = given._replace(
-            encode=None if given.encode is None else given.encode[g : g + 1],
-            observed=None if given.observed is None else torch.zeros(1),
+            inverse_scale=None if given.inverse_scale is None else given.inverse_scale[g : g + 1],
+            running_amax=None if given.running_amax is None else torch.zeros(1),
         )
         for q, want in zip(pair, quantize_pair(part, *specs, own), strict=True):
             assert_same(q.members()[g], want)
@@ -285,7 +268,7 @@ def test_two_schemes_at_once():
         assert_alone(grouped(x, sizes, row, column), x, sizes, brought(x, row, column))
 
 
-def test_seeds_decide_how_it_is_rounded():
+def test_seeds_decide_how_groups_are_rounded():
     sizes, x, spec = [65, 128, 0, 97], wide(300, 150, torch.bfloat16), NVFP4(stochastic=True)
     groups = split(torch.tensor(sizes), 300)
     first, same, other = (
@@ -309,13 +292,13 @@ def test_given_multipliers_and_observed_amaxes(sizes):
     x = wide(sum(sizes) + 30, 150, torch.bfloat16)
     x[sum(sizes) :] = float("nan")
     before = torch.arange(len(sizes)) * 2.0
-    given = CastArgs(encode=torch.rand(len(sizes)) + 0.1, observed=before.clone())
+    given = CastArgs(inverse_scale=torch.rand(len(sizes)) + 0.1, running_amax=before.clone())
     pair = quantize_groups(x, Tensorwise(), Tensorwise(), split(torch.tensor(sizes), x.shape[0]), given)
     assert_alone(pair, x, sizes, given)
     largest = [float(part.abs().max()) if part.numel() else 0.0 for part in pieces(x, sizes)]
-    assert torch.equal(given.observed, torch.maximum(before, torch.tensor(largest)))
+    assert torch.equal(given.running_amax, torch.maximum(before, torch.tensor(largest)))
     for q in pair:
-        assert torch.equal(q.q.scale.view(-1), torch.ones(len(sizes)) / given.encode)
+        assert torch.equal(q.q.scale.view(-1), torch.ones(len(sizes)) / given.inverse_scale)
 
 
 @pytest.mark.parametrize("spec", [s for s in SCHEMES if s.two_pass], ids=str)
@@ -380,19 +363,13 @@ def test_a_skip_flag_leaves_every_byte(spec):
         poison(q.q)
     before = [raw(t) for q in pair for t in q.tensors()]
     given = brought(x, spec)
-    if spec.takes_encode:
-        given = given._replace(encode=torch.ones(4), observed=torch.zeros(4))
+    if spec.takes_inverse_scale:
+        given = given._replace(inverse_scale=torch.ones(4), running_amax=torch.zeros(4))
     fill_groups(3 * x, pair, given._replace(skip=torch.ones(1)))
     assert all(torch.equal(a, raw(b)) for a, b in zip(before, (t for q in pair for t in q.tensors()), strict=True))
-    assert given.observed is None or not given.observed.any()
+    assert given.running_amax is None or not given.running_amax.any()
     fill_groups(3 * x, pair, given._replace(skip=torch.zeros(1)))
     assert_alone(pair, 3 * x, sizes, given)
-
-
-def poison(q: QTensor) -> None:
-    """Nothing that was not written passes for zero."""
-    for t in q.tensors():
-        t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)).view(torch.uint8).fill_(0xA5)
 
 
 # -- the tail ----------------------------------------------------------------------------------------------------------
@@ -641,9 +618,9 @@ def test_a_skip_flag_leaves_everything():
     want = grouped(x, sizes)
     pair, before = tuple(q.q for q in want), [t.clone() for q in want for t in used(q)]
     given = CastArgs(groups=want[0].groups, skip=torch.ones(1))
-    Block1D().fill(3 * x, pair, given)
+    Block1D()._fill(3 * x, pair, given)
     assert all(torch.equal(a, b) for a, b in zip(before, [t for q in want for t in used(q)], strict=True))
-    Block1D().fill(3 * x, pair, given._replace(skip=torch.zeros(1)))
+    Block1D()._fill(3 * x, pair, given._replace(skip=torch.zeros(1)))
     for found, fresh in zip(want, grouped(3 * x, sizes), strict=True):
         assert_same_used(found, fresh)
 
@@ -659,11 +636,11 @@ def test_groups_of_another_number_of_rows_are_refused(rows):
     assert str(refused.value) == f"These groups are of 300 rows, tail included, and x has {rows}."
 
 
-@pytest.mark.parametrize("spec", [s for s in SCHEMES if not s.takes_encode], ids=str)
+@pytest.mark.parametrize("spec", [s for s in SCHEMES if not s.takes_inverse_scale], ids=str)
 def test_a_multiplier_for_a_scheme_that_finds_its_own_is_refused(spec):
     x, groups = torch.zeros(10, 16), split(torch.tensor([3, 5]), 10)
     with pytest.raises(UnsupportedConfig, match="derives its scales from the data"):
-        quantize_groups(x, spec, None, groups, brought(x, spec)._replace(encode=torch.ones(2)))
+        quantize_groups(x, spec, None, groups, brought(x, spec)._replace(inverse_scale=torch.ones(2)))
 
 
 def test_stochastic_rounding_without_a_seed_is_refused():
@@ -672,7 +649,7 @@ def test_stochastic_rounding_without_a_seed_is_refused():
         quantize_groups(torch.zeros(10, 16), None, NVFP4(stochastic=True), groups)
 
 
-@pytest.mark.parametrize("name", ["encode", "observed"])
+@pytest.mark.parametrize("name", ["inverse_scale", "running_amax"])
 @pytest.mark.parametrize(
     "wrong", [torch.ones(3), torch.ones(2, 1), torch.ones(2).double(), torch.ones(4)[::2]], ids=str
 )
@@ -716,16 +693,11 @@ def cast(
             poison(q)
     given = (brought(x, spec) if given is None else given)._replace(groups=groups)
     module = importlib.import_module(f"{spec.package}.{twin}")
-    if spec.two_pass and given.encode is None:
+    if spec.two_pass and given.inverse_scale is None:
         specs = [None if q is None else q.spec for q in pair]
         given = given._replace(amax=module.amax(x, *specs, given.skip, groups))
     module.cast(x, *pair, given, **settings)
     return [GroupedTensor(q, groups, side) for q, side in zip(pair, ("row", "column"), strict=True) if q is not None]
-
-
-def both(sizes: list[int], rows: int) -> tuple[Groups, Groups]:
-    """The same groups here and on the device."""
-    return split(torch.tensor(sizes), rows), split(torch.tensor(sizes, device="cuda"), rows)
 
 
 @pytest.mark.gpu
@@ -827,15 +799,15 @@ def test_given_multipliers_and_observed_amaxes_on_the_device(sizes):
     for dtype in DTYPES:
         x = wide(sum(sizes) + 30, 150, dtype)
         x[sum(sizes) :] = float("nan")
-        encode, before = torch.rand(len(sizes)) + 0.1, torch.arange(len(sizes)) * 2.0
-        here = CastArgs(encode=encode, observed=before.clone())
-        there = CastArgs(encode=encode.cuda(), observed=before.cuda())
+        inverse_scale, before = torch.rand(len(sizes)) + 0.1, torch.arange(len(sizes)) * 2.0
+        here = CastArgs(inverse_scale=inverse_scale, running_amax=before.clone())
+        there = CastArgs(inverse_scale=inverse_scale.cuda(), running_amax=before.cuda())
         groups = both(sizes, x.shape[0])
         want = quantize_groups(x, Tensorwise(), Tensorwise(), groups[0], here)
         got = quantize_groups(x.cuda(), Tensorwise(), Tensorwise(), groups[1], there)
         for g, w in zip(got, want, strict=True):
             assert_same_used(g, w, dtype)
-        assert torch.equal(there.observed.cpu(), here.observed)
+        assert torch.equal(there.running_amax.cpu(), here.running_amax)
 
 
 @pytest.mark.gpu
@@ -904,14 +876,14 @@ def test_nothing_waits_for_the_device(spec):
     """Of the kernels: the references read the sizes."""
     x, splits = wide(300, 150, torch.bfloat16).cuda(), torch.tensor([65, 128, 0, 97], device="cuda")
     given, skip = brought(x, spec), torch.zeros(1, device="cuda")
-    if spec.takes_encode:
-        given = given._replace(encode=torch.ones(4, device="cuda"), observed=torch.zeros(4, device="cuda"))
+    if spec.takes_inverse_scale:
+        given = given._replace(inverse_scale=torch.ones(4, device="cuda"), running_amax=torch.zeros(4, device="cuda"))
 
     def work() -> list[torch.Tensor]:
         groups = split(splits, 300)
         groups_amax(x, spec, spec, groups)
         pair = quantize_groups(x, spec, spec, groups, given)
-        fill_groups(x, pair, given._replace(encode=None, observed=None, skip=skip))
+        fill_groups(x, pair, given._replace(inverse_scale=None, running_amax=None, skip=skip))
         return [q.dequantize() for q in pair]
 
     want = work()  # compiles
@@ -968,3 +940,9 @@ def test_offsets_beyond_two_to_the_31(spec):
     for found, want in zip(pair, alone, strict=True):
         for a, b in zip(found.members()[2].tensors(), want.tensors(), strict=True):
             assert torch.equal(raw(a), raw(b))
+
+
+def test_each_group_is_cast_by_the_scale_of_its_own_rows():
+    x = torch.cat((torch.full((3, 128), 7.0), torch.full((2, 128), 14.0)))
+    q = Tensorwise().quantize_groups(x, torch.tensor([3, 2]))
+    assert [1 / member.scale.item() for member in q.members()] == [64.0, 32.0]

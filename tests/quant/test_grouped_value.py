@@ -11,8 +11,8 @@ from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.quant import MX, NVFP4, Block1D, Block2D, GroupedTensor, Rowwise, Tensorwise
 from octavo.quant.grouped import fill_groups, grouped_proto, restore
 from octavo.quant.groups import BLOCK, abstract, blocks_for, split
-from tests.quant.ragged import laid_out
-from tests.quant.sameness import assert_same
+from tests.support.ragged_groups import laid_out
+from tests.support.same_tensors import assert_same
 
 SPECS = [Tensorwise(), Rowwise(), Block1D(), Block2D(), MX(), MX(square=True), NVFP4()]
 PAIRS = [(Tensorwise(), None), (Block1D(), Block1D()), (MX(), None), (NVFP4(), NVFP4(rht=True))]
@@ -44,7 +44,7 @@ def raw(t: torch.Tensor) -> torch.Tensor:
 def test_the_gradient_of_the_values_is_that_of_the_rows_and_none_of_the_tail(spec, column):
     x, dy = rows().requires_grad_(), rows()
     q = spec.quantize_groups(x, sizes(), column=column)
-    assert q.requires_grad and q.token.untyped_storage().nbytes() == q.token.element_size()
+    assert q.requires_grad and q.anchor.untyped_storage().nbytes() == q.anchor.element_size()
     q.dequantize().backward(dy)
     assert torch.equal(x.grad[:USED], dy[:USED]) and not x.grad[USED:].any()
 
@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_not_written_into():
     with pytest.raises(UnsupportedShape, match="block-1d made"):
         MX().quantize_into(q, rows())
     with pytest.raises(UnsupportedConfig, match="Leave out amax and encode"):
-        Tensorwise().quantize_into(Tensorwise().quantize_groups(rows(), sizes()), rows(), encode=torch.ones(1))
+        Tensorwise().quantize_into(Tensorwise().quantize_groups(rows(), sizes()), rows(), inverse_scale=torch.ones(1))
     with pytest.raises(UnsupportedConfig, match="got Tensor"):
         Block1D().quantize_into(rows(), rows())
     for wrong in (rows()[:100], rows(64)):

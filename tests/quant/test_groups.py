@@ -11,8 +11,8 @@ from octavo import backend
 from octavo.errors import UnsupportedDevice, UnsupportedDtype, UnsupportedShape
 from octavo.quant.groups import MAX_GROUPS, Groups, abstract, blocks_for, split
 from octavo.quant.groups.reference import in_blocks, pack
-from tests.quant.ragged import SPLITS, laid_out, layout, many
-from tests.waiting import no_waiting
+from tests.support.ragged_groups import SPLITS, laid_out, layout, many
+from tests.support.waiting import no_waiting
 
 INTEGERS = [torch.int32, torch.int64]
 SIZE = st.one_of(st.sampled_from([0, 0, 1, 127, 128, 129, 256]), st.integers(0, 700), st.integers(-300, -1))
@@ -115,13 +115,13 @@ def test_no_split_needs_more_blocks_than_there_are(sizes):
 
 
 @given(count=st.integers(1, 40), more=st.integers(0, 2000))
-def test_some_split_needs_all_of_them(count, more):
+def test_some_split_needs_every_block_that_is_allocated(count, more):
     """One row in every group but the last: each has a block nearly to itself."""
     sizes = [1] * (count - 1) + [1 + more]
     assert len(layout(sizes, sum(sizes))[2]) == blocks_for(sum(sizes), count)
 
 
-def test_some_split_needs_all_of_them_with_fewer_rows_than_groups():
+def test_some_split_needs_every_block_with_fewer_rows_than_groups():
     assert blocks_for(0, 40) == 0
     assert blocks_for(3, 40) == 3
 
@@ -130,7 +130,7 @@ def test_abstract_is_what_split_returns():
     for count, rows in ((1, 0), (3, 300), (40, 1000)):
         groups = split(torch.zeros(count, dtype=torch.int64), rows)
         for proto, made in zip(abstract(rows, count, torch.device("cpu")), groups.tensors(), strict=True):
-            assert proto.refusal(made) == ""
+            assert proto.unsupported_reason(made) == ""
 
 
 # -- into blocks and back --------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from octavo.errors import UnsupportedConfig
 from octavo.formats import E2M1, E4M3, unpack_nibbles
 from octavo.quant.nvfp4 import hadamard
 from octavo.recipes.nvfp4 import NVFP4 as NVFP4Recipe
+from tests.support.linear_oracle import randn
 
 INF, NAN = math.inf, math.nan
 F = np.float32
@@ -159,10 +160,6 @@ def assert_same(a, b) -> None:
 
 def seed_tensor(seed: int, step: int) -> torch.Tensor:
     return torch.tensor([seed, step], dtype=torch.int64)
-
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def wide(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from octavo.formats import E2M1, E4M3
-from octavo.quant.blocks import no_larger
 from octavo.quant.nvfp4.reference import block_scales, round_stochastically, tensor_scales
 from octavo.quant.scale import divide
-from tests.quant import ptx
+from octavo.quant.scale_blocks import no_larger
+from tests.support import ptx
 
 pytest.importorskip("triton")
 

@@ -7,9 +7,9 @@ from torch.utils import _pytree as pytree
 
 import octavo
 import octavo.quant as Q
-from tests.modules.oracle import spiky
-from tests.quant.sameness import assert_same as assert_same_codes
-from tests.quant.sameness import facts
+from tests.support.linear_oracle import spiky
+from tests.support.same_tensors import assert_same as assert_same_codes
+from tests.support.same_tensors import facts
 
 SPECS = [Q.Tensorwise(), Q.Rowwise(), Q.Block1D(), Q.Block2D(), Q.MX(), Q.MX(square=True), Q.NVFP4()]
 

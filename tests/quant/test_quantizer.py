@@ -15,7 +15,8 @@ from octavo.quant import TensorProto
 from octavo.quant.quantizer import KNOWN
 from octavo.quant.tensorwise import reference as tensorwise_reference
 from octavo.values import register
-from tests.quant.sameness import assert_same, bytes_of
+from tests.support.linear_oracle import randn
+from tests.support.same_tensors import assert_same, bytes_of
 
 DETERMINISTIC = [
     Q.Tensorwise(),
@@ -38,10 +39,6 @@ SHAPES = [(1, 1), (33, 130), (128, 256), (0, 5), (5, 0), (2, 3, 40), (2, 1, 3, 4
 
 every = pytest.mark.parametrize("spec", EVERY, ids=str)
 deterministic = pytest.mark.parametrize("spec", DETERMINISTIC, ids=str)
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def seed_for(spec):
@@ -80,7 +77,7 @@ def test_proto_is_what_quantize_returns(spec, shape, dtype):
         q = spec.quantize(x, axis, seed=seed_for(spec))
         assert_proto_fits(proto, q)
         assert_proto_fits(proto, proto.empty())
-        assert not proto.refusal(q)
+        assert not proto.unsupported_reason(q)
 
 
 @every
@@ -280,10 +277,10 @@ def test_a_larger_given_amax_is_used(spec):
 
 def test_encode_is_the_multiplier_itself_and_saturates():
     x = torch.tensor([[1.0, 3.0, -200.0, 300.0]])
-    q = Q.Tensorwise().quantize(x, encode=torch.tensor([2.0]))
+    q = Q.Tensorwise().quantize(x, inverse_scale=torch.tensor([2.0]))
     assert q.codes.float().tolist() == [[2.0, 6.0, -384.0, 448.0]]  # 400 is a tie, 600 too large
     assert q.scale.tolist() == [[0.5]]
-    row, column = Q.Tensorwise().quantize_both(x, encode=torch.tensor([2.0]))
+    row, column = Q.Tensorwise().quantize_both(x, inverse_scale=torch.tensor([2.0]))
     assert_same(row, q)
     assert_same(column, q.transpose())
 
@@ -489,30 +486,32 @@ def test_an_amax_for_one_orientation_of_two_is_refused(spec):
 
 @pytest.mark.parametrize("spec", [s for s in EVERY if not isinstance(s, Q.Tensorwise)], ids=str)
 def test_encode_is_refused_where_scales_come_from_the_data(spec):
-    x, encode = randn(4, 40), torch.tensor([1.0])
+    x, inverse_scale = randn(4, 40), torch.tensor([1.0])
     out = spec.quantize(x, seed=seed_for(spec))
     calls = (
-        lambda: spec.quantize(x, encode=encode, seed=seed_for(spec)),
-        lambda: spec.quantize_both(x, encode=encode, seed=seed_for(spec)),
-        lambda: spec.quantize_into(out, x, encode=encode, seed=seed_for(spec)),
+        lambda: spec.quantize(x, inverse_scale=inverse_scale, seed=seed_for(spec)),
+        lambda: spec.quantize_both(x, inverse_scale=inverse_scale, seed=seed_for(spec)),
+        lambda: spec.quantize_into(out, x, inverse_scale=inverse_scale, seed=seed_for(spec)),
     )
     for call in calls:
         with pytest.raises(
-            UnsupportedConfig, match=r"derives its scales from the data; encode= is for Tensorwise"
+            UnsupportedConfig, match=r"derives its scales from the data; inverse_scale= is for Tensorwise"
         ) as e:
             call()
         assert str(spec) in str(e.value)
 
 
 @pytest.mark.parametrize(
-    "encode", [torch.ones(2), torch.ones(1, dtype=torch.float64), torch.ones(1, device="meta"), torch.ones(0)], ids=str
+    "inverse_scale",
+    [torch.ones(2), torch.ones(1, dtype=torch.float64), torch.ones(1, device="meta"), torch.ones(0)],
+    ids=str,
 )
-def test_an_encode_that_is_not_one_float32_is_refused(encode):
+def test_an_encode_that_is_not_one_float32_is_refused(inverse_scale):
     with pytest.raises(
-        UnsupportedShape, match=r"encode= is the multiplier into codes, one float32 on cpu; got"
+        UnsupportedShape, match=r"inverse_scale= is the inverse scale, one float32 on cpu; got"
     ) as error:
-        Q.Tensorwise().quantize(randn(4, 40), encode=encode)
-    assert f"{encode.dtype} {tuple(encode.shape)} on {encode.device}" in str(error.value)
+        Q.Tensorwise().quantize(randn(4, 40), inverse_scale=inverse_scale)
+    assert f"{inverse_scale.dtype} {tuple(inverse_scale.shape)} on {inverse_scale.device}" in str(error.value)
 
 
 @deterministic
@@ -633,8 +632,8 @@ def test_refusals_are_also_the_builtin_exceptions():
 
 def test_a_multiplier_and_an_amax_together_are_refused():
     x, spec = randn(4, 40), Q.Tensorwise()
-    with pytest.raises(UnsupportedConfig, match=r"encode= is the multiplier itself.*Give one"):
-        spec.quantize(x, encode=torch.ones(1), amax=spec.amax(x))
+    with pytest.raises(UnsupportedConfig, match=r"inverse_scale= is given, and amax=.*Give one"):
+        spec.quantize(x, inverse_scale=torch.ones(1), amax=spec.amax(x))
 
 
 def test_one_reduced_amax_for_both_orientations_stays_one(monkeypatch):
@@ -670,7 +669,7 @@ def test_a_reduced_amax_reaches_a_cast_in_place(spec):
 
 
 def test_a_multiplier_that_requires_grad_leaves_no_graph():
-    q = Q.Tensorwise().quantize(randn(4, 40), encode=torch.ones(1, requires_grad=True))
+    q = Q.Tensorwise().quantize(randn(4, 40), inverse_scale=torch.ones(1, requires_grad=True))
     assert not q.scale.requires_grad
 
 
@@ -732,7 +731,7 @@ def test_a_qtensor_cannot_be_changed():
 
 
 @pytest.mark.parametrize("spec", [Q.Tensorwise(), Q.Block1D(), Q.MX(), Q.NVFP4()], ids=str)
-def test_assembled_from_plain_bytes_it_is_the_same(spec):
+def test_a_qtensor_assembled_from_plain_bytes_is_the_same(spec):
     q = spec.quantize(randn(12, 70))
     codes, *rest = q.tensors()
     again = spec.assemble([codes.view(torch.uint8), *rest], q.shape, q.dtype)
@@ -747,8 +746,8 @@ def test_a_class_defined_again_runs_as_it_is_now():
             __qualname__ = "Redefined"
             package = "octavo.quant.tensorwise"
 
-            def fill(self, x, pair, cast_args):
-                super().fill(x * factor, pair, cast_args)
+            def _fill(self, x, pair, cast_args):
+                super()._fill(x * factor, pair, cast_args)
 
         return register("tests-redefined")(Redefined)
 

@@ -333,9 +333,9 @@ def test_a_given_amax_replaces_the_tensors_own():
 def test_a_given_multiplier_is_used_as_it_is():
     x = torch.tensor([[0.5, -1.0, 3.0, 1e30, -0.0]])
     for t in (1.0, 0.3, 1000.0, 2.0**127, FLT_MAX):
-        encode = torch.tensor([t])
-        s = np.float64(encode.item())
-        q = Q.Tensorwise().quantize(x, encode=encode)
+        inverse_scale = torch.tensor([t])
+        s = np.float64(inverse_scale.item())
+        q = Q.Tensorwise().quantize(x, inverse_scale=inverse_scale)
         assert np.array_equal(bytes_of(q.codes), cast_product(x.numpy(), s, E4M3)), t
         assert bits_of(q.scale).ravel().tolist() == [int(stored(np.array(s)))], t
 
@@ -343,9 +343,9 @@ def test_a_given_multiplier_is_used_as_it_is():
 def test_observe_casts_with_the_given_multiplier_and_reports_the_amax():
     x = torch.randn(33, 17, generator=torch.Generator().manual_seed(0)) * 3
     x[20, 3] = -41.0
-    encode = torch.tensor([7.0])
+    inverse_scale = torch.tensor([7.0])
     spec = Q.Tensorwise(fmt=E5M2)
-    row, column, amax = spec.observe(x, encode)
+    row, column, amax = spec.observe(x, inverse_scale)
     assert amax.shape == (1, 1) and amax.item() == 41.0
     expected = cast_product(x.numpy(), np.float64(7.0), E5M2)
     assert np.array_equal(bytes_of(row.codes), expected)
@@ -638,8 +638,8 @@ def test_mx_byte_of_every_bf16_amax(fmt, rounding, square):
     q = Q.MX(fmt=fmt, rounding=rounding, square=square).quantize(x)
     expected = mx_byte(amax.float().numpy(), fmt, rounding)
     assert np.array_equal(q.scale.numpy().ravel(), expected)
-    encode = np.where(expected == 255, NAN, np.ldexp(1.0, 127 - expected.astype(np.int64)))
-    codes = cast_product(x.float().numpy().ravel(), np.repeat(encode, 32), fmt)
+    inverse_scale = np.where(expected == 255, NAN, np.ldexp(1.0, 127 - expected.astype(np.int64)))
+    codes = cast_product(x.float().numpy().ravel(), np.repeat(inverse_scale, 32), fmt)
     assert np.array_equal(bytes_of(q.codes).ravel(), codes)
 
 
@@ -708,7 +708,7 @@ def test_quantization_error_is_within_half_a_step(spec):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-4, 4, 256)
     q = spec.quantize(x)
     error = (q.dequantize(torch.float32).double() - x.double()).abs()
-    step = spec.spread_scale(q).double() * 2.0**-10
+    step = spec._spread_scale(q).double() * 2.0**-10
     assert (error <= torch.maximum(x.double().abs() * 2.0**-4 * (1 + 2.0**-20), step)).all()
     # and the range is used: no group's maximum is coded below half of what the format holds
     assert bytes_of(q.codes).max() & 0x7F >= 0x76

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import octavo.quant as Q
 from octavo.formats import E4M3, E5M2
-from tests.quant.sameness import assert_same
+from tests.support.linear_oracle import randn
+from tests.support.same_tensors import assert_same
 
 SIZES = (1, 15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 300)
 FLOAT32_MAX = np.finfo(np.float32).max
@@ -153,8 +154,8 @@ def oracle_nvfp4(spec, x):
     for index, where in blocks_of(spec, m, k):
         byte = cast_fp8(np.abs(x[where]).max() * (s_enc * (one / np.float32(6))), "E4M3")
         decoded = byte.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        encode = np.minimum(one / (decoded * (one / s_enc)), FLOAT32_MAX)
-        scales[index], codes[where] = byte, cast_e2m1(x[where] * encode)
+        inverse_scale = np.minimum(one / (decoded * (one / s_enc)), FLOAT32_MAX)
+        scales[index], codes[where] = byte, cast_e2m1(x[where] * inverse_scale)
     return codes, scales
 
 
@@ -181,10 +182,6 @@ def assert_matches_oracle(q, spec, matrix, dtype):
 
 
 # -- helpers -------------------------------------------------------------------------------------------------------
-
-
-def randn(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def wide(m, k, dtype=torch.float32, *, low=-20, high=14, seed=0):

@@ -10,7 +10,9 @@ from octavo.formats import E4M3, E5M2
 from octavo.kernels.gemm import gemm
 from octavo.quant import MX, NVFP4, Block1D, Block2D, DelayedState, QTensor, Rowwise, TensorProto, Tensorwise
 from octavo.quant.quantizer import CastArgs
-from tests.waiting import no_waiting
+from tests.support.filled_codes import assert_same_bytes
+from tests.support.same_tensors import poison, raw
+from tests.support.waiting import no_waiting
 
 pytestmark = pytest.mark.gpu
 
@@ -43,16 +45,10 @@ def wide(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-def poisoned(q: QTensor) -> QTensor:
-    for t in q.tensors():
-        t.as_strided((t.untyped_storage().nbytes() // t.element_size(),), (1,)).view(torch.uint8).fill_(0xA5)
-    return q
-
-
 def outputs(spec, x: torch.Tensor, sides: str) -> tuple[QTensor | None, QTensor | None]:
     like = TensorProto.of(x)
-    row = poisoned(spec.proto(like).empty()) if "r" in sides else None
-    column = poisoned(spec.proto(like, 0).empty()) if "c" in sides else None
+    row = poison(spec.proto(like).empty()) if "r" in sides else None
+    column = poison(spec.proto(like, 0).empty()) if "c" in sides else None
     return row, column
 
 
@@ -62,14 +58,9 @@ def run(twin: str, spec, x: torch.Tensor, sides: str, **settings) -> list[torch.
     pair = outputs(spec, x, sides)
     specs = [q and q.spec for q in pair]
     amax = module.amax(x, *specs, None) if spec.two_pass else (None, None)
-    seed = torch.tensor(SEED, device=x.device) if spec.draws else None
+    seed = torch.tensor(SEED, device=x.device) if spec.is_stochastic else None
     module.cast(x, *pair, CastArgs(amax=amax, seed=seed), **settings)
     return [t.cpu().reshape(-1).view(torch.uint8) for q in pair if q is not None for t in q.tensors()]
-
-
-def assert_same(got: list[torch.Tensor], want: list[torch.Tensor], what: object) -> None:
-    for g, w in zip(got, want, strict=True):
-        assert torch.equal(g, w), f"{what}: {(g != w).sum()} of {w.numel()} bytes differ"
 
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -83,9 +74,9 @@ def test_every_configuration_writes_the_reference_bytes(spec, dtype):
     for shape in ODD + ALIGNED:
         x = wide(shape, dtype)
         want = run("reference", spec, x, "rc")
-        assert_same(run("reference", spec, x.cuda(), "rc"), want, f"torch on cuda {shape}")
+        assert_same_bytes(run("reference", spec, x.cuda(), "rc"), want, f"torch on cuda {shape}")
         for config in configs:
-            assert_same(run("triton", spec, x.cuda(), "rc", config=config), want, f"{config} {shape}")
+            assert_same_bytes(run("triton", spec, x.cuda(), "rc", config=config), want, f"{config} {shape}")
 
 
 @pytest.mark.parametrize("kernel", ["tile", "rowwise.triton"])
@@ -107,14 +98,14 @@ def test_every_configuration_of_the_amax_finds_the_same(kernel):
 def test_every_other_setting(spec, dtype):
     for shape in ODD + ALIGNED:
         x = wide(shape, dtype)
-        assert_same(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), shape)
+        assert_same_bytes(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), shape)
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=str)
 def test_sizes_of_one(spec):
     for shape in ONES:
         x = wide(shape, torch.bfloat16)
-        assert_same(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), shape)
+        assert_same_bytes(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), shape)
 
 
 @pytest.mark.parametrize("spec", KERNELS, ids=str)
@@ -123,7 +114,7 @@ def test_one_orientation_alone(spec, sides):
     for dtype in DTYPES:
         for shape in ((15, 33), (257, 300), (256, 384)):
             x = wide(shape, dtype)
-            assert_same(run("triton", spec, x.cuda(), sides), run("reference", spec, x, sides), (dtype, shape))
+            assert_same_bytes(run("triton", spec, x.cuda(), sides), run("reference", spec, x, sides), (dtype, shape))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -131,9 +122,9 @@ def test_float32_zero_subnormal_huge_infinite_and_nan(spec):
     """float32: a tensor of each edge value alone, and one that has all of them."""
     for value in EDGES:
         x = torch.full((40, 150), value)
-        assert_same(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), value)
+        assert_same_bytes(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), value)
     x = torch.tensor(EDGES).repeat(150)[: 40 * 40].view(40, 40) * torch.randn(40, 1).sign()
-    assert_same(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), "mixed")
+    assert_same_bytes(run("triton", spec, x.cuda(), "rc"), run("reference", spec, x, "rc"), "mixed")
 
 
 @pytest.mark.parametrize("spec", [Tensorwise(), Rowwise(), Block1D(), Block2D(), MX(), NVFP4(rht=True)], ids=str)
@@ -143,48 +134,44 @@ def test_strided_expanded_and_empty(spec):
     for i, view in enumerate(views):
         # strides survive the move only through the base
         moved = base.cuda().as_strided(view.shape, view.stride(), view.storage_offset())
-        assert_same(run("triton", spec, moved, "rc"), run("reference", spec, view, "rc"), i)
+        assert_same_bytes(run("triton", spec, moved, "rc"), run("reference", spec, view, "rc"), i)
 
 
 @pytest.mark.gpu_smoke
 @pytest.mark.parametrize("spec", KERNELS, ids=str)
 def test_public_entry_matches_the_cpu_and_skip_leaves_everything(spec):
     x = wide((200, 330), torch.bfloat16)
-    seed = {"seed": torch.tensor(SEED)} if spec.draws else {}
+    seed = {"seed": torch.tensor(SEED)} if spec.is_stochastic else {}
     on_gpu = {name: t.cuda() for name, t in seed.items()}
     want = [t for q in spec.quantize_both(x, **seed) for t in q.tensors()]
     pair = spec.quantize_both(x.cuda(), **on_gpu)
     got = [t for q in pair for t in q.tensors()]
-    assert_same([bytes_of(t) for t in got], [bytes_of(t) for t in want], spec)
-    before = [bytes_of(t).clone() for t in got]
+    assert_same_bytes([raw(t) for t in got], [raw(t) for t in want], spec)
+    before = [raw(t).clone() for t in got]
     spec.quantize_into(pair, 3 * x.cuda(), torch.ones(1, device="cuda"), **on_gpu)
-    assert_same([bytes_of(t) for t in got], before, "skipped")
+    assert_same_bytes([raw(t) for t in got], before, "skipped")
     spec.quantize_into(pair, 3 * x.cuda(), torch.zeros(1, device="cuda"), **on_gpu)
     with backend.use("reference"):
         fresh = [t for q in spec.quantize_both(3 * x.cuda(), **on_gpu) for t in q.tensors()]
-    assert_same([bytes_of(t) for t in got], [bytes_of(t) for t in fresh], "written")
+    assert_same_bytes([raw(t) for t in got], [raw(t) for t in fresh], "written")
 
 
-def bytes_of(t: torch.Tensor) -> torch.Tensor:
-    return t.cpu().reshape(-1).view(torch.uint8)
-
-
-@pytest.mark.parametrize("spec", [s for s in KERNELS if not s.draws], ids=str)
+@pytest.mark.parametrize("spec", [s for s in KERNELS if not s.is_stochastic], ids=str)
 def test_given_amax(spec):
     x = wide((200, 330), torch.bfloat16)
     amax = tuple(factor * a for factor, a in zip((2, 3), spec.amax_both(x), strict=True))  # each side its own
     got = spec.quantize_both(x.cuda(), amax=tuple(a.cuda() for a in amax))
     want = spec.quantize_both(x, amax=amax)
     for g, w in zip(got, want, strict=True):
-        assert_same([bytes_of(t) for t in g.tensors()], [bytes_of(t) for t in w.tensors()], spec)
+        assert_same_bytes([raw(t) for t in g.tensors()], [raw(t) for t in w.tensors()], spec)
 
 
 def test_observe_measures_and_casts_in_one_read():
     x = wide((200, 330), torch.bfloat16)
-    encode = torch.tensor([0.37])
-    got, want = Tensorwise().observe(x.cuda(), encode.cuda()), Tensorwise().observe(x, encode)
+    inverse_scale = torch.tensor([0.37])
+    got, want = Tensorwise().observe(x.cuda(), inverse_scale.cuda()), Tensorwise().observe(x, inverse_scale)
     for g, w in zip(got[:2], want[:2], strict=True):
-        assert_same([bytes_of(t) for t in g.tensors()], [bytes_of(t) for t in w.tensors()], "observe")
+        assert_same_bytes([raw(t) for t in g.tensors()], [raw(t) for t in w.tensors()], "observe")
     assert torch.equal(got[2].cpu(), want[2])
 
 
@@ -196,24 +183,24 @@ def test_by_a_given_multiplier_infinities_stay_visible(fmt, dtype):
     for shape in ((15, 33), (129, 255), (272, 128), (1, 1)):
         x = wide(shape, dtype)
         x.view(-1)[::7] = torch.tensor(EDGES).repeat(x.numel())[: x.view(-1)[::7].numel()].to(dtype)
-        for encode in (0.37, 3e38):
+        for inverse_scale in (0.37, 3e38):
             for sides in ("rc", "r", "c"):
-                want, want_amax = cast_by(encode, "reference", spec, x, sides)
+                want, want_amax = cast_by(inverse_scale, "reference", spec, x, sides)
                 for config in configs:
                     for observe in (True, False):
-                        got, amax = cast_by(encode, "triton", spec, x.cuda(), sides, observe, config=config)
-                        assert_same(got, want, (shape, encode, sides, config, observe))
+                        got, amax = cast_by(inverse_scale, "triton", spec, x.cuda(), sides, observe, config=config)
+                        assert_same_bytes(got, want, (shape, inverse_scale, sides, config, observe))
                         assert not observe or torch.equal(amax.isnan(), want_amax.isnan())
 
 
-def cast_by(encode: float, twin: str, spec, x: torch.Tensor, sides: str, observe: bool = True, **settings):
+def cast_by(inverse_scale: float, twin: str, spec, x: torch.Tensor, sides: str, observe: bool = True, **settings):
     """(bytes of codes and scales, amax) of a cast by this multiplier."""
     pair = outputs(spec, x, sides)
-    observed = torch.zeros(1, 1, device=x.device) if observe else None
-    given = CastArgs(encode=torch.tensor([encode], device=x.device), observed=observed)
+    running_amax = torch.zeros(1, 1, device=x.device) if observe else None
+    given = CastArgs(inverse_scale=torch.tensor([inverse_scale], device=x.device), running_amax=running_amax)
     importlib.import_module(f"{spec.package}.{twin}").cast(x, *pair, given, **settings)
-    codes = [bytes_of(t) for q in pair if q is not None for t in q.tensors()]
-    return codes, None if observed is None else observed.cpu()
+    codes = [raw(t) for q in pair if q is not None for t in q.tensors()]
+    return codes, None if running_amax is None else running_amax.cpu()
 
 
 def test_a_bool_flag_skips_too():
@@ -231,7 +218,7 @@ def test_nvfp4_pairs_of_different_settings_share_a_read():
     got = row.quantize_both(x.cuda(), column=column, seed=seed.cuda())
     want = row.quantize_both(x, column=column, seed=seed)
     for g, w in zip(got, want, strict=True):
-        assert_same([bytes_of(t) for t in g.tensors()], [bytes_of(t) for t in w.tensors()], "pair")
+        assert_same_bytes([raw(t) for t in g.tensors()], [raw(t) for t in w.tensors()], "pair")
 
 
 def test_same_bits_a_hundred_times():
@@ -239,7 +226,7 @@ def test_same_bits_a_hundred_times():
     for spec in (Tensorwise(), Rowwise(), Block1D(), MX(), NVFP4(rht=True)):
         first = run("triton", spec, x, "rc")
         for _ in range(100):
-            assert_same(run("triton", spec, x, "rc"), first, spec)
+            assert_same_bytes(run("triton", spec, x, "rc"), first, spec)
 
 
 @pytest.mark.usefixtures("large_memory")
@@ -268,22 +255,25 @@ def test_capturable_in_a_cuda_graph():
             spec.quantize_into(pair, x, skip)
         x.copy_(torch.randn_like(x) * 3)
         graph.replay()
-        fresh = [bytes_of(t) for q in spec.quantize_both(x) for t in q.tensors()]
-        assert_same([bytes_of(t) for q in pair for t in q.tensors()], fresh, spec)
+        fresh = [raw(t) for q in spec.quantize_both(x) for t in q.tensors()]
+        assert_same_bytes([raw(t) for q in pair for t in q.tensors()], fresh, spec)
         x.mul_(7)
         skip.fill_(1)
         graph.replay()
-        assert_same([bytes_of(t) for q in pair for t in q.tensors()], fresh, f"{spec} skipped")
+        assert_same_bytes([raw(t) for q in pair for t in q.tensors()], fresh, f"{spec} skipped")
         skip.zero_()
 
 
 def test_nothing_waits_for_the_device():
     """No host read hides in a quantizer: a synchronization raises here."""
     x, skip = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16), torch.zeros(1, device="cuda")
-    seed, encode = torch.tensor([1, 2], device="cuda"), torch.ones(1, device="cuda")
-    calls = [lambda: Tensorwise().observe(x, encode), lambda: Tensorwise().quantize_both(x, encode=encode)]
+    seed, inverse_scale = torch.tensor([1, 2], device="cuda"), torch.ones(1, device="cuda")
+    calls = [
+        lambda: Tensorwise().observe(x, inverse_scale),
+        lambda: Tensorwise().quantize_both(x, inverse_scale=inverse_scale),
+    ]
     for spec in (Tensorwise(), Rowwise(), Block1D(), Block2D(), MX(), NVFP4(rht=True, stochastic=True)):
-        drawn = {"seed": seed} if spec.draws else {}
+        drawn = {"seed": seed} if spec.is_stochastic else {}
         calls.append(
             lambda spec=spec, drawn=drawn: spec.quantize_into(spec.quantize_both(x, **drawn), x, skip, **drawn)
         )
@@ -316,5 +306,5 @@ def test_delayed_state_updates_inside_a_cuda_graph():
         amax.copy_(torch.tensor(values))
         graph.replay()
         step(there, torch.tensor(values))
-        for name in ("history", "head", "encode", "current", "nonfinite"):
+        for name in ("history", "head", "inverse_scale", "running_amax", "nonfinite"):
             assert torch.equal(getattr(here, name).cpu(), getattr(there, name)), (name, values)

@@ -8,12 +8,12 @@ import octavo.quant as Q
 from octavo import values
 from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
-from tests.modules.oracle import OTHERS, assert_same, spiky
-from tests.quant.sameness import assert_same as assert_same_codes
+from tests.support.linear_oracle import OTHERS, assert_same, spiky
+from tests.support.same_tensors import assert_same as assert_same_codes
 
 
 def quantized_all(spec, x, seed):
-    given = {"seed": seed} if spec.draws else {}
+    given = {"seed": seed} if spec.is_stochastic else {}
     return [spec.quantize(x, axis, **given) for axis in (-1, 0)]
 
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from tests.model.dispatched_experts import PACKAGE, package
+from tests.support.dispatched_experts import PACKAGE, package
 
 
 @pytest.fixture(autouse=True)

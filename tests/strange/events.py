@@ -22,9 +22,9 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import octavo
-from tests.exports import attempt_export
 from tests.strange.run import Run, tensors_in
 from tests.strange.states import deterministic, swapped_on_conversion
+from tests.support.exports import attempt_export
 
 # -- calls between two steps -------------------------------------------------------------------------------------------
 

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import octavo
-from octavo.cli import corpus, doctor, training
-from octavo.cli.gpt import GPT, loss_of
+from octavo.cli import doctor
+from octavo.demo import corpus, training
+from octavo.demo.gpt import GPT, loss_of
 from octavo.kernels.gemm import native
-from octavo.kernels.grouped_gemm import native as grouped_native
+from octavo.kernels.grouped_gemm import hopper_support as grouped_native
 from octavo.recipes import SHIPPED
 from tests.strange.layers import BY_NAME, Draw, K, N, Place, Subclass
 from tests.strange.run import Record, Run, kept, seed_torch

@@ -12,8 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import octavo
 from octavo import moe, ops
 from octavo.recipes import SHIPPED
-from tests.model.dispatched_experts import Config, Gated
-from tests.model.test_convert_titan_experts import GroupedExperts
+from tests.support.dispatched_experts import Config, Gated
+from tests.support.titan_experts import GroupedExperts
 
 K, N, ROWS = 144, 80, 72  # no multiples of 128
 GROUPS, SIZES = 4, (17, 0, 40, 5)  # the last rows are a tail
@@ -175,7 +175,7 @@ class Casts(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Any, ...]:
         seed = torch.zeros_like(x.detach()[0, :2], dtype=torch.int64)
-        pairs = [spec.quantize_both(x.detach(), seed=seed if spec.draws else None) for spec in self.specs]
+        pairs = [spec.quantize_both(x.detach(), seed=seed if spec.is_stochastic else None) for spec in self.specs]
         return (*(q for pair in pairs for q in pair), *(q.dequantize() for pair in pairs for q in pair))
 
 

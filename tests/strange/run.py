@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import octavo
-from octavo.weights.held import HeldWeight
-from tests.state_tensors import named_tensors
+from octavo.weights.quantized_weight import QuantizedWeight
 from tests.strange.layers import Draw, Layer, Place
+from tests.support.state_tensors import named_tensors
 
 Record = dict[str, Any]  # tensors, numbers and texts by name
 EXTRA = 1000  # the seed of inputs of a call that is no step
@@ -119,7 +119,7 @@ def tensors_in(outputs: Any) -> Iterator[Tensor]:
 
 
 def kept(value: Any) -> Any:
-    if isinstance(value, HeldWeight):
+    if isinstance(value, QuantizedWeight):
         value = value.dequantize()
     if isinstance(value, DTensor):
         value = value.to_local()  # of one rank: it is all there is

@@ -95,13 +95,13 @@ def layer_of(kind):
 
 
 @pytest.mark.parametrize("when", ["whole run", "one step"])
-def test_it_finds_a_layer_that_follows_the_default_dtype(when):
+def test_the_harness_finds_a_layer_that_follows_the_default_dtype(when):
     found = traces(layer_of(Careless), "bf16", environment(f"default dtype float16, {when}"))
     assert "step 1, output 0" in found
     assert ("step 2, output 0" in found) == (when == "whole run")
 
 
-def test_it_finds_a_layer_that_follows_the_default_device():
+def test_the_harness_finds_a_layer_that_follows_the_default_device():
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         traces(layer_of(Careless), "bf16", environment("default device meta, one step"))
 
@@ -110,13 +110,13 @@ def test_it_finds_a_layer_that_follows_the_default_device():
     *[f"{name}, one call" for name in WITHOUT_GRADIENTS], "evaluation", "functional_call", "torch.func",
     "a call in a thread", "requires_grad off and on", "failure in forward", "failure after backward",
 ])  # fmt: skip
-def test_it_finds_a_layer_that_counts_calls(name):
+def test_the_harness_finds_a_layer_that_counts_calls(name):
     found = traces(layer_of(Counting), "bf16", environment(name))
     assert {"step 2, output 0", "held count", "version of count", "state dict count"} <= set(found)
     assert "step 1, output 0" not in found
 
 
-def test_it_finds_a_layer_that_keeps_weak_references():
+def test_the_harness_finds_a_layer_that_keeps_weak_references():
     class Watching(nn.Linear):
         def __init__(self):
             super().__init__(K, 8, device="cpu", dtype=torch.bfloat16)
@@ -126,7 +126,7 @@ def test_it_finds_a_layer_that_keeps_weak_references():
         traces(layer_of(Watching), "bf16", environment("swap_tensors"))
 
 
-def test_it_finds_a_layer_that_registers_buffers_late():
+def test_the_harness_finds_a_layer_that_registers_buffers_late():
     class Late(Shift):
         def forward(self, x):
             if "late" not in self._buffers:
@@ -138,7 +138,7 @@ def test_it_finds_a_layer_that_registers_buffers_late():
         traces(late, "bf16", environment("AveragedModel, made at first"))
 
 
-def test_it_finds_a_layer_in_a_sequence():
+def test_the_harness_finds_a_layer_in_a_sequence():
     layer, names = layer_of(Counting), ("deepcopy", "evaluation", "pickle")
     sequence = [environment(name) for name in names]
     assert "step 6, output 0" in plain_record(layer, "bf16", environments=3)

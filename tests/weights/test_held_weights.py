@@ -15,8 +15,8 @@ from torch.func import functional_call
 
 import octavo
 from octavo.errors import Unsupported, UnsupportedConfig
-from tests.modules.oracle import QUANTIZED, assert_same, make, spiky
-from tests.state_tensors import named_state
+from tests.support.linear_oracle import QUANTIZED, assert_same, make, spiky
+from tests.support.state_tensors import named_state
 
 K, N, G = 48, 40, 3
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
@@ -307,7 +307,7 @@ def test_another_shape_or_memory_is_refused(change):
     [lambda w: w.data_ptr(), torch.from_dlpack, lambda w: w.numpy(), lambda w: w.view(torch.int32)],
     ids=["data_ptr", "dlpack", "numpy", "bits"],
 )
-def test_memory_that_it_does_not_have_is_not_given_away(reach):
+def test_memory_that_a_held_weight_does_not_have_is_not_given_away(reach):
     with pytest.raises((UnsupportedConfig, RuntimeError), match=r"codes|subclass"):
         reach(held().weight.detach())
 
@@ -475,14 +475,14 @@ def test_copies_and_pickles_are_held_too(recipe, each):
     file.seek(0)
     twins = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(file, weights_only=False)]
     want = layer(*arguments).detach()
-    own = {t.data_ptr() for p in layer.weight_parts() for t in inner(p)}
+    own = {t.data_ptr() for p in layer._weight_parts() for t in inner(p)}
     for twin in twins:
         assert_same(twin(*arguments).detach(), want)
-        for p in twin.weight_parts():
+        for p in twin._weight_parts():
             assert isinstance(p, nn.Parameter) and p.requires_grad
             assert own.isdisjoint(t.data_ptr() for t in inner(p))
         with torch.no_grad():
-            twin.weight_parts()[0].zero_()
+            twin._weight_parts()[0].zero_()
             assert not torch.equal(twin(*arguments), want)
         assert_same(layer(*arguments).detach(), want)
 
@@ -503,7 +503,7 @@ def test_a_module_on_the_meta_device_gets_its_codes_by_loading(each):
     arguments = (X,) if each is None else (X, SIZES)
     state, twin = layer.state_dict(), copy.deepcopy(layer)
     twin.to("meta")
-    assert all(p.is_meta and t.is_meta for p in twin.weight_parts() for t in inner(p))
+    assert all(p.is_meta and t.is_meta for p in twin._weight_parts() for t in inner(p))
     twin.to_empty(device="cpu").load_state_dict(state)
     assert_same(twin(*arguments), layer(*arguments))
 
@@ -511,17 +511,17 @@ def test_a_module_on_the_meta_device_gets_its_codes_by_loading(each):
 @pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
 def test_casts_keep_the_codes_and_requires_grad(each):
     layer = held() if each is None else experts(each=each)
-    before = [t.clone() for p in layer.weight_parts() for t in inner(p) if t.numel() > 1]
+    before = [t.clone() for p in layer._weight_parts() for t in inner(p) if t.numel() > 1]
     layer.requires_grad_(False)
     layer.to(torch.bfloat16)
-    parts = layer.weight_parts()
+    parts = layer._weight_parts()
     assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in parts)
     after = [t for p in parts for t in inner(p) if t.numel() > 1]
     for old, new in zip(before, after, strict=True):
         assert_same(new, old)
     assert len({inner(p)[0].data_ptr() for p in parts}) == 1
     layer.share_memory()
-    assert all(t.is_shared() for p in layer.weight_parts() for t in inner(p))
+    assert all(t.is_shared() for p in layer._weight_parts() for t in inner(p))
 
 
 @pytest.mark.parametrize("each", [None, False, True], ids=["linear", "one", "each"])
@@ -549,7 +549,7 @@ def test_a_held_weight_tells_what_it_is():
     layer = held()
     text = repr(layer.weight)
     assert "fp8-current" in text and "40" in text and "held as codes" in text
-    assert "held as codes" in repr(layer)
+    assert "weight that is codes" in repr(layer)
 
 
 def test_reverting_brings_the_values():
@@ -567,13 +567,13 @@ def test_reverting_brings_the_values():
 def test_a_gpu_reads_and_writes_the_same_codes(recipe, each):
     here = held(recipe) if each is None else experts(recipe, each)
     there = copy.deepcopy(here).to("cuda")
-    assert all(t.is_cuda for p in there.weight_parts() for t in inner(p))
+    assert all(t.is_cuda for p in there._weight_parts() for t in inner(p))
     for model in (here, there):
         with torch.no_grad():
-            for p in model.weight_parts():
+            for p in model._weight_parts():
                 p.add_(DELTA.to(p.device))
                 p[0].mul_(0.5)
-    for mine, theirs in zip(here.weight_parts(), there.weight_parts(), strict=True):
+    for mine, theirs in zip(here._weight_parts(), there._weight_parts(), strict=True):
         assert_same((theirs.detach() * 1).cpu(), mine.detach() * 1)
     arguments = [t.to("cuda") for t in ((X,) if each is None else (X, SIZES))]
     torch.compiler.reset()  # all these recipes together would pass Dynamo's limit of graphs for one function
@@ -581,7 +581,7 @@ def test_a_gpu_reads_and_writes_the_same_codes(recipe, each):
     with torch.no_grad():
         for _ in range(2):
             assert_same(compiled(*arguments), there(*arguments))
-            there.weight_parts()[0].mul_(2)
+            there._weight_parts()[0].mul_(2)
 
 
 def test_weights_are_quantized_all_or_none():
@@ -707,7 +707,7 @@ def test_a_pending_backward_notices_a_write(kind, write):
     x = X.clone().requires_grad_()
     y = layer(x) if kind == "linear" else layer(x, SIZES)
     with torch.no_grad():
-        write(layer.weight_parts()[0])
+        write(layer._weight_parts()[0])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 import octavo
 from octavo.errors import UnsupportedConfig
 from octavo.weights import optimizer_hooks
-from tests.lower.compiling import compiled, graphs, refused
-from tests.modules.oracle import QUANTIZED, assert_same, make, spiky
+from tests.support.compiled_twins import graphs, refused
+from tests.support.linear_oracle import QUANTIZED, assert_same, make, spiky
+from tests.support.steps import compiled
 
 X = spiky(24, 48, seed=7)
 MARKS = ("is_first_microbatch=False uses cached codes", "has changed since")

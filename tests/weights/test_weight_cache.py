@@ -14,17 +14,25 @@ from octavo.errors import UnsupportedConfig
 from octavo.recipes import SHIPPED
 from octavo.weights import cache as weights
 from octavo.weights import optimizer_hooks as optimizers
-from tests.modules.oracle import QUANTIZED, assert_result, assert_same, check, differs, expected, make, run, spiky
-from tests.state_tensors import named_state
+from tests.support.experts import addresses
+from tests.support.linear_oracle import (
+    QUANTIZED,
+    assert_result,
+    assert_same,
+    check,
+    differs,
+    expected,
+    make,
+    run,
+    spiky,
+)
+from tests.support.state_tensors import named_state
+from tests.support.steps import batch
 
 every = pytest.mark.parametrize("recipe", SHIPPED)
 quantized = pytest.mark.parametrize("recipe", QUANTIZED)
 STATELESS = [r for r in QUANTIZED if r != "fp8-delayed"]
 stateless = pytest.mark.parametrize("recipe", STATELESS)
-
-
-def batch(i, m=21):
-    return spiky(m, 48, seed=10 + i), spiky(m, 40, seed=20 + i)
 
 
 def change(layer, by=0.05):
@@ -35,10 +43,6 @@ def change(layer, by=0.05):
 def same_seeds(*layers):
     for other in layers[1:]:
         octavo.load_state_dict(other, octavo.state_dict(layers[0]))
-
-
-def addresses(layer):
-    return {name: b.data_ptr() for name, b in named_state(layer) if b.numel()}
 
 
 # -- values --------------------------------------------------------------------------------------------------------
@@ -333,6 +337,22 @@ class Wrapped:
 
     def step(self):
         return self.inner.step()
+
+
+def test_a_write_in_place_makes_the_cached_codes_of_the_weight_stale():
+    layer = make("fp8-current")
+    accumulate(layer, True)
+    change(layer)
+    assert refused(layer)
+
+
+def test_an_optimizer_step_makes_the_cached_codes_of_its_weights_stale():
+    """A fused one, which advances no version of its own."""
+    layer = make("fp8-current")
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, fused=True)
+    accumulate(layer, True)
+    optimizer.step()
+    assert refused(layer)
 
 
 @fused

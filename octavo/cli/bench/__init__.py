@@ -13,14 +13,26 @@ from functools import partial
 import torch
 
 from octavo.cli import output
-from octavo.cli.bench import block, grouped, grouped_gemms, host, linear, mlp, model, moe, permute, quantize
+from octavo.cli.bench import (
+    block_bench,
+    grouped_bench,
+    grouped_gemms_bench,
+    host_bench,
+    linear_bench,
+    mlp_bench,
+    model_bench,
+    moe_bench,
+    permute_bench,
+    quantize_bench,
+)
 from octavo.errors import UnsupportedHardware
 
 # a suite is a file here with `add_arguments(parser)`, `measure(arguments, report)`, which fills the report row by row,
 # and `render(report) -> text`, which returns "" while there is no row; its module docstring is its help text
 SUITES = {
-    "quantize": quantize, "linear": linear, "block": block, "grouped": grouped, "grouped-gemms": grouped_gemms,
-    "mlp": mlp, "moe": moe, "model": model, "permute": permute, "host": host,
+    "quantize": quantize_bench, "linear": linear_bench, "block": block_bench, "grouped": grouped_bench,
+    "grouped-gemms": grouped_gemms_bench, "mlp": mlp_bench, "moe": moe_bench, "model": model_bench,
+    "permute": permute_bench, "host": host_bench,
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from octavo.cli import table
+from octavo.inspection import table
 
 Row = dict[str, Any]
 LONGEST = 200  # characters of an error in a row

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from octavo._torch.compilation import fresh_cache
-from octavo.cli.bench import step as steps
+from octavo.cli.bench import timed_step as steps
 from octavo.cli.timing import REPEATS, WARMUP, eager_ms
 
 CPU_REPEATS = 3

@@ -117,7 +117,7 @@ def forward(
     width = x.shape[1] // 2 if fn.gated else x.shape[1]
     if x.shape[0] == 0 or width == 0:
         return torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)
-    y: Tensor = backend.twin(__name__, x).forward(fn, x, scales, bias, seed, end)
+    y: Tensor = backend.implementation(__name__, x).forward(fn, x, scales, bias, seed, end)
     return y
 
 
@@ -142,7 +142,7 @@ def backward(
     dx = torch.empty(shape, dtype=dy.dtype, device=dy.device) if needs_dx else None
     ds = torch.zeros(m, dtype=wanted.scales, device=dy.device) if wanted.scales is not None else None
     if m and width and (dx is not None or ds is not None):
-        backend.twin(__name__, dy).backward(fn, dy, Inputs(x, scales, bias, seed), dx, ds, end)
+        backend.implementation(__name__, dy).backward(fn, dy, Inputs(x, scales, bias, seed), dx, ds, end)
     source = dy if sums_dy else dx
     db = None if wanted.bias is None or source is None else column_sums(source, wanted.bias)
     return Gradients(dx if wanted.x else None, ds, db)

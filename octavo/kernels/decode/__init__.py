@@ -10,7 +10,7 @@ them values saturate to bfloat16's largest. A code of Inf stays Inf. A scale of 
 from torch import Tensor
 
 from octavo import backend
-from octavo.kernels.grouped_gemm import native
+from octavo.kernels.grouped_gemm import hopper_support
 from octavo.quant.groups import Groups
 from octavo.quant.qtensor import QTensor
 
@@ -23,12 +23,12 @@ def is_worth_it(a: QTensor, m: int, n: int) -> bool:
     the kernels for Hopper. With few rows on one side a value of the other is used too rarely to pay for that; the
     kernels that decode as they multiply then run."""
     worth = a.spec.block[1] in REACHES and a.columns > 0 and min(m, n) > FEW
-    return worth and native.is_hopper(a.device) and native.support("decoded products", a.device).ok
+    return worth and hopper_support.is_hopper(a.device) and hopper_support.support("decoded products", a.device).ok
 
 
 def decode(q: QTensor, groups: Groups | None = None) -> Tensor:
     """Returns the values of q, scaled by block, as bfloat16 [rows, K]; packed codes include their padding. On a GPU
     rows begin at multiples of 16 bytes, as TMA needs them. With `groups`, q's rows are in the padded layout and the
     result has them packed; its tail is unspecified."""
-    found: Tensor = backend.twin(__name__, q.codes).decode(q, groups)
+    found: Tensor = backend.implementation(__name__, q.codes).decode(q, groups)
     return found

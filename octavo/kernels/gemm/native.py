@@ -22,10 +22,10 @@ from octavo.formats import E4M3, Format
 from octavo.kernels.gemm import reference
 from octavo.kernels.probe import CAPTURED, Support, answer_of, error_of, noise, verdict
 from octavo.quant.block import Block1D, Block2D
-from octavo.quant.blocks import Block
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import Quantizer
 from octavo.quant.rowwise import Rowwise
+from octavo.quant.scale_blocks import Block
 from octavo.quant.tensorwise import Tensorwise
 
 _KINDS: dict[Block, tuple[str, Quantizer]] = {  # block -> name in torch, a quantizer to probe it with

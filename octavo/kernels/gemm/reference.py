@@ -30,7 +30,7 @@ def _values(x: Tensor | QTensor) -> Tensor:
         return x.detach().double()
     if x.spec.block[1] is None:
         return x.spec.code_values(x).double()
-    return x.spec.code_values(x).double() * x.spec.spread_scale(x).double()
+    return x.spec.code_values(x).double() * x.spec._spread_scale(x).double()
 
 
 def _outer_scale(x: Tensor | QTensor) -> Tensor:

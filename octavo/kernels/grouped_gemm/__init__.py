@@ -23,7 +23,7 @@ from octavo import backend
 from octavo.errors import UnsupportedConfig, UnsupportedDtype, UnsupportedShape, check_choice
 from octavo.formats import FLOATS
 from octavo.kernels.gemm import ACCUMULATIONS
-from octavo.kernels.grouped_gemm import native
+from octavo.kernels.grouped_gemm import hopper_support
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK, Groups
 from octavo.quant.pairs import check_pair
@@ -53,7 +53,7 @@ def rows(
     if height % BLOCK:
         raise UnsupportedConfig(f"Stacked matrices begin at multiples of {BLOCK}, got a height of {height}. Pad them.")
     if out.numel() and a.groups.padded:
-        backend.twin(__name__, out).rows(a, b, out, *_dense(bias, scales), height, along, accumulation)
+        backend.implementation(__name__, out).rows(a, b, out, *_dense(bias, scales), height, along, accumulation)
     return out
 
 
@@ -64,7 +64,7 @@ def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, *, accumulate
     if a.groups.padded == 0:  # no rows, so the contraction has no steps
         return out if accumulate else out.zero_()
     if out.numel():
-        backend.twin(__name__, out).grouped_wgrad(a, b, out, accumulate)
+        backend.implementation(__name__, out).grouped_wgrad(a, b, out, accumulate)
     return out
 
 
@@ -74,7 +74,7 @@ def plain_rows(
     """Computes `rows` for unquantized a [rows, K] and b [G, N, K], of any strides."""
     _check_plain(a, b, out)
     if out.numel():
-        backend.twin(__name__, out).plain_rows(a, b, out, groups, *_dense(bias, scales))
+        backend.implementation(__name__, out).plain_rows(a, b, out, groups, *_dense(bias, scales))
     return out
 
 
@@ -84,7 +84,7 @@ def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, *, accumulate
     if groups.rows == 0:
         return out if accumulate else out.zero_()
     if out.numel():
-        backend.twin(__name__, out).plain_wgrad(a, b, out, groups, accumulate)
+        backend.implementation(__name__, out).plain_wgrad(a, b, out, groups, accumulate)
     return out
 
 
@@ -92,7 +92,7 @@ def fresh_wgrad(a: Tensor, b: Tensor, groups: Groups, dtype: torch.dtype) -> Ten
     """Returns `plain_wgrad` in a new tensor, which saves a copy if torch's GEMM allocates the result itself."""
     if groups.rows == 0 or a.shape[1] * b.shape[1] == 0:
         return torch.zeros(groups.number, a.shape[1], b.shape[1], dtype=dtype, device=a.device)
-    found: Tensor = backend.twin(__name__, a).fresh_wgrad(a, b, groups, dtype)
+    found: Tensor = backend.implementation(__name__, a).fresh_wgrad(a, b, groups, dtype)
     return found
 
 
@@ -100,13 +100,13 @@ def zero_tail(out: Tensor, groups: Groups) -> None:
     """Zeroes the rows after the last group."""
     _check_out(out)
     if out.numel():
-        backend.twin(__name__, out).zero_tail(out, groups)
+        backend.implementation(__name__, out).zero_tail(out, groups)
 
 
 def column_sums_of(dy: Tensor, groups: Groups, dtype: torch.dtype, scales: Tensor | None = None) -> Tensor:
     """Sums dy[t], or dy[t] * scales[t], over each group: [rows, N] -> [G, N]. The order of additions is fixed."""
     scales = None if scales is None else scales.contiguous()
-    found: Tensor = backend.twin(__name__, dy).column_sums(dy, groups, dtype, scales)
+    found: Tensor = backend.implementation(__name__, dy).column_sums(dy, groups, dtype, scales)
     return found
 
 
@@ -114,7 +114,7 @@ def bias_products(dy: Tensor, bias: Tensor, groups: Groups, dtype: torch.dtype) 
     """Returns the gradient of `scales` [rows]: each row of dy times its group's bias [G, N]; zero in the tail."""
     if dy.numel() == 0:
         return torch.zeros(dy.shape[0], dtype=dtype, device=dy.device)
-    found: Tensor = backend.twin(__name__, dy).bias_products(dy, bias.contiguous(), groups, dtype)
+    found: Tensor = backend.implementation(__name__, dy).bias_products(dy, bias.contiguous(), groups, dtype)
     return found
 
 
@@ -124,8 +124,8 @@ def route(a: Quantizer | None, b: Quantizer | None, device: torch.device) -> str
     if backend.choose(device) == "reference":
         return "reference"
     if a is None or b is None:
-        return "native" if native.runs("plain rows", device) else "emulated"
-    return "native" if native.pair(a, b, device) else "emulated"
+        return "native" if hopper_support.runs("plain rows", device) else "emulated"
+    return "native" if hopper_support.pair(a, b, device) else "emulated"
 
 
 def _dense(bias: Tensor | None, scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

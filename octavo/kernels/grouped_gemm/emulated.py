@@ -18,7 +18,7 @@ from torch import Tensor
 
 from octavo.kernels.decode.triton import SCALES
 from octavo.kernels.gemm.triton import check_reach, product
-from octavo.kernels.grouped_gemm.scales import grouped_strides, stacked_strides
+from octavo.kernels.grouped_gemm.scale_strides import grouped_strides, stacked_strides
 from octavo.launch import Launch
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK, Groups

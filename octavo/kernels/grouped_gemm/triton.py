@@ -12,8 +12,8 @@ from torch import Tensor
 
 from octavo._torch.gemm import grouped_mm
 from octavo.kernels.decode import is_worth_it
-from octavo.kernels.grouped_gemm import decoded, emulated, hopper, native
-from octavo.kernels.grouped_gemm.scales import whole
+from octavo.kernels.grouped_gemm import decoded, emulated, hopper, hopper_support
+from octavo.kernels.grouped_gemm.scale_strides import whole
 from octavo.launch import Launch
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK, Groups
@@ -25,21 +25,21 @@ def rows(
     accumulation: str,
 ) -> None:  # fmt: skip
     takes, fast = hopper.takes_rows(a, b), accumulation == "fast" and whole(a.q.spec)
-    if takes and fast and native.rows(a.q.spec, b.spec, out.device, fast=True):
+    if takes and fast and hopper_support.rows(a.q.spec, b.spec, out.device, fast=True):
         hopper.fast_rows(a, b, out, bias, scales, height, along)
         return
-    fits = takes and native.rows(a.q.spec, b.spec, out.device)
+    fits = takes and hopper_support.rows(a.q.spec, b.spec, out.device)
     each = a.groups.rows // a.groups.number
     _coded_way(fits, a, each, out.shape[1]).rows(a, b, out, bias, scales, height, along)
 
 
 def grouped_wgrad(a: GroupedTensor, b: GroupedTensor, out: Tensor, accumulate: bool) -> None:
-    fits = native.grouped_wgrad(a.q.spec, b.q.spec, out.device) and hopper.takes_wgrad(a, b)
+    fits = hopper_support.grouped_wgrad(a.q.spec, b.q.spec, out.device) and hopper.takes_wgrad(a, b)
     _coded_way(fits, a, *out.shape[1:]).grouped_wgrad(a, b, out, accumulate)
 
 
 def plain_rows(a: Tensor, b: Tensor, out: Tensor, groups: Groups, bias: Tensor | None, scales: Tensor | None) -> None:
-    fits = native.runs("plain rows", out.device) and hopper.takes_plain_rows(a, b)
+    fits = hopper_support.runs("plain rows", out.device) and hopper.takes_plain_rows(a, b)
     (hopper if fits else emulated).plain_rows(a, b, out, groups, bias, scales)
 
 
@@ -47,7 +47,7 @@ def _coded_way(fits: bool, a: GroupedTensor, m: int, n: int) -> ModuleType:
     """Returns the module for codes, of m rows by n for each group; `fits` says that a Hopper kernel multiplies them."""
     if fits:
         return hopper
-    return decoded if is_worth_it(a.q, m, n) and native.support("plain rows", a.q.device).ok else emulated
+    return decoded if is_worth_it(a.q, m, n) and hopper_support.support("plain rows", a.q.device).ok else emulated
 
 
 def plain_wgrad(a: Tensor, b: Tensor, out: Tensor, groups: Groups, accumulate: bool) -> None:

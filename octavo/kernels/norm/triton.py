@@ -288,7 +288,7 @@ def _launch_forward(
     if residual is None or not _adds(x, residual):
         x = summed(x, residual)
         _forward_launch(norm, (*x.shape, *x.stride(), writes))(x, y, mean, rstd, weight, bias, None, None)
-    else:  # at the strides of z, which are those of a fresh tensor: of one row or column, x may have others
+    else:  # at the strides of z, which are those of a tensor just made: of one row or column, x may have others
         strides = (x.shape[1], 1)
         _forward_launch(norm, (*x.shape, *strides, writes))(x, y, mean, rstd, weight, bias, *residual)
 
@@ -415,11 +415,11 @@ def _variants(norm: Norm, n: int, dtype: torch.dtype) -> list[Variant]:
         return Variant(f"{name} {title}", kernel, signature, own, warps, 1)
 
     found = [variant("norm", _forward_kernel)]
-    if weight and n <= MOST:  # octavo/fused/add_norm_linear
+    if weight and n <= MOST:  # octavo/fusion/rules/add_norm_linear.py
         found.append(variant("norm of a sum", _forward_kernel, extra=kind))
     backward = _backward_kernel if n <= MOST else _long_dx_kernel
     found.append(variant("norm backward", backward))
-    if norm.kind == "rms" and dtype != torch.float32:  # octavo/fused/fork_sum
+    if norm.kind == "rms" and dtype != torch.float32:  # octavo/fusion/rules/fork_sum.py
         found.append(variant("norm backward, added", backward, added=kind))
     if n > MOST and (weight or bias):
         found.append(variant("norm sums", _long_parts_kernel, 4, ROWS=PART_ROWS, COLUMNS=PART_COLUMNS))

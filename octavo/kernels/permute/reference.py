@@ -3,21 +3,21 @@
 import torch
 from torch import Tensor
 
-from octavo.kernels.permute import DROPPED, PAD, TAIL, Slots, Sorted
+from octavo.kernels.permute import DROPPED, PAD, TAIL, Assignments, Sorted
 
 
 def listed(mask: Tensor, index: Tensor) -> None:
     chosen, top_k = mask != 0, index.shape[1]
-    slot = chosen.cumsum(1) - 1
+    assignment = chosen.cumsum(1) - 1
     experts = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device).expand(mask.shape)
-    # the column behind the last slot receives what has none
+    # the column behind the last assignment receives what has none
     wide = torch.full((index.shape[0], top_k + 1), -1, dtype=torch.int32, device=index.device)
-    wide.scatter_(1, torch.where(chosen & (slot < top_k), slot, top_k), experts)
+    wide.scatter_(1, torch.where(chosen & (assignment < top_k), assignment, top_k), experts)
     index.copy_(wide[:, :top_k])
 
 
 def sort(index: Tensor, align: int, made: Sorted) -> None:
-    experts, rows = made.sizes.shape[0], made.slots.shape[0]
+    experts, rows = made.sizes.shape[0], made.assignments.shape[0]
     flat = index.reshape(-1).long()
     expert = torch.where((flat >= 0) & (flat < experts), flat, experts)
     ordered, order = expert.sort(stable=True)
@@ -29,87 +29,92 @@ def sort(index: Tensor, align: int, made: Sorted) -> None:
     row = torch.where((ordered < experts) & (row < rows), row, rows)
     positions = torch.empty_like(row).index_copy_(0, order, torch.where(row < rows, row, DROPPED))
     made.positions.copy_(positions.view(index.shape))
-    at = torch.arange(rows + 1, device=flat.device, dtype=torch.int64)  # one more row, for the slots that are dropped
-    slots = torch.where(at < starts[-1], PAD, TAIL)
-    made.slots.copy_(slots.index_copy_(0, row, order)[:rows])
+    at = torch.arange(
+        rows + 1, device=flat.device, dtype=torch.int64
+    )  # one more row, for the assignments that are dropped
+    assignments = torch.where(at < starts[-1], PAD, TAIL)
+    made.assignments.copy_(assignments.index_copy_(0, row, order)[:rows])
 
 
-def scatter(x: Tensor, out: Tensor, slots: Slots, sources: Tensor, probs: Tensor | None, zero_tail: bool) -> None:
-    if x.shape[0] == 0 or slots.positions.shape[1] == 0:
+def scatter(
+    x: Tensor, out: Tensor, assignments: Assignments, sources: Tensor, probs: Tensor | None, zero_tail: bool
+) -> None:
+    if x.shape[0] == 0 or assignments.positions.shape[1] == 0:
         out.zero_()
         return
     there = (sources >= 0)[:, None]
-    token = sources.clamp_min(0) // slots.positions.shape[1]
+    token = sources.clamp_min(0) // assignments.positions.shape[1]
     value = x[token]
     if probs is not None:
-        value = (value.float() * _of_rows(probs, slots, sources).float()[:, None]).to(x.dtype)
+        value = (value.float() * _of_rows(probs, assignments, sources).float()[:, None]).to(x.dtype)
     out.copy_(torch.where(there, value, 0))
 
 
-def combine(rows: Tensor, y: Tensor, slots: Slots, probs: Tensor | None) -> None:
+def combine(rows: Tensor, y: Tensor, assignments: Assignments, probs: Tensor | None) -> None:
     total = torch.zeros(y.shape, dtype=torch.float32, device=y.device)
-    for k in range(slots.positions.shape[1]):
-        value = _rows_of(rows, slots, k).float()
+    for k in range(assignments.positions.shape[1]):
+        value = _rows_of(rows, assignments, k).float()
         if probs is None:
             total = total + value
         else:
-            prob = probs.gather(1, _columns(slots)[:, k : k + 1])[:, 0]
-            prob = torch.where(slots.positions[:, k] >= 0, prob, 0)  # that of a dropped slot may be NaN
+            prob = probs.gather(1, _columns(assignments)[:, k : k + 1])[:, 0]
+            prob = torch.where(assignments.positions[:, k] >= 0, prob, 0)  # that of a dropped assignment may be NaN
             total = _fused(value, prob.float()[:, None], total)
     y.copy_(total)
 
 
 def combine_backward(
-    dy: Tensor, rows: Tensor, slots: Slots, sources: Tensor, probs: Tensor, drows: Tensor | None, dprobs: Tensor,
+    dy: Tensor, rows: Tensor, assignments: Assignments, sources: Tensor, probs: Tensor, drows: Tensor | None,
+    dprobs: Tensor,
     zero_tail: bool,
 ) -> None:  # fmt: skip
     if drows is not None:
-        scatter(dy, drows, slots, sources, probs, zero_tail)
-    for k in range(slots.positions.shape[1]):
-        found = _rows_of(rows, slots, k)
+        scatter(dy, drows, assignments, sources, probs, zero_tail)
+    for k in range(assignments.positions.shape[1]):
+        found = _rows_of(rows, assignments, k)
         sums = (dy.double() * found.double()).sum(1)
-        there = slots.positions[:, k] >= 0  # of a slot without a row, even where dy is no number
-        _write_slot(dprobs, slots, k, torch.where(there, sums, 0).to(dprobs.dtype))
+        there = assignments.positions[:, k] >= 0  # of an assignment without a row, even where dy is no number
+        _write_slot(dprobs, assignments, k, torch.where(there, sums, 0).to(dprobs.dtype))
 
 
-def take(probs: Tensor, out: Tensor, slots: Slots, sources: Tensor) -> None:
+def take(probs: Tensor, out: Tensor, assignments: Assignments, sources: Tensor) -> None:
     if probs.numel() == 0:
         out.zero_()
         return
-    out.copy_(torch.where(sources >= 0, _of_rows(probs, slots, sources), 0))
+    out.copy_(torch.where(sources >= 0, _of_rows(probs, assignments, sources), 0))
 
 
-def take_backward(grad: Tensor, dprobs: Tensor, slots: Slots) -> None:
-    for k in range(slots.positions.shape[1]):
-        _write_slot(dprobs, slots, k, _rows_of(grad[:, None], slots, k)[:, 0])
+def take_backward(grad: Tensor, dprobs: Tensor, assignments: Assignments) -> None:
+    for k in range(assignments.positions.shape[1]):
+        _write_slot(dprobs, assignments, k, _rows_of(grad[:, None], assignments, k)[:, 0])
 
 
-def _columns(slots: Slots) -> Tensor:
-    """Returns, for each slot, the column of its probability."""
-    if slots.experts is not None:
-        return slots.experts.clamp_min(0).long()
-    tokens, top_k = slots.positions.shape
-    return torch.arange(top_k, device=slots.positions.device, dtype=torch.int64).expand(tokens, top_k)
+def _columns(assignments: Assignments) -> Tensor:
+    """Returns, for each assignment, the column of its probability."""
+    if assignments.experts is not None:
+        return assignments.experts.clamp_min(0).long()
+    tokens, top_k = assignments.positions.shape
+    return torch.arange(top_k, device=assignments.positions.device, dtype=torch.int64).expand(tokens, top_k)
 
 
-def _of_rows(probs: Tensor, slots: Slots, sources: Tensor) -> Tensor:
-    return probs.gather(1, _columns(slots)).reshape(-1)[sources.clamp_min(0)]
+def _of_rows(probs: Tensor, assignments: Assignments, sources: Tensor) -> Tensor:
+    return probs.gather(1, _columns(assignments)).reshape(-1)[sources.clamp_min(0)]
 
 
-def _rows_of(rows: Tensor, slots: Slots, k: int) -> Tensor:
-    """Returns the row of each token's k-th slot [T, D]; zeros for a slot without one."""
-    position = slots.positions[:, k]
+def _rows_of(rows: Tensor, assignments: Assignments, k: int) -> Tensor:
+    """Returns the row of each token's k-th assignment [T, D]; zeros for an assignment without one."""
+    position = assignments.positions[:, k]
     if rows.shape[0] == 0:
         return rows.new_zeros(position.shape[0], rows.shape[1])
     return torch.where((position >= 0)[:, None], rows[position.clamp_min(0)], 0)
 
 
-def _write_slot(dprobs: Tensor, slots: Slots, k: int, values: Tensor) -> None:
-    """Writes a value for each token, zero for one whose k-th slot has no row."""
-    if slots.experts is None:
+def _write_slot(dprobs: Tensor, assignments: Assignments, k: int, values: Tensor) -> None:
+    """Writes a value for each token, zero for one whose k-th assignment has no row."""
+    if assignments.experts is None:
         dprobs[:, k] = values
-    else:  # slots that are left have no expert, and add zero to the first one
-        dprobs.scatter_add_(1, _columns(slots)[:, k : k + 1], values[:, None])
+    else:  # assignments that are left have no expert, and add zero to the first one
+        dprobs.scatter_add_(1, _columns(assignments)[:, k : k + 1], values[:, None])
 
 
 def _fused(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """The permutation on the GPU.
 
-The sort takes three launches: a histogram of each block of slots, the sums of these over the blocks before, and the
-rows of the slots. Two slots of a block that name one expert are ranked by comparing all pairs, so the work does not
-grow with the number of experts. Row kernels run one program for each part of a token: it reads the token once and
-writes its rows, or reads its rows and writes the token. Programs at the end of the grid write the rows without a slot.
+The sort takes three launches: a histogram of each block of assignments, the sums of these over the blocks before, and
+the rows of the assignments. Two assignments of a block that name one expert are ranked by comparing all pairs, so the
+work does not grow with the number of experts. Row kernels run one program for each part of a token: it reads the token
+once and writes its rows, or reads its rows and writes the token. Programs at the end of the grid write the rows without
+an assignment.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, no-check-untyped-defs
@@ -16,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.permute import PAD, TAIL, Slots, Sorted
+from octavo.kernels.permute import PAD, TAIL, Assignments, Sorted
 from octavo.launch import Launch
 from octavo.quant import tile
 from octavo.quant.tile import Variant
 
-ITEMS, OTHERS = 256, 16  # slots of a block, and how many of them each is compared with at a time
+ITEMS, OTHERS = 256, 16  # assignments of a block, and how many of them each is compared with at a time
 SCAN = (256, 16)  # blocks and experts of a tile of histograms
 FILL = 1024  # rows of the tail that one program of the sort marks
 MASK = 4096  # elements of a mask's tile
@@ -43,18 +44,20 @@ def _listed_kernel(mask, index, T, E, K, ROWS: tl.constexpr, COLUMNS: tl.constex
         experts = (first + tl.arange(0, COLUMNS))[None, :]
         live = (tokens < T) & (experts < E)
         chosen = (tl.load(mask + tokens * E + experts, mask=live, other=0) != 0).to(tl.int32)
-        slot = used[:, None] + tl.cumsum(chosen, 1) - chosen
-        tl.store(index + tokens * K + slot, experts + tokens.to(tl.int32) * 0, mask=(chosen != 0) & (slot < K))
+        assignment = used[:, None] + tl.cumsum(chosen, 1) - chosen
+        tl.store(
+            index + tokens * K + assignment, experts + tokens.to(tl.int32) * 0, mask=(chosen != 0) & (assignment < K)
+        )
         used += tl.sum(chosen, 1)
     for first in range(0, K, COLUMNS):
-        slot = (first + tl.arange(0, COLUMNS))[None, :]
-        left = (tokens < T) & (slot < K) & (slot >= used[:, None])
-        tl.store(index + tokens * K + slot, tl.full((ROWS, COLUMNS), -1, tl.int32), mask=left)
+        assignment = (first + tl.arange(0, COLUMNS))[None, :]
+        left = (tokens < T) & (assignment < K) & (assignment >= used[:, None])
+        tl.store(index + tokens * K + assignment, tl.full((ROWS, COLUMNS), -1, tl.int32), mask=left)
 
 
 @triton.jit
 def _experts_of(index, at, N, E):
-    """Experts of these slots; E where there is none."""
+    """Experts of these assignments; E where there is none."""
     found = tl.load(index + at, mask=at < N, other=-1)
     return tl.where((found >= 0) & (found < E), found, E).to(tl.int32)
 
@@ -84,10 +87,10 @@ def _scan_kernel(counts, totals, B, E, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 
 @triton.jit
 def _place_kernel(
-    index, counts, totals, sizes, positions, slots, N, E, B, C, ALIGN, PADDED,
+    index, counts, totals, sizes, positions, assignments, N, E, B, C, ALIGN, PADDED,
     ITEMS: tl.constexpr, OTHERS: tl.constexpr, EXPERTS: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """The first B programs place the slots of a block, the next PADDED mark the pads of an expert, the others the
+    """The first B programs place the assignments of a block, the next PADDED mark the pads of an expert, the others the
     tail."""
     e = tl.arange(0, EXPERTS)
     n = tl.load(totals + e, mask=e < E, other=0)
@@ -112,18 +115,18 @@ def _place_kernel(
         row = tl.gather(starts, tl.where(known, expert, 0), 0) + before + rank
         kept = known & (row < C)
         tl.store(positions + at, tl.where(kept, row, -1), mask=at < N)
-        tl.store(slots + row, at, mask=kept)
+        tl.store(assignments + row, at, mask=kept)
     elif pid < B + PADDED:
         own = e == pid - B
         begin = tl.sum(tl.where(own, starts + n, 0), 0)
         end = tl.minimum(tl.sum(tl.where(own, ends, 0), 0), C)
         for first in range(begin, end, 32):
             row = first + tl.arange(0, 32)
-            tl.store(slots + row, tl.full((32,), _PAD, tl.int32), mask=row < end)
+            tl.store(assignments + row, tl.full((32,), _PAD, tl.int32), mask=row < end)
     else:
         row = (pid - B - PADDED) * FILL + tl.arange(0, FILL)
         tail = (row >= tl.max(ends, 0)) & (row < C)
-        tl.store(slots + row, tl.full((FILL,), _TAIL, tl.int32), mask=tail)
+        tl.store(assignments + row, tl.full((FILL,), _TAIL, tl.int32), mask=tail)
 
 
 def listed(mask: Tensor, index: Tensor) -> None:
@@ -131,7 +134,7 @@ def listed(mask: Tensor, index: Tensor) -> None:
 
 
 def sort(index: Tensor, align: int, made: Sorted) -> None:
-    number, experts, rows = index.numel(), made.sizes.shape[0], made.slots.shape[0]
+    number, experts, rows = index.numel(), made.sizes.shape[0], made.assignments.shape[0]
     blocks = max(triton.cdiv(number, ITEMS), 1)
     counts = torch.empty(blocks + 1, experts, dtype=torch.int32, device=index.device)
     totals = counts[blocks]
@@ -175,7 +178,7 @@ def _bins(number: int) -> int:
 
 @triton.jit
 def _probability(probs, experts, token, k, K, W, live):
-    """float32 of a slot's probability; zero where it is not live."""
+    """float32 of an assignment's probability; zero where it is not live."""
     column = k
     if experts is not None:
         column = tl.load(experts + token * K + k, mask=live, other=0)
@@ -183,14 +186,14 @@ def _probability(probs, experts, token, k, K, W, live):
 
 
 @triton.jit
-def _fill_empty(out, slots, block, C, D, ZERO_TAIL: tl.constexpr, EMPTY: tl.constexpr, COLUMNS: tl.constexpr):
-    """Zeros for the rows of a block that have no slot."""
+def _fill_empty(out, assignments, block, C, D, ZERO_TAIL: tl.constexpr, EMPTY: tl.constexpr, COLUMNS: tl.constexpr):
+    """Zeros for the rows of a block that have no assignment."""
     for i in range(EMPTY):
         row = block * EMPTY + i
-        slot = tl.load(slots + row, mask=row < C, other=0)
-        empty = slot < 0
+        assignment = tl.load(assignments + row, mask=row < C, other=0)
+        empty = assignment < 0
         if not ZERO_TAIL:
-            empty = slot == _PAD
+            empty = assignment == _PAD
         if empty:
             for first in range(0, D, COLUMNS):
                 columns = first + tl.arange(0, COLUMNS)
@@ -200,7 +203,7 @@ def _fill_empty(out, slots, block, C, D, ZERO_TAIL: tl.constexpr, EMPTY: tl.cons
 
 @triton.jit
 def _scatter_kernel(
-    x, out, positions, slots, probs, experts, T, K, C, D, W, stride_m, stride_k,
+    x, out, positions, assignments, probs, experts, T, K, C, D, W, stride_m, stride_k,
     ZERO_TAIL: tl.constexpr, EMPTY: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(D, COLUMNS)
@@ -218,12 +221,12 @@ def _scatter_kernel(
                     moved = (value.to(tl.float32) * p).to(out.dtype.element_ty)
                 tl.store(out + row.to(tl.int64) * D + columns, moved, mask=live)
     else:
-        _fill_empty(out, slots, pid - T * across, C, D, ZERO_TAIL, EMPTY, COLUMNS)
+        _fill_empty(out, assignments, pid - T * across, C, D, ZERO_TAIL, EMPTY, COLUMNS)
 
 
 @triton.jit
 def _slot(positions, probs, experts, token, k, K, W):
-    """Row and weight of a slot; -1 and 0 for one without a row."""
+    """Row and weight of an assignment; -1 and 0 for one without a row."""
     row = tl.load(positions + token * K + k, mask=k < K, other=-1)
     weight = 0.0
     if probs is not None:
@@ -271,7 +274,7 @@ def _combine_kernel(
 
 @triton.jit
 def _combine_backward_kernel(
-    dy, rows, positions, slots, probs, experts, drows, dprobs, T, K, C, D, W, dy_stride_m, dy_stride_k, stride_m,
+    dy, rows, positions, assignments, probs, experts, drows, dprobs, T, K, C, D, W, dy_stride_m, dy_stride_k, stride_m,
     stride_k, ZERO_TAIL: tl.constexpr, EMPTY: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
@@ -292,73 +295,76 @@ def _combine_backward_kernel(
                         at = drows + row.to(tl.int64) * D + columns
                         tl.store(at, (g * weight).to(drows.dtype.element_ty), mask=live)
             found = tl.sum(dot, 0).to(dprobs.dtype.element_ty)
-            if column >= 0:  # a slot that a mask left has no expert
+            if column >= 0:  # an assignment that a mask left has no expert
                 tl.store(dprobs + token.to(tl.int64) * W + column, found)
     else:
         if drows is not None:
-            _fill_empty(drows, slots, token - T, C, D, ZERO_TAIL, EMPTY, COLUMNS)
+            _fill_empty(drows, assignments, token - T, C, D, ZERO_TAIL, EMPTY, COLUMNS)
 
 
 @triton.jit
-def _take_kernel(probs, out, slots, experts, C, K, W, SIZE: tl.constexpr):
+def _take_kernel(probs, out, assignments, experts, C, K, W, SIZE: tl.constexpr):
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    slot = tl.load(slots + row, mask=row < C, other=-1)
-    live = slot >= 0
-    column = slot % K
+    assignment = tl.load(assignments + row, mask=row < C, other=-1)
+    live = assignment >= 0
+    column = assignment % K
     if experts is not None:
-        column = tl.load(experts + slot, mask=live, other=0)
-    found = tl.load(probs + (slot // K).to(tl.int64) * W + column, mask=live, other=0.0)
+        column = tl.load(experts + assignment, mask=live, other=0)
+    found = tl.load(probs + (assignment // K).to(tl.int64) * W + column, mask=live, other=0.0)
     tl.store(out + row, found, mask=row < C)
 
 
 @triton.jit
 def _take_backward_kernel(grad, dprobs, positions, experts, N, K, W, SIZE: tl.constexpr):
-    slot = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    live = slot < N
-    row = tl.load(positions + slot, mask=live, other=-1)
-    column = slot % K
+    assignment = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    live = assignment < N
+    row = tl.load(positions + assignment, mask=live, other=-1)
+    column = assignment % K
     if experts is not None:
-        column = tl.load(experts + slot, mask=live, other=-1)
+        column = tl.load(experts + assignment, mask=live, other=-1)
     found = tl.load(grad + row, mask=row >= 0, other=0.0)
-    tl.store(dprobs + (slot // K).to(tl.int64) * W + column, found, mask=live & (column >= 0))
+    tl.store(dprobs + (assignment // K).to(tl.int64) * W + column, found, mask=live & (column >= 0))
 
 
-def scatter(x: Tensor, out: Tensor, slots: Slots, sources: Tensor, probs: Tensor | None, zero_tail: bool) -> None:
+def scatter(
+    x: Tensor, out: Tensor, assignments: Assignments, sources: Tensor, probs: Tensor | None, zero_tail: bool
+) -> None:
     probs = None if probs is None else probs.contiguous()
-    tokens, top_k = slots.positions.shape
+    tokens, top_k = assignments.positions.shape
     sizes = (tokens, top_k, *out.shape, 0 if probs is None else probs.shape[1], *x.stride())
-    _scatter_launch(sizes, zero_tail)(x, out, slots.positions, sources, probs, _experts(slots, probs))
+    _scatter_launch(sizes, zero_tail)(x, out, assignments.positions, sources, probs, _experts(assignments, probs))
 
 
-def combine(rows: Tensor, y: Tensor, slots: Slots, probs: Tensor | None) -> None:
+def combine(rows: Tensor, y: Tensor, assignments: Assignments, probs: Tensor | None) -> None:
     probs = None if probs is None else probs.contiguous()
-    sizes = (slots.positions.shape[1], y.shape[1], 0 if probs is None else probs.shape[1], *rows.stride())
-    _combine_launch(y.shape[0], sizes)(rows, y, slots.positions, probs, _experts(slots, probs))
+    sizes = (assignments.positions.shape[1], y.shape[1], 0 if probs is None else probs.shape[1], *rows.stride())
+    _combine_launch(y.shape[0], sizes)(rows, y, assignments.positions, probs, _experts(assignments, probs))
 
 
 def combine_backward(
-    dy: Tensor, rows: Tensor, slots: Slots, sources: Tensor, probs: Tensor, drows: Tensor | None, dprobs: Tensor,
+    dy: Tensor, rows: Tensor, assignments: Assignments, sources: Tensor, probs: Tensor, drows: Tensor | None,
+    dprobs: Tensor,
     zero_tail: bool,
 ) -> None:  # fmt: skip
     probs = probs.contiguous()
-    tokens, top_k = slots.positions.shape
+    tokens, top_k = assignments.positions.shape
     sizes = (tokens, top_k, sources.shape[0], dy.shape[1], probs.shape[1], *dy.stride(), *rows.stride())
     launch = _combine_backward_launch(sizes, zero_tail, drows is not None)
-    launch(dy, rows, slots.positions, sources, probs, slots.experts, drows, dprobs)
+    launch(dy, rows, assignments.positions, sources, probs, assignments.experts, drows, dprobs)
 
 
-def take(probs: Tensor, out: Tensor, slots: Slots, sources: Tensor) -> None:
-    launch = _take_launch(_take_kernel, (out.shape[0], slots.positions.shape[1], probs.shape[1]))
-    launch(probs, out, sources, slots.experts)
+def take(probs: Tensor, out: Tensor, assignments: Assignments, sources: Tensor) -> None:
+    launch = _take_launch(_take_kernel, (out.shape[0], assignments.positions.shape[1], probs.shape[1]))
+    launch(probs, out, sources, assignments.experts)
 
 
-def take_backward(grad: Tensor, dprobs: Tensor, slots: Slots) -> None:
-    sizes = (slots.positions.numel(), slots.positions.shape[1], dprobs.shape[1])
-    _take_launch(_take_backward_kernel, sizes)(grad, dprobs, slots.positions, slots.experts)
+def take_backward(grad: Tensor, dprobs: Tensor, assignments: Assignments) -> None:
+    sizes = (assignments.positions.numel(), assignments.positions.shape[1], dprobs.shape[1])
+    _take_launch(_take_backward_kernel, sizes)(grad, dprobs, assignments.positions, assignments.experts)
 
 
-def _experts(slots: Slots, probs: Tensor | None) -> Tensor | None:
-    return None if probs is None else slots.experts
+def _experts(assignments: Assignments, probs: Tensor | None) -> Tensor | None:
+    return None if probs is None else assignments.experts
 
 
 def _columns(width: int) -> int:
@@ -413,7 +419,7 @@ def _variant(name: str, kernel, pointers: dict[str, Any], constants: dict[str, A
 
 
 def _sort_variants() -> list[Variant]:
-    numbers = {n: "*i32" for n in ("counts", "totals", "positions", "slots")} | {"sizes": "*i64", "mask": "*u8"}
+    numbers = {n: "*i32" for n in ("counts", "totals", "positions", "assignments")} | {"sizes": "*i64", "mask": "*u8"}
     found = []
     for experts in (16, 128):
         tile_of = {"ROWS": MASK // experts, "COLUMNS": experts}
@@ -437,7 +443,7 @@ def _row_variants() -> list[Variant]:
         for way, probs, experts in (("", None, None), (", probs", "*fp32", None), (", dense probs", kind, "*i32")):
             pointers = matrices | {
                 "positions": "*i32",
-                "slots": "*i32",
+                "assignments": "*i32",
                 "probs": probs,
                 "experts": experts,
                 "dprobs": probs,
@@ -451,7 +457,7 @@ def _row_variants() -> list[Variant]:
                     found.append(_variant(f"combine backward {name}", _combine_backward_kernel, pointers, fixed))
             found.append(_variant(f"combine rows {kind}{way}", _combine_kernel, pointers, {"COLUMNS": COLUMNS}))
         for way, experts in (("", None), (", dense", "*i32")):
-            pointers = {"positions": "*i32", "slots": "*i32", "experts": experts}
+            pointers = {"positions": "*i32", "assignments": "*i32", "experts": experts}
             pointers |= dict.fromkeys(("probs", "out", "grad", "dprobs"), kind)
             found.append(_variant(f"take {kind}{way}", _take_kernel, pointers, {"SIZE": TAKEN}))
             found.append(_variant(f"take backward {kind}{way}", _take_backward_kernel, pointers, {"SIZE": TAKEN}))

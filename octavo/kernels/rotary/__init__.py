@@ -19,13 +19,13 @@ from octavo import backend
 
 def rotate(qkv: Tensor, own: Tensor, other: Tensor, heads: int, shared: int) -> tuple[Tensor, Tensor]:
     """Returns q [B, T, H, D] and k [B, T, S, D] of contiguous qkv, rotated."""
-    found: tuple[Tensor, Tensor] = backend.twin(__name__, qkv).rotate(qkv, own, other, heads, shared)
+    found: tuple[Tensor, Tensor] = backend.implementation(__name__, qkv).rotate(qkv, own, other, heads, shared)
     return found
 
 
 def rotate_back(dq: Tensor, dk: Tensor, dv: Tensor, own: Tensor, other: Tensor) -> Tensor:
     """Returns the gradient of qkv, from those of q, k and v."""
-    found: Tensor = backend.twin(__name__, dq).rotate_back(dq, dk, dv, own, other)
+    found: Tensor = backend.implementation(__name__, dq).rotate_back(dq, dk, dv, own, other)
     return found
 
 

@@ -29,7 +29,7 @@ def _turn(
         low = tl.load(at_x, mask=live, other=0.0).to(tl.float32)
         high = tl.load(at_x + HALF, mask=live, other=0.0).to(tl.float32)
         at_y = y + heads[:, None] * step_y + channels[None, :]
-        # in both lines the compiler fuses the product of `low` into the sum, as `rotary_quantize` does by name
+        # in both lines the compiler fuses the product of `low` into the sum, as `rotary.cast` does by name
         tl.store(at_y, (low * cosine - high * sine).to(y.dtype.element_ty), mask=live)
         tl.store(at_y + HALF, (high * cosine + low * sine).to(y.dtype.element_ty), mask=live)
 

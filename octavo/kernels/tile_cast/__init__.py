@@ -32,7 +32,7 @@ NOTHING = Target()
 
 def fuses(row: Quantizer | None, column: Quantizer | None, knows_scale: bool, dtype: torch.dtype, what: str) -> str:
     """Returns "" if a kernel can cast `what` while it computes it, else a sentence with the reason. `knows_scale` tells
-    whether the kernel has the multiplier of a Tensorwise: given by the caller, or measured in a pass before."""
+    whether the kernel has the inverse scale of a Tensorwise: given by the caller, or measured in a pass before."""
     lead = column if row is None else row
     if lead is None:
         return f"Nobody wants codes of {what}."
@@ -49,12 +49,14 @@ def fuses(row: Quantizer | None, column: Quantizer | None, knows_scale: bool, dt
     return f"{lead} has no kernel that casts {what} as it is made: there is one for Tensorwise, Block1D and Block2D."
 
 
-def refusal(pair: QTensorPair, cast_args: CastArgs, dtype: torch.dtype, what: str, *, measures: bool = False) -> str:
+def unsupported_reason(
+    pair: QTensorPair, cast_args: CastArgs, dtype: torch.dtype, what: str, *, measures: bool = False
+) -> str:
     """Returns `fuses` for a call, and refuses cast arguments that the kernels do not take. A kernel that `measures`
-    finds a multiplier that is not given from an amax, given or measured in a pass before, and takes rows in groups,
-    each with a multiplier."""
+    finds an inverse scale that is not given from an amax, given or measured in a pass before, and takes rows in groups,
+    each with an inverse scale."""
     row, column = (None if q is None else q.spec for q in pair)
-    why = fuses(row, column, cast_args.encode is not None or measures, dtype, what)
+    why = fuses(row, column, cast_args.inverse_scale is not None or measures, dtype, what)
     if why:
         return why
     if cast_args.groups is not None and not measures:
@@ -71,4 +73,4 @@ def takes_amax(pair: QTensorPair, cast_args: CastArgs) -> bool:
     every orientation, or for none and may be measured."""
     there = [(q.spec, amax) for q, amax in zip(pair, cast_args.amax, strict=True) if q is not None]
     one = all([amax is there[0][1] for _, amax in there])
-    return one and cast_args.encode is None and all([isinstance(spec, Tensorwise) for spec, _ in there])
+    return one and cast_args.inverse_scale is None and all([isinstance(spec, Tensorwise) for spec, _ in there])

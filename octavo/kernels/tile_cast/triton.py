@@ -5,7 +5,7 @@ sizes       row_stride, row_block_stride, column_stride, column_block_stride, of
 constants   PUT, RULE, and a tile of ROWS by COLUMNS on W warps
 
 A kernel stores the scale of a Tensorwise itself (`store_given_scale`). One that takes rows in groups has a pointer
-`measured` besides: the amaxes from which multipliers follow that are not given, as the caller gives them or a pass
+`measured` besides: the amaxes from which inverse scales follow that are not given, as the caller gives them or a pass
 before found them (`measure`).
 """
 
@@ -18,9 +18,9 @@ from octavo.kernels.tile_cast import QTensorPair
 from octavo.quant import tile
 from octavo.quant.block import BLOCK, _Blocks
 from octavo.quant.block.triton import put as put_block
-from octavo.quant.blocks import is_square
 from octavo.quant.quantizer import CastArgs, Quantizer
 from octavo.quant.scale import FLOAT32_MAX
+from octavo.quant.scale_blocks import is_square
 from octavo.quant.tensorwise import Tensorwise
 from octavo.quant.tensorwise.triton import measure
 from octavo.quant.tensorwise.triton import put as put_tensorwise
@@ -48,13 +48,14 @@ MEASURE: dict[str, Any] = {"PUT": measure, "RULE": ()}  # the constants of the p
 
 
 def measures(pair: QTensorPair, cast_args: CastArgs) -> bool:
-    """Whether the multiplier of a cast follows from an amax, which the caller gives or a pass before must find."""
-    return cast_args.encode is None and isinstance(spec_of(pair), Tensorwise)
+    """Whether the inverse scale of a cast follows from an amax, which the caller gives or a pass before must find."""
+    return cast_args.inverse_scale is None and isinstance(spec_of(pair), Tensorwise)
 
 
 def constants(spec: Quantizer, dtype: torch.dtype, transpose_codes: bool, given: bool = True) -> dict[str, Any]:
     """Returns the constants for values that the kernel rounds to this dtype before it casts them. `transpose_codes` is
-    what `transposes_codes` says of the tile; `given` tells whether the caller gives the multiplier of a Tensorwise."""
+    what `transposes_codes` says of the tile; `given` tells whether the caller gives the inverse scale of a
+    Tensorwise."""
     if isinstance(spec, _Blocks):
         rule = (spec.fmt.max, spec.eps, torch.finfo(dtype).max, spec.pow2, is_square(spec.block))
         return {"PUT": put_block, "RULE": rule}
@@ -65,9 +66,9 @@ def constants(spec: Quantizer, dtype: torch.dtype, transpose_codes: bool, given:
 
 def pointers(pair: QTensorPair, cast_args: CastArgs) -> tuple[Tensor | None, ...]:
     row, column = pair
-    observed = cast_args.observed if isinstance(spec_of(pair), Tensorwise) else None  # block casts ignore it
+    running_amax = cast_args.running_amax if isinstance(spec_of(pair), Tensorwise) else None  # block casts ignore it
     scales = tile.scales_of(row), tile.scales_of(column)
-    return tile.codes_of(row), tile.codes_of(column), *scales, cast_args.encode, observed
+    return tile.codes_of(row), tile.codes_of(column), *scales, cast_args.inverse_scale, running_amax
 
 
 def strides(pair: QTensorPair) -> tuple[int, ...]:
@@ -85,8 +86,8 @@ def signature(spec: Quantizer, row: bool = True, column: bool = True) -> tuple[d
     block, codes = is_block(spec), tile.POINTERS[spec.fmt.dtype]
     there = {
         "row": codes if row else None, "column": codes if column else None, "row_scale": "*fp32" if row else None,
-        "column_scale": "*fp32" if column else None, "encode": None if block else "*fp32",
-        "observed": None if block else "*fp32",
+        "column_scale": "*fp32" if column else None, "inverse_scale": None if block else "*fp32",
+        "running_amax": None if block else "*fp32",
     }  # fmt: skip
     square = block and is_square(spec.block)
     fastest = dict.fromkeys(STRIDES[1::2] if square else STRIDES[::2], 1) if block else dict.fromkeys(STRIDES, 0)

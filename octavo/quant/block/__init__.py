@@ -28,7 +28,7 @@ class _Blocks(Quantizer):
 
     @property
     def pow2(self) -> bool:
-        """Whether multipliers are powers of two."""
+        """Whether inverse scales are powers of two."""
         return self.scale == "pow2"
 
     def validate(self) -> None:
@@ -46,9 +46,11 @@ class Block1D(_Blocks):
 
     Args:
         fmt: format of the codes, E4M3 by default. E5M2 has more range and one mantissa bit less.
-        scale: "pow2", the default, rounds the multiplier down to a power of two: scaling then loses nothing, and both
+        scale: "pow2", the default, rounds the inverse scale down to a power of two: scaling then loses nothing, and
+        both
             orientations agree on nearly every value. "fp32" keeps all its bits and so uses all of the format's range.
-        eps: lower bound of a block's amax, 0.0 by default. Raise it to bound the multiplier of blocks that are almost
+        eps: lower bound of a block's amax, 0.0 by default. Raise it to bound the inverse scale of blocks that are
+        almost
             zero.
 
     Raises:
@@ -87,7 +89,7 @@ class Block2D(_Blocks):
 
     Args:
         fmt: format of the codes, E4M3 by default; E5M2 is the other choice.
-        scale: "pow2", the default, rounds the multiplier down to a power of two; "fp32" keeps all its bits.
+        scale: "pow2", the default, rounds the inverse scale down to a power of two; "fp32" keeps all its bits.
         eps: lower bound of a block's amax, 0.0 by default.
 
     Raises:

@@ -11,11 +11,11 @@ from octavo.formats import E4M3, E5M2
 from octavo.launch import Launch
 from octavo.quant import dual, tile
 from octavo.quant.block import BLOCK, _Blocks
-from octavo.quant.blocks import is_square
 from octavo.quant.maxima import amax as amax
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import CastArgs
-from octavo.quant.tile import Config, Variant, amax_along, amax_bits, encode_scale, group_tile, tile_index
+from octavo.quant.scale_blocks import is_square
+from octavo.quant.tile import Config, Variant, amax_along, amax_bits, group_tile, inverse_scale_from, tile_index
 
 CONFIGS = (Config(BLOCK, BLOCK, 8), Config(BLOCK, BLOCK, 4))
 
@@ -42,7 +42,7 @@ def _orientation(
         a = (rows * 0 + amax_bits(v)).to(gl.float32, bitcast=True)
     else:
         a = amax_along(v, 1)
-    s, undo = encode_scale(a, MAX, EPS, CEILING, POW2)
+    s, undo = inverse_scale_from(a, MAX, EPS, CEILING, POW2)
     gl.store(scale + rows.to(gl.int64) * stride_row + block.to(gl.int64) * stride_block, undo, mask=live)
     dual.store_codes_inside(codes, v.to(gl.float32) * s[:, None], M, K, pitch, first_row, block * TILE, TILE, TILE, W)
 
@@ -69,12 +69,12 @@ def _store_tile(
 
 @gluon.jit
 def put(
-    v, row, column, row_scale, column_scale, s, observed, M, K, pitch, first_row, first_column,
+    v, row, column, row_scale, column_scale, s, running_amax, M, K, pitch, first_row, first_column,
     row_stride, row_block_stride, column_stride, column_block_stride,
     RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """A tile cast (`octavo.kernels.tile_cast`): what `_cast_kernel` makes of a tile, which is a block, so that it finds
-    its own multipliers."""
+    its own inverse scales."""
     gl.static_assert(ROWS == COLUMNS, "a tile is one block")
     _store_tile(
         v, row, column, row_scale, column_scale, None, None, M, K, pitch, first_row // ROWS, first_column // COLUMNS,

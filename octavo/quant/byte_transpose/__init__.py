@@ -13,4 +13,4 @@ def transpose_bytes(codes: Tensor, out: Tensor) -> None:
     if torch.compiler.is_compiling() or is_fake(codes):  # a tracer sees one operator of torch's
         out.copy_(codes.T)
     else:
-        backend.twin(__name__, codes).transpose(codes, out)
+        backend.implementation(__name__, codes).transpose(codes, out)

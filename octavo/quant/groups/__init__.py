@@ -103,7 +103,7 @@ def split(splits: Tensor, rows: int) -> Groups:
     groups = Groups._make((*(p.empty() for p in abstract(rows, splits.shape[0], splits.device)), rows))
     if not is_fake(splits):
         check_values(splits, rows)
-        backend.twin(__name__, splits).split(splits, 0, groups)
+        backend.implementation(__name__, splits).split(splits, 0, groups)
     return groups
 
 
@@ -115,7 +115,7 @@ def equal(number: int, size: int, device: torch.device) -> Groups:
     sizes = (number + 1, number + 1, blocks, blocks, blocks)
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=device)
     groups = Groups._make((*memory.split_with_sizes(sizes), number * size))
-    backend.twin(__name__, memory).split(None, size, groups)
+    backend.implementation(__name__, memory).split(None, size, groups)
     return groups
 
 

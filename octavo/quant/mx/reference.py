@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E8M0, E8M0_NAN, Format
-from octavo.quant import blocks
+from octavo.quant import scale_blocks
 from octavo.quant.maxima import amax as amax
 from octavo.quant.mx import MANTISSA_BITS, MX
 from octavo.quant.per_group_reference import cast_each
@@ -33,7 +33,7 @@ def _shifted_exponent(amax: Tensor, fmt: Format, rounding: str) -> Tensor:
     return torch.where(amax.isfinite(), byte, E8M0_NAN).to(torch.uint8)
 
 
-def encode_multiplier(byte: Tensor) -> Tensor:
+def inverse_scale_of(byte: Tensor) -> Tensor:
     """Returns 2^(127-b), exactly: the decoding of 254-b. For b = 254 it is a float32 subnormal, for 255 NaN."""
     return E8M0.decode(torch.where(byte == E8M0_NAN, E8M0_NAN, 254 - byte.to(torch.int32)).to(torch.uint8))
 
@@ -44,7 +44,7 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: Cast
         if q is not None:
             spec = q.spec
             assert isinstance(spec, MX)
-            found = blocks.amax(matrix, spec.block) if found is None else found
+            found = scale_blocks.amax(matrix, spec.block) if found is None else found
             byte = scale_byte(found, spec.fmt, spec.rounding)
-            spread = blocks.spread(encode_multiplier(byte), spec.block, *matrix.shape)
+            spread = scale_blocks.spread(inverse_scale_of(byte), spec.block, *matrix.shape)
             write(q, cast_args.skip, codes=saturated_codes(matrix, spread, spec.fmt), scale=byte)

@@ -74,7 +74,7 @@ class NVFP4(Quantizer):
         return (BLOCK if self.square else 1), BLOCK
 
     @property
-    def draws(self) -> bool:  # type: ignore[override]
+    def is_stochastic(self) -> bool:  # type: ignore[override]
         """Whether a cast needs a seed."""
         return self.stochastic
 
@@ -92,10 +92,10 @@ class NVFP4(Quantizer):
                 f"stochastic={self.stochastic} would break. Use square=False with them."
             )
 
-    def fuses_with(self, column: Quantizer) -> bool:
+    def _fuses_with(self, column: Quantizer) -> bool:
         return isinstance(column, NVFP4) and column.square == self.square
 
-    def turned_back(self, values: Tensor) -> Tensor:
+    def _turned_back(self, values: Tensor) -> Tensor:
         return turn_back(values) if self.rht else values
 
     def _transpose_codes(self, q: QTensor, out: Tensor) -> None:

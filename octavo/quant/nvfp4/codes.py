@@ -7,9 +7,9 @@ their lower nine, are the code of a, rounded down; they grow in proportion to th
   in float32. That sum is exact, or it is below 1/2 and is rounded to a multiple of 2^-25: up to 1/2 if it lacks 2^-26
   or less. So a has 2^-26 added, and what follows rounds down: from 1/4 on that changes nothing.
 - Rounding to nearest adds half a code. Float16 cannot tell a tie from what lies just above it, and a tie must go to the
-  even code. So the multiplier e of a block is negative if a bfloat16 may make a tie that goes down (`guard_ptx`), if a
-  code might not end below 7.5, or if e * 2^-14 is not exact; then, and if e is NaN, its warp takes sums instead. Zeros
-  need no sums. Of everyday blocks one in four thousand does.
+  even code. So the inverse scale e of a block is negative if a bfloat16 may make a tie that goes down (`guard_ptx`), if
+  a code might not end below 7.5, or if e * 2^-14 is not exact; then, and if e is NaN, its warp takes sums instead.
+  Zeros need no sums. Of everyday blocks one in four thousand does.
 
 Sums are right for every float32. The code of a is the nearest integer, ties to even, to 2a up to 2, then to 2 + a up to
 4, then to 4 + a/2, and 7 at most. That is the sum of three terms, two of which are integers:
@@ -20,7 +20,7 @@ Each term is exact. Added to 1.5 * 2^23 it is rounded to an integer, with ties t
 place of element j. So one float takes the codes of four elements, from the last to the first, and ends as
 1.5 * 2^23 + all of them: its lower sixteen bits.
 
-An element is NaN or infinite only if its block's multiplier is NaN: then all sixteen codes are +6.
+An element is NaN or infinite only if its block's inverse scale is NaN: then all sixteen codes are +6.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
@@ -116,7 +116,7 @@ def _woven(out: str) -> list[str]:
 
 def nearest_ptx(words: bool) -> str:
     """PTX of the codes of sixteen neighbours, from eight words of bfloat16 pairs, or of eight from as many float32, and
-    the multiplier of their block. $0 and $2 are eight codes each; $1 and $3 are nothing."""
+    the inverse scale of their block. $0 and $2 are eight codes each; $1 and $3 are nothing."""
     if not words:
         lines = ["mov.b32 e, $10;", *_sums([f"${2 + i}" for i in range(8)], "$0"), "mov.b32 $1, 0;"]
     else:
@@ -129,8 +129,8 @@ def nearest_ptx(words: bool) -> str:
 
 
 def random_ptx(words: bool) -> str:
-    """PTX of the codes of eight neighbours, from four words of bfloat16 pairs or from eight float32, the multiplier of
-    their block, the random bytes of four elements and those of the next four. $0 is eight codes; $1 is nothing."""
+    """PTX of the codes of eight neighbours, from four words of bfloat16 pairs or from eight float32, the inverse scale
+    of their block, the random bytes of four elements and those of the next four. $0 is eight codes; $1 is nothing."""
     first = 2 + (4 if words else 8)
     source = [f"${2 + i}" for i in range(first - 2)]
     lines = [f"mov.b32 e, ${first};", "mov.b32 six, 0x0E000E00;"]
@@ -156,8 +156,8 @@ def random_ptx(words: bool) -> str:
 
 
 def guard_ptx() -> str:
-    """PTX of the multiplier $1 = 1 / $2 of a block, negative where `_halves` may be wrong: $2 is the block's scale, $3
-    the largest magnitude in it, $4 its E4M3 scale and $5 how many of these from the least normal one are in order.
+    """PTX of the inverse scale $1 = 1 / $2 of a block, negative where `_halves` may be wrong: $2 is the block's scale,
+    $3 the largest magnitude in it, $4 its E4M3 scale and $5 how many of these from the least normal one are in order.
 
     x * e is a tie that goes down at 1/4, 5/4, 5/2 and 5. If it is one after it was rounded, then the scale, or 5 of it,
     is x times a power of two but for one part in 2^23; x has eight bits. So the last sixteen of the scale are within 2
@@ -194,7 +194,7 @@ _RANDOM_OPERANDS, _RANDOM_OF_WORDS_OPERANDS = _operands(2, 8 + 24), _operands(2,
 
 @triton.jit
 def guarded(e, d, a, s_b, in_order):
-    """The multiplier e = 1 / d of blocks with maxima a and scales s_b, for `nearest_codes` of bfloat16."""
+    """The inverse scale e = 1 / d of blocks with maxima a and scales s_b, for `nearest_codes` of bfloat16."""
     return tl.inline_asm_elementwise(
         _GUARD, "=r,r,r,f,r,r", [e, d, a, s_b.to(tl.uint32), in_order], dtype=tl.float32, is_pure=True, pack=1
     )

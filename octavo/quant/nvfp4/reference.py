@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from octavo.formats import E2M1, E4M3, pack_nibbles
-from octavo.quant import blocks
+from octavo.quant import scale_blocks
 from octavo.quant.nvfp4 import BLOCK, NVFP4
 from octavo.quant.nvfp4.hadamard import turn
 from octavo.quant.nvfp4.philox import random_bytes
@@ -29,8 +29,8 @@ def tensor_scales(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_scales(amax_b: Tensor, s_enc: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (S_b as E4M3 codes, the multiplier e_b into codes) from block maxima."""
-    scaled = blocks.no_larger(amax_b * (s_enc * (1 / E2M1.max)), E4M3.max)
+    """Returns (S_b as E4M3 codes, the inverse scale e_b into codes) from block maxima."""
+    scaled = scale_blocks.no_larger(amax_b * (s_enc * (1 / E2M1.max)), E4M3.max)
     s_b = E4M3.encode(torch.where(amax_b.isinf(), float("nan"), scaled))
     e = divide(1.0, s_b.float() * divide(1.0, s_enc))
     return s_b, torch.where(e > FLOAT32_MAX, FLOAT32_MAX, e)
@@ -54,14 +54,14 @@ def _step(a: Tensor) -> Tensor:
 def _operand(x: Tensor, spec: Quantizer) -> Tensor:
     """Returns x as float32 [R, C padded to 16], rotated if the quantizer has `rht`."""
     assert isinstance(spec, NVFP4)
-    padded = blocks.pad_columns(x, BLOCK).float()
+    padded = scale_blocks.pad_columns(x, BLOCK).float()
     return turn(padded) if spec.rht else padded
 
 
 @amax_each
 def amax(x: Tensor, row: Quantizer | None, column: Quantizer | None, skip: Tensor | None) -> AmaxPair:
     found = [
-        None if spec is None else blocks.amax(_operand(matrix, spec), (None, None)).view(1)
+        None if spec is None else scale_blocks.amax(_operand(matrix, spec), (None, None)).view(1)
         for matrix, spec in ((x, row), (x.T, column))
     ]
     return found[0], found[1]
@@ -79,8 +79,8 @@ def _cast(v: Tensor, q: QTensor, g: Tensor, cast_args: CastArgs, stream: int) ->
     spec = q.spec
     assert isinstance(spec, NVFP4)
     s_enc, global_scale = tensor_scales(g)
-    s_b, e = block_scales(blocks.amax(v, spec.block), s_enc)
-    scaled = blocks.no_larger(v * blocks.spread(e, spec.block, *v.shape), E2M1.max)
+    s_b, e = block_scales(scale_blocks.amax(v, spec.block), s_enc)
+    scaled = scale_blocks.no_larger(v * scale_blocks.spread(e, spec.block, *v.shape), E2M1.max)
     if spec.stochastic:
         assert cast_args.seed is not None
         r = random_bytes(v.shape[0], v.shape[1] // BLOCK, cast_args.seed, stream)

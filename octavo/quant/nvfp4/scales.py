@@ -1,4 +1,4 @@
-"""Scales of NVFP4 on the GPU: of a tensor, and of its blocks with the multipliers into codes."""
+"""Scales of NVFP4 on the GPU: of a tensor, and of its blocks with the inverse scales."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators, no-check-untyped-defs
 
@@ -64,7 +64,7 @@ def _larger_of_two(v):
 
 
 @triton.jit
-def encode_scale(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
+def inverse_scale_from(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
     """S_enc: the twin of reference.tensor_scales, whose other result is `global_scale`."""
     quotient = divide(TOP, g)
     bad = (g == float("inf")) | (g != g)
@@ -74,7 +74,7 @@ def encode_scale(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
 @triton.jit
 def global_scale(g, TOP: tl.constexpr, LARGEST: tl.constexpr):
     plain = tl.div_rn(g, tl.where(g == g, TOP, TOP))
-    scale = tl.where(divide(TOP, g) > LARGEST, divide(1.0, encode_scale(g, TOP, LARGEST)), plain)
+    scale = tl.where(divide(TOP, g) > LARGEST, divide(1.0, inverse_scale_from(g, TOP, LARGEST)), plain)
     bad = (g == float("inf")) | (g != g)
     return tl.where(bad, float("nan"), tl.where(g == 0, 0.0, scale))
 
@@ -94,7 +94,7 @@ def block_amax(v):
 
 @triton.jit
 def block_scales(a, s_enc, undo, LARGEST: tl.constexpr, GUARDED: tl.constexpr):
-    """(E4M3 scale, multiplier into codes) of blocks with these maxima: the twin of reference.block_scales."""
+    """(E4M3 scale, inverse scale) of blocks with these maxima: as reference.block_scales computes it."""
     # a * 0 is NaN if a is infinite: the hardware's cast would saturate
     s_b = tl.fma(a, s_enc * (1 / 6), a * 0).to(tl.float8e4nv)
     d = s_b.to(tl.float32) * undo

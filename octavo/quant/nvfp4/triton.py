@@ -20,7 +20,7 @@ from octavo.quant.nvfp4 import NVFP4
 from octavo.quant.nvfp4.codes import nearest_codes, random_codes, random_words
 from octavo.quant.nvfp4.hadamard import NEGATIVE
 from octavo.quant.nvfp4.rotation import turn, turned_magnitudes, within_block
-from octavo.quant.nvfp4.scales import block_amax, block_scales, encode_scale, global_scale
+from octavo.quant.nvfp4.scales import block_amax, block_scales, global_scale, inverse_scale_from
 from octavo.quant.qtensor import QTensor
 from octavo.quant.quantizer import AmaxPair, CastArgs, Quantizer
 from octavo.quant.scale import FLOAT32_MAX
@@ -293,10 +293,10 @@ def _cast_kernel(
             gl.store(column_global, global_scale(gl.load(column_amax), TOP, LARGEST))
     key, step = 0, 0
     if row is not None:
-        row_enc = encode_scale(gl.load(row_amax + g), TOP, LARGEST)
+        row_enc = inverse_scale_from(gl.load(row_amax + g), TOP, LARGEST)
         row_undo = divide(1.0, row_enc)
     if column is not None:
-        column_enc = encode_scale(gl.load(column_amax + g), TOP, LARGEST)
+        column_enc = inverse_scale_from(gl.load(column_amax + g), TOP, LARGEST)
         column_undo = divide(1.0, column_enc)
     if SR_ROW or SR_COLUMN:
         key, step = gl.load(seed), gl.load(seed + 1)

@@ -20,7 +20,7 @@ class Rowwise(Quantizer):
 
     Args:
         fmt: format of the codes, E4M3 by default; E5M2 is the other choice.
-        pow2: True by default: the multiplier is rounded down to a power of two, so that scaling loses nothing. False
+        pow2: True by default: the inverse scale is rounded down to a power of two, so that scaling loses nothing. False
             keeps all its bits and so uses all of the format's range.
         eps: lower bound of a row's amax, 1e-12 by default, so that a row of zeros has a finite scale.
 

@@ -18,6 +18,8 @@ def cast(x: Tensor, row: QTensor | None, column: QTensor | None, cast_args: Cast
         if q is not None:
             spec = q.spec
             assert isinstance(spec, Rowwise) and found is not None
-            encode = scale.encode_scale(found, spec.fmt.max, eps=spec.eps, ceiling=scale.FLOAT32_MAX, pow2=spec.pow2)
-            codes = scale.saturated_codes(matrix, encode, spec.fmt)
-            write(q, cast_args.skip, codes=codes, scale=scale.decode_scale(encode, found))
+            inverse_scale = scale.inverse_scale_from(
+                found, spec.fmt.max, eps=spec.eps, ceiling=scale.FLOAT32_MAX, pow2=spec.pow2
+            )
+            codes = scale.saturated_codes(matrix, inverse_scale, spec.fmt)
+            write(q, cast_args.skip, codes=codes, scale=scale.decode_scale(inverse_scale, found))

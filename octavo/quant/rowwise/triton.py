@@ -18,10 +18,10 @@ from octavo.quant.scale import FLOAT32_MAX
 from octavo.quant.tile import (
     Config,
     Variant,
-    encode_scale,
     float_bits,
     group_of,
     group_tile,
+    inverse_scale_from,
     magnitude_bits,
     tile_index,
 )
@@ -67,7 +67,7 @@ def _orientation(
     """v, [R, C] of an [M, K] orientation -> its codes; whoever holds the first columns writes the rows' scales, if
     not somebody else does."""
     rows = first_row + gl.arange(0, R, layout=gl.SliceLayout(1, dual.row_layout(C, W)))
-    s, undo = encode_scale(gl.load(amax + rows, mask=rows < M, other=0.0), MAX, EPS, CEILING, POW2)
+    s, undo = inverse_scale_from(gl.load(amax + rows, mask=rows < M, other=0.0), MAX, EPS, CEILING, POW2)
     if scale is not None:
         gl.store(scale + rows, undo, mask=(rows < M) & is_first)
     dual.store_codes(codes, v.to(gl.float32) * s[:, None], M, K, first_row, first_column, R, C, W)
@@ -83,7 +83,7 @@ def _store_column_scales(
     columns = first_column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, dual.row_layout(ROWS, W)))
     for g in range(pm, GROUPS, gl.maximum(gl.cdiv(M, ROWS), 1)):
         at = g.to(gl.int64) * K + columns  # type: ignore[attr-defined]
-        _, undo = encode_scale(gl.load(amax + at, mask=columns < K, other=0.0), MAX, EPS, CEILING, POW2)
+        _, undo = inverse_scale_from(gl.load(amax + at, mask=columns < K, other=0.0), MAX, EPS, CEILING, POW2)
         gl.store(scale + at, undo, mask=columns < K)
 
 

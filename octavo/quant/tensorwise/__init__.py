@@ -20,13 +20,13 @@ from octavo.values import register
 class Tensorwise(Quantizer):
     """FP8 with one scale for the whole tensor: `fp8-current` and `fp8-delayed`.
 
-    The scale is float32 [1, 1]. It follows from the tensor's amax, or from a multiplier that the caller gives
+    The scale is float32 [1, 1]. It follows from the tensor's amax, or from an inverse scale that the caller gives
     (`encode`, delayed scaling). Both orientations share it, so the column codes are the row codes transposed. One
     outlier reduces the resolution of the whole tensor: E4M3 loses an element below 2^-17 of the largest.
 
     Args:
         fmt: format of the codes, E4M3 by default. E5M2 has more range and one mantissa bit less: for gradients.
-        pow2: False by default. True rounds the multiplier down to a power of two, so that scaling loses nothing.
+        pow2: False by default. True rounds the inverse scale down to a power of two, so that scaling loses nothing.
         eps: lower bound of the amax, 0.0 by default.
 
     Raises:
@@ -44,7 +44,7 @@ class Tensorwise(Quantizer):
 
     block = (None, None)
     two_pass = True
-    takes_encode = True
+    takes_inverse_scale = True
     gathers = True
     package = __name__
 
@@ -54,13 +54,13 @@ class Tensorwise(Quantizer):
         check_not_negative(self.eps, what="Tensorwise.eps")
 
     def observe(
-        self, x: Tensor, encode: Tensor, *, row: bool = True, column: bool = True
+        self, x: Tensor, inverse_scale: Tensor, *, row: bool = True, column: bool = True
     ) -> tuple[QTensor | None, QTensor | None, Tensor]:
-        """Casts x with a given multiplier and measures its amax in the same read of x: one step of delayed scaling.
+        """Casts x with a given inverse scale and measures its amax in the same read of x: one step of delayed scaling.
 
         Args:
             x: float32, bfloat16 or float16, of any shape; leading dims are rows.
-            encode: float32 [1] on x's device: the multiplier into codes, such as `DelayedState.encode_for` returns.
+            inverse_scale: float32 [1] on x's device: the inverse scale, such as `DelayedState.encode_for` returns.
             row: whether to make the codes of x.
             column: whether to make the codes of x.T.
 
@@ -77,7 +77,9 @@ class Tensorwise(Quantizer):
             >>> row.codes.float(), column, amax
             (tensor([[  6., -10.]]), None, tensor([[5.]]))
         """
-        observed = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
+        running_amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
         pair = self if row else None, self if column else None
-        cast_args = self.checked(CastArgs(encode=encode, observed=observed), check_tensor(x), *pair)
-        return *quantize_pair(x, *pair, cast_args), observed
+        cast_args = self._checked(
+            CastArgs(inverse_scale=inverse_scale, running_amax=running_amax), check_tensor(x), *pair
+        )
+        return *quantize_pair(x, *pair, cast_args), running_amax

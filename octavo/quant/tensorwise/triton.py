@@ -23,9 +23,9 @@ from octavo.quant.tile import (
     Variant,
     amax_bits,
     divide,
-    encode_scale,
     group_of,
     group_tile,
+    inverse_scale_from,
     raise_amax,
     tile_index,
 )
@@ -35,13 +35,13 @@ _INF = gl.constexpr(0x7F800000)  # bits of float32; those of NaN are above
 
 
 @gluon.jit
-def multiplier(amax, encode, g, MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr):
-    """(multiplier into codes, its reciprocal) of a group, or of all."""
-    if encode is not None:
-        s = gl.load(encode + g)
+def multiplier(amax, inverse_scale, g, MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr):
+    """(inverse scale, its reciprocal) of a group, or of all."""
+    if inverse_scale is not None:
+        s = gl.load(inverse_scale + g)
         undo = divide(1.0, s)
     else:
-        s, undo = encode_scale(gl.load(amax + g), MAX, EPS, CEILING, POW2)
+        s, undo = inverse_scale_from(gl.load(amax + g), MAX, EPS, CEILING, POW2)
     return s, undo
 
 
@@ -54,11 +54,11 @@ def store_scale(row_scale, column_scale, g, undo):
 
 
 @gluon.jit
-def store_given_scale(row_scale, column_scale, encode, s):
-    """Stores the scale of a multiplier that was given for the whole tensor. A kernel with several loads calls it after
-    them and before the first use of what they bring. It is a branch, and a load before a branch stays there: else ptxas
-    moves loads down to where their values are needed, and a program waits for memory several times."""
-    if encode is not None:
+def store_given_scale(row_scale, column_scale, inverse_scale, s):
+    """Stores the scale of an inverse scale that was given for the whole tensor. A kernel with several loads calls it
+    after them and before the first use of what they bring. It is a branch, and a load before a branch stays there: else
+    ptxas moves loads down to where their values are needed, and a program waits for memory several times."""
+    if inverse_scale is not None:
         if gl.program_id(0) == 0:
             store_scale(row_scale, column_scale, 0, divide(1.0, s))
 
@@ -68,8 +68,8 @@ def _store_tile(
     v, s, largest, row, column, M, K, pitch, first_row, first_column,
     GIVEN: gl.constexpr, TRANSPOSE_CODES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """The codes of v, in the orientations that are there; `pitch` is how far apart rows of `row` are. By a multiplier
-    that was GIVEN, an Inf stays visible in its code; by one that was measured it saturates, and the scale is NaN.
+    """The codes of v, in the orientations that are there; `pitch` is how far apart rows of `row` are. By an inverse
+    scale that was GIVEN, an Inf stays visible in its code; by one that was measured it saturates, and the scale is NaN.
     `largest` is None or the bits of v's amax: if that is finite, no code of E5M2 is compared with Inf."""
     kind: gl.constexpr = row.dtype.element_ty if row is not None else column.dtype.element_ty
     if GIVEN and (largest is not None) and (kind == gl.float8e5):
@@ -110,17 +110,17 @@ def _store_codes(
 
 @gluon.jit
 def put(
-    v, row, column, row_scale, column_scale, s, observed, M, K, pitch, first_row, first_column,
+    v, row, column, row_scale, column_scale, s, running_amax, M, K, pitch, first_row, first_column,
     row_stride, row_block_stride, column_stride, column_block_stride,
     RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """A tile cast (`octavo.kernels.tile_cast`): what `_cast_kernel` makes of a tile, once the multiplier s is known.
-    RULE: whether it was given, how a multiplier follows from an amax, and whether codes are transposed or values. The
-    kernel stores the scales itself."""
+    """A tile cast (`octavo.kernels.tile_cast`): what `_cast_kernel` makes of a tile, once the inverse scale s is known.
+    RULE: whether it was given, how an inverse scale follows from an amax, and whether codes are transposed or values.
+    The kernel stores the scales itself."""
     largest = None
-    if observed is not None:
+    if running_amax is not None:
         largest = amax_bits(v)
-        raise_amax(observed, largest)
+        raise_amax(running_amax, largest)
     _store_tile(
         v, s, largest, row, column, M, K, pitch, first_row, first_column, RULE[0], RULE[5], ROWS, COLUMNS, W
     )  # fmt: skip
@@ -128,17 +128,17 @@ def put(
 
 @gluon.jit
 def measure(
-    v, row, column, row_scale, column_scale, s, observed, M, K, pitch, first_row, first_column,
+    v, row, column, row_scale, column_scale, s, running_amax, M, K, pitch, first_row, first_column,
     row_stride, row_block_stride, column_stride, column_block_stride,
     RULE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """In place of a tile cast, in a pass before it: raises the amax that the multiplier follows from."""
-    raise_amax(observed, amax_bits(v))
+    """In place of a tile cast, in a pass before it: raises the amax that the inverse scale follows from."""
+    raise_amax(running_amax, amax_bits(v))
 
 
 @gluon.jit
 def _cast_kernel(
-    x, row, column, row_scale, column_scale, amax, encode, observed, skip, owner, source, live, gather,
+    x, row, column, row_scale, column_scale, amax, inverse_scale, running_amax, skip, owner, source, live, gather,
     M, K, stride_m, stride_k, height,
     MAX: gl.constexpr, EPS: gl.constexpr, CEILING: gl.constexpr, POW2: gl.constexpr, GROUPS: gl.constexpr,
     TRANSPOSE_CODES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, W: gl.constexpr,
@@ -151,7 +151,7 @@ def _cast_kernel(
     if owner is not None:
         if pk == 0:  # a group without rows has a scale too, and no tile: the tiles share out the groups
             for i in range(pm, GROUPS, gl.maximum(gl.cdiv(M, ROWS), 1)):
-                _, undo = multiplier(amax, encode, i, MAX, EPS, CEILING, POW2)
+                _, undo = multiplier(amax, inverse_scale, i, MAX, EPS, CEILING, POW2)
                 store_scale(row_scale, column_scale, i, undo)
         first, end, used = group_tile(source, live, pm * ROWS, M)
         if used == 0:
@@ -161,16 +161,16 @@ def _cast_kernel(
         v = dual.load_tile(x, end, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
     else:
         v = dual.gather_tile(x, gather, end, height, K, stride_m, stride_k, first, pk * COLUMNS, ROWS, COLUMNS, W)
-    s, undo = multiplier(amax, encode, g, MAX, EPS, CEILING, POW2)
+    s, undo = multiplier(amax, inverse_scale, g, MAX, EPS, CEILING, POW2)
     if owner is None:  # before the amax, so that all loads are before a branch: see `store_given_scale`
         if gl.program_id(0) == 0:
             store_scale(row_scale, column_scale, 0, undo)
     largest = None
-    if observed is not None:
+    if running_amax is not None:
         largest = amax_bits(v)
-        raise_amax(observed + g, largest)
+        raise_amax(running_amax + g, largest)
     _store_tile(
-        v, s, largest, row, column, M, K, K, pm * ROWS, pk * COLUMNS, encode is not None, TRANSPOSE_CODES,
+        v, s, largest, row, column, M, K, K, pm * ROWS, pk * COLUMNS, inverse_scale is not None, TRANSPOSE_CODES,
         ROWS, COLUMNS, W,
     )  # fmt: skip
 
@@ -194,7 +194,7 @@ def cast(
     """Fills row and column. `transpose_codes` says how the columns are made; None is as `transposes_codes` says."""
     lead = column if row is None else row
     assert lead is not None
-    found = None if cast_args.encode is not None else cast_args.amax[0] if row is not None else cast_args.amax[1]
+    found = None if cast_args.inverse_scale is not None else cast_args.amax[0] if row is not None else cast_args.amax[1]
     if row is not None and column is not None and found is not None and found is not cast_args.amax[1]:
         # the caller gave two amaxes: each orientation keeps its own scale
         cast(x, row, None, cast_args, config, transpose_codes)
@@ -207,7 +207,7 @@ def cast(
     _cast_launch(lead.spec, shape, x.stride(), height, tile.number_of(groups), config, transpose_codes)(
         x, None if row is None else row.codes, None if column is None else column.codes,
         None if row is None else row.scale, None if column is None else column.scale,
-        found, cast_args.encode, cast_args.observed, cast_args.skip, *tile.pointers_of(groups), source,
+        found, cast_args.inverse_scale, cast_args.running_amax, cast_args.skip, *tile.pointers_of(groups), source,
     )  # fmt: skip
 
 
@@ -259,7 +259,7 @@ def _check_transposed_codes(config: Config, device: torch.device) -> str:
     with apart():
         shape = 3 * config.rows + 5, 2 * config.columns + 24
         x = torch.randn(shape, generator=torch.Generator(device).manual_seed(0), dtype=torch.bfloat16, device=device)
-        args = CastArgs(encode=torch.full((1,), 64.0, dtype=torch.float32, device=device))
+        args = CastArgs(inverse_scale=torch.full((1,), 64.0, dtype=torch.float32, device=device))
         made = []
         for transpose_codes in (False, True):
             row, column = empty_pair(x, Tensorwise(), Tensorwise())
@@ -278,10 +278,10 @@ def variants() -> list[Variant]:
             {
                 "x": tile.POINTERS[dtype], "row": tile.POINTERS[fmt.dtype], "column": tile.POINTERS[fmt.dtype],
                 "row_scale": "*fp32", "column_scale": "*fp32",
-                **({"encode": "*fp32", "observed": "*fp32"} if given else {"amax": "*fp32"}), **tile.SIZES,
+                **({"inverse_scale": "*fp32", "running_amax": "*fp32"} if given else {"amax": "*fp32"}), **tile.SIZES,
             },
             {
-                **({"amax": None} if given else {"encode": None, "observed": None}), "skip": None,
+                **({"amax": None} if given else {"inverse_scale": None, "running_amax": None}), "skip": None,
                 **tile.NO_GROUPS, **tile.NO_GATHER, **tile.CONTIGUOUS,
                 "MAX": fmt.max, "EPS": 0.0, "CEILING": FLOAT32_MAX, "POW2": False, "GROUPS": 0,
                 "TRANSPOSE_CODES": is_transposable(config),

@@ -30,7 +30,7 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     tile_of_rows,
     tiles_of,
 )
-from octavo.kernels.grouped_gemm.scales import grouped_strides, stacked_strides, whole
+from octavo.kernels.grouped_gemm.scale_strides import grouped_strides, stacked_strides, whole
 from octavo.launch import TiledLaunch, Tiles
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK

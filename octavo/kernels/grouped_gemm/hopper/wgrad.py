@@ -19,7 +19,7 @@ from octavo.kernels.grouped_gemm.hopper.tiles import (
     tiles_of,
 )
 from octavo.kernels.grouped_gemm.hopper.wide_contraction import wide_depth_kernel
-from octavo.kernels.grouped_gemm.scales import grouped_strides, whole
+from octavo.kernels.grouped_gemm.scale_strides import grouped_strides, whole
 from octavo.launch import TiledLaunch, Tiles
 from octavo.quant.grouped import GroupedTensor
 from octavo.quant.groups import BLOCK

@@ -1,0 +1,228 @@
+"""Time training steps of a whole model: forward, backward and AdamW, eager and compiled, beside bf16 and torchao.
+
+The model has the proportions of Llama's: embedding, blocks of RMSNorm, causal attention with rotary positions and a
+SwiGLU MLP, a last norm, a head that stays in bf16, and the cross-entropy of random tokens, in float32. Parameters are
+bfloat16. A fused AdamW updates them, so that weights are quantized anew in every step.
+
+bf16                  plain torch
+octavo R, convert     that model after octavo.convert in recipe R
+octavo R, blocks      an octavo.Sequential of Octavo's own operations, with the residuals, between embedding and head
+
+Each is timed eager, and compiled by torch.compile(fullgraph=True) in its default mode. The optimizer is always eager.
+
+ms          one step after another
+tokens/s    tokens of a step / ms
+of bf16     ms / that of compiled bf16
+compile s   seconds of the first compiled step beyond a later one; torch's caches of earlier runs are not read, but
+            Octavo's own kernels were compiled by then
+peak MiB    the most that one step allocates beyond weights and optimizer state; gradients count
+loss        of the fourth step, the first compiled one; all cases have the same first weights and tokens
+
+All cases use the same attention: torch's scaled_dot_product_attention, by cuDNN's kernel where it is available. torch's
+flash attention is version 2, which was not made for Hopper; --attention flash tries it first. The line above the table
+names the kernel that runs. More tables list the GPU kernels of one step of Octavo's blocks, the longest first; the JSON
+file has those of every case. A case that fails is listed with its error, and the others go on.
+
+On a CPU (--device cpu --size tiny) the suite only shows that everything runs: torch.compile generates no code there
+(backend aot_eager).
+
+example: octavo bench model --recipes fp8-delayed --json model.json
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from octavo._torch.compilation import reset as forget_graphs
+from octavo.cli import machine, options
+from octavo.cli.bench import cases, llama_weights, peers
+from octavo.cli.bench.llama_weights import ATTENTION, Llama, attention_order
+from octavo.cli.bench.on_device import (
+    Step,
+    backend,
+    compiled,
+    no_caches,
+    step_kernels,
+    step_ms,
+    step_peak_mib,
+    step_seconds,
+)
+from octavo.demo.llama import Size, fused_blocks, plain_blocks
+from octavo.inspection import table
+from octavo.model.attach import attach
+from octavo.model.convert import convert
+from octavo.model.layer_lookup import layers
+
+SIZES = {
+    "full": Size(2, 4096, 4096, 32, 32, 14336, 4, 32000),
+    "gqa": Size(2, 4096, 4096, 32, 8, 14336, 4, 32000),
+    "tiny": Size(2, 16, 64, 2, 1, 96, 2, 64),
+}
+RECIPES = ("fp8-delayed",)  # with bf16 and torchao two minutes, most of them compilations; others on request
+WARMUP, REPEATS = 5, 30
+SETTLING = 3  # steps before the first reading: later ones of fp8-delayed measure no amax for a cold start
+LEARNING_RATE = 1e-4
+LISTED = 24  # kernels in a table
+
+Make = Callable[[Size, torch.device], nn.Module]  # returns the blocks
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--size", choices=tuple(SIZES), default="full",
+        help="full: 4 layers of width 4096, 2 x 4096 tokens; gqa: the same with 8 heads of keys and values for 32; "
+        "tiny: for a CPU; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
+    parser.add_argument(
+        "--attention", choices=tuple(ATTENTION), default="cudnn", help="the kernel to try first; default: %(default)s"
+    )
+    options.add_recipes(parser, RECIPES)
+    options.add_no_peers(parser)
+
+
+def measure(arguments: Namespace, report: dict[str, Any]) -> None:
+    device, size, first = machine.parse_device(arguments.device), SIZES[arguments.size], arguments.attention
+    results: list[dict[str, Any]] = []
+    report |= {
+        "suite": "model",
+        "machine": machine.describe(device),
+        "dtype": "bfloat16",
+        "bias": False,
+        "size": vars(size),
+        "attention": {"first": first, "kernel": llama_weights.attention_kernel(size, device, first)},
+        "backend": backend(device),
+        "peers": peers.versions(),
+        "method": {"warmup": WARMUP, "repeats": REPEATS, "settling": SETTLING, "statistic": "median"},
+        "results": results,
+    }
+    for case, make, mode in _cases(arguments.recipes, with_peers=not arguments.no_peers):
+        title = case if mode == "eager" else f"{case}, {mode}"
+        row = cases.attempt(title, partial(_case, make, size, device, mode, first))
+        results.append(row | _of_bf16(row, results))
+
+
+def _cases(recipes: list[str], *, with_peers: bool) -> list[tuple[str, Make, str]]:
+    """Returns names, constructors and modes of the cases, those that matter most first: a run may be cut off."""
+    found: list[tuple[str, Make, str]] = [("bf16", plain_blocks, "compiled")]
+    for name in recipes:
+        blocks, converted = f"octavo {name}, blocks", f"octavo {name}, convert"
+        fused, stock = partial(fused_blocks, recipe=name), partial(_converted, conversion=partial(convert, recipe=name))
+        found += [(blocks, fused, "eager"), (blocks, fused, "compiled")]
+        found += [(converted, stock, "compiled"), (converted, stock, "eager")]
+    found.append(("bf16", plain_blocks, "eager"))
+    for name, conversion in peers.conversions().items() if with_peers else ():
+        stock = partial(_converted, conversion=conversion)
+        found += [(name, stock, "compiled"), (name, stock, "eager")]
+    return found
+
+
+def _converted(size: Size, device: torch.device, conversion: Callable[[nn.Module], object]) -> nn.Module:
+    blocks = plain_blocks(size, device)
+    conversion(blocks)
+    return blocks
+
+
+def _of_bf16(row: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns the ratio to compiled bf16, the first row, if both have a time."""
+    baseline = results[0] if results else row
+    return {"of_bf16": row["ms"] / baseline["ms"]} if "ms" in row and "ms" in baseline else {}
+
+
+# -- one case --------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A model with its optimizer. `call` runs in place of the model, such as its compiled form."""
+
+    def __init__(self, make: Make, size: Size, device: torch.device, attention: str) -> None:
+        self.size, self.attention = size, attention
+        self.model = Llama(size, make(size, device), device).to(torch.bfloat16)
+        llama_weights.reset(self.model, seed=0)
+        self.tokens = torch.zeros(size.batch, size.length, device=device, dtype=torch.int64)
+        self.call: Callable[[Tensor], Tensor] = self.model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
+        if any(True for _ in layers(self.model)):
+            attach(self.model, self.optimizer)
+
+    def step(self) -> Tensor:
+        """Trains on new tokens, so that none is learnt by heart, and returns the loss."""
+        return self.train(self.tokens.random_(self.size.vocabulary))
+
+    def train(self, tokens: Tensor) -> Tensor:
+        with attention_order(self.attention):
+            loss = self.call(tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def _case(make: Make, size: Size, device: torch.device, mode: str, attention: str) -> dict[str, Any]:
+    """Measures the model with these blocks, eager or compiled."""
+    training = Training(make, size, device, attention)
+    losses = [float(training.step()) for _ in range(SETTLING)]
+    row: dict[str, Any] = {"mode": mode, "losses": losses}
+
+    def first() -> None:
+        losses.append(float(training.step()))
+
+    if mode == "eager":
+        first()
+        return row | _readings(training.step, size, device)
+    forget_graphs()  # all cases share the code of one forward, and torch compiles that only so many times
+    with no_caches(device):
+        training.call = compiled(training.model, device)
+        seconds = step_seconds(first, device)
+        row |= _readings(training.step, size, device)
+    return row | {"compile_s": seconds - row["ms"] / 1e3}
+
+
+def _readings(step: Step, size: Size, device: torch.device) -> dict[str, Any]:
+    ms, readings = step_ms(step, device, warmup=WARMUP, repeats=REPEATS)
+    return {
+        "ms": ms,
+        "readings_ms": readings,
+        "tokens_per_s": size.tokens / ms * 1e3,
+        "peak_mib": step_peak_mib(step, device),
+        "kernels": step_kernels(step, device),
+    }
+
+
+# -- as text ---------------------------------------------------------------------------------------------------------
+
+
+def render(report: dict[str, Any]) -> str:
+    if not report.get("results"):
+        return ""
+    facts, size = report["machine"], report["size"]
+    head = (
+        f"{facts['gpu'] or 'CPU'}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, "
+        f"forward + backward + AdamW, backend {report['backend']}, attention {report['attention']['kernel']}\n"
+        f"{size['layers']} layers of width {size['width']}, {size['heads']} heads ({size['kv_heads']} of keys and "
+        f"values), MLP {size['hidden']}, vocabulary {size['vocabulary']}; {size['batch']} x {size['length']} tokens"
+    )
+    header = ("case", "ms", "tokens/s", "of bf16", "compile s", "peak MiB", "loss")
+    parts = [f"{head}\n{cases.render(header, report['results'], _cells)}"]
+    listed = [r for r in report["results"] if "blocks" in r["case"] and r.get("kernels")]
+    return "\n\n".join([*parts, *(_kernel_table(r["case"], r["kernels"]) for r in listed)])
+
+
+def _cells(r: dict[str, Any]) -> list[str]:
+    return [
+        f"{r['ms']:.2f}",
+        f"{r['tokens_per_s']:.0f}",
+        f"{r['of_bf16']:.3f}" if "of_bf16" in r else "-",
+        f"{r['compile_s']:.1f}" if "compile_s" in r else "-",
+        "-" if r["peak_mib"] is None else f"{r['peak_mib']:.0f}",
+        f"{r['losses'][-1]:.3f}",
+    ]
+
+
+def _kernel_table(case: str, kernels: list[dict[str, Any]]) -> str:
+    rows = [[e["kernel"][:72], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in kernels[:LISTED]]
+    return table.render((f"kernel, {case}", "calls", "ms a step"), rows)

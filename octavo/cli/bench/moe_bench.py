@@ -1,0 +1,371 @@
+"""Time forward and backward of a whole mixture of experts: router, permutation, SwiGLU experts, weighted sum.
+
+The router is a matrix product, softmax and top-k in torch, for all cases but octavo.MoE, which has its own in float32.
+It prefers some experts: the largest gets about three times the tokens of the smallest. "grouped_mm bf16" is torch's
+grouped matrix product with permutation, activation and sum in torch; "octavo" is `octavo.moe.Experts`; "octavo.MoE" is
+that layer itself, which also counts the load; "torchao" is as grouped_mm, with its own product in FP8.
+
+ms             one step after another, gradients dropped between them, as training runs it
+tokens/s       tokens of a step / ms
+of bf16        ms / that of compiled bf16
+of floor       ms / the least it can take: matrix products at 1250 TFLOP/s, bytes that must be moved at 4.2 TB/s
+kept MiB       memory that forward allocates and keeps for backward, without quantized weights
+weights MiB    memory of the quantized weights that forward keeps besides
+peak MiB       the most that one step allocates beyond what stays allocated between steps
+
+"cached" reuses the quantized weights, as every microbatch after the first does. "captured" replays forward and backward
+from one CUDA graph; its peak is that of the capture. "compiled" is torch.compile of the whole layer. A second table
+lists the GPU kernels of one eager step of each recipe, the longest first. A case that fails is listed with its error,
+and the others go on. Other libraries come last, each case in a process of its own.
+
+example: octavo bench moe --shape 8192,64,6,2048,1408 --recipes fp8-delayed,fp8-block --compiled fp8-delayed
+"""
+
+import argparse
+import math
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo._torch.compilation import reset
+from octavo._torch.gemm import grouped_mm
+from octavo.cli import machine, options
+from octavo.cli.bench import cases, isolated, peers
+from octavo.cli.bench.timed_step import kept_mib, kernels_ms, peak_mib, settled_step
+from octavo.cli.timing import REPEATS, WARMUP, device_ms, eager_ms
+from octavo.errors import UnsupportedConfig
+from octavo.inspection import table
+from octavo.moe import router
+from octavo.moe.experts import Experts
+from octavo.moe.mixture import MoE
+from octavo.ops.grouped_linear import GroupedLinear
+from octavo.recipes import Recipe, recipe
+
+SHAPES = ((8192, 8, 2, 4096, 14336), (8192, 128, 8, 4096, 1536), (16384, 64, 6, 2048, 1408))
+NAMES = ("tokens", "experts", "slots", "hidden", "feed-forward")
+RECIPES = ("fp8-delayed", "fp8-block")
+FLOOR = (1250e9, 4.2e9)  # FLOPs and bytes in a millisecond
+
+Shape = tuple[int, int, int, int, int]
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    options.add_shapes(parser, NAMES, SHAPES)
+    options.add_recipes(parser, RECIPES)
+    parser.add_argument(
+        "--compiled", type=options.recipes_or_none, default=None, metavar="LIST",
+        help="recipes whose compiled cases are timed too, comma-separated, or none; default: all that are timed",
+    )  # fmt: skip
+    options.add_no_peers(parser)
+    parser.add_argument("--peer", default=None, help=argparse.SUPPRESS)  # one case of another library, and nothing else
+
+
+def measure(arguments: Namespace, report: dict[str, Any]) -> None:
+    compiled = compiled_of(arguments.recipes, arguments.compiled)
+    report |= {
+        "suite": "moe",
+        "machine": machine.describe(torch.device("cuda", torch.cuda.current_device())),
+        "dtype": "bfloat16",
+        "bias": False,
+        "peers": peers.versions(),
+        "method": {"warmup": WARMUP, "repeats": REPEATS, "statistic": "median"},
+        "shapes": [],
+    }
+    shapes = arguments.shape or SHAPES
+    if arguments.peer is not None:
+        _measure_peer(arguments.peer, shapes[0], report["shapes"])
+        return
+    for shape in shapes:
+        _measure_shape(shape, arguments.recipes, compiled, report["shapes"])
+    if not arguments.no_peers:
+        _add_peers(report["shapes"])
+
+
+def compiled_of(recipes: list[str], compiled: list[str] | None) -> list[str]:
+    """Returns the recipes whose compiled cases are timed, as `recipes` spells them. None is all of them."""
+    if compiled is None:
+        return recipes
+    asked = [recipe(name) for name in compiled]
+    timed = [recipe(name) for name in recipes]
+    missing = [name for name, value in zip(compiled, asked, strict=True) if value not in timed]
+    if missing:
+        raise UnsupportedConfig(
+            f"--compiled names recipes of --recipes, got {', '.join(missing)} besides {', '.join(recipes)}. "
+            "Add it to --recipes, or leave it out."
+        )
+    return [name for name, value in zip(recipes, timed, strict=True) if value in asked]
+
+
+class Router(nn.Module):
+    """Softmax over the experts, and the largest of each token."""
+
+    def __init__(self, shape: Shape, device: str) -> None:
+        super().__init__()
+        _, experts, self.slots, hidden, _ = shape
+        self.weight = nn.Parameter(torch.randn(experts, hidden, device=device, dtype=torch.bfloat16) * hidden**-0.5)
+        self.preference = _preference(experts, device)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = F.linear(x, self.weight).float() + self.preference
+        probs, indices = logits.softmax(-1).topk(self.slots)
+        return probs, indices
+
+
+class Stock(nn.Module):
+    """The layer in plain torch, with torch's product of groups in bf16 or another one."""
+
+    def __init__(self, shape: Shape, device: str = "cuda", product: peers.Product = grouped_mm) -> None:
+        super().__init__()
+        self.product = product
+        _, self.experts, self.slots, hidden, ffn = shape
+        self.router = Router(shape, device)
+        self.up = nn.Parameter(_weights(self.experts, 2 * ffn, hidden, device))
+        self.down = nn.Parameter(_weights(self.experts, hidden, ffn, device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs, indices = self.router(x)
+        flat = indices.flatten()
+        order = flat.argsort(stable=True)
+        ends = torch.bincount(flat, minlength=self.experts).cumsum(0).to(torch.int32)
+        tokens = order // self.slots
+        h = self.product(x[tokens], self.up.transpose(1, 2), ends)
+        a, b = h.chunk(2, -1)
+        y = self.product(F.silu(a) * b, self.down.transpose(1, 2), ends)
+        weighted = y * probs.flatten()[order, None].to(y.dtype)
+        return torch.zeros_like(x).index_add(0, tokens, weighted)
+
+
+class Ours(nn.Module):
+    """The layer with `octavo.moe.Experts`."""
+
+    def __init__(self, shape: Shape, recipe: str, cached: bool = False, device: str = "cuda") -> None:
+        super().__init__()
+        _, experts, _, hidden, ffn = shape
+        self.router, self.first = Router(shape, device), False if cached else None
+        self.experts = Experts(experts, hidden, ffn, recipe=recipe, device=device, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        probs, indices = self.router(x)
+        y: Tensor = self.experts(x, indices, probs, is_first_microbatch=self.first)
+        return y
+
+
+class PreferringRouter(router.Router):
+    """The router of octavo.MoE, with the weights and the preference of the other cases."""
+
+    def __init__(self, shape: Shape, device: str) -> None:
+        _, experts, _, hidden, _ = shape
+        super().__init__(hidden, experts, device=device, dtype=torch.bfloat16)
+        nn.init.normal_(self.weight, std=hidden**-0.5)
+        self.preference = _preference(experts, device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.preference
+
+
+def mixture(shape: Shape, recipe: str, device: str = "cuda") -> MoE:
+    """Returns an octavo.MoE whose router prefers the same experts as that of the other cases."""
+    _, experts, slots, hidden, ffn = shape
+    layer = MoE(hidden, ffn, experts, slots, recipe=recipe, device=device, dtype=torch.bfloat16)
+    layer.router = PreferringRouter(shape, device)
+    return layer
+
+
+def _preference(experts: int, device: str) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(0)
+    return (torch.rand(experts, generator=generator, device="cpu", dtype=torch.float32) - 0.5).to(device)
+
+
+def _weights(experts: int, n: int, k: int, device: str) -> Tensor:
+    return torch.randn(experts, n, k, device=device, dtype=torch.bfloat16) * (1 / math.sqrt(k))
+
+
+def _measure_shape(shape: Shape, recipes: list[str], compiled: list[str], shapes: list[dict[str, Any]]) -> None:
+    """Measures the cases of a shape, those that matter most first: a run may be cut off. `compiled` are the recipes
+    whose compiled cases are measured too."""
+    results: list[dict[str, Any]] = []
+    kernels: dict[str, list[dict[str, Any]]] = {}
+    entry = {"shape": list(shape), "floor_ms": floors(shape), "results": results, "kernels": kernels}
+    shapes.append(entry)
+
+    def case(name: str, make: Callable[[], nn.Module], way: str = "eager") -> None:
+        title = name if way == "eager" else f"{name}, {way}"
+        _add(entry, cases.attempt(title, partial(_case, make, shape, way)))
+
+    case("grouped_mm bf16", partial(Stock, shape), "compiled")
+    for name in recipes:
+        makes: dict[str, Callable[[], nn.Module]] = {f"octavo {name}": partial(Ours, shape, name)}
+        if _quantizes(recipe(name)):
+            makes[f"octavo {name}, cached"] = partial(Ours, shape, name, cached=True)
+        whole = {f"octavo.MoE {name}": partial(mixture, shape, name)}
+        for title, make in (makes | whole).items():
+            case(title, make)
+        for title, make in whole.items():
+            case(title, make, "captured")
+        for title, make in (makes | whole).items() if name in compiled else ():
+            case(title, make, "compiled")
+    case("grouped_mm bf16", partial(Stock, shape))
+    for name in recipes:
+        row = cases.attempt(name, partial(_kernels, shape, name))
+        kernels[name] = row.get("kernels", [row])
+
+
+def _add(entry: dict[str, Any], row: dict[str, Any]) -> None:
+    """Appends a row to those of a shape, with its ratios to compiled bf16 and to the floor."""
+    results = entry["results"]
+    results.append(row | _ratios(row, results[0] if results else row, entry["floor_ms"]))
+
+
+# -- other libraries -------------------------------------------------------------------------------------------------
+
+
+def _add_peers(shapes: list[dict[str, Any]]) -> None:
+    for entry in shapes:
+        for name in peers.products():
+            for title in (f"{name}, compiled", name):
+                _add(entry, cases.attempt(title, partial(_peer_row, title, entry["shape"])))
+
+
+def _peer_row(title: str, shape: list[int]) -> dict[str, Any]:
+    """Returns the row of another library's case, measured in a process of its own."""
+    report = isolated.report_of(["bench", "moe", "--shape", ",".join(map(str, shape)), "--peer", title])
+    found: dict[str, Any] = report["shapes"][0]["results"][0]
+    row = {key: value for key, value in found.items() if key not in ("case", "of_bf16")}  # that one is to itself
+    if "error" in row and report["said"]:
+        row["error"] += f" ({report['said']})"
+    return row
+
+
+def _measure_peer(title: str, shape: Shape, shapes: list[dict[str, Any]]) -> None:
+    name, _, way = title.partition(", ")
+    entry: dict[str, Any] = {"shape": list(shape), "floor_ms": floors(shape), "results": [], "kernels": {}}
+    shapes.append(entry)
+
+    def measured() -> dict[str, Any]:
+        make = partial(Stock, shape, product=peers.products()[name]())
+        return _case(make, shape, way or "eager", fullgraph=False)
+
+    _add(entry, cases.attempt(title, measured))
+
+
+# -- one case --------------------------------------------------------------------------------------------------------
+
+
+def _kernels(shape: Shape, recipe: str) -> dict[str, Any]:
+    return {"kernels": kernels_ms(_step(Ours(shape, recipe), shape)[0])}
+
+
+def _ratios(row: dict[str, Any], bf16: dict[str, Any], floor: dict[str, float]) -> dict[str, float]:
+    """Returns the ratios of a row that has a time: to compiled bf16, if that has one, and to the floor."""
+    if "ms" not in row:
+        return {}
+    kind = "bf16" if "bf16" in row["case"] else "cached" if "cached" in row["case"] else "fp8"
+    of_bf16 = {"of_bf16": row["ms"] / bf16["ms"]} if "ms" in bf16 else {}
+    return {**of_bf16, "of_floor": row["ms"] / floor[kind]}
+
+
+def _step(module: nn.Module, shape: Shape) -> tuple[Callable[[], None], Tensor]:
+    """Returns a settled step of the module, and its x."""
+    tokens, hidden, device = shape[0], shape[3], next(module.parameters()).device
+    x = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(tokens, hidden, device=device, dtype=torch.bfloat16) * 1e-2
+    return settled_step(module, x, dy), x
+
+
+def _case(make: Callable[[], nn.Module], shape: Shape, way: str, fullgraph: bool = True) -> dict[str, Any]:
+    """Measures a layer eager, compiled or captured."""
+    module = make()
+    if way == "compiled":
+        reset()  # all cases share the code of one forward, and torch compiles that only so many times
+        module.compile(fullgraph=fullgraph)  # type: ignore[no-untyped-call]
+    step, x = _step(module, shape)
+    if way == "captured":
+        timed: list[tuple[float, list[float]]] = []
+        peak = peak_mib(lambda: timed.append(device_ms(step)))
+        ((ms, readings),) = timed
+    else:
+        ms, readings = eager_ms(step)
+        peak = peak_mib(step)
+    codes, kept = _codes_mib(module), kept_mib(module, x)
+    return {
+        "ms": ms,
+        "readings_ms": readings,
+        "tokens_per_s": shape[0] / ms * 1e3,
+        "kept_mib": kept - codes,
+        "codes_mib": codes,
+        "peak_mib": peak,
+    }
+
+
+def _codes_mib(module: nn.Module) -> float:
+    """Returns the MiB of the column codes of weights that a forward keeps: a byte for each weight, unless cached."""
+    if not isinstance(module, Ours | MoE) or (isinstance(module, Ours) and module.first is not None):
+        return 0.0
+    fc1 = module.experts.get_submodule("fc1")
+    assert isinstance(fc1, GroupedLinear) and fc1.recipe is not None
+    if not _quantizes(fc1.recipe):
+        return 0.0
+    return float(sum(p.numel() for p in module.experts.parameters()) / 2**20)
+
+
+def _quantizes(chosen: Recipe) -> bool:
+    """Whether the recipe quantizes weights."""
+    return chosen.linear().fprop.right is not None
+
+
+def floors(shape: Shape) -> dict[str, float]:
+    """Returns the least milliseconds of a step: in bf16, in FP8, and in FP8 with cached weights."""
+    tokens, experts, slots, hidden, ffn = shape
+    rows = tokens * slots
+    gemms = 3 * 3 * 2 * rows * hidden * ffn
+    # x and dy into codes both ways; h activated into codes; h and da into codes of dh both ways and of a; sums of y, dx
+    moved = rows * (hidden * (4 + 4) + ffn * (5 + 11) + hidden * 4) + tokens * hidden * 8
+    weights = 3 * experts * hidden * ffn * 4
+    fast = gemms / FLOOR[0]
+    plain = rows * (hidden * 16 + ffn * 20)
+    return {
+        "bf16": 2 * fast + plain / FLOOR[1],
+        "fp8": fast + (moved + weights) / FLOOR[1],
+        "cached": fast + moved / FLOOR[1],
+    }
+
+
+# -- as text ---------------------------------------------------------------------------------------------------------
+
+
+def render(report: dict[str, Any]) -> str:
+    if not any(entry["results"] for entry in report.get("shapes", ())):
+        return ""
+    facts = report["machine"]
+    parts = [f"{facts['gpu']}, torch {facts['torch']}, triton {facts['triton']}; bfloat16, no bias, forward + backward"]
+    for entry in report["shapes"]:
+        title = ", ".join(f"{n} {name}" for n, name in zip(entry["shape"], NAMES, strict=True))
+        header = ("case", "ms", "tokens/s", "of bf16", "of floor", "kept MiB", "weights MiB", "peak MiB")
+        parts.append(f"{title}\n{cases.render(header, entry['results'], _cells)}")
+        for name, kernels in entry["kernels"].items():
+            parts.append(_kernel_table(name, kernels))
+    return "\n\n".join(parts)
+
+
+def _cells(r: dict[str, Any]) -> list[str]:
+    return [
+        f"{r['ms']:.3f}",
+        f"{r['tokens_per_s']:.0f}",
+        f"{r['of_bf16']:.2f}" if "of_bf16" in r else "-",
+        f"{r['of_floor']:.2f}",
+        f"{r['kept_mib']:.0f}",
+        f"{r['codes_mib']:.0f}",
+        f"{r['peak_mib']:.0f}",
+    ]
+
+
+def _kernel_table(name: str, kernels: list[dict[str, Any]]) -> str:
+    if any("error" in e for e in kernels):
+        return f"kernels, {name}  failed: {kernels[0]['error']}"
+    listed = [[e["kernel"][:72], f"{e['calls']:.0f}", f"{e['ms']:.3f}"] for e in kernels[:24]]
+    return table.render((f"kernel, {name}", "calls", "ms a step"), listed)

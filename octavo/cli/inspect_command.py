@@ -1,0 +1,78 @@
+"""Report what a recipe does to every tensor of your model: underflow, saturation, noise, and the gradients' errors.
+
+Write a function without arguments in a module of your own. It returns the model and its inputs, in one of two forms:
+
+    model, x, y                           one batch, model(x, y)
+    model, [(x1, y1), (x2, y2)]           several batches
+
+Python looks for the module in the current folder first. The command runs forward and backward on the batches, again and
+again until --steps is reached, without an optimizer. The loss is the model's output if that is one number, and else its
+product with a fixed random direction. Layers run in their own recipes, or in that of --recipe.
+
+example: octavo inspect mymodule:example --recipe nvfp4 --steps 10 --html report.html
+"""
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from octavo.cli import options, output
+from octavo.cli.target import add_target, here, load
+from octavo.errors import UnsupportedConfig
+from octavo.inspection.inspect import Inspection, inspect
+from octavo.inspection.steps import give_recipe, gradients_of
+from octavo.model.layer_lookup import layers
+from octavo.model.step import step
+from octavo.recipes import recipe
+from octavo.text import plural
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_target(parser)
+    parser.add_argument(
+        "--recipe", default=None, help="run the model in this recipe, such as nvfp4; default: as your function made it"
+    )
+    parser.add_argument("--steps", type=options.count, default=4, metavar="N", help="how many steps; default: 4")
+    parser.add_argument("--html", default=None, metavar="FILE", help="also write the report with plots to FILE")
+    parser.add_argument("--fail", action="store_true", help="exit with code 1 if the report has a finding")
+    output.add_json(parser, "the report")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    chosen = None if arguments.recipe is None else recipe(arguments.recipe)
+    with redirect_stdout(sys.stderr), here():  # output of the model is not part of the report
+        model, batches = load(arguments.target)
+        if chosen is not None:
+            give_recipe(model, chosen)
+        elif next(layers(model), None) is None:
+            raise UnsupportedConfig(
+                f"{arguments.target} has no layer of Octavo in its {type(model).__name__}. Name a recipe: --recipe "
+                "mxfp8."
+            )
+        with inspect(model) as report:
+            for place in range(arguments.steps):
+                model.zero_grad()
+                gradients_of(model, batches[place % len(batches)])
+                step(model)
+                report.next_step()
+    if arguments.html is not None:
+        output.write(Path(arguments.html), report.html())
+    output.deliver(as_dict(report), str(report), arguments.json)
+    found = report.findings()
+    if arguments.fail and found:
+        count = plural(len(found), "finding")
+        output.say(f"octavo inspect: --fail: {count}. The first: {found[0]}")
+        return 1
+    return 0
+
+
+def as_dict(report: Inspection) -> output.Report:
+    return {
+        "findings": report.findings(),
+        "tensors": [
+            {"layer": row.layer, "tensor": row.tensor, "cast": row.cast, "calls": row.calls, **row.numbers(),
+             "amaxes": row.amaxes, "scales": row.scales}
+            for row in report.rows()
+        ],
+    }  # fmt: skip

@@ -1,0 +1,83 @@
+"""The amaxes that the ranks of a split layer agree on before they cast: each rank measures its part, and the maximum
+over ranks counts. Where one scale belongs to a whole tensor, x and w then have the codes of one process.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.communication import collectives
+from octavo.communication.all_reduced_amaxes import scales_whole
+from octavo.quant.qtensor import Parts
+from octavo.quant.quantizer import Quantizer
+from octavo.recipes import Recipe
+from octavo.runtime.call import Stage, call
+
+Specs = Sequence[Quantizer | None]  # x's row and column, w's row and column
+
+
+def agree(
+    layer: Any, parallel: Any, recipe: Recipe, x: Tensor | None, weight: Tensor, settings: dict[str, Any], grads: str,
+    as_nodes: bool, splits: Tensor | None = None,
+) -> tuple[str, Parts]:  # fmt: skip
+    """Return the letters of the operands of a call whose amaxes the ranks agree on, and these amaxes: row's and
+    column's of each. x is None if it arrived as codes. With the `splits` of a grouped layer, there is an amax for each
+    group."""
+    quant, delayed, measured = recipe.linear(), recipe.stateful, settings["measured"]
+    specs: list[Quantizer | None] = [None] * 4
+    letters = ""
+    if parallel.mode == "row" and x is not None and (not delayed or "x" in measured):
+        column = quant.wgrad.right if "w" in grads else None
+        specs[:2] = [spec if scales_whole(spec) else None for spec in (quant.fprop.left, column)]
+        letters += "x" if any([spec is not None for spec in specs]) else ""
+    if settings["weight"] == "plain" and (not delayed or "w" in measured):
+        specs[2:] = _weight_specs(recipe)
+        letters += "w" if any([spec is not None for spec in specs[2:]]) else ""
+    if not letters:
+        return "", ()
+    like = weight if x is None or "x" not in letters else x
+    if splits is not None and "x" not in letters:
+        splits = weight  # sizes are not read; inside of a run they may be unknown
+    # a quantized weight has no memory to measure
+    found = largest_of(layer, parallel.group, specs, like, weight if "w" in letters else like, as_nodes, splits)
+    parts = _each(found, 1 if splits is None else splits.shape[0])
+    return letters, parts[0 if "x" in letters else 2 : 4 if "w" in letters else 2]
+
+
+def all_reduced_weight(
+    layer: Any, group: str, recipe: Recipe, weight: Tensor, as_nodes: bool, of_groups: bool = False
+) -> Parts:
+    """Return the amaxes of a weight by row and by column, for a cast into a cache; none if it needs none. `of_groups`:
+    it has a weight for each group."""
+    specs = _weight_specs(recipe)
+    if not any([spec is not None for spec in specs]) or (recipe.stateful and "w" not in layer._scaling.uncalibrated):
+        return ()
+    found = largest_of(layer, group, (None, None, *specs), weight, weight, as_nodes, weight if of_groups else None)
+    return _each(found, weight.shape[0] if of_groups else 1)[2:]
+
+
+def largest_of(
+    layer: Any, group: str, specs: Specs, x: Tensor, weight: Tensor, as_nodes: bool, splits: Tensor | None = None,
+    each: Quantizer | None = None,
+) -> Tensor:  # fmt: skip
+    """Measure x and a weight, and take the maximum over ranks: x's row and column, w's row and column; with `each`,
+    then x's columns."""
+    fields = zip(("x_row", "x_column", "w_row", "w_column", "each_column"), (*specs, each), strict=True)
+    name = "amaxes" if splits is None else "grouped-amaxes"
+    key = f"{name}(" + ",".join([f"{field}={spec.key}" for field, spec in fields if spec is not None]) + ")"
+    more = (weight.detach(),) if splits is None else (splits.detach(), weight.detach())
+    with torch.no_grad():
+        (measured,) = call(Stage(name, key, more, (), False), x.detach(), as_nodes)[:1]
+        return collectives.largest(measured, group, layer._name_for_collectives())
+
+
+def _weight_specs(recipe: Recipe) -> list[Quantizer | None]:
+    quant = recipe.linear()
+    return [spec if scales_whole(spec) else None for spec in (quant.fprop.right, quant.dgrad.right)]
+
+
+def _each(found: Tensor, number: int) -> Parts:
+    """The four amaxes, of `number` groups each."""
+    return tuple([found[at * number : (at + 1) * number] for at in range(4)])

@@ -1,1 +1,0 @@
-"""Delayed scaling: the amaxes that a layer remembers, and the casts that use them."""

@@ -1,0 +1,168 @@
+"""A byte-level GPT, small enough to read in a minute: pre-norm blocks, causal attention with rotary positions, GELU.
+
+Every matrix product outside attention is a plain nn.Linear, so a conversion finds all of them. With a mixture in its
+shape each MLP is a mixture of experts, and the family "llama" has the blocks of `octavo.demo.llama`. Tensors are
+[B, T, C]: sequences, positions, width.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from octavo.demo import llama
+from octavo.demo.moe_gpt import MixtureShape, make_mixture
+from octavo.demo.transformer import Device, float32_on
+from octavo.errors import UnsupportedShape
+
+BYTES = 256
+LONGEST_TURN = 100.0  # positions per radian of the slowest pair of channels; contexts are about a hundred bytes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a GPT, its kind of blocks, and the sizes of the mixtures of experts that it has in place of MLPs, if
+    any."""
+
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    context: int = 128
+    family: str = "gpt"  # or "llama"
+    mixture: MixtureShape | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.width, self.layers, self.heads, self.context) < 1 or self.width % (2 * self.heads):
+            raise UnsupportedShape(
+                f"A model has sizes from 1 up and an even number of channels in each head, got {self.sizes()}. "
+                "Choose a width that is a multiple of twice the heads."
+            )
+
+    def sizes(self) -> str:
+        """Returns the sizes as --size takes them, with their names."""
+        return f"width {self.width}, layers {self.layers}, heads {self.heads}, context {self.context}"
+
+    def llama(self) -> llama.Size:
+        """Returns the sizes of Llama's blocks: two heads share keys and values, and the MLP has 8/3 of the width."""
+        shared = self.heads if self.heads % 2 else self.heads // 2
+        hidden = -(-8 * self.width // 3 // 32) * 32  # a multiple of 32, which every scheme of scales divides
+        return llama.Size(1, self.context, self.width, self.heads, shared, hidden, self.layers, BYTES)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotates pairs of channels by an angle proportional to the position, so that products depend on the distance."""
+    t, d = x.shape[-2:]
+    speed = LONGEST_TURN ** (-torch.arange(0, d, 2, device=x.device, dtype=torch.float32) / d)
+    angle = torch.arange(t, device=x.device, dtype=torch.float32)[:, None] * speed  # [T, D/2]
+    left, right = x.float().chunk(2, dim=-1)
+    turned = (left * angle.cos() - right * angle.sin(), left * angle.sin() + right * angle.cos())
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Returns x in the dtype of torch.autocast, if that is on."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+class Attention(nn.Module):
+    """Causal self-attention: each position reads itself and those before it."""
+
+    def __init__(self, shape: Shape, device: Device = "cpu") -> None:
+        super().__init__()
+        self.heads, self.depth = shape.heads, shape.width // shape.heads  # --parallel leaves a rank some of the heads
+        self.qkv = nn.Linear(shape.width, 3 * shape.width, bias=False, **float32_on(device))
+        self.out = nn.Linear(shape.width, shape.width, bias=False, **float32_on(device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, self.depth).permute(2, 0, 3, 1, 4)  # [B, heads, T, D]
+        q, k = (rotate(F.rms_norm(z, z.shape[-1:])) for z in (q, k))  # bounded, so rounding changes them little
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed: Tensor = self.out(y.transpose(1, 2).reshape(b, t, self.heads * self.depth))
+        return mixed
+
+
+class MLP(nn.Module):
+    """Maps each position on its own, through four times the width."""
+
+    def __init__(self, shape: Shape, device: Device = "cpu") -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.width, 4 * shape.width, bias=False, **float32_on(device))
+        self.down = nn.Linear(4 * shape.width, shape.width, bias=False, **float32_on(device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+class Block(nn.Module):
+    """Attention and MLP, or a mixture, each with a norm before it and a residual connection."""
+
+    def __init__(self, shape: Shape, device: Device = "cpu", *, plain: bool) -> None:
+        super().__init__()
+        mixture = shape.mixture
+        self.attention_norm = nn.RMSNorm(shape.width, **float32_on(device))
+        self.attention = Attention(shape, device)
+        self.mlp_norm = nn.RMSNorm(shape.width, **float32_on(device))
+        self.mlp = MLP(shape, device) if mixture is None else make_mixture(shape.width, mixture, device, plain=plain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        h = self.mlp_norm(x)
+        # a norm's output stays in float32 under autocast; experts run as one operation if they need not cast it
+        y: Tensor = x + self.mlp(h if isinstance(self.mlp, MLP) else as_autocast(h))
+        return y
+
+
+def make_block(shape: Shape, device: Device, *, plain: bool) -> nn.Module:
+    return llama.Block(shape.llama(), device) if shape.family == "llama" else Block(shape, device, plain=plain)
+
+
+class GPT(nn.Module):
+    """Maps bytes [B, T] to logits of each next byte, [B, T, 256]. `plain` makes mixtures in plain torch, with the same
+    first weights as those of octavo.MoE."""
+
+    def __init__(self, shape: Shape, *, seed: int, plain: bool = False, device: Device = "cpu") -> None:
+        super().__init__()
+        self.shape = shape
+        self.bytes = nn.Embedding(BYTES, shape.width, **float32_on(device))
+        self.blocks = nn.Sequential(*(make_block(shape, device, plain=plain) for _ in range(shape.layers)))
+        self.norm = nn.RMSNorm(shape.width, **float32_on(device))
+        self.head = nn.Linear(shape.width, BYTES, bias=False, **float32_on(device))
+        self.reset(seed)
+
+    def reset(self, seed: int) -> None:
+        """Draws the weights again: equal for equal seeds, on any device."""
+        generator = torch.Generator("cpu").manual_seed(seed)
+        for name, weight in self.named_parameters():
+            if weight.dim() >= 2:
+                std = self._std(name, weight.shape[-1])
+                weight.data.copy_(torch.randn(weight.shape, generator=generator, **float32_on("cpu")) * std)
+
+    def _std(self, name: str, inputs: int) -> float:
+        if name == "bytes.weight":
+            return 0.5
+        if name == "head.weight":
+            return 0.02  # small logits: the first loss is that of a uniform guess
+        # projections into the residual stream start smaller, as it sums 2 x layers of their outputs
+        terms = 2 * self.shape.layers if name.endswith(("out.weight", "down.weight", "fc2.weight")) else 1
+        return float((inputs * terms) ** -0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.blocks(self.bytes(tokens))))
+        return logits
+
+
+def loss_of(
+    call: Callable[[Tensor], Tensor], batch: Tensor, dtype: torch.dtype = torch.bfloat16, reduction: str = "mean"
+) -> Tensor:
+    """Returns the cross entropy of a batch's next bytes, with activations in `dtype`: the mean, or with "none" a row
+    for each sequence."""
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    with nullcontext() if dtype == torch.float32 else torch.autocast(batch.device.type, dtype):
+        found = F.cross_entropy(call(inputs).flatten(0, 1), targets.flatten(), reduction=reduction)
+    return found if reduction == "mean" else found.view(targets.shape)

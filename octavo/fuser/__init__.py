@@ -1,1 +1,0 @@
-"""Operations that run together: their interface, the fusion rules, and the container that applies the rules."""

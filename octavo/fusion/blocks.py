@@ -1,0 +1,275 @@
+"""LayerNormLinear and LayerNormMLP, two blocks of a transformer: Sequentials that require their fusions."""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+from torch.utils.checkpoint import checkpoint
+
+from octavo.communication.groups import Group
+from octavo.errors import UnknownSetting, UnsupportedConfig, check_choice, check_whole, nearest
+from octavo.fusion.rules import conditions
+from octavo.fusion.runs import RECAST
+from octavo.fusion.sequential import Sequential
+from octavo.kernels.activation import ACTIVATIONS
+from octavo.ops import activation as activations
+from octavo.ops.inputs import refuse_symbol
+from octavo.ops.linear import Linear
+from octavo.ops.norm import LayerNorm, RMSNorm
+from octavo.quant import QTensor
+from octavo.recipes import Recipe
+from octavo.recipes.ambient import ambient, autocast
+
+NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+KINDS: dict[str, Any] = {
+    kind.NAME: kind
+    for kind in vars(activations).values()
+    if isinstance(kind, type) and issubclass(kind, activations.Activation) and "NAME" in kind.__dict__
+    and kind.NAME != "linear"
+}  # fmt: skip
+
+
+SETTINGS = [name for name, p in signature(Linear).parameters.items() if p.kind is p.KEYWORD_ONLY]
+OF_BLOCKS = ("parallel_mode", "column_blocks")  # keywords of Linear that LayerNormMLP sets itself
+
+
+def _check_settings(block: type, settings: Mapping[str, Any], *, but: tuple[str, ...] = ()) -> None:
+    """Raises for keywords that neither the block nor its Linears take."""
+    title, own = block.__name__, signature(block).parameters
+    if settings.get("return_bias"):
+        raise UnsupportedConfig(
+            f"{title}(return_bias=True): the block returns y alone, and a Linear that returns its bias does not fuse. "
+            "Leave it out, or build an octavo.Sequential of a norm and octavo.Linear(..., return_bias=True)."
+        )
+    names = [name for name in (*own, *SETTINGS) if name not in ("settings", "return_bias", *but)]
+    for name in settings:
+        if name not in names and name != "return_bias":
+            raise UnknownSetting(f"{title} has no setting {name!r}.{nearest(name, names)} It takes {', '.join(names)}.")
+
+
+def fc1_width(activation: str, ffn_hidden_size: int) -> int:
+    """Returns the output features of a layer before this activation: a gated one takes twice as many as it returns."""
+    check_choice(activation, tuple(KINDS), what="activation")
+    check_whole(ffn_hidden_size, what="ffn_hidden_size")
+    return ffn_hidden_size * (2 if ACTIVATIONS[activation].gated else 1)
+
+
+def _norm(kind: str, size: int, eps: float, zero_centered: bool, device: Any, dtype: Any) -> Any:
+    check_choice(kind, tuple(NORMS), what="normalization")
+    return NORMS[kind](size, eps=eps, zero_centered_gamma=zero_centered, device=device, dtype=dtype)
+
+
+def _share(norm: Any, linear: Linear, sequence_parallel: bool, group: Group) -> None:
+    """Tells a norm of the ranks that have it too."""
+    if sequence_parallel:
+        norm.sum_gradients_over(group)
+    elif linear.parallel is not None:
+        norm.shared_by = linear.parallel.group
+
+
+class _Block(Sequential):
+    """A Sequential that requires its fusions if the recipe quantizes."""
+
+    _allowed_unsupported = (*Sequential._allowed_unsupported, conditions.QUANTIZED, RECAST)
+    _way_out = "A plain octavo.Sequential of the same modules runs without it."
+
+    def _check_required(self, layout: Any, told: list[Any]) -> None:
+        if not any(
+            [isinstance(module, Linear) and module._split_over_ranks() is not None for module in self.children()]
+        ):
+            super()._check_required(layout, told)  # collectives between the modules keep some from fusing
+
+
+class LayerNormLinear(_Block):
+    """A norm and a linear layer that run as one: the norm writes the codes that the Linear multiplies.
+
+    It is a `Sequential` of `norm` and `linear` that requires its fusion. A call in which the norm cannot write the
+    codes raises an error that says why; a plain `Sequential` of the same modules runs such a call unfused. Three kinds
+    of calls may run unfused without an error: those in a recipe that does not quantize fprop (bf16), the first step of
+    fp8-delayed, and those in a torch.autocast that casts x.
+
+    Args:
+        in_features: the size of the last dim of x, over which the norm is taken.
+        out_features: the size of the last dim of y.
+        eps: added to the variance, or to the mean square in RMSNorm, before the root is taken.
+        bias: whether the Linear has a bias.
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: the norm multiplies by 1 + its weight instead of its weight.
+        recipe: the recipe of the Linear: a name, a canonical string or a `Recipe`. None follows `octavo.autocast`.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        parallel_mode: "column" gives each rank of `tp_group` a part of the output features, as in `octavo.Linear`;
+            None does not split them. The norm needs all input features, so "row" is refused.
+        sequence_parallel: each rank has a part of the rows of x, which are gathered after the norm. The gradients of
+            the norm's parameters are summed over ranks.
+        tp_group: the ranks, as in `octavo.Linear`.
+        **settings: further keywords of `octavo.Linear`, such as `keep_weight_codes`; not `return_bias`.
+
+    Raises:
+        UnsupportedConfig: `normalization`, the recipe or a setting is unknown, or `return_bias` is True.
+
+    Example:
+        >>> block = octavo.LayerNormLinear(64, 32, normalization="RMSNorm", recipe="fp8-block")
+        >>> block(torch.ones(8, 64)).shape
+        torch.Size([8, 32])
+        >>> block.explain(torch.ones(8, 64)).fired
+        ('norm-linear',)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float = 1e-5,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        recipe: str | Recipe | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        sequence_parallel: bool = False,
+        tp_group: Group = None,
+        **settings: bool,
+    ) -> None:
+        _check_settings(LayerNormLinear, settings)
+        if parallel_mode == "row":
+            raise UnsupportedConfig(
+                "LayerNormLinear(parallel_mode='row') gives each rank a part of x's features, and the norm needs all "
+                "of them. Use a norm, then octavo.Linear(parallel_mode='row') where x is split."
+            )
+        norm = _norm(normalization, in_features, eps, zero_centered_gamma, device, dtype)
+        linear = Linear(
+            in_features, out_features, bias, device, dtype, recipe=recipe,
+            parallel_mode=parallel_mode, sequence_parallel=sequence_parallel, tp_group=tp_group, **settings,  # type: ignore[arg-type]
+        )  # fmt: skip
+        _share(norm, linear, sequence_parallel, tp_group)
+        super().__init__({"norm": norm, "linear": linear}, require="norm-linear")
+
+
+class LayerNormMLP(_Block):
+    """The MLP of a transformer: a norm, a Linear, an activation and a Linear that run as one.
+
+    The norm and the activation write the codes that the Linears multiply. It is a `Sequential` of `norm`, `fc1`,
+    `activation` and `fc2` that requires these fusions. A call in which one is not possible raises an error that says
+    why; a plain `Sequential` of the same modules runs such a call unfused. Three kinds of calls may run unfused without
+    an error: those in a recipe that does not quantize fprop (bf16), the first step of fp8-delayed, and those in a
+    torch.autocast that casts x.
+
+    Args:
+        hidden_size: the size of the last dim of x and of y.
+        ffn_hidden_size: the size of the activated values. A gated activation makes `fc1` twice as wide.
+        eps: added to the variance, or to the mean square in RMSNorm, before the root is taken.
+        bias: whether the Linears have biases.
+        normalization: "LayerNorm" or "RMSNorm".
+        activation: "gelu", "qgelu", "relu", "srelu" or "silu"; or gated: "glu", "geglu", "qgeglu", "reglu", "sreglu",
+            "swiglu", "clamped-swiglu" or "situglu".
+        zero_centered_gamma: the norm multiplies by 1 + its weight instead of its weight.
+        recipe: the recipe of both Linears: a name, a canonical string or a `Recipe`. None follows `octavo.autocast`.
+        activation_recompute: save only x for backward, which runs forward again. Choose it if memory is short.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        set_parallel_mode: split the block over the ranks of `tp_group`: `fc1` by its output features (each half of a
+            gated activation's), `fc2` by its input features.
+        sequence_parallel: each rank has a part of the rows of x and y. The gradients of the norm's parameters and of
+            fc2's bias are summed over ranks.
+        tp_group: the ranks, as in `octavo.Linear`.
+        **settings: further keywords of `octavo.Linear`, for both; not `return_bias`. Here `keep_weight_codes` is False
+            by default: backward quantizes the weights again instead of keeping their codes.
+
+    Raises:
+        UnsupportedConfig: `normalization`, `activation`, the recipe or a setting is unknown, `return_bias` is True, or
+            `ffn_hidden_size` is no number from 1 up.
+
+    Example:
+        >>> mlp = octavo.LayerNormMLP(64, 96, normalization="RMSNorm", activation="swiglu", recipe="fp8-block")
+        >>> mlp(torch.ones(8, 64)).shape
+        torch.Size([8, 64])
+        >>> mlp.fc1.weight.shape
+        torch.Size([192, 64])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        eps: float = 1e-5,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        zero_centered_gamma: bool = False,
+        recipe: str | Recipe | None = None,
+        activation_recompute: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Group = None,
+        **settings: bool,
+    ) -> None:
+        _check_settings(LayerNormMLP, settings, but=OF_BLOCKS)
+        shared: dict[str, Any] = {"keep_weight_codes": False, **settings, "recipe": recipe}
+        shared |= {"sequence_parallel": sequence_parallel, "tp_group": tp_group}
+        again = {"gather_again": shared.pop("gather_again", False)}  # of x, which fc1 alone gathers
+        wide = fc1_width(activation, ffn_hidden_size)
+        modes = ("column", "row") if set_parallel_mode else (None, None)
+        modules = {
+            "norm": _norm(normalization, hidden_size, eps, zero_centered_gamma, device, dtype),
+            "fc1": Linear(
+                hidden_size,
+                wide,
+                bias,
+                device,
+                dtype,
+                parallel_mode=modes[0],
+                column_blocks=wide // ffn_hidden_size,
+                **again,
+                **shared,
+            ),
+            "activation": KINDS[activation](),
+            "fc2": Linear(ffn_hidden_size, hidden_size, bias, device, dtype, parallel_mode=modes[1], **shared),
+        }
+        _share(modules["norm"], modules["fc1"], sequence_parallel, tp_group)
+        self.activation_recompute = activation_recompute
+        super().__init__(modules, require=("norm-linear", "activation-linear"))
+
+    def _flattens(self) -> bool:
+        return super()._flattens() and not self.activation_recompute
+
+    @classmethod
+    def _plain_forward(cls) -> Any:
+        return LayerNormMLP.forward
+
+    def forward(  # type: ignore[override]
+        self,
+        input: Tensor | QTensor,
+        *extra_inputs: Tensor,
+        op_kwargs: Mapping[nn.Module | int, dict[str, Any]] | None = None,
+    ) -> "Tensor | QTensor | tuple[Tensor | QTensor, ...]":
+        """Runs the block. With `activation_recompute=True` it saves only x, and backward runs forward again.
+
+        Args:
+            input: x [..., hidden_size].
+            *extra_inputs: extra inputs, if the block was edited and its operations take any.
+            op_kwargs: keywords for single operations of this call, as in `Sequential.forward`.
+
+        Returns:
+            y [..., hidden_size], in the dtype of x.
+        """
+        if type(input) is not Tensor and isinstance(input, Proxy):
+            refuse_symbol(type(self).__name__)
+        if self.activation_recompute and torch.is_grad_enabled():
+            run, recipe = super().forward, ambient.recipe
+
+            def again(x: Tensor) -> Any:
+                with nullcontext() if recipe is None else autocast(recipe):  # backward may run outside of autocast
+                    return run(x, *extra_inputs, op_kwargs=op_kwargs)
+
+            return checkpoint(again, input, use_reentrant=False)  # type: ignore[no-any-return]
+        return super().forward(input, *extra_inputs, op_kwargs=op_kwargs)

@@ -1,0 +1,88 @@
+"""Conditions of rules, mostly on a Linear's config, each with the sentence for its refusal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.fusion.rule import KNOWN_SCALE, Condition
+
+QUANTIZED = "fprop is quantized"
+
+
+def of(place: int, name: str, holds: Any, sentence: str) -> Condition:
+    """Return a condition on one stage of a pattern."""
+
+    def asked(configs: Sequence[Any]) -> bool:
+        return bool(holds(configs[place]))
+
+    return Condition(name, asked, sentence)
+
+
+def quantizes_x(place: int) -> Condition:
+    return of(
+        place, QUANTIZED, lambda c: c.casts_x,
+        "the recipe multiplies x as it is in fprop, so there is no cast to fuse",
+    )  # fmt: skip
+
+
+def keeps_codes_of_x(place: int) -> Condition:
+    return of(
+        place, "x is kept as codes", lambda c: c.kept_x != "plain",
+        "wgrad is in high precision and needs x itself, which must then be written anyway",
+    )  # fmt: skip
+
+
+def knows_scale_of_x(place: int) -> Condition:
+    return of(place, KNOWN_SCALE, lambda c: "x" not in c.measured, _first_step("x"))
+
+
+def knows_scale_of_dy(place: int) -> Condition:
+    return of(place, KNOWN_SCALE, lambda c: "d" not in c.measured, _first_step("dy"))
+
+
+def _first_step(name: str) -> str:
+    return (
+        f"no octavo.step has seen {name} yet: the first step measures it before it is cast, so that it must be written "
+        "first; later ones fuse"
+    )
+
+
+def wants_gradients(place: int) -> Condition:
+    return of(
+        place, "gradients are wanted", lambda c: "x" in c.grads or "w" in c.grads,
+        "neither x nor the weight wants a gradient here",
+    )  # fmt: skip
+
+
+def quantizes_dy(place: int) -> Condition:
+    return of(
+        place, "dy is taken as codes", _takes_codes,
+        "a backward GEMM in high precision needs dy itself, which must then be written anyway",
+    )  # fmt: skip
+
+
+def _takes_codes(config: Any) -> bool:
+    row, column = config.dy_pair
+    if "w" in config.grads and column is None:
+        return False
+    return "x" not in config.grads or row is not None
+
+
+def runs_now(place: int) -> Condition:
+    return of(
+        place, "dW is computed in backward", lambda c: c.deferred_wgrad != "buffers",
+        "delay_wgrad_compute=True in a graph has dy's codes go elsewhere",
+    )  # fmt: skip
+
+
+def no_scale_gradient(place: int) -> Condition:
+    return of(
+        place, "row scales want no gradient", lambda c: "s" not in c.grads,
+        "the gradient of row scales is a sum over whole rows, in a pass of its own",
+    )  # fmt: skip
+
+
+def one_dim(place: int) -> Condition:
+    return of(
+        place, "rows are of one dim", lambda c: c.dims == 1,
+        "normalized_shape has several dims, and a Linear contracts over one",
+    )  # fmt: skip

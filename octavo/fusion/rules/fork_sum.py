@@ -1,0 +1,60 @@
+"""The backward of a fork (MakeExtraOutput) and of the layer that follows it, in one step: it adds the gradient of the
+fork's extra output to the layer's dx.
+
+    linear-add     dx = dy · w + dextra       in place, after dx is rounded
+    add-rmsnorm    dx = the norm's + dextra   for 16-bit dtypes by the norm's kernel, rounded once
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from octavo.fusion.rule import Backward, FusedOperation, Rule
+from octavo.ops import linear_layer, norm_layer
+from octavo.ops.linear import Linear
+from octavo.ops.norm import RMSNorm
+from octavo.ops.views import MakeExtraOutput
+
+Grads = tuple[Tensor | None, ...]
+
+
+class LinearAdd(FusedOperation):
+    op_name = "linear-add"
+
+    @staticmethod
+    def step_backward(
+        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
+    ) -> list[Grads]:
+        found = linear_layer.layer.backward(configs[1], saved[1], buffers[1], grads[1], writes)
+        return [_summed(found[0], grads[0][1]), (None, *found[1:])]
+
+
+class AddRMSNorm(FusedOperation):
+    op_name = "add-rmsnorm"
+
+    @staticmethod
+    def step_backward(
+        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
+    ) -> list[Grads]:
+        extra = grads[0][1]
+        if extra is None or extra.dtype == torch.float32:
+            # in float32 the kernel would fuse product and sum into one instruction, and dx would differ from unfused dx
+            found = norm_layer.gradients(configs[1], saved[1], grads[1][0])
+            return [_summed(found[0], extra), (None, *found[1:])]
+        found = norm_layer.gradients(configs[1], saved[1], grads[1][0], extra)
+        return [(found[0],), (None, *found[1:])]
+
+
+def _summed(dx: Tensor | None, extra: Tensor | None) -> Grads:
+    """Return dx + extra, in dx's memory: dx is fresh. If one of them is None, return the other."""
+    if dx is None or extra is None:
+        return (extra if dx is None else dx,)
+    return (dx.add_(extra),)
+
+
+RULES = (
+    Backward(Rule("linear-add", (MakeExtraOutput, Linear), LinearAdd)),
+    Backward(Rule("add-rmsnorm", (MakeExtraOutput, RMSNorm), AddRMSNorm)),
+)

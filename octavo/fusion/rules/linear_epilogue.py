@@ -1,0 +1,86 @@
+"""Linear with its epilogue, in one step: the GEMM adds the bias, and a residual is added in place.
+
+linear-bias               y = x · wᵀ + b                in the GEMM: rounded once
+linear-bias-activation    y = act(x · wᵀ + b)           the bias in the GEMM
+linear-bias-add           y += residual                 in y's own memory
+linear-scale-add          y = scale · y + residual      one pass: rounded once
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from octavo.fusion.rule import Forward, FusedOperation, Rule
+from octavo.fusion.rules import conditions
+from octavo.ops import activation_layer, linear_layer
+from octavo.ops.activation import Activation, Bias, ConstantScale
+from octavo.ops.linear import Linear
+from octavo.ops.views import AddExtraInput
+from octavo.runtime.contract import ForwardResult
+
+EMPTY = ForwardResult((None,), (), ())
+
+
+def _with_bias(configs: Sequence[Any], inputs: Sequence[Any]) -> tuple[ForwardResult, Any]:
+    """Return the Linear's result without y; and y, with the bias of the next stage added."""
+    made = linear_layer.layer.forward(configs[0], inputs[0]._replace(bias=inputs[1].bias))
+    return made._replace(outputs=(None,)), made.outputs[0]
+
+
+class LinearBias(FusedOperation):
+    op_name = "linear-bias"
+
+    @staticmethod
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+        own, y = _with_bias(configs, inputs)
+        return [own, ForwardResult((y,), (), ())]
+
+
+class BiasActivation(FusedOperation):
+    op_name = "linear-bias-activation"
+
+    @staticmethod
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+        own, h = _with_bias(configs, inputs)
+        last = activation_layer.layer.forward(configs[2], inputs[2]._replace(x=h))
+        return [own, ForwardResult((h,), (), ()), last]
+
+
+class BiasAdd(FusedOperation):
+    """The forward of (Linear, AddExtraInput) or (Linear, Bias, AddExtraInput)."""
+
+    op_name = "linear-bias-add"
+
+    @staticmethod
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+        if len(configs) == 3:
+            own, y = _with_bias(configs, inputs)
+        else:
+            made = linear_layer.layer.forward(configs[0], inputs[0])
+            own, y = made._replace(outputs=(None,)), made.outputs[0]
+        y.add_(inputs[-1].extra)
+        return [own, *[EMPTY] * (len(configs) - 2), ForwardResult((y,), (), ())]
+
+
+class ScaleAdd(FusedOperation):
+    op_name = "linear-scale-add"
+
+    @staticmethod
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+        made = linear_layer.layer.forward(configs[0], inputs[0])
+        y = made.outputs[0]
+        torch.add(inputs[2].extra, y, alpha=configs[1].function.alpha, out=y)
+        return [made._replace(outputs=(None,)), EMPTY, ForwardResult((y,), (), ())]
+
+
+_ONE_BIAS = conditions.of(0, "one bias", lambda c: c.bias_dtype == "", "the Linear has a bias of its own already")
+_PLAIN_Y = conditions.of(0, "y is not quantized", lambda c: not c.quantize_output, "the Linear returns codes")
+
+RULES = (
+    Forward(Rule("linear-bias-activation", (Linear, Bias, Activation), BiasActivation, (_ONE_BIAS,))),
+    Forward(Rule("linear-bias-add", (Linear, Bias, AddExtraInput), BiasAdd, (_ONE_BIAS,))),
+    Forward(Rule("linear-scale-add", (Linear, ConstantScale, AddExtraInput), ScaleAdd, (_PLAIN_Y,))),
+    Forward(Rule("linear-bias", (Linear, Bias), LinearBias, (_ONE_BIAS,))),
+    Forward(Rule("linear-bias-add", (Linear, AddExtraInput), BiasAdd, (_PLAIN_Y,))),
+)

@@ -1,0 +1,173 @@
+"""Permute, GroupedLinear, activation, GroupedLinear, Unpermute: the whole of a mixture's experts.
+
+Casts read the rows of their experts from x and from dy (`CastArgs.source`): with one scale or blocks, no row is copied;
+other quantizers copy the rows first. Forward keeps x, the output h of the first layer, the probabilities and the
+permutation; backward makes column codes of x and of the activated values again. h is kept as it is or, by another rule
+of the same name, as FP8 codes (`octavo.ops.coded_activation_layer`), which backward decodes before the activation's
+pass.
+
+    forward     x -> codes by expert      h = x · w1ᵀ      h -> codes of a = act(h)      y = Σ p · (a · w2ᵀ)
+    backward    dy -> codes by expert     g = dy · w2
+                g, h, p -> codes of dh = p · g · act'(h), d(p) = ⟨g, a⟩, column codes of p · a
+                dw2 = dyᵀ · (p · a)       dx = Σ dh · w1       dw1 = dhᵀ · x
+
+The probabilities enter backward at the activation rather than at dy. Gradients are those of the operations one by one,
+up to the rounding of codes: there, p · dy is quantized, here dy. Delayed scaling therefore remembers the amaxes of dy
+only from here (`scales_dy_alone`), and measures dy in the first step that is fused.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from octavo._torch.operators import unsafe_view
+from octavo.fusion.rule import FusedOperation, Joint, Rule
+from octavo.fusion.rules import conditions
+from octavo.fusion.rules.activation_linear import conditions_at
+from octavo.fusion.rules.grouped_mlp import (
+    ActivationGradient,
+    ActivationGroupedLinear,
+    backward_conditions,
+    one_recipe,
+    quantized_wgrad,
+    target,
+)
+from octavo.kernels import permute as moves
+from octavo.kernels.permute import Assignments
+from octavo.ops import (
+    activation_layer,
+    coded_activation_layer,
+    grouped_linear_layer,
+    matmul,
+    permute_layer,
+    unpermute_layer,
+)
+from octavo.ops.activation import Activation
+from octavo.ops.grouped_linear import GroupedLinear
+from octavo.ops.permute import Permute, Unpermute
+from octavo.quant.groups import split
+from octavo.quant.proto import TensorProto
+from octavo.runtime.contract import DTYPE_NAMES, LAYERS, ForwardResult
+from octavo.scaling.cast_arguments import RunningAmaxes
+
+Grads = tuple[Tensor | None, ...]
+
+
+class RoutedExperts(FusedOperation):
+    op_name = "experts"
+
+    @staticmethod
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+        _, first, act, second, _ = configs
+        moved, own, last = inputs[0], inputs[1], inputs[4]
+        groups = split(own.splits, moved.assignments.shape[0])
+        amaxes = RunningAmaxes(*own.running_amaxes)
+        x, source = activation_layer.matrix(moved.x), moves.tokens(moved.assignments, moved.positions)
+        codes = grouped_linear_layer.quantized_x(first, own, x, groups, amaxes.x, source)
+        up = grouped_linear_layer.forward_from(first, own, codes, groups, amaxes)
+        h = up.outputs[0]
+        activated, down = ActivationGroupedLinear.step_forward((act, second), (inputs[2]._replace(x=h), inputs[3]))
+        activated = activated._replace(intermediates=LAYERS[act.registered_name].intermediates(act, h))
+        y = moves.combine(down.outputs[0], unpermute_layer.assignments_of(last), activation_layer.matrix(last.probs))
+        y = unsafe_view(y, (*last.positions.shape[:-1], y.shape[1]))
+        nothing = ForwardResult((None,), (), ())
+        return [nothing, up, activated, down._replace(outputs=(None,)), ForwardResult((y,), (), ())]
+
+    @staticmethod
+    def step_backward(
+        configs: Sequence[Any], saved: Sequence[Grads], buffers: Sequence[Any], grads: Sequence[Grads], writes: Any
+    ) -> list[Grads]:
+        _, first, act, second, back = configs
+        moved, kept = permute_layer.Saved._make(saved[0]), unpermute_layer.Saved._make(saved[4])
+        dy, assignments = grads[-1][0], kept.assignments
+        assert dy is not None and assignments is not None and kept.positions is not None and kept.probs is not None
+        dy, of_token = activation_layer.matrix(dy).contiguous(), unpermute_layer.assignments_of(kept)
+        probs, source = activation_layer.matrix(kept.probs), moves.tokens(assignments, kept.positions)
+        last = matmul.Backward(second, grouped_linear_layer.Saved._make(saved[3]), buffers[3], writes)
+        call = matmul.Backward(first, grouped_linear_layer.Saved._make(saved[1]), buffers[1], writes)
+        groups = last.kept.groups(assignments.shape[0])
+        like = TensorProto((groups.rows, dy.shape[1]), dy.dtype, dy.device)
+        row, column = grouped_linear_layer.quantized_dy(last, dy, groups, source)
+        g = grouped_linear_layer.input_gradient(last, like, row, groups)
+        again, given = grouped_linear_layer.x_column_buffer(last, TensorProto.of(g), groups)
+        scaled = LAYERS[act.registered_name].restored(act, saved[2], g.dtype)
+        scaled = scaled._replace(scales=moves.take(probs, of_token, assignments))
+        act = _scaled(act, DTYPE_NAMES[probs.dtype], "p" in back.grads)
+        cast = ActivationGradient(call, act, scaled, g, groups, target((None, again), given))
+        del g, scaled, row  # before the last GEMMs
+        dw = grouped_linear_layer.finish(last, like, column, groups, again)
+        x_column = None
+        if "w" in first.grads:
+            assert moved.x is not None
+            x_column = grouped_linear_layer.x_columns_again(call, activation_layer.matrix(moved.x), groups, source)
+        dx, *rest = cast.gradients(x_column)
+        if dx is not None:
+            dx = moves.combine(dx, Assignments(of_token.positions), None)
+            dx = unsafe_view(dx, (*kept.positions.shape[:-1], dx.shape[1]))
+        dprobs = None
+        if cast.sums.scales is not None:
+            dprobs = unsafe_view(
+                moves.take_backward(cast.sums.scales, of_token, tuple(probs.shape)), tuple(kept.probs.shape)
+            )
+        empty = (None,) * len(activation_layer.Inputs._fields)
+        return [
+            (dx, None, None), (None, *rest), empty, grouped_linear_layer.gradients(None, dw, None, None),
+            (None, None, None, dprobs, None),
+        ]  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _scaled(act: activation_layer.Config, dtype: str, wanted: bool) -> activation_layer.Config:
+    """The activation's config with row scales, and whether their gradient is wanted."""
+    return replace(act, scales_dtype=dtype, grads="xs" if wanted else "x")
+
+
+CONDITIONS = (
+    *conditions_at(1),
+    *conditions_at(3),
+    one_recipe(1, 3),
+    *backward_conditions(1),
+    conditions.wants_gradients(3),
+    conditions.quantizes_dy(3),
+    conditions.runs_now(3),
+    conditions.of(3, "dx is wanted", lambda c: "x" in c.grads, "nothing before the second layer wants a gradient"),
+    quantized_wgrad(1),
+    quantized_wgrad(3),
+    conditions.of(
+        3, "no second bias", lambda c: not c.bias_dtype,
+        "the second layer has a bias, and the gradient of a probability is then more than a sum over activated values",
+    ),
+    conditions.of(
+        2, "the activation is plain", lambda c: c.keeps_x and not c.bias_dtype and not c.scales_dtype,
+        "the activation has a bias or scales of its own, or keeps nothing that its value could be made of",
+    ),
+)  # fmt: skip
+
+
+def _changed(configs: Sequence[Any]) -> list[Any]:
+    """Keep x instead of its codes, and no row of y."""
+    move, first, act, second, back = configs
+    return [
+        replace(move, keeps_x="w" in first.grads),
+        replace(first, x_columns="backward"),
+        act,
+        replace(second, x_columns="backward", scales_dy_alone=False),
+        replace(back, keeps_rows=False),
+    ]
+
+
+def _changed_with_codes_of_h(configs: Sequence[Any]) -> list[Any]:
+    """Keep codes of h instead of h, besides."""
+    move, first, act, second, back = _changed(configs)
+    return [move, first, coded_activation_layer.Config.of(act), second, back]
+
+
+PATTERN = (Permute, GroupedLinear, Activation, GroupedLinear, Unpermute)
+# by the form in which h is kept; given to `octavo.moe.Experts` alone: both ends of it must have one permutation
+RULES = {
+    storage: (Joint(Rule("experts", PATTERN, RoutedExperts, CONDITIONS, changes=changes)),)
+    for storage, changes in (("unquantized", _changed), ("fp8", _changed_with_codes_of_h))
+}

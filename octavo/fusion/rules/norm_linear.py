@@ -1,0 +1,49 @@
+"""norm -> quantize -> Linear: the kernel writes the normalised rows as codes only (`octavo.kernels.norm.cast`)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from octavo.fusion.rule import Condition, Forward, FusedOperation, Rule
+from octavo.fusion.rules import conditions
+from octavo.kernels.norm import Residual, cast
+from octavo.ops import linear_layer, norm_layer
+from octavo.ops.linear import Linear
+from octavo.ops.norm import LayerNorm, RMSNorm
+from octavo.quant.proto import TensorProto
+from octavo.runtime.contract import ForwardResult
+from octavo.scaling.cast_arguments import RunningAmaxes
+
+
+class NormLinear(FusedOperation):
+    op_name = "norm-linear"
+
+    @staticmethod
+    def step_forward(configs: Sequence[Any], inputs: Sequence[Any]) -> list[ForwardResult]:
+        return run(configs, inputs)
+
+
+def run(configs: Sequence[Any], inputs: Sequence[Any], residual: Residual | None = None) -> list[ForwardResult]:
+    """Run a norm and a Linear. `residual` is added to the norm's x first."""
+    (first, second), x = configs, inputs[0].x
+    amaxes = RunningAmaxes(*inputs[1].running_amaxes)
+    like = TensorProto(tuple(x.shape), x.dtype, x.device)
+    pair, given = linear_layer.x_buffers(second, inputs[1].scaling, like, amaxes.x)
+    vectors = norm_layer.vector(inputs[0].weight), norm_layer.vector(inputs[0].bias)
+    mean, rstd = cast.forward(first.norm, norm_layer.matrix(first, x), *vectors, pair, given, residual)
+    intermediates = norm_layer.Intermediates(mean, rstd) if first.keeps else norm_layer.Intermediates()
+    made = linear_layer.forward_from(second, inputs[1], pair, amaxes, tuple(x.shape[:-1]))
+    return [ForwardResult((None,), (), intermediates), made]
+
+
+NORMS = (LayerNorm, RMSNorm)
+
+
+def conditions_at(place: int) -> tuple[Condition, ...]:
+    """Return the conditions on a norm at that place of a pattern and the Linear after it."""
+    return (
+        conditions.one_dim(place), conditions.quantizes_x(place + 1), conditions.keeps_codes_of_x(place + 1),
+        conditions.knows_scale_of_x(place + 1),
+    )  # fmt: skip
+
+
+RULES = tuple(Forward(Rule("norm-linear", (kind, Linear), NormLinear, conditions_at(0))) for kind in NORMS)

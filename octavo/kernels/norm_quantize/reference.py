@@ -1,5 +1,0 @@
-"""The reference writes y, then casts it: fusing them gains nothing in plain torch."""
-
-from octavo.kernels.norm_quantize import plain_forward as forward
-
-__all__ = ["forward"]

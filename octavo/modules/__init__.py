@@ -1,1 +1,0 @@
-"""Modules: parameters, state as buffers, and one layer call."""

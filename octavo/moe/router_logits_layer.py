@@ -1,0 +1,124 @@
+"""The logits of a router: y = x · wᵀ in float32, whatever the dtypes of x and w are.
+
+Backward keeps x and w in their own dtypes. On a GPU a bfloat16 x and w are multiplied by the tensor cores: products of
+two bfloat16 numbers are exact in float32, and so the sums are those of a float32 product up to their order. Backward
+multiplies the float32 dy as two bfloat16 numbers, dy ≈ high + low, in one product over both: an error of 2⁻¹⁷. For
+8192 tokens of 4096 and 128 experts the three products of float32 cores took about 0.7 ms of an H200.
+"""
+
+import math
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from octavo._torch.operators import unsafe_view
+from octavo.quant.proto import TensorProto
+from octavo.runtime.contract import DTYPES, ForwardResult, Layer, Tensors
+from octavo.values import Value, register
+
+
+@register("router-logits")
+class Config(Value):
+    dtype: str = "float32"  # of x
+    weight_dtype: str = "float32"
+    grads: str = ""  # which gradients are wanted: letters of "xw"
+
+
+class Inputs(NamedTuple):
+    x: Tensor  # [..., K]
+    weight: Tensor  # [E, K]
+
+
+class Saved(NamedTuple):
+    x: Tensor | None
+    weight: Tensor | None
+
+
+class RouterLogitsLayer(Layer):
+    """Computes x · wᵀ in float32."""
+
+    def decided_by_layout(self, config: Config, side: str) -> bool:
+        return False  # a setting of torch decides too: whether float32 products may use TF32
+
+    def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
+        y = product(_flat(inputs.x), inputs.weight)
+        return ForwardResult((unsafe_view(y, (*inputs.x.shape[:-1], y.shape[1])),), (), ())
+
+    def abstract(self, config: Config, inputs: Inputs) -> ForwardResult:
+        shape = (*inputs.x.shape[:-1], inputs.weight.shape[0])
+        return ForwardResult((TensorProto(shape, torch.float32, inputs.x.device),), (), ())
+
+    def save(self, config: Config, inputs: Inputs, made: ForwardResult) -> Tensors:
+        return Saved(
+            inputs.x if "w" in config.grads else None,
+            inputs.weight if "x" in config.grads else None,
+        )
+
+    def wants(self, config: Config) -> tuple[bool, ...]:
+        return "x" in config.grads, "w" in config.grads
+
+    def abstract_gradients(self, config: Config, saved: Any, dy: Any) -> tuple[TensorProto | None, ...]:
+        x, weight = saved
+        return (
+            None if weight is None
+            else TensorProto((*dy.shape[:-1], weight.shape[1]), DTYPES[config.dtype], dy.device),
+            None if x is None
+            else TensorProto((dy.shape[-1], x.shape[-1]), DTYPES[config.weight_dtype], dy.device),
+        )  # fmt: skip
+
+    def backward(self, config: Config, saved: Any, buffers: Any, grads: Tensors, writes: Any = None) -> Tensors:
+        dy, (x, weight) = grads[0], saved
+        if dy is None:
+            return None, None
+        rows, split = _flat(dy), None
+        if dy.is_cuda and config.dtype == config.weight_dtype == "bfloat16":
+            split = halves(rows)
+        dx = dw = None
+        if weight is not None:
+            dx = _input_gradient(rows, split, weight, DTYPES[config.dtype])
+            dx = unsafe_view(dx, (*dy.shape[:-1], dx.shape[1]))
+        if x is not None:
+            dw = _weight_gradient(rows, split, _flat(x)).to(DTYPES[config.weight_dtype])
+        return dx, dw
+
+
+layer = RouterLogitsLayer(Config, Inputs, saved=Saved)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """Returns x · weightᵀ in float32, unaffected by torch.autocast."""
+    kind = x.device.type
+    with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
+        if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and x.numel():
+            return torch.mm(x, weight.T, out_dtype=torch.float32)
+        return F.linear(x.float(), weight.float())
+
+
+def halves(dy: Tensor) -> Tensor:
+    """Returns [high | low] in bfloat16, whose sum is dy up to 2⁻¹⁷. Where high is not finite, low is zero."""
+    high = dy.to(torch.bfloat16)
+    low = torch.where(high.isfinite(), dy - high, 0.0)
+    return torch.cat([high, low.to(torch.bfloat16)], 1)
+
+
+def _input_gradient(dy: Tensor, split: Tensor | None, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    if split is None:
+        return product(dy, weight.T).to(dtype)
+    with torch.autocast(dy.device.type, enabled=False):
+        return split @ torch.cat([weight, weight])
+
+
+def _weight_gradient(dy: Tensor, split: Tensor | None, x: Tensor) -> Tensor:
+    if split is None or not x.numel():
+        return product(dy.T, x.T)
+    with torch.autocast(dy.device.type, enabled=False):
+        both = torch.mm(split.T, x, out_dtype=torch.float32)
+    return both[: dy.shape[1]] + both[dy.shape[1] :]
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[..., K] as [M, K]."""
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

@@ -1,0 +1,146 @@
+"""Checks of the tensors passed to operations, which read plain strided memory in the dtypes that they support."""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+from torch.nn import Parameter
+
+from octavo._torch.dispatcher import no_torch_dispatch, no_torch_function
+from octavo._torch.fakes import FakeTensor, FunctionalTensor
+from octavo._torch.functional_collectives import AsyncCollectiveTensor, wait_tensor
+from octavo._torch.tensors import TensorBase, is_dtensor
+from octavo._torch.tracing import while_tracing
+from octavo.errors import UnsupportedDtype, UnsupportedShape
+from octavo.formats import FLOATS
+from octavo.ops.operation import Edge
+from octavo.quant.grouped import GroupedTensor
+from octavo.quant.qtensor import QTensor
+from octavo.weights.quantized_weight import QuantizedWeight, refuse_codes
+
+OURS = (QuantizedWeight, FakeTensor, FunctionalTensor)  # subclasses that layers accept: Octavo's own, and tracers'
+DISABLED = (no_torch_function, no_torch_dispatch)
+NESTED = (
+    "a nested one, whose rows differ in length. Call the layer on the rows and nest its result, for a jagged x by "
+    "torch.nested.nested_tensor_from_jagged(layer(x.values()), x.offsets())"
+)
+PARALLEL = (
+    "a DTensor, which only an octavo.Linear takes that octavo.distributed.ColwiseParallel or RowwiseParallel has "
+    "split. Use these in the plan of parallelize_module, leave the layer out of it, or shard with FSDP2: fully_shard "
+    "gives whole weights to the forward of the module it was called on"
+)
+
+
+def arrived(x: Any) -> Any:
+    """Return x; if x is the pending result of an async collective, wait for it, as part of the graph."""
+    return wait_tensor(x) if type(x) is AsyncCollectiveTensor else x
+
+
+def strange(tensor: Any, weight: bool = True) -> str:
+    """Return why a layer cannot use a tensor as its weight, or as an input, and the way out. Empty if it can."""
+    kind = type(tensor)
+    if tensor.is_nested:
+        return NESTED
+    if tensor.layout is not torch.strided:
+        way_out = "Make it dense first: .to_dense()" if weight else "Call it on x.to_dense()"
+        return f"one of layout {tensor.layout}. {way_out}"
+    if kind is Tensor or kind is Parameter:
+        return ""
+    return _strange_kind(kind, weight)
+
+
+@while_tracing
+def _strange_kind(kind: type, weight: bool) -> str:
+    """Return why a layer cannot use a tensor of this class; empty if it can. A subclass that overrides nothing is plain
+    memory. So is an input that overrides __torch_function__ alone; such a weight is refused, because nn.Linear calls
+    the override and layers do not."""
+    if kind in OURS:
+        return ""
+    if is_dtensor(kind):
+        return PARALLEL
+    if not _overrides(kind, "__torch_dispatch__") and not (weight and _overrides(kind, "__torch_function__")):
+        return ""
+    return (
+        f"a {kind.__module__}.{kind.__qualname__}, a tensor subclass with operators of its own (torchao's quantized "
+        "weights are such), and layers read plain memory. Use a plain tensor of its values, .dequantize() where it has "
+        "that, or keep torch's own layer there"
+    )
+
+
+def _overrides(kind: type, name: str) -> bool:
+    """Whether a subclass overrides the method. A disabled one does not count."""
+    owner = next(parent for parent in kind.__mro__ if name in parent.__dict__)
+    return owner is not Tensor and owner.__dict__[name] not in DISABLED and owner is not TensorBase
+
+
+def refuse_strange(title: str, why: str, name: str = "") -> NoReturn:
+    """Raise an error with the reason that `strange` returned; `name` is the argument, if it is not x."""
+    sparse = why.startswith("one of layout")
+    error = UnsupportedShape if sparse or why is NESTED else UnsupportedDtype
+    raise error(f"{title} takes {'dense' if sparse else 'plain'} tensors{_as(name)}, got {why}.")
+
+
+def _as(name: str) -> str:
+    return f" as {name}" if name else ""
+
+
+def check_input(title: str, x: Any, name: str = "", owner: nn.Module | None = None) -> None:
+    """Check that x is a tensor, or an object with a shape and a dtype that stands for one, in a supported dtype.
+
+    `name` is the argument, if it is not x. `owner` is the module that multiplies x by its parameters: an error says if
+    they have to be cast too.
+    """
+    if type(x) is not Tensor and isinstance(x, Proxy):  # some tracers' proxies have a dtype
+        refuse_symbol(title)
+    dtype = getattr(x, "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedDtype(
+            f"{title} takes a tensor{_as(name)}, got {type(x).__name__}. Make one: torch.as_tensor(...)."
+        )
+    if type(x) is QuantizedWeight:  # isinstance asks the metaclass of tensors, ten times as long
+        refuse_codes(title)
+    if dtype not in FLOATS:
+        what = name or "x"
+        own = None if owner is None else next((p.dtype for p in owner.parameters() if p.dtype not in FLOATS), None)
+        if own is not None:
+            raise UnsupportedDtype(
+                f"{title} takes {what} and its parameters in float32, bfloat16 or float16, got {dtype} and {own}. Cast "
+                f"both: module.float()({what}.float())."
+            )
+        raise UnsupportedDtype(f"{title} takes {what} in float32, bfloat16 or float16, got {dtype}. Cast {what} first.")
+    if type(x) is GroupedTensor:
+        raise UnsupportedDtype(
+            f"{title} takes a tensor{_as(name)}, got a GroupedTensor: only octavo.GroupedLinear, called by itself, "
+            "multiplies codes of groups. Pass dequantize() of it."
+        )
+    if type(x) is QTensor:
+        raise UnsupportedDtype(
+            f"{title} takes a tensor{_as(name)}, got a QTensor, whose codes have no groups. Pass dequantize() of it; "
+            "an octavo.GroupedLinear also takes the codes of quantizer.quantize_groups(rows, sizes)."
+        )
+    # a run has checked its x before it made an Edge, and a plain strided Tensor needs no further check
+    if type(x) is not Edge and (type(x) is not Tensor or x.is_nested or x.layout is not torch.strided):
+        check_layout(title, x, name)
+
+
+def check_weight(title: str, weight: Tensor | None, name: str) -> None:
+    """Refuse a weight, or a bias, that is not a plain tensor."""
+    if weight is None:
+        raise UnsupportedDtype(f"{title} takes a tensor as {name}, got None. Give the layer a parameter there again.")
+    if why := strange(weight):
+        refuse_strange(title, why, name)
+
+
+def check_layout(title: str, x: Any, name: str = "") -> None:
+    """Refuse an input whose elements are not in plain strided memory; `strange` lists the cases."""
+    if isinstance(x, Tensor) and (why := strange(x, weight=False)):
+        refuse_strange(title, why, name)
+
+
+def refuse_symbol(title: str) -> NoReturn:
+    raise UnsupportedDtype(
+        f"{title} takes a tensor, got a Proxy of torch.fx: symbolic_trace calls layers with symbols, and this one "
+        "needs x's dtype, sizes and device. Use torch.export.export(model, args) or torch.compile, or trace with a "
+        "torch.fx.Tracer whose is_leaf_module is True for Octavo's modules, so that each is one node."
+    )

@@ -1,0 +1,286 @@
+"""Settings of a call of a linear layer: which GEMMs it runs, on which operands, and what backward keeps of them."""
+
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+
+import torch
+
+from octavo.errors import UnsupportedConfig, check_choice
+from octavo.quant.quantizer import Quantizer, QuantizerPair
+from octavo.quant.scale_blocks import is_square
+from octavo.quant.tensorwise import Tensorwise
+from octavo.recipes import BF16, LinearQuant, Recipe
+from octavo.runtime.contract import DTYPES
+from octavo.runtime.deferred_wgrad import dy_buffer_count
+from octavo.scaling import cast_arguments
+from octavo.values import Value, register
+
+
+def call_key(name: str, recipe: Recipe, **settings: str | bool) -> str:
+    """Return the string of a call's config without making the config: a compiler traces this function, and the parser
+    caches."""
+    # quoted by hand: a compiler may not know repr()
+    pairs = [f"{field}='{v}'" if isinstance(v, str) else f"{field}={v}" for field, v in settings.items()]
+    return name + "(recipe=" + recipe.key + "," + ",".join(pairs) + ")"
+
+
+known_key = lru_cache(maxsize=4096)(call_key)  # the same for calls that no compiler traces
+
+
+_CHOICES = {
+    "x": ("plain", "codes"),
+    "weight": ("plain", "codes", "held"),
+    "main_grad": ("", "add", "overwrite"),
+    "deferred_wgrad": ("", "queue", "buffers"),
+    "tail": ("zero", "untouched"),
+    "x_columns": ("forward", "backward"),
+    "dtype": tuple(DTYPES),
+    "weight_dtype": tuple(DTYPES),
+    "bias_dtype": ("", *DTYPES),
+    "scales_dtype": ("", *DTYPES),
+}
+_LETTERS = {"grads": "xwbs", "measured": cast_arguments.LETTERS, "all_reduced": "xw"}
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class LinearSettings(Value):
+    """Settings that the linear and the grouped linear layer share, and properties that follow from them."""
+
+    recipe: Recipe = BF16()  # noqa: RUF009  # a frozen value
+    dtype: str = "float32"  # of y
+    weight_dtype: str = "float32"
+    bias_dtype: str = ""  # empty: no bias
+    grads: str = ""  # which gradients are wanted: letters of "xwb", with scales of the bias also "s"
+    weight: str = "plain"  # or "codes", passed besides the weight; or "held": there are only codes
+    observe: bool = False  # delayed: running amaxes of x and w are raised in place, and in backward that of dy
+    measured: str = ""  # delayed: letters of "xwd" (d is dy): scaled by their own amax until a step has seen one
+    main_grad: str = ""  # dw goes to a buffer: "add", "overwrite"
+    dummy_grad: bool = False  # and zeros are returned in its place, so that hooks fire
+    # dw is left to `backward_dw()`: backward puts its operands into a "queue", or in a graph into "buffers" that
+    # forward returns (`octavo.runtime.deferred_wgrad`)
+    deferred_wgrad: str = ""
+    x_columns: str = "forward"  # or "backward": a fused operation makes x's column codes again for dw
+    recompute_w_columns: bool = False  # in backward, from the weight itself: one more read, and nothing kept
+    all_reduced: str = ""  # letters of "xw": their amaxes are given, row's and column's each; they are all-reduced
+
+    def validate(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]  # registered, it is a dataclass
+            value = getattr(self, field.name)
+            if field.name in _CHOICES:
+                check_choice(value, _CHOICES[field.name], what=field.name)
+            elif field.name in _LETTERS and not set(value) <= set(_LETTERS[field.name]):
+                raise UnsupportedConfig(f"{field.name} takes letters of {_LETTERS[field.name]!r}, got {value!r}.")
+
+    @cached_property
+    def quant(self) -> LinearQuant:
+        return self.recipe.linear()
+
+    @cached_property
+    def shipped(self) -> bool:
+        """Whether all quantizers are Octavo's own. A replay would miss what a user's quantizer does in Python."""
+        gemms = self.quant.fprop, self.quant.dgrad, self.quant.wgrad
+        return all(spec is None or spec.shipped for gemm in gemms for spec in (gemm.left, gemm.right))
+
+    @cached_property
+    def y_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @cached_property
+    def casts_x(self) -> bool:
+        """Whether forward quantizes x."""
+        return self.quant.fprop.left is not None
+
+    # -- operands that backward keeps ----------------------------------------------------------------------------------
+
+    @cached_property
+    def kept_x(self) -> str:
+        """The form in which backward needs x: "" (not at all), "plain", "row" or "column"."""
+        raise NotImplementedError
+
+    @cached_property
+    def kept_w(self) -> str:
+        """The form in which backward needs w: "" (not at all), "plain", "row", "column"; "again": the weight itself, to
+        make its column codes once more; or "turned": row codes, to be transposed."""
+        raise NotImplementedError
+
+    @cached_property
+    def makes_w_again(self) -> bool:
+        """Whether backward makes the weight's column codes from the weight, rather than keep them. In the first step of
+        delayed scaling, forward's inverse scale is not at hand."""
+        return self.recompute_w_columns and self.weight == "plain" and "w" not in self.measured
+
+    @cached_property
+    def made_x(self) -> str:
+        """The orientation of x's codes that forward makes for backward: "" or "row", "column"."""
+        return "" if of_orientation(self.kept_x, self.x_pair) is None else self.kept_x
+
+    @cached_property
+    def made_w(self) -> str:
+        """The orientation of w's codes that forward makes for backward: "" or "row", "column"."""
+        return "" if of_orientation(self.kept_w, self.w_pair) is None else self.kept_w
+
+    # -- quantizers of both orientations, None for one that is not made ------------------------------------------------
+
+    @cached_property
+    def x_pair(self) -> QuantizerPair:
+        """The quantizers with which forward casts x."""
+        return self.quant.fprop.left, self.quant.wgrad.right if self.kept_x == "column" else None
+
+    @cached_property
+    def w_pair(self) -> QuantizerPair:
+        """The quantizers with which forward casts w."""
+        if self.weight != "plain":
+            return None, None
+        return self.quant.fprop.right, self.quant.dgrad.right if self.kept_w == "column" else None
+
+    @cached_property
+    def dy_pair(self) -> QuantizerPair:
+        """The quantizers with which backward casts dy."""
+        raise NotImplementedError
+
+    @cached_property
+    def is_stochastic(self) -> bool:
+        """Whether backward rounds stochastically."""
+        return any(spec is not None and spec.is_stochastic for spec in self.dy_pair)
+
+    # -- delayed scaling: where each operand's part of `Inputs.scaling` is ---------------------------------------------
+
+    @cached_property
+    def x_scaling(self) -> slice:
+        return cast_arguments.part_of(cast_arguments.X, self.measured)
+
+    @cached_property
+    def w_scaling(self) -> slice:
+        return cast_arguments.part_of(cast_arguments.W, self.measured)
+
+    @cached_property
+    def dy_scaling(self) -> slice:
+        """dy's part of `Inputs.scaling`; empty if backward does not cast dy."""
+        return slice(0) if self.dy_pair == (None, None) else cast_arguments.part_of(cast_arguments.DY, self.measured)
+
+    # -- the weight gradient -------------------------------------------------------------------------------------------
+
+    @cached_property
+    def returns_dw(self) -> bool:
+        """Whether backward returns a gradient of the weight: dw, or zeros that stand for it."""
+        return "w" in self.grads and not self.deferred_wgrad and (not self.main_grad or self.dummy_grad)
+
+    @cached_property
+    def dy_buffers(self) -> int:
+        """The number of buffers for dy that forward returns for a deferred dw."""
+        return dy_buffer_count(self.dy_pair[1]) if self.deferred_wgrad == "buffers" else 0
+
+    @cached_property
+    def output_parts(self) -> int:
+        """The number of tensors of a quantized y, the first of the extras."""
+        return 0
+
+    @cached_property
+    def group_tensors(self) -> int:
+        """The number of intermediates after x's that say where groups are."""
+        return 0
+
+    @cached_property
+    def dy_buffer_auxiliary(self) -> slice:
+        """The places of dy's buffers among the extras."""
+        return slice(self.output_parts, self.output_parts + self.dy_buffers)
+
+    @cached_property
+    def deferred_span(self) -> tuple[int, int]:
+        """The span of a deferred dw's tensors in a flat list of all that forward makes: dy's buffers, x as a copy or as
+        codes, and the places of groups."""
+        places = self.dy_buffer_auxiliary
+        spec = of_orientation(self.made_x, self.x_pair)
+        of_x = 1 if self.kept_x == "plain" else 0 if spec is None else 3 if spec.two_level else 2
+        return 1 + places.start, 1 + places.stop + of_x + self.group_tensors  # y is the first
+
+
+def of_orientation(orientation: str, pair: QuantizerPair) -> Quantizer | None:
+    """Return the quantizer of the "row" or of the "column"; None for any other word."""
+    return pair[0] if orientation == "row" else pair[1] if orientation == "column" else None
+
+
+@register("linear")
+class Config(LinearSettings):
+    """The settings of a call: with its tensors, they decide what it does."""
+
+    x: str = "plain"  # or "codes"
+    x_has_columns: bool = False  # the codes are there in both orientations
+    quantize_output: bool = False
+
+    @cached_property
+    def casts_x(self) -> bool:
+        return self.x == "plain" and super().casts_x
+
+    @cached_property
+    def wgrad_mode(self) -> str:
+        """The recipe's wgrad mode, except that x given as codes in long blocks cannot be transposed: its values are
+        used."""
+        spec = self.quant.fprop.left
+        if self.x == "codes" and self.quant.wgrad.mode != "dequantized" and not self.x_has_columns:
+            turns = self.quant.wgrad.mode == "quantized" and spec is not None and is_square(spec.block)
+            return "quantized" if turns else "dequantized"
+        return self.quant.wgrad.mode
+
+    @cached_property
+    def kept_x(self) -> str:
+        if "w" not in self.grads:
+            return ""
+        if self.x == "codes":
+            return "column" if self.x_has_columns and self.wgrad_mode == "quantized" else "row"
+        if self.x_columns == "backward" and self.wgrad_mode == "quantized":
+            return ""
+        return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.wgrad_mode]
+
+    @cached_property
+    def kept_w(self) -> str:
+        if "x" not in self.grads:
+            return ""
+        if self.weight == "held" and self.quant.dgrad.mode != "quantized":
+            return "row"
+        if self.makes_w_again and self.quant.dgrad.mode == "quantized":
+            return "again"
+        return {"quantized": "column", "high_precision": "plain", "dequantized": "row"}[self.quant.dgrad.mode]
+
+    @cached_property
+    def keeps_x_amax(self) -> bool:
+        """Whether forward keeps x's amax, which it measured: backward casts x's columns by it and does not measure."""
+        if self.x_columns != "backward" or not self.casts_x or "w" not in self.grads or self.kept_x:
+            return False
+        return "x" not in self.all_reduced and self._measures(self.quant.fprop.left, self.quant.wgrad.right)
+
+    @cached_property
+    def keeps_w_amax(self) -> bool:
+        """The same of w's amax. One that ranks agreed on is an input, and backward needs no other."""
+        if self.kept_w != "again" or "w" in self.all_reduced:
+            return False
+        return self._measures(self.quant.fprop.right, self.quant.dgrad.right)
+
+    def _measures(self, row: Quantizer | None, column: Quantizer | None) -> bool:
+        """Whether forward measures an amax of the whole tensor for the row, from which the column's scale follows."""
+        return not self.recipe.stateful and isinstance(row, Tensorwise) and row == column
+
+    @cached_property
+    def keeps_width(self) -> bool:
+        """Whether K must be kept separately: packed row codes do not tell their number of columns, and there may be no
+        saved operand at all."""
+        packed = self.quant.fprop.left is not None and self.quant.fprop.left.fmt.packed > 1
+        nothing = "w" in self.grads and not self.kept_x and not self.kept_w
+        return nothing or (packed and "row" in (self.kept_x, self.kept_w))
+
+    @cached_property
+    def x_pair(self) -> QuantizerPair:
+        if self.x == "codes":
+            return None, None
+        return super().x_pair
+
+    @cached_property
+    def dy_pair(self) -> QuantizerPair:
+        return (
+            self.quant.dgrad.left if "x" in self.grads else None,
+            self.quant.wgrad.left if "w" in self.grads and self.wgrad_mode == "quantized" else None,
+        )
+
+    @cached_property
+    def output_parts(self) -> int:
+        return self.quant.parts if self.quantize_output else 0

@@ -1,0 +1,62 @@
+"""Permute and Unpermute as operations of a Sequential: tokens to the rows of their experts, and back.
+
+`octavo.moe.Experts` is built of them. Outside of a Sequential use `octavo.moe.permute` and `octavo.moe.unpermute`.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from octavo.ops import permute_layer, unpermute_layer
+from octavo.ops.inputs import check_input
+from octavo.ops.operation import Edge, FusibleOperation
+from octavo.runtime.call import Stage
+from octavo.values import Value
+
+
+class Permute(FusibleOperation, nn.Module):
+    """Copies each token to the rows of its assignments. Its extra inputs are the positions [..., K] of a permutation
+    and the assignments [rows]. Rows after the last expert are left as the memory was."""
+
+    num_extra_inputs = 2
+    op_is_elementwise = True  # it copies or sums rows
+
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        return isinstance(config, permute_layer.Config)
+
+    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        check_input("Permute", x)
+        positions, assignments = extras
+        grads = "x" if x.requires_grad else ""
+        y = Edge((assignments.shape[0], x.shape[-1]), x.dtype, x.device, grads != "")
+        key = "permute(tail='untouched',grads='" + grads + "')"
+        return Stage("permute", key, (positions, assignments), (), grads != "", outputs=(y,))
+
+    def forward(self, input: Tensor, positions: Tensor, assignments: Tensor) -> Tensor:
+        y: Tensor = self.op_run(input, positions, assignments)
+        return y
+
+
+class Unpermute(FusibleOperation, nn.Module):
+    """Sums the rows of each token's assignments, each multiplied by its probability. Its extra inputs are the positions
+    [..., K] of a permutation, the assignments [rows] and the probabilities [..., K]."""
+
+    num_extra_inputs = 3
+    op_is_elementwise = True  # it copies or sums rows
+
+    @classmethod
+    def op_matches(cls, config: Value) -> bool:
+        return isinstance(config, unpermute_layer.Config)
+
+    def op_stage(self, x: Any, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
+        check_input("Unpermute", x)
+        positions, assignments, probs = extras
+        grads = ("x" if x.requires_grad else "") + ("p" if probs.requires_grad else "")
+        y = Edge((*positions.shape[:-1], x.shape[-1]), x.dtype, x.device, grads != "")
+        key = "unpermute(tail='untouched',grads='" + grads + "')"
+        return Stage("unpermute", key, (positions, assignments, probs, None), (), grads != "", outputs=(y,))
+
+    def forward(self, input: Tensor, positions: Tensor, assignments: Tensor, probs: Tensor) -> Tensor:
+        y: Tensor = self.op_run(input, positions, assignments, probs)
+        return y

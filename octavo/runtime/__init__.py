@@ -1,0 +1,19 @@
+"""The layer contract, and how a call of a layer runs: eagerly, as nodes of a graph, or replayed.
+
+    contract            what a layer defines: config, forward, abstract, save, backward; LAYERS finds it by name
+    chain               several layers as one, as a run of a Sequential needs it
+    stage, call         one call of a layer, and the decision between eager mode and graph nodes
+    eager               the autograd function of eager mode
+    replay/             recorded launches: on a GPU the third call of a kind runs a list instead of Python
+    graph_nodes         octavo::run and octavo::run_bwd, the two operators of every layer in a compiled graph
+    direct_calls        a node's call without torch's dispatcher, where a check in the process allows it
+    gradient_targets    where backward writes dw and running amaxes
+    named_gradients     gradients that a user's backward returns by name, in the order of the inputs
+    caller_memory       y and dx in memory of the caller
+
+    module -> Stage -> call -+- eager: replay? -> Layer.forward, save ... Layer.backward
+                             +- graph: octavo::run  ...  octavo::run_bwd
+
+Nothing here knows a module, a recipe's class (but for a message of `modified`) or a particular layer: layers register
+themselves. Modules and operations are in `octavo.ops`.
+"""

@@ -1,0 +1,274 @@
+"""The contract of a differentiable layer: a frozen config, and pure functions over tensors, in one file for each layer.
+
+`octavo.runtime` runs the contract, in eager mode and as nodes of a graph; `octavo.runtime.chain` runs several layers as
+one. The functions read nothing but their arguments: no module, no global, no environment, no clock. A config holds no
+tensors, and no shapes but the widths that gradients of users' operations are checked against; it crosses into a graph
+as the string that `octavo.values.parse` reads back.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from octavo import values
+from octavo.runtime.gradient_targets import Writes
+
+C = TypeVar("C")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}  # as configs name them
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Tensors = tuple[Tensor | None, ...]
+
+
+class ForwardResult(NamedTuple):
+    """The results of `forward`. Those of `abstract` have a TensorProto in place of each tensor."""
+
+    outputs: tuple[Any, ...]  # for the caller, differentiable
+    auxiliary: tuple[Any, ...]  # for the caller, without a gradient: amaxes to remember, codes of a quantized output
+    intermediates: tuple[Any, ...]  # for backward alone
+
+
+class Nothing(NamedTuple):
+    """A tuple without fields: the default of Fresh, Saved and Buffers."""
+
+
+class Layer:
+    """The interface of a layer. A subclass defines the members without a default here, and has one instance,
+    constructed from the layer's config and tuple classes.
+
+    Each of `Inputs`, `Fresh`, `Saved` and `Buffers` is a NamedTuple of tensors, None where a call has none. Their
+    fields determine how many tensors cross a node.
+    """
+
+    scales: ClassVar[tuple[str, ...]] = ()  # fields of Fresh that are scales: they leave a node flat
+    forks: ClassVar[bool] = False  # both outputs are x itself: a chain passes x on, and keeps it only once
+
+    def __init__(
+        self, config: Any, inputs: Any, intermediates: Any = Nothing, saved: Any = Nothing, buffers: Any = Nothing
+    ) -> None:
+        self.Config = config  # a registered Value: with the tensors, it decides what a call does
+        self.Inputs = inputs  # x is the first field; a field may be a tuple of tensors
+        self.Intermediates = intermediates  # tensors that forward makes for backward alone
+        self.Saved = saved  # tensors that backward needs
+        self.Buffers = buffers  # tensors that backward writes to besides its results
+        self.config: Callable[[str], Any] = _reader(config)  # parses a config's string; cached
+        self.title: str = config.registered_name  # for messages and reports
+        LAYERS[config.registered_name] = self
+
+    def title_of(self, config: Any) -> str:
+        """Return the name of a call in reports."""
+        return self.title
+
+    # -- the four that every layer defines -----------------------------------------------------------------------------
+
+    def forward(self, config: Any, inputs: Any) -> ForwardResult:
+        """Compute the outputs. It writes to nothing but an input that is the caller's memory for y, or outside of
+        graphs a running amax of x or of a weight."""
+        raise NotImplementedError
+
+    def abstract(self, config: Any, inputs: Any) -> ForwardResult:
+        """Return the shapes, dtypes and strides of forward's results, from inputs that are TensorProtos."""
+        raise NotImplementedError
+
+    def save(self, config: Any, inputs: Any, made: ForwardResult) -> Tensors:
+        """Select the tensors that backward needs, out of the inputs and forward's results. It creates none: a compiler
+        calls it a few times, on tensors without data, and never at a step."""
+        return ()
+
+    def backward(self, config: Any, saved: Any, buffers: Any, grads: Tensors, writes: Writes | None = None) -> Tensors:
+        """Return one gradient for each input, None where there is none. `grads` has one entry for each output. `writes`
+        collects the writes to `buffers` until the backward of a whole chain is done; if it is None, backward writes at
+        once."""
+        raise NotImplementedError
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def wants(self, config: Any) -> tuple[bool, ...]:
+        """Return, for each input, whether backward returns its gradient."""
+        raise NotImplementedError
+
+    def abstract_gradients(self, config: Any, saved: Any, *grads: Any) -> tuple[Any, ...]:
+        """Return the shapes and dtypes of backward's results, from saved tensors and gradients without data."""
+        raise NotImplementedError
+
+    def gradient_aliases(self, config: Any) -> dict[int, int]:
+        """Map each input whose gradient is another's to that one: the gradient of the output at -1 - value, or of the
+        input at value. A graph's node returns no tensor twice."""
+        return {}
+
+    def returned_elsewhere(self, config: Any) -> dict[int, int]:
+        """Map each input whose gradient lies in a buffer to the place of that buffer."""
+        return {}
+
+    def out_place(self, config: Any) -> int | None:
+        """The place among the inputs of the caller's memory for y; None if the layer takes none."""
+        return None
+
+    def has_backward(self, config: Any) -> bool:
+        """Whether backward has anything to do, which may be a write to a buffer alone."""
+        return any(self.wants(config)) or config.grads != ""
+
+    # -- how many tensors there are ------------------------------------------------------------------------------------
+
+    def outputs(self, config: Any) -> int:
+        """The number of outputs: y and the side outputs."""
+        return 1
+
+    def auxiliary(self, config: Any) -> int:
+        """The number of extras."""
+        return 0
+
+    def intermediates_size(self, config: Any) -> int:
+        """The number of intermediates, with those that are None."""
+        return len(self.Intermediates._fields)
+
+    def saved_size(self, config: Any) -> int:
+        """The number of saved tensors, with those that are None."""
+        return len(self.Saved._fields)
+
+    def buffers_size(self, config: Any) -> int:
+        """The number of buffers, with those that are None."""
+        return len(self.Buffers._fields)
+
+    def inputs_of(self, config: Any, fields: Sequence[Any]) -> Any:
+        """Make the layer's Inputs from these fields."""
+        return self.Inputs._make(fields)
+
+    # -- graphs --------------------------------------------------------------------------------------------------------
+
+    def graph_buffers(self, config: Any, *fields: Any) -> Any:
+        """The buffers, from the tensors that a graph passes along: one for each field of Buffers."""
+        return self.Buffers._make(fields)
+
+    def keeps_state(self, config: Any) -> bool:
+        """Whether a call reads or writes more than its inputs and outputs, such as main_grad or running amaxes. If so,
+        a user's fused operation cannot replace the layer."""
+        return False
+
+    def fills(self, config: Any) -> bool:
+        """Whether backward writes to tensors that forward made."""
+        return False
+
+    def flat_places(self, config: Any) -> tuple[int, ...]:
+        """The places among the intermediates that are scales. A graph has them flat: the size of a scale with two dims
+        is specialised for small batches."""
+        return tuple(self.Intermediates._fields.index(name) for name in self.scales)
+
+    def decided_by_layout(self, config: Any, side: str) -> bool:
+        """Whether the config and the layout of the tensors (shapes, strides, dtypes, alignment) determine all launches
+        of "forward" or "backward". They do not where a user's code takes part, or where launches depend on which
+        tensors of the caller overlap or are adjacent in memory."""
+        return True
+
+    def flops(self, config: Any, inputs: Any) -> int:
+        """Floating-point operations of forward's GEMMs."""
+        return 0
+
+    def gradient_flops(self, config: Any, saved: Any, *grads: Any) -> int:
+        """Floating-point operations of backward's GEMMs."""
+        return 0
+
+    # -- eager mode ----------------------------------------------------------------------------------------------------
+
+    def forward_and_save(self, config: Any, inputs: Any, saving: bool) -> tuple[ForwardResult, Tensors]:
+        """Run forward and, if `saving`, select what backward needs. A chain frees values that no stage keeps."""
+        made = self.forward(config, inputs)
+        return made, self.save(config, inputs, made) if saving else ()
+
+
+class WeightCast(NamedTuple):
+    """A cast of a weight into cached codes."""
+
+    weight: Tensor
+    row: Sequence[Tensor]  # the codes to overwrite, empty for an orientation that is not cached
+    column: Sequence[Tensor]
+    amaxes: Sequence[Tensor] = ()  # delayed: one tensor, of x's and w's amaxes so far, if they are observed
+    scaling: Sequence[Tensor] = ()  # delayed: w's inverse scale, and if it is measured how many amaxes it has seen
+    skip: Tensor | None = None  # on the device: where it is not zero, nothing is written
+    all_reduced: Sequence[Tensor] = ()  # the weight's amaxes by row and by column, where they are all-reduced
+
+
+class WeightLayer(Layer):
+    """A layer with a weight that recipes quantize: the weight may arrive as codes, and dw may be computed later."""
+
+    def abstract_weight(self, config: Any, weight: Any) -> tuple[Any, Any]:
+        """Row and column codes of a weight, without data; None for an orientation that the recipe does not use."""
+        raise NotImplementedError
+
+    def weight_codes(self, config: Any, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+        """The QTensor or GroupedTensor of a weight with these row codes; columns that GEMMs read besides are in it."""
+        raise NotImplementedError
+
+    def weight_values(self, config: Any, row: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The weight that row codes stand for."""
+        raise NotImplementedError
+
+    def refresh(self, config: Any, cast: WeightCast) -> None:
+        """Overwrite cached codes of a weight."""
+        raise NotImplementedError
+
+    def deferred_operands(self, config: Any, tensors: tuple[Tensor, ...], x: tuple[Tensor, ...], weight: Tensor) -> Any:
+        """The operands of a dw that a graph left to `backward_dw()`, from the tensors of its `deferred_span`; x is
+        given where the graph made no codes of it."""
+        raise NotImplementedError
+
+    def weight_gradient(self, config: Any, operands: Any, target: Any, writes: Writes | None = None) -> Tensor | None:
+        """Compute dw from its operands. With a target, the layer writes dw there, and returns None or zeros in its
+        place."""
+        raise NotImplementedError
+
+
+class FusedStep(Protocol):
+    """Runs several stages of a chain at once: forward, backward or both. Where a function is None, each stage runs its
+    own. The functions are those of a layer, with a list in place of each argument. A
+    `octavo.fusion.rule.FusedOperation` that defines them is a FusedStep."""
+
+    title: str
+    # configs and inputs of each stage: x is the first one's, None in the others
+    step_forward: Callable[[Sequence[Any], Sequence[Any]], list[ForwardResult]] | None
+    # configs, saved, buffers and grads of each stage; writes. Returns the gradients of each stage: a tuple with one for
+    # each input, or a dict by name
+    step_backward: Callable[..., list[Any]] | None
+
+
+LAYERS: dict[str, Any] = {}
+"""The registry of everything that a graph calls by name: layers by the names of their configs, and fused steps.
+
+Octavo and users register in the same way. An operation is a Layer (a user's: `octavo.fusion.custom.user_op.UserOp`). A
+fused operation is a FusedStep over stages, as Octavo's own are, or a Layer in place of them
+(`octavo.fusion.custom.user_fusion`).
+
+Additions that the registry is designed for:
+
+    legacy fuser_forward, with extras         `octavo.fusion.custom.legacy` has one call for single and fused
+                                              operations, with an entry for each operation: extra inputs become fields
+                                              beside its parameters, extra outputs an entry of what forward returns
+    keywords that are not tensors             a field of OpConfig beside `settings`: a value is part of the key, and
+                                              `all_settings` hands it to the functions
+    operations that emit codes                kinds of outputs in UserConfig, as `fresh` has kinds of intermediates:
+                                              `saved_values` packs and counts them, extras carry them out
+"""
+
+
+def import_layers(room: str, path: Iterable[str]) -> None:
+    """Import each file `*_layer.py` of a room: a layer enters LAYERS when its file is imported, and calls name it. No
+    list of layers is kept, so that a new file is found."""
+    for module in iter_modules(path):
+        if module.name.endswith("_layer"):
+            import_module(f"{room}.{module.name}")
+
+
+def _reader(kind: type[C]) -> Callable[[str], C]:
+    """Return a cached function that parses a config's string."""
+
+    @lru_cache(maxsize=4096)
+    def config(key: str) -> C:
+        parsed = values.parse(key)
+        assert isinstance(parsed, kind)
+        return parsed
+
+    return config

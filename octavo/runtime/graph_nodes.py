@@ -1,0 +1,608 @@
+"""The layer contract as nodes of a compiled graph: one differentiable forward node, one backward node, for any layer.
+
+    octavo::run     (Tensor[] tensors, str call) -> Tensor[]              outputs, auxiliary outputs, intermediates
+    octavo::run_bwd (Tensor[] tensors, str call, str mask, bool copies) -> Tensor[]    the gradients that were asked for
+
+The tensors of `run` are inputs, then buffers, in reverse: autograd adds the gradients of a tensor that is passed twice
+in this order, as it does for layers called one by one.
+
+The call is `layer|presence|buffers|config`: which of the layer's inputs are in the list, which buffers follow them,
+and the config's string, led by a digest of this package's sources. A compiler's disk cache keys on the graph, and a
+graph that calls the same op with the same string looks the same after `backward` was edited: hence the digest.
+
+A forward that writes y to the caller's memory is two nodes, since an operator that mutates has no gradient:
+
+    octavo::run_into (Tensor[] tensors, Tensor(a!) out, str call) -> (Tensor, ...)    auxiliary outputs and
+    intermediates, in as many
+                                                                                      places as INTO says
+    octavo::attach   (Tensor[] tensors, str call) -> Tensor                           one element that looks like y, and
+                                                                                      carries its gradient to run_bwd
+
+Codes leave a node as bytes and scales flat (`layer.flat_places`): bytes have no gradient by dtype, and a flat scale's
+size is not specialised for small batches. Writes to buffers are not declared to the compiler: an operator that mutates
+has no gradient, and a buffer that passed through forward cannot be mutated by a declared op once two microbatches are
+in flight. The backward node writes under a preserved version counter, and is marked to have effects. The forward node
+is not: a partitioner would run it in backward too, where its inputs are kept. It raises running amaxes, if it runs a
+second time to the same numbers. Other nodes that read or write amaxes declare it (`octavo.scaling.update_operators`),
+which keeps them in order. A forward whose results nothing uses does not run in a graph, and raises none.
+
+A gradient in the caller's memory (`dgrad_out`) is therefore no result of the backward node, and a compiler may read it
+before the node has run: a partitioner moves a product of such a gradient into the forward graph, where the memory holds
+the gradient of an earlier step. So the node returns a copy of it too, and operations of the graph read the copy. So
+does the caller, if x is an input of the graph: AOTAutograd gives inputs a grad_fn while it traces.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.node import has_side_effect
+from torch.utils.flop_counter import register_flop_formula
+
+from octavo._torch.autograd import current_graph_task, preserve_version_counter, saved_tensors_hooks
+from octavo._torch.inductor import DIRECT_CALLS, call_directly, is_loaded
+from octavo._torch.tracing import saved_elsewhere, while_tracing
+from octavo.errors import UnsupportedConfig
+from octavo.memory import refuse_shared_memory, span
+from octavo.quant.proto import TensorProto
+from octavo.quant.qtensor import Join
+from octavo.runtime import chain
+from octavo.runtime.adapter import Adapter
+from octavo.runtime.caller_memory import begin_write, begin_write_at, keep, refuse_overlap
+from octavo.runtime.contract import LAYERS, ForwardResult, Layer, WeightCast
+from octavo.runtime.driven import driven
+from octavo.runtime.modified import explain_modified, title_of
+from octavo.runtime.packing import pack, packing
+from octavo.runtime.stage import Stage
+from octavo.runtime.transforms import why_active
+
+# rooms on which no node's result depends; every other file is part of the digest, that of a new room too
+NOT_IN_GRAPHS = ("checkpoints", "cli", "demo", "distributed", "integrations", "model")
+
+
+def digest(root: Path) -> str:
+    """Eight hex digits of every source file of the package that a node's result may depend on."""
+    hashed = hashlib.sha256()
+    for room in NOT_IN_GRAPHS:
+        if not (root / room).is_dir():
+            raise FileNotFoundError(
+                f"octavo.runtime.graph_nodes leaves the room {room!r} out of the digest of its graphs, and there is "
+                "none. Rename it in NOT_IN_GRAPHS too."
+            )
+    for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).parts[0] not in NOT_IN_GRAPHS:
+            hashed.update(path.read_bytes())
+    return hashed.hexdigest()[:8]
+
+
+DIGEST = digest(Path(__file__).parent.parent)
+_CODES = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+class _Crossing(Adapter):
+    """A layer as a node runs it: codes leave forward as bytes, and scales flat."""
+
+    def forward(self, config: Any, inputs: Any) -> ForwardResult:
+        return _crossing(self.flat_places(config), self.layer.forward(config, inputs))
+
+
+def _crossing(flat: tuple[int, ...], made: ForwardResult) -> ForwardResult:
+    """Convert forward's results to the form in which they leave a node. `flat` are the places of scales among the fresh
+    tensors."""
+    intermediates = [
+        t.as_strided((t.numel(),), (1,)) if t is not None and i in flat else t for i, t in enumerate(made.intermediates)
+    ]
+    return ForwardResult(*(
+        tuple([t.view(torch.uint8) if t is not None and t.dtype in _CODES else t for t in group])
+        for group in (made.outputs, made.auxiliary, intermediates)
+    ))  # fmt: skip
+
+
+@cache
+def _node(name: str) -> Layer:
+    return _Crossing(LAYERS[name])
+
+
+class NodeCall:
+    """A node's call string, parsed, and what its operators do."""
+
+    def __init__(self, text: str) -> None:
+        _, name, presence, buffers, key = text.split("|", 4)
+        self.is_chain = name == "chain"
+        self.layer = driven(_node(name))
+        self.unreplayed = _node(name)
+        self.config = self.layer.config(key)
+        self.presence, self.buffers = packing(presence), packing(buffers)  # of the layer's inputs, and of its buffers
+        self.count, self.written = self.presence.count, self.buffers.count
+        self.fills = self.layer.fills(self.config)
+        self.writes = self.written > 0 or self.fills  # whether backward writes to saved tensors
+        # inputs whose gradient is a buffer of the caller's, and where among the buffers it is
+        self.elsewhere = {i: self.buffers.starts[at] for i, at in self.layer.returned_elsewhere(self.config).items()}
+        self.passed = self.layer.gradient_aliases(self.config)  # inputs whose gradient is another's
+        # whether the gradient of an input is one of these, which backward's node does not return
+        self.theirs = [i in self.elsewhere or i in self.passed for i in range(len(self.presence.starts))]
+
+    def run(self, layer: Layer, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Run forward on the tensors of `octavo::run`, by the layer itself or by one that replays it."""
+        return _listed(layer.forward(self.config, self.inputs(tensors[::-1])))
+
+    def run_backward(self, layer: Layer, tensors: Sequence[Tensor], mask: str, copies: bool) -> list[Tensor]:
+        """Run backward on the tensors of `octavo::run_bwd`, by the layer itself or by one that replays it."""
+        saved, dys = self.split(tensors, mask)
+        found = self.returned(layer.backward(self.config, saved, self.buffers_of(tensors), dys))
+        return [*found, *[tensors[at].clone() for at in self.elsewhere.values()]] if copies else found
+
+    def refuse(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse calls whose backward would write to the wrong memory; `tensors` lists inputs, then buffers."""
+        if self.writes:
+            _refuse_hooks(self)
+            self.refuse_overlaps(tensors)
+
+    def begin_writes(self, tensors: Sequence[Tensor]) -> None:
+        """Note that this backward writes gradients to buffers of the caller's."""
+        for at in self.elsewhere.values():
+            task = current_graph_task()
+            begin_write(tensors[at], task)
+            keep(tensors[at], None, task)
+
+    def written_by_backward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The tensors of `octavo::run_bwd` that it may write to."""
+        return tuple(tensors if self.fills else tensors[: self.written])
+
+    def split(self, tensors: Sequence[Tensor], mask: str) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+        """Split the tensors after the buffers: those that `save` chose, and a gradient for each output."""
+        rest, kept = tensors[self.written :], packing(mask)
+        return tuple(kept.unpack(rest)), tuple(rest[kept.count :])
+
+    def inputs(self, tensors: Sequence[Any]) -> Any:
+        """The layer's inputs, from the head of the list."""
+        return self.layer.Inputs._make(self.presence.unpack(tensors))
+
+    def inputs_into(self, tensors: Sequence[Any], out: Tensor) -> Any:
+        """The layer's inputs, with the caller's memory for y."""
+        fields = list(self.presence.unpack(tensors))
+        at = self.layer.out_place(self.config)
+        assert at is not None
+        fields[at] = out
+        return self.layer.Inputs._make(fields)
+
+    def refuse_out(self, tensors: Sequence[Tensor], nbytes: int) -> None:
+        """Refuse memory for y, `nbytes` bytes from where the last tensor begins, that overlaps an input of a chain: any
+        stage may keep its inputs for backward. A single layer knows what it keeps."""
+        place = tensors[-1]
+        first = place.untyped_storage().data_ptr() + int(place.storage_offset()) * place.element_size()
+        for t in tensors[: self.count] if self.is_chain else ():
+            start, end = span(t)
+            if start < first + nbytes and first < end:
+                refuse_shared_memory("out", f"{t.dtype} {tuple(t.shape)}, which an operation of the run takes")
+
+    def refuse_overlaps(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse gradient buffers that overlap inputs; `tensors` lists both."""
+        for at in self.elsewhere.values():
+            refuse_overlap(tensors[self.count + at], tensors[: self.count])
+
+    def returned(self, grads: Sequence[Any]) -> list[Any]:
+        """The gradients that backward's node returns: none that is another's, or lies in a buffer."""
+        return [g for g, theirs in zip(grads, self.theirs, strict=False) if g is not None and not theirs]
+
+    def buffers_of(self, tensors: Sequence[Tensor]) -> Any:
+        """The layer's buffers, from the head of the list."""
+        return self.layer.graph_buffers(self.config, *self.buffers.unpack(tensors)) if self.written else self.no_buffers
+
+    @cached_property
+    def no_buffers(self) -> Any:
+        return self.layer.graph_buffers(self.config, *self.buffers.unpack(()))
+
+
+@lru_cache(maxsize=4096)
+def node_call(text: str) -> NodeCall:
+    return NodeCall(text)
+
+
+def _listed(made: ForwardResult) -> list[Tensor]:
+    """Return outputs, auxiliary outputs and intermediates in a row."""
+    return [t for group in made for t in group if t is not None]
+
+
+@torch.library.custom_op("octavo::run", mutates_args=())
+def _run(tensors: list[Tensor], call: str) -> list[Tensor]:
+    parsed = node_call(call)
+    parsed.refuse(tensors[::-1])
+    return parsed.run(parsed.layer, tensors)
+
+
+def _refuse_hooks(parsed: NodeCall) -> None:
+    """Refuse hooks on saved tensors: writes to a hook's copy are lost, and so are the tensors that backward fills, if
+    forward is run again."""
+    if saved_elsewhere():
+        raise UnsupportedConfig(
+            "In a graph, saved_tensors_hooks (save_on_cpu) cannot be used with state that backward writes: "
+            "fp8-delayed's amax, nvfp4's counter, main_grad, dgrad_out, delay_wgrad_compute. Leave the hooks out, or "
+            "run the layer in eager mode, where both work."
+        )
+    if parsed.fills and saved_tensors_hooks(True):
+        raise UnsupportedConfig(
+            "In a graph, delay_wgrad_compute=True cannot be used inside torch.utils.checkpoint: the forward that runs "
+            "again would take the operands of dw. Leave one of the two out, or run the layer in eager mode."
+        )
+
+
+@_run.register_fake
+def _(tensors: list[Tensor], call: str) -> list[Tensor]:
+    if is_loaded() and DIRECT_CALLS.is_on():
+        _call_directly()
+    return _listed(_fakes(node_call(call), tensors[::-1]))
+
+
+@cache
+def _call_directly() -> None:
+    """Make Inductor's code call the functions of `octavo.runtime.direct_calls` in place of the two operators. Inductor
+    is not imported for this: it was, if it is to compile the graph whose tensors are made up here."""
+    call_directly(torch.ops.octavo.run.default, "octavo.runtime.direct_calls.forward", _makes_intermediates)
+    call_directly(torch.ops.octavo.run_bwd.default, "octavo.runtime.direct_calls.backward", _makes_fresh_gradients)
+
+
+def _makes_intermediates(call: str) -> bool:
+    """Whether no result of a forward node is a part of other memory, as a user's operation may return one."""
+    parsed = node_call(call)
+    return parsed.layer.decided_by_layout(parsed.config, "forward")
+
+
+def _makes_fresh_gradients(call: str, mask: str, copies: bool) -> bool:
+    parsed = node_call(call)
+    return parsed.layer.decided_by_layout(parsed.config, "backward")
+
+
+def _fakes(parsed: NodeCall, tensors: list[Tensor]) -> ForwardResult:
+    said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
+    made = ForwardResult(*(tuple(None if p is None else p.empty() for p in group) for group in said))
+    return _crossing(parsed.layer.flat_places(parsed.config), made)
+
+
+@torch.library.custom_op("octavo::run_bwd", mutates_args=())
+def _run_bwd(tensors: list[Tensor], call: str, mask: str, copies: bool) -> list[Tensor]:
+    parsed = node_call(call)
+    parsed.begin_writes(tensors)
+    with preserve_version_counter(parsed.written_by_backward(tensors)):
+        return parsed.run_backward(parsed.layer, tensors, mask, copies)
+
+
+@_run_bwd.register_fake
+def _(tensors: list[Tensor], call: str, mask: str, copies: bool) -> list[Tensor]:
+    parsed = node_call(call)
+    saved, dys = parsed.split(tensors, mask)
+    found = [p.empty() for p in parsed.returned(parsed.layer.abstract_gradients(parsed.config, saved, *dys))]
+    return [*found, *[torch.empty_like(tensors[at]) for at in parsed.elsewhere.values()]] if copies else found
+
+
+has_side_effect(torch.ops.octavo.run_bwd.default)
+
+
+def _set_up(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:
+    tensors, call = inputs
+    outputs = _save(ctx, tensors[::-1], call, output)
+    ctx.mark_non_differentiable(*output[outputs:])
+
+
+def _save(ctx: Any, tensors: list[Tensor], call: str, made: list[Tensor]) -> int:
+    """Save what the layer's `save` chooses out of the inputs and forward's results. Returns the number of outputs."""
+    parsed = node_call(call)
+    said = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors]))
+    rest = iter(made)
+    found = ForwardResult(*(tuple(None if p is None else next(rest) for p in group) for group in said))
+    saved = parsed.layer.save(parsed.config, parsed.inputs(tensors), found)
+    kept = tensors[parsed.count : parsed.count + parsed.written]
+    ctx.mask = pack(saved, kept)
+    ctx.save_for_backward(*kept)
+    ctx.call, ctx.total, ctx.outputs = call, len(tensors), said.outputs
+    # without a grad_fn no operation of a graph made x, and none reads its gradient
+    ctx.copies = any(tensors[parsed.presence.starts[i]].grad_fn is not None for i in parsed.elsewhere)
+    ctx.set_materialize_grads(False)
+    return len(said.outputs)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    found: list[Tensor | None] = [None] * ctx.total
+    if all(g is None for g in grads[: len(ctx.outputs)]):
+        return found, None
+    parsed = node_call(ctx.call)
+    try:
+        kept = ctx.saved_tensors
+    except RuntimeError as error:
+        explain_modified(error, title_of(None, parsed.layer), ctx.call)
+        raise
+    dys = [_zeros(p) if g is None else g for p, g in zip(ctx.outputs, grads, strict=False)]
+    made = torch.ops.octavo.run_bwd([*kept, *dys], ctx.call, ctx.mask, ctx.copies)
+    results, copies = iter(made), iter(made[len(made) - len(parsed.elsewhere) :])
+    places = parsed.presence.starts  # of each input among the tensors
+    for i, wanted in enumerate(parsed.layer.wants(parsed.config)):
+        if i in parsed.elsewhere:
+            found[places[i]] = next(copies) if ctx.copies else kept[parsed.elsewhere[i]]
+        elif wanted and i not in parsed.passed:
+            found[places[i]] = next(results)
+    for i, other in parsed.passed.items():
+        found[places[i]] = found[places[other]] if other >= 0 else dys[-1 - other]
+    return found, None
+
+
+def _zeros(p: TensorProto) -> Tensor:
+    return torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+
+
+def _run_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    return _backward(ctx, grads)[0][::-1], None
+
+
+_run.register_autograd(_run_backward, setup_context=_set_up)
+
+
+@register_flop_formula(torch.ops.octavo.run, get_raw=True)  # type: ignore[untyped-decorator]
+def _(tensors: list[Tensor], call: str, **_: Any) -> int:
+    parsed = node_call(call)
+    return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors[::-1])))
+
+
+@register_flop_formula(torch.ops.octavo.run_bwd, get_raw=True)  # type: ignore[untyped-decorator]
+def _(tensors: list[Tensor], call: str, mask: str, copies: bool, **_: Any) -> int:
+    parsed = node_call(call)
+    saved, dys = parsed.split(tensors, mask)
+    return int(parsed.layer.gradient_flops(parsed.config, saved, *dys))
+
+
+# -- y in memory of the caller's -----------------------------------------------------------------------------------
+
+# places of each: an operator that mutates returns a fixed number of tensors
+INTO = {"run_into": 20, "run_into_chain": 48, "run_into_long_chain": 192}
+
+
+def _define_into(name: str, places: int) -> Any:
+    """Define the operator of this name, which returns as many tensors as it has places."""
+
+    @torch.library.custom_op(
+        f"octavo::{name}",
+        mutates_args=("out",),
+        schema=f"(Tensor[] tensors, Tensor(a!) out, str call) -> ({', '.join(['Tensor'] * places)})",
+    )
+    def operator(tensors: list[Tensor], out: Tensor, call: str) -> tuple[Tensor, ...]:
+        parsed = node_call(call)
+        parsed.refuse(tensors)
+        parsed.refuse_out(tensors, out.nbytes)
+        begin_write_at(tensors[-1], out.nbytes)
+        begin_write(out)
+        made = parsed.layer.forward(parsed.config, parsed.inputs_into(tensors, out))
+        keep(out, out)  # y will be a view of it
+        return _in_places(made, out, places)
+
+    @operator.register_fake
+    def _(tensors: list[Tensor], out: Tensor, call: str) -> tuple[Tensor, ...]:
+        return _in_places(_fakes(node_call(call), tensors), out, places)
+
+    @register_flop_formula(getattr(torch.ops.octavo, name), get_raw=True)  # type: ignore[untyped-decorator]
+    def _(tensors: list[Tensor], out: Tensor, call: str, **_: Any) -> int:
+        parsed = node_call(call)
+        return int(parsed.layer.flops(parsed.config, parsed.inputs(tensors)))
+
+    return operator
+
+
+def _in_places(made: ForwardResult, out: Tensor, places: int) -> tuple[Tensor, ...]:
+    """Auxiliary outputs and intermediates, with empty tensors in the places that are left."""
+    found = _listed(made._replace(outputs=()))
+    return (*found, *[out.new_empty(0) for _ in range(places - len(found))])
+
+
+for _name, _places in INTO.items():
+    _define_into(_name, _places)
+
+# all operators whose schema does not tell everything that they write; docs/compile.md lists what, and why
+UNDECLARED_WRITES = [getattr(torch.ops.octavo, name).default for name in ("run", "run_bwd", *INTO)]
+
+
+@torch.library.custom_op("octavo::attach", mutates_args=())
+def _attach(tensors: list[Tensor], call: str) -> Tensor:
+    return _anchor(node_call(call), tensors)
+
+
+@_attach.register_fake
+def _(tensors: list[Tensor], call: str) -> Tensor:
+    return _anchor(node_call(call), tensors)
+
+
+def _anchor(parsed: NodeCall, tensors: list[Tensor]) -> Tensor:
+    y = parsed.layer.abstract(parsed.config, parsed.inputs([TensorProto.of(t) for t in tensors])).outputs[0]
+    return torch.zeros(1, dtype=y.dtype, device=y.device).expand(y.shape)
+
+
+def _set_up_anchor(ctx: Any, inputs: tuple[list[Tensor], str], output: Tensor) -> None:
+    tensors, call = inputs
+    parsed = node_call(call)
+    _save(ctx, tensors, call, [output, *tensors[parsed.count + parsed.written :]])
+
+
+_attach.register_autograd(lambda ctx, dy: _backward(ctx, [dy]), setup_context=_set_up_anchor)
+
+
+# -- cached weights --------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("octavo::refresh", mutates_args=("row", "column", "amaxes"))
+def _refresh(
+    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
+    skip: Tensor | None, all_reduced: list[Tensor], call: str,
+) -> None:  # fmt: skip
+    _, name, key = call.split("|", 2)
+    layer = LAYERS[name]
+    layer.refresh(layer.config(key), WeightCast(weight, row, column, amaxes, scaling, skip, all_reduced))
+
+
+@_refresh.register_fake
+def _(
+    weight: Tensor, row: list[Tensor], column: list[Tensor], amaxes: list[Tensor], scaling: list[Tensor],
+    skip: Tensor | None, all_reduced: list[Tensor], call: str,
+) -> None:  # fmt: skip
+    return None
+
+
+def refresh(name: str, key: str, cast: WeightCast) -> None:
+    """Quantize a weight into cached codes, in place: the node before the layer's own."""
+    parts = [list(group) for group in (cast.row, cast.column, cast.amaxes, cast.scaling)]
+    torch.ops.octavo.refresh(cast.weight, *parts, cast.skip, list(cast.all_reduced), DIGEST + "|" + name + "|" + key)
+
+
+advanced = [0]  # steps of optimizers that graphs have taken: a graph must not guard on a number that changes
+told: list[Callable[[Sequence[Tensor]], None]] = []  # functions that get the weights of each of these steps
+
+
+@torch.library.custom_op("octavo::advance", mutates_args=())
+def _advance(weights: Sequence[Tensor]) -> None:
+    """Advance versions when the graph runs: an optimizer in it is about to write to these weights."""
+    torch.autograd.graph.increment_version(list(weights))
+    advanced[0] += 1
+    for tell in told:
+        tell(weights)
+
+
+@_advance.register_fake
+def _(weights: Sequence[Tensor]) -> None:
+    return None
+
+
+has_side_effect(torch.ops.octavo.advance.default)
+
+
+@torch.library.custom_op("octavo::weight_values", mutates_args=())
+def _weight_values(row: list[Tensor], shape: list[int], dtype: torch.dtype, call: str) -> Tensor:
+    _, name, key = call.split("|", 2)
+    layer = LAYERS[name]
+    found: Tensor = layer.weight_values(layer.config(key), row, tuple(shape), dtype)
+    return found.contiguous()
+
+
+@_weight_values.register_fake
+def _(row: list[Tensor], shape: list[int], dtype: torch.dtype, call: str) -> Tensor:
+    return row[0].new_empty(shape, dtype=dtype)
+
+
+def weight_values(name: str, key: str, row: Sequence[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The values that the row codes of a weight stand for."""
+    found: Tensor = torch.ops.octavo.weight_values(list(row), list(shape), dtype, DIGEST + "|" + name + "|" + key)
+    return found
+
+
+@torch.library.custom_op("octavo::anchor", mutates_args=())
+def _quantized_anchor(parts: list[Tensor], shape: list[int]) -> Tensor:
+    return parts[0].new_zeros(1).expand(shape)
+
+
+@_quantized_anchor.register_fake
+def _(parts: list[Tensor], shape: list[int]) -> Tensor:
+    return parts[0].new_zeros(1).expand(shape)
+
+
+def _anchor_gradient(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None]:
+    return [grad] if ctx.number == 1 else list(grad.unbind()), None
+
+
+def _count_parts(ctx: Any, inputs: tuple[list[Tensor], list[int]], output: Tensor) -> None:
+    ctx.number = len(inputs[0])
+
+
+_quantized_anchor.register_autograd(_anchor_gradient, setup_context=_count_parts)
+
+
+def anchor(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """A one-element tensor that looks like the weight that consists of `parts`, and passes its gradient to them."""
+    found: Tensor = torch.ops.octavo.anchor(list(parts), list(shape))
+    return found
+
+
+def layer_named(name: str) -> Any:
+    """The layer of this name in a call."""
+    return LAYERS[name]
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+def _call_string(stage: Stage, x: Any, tensors: list[Tensor]) -> str:
+    """The string of a call, whose inputs and buffers are added to `tensors`."""
+    presence = pack((x, *stage.inputs), tensors)
+    call = DIGEST + "|" + stage.name + "|" + presence + "|" + pack(stage.buffers, tensors) + "|" + stage.key
+    if why := _unsupported_reason():
+        raise UnsupportedConfig(why)
+    return call
+
+
+def run(stage: Stage, x: Any) -> list[Tensor]:
+    """Run one call as one node of the graph being traced. Returns outputs, auxiliary outputs and intermediates."""
+    tensors: list[Tensor] = []
+    call = _call_string(stage, x, tensors)
+    found: list[Tensor] = torch.ops.octavo.run(tensors[::-1], call)
+    return found
+
+
+def run_into(stage: Stage, x: Any, out: Tensor, shape: tuple[int, ...]) -> list[Tensor]:
+    """Run one call as `run` does, with y in `out`. The first result is `out` itself in this shape, as part of the
+    graph."""
+    tensors: list[Tensor] = []
+    call = _call_string(stage, x, tensors)
+    name = "run_into" if stage.name != "chain" else _into_chain(stage.key)
+    operator = getattr(torch.ops.octavo, name)
+    with torch.no_grad():
+        # an empty view that tells where `out` is: a compiler may pass a copy of a tensor that is written to
+        place = out.detach()[:0]
+        made = list(operator([*[t.detach() for t in tensors], place], out, call))
+    anchor = torch.ops.octavo.attach([*tensors, *made], call)
+    # viewed before it is joined: the compiler would make a later view a leaf, and lose its gradient
+    return [Join.apply(out.view(shape), anchor.view(shape)), *made]  # type: ignore[no-untyped-call]
+
+
+@while_tracing
+def _into_chain(key: str) -> str:
+    """The operator that has a place for each tensor that this chain makes."""
+    config = chain.layer.config(key)
+    count = chain.layer.auxiliary(config) + chain.layer.intermediates_size(config)
+    found = next((name for name, places in INTO.items() if count <= places), None)
+    if found is None:
+        raise UnsupportedConfig(
+            f"In a graph, a run with memory for y hands at most {max(INTO.values())} tensors to backward, and this run "
+            f"of {len(config.stages)} operations {count}. Cut the Sequential into two, or pass no out."
+        )
+    return found
+
+
+def sac_save_ops() -> tuple[Callable[..., Any], ...]:
+    """Returns the operators that a selective activation checkpoint should save.
+
+    A policy that saves them keeps the outputs and codes of Octavo's layers, so that backward does not run their forward
+    again.
+
+    Returns:
+        The forward operators of all layers, as a checkpoint's policy receives them.
+
+    Example:
+        >>> from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+        >>> def policy(context, op, *args, **kwargs):
+        ...     saves = op in octavo.sac_save_ops()
+        ...     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+        >>> layer = octavo.Linear(16, 8, recipe="fp8-block")
+        >>> contexts = lambda: create_selective_checkpoint_contexts(policy)
+        >>> checkpoint(layer, torch.ones(4, 16), use_reentrant=False, context_fn=contexts).shape
+        torch.Size([4, 8])
+    """
+    return torch.ops.octavo.run.default, *[getattr(torch.ops.octavo, name).default for name in INTO]
+
+
+@while_tracing
+def _unsupported_reason() -> str:
+    """The reason why this tracer cannot record a layer; empty if it can."""
+    if torch.onnx.is_in_onnx_export():
+        return (
+            "torch.onnx.export has no operators for Octavo's layers: ONNX knows neither their codes nor their scales. "
+            "Call octavo.revert(model) first, which brings torch's own layers back, and export that."
+        )
+    return why_active()

@@ -1,0 +1,25 @@
+"""A call of a layer without its x, as a value."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Stage(NamedTuple):
+    """One operation's part in one call: all of a layer's call but x."""
+
+    name: str  # of the layer
+    key: str  # of its config
+    inputs: tuple[Any, ...]  # but for x
+    buffers: tuple[Any, ...]  # that backward writes to besides its results
+    needs: bool  # whether it wants any gradient
+    width: int | None = None  # y's last dim; None: x's
+    outputs: tuple[Any, ...] = ()  # y and side outputs, as Edges, of an operation that describes them itself
+    anchored: bool = False  # backward must run for its writes, though no input takes a gradient
+    unchanged: Sequence[Tensor] = ()  # tensors that must not be written to before backward
+    out: Tensor | None = None  # the caller's memory for y
+    after: Any = None  # called with its extras, once forward has run
+    # all that decided this stage but for the layout of its tensors; None: calls like it are not known again
+    settings: tuple[Any, ...] | None = None
+    like: Any = None  # an earlier call that this one is like, as `octavo.runtime.call.like` found it

@@ -1,0 +1,361 @@
+"""A module's delayed-scaling memory: two `DelayedState`s in its hidden buffers, and a watch over
+whether they are stepped.
+
+forward     slots x and w        observed in forward
+backward    slot dy              observed in backward, in a buffer that forward never writes
+
+Until a step has seen an operand, calls measure it (`cold_start="current"`). The device knows which operands were seen,
+and then uses the slot's inverse scale, even in a call that was told to measure. `uncalibrated`, the host's copy of that
+knowledge, is updated after a step, and allows calls that do not measure: fused ones. An operand of several experts was
+seen once that of one of them was, and the others take the smallest inverse scale of those that were
+(`octavo.scaling.delayed_state.lend`)."""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from octavo._torch.dispatcher import dispatch_depth
+from octavo._torch.fakes import FakeTensor
+from octavo._torch.tracing import while_tracing
+from octavo.errors import UnsupportedConfig, warn_caller
+from octavo.recipes import Delayed, Recipe
+from octavo.scaling.cast_arguments import LETTERS
+from octavo.scaling.delayed_state import KEPT, DelayedState, lend
+
+DIRECTIONS = ("forward", "backward")
+BUFFER_NAMES = {
+    direction: {field.name: f"scaling_{direction}_{field.name}" for field in fields(DelayedState)}
+    for direction in DIRECTIONS
+}
+FORWARD, BACKWARD = (BUFFER_NAMES[direction] for direction in DIRECTIONS)
+BUFFERS = tuple(name for names in BUFFER_NAMES.values() for name in names.values())
+OPERANDS = {"forward": 2, "backward": 1}  # whose slots are in a direction's buffers, one operand after the other
+PATIENCE = 1024  # training forwards without a step before a warning
+CLOSURES = 32  # changes of a weight that a step of an attached optimizer may make: LBFGS calls the model up to 25 times
+LOOKS = 8  # the host asks the device what it has seen after each of this many steps,
+LATER = 64  # and then once in this many
+
+
+_LISTENERS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # modules whose memory must be stepped
+ATTACHMENTS: "weakref.WeakSet[Any]" = weakref.WeakSet()  # of `octavo.attach`: each steps the modules in its `layers`
+
+
+def listen(module: nn.Module) -> None:
+    """Count the steps of any optimizer that has this module's parameters."""
+    _hear_optimizers()
+    _LISTENERS.add(module)
+
+
+@cache
+def _hear_optimizers() -> None:
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        moved = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        updated = []
+        for module in list(_LISTENERS):
+            parameters = (
+                [p for p in module._trained_by() if id(p) in moved] if module._scaling.recipe is not None else []
+            )
+            if parameters:
+                module._scaling.updated(sum([p._version for p in parameters]))
+                updated.append(module._scaling)
+        late = [scaling for scaling in updated if scaling.is_late()]
+        for scaling in late:  # once a model, not once a layer
+            scaling.said = True
+        if late:
+            say_late()
+
+    register_optimizer_step_post_hook(after)
+
+
+class DelayedScaling:
+    """Tracks the recipe that a module's memory follows, and what happened since the memory was last stepped. Holds no
+    tensor of its own."""
+
+    def __init__(self) -> None:
+        self.recipe: Delayed | None = None
+        self.slots = 1  # of each operand, in a row, that lend inverse scales to each other
+        self.uncalibrated = ""  # letters of x, w, dy that no step is known to have seen
+        self._asked = ""  # those of them that calls measured
+        self._steps = 0  # octavo.steps since _asked last grew
+        self._forwards = 0
+        self._version: int | None = None  # of the weight, when it was last seen
+        self._updates = 0  # of the weight since the last step
+        self._counted: int | None = None  # the version of the weights that the last of them made
+        self.said = False  # whether it has warned that a step is overdue
+        self.origin = ""  # of the memory: loaded "state", its "own" steps, or "weights" that were loaded alone
+        self.all_reduced_number = 0  # of amaxes that all ranks were found to have, at the model's first layer
+        # a buffer, its address, and views of it: making them takes longer than launching a kernel
+        self._views: dict[str, tuple[Tensor, int, tuple[Tensor, ...]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy has weights of other versions, and forwards and updates of its own to come
+        return {**self.__dict__, "_views": {}, "_version": None, "_counted": None, "_forwards": 0, "_updates": 0,
+                "all_reduced_number": 0}  # fmt: skip
+
+    def unsupported_reason(self, recipe: Recipe) -> str:
+        """The reason why this memory cannot follow a recipe; empty if it can."""
+        if self.recipe is None or self.recipe == recipe:
+            return ""
+        return f"it remembers amaxes for {self.recipe}, and one window cannot follow {recipe} too"
+
+    def install(self, module: Any, recipe: Recipe, device: torch.device, slots: int) -> None:
+        """Make the buffers, once, with `slots` slots for each of x, w and dy."""
+        if self.recipe == recipe:
+            return
+        if why := self.unsupported_reason(recipe):
+            raise UnsupportedConfig(
+                f"This layer cannot run in {recipe}: {why}. Give each delayed recipe a layer of its own, or "
+                "octavo.revert(model) and convert again."
+            )
+        assert isinstance(recipe, Delayed)
+        quant = recipe.gemms()
+        first, second = quant.fprop.left, quant.dgrad.left
+        assert first is not None and second is not None
+        formats = {"forward": (first.fmt, first.fmt) * slots, "backward": (second.fmt,) * slots}
+        with torch.inference_mode(False):  # made at a first forward there, it must still serve training
+            for direction in DIRECTIONS:
+                state = DelayedState.create(formats[direction], recipe.history, device)
+                for field, tensor in state.tensors().items():
+                    module._hidden.put(BUFFER_NAMES[direction][field], tensor)
+        self.recipe = recipe
+        measures = recipe.cold_start == "current"
+        self.uncalibrated, self.slots = (_cast(recipe), slots) if measures else ("", 1)
+        listen(module)
+
+    def forget_views(self) -> None:
+        self._views.clear()
+
+    def drop(self, module: Any) -> None:
+        _LISTENERS.discard(module)
+        self.forget_views()
+        module._hidden.drop(BUFFERS)
+        self.recipe = None
+        self.uncalibrated = self._asked = self.origin = ""
+        self._forwards = self._updates = 0
+
+    def state(self, module: Any, direction: str) -> DelayedState:
+        buffers = module._hidden._buffers
+        return DelayedState(**{field: buffers[name] for field, name in BUFFER_NAMES[direction].items()})
+
+    def inputs(self, module: Any, measured: str = "") -> tuple[Tensor, ...]:
+        """Inverse scales of x, w, dy, and if one is measured how many amaxes each has seen: views of the buffers."""
+        assert self.recipe is not None
+        buffers = module._hidden._buffers
+        inverse_scales = *self._pair(buffers, FORWARD["inverse_scale"]), buffers[BACKWARD["inverse_scale"]]
+        if not measured:
+            return inverse_scales
+        return *inverse_scales, *self._pair(buffers, FORWARD["head"]), buffers[BACKWARD["head"]]
+
+    def running_amaxes(self, module: Any) -> tuple[Tensor, ...]:
+        """Running amaxes of x and w: views of a buffer."""
+        return self._pair(module._hidden._buffers, FORWARD["running_amax"])
+
+    def _pair(self, buffers: Any, name: str) -> tuple[Tensor, ...]:
+        """x's part and w's of a buffer, as views that are made once for each buffer."""
+        buffer = buffers[name]
+        if torch.compiler.is_compiling():
+            views: tuple[Tensor, ...] = buffer.view(2, buffer.shape[0] // 2).unbind()
+            return views
+        # a buffer may be replaced, and its memory too (`buffer.data = ...`, as FSDP moves it)
+        kept, address = self._views.get(name), 0 if isinstance(buffer, FakeTensor) else buffer.data_ptr()
+        if kept is not None and kept[0] is buffer and kept[1] == address:
+            return kept[2]
+        views = buffer.view(2, buffer.shape[0] // 2).unbind()
+        if not dispatch_depth():  # a mode may make views without data
+            self._views[name] = buffer, address, views
+        return views
+
+    # -- one call of the layer -----------------------------------------------------------------------------------------
+
+    def observes(self, module: nn.Module, weight: Tensor, as_nodes: bool) -> bool:
+        """Return whether a call observes the amaxes of x and w: without gradients it does not."""
+        if not torch.is_grad_enabled():
+            return False
+        if not as_nodes:  # a graph would guard on the counts
+            self.watch(module, weight)
+        return True
+
+    def measures(self, weight: str, grads: str, codes: bool) -> str:
+        """Letters of the operands that a call measures: those in `cold` that it casts. It scales them by their own
+        amax, unless the device knows that a step has seen them. Usually there are none: ask `cold` first."""
+        letters = "x" if "x" in self.uncalibrated and not codes else ""
+        letters += "w" if "w" in self.uncalibrated and weight == "plain" else ""
+        letters += "d" if "d" in self.uncalibrated and ("x" in grads or "w" in grads) else ""
+        if torch.compiler.is_compiling():
+            self._measure_now(letters)
+        else:
+            self.measure(letters)
+        return letters
+
+    @while_tracing
+    def _measure_now(self, letters: str) -> bool:
+        self.measure(letters)
+        return True
+
+    def of_weight(self, layer: Any, recipe: Recipe, observe: bool) -> tuple[list[Tensor], list[Tensor]]:
+        """Delayed scaling's arguments of a weight's cast: amaxes to raise, and w's inverse scales."""
+        running = layer._hidden._buffers.get(BUFFER_NAMES["forward"]["running_amax"])
+        slots: Sequence[Tensor] = ()
+        if recipe.stateful:
+            slots = self.inputs(layer, "w" if "w" in self.uncalibrated else "")[1::3]
+        return [running] if observe and running is not None else [], list(slots)
+
+    # -- a checkpoint --------------------------------------------------------------------------------------------------
+
+    def export(self, layer: nn.Module) -> dict[str, Tensor]:
+        """Copies of the memory, by the names that a checkpoint has for them. Lent inverse scales stay out of it:
+        `restore` lends them again."""
+        found: dict[str, Tensor] = {}
+        for direction in DIRECTIONS if self.recipe is not None else ():
+            kept = self.state(layer, direction).export()
+            if self.slots > 1:
+                kept["encode"] = torch.where(kept["head"] > 0, kept["encode"], 1.0)
+            found |= {f"scaling.{direction}.{name}": tensor for name, tensor in kept.items()}
+        return found
+
+    def restore(self, layer: nn.Module, state: dict[str, Tensor]) -> None:
+        """Restore the entries of `state` that this memory has a place for, and remove them there."""
+        if self.recipe is None:
+            return
+        for direction in DIRECTIONS:
+            prefix = f"scaling.{direction}."
+            if all(prefix + name in state for name in KEPT):
+                memory = self.state(layer, direction)
+                memory.restore({name: state.pop(prefix + name) for name in KEPT})
+                if self.slots > 1:
+                    lend([memory], self.slots)
+
+    # -- whether it is stepped -----------------------------------------------------------------------------------------
+
+    def watch(self, module: nn.Module, weight: Tensor) -> None:
+        """Count a training forward, and warn once if `octavo.step` is never called: inverse scales that stay at 1 are
+        silently wrong. An attached optimizer will call it, unless something else changes the weights."""
+        self._forwards += 1
+        version = None if weight.is_inference() else weight._version
+        if version != self._version:
+            self._updates += self._version is not None
+            self._version = version
+        if self.is_late():
+            attached = any(module in attachment.layers for attachment in list(ATTACHMENTS))
+            if not attached or self._updates >= CLOSURES:
+                for other in list(_LISTENERS):  # once for all that are late now
+                    other._scaling.said = other._scaling.said or _will_be_late(other)
+                self.said = True
+                say_late()
+        if self.origin == "weights":
+            self.say_unrestored()
+
+    def updated(self, version: int) -> None:
+        """Count an update that an optimizer reports: a graph counts nothing. Of two optimizers that end a step at one
+        version of the weights, one has stepped the other."""
+        self._updates += version != self._counted
+        self._counted = version
+        self._version = None
+        if self.origin == "weights":
+            self.say_unrestored()
+
+    def is_late(self) -> bool:
+        """Whether a step is overdue, and no warning was given yet."""
+        return not self.said and (self._updates >= 2 or self._forwards >= PATIENCE)
+
+    def stepped(self) -> None:
+        """Note that the memory was stepped. It reads nothing: a graph may call this, and would guard on a read."""
+        self._forwards = self._updates = 0
+        self.origin = "own"
+
+    def weights_loaded(self) -> None:
+        """Note that weights were loaded from a checkpoint, which is no update; its other state may be loaded later."""
+        self._forwards = self._updates = 0
+        self._version = None
+        if not self.origin:
+            self.origin = "weights"
+
+    def say_unrestored(self) -> None:
+        """Warn, once a model, that training goes on with weights alone."""
+        for module in list(_LISTENERS):
+            if module._scaling.origin == "weights":
+                module._scaling.origin = "own"
+        self.origin = "own"
+        warn_caller(
+            "fp8-delayed: weights were loaded and no scaling state, so the scales are measured anew. To resume a run "
+            "exactly, save octavo.state_dict(model) with the weights, and call octavo.load_state_dict(model, state) "
+            "before training."
+        )
+
+    # -- what no step has seen yet -------------------------------------------------------------------------------------
+
+    def measure(self, letters: str) -> None:
+        """Note that calls measure these operands. Steps ask the device whether it has seen them, anew if a letter is
+        new."""
+        more = [letter for letter in letters if letter not in self._asked]
+        if more:
+            self._asked, self._steps = self._asked + "".join(more), 0
+
+    def looks(self) -> bool:
+        """Whether to ask the device after this step. A layer may measure what never comes (a gradient of an output that
+        is not used), and the host waits for each answer."""
+        if not self.uncalibrated:
+            return False
+        self._steps += 1
+        return self._steps <= LOOKS or self._steps % LATER == 0
+
+    def learn(self, running_amaxes: list[bool]) -> None:
+        """Take operands that the device has calibrated off the list of uncalibrated ones; `seen` is for x, w and dy."""
+        self.uncalibrated = "".join([letter for letter, known in zip(LETTERS, running_amaxes, strict=True)
+                             if letter in self.uncalibrated and not known])  # fmt: skip
+
+    def recall(self, module: nn.Module) -> None:
+        """Ask the device which operands it has seen, after buffers were loaded."""
+        self.origin = "state"
+        if self.recipe is not None and self.recipe.cold_start != "one":
+            self.uncalibrated, self._asked = _cast(self.recipe), ""
+            look([module])
+
+
+def say_late() -> None:
+    warn_caller(
+        "fp8-delayed: octavo.step(model) was not called, and parameters were updated or a thousand forwards have run, "
+        "so the scales are out of date. Call it once after every optimizer.step(), or call "
+        "octavo.attach(model, optimizer) once, with the optimizer that updates them."
+    )
+
+
+def _will_be_late(module: Any) -> bool:
+    """Whether a step will be overdue at the module's next forward."""
+    scaling, weight = module._scaling, module._parameters.get(module._names_of_weights()[0])
+    version = None if weight is None or weight.is_inference() else weight._version
+    moved = scaling._version is not None and version != scaling._version
+    return bool(scaling._updates + moved >= 2 or scaling._forwards + 1 >= PATIENCE)
+
+
+def _cast(recipe: Delayed) -> str:
+    """Letters of the operands that a recipe casts."""
+    quant = recipe.linear()
+    pairs = (
+        (quant.fprop.left, quant.wgrad.right),
+        (quant.fprop.right, quant.dgrad.right),
+        (quant.dgrad.left, quant.wgrad.left),
+    )
+    return "".join([letter for letter, pair in zip(LETTERS, pairs, strict=True) if pair != (None, None)])
+
+
+def look(modules: Sequence[Any]) -> None:
+    """Ask the device, once for all modules on it, which operands have been seen by now, any slot of them."""
+    by_device: dict[torch.device, list[tuple[Any, Tensor]]] = {}
+    for module in modules:
+        heads = [
+            module._scaling.state(module, direction).head.view(OPERANDS[direction], -1) for direction in DIRECTIONS
+        ]
+        if not heads[0].is_meta and not isinstance(heads[0], FakeTensor):
+            by_device.setdefault(heads[0].device, []).append((module, torch.cat([(head > 0).any(1) for head in heads])))
+    for asked in by_device.values():
+        for (module, _), running_amaxes in zip(
+            asked, torch.stack([running_amaxes for _, running_amaxes in asked]).tolist(), strict=True
+        ):
+            module._scaling.learn(running_amaxes)

@@ -1,1 +1,0 @@
-"""Destinations of a weight's gradient: `main_grad`, or a mailbox until `backward_dw()`."""

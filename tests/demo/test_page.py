@@ -1,0 +1,182 @@
+"""The page of a training report: one file that needs nothing else, for any report that a run can leave behind."""
+
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from octavo.demo import charts, page
+
+FACTS = {"octavo": "0.1.0", "torch": "2.13.0", "cuda": None, "device": "cpu", "gpu": None}
+
+
+def run(recipe, losses, loss=1.5, **more):
+    return {
+        "recipe": recipe,
+        "losses": losses,
+        "loss": loss,
+        "tokens_per_s": 1000.0,
+        "seconds": 1.0,
+        "load": [],
+        **more,
+    }
+
+
+def report(*runs, **more):
+    shape = {"context": 128, "family": "gpt", "mixture": None}
+    plan = {"steps": 40, "batch": 8, "seed": 0, "compile": False, "shape": shape, "data": None}
+    return {"machine": FACTS, "plan": plan, "bf16": runs[0], "recipes": list(runs[1:]), **more}
+
+
+FALLING = [5.0 * 0.9**n + 1 for n in range(40)]
+BASE = run("bf16 (torch)", FALLING)
+BOTH = report(BASE, run("fp8-block", [v * 1.01 for v in FALLING], 1.515, gap_percent=1.0, gap_noise_percent=0.04))
+
+
+class Reader(HTMLParser):
+    """Checks that every element is closed in its turn, and lists what the page refers to."""
+
+    EMPTY = ("meta", "line", "polyline", "polygon")
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.links, self.points, self.cells = [], [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.links += [given[name] for name in ("src", "href") if name in given]
+        if tag == "polyline":
+            self.points.append(given["points"])
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "td":
+            self.cells.append(data)
+
+
+def test_a_page_is_whole_and_loads_nothing():
+    text = page.render(BOTH)
+    found = Reader(text)
+    assert found.links == [] and "<script" not in text and "@import" not in text and "url(" not in text
+    assert len(found.points) == 3  # two losses, and one gap
+    assert all(len(points.split()) == 40 for points in found.points)
+    for said in (
+        "bf16 (torch)",
+        "fp8-block",
+        "1.5150",
+        "+1.00 ± 0.04 %",
+        "40 steps of 8 × 128 bytes, seed 0, on a CPU.",
+    ):
+        assert said in text
+
+
+def test_curves_stay_inside_of_their_charts():
+    for points in Reader(page.render(BOTH)).points:
+        for x, y in (map(float, point.split(",")) for point in points.split()):
+            assert charts.LEFT <= x <= charts.WIDE - charts.RIGHT and charts.TOP <= y <= charts.HIGH - charts.BOTTOM
+
+
+def test_a_band_is_explained_where_one_is_drawn():
+    assert page.BAND in page.render(BOTH)  # the mean of two steps
+    assert page.BAND not in page.render(report(BASE, run("nvfp4", FALLING[:20], gap_percent=1.0)))  # of one
+
+
+def test_short_times_are_in_milliseconds():
+    cells = Reader(page.render(report(run("bf16 (torch)", FALLING, first_step_s=0.0314, seconds=2.5)))).cells
+    assert {"31.4 ms", "2.5 s"} <= set(cells)
+
+
+def test_the_settings_of_a_mixture_have_a_row_each():
+    found = report(BASE)
+    found["plan"]["shape"] = {**found["plan"]["shape"], "mixture": {"experts": 8, "top_k": 2}}
+    text = page.render(found)
+    assert (
+        "<td>experts</td><td>8</td>" in text
+        and "<td>top_k</td><td>2</td>" in text
+        and "{" not in text.split("</style>")[1]
+    )
+
+
+def test_names_are_text_and_no_markup():
+    text = page.render(report(run("fp8-block(scale='<b>&')", FALLING)))
+    Reader(text)
+    assert "<b>" not in text and "&lt;b&gt;&amp;" in text
+
+
+@pytest.mark.parametrize(
+    "losses", [[2.0], [2.0, 2.0], [math.nan] * 5, [1.0, math.inf, 2.0], [0.0, 0.0], [1e-8, 3e-8], [1e6, 2e6]], ids=str
+)
+def test_any_losses_make_a_page(losses):
+    text = page.render(report(run("bf16 (torch)", losses), run("nvfp4", losses, gap_percent=0.0)))
+    assert not re.search(r'points="[^"]*(nan|inf)', text)
+    Reader(text)
+
+
+def test_an_interrupted_run_says_so():
+    text = page.render(report(run("bf16 (torch)", FALLING), run("nvfp4", FALLING[:7], None), interrupted=True))
+    assert "interrupted after step 7" in text and "on a CPU. Interrupted." in text
+    assert page.render(report(run("bf16 (torch)", FALLING), run("nvfp4", [], None))).count("nvfp4") == 0
+
+
+def test_load_and_routes_are_shown_where_they_are_known():
+    more = run("fp8-block", FALLING, load=[[0.25, 0.75]])
+    route = {"recipe": "fp8-block", "fprop": "native", "dgrad": "emulated", "wgrad": "reference"}
+    cells = Reader(page.render(report(more, routes=[route]))).cells
+    assert {"25.0 %", "75.0 %", "native", "emulated", "reference"} <= set(cells)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (1.2, 5.9), (-3.0, 0.2), (2.0, 2.0), (1e-9, 2e-9), (0.0, 0.0)])
+def test_ticks_cover_their_range_in_round_steps(low, high):
+    ticks = charts.round_ticks(low, high)
+    assert ticks[0] <= low and ticks[-1] >= high and 1 <= len(ticks) <= 8
+    assert len(set(ticks)) == len(ticks)
+
+
+def test_smoothing_keeps_the_length_and_a_constant():
+    assert charts.smooth([3.0] * 40) == [3.0] * 40
+    assert charts.smooth(FALLING)[0] == FALLING[0] and len(charts.smooth(FALLING)) == 40
+
+
+def sampled(step, **tensors):
+    return {"step": step, "layers": {"blocks.0.down": tensors}, "findings": [f"blocks.0.down: <dy> at {step}"]}
+
+
+def test_numbers_of_tensors_are_means_over_the_steps_and_shaded():
+    samples = [
+        sampled(10, x={"underflow": 0.5, "saturated": 0.0, "sqnr": 31.0}, dw={"cosine": 0.999}),
+        sampled(20, x={"underflow": 0.3, "saturated": 0.0, "sqnr": 29.0}, dw={"cosine": 0.98}),
+    ]
+    text = page.render(report(BASE, run("nvfp4", FALLING, numerics=samples)))
+    Reader(text)
+    assert '--shade:1.00" title="step 10: 50.00 %, step 20: 30.00 %">40.00 %<' in text
+    assert '--shade:0.00" title="step 10: 31.0 dB, step 20: 29.0 dB">30.0 dB<' in text
+    assert "nvfp4, steps 10, 20" in text and "saturated x" not in text and "underflow w" not in text
+    assert "blocks.0.down: &lt;dy&gt; at 20" in text and ">0.9895<" in text
+
+
+def test_the_band_of_a_gap_is_two_standard_errors():
+    base = [2.0] * 100
+    values, band = charts.gaps([2.0 + 0.02 * (1 + (-1) ** n) for n in range(100)], base)
+    assert values[-1] == pytest.approx(0.8)  # of the last five steps two are 0.04 above
+    assert band[-1] == pytest.approx(100 * 2 * 0.0219 / 5**0.5 / 2, rel=0.02)
+    assert math.isnan(band[0]) and len(values) == len(band) == 100
+    text = page.render(report(run("bf16 (torch)", base), run("nvfp4", [2.0 + 0.01 * (n % 3) for n in range(100)])))
+    assert text.count("<polygon") == 1
+
+
+def test_time_memory_and_rules_are_shown():
+    policy = {"rules": [{"layers": "*", "recipe": "nvfp4"}], "layers": [8], "notes": ["A rule decides for no layer."]}
+    more = run("mine.toml", FALLING, kept_mib=12.34, peak_mib=56.78, first_step_s=3.21)
+    cells = set(Reader(text := page.render(report(BASE, more, policies={"mine.toml": policy}))).cells)
+    assert {"1024.0 ms", "3.2 s", "12.3 MiB", "56.8 MiB", "8"} <= cells
+    assert "A rule decides for no layer." in text and "Rules of mine.toml" in text

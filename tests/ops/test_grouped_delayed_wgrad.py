@@ -1,0 +1,188 @@
+"""delay_wgrad_compute of a GroupedLinear: backward_dw() gives dw later, oldest microbatch first."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from octavo.recipes import SHIPPED
+from tests.support.experts import (
+    LAYOUTS,
+    SAMPLE,
+    G,
+    K,
+    N,
+    batch,
+    change,
+    delayed,
+    every,
+    experts,
+    give,
+    grid,
+    layouts,
+    named,
+    quantized,
+    sample,
+    sizes,
+    stacked,
+    step,
+)
+from tests.support.linear_oracle import assert_same, differs
+
+
+@grid(SHIPPED, layout=LAYOUTS)
+def test_backward_gives_everything_but_dw_and_backward_dw_gives_that(recipe, layout):
+    layer, twin = delayed(recipe, layout), experts(recipe, **layout)
+    found, want = step(layer, *batch()), step(twin, *batch())
+    assert all(p.grad is None for p in named(layer, "weight").values())
+    for name in ("y", "dx", "db"):
+        assert_same(found[name], want[name], name)
+    layer.backward_dw()
+    assert_same(stacked(layer), want["dw"])
+    assert_same(stacked(layer, "bias"), want["db"])
+
+
+@grid(SHIPPED, layout=LAYOUTS)
+def test_the_oldest_microbatch_comes_first_and_gradients_accumulate(recipe, layout):
+    """Backwards and their weight gradients take turns, with two or three pending and sizes that differ."""
+    layer, twin = delayed(recipe, layout), experts(recipe, **layout)
+    data = [(splits, batch(splits, seed=i)) for i, splits in enumerate(((9, 0, 4), (0, 30, 1), (2, 2, 2), (0, 0, 50)))]
+    wants = [step(twin, x, dy, splits)["dw"] for splits, (x, dy) in data]
+    layer.zero_grad()
+    total, done = torch.zeros(G, N, K), 0
+    for i, (splits, (x, dy)) in enumerate(data):
+        layer(x, sizes(splits)).backward(dy)
+        while i - done >= 2 or (i == 3 and done < 4):
+            layer.backward_dw()
+            total, done = total + wants[done], done + 1
+            assert_same(stacked(layer), total, f"after {done}")
+    with pytest.warns(UserWarning, match="no backward to finish"):
+        layer.backward_dw()
+
+
+@grid(SAMPLE, layout=LAYOUTS)
+def test_forwards_first_then_backwards_then_weight_gradients(recipe, layout):
+    layer, twin = delayed(recipe, layout), experts(recipe, **layout)
+    data = [batch(seed=i) for i in range(3)]
+    for model in (layer, twin):
+        for y, (_, dy) in [(model(x, sizes()), (x, dy)) for x, dy in data]:
+            y.backward(dy)
+    for _ in data:
+        layer.backward_dw()
+    assert_same(stacked(layer), stacked(twin))
+
+
+@grid(SHIPPED, layout=LAYOUTS, overwrite=[False, True])
+def test_put_off_and_added_to_main_grad(recipe, layout, overwrite):
+    layer, twin = delayed(recipe, layout, fuse_wgrad_accumulation=True), experts(recipe, **layout)
+    buffer = give(layer, torch.ones(G, N, K))
+    for p in named(layer, "weight").values():
+        p.overwrite_main_grad = overwrite
+    step(layer, *batch())
+    assert (buffer == 1).all()
+    layer.backward_dw()
+    want = step(twin, *batch())["dw"]
+    assert_same(buffer, want if overwrite else 1 + want)
+    assert all(p.grad is None for p in named(layer, "weight").values())
+
+
+@grid(SAMPLE, layout=LAYOUTS)
+def test_hooks_fire_once_for_each_backward_dw_and_see_the_gradient(recipe, layout):
+    layer, twin, seen = delayed(recipe, layout), experts(recipe, **layout), []
+    for name, p in named(layer, "weight").items():
+        p.register_hook(lambda g, name=name: seen.append((name, g.clone())))
+    wants = [step(twin, *batch(seed=i))["dw"] for i in range(2)]
+    for i in range(2):
+        layer(batch(seed=i)[0], sizes()).backward(batch(seed=i)[1])
+    assert not seen
+    for want in wants:
+        layer.backward_dw()
+        assert sorted(name for name, _ in seen) == sorted(named(layer, "weight"))
+        found = dict(seen)
+        assert_same(found["weight"] if "weight" in found else torch.stack(list(found.values())), want)
+        seen.clear()
+
+
+@layouts
+def test_nothing_pending_is_said(layout):
+    layer, (x, dy) = delayed("fp8-current", layout), batch()
+    for forward in (lambda: None, lambda: layer(x, sizes())):  # a forward whose backward never comes is not waited for
+        forward()
+        with pytest.warns(UserWarning, match="no backward to finish"):
+            layer.backward_dw()
+    with torch.no_grad():
+        layer(x, sizes())
+    with pytest.warns(UserWarning, match="no backward to finish"):
+        layer.backward_dw()
+    layer(x, sizes()).backward(dy)
+    layer.backward_dw()
+    assert stacked(layer) is not None
+
+
+@layouts
+def test_backward_dw_is_nothing_without_the_setting_and_with_frozen_weights(layout):
+    plain = experts("fp8-current", **layout)
+    plain.backward_dw()
+    want = step(plain, *batch())["dw"].clone()
+    plain.backward_dw()
+    assert_same(stacked(plain), want)
+    frozen = delayed("fp8-current", layout)
+    for p in named(frozen, "weight").values():
+        p.requires_grad_(False)
+    step(frozen, *batch())
+    frozen.backward_dw()
+    assert all(p.grad is None for p in named(frozen, "weight").values())
+
+
+@layouts
+def test_putting_off_may_begin_and_end_after_construction(layout):
+    layer, twin = experts("fp8-current", **layout), experts("fp8-current", **layout)
+    want = step(twin, *batch())["dw"]
+    layer.delay_wgrad_compute = True
+    assert step(layer, *batch())["dw"] is None
+    layer.backward_dw()
+    assert_same(stacked(layer), want)
+    layer.delay_wgrad_compute = False
+    assert_same(step(layer, *batch())["dw"], want)
+
+
+@sample
+def test_a_second_backward_is_pending_a_second_time(recipe):
+    layer, twin, (x, dy) = delayed(recipe), experts(recipe), batch()
+    for model in (layer, twin):
+        y = model(x, sizes())
+        y.backward(dy, retain_graph=True)
+        y.backward(dy)
+    layer.backward_dw()
+    assert differs(stacked(layer), stacked(twin))
+    layer.backward_dw()
+    assert_same(stacked(layer), stacked(twin))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_microbatch_is_pending_once(reentrant):
+    layer, twin, (x, dy) = delayed("fp8-current"), experts("fp8-current"), batch()
+    checkpoint(layer, x.clone().requires_grad_(), sizes(), use_reentrant=reentrant).backward(dy)
+    layer.backward_dw()
+    assert_same(stacked(layer), step(twin, x, dy)["dw"])
+    with pytest.warns(UserWarning, match="no backward to finish"):
+        layer.backward_dw()
+
+
+@every
+def test_a_weight_updated_before_backward_dw_does_not_matter(recipe):
+    layer, twin, (x, dy) = delayed(recipe), experts(recipe), batch()
+    step(layer, x, dy)
+    change(layer)
+    layer.backward_dw()
+    assert_same(stacked(layer), step(twin, x, dy)["dw"])
+
+
+@quantized
+def test_sizes_and_rows_overwritten_before_backward_dw_do_not_matter(recipe):
+    """The next microbatch may lie in the same static tensors: codes are copies, and so are the sizes they go by."""
+    layer, twin, (x, dy) = delayed(recipe), experts(recipe), batch()
+    want, static = step(twin, x, dy)["dw"], sizes()
+    layer(x, static).backward(dy)
+    x.zero_(), dy.zero_(), static.copy_(sizes((1, 2, 3)))
+    layer.backward_dw()
+    assert_same(stacked(layer), want)

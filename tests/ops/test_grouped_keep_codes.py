@@ -1,0 +1,64 @@
+"""GroupedLinear(keep_weight_codes=False): the same bits with less memory, with and without a cache of the weights."""
+
+import pytest
+import torch
+
+import octavo
+from octavo.ops.grouped_linear_layer import turns
+from tests.support.experts import assert_steps, batch, every, experts, quantized, step
+from tests.support.steps import assert_state, compiled
+
+TURNING = ("fp8-delayed", "fp8-current", "fp8-block", "nvfp4")
+
+
+@every
+def test_the_same_bits_without_a_cache(recipe):
+    layer, twin = experts(recipe, keep_weight_codes=False), experts(recipe)
+    for seed in range(3):
+        assert_steps(step(layer, *batch(seed=seed)), step(twin, *batch(seed=seed)), f"step {seed}")
+        octavo.step(layer), octavo.step(twin)
+    assert_state(layer, twin)
+
+
+@quantized
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@pytest.mark.parametrize("layout", [True, False], ids=["one weight", "a weight for each group"])
+def test_the_same_bits_with_a_cache_which_holds_rows_alone_where_they_can_be_turned(recipe, how, layout):
+    layer = experts(recipe, keep_weight_codes=False, single_grouped_weight=layout)
+    twin = experts(recipe, single_grouped_weight=layout)
+    call = compiled(layer) if how == "compiled" else None
+    for seed, first in enumerate((True, False, False)):
+        data = batch(seed=seed)
+        found = step(layer, *data, call=call, is_first_microbatch=first)
+        assert_steps(found, step(twin, *data, is_first_microbatch=first), f"microbatch {seed}")
+    name = recipe.split("(")[0]
+    assert turns(octavo.recipe(recipe).linear()) == (name in TURNING)
+    assert (layer._codes.parts(layer, "column") == ()) == (name in TURNING)
+    assert layer._codes.parts(layer, "row") != ()
+
+
+def test_a_weight_that_changed_before_backward_is_an_error():
+    layer, (x, dy) = experts("fp8-block", keep_weight_codes=False), batch()
+    y = layer(x.requires_grad_(), torch.tensor([30, 0, 17]))
+    with torch.no_grad():
+        layer.weight.add_(1.0)
+    with pytest.raises(RuntimeError):
+        y.backward(dy)
+
+
+def test_the_kept_bytes():
+    kept = []
+    for keeps in (True, False):
+        layer, (x, _) = experts("fp8-block", k=256, n=128, keep_weight_codes=keeps), batch(k=256, n=128)
+        found = {}
+
+        def pack(t, found=found):
+            found[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            layer(x.requires_grad_(), torch.tensor([30, 0, 17]))
+        found.pop(layer.weight.untyped_storage().data_ptr(), None)
+        kept.append(sum(found.values()))
+    assert kept[0] - kept[1] >= 3 * 256 * 128

@@ -1,0 +1,155 @@
+"""The contract of the linear layer, without a module around it: forward returns what abstract describes, backward
+needs no more than save chose, inputs stay as they were, and a config is its string."""
+
+import itertools
+
+import pytest
+import torch
+
+from octavo.ops.linear_layer import Buffers, Config, Inputs, layer
+from octavo.quant.quantizer import CastArgs, quantize_pair
+from octavo.recipes import SHIPPED, recipe
+from tests.support.contract_checks import check_forward, flatten
+
+M, K, N = 20, 33, 40
+RECIPES = [*SHIPPED, "fp8-delayed(cold_start='current')", "mxfp8(backward='dequantized')", "fp8-block(wgrad='bf16')"]
+GRADS = ["", "x", "w", "b", "xw", "wb", "xwb"]
+
+
+def inputs_for(config: Config, lead=(M,)) -> Inputs:
+    """Random tensors, and codes where the config says they come as codes."""
+    quant = config.quant
+    x, w = torch.randn(*lead, K), torch.randn(N, K)
+    x_codes = row = column = scaling = ()
+    given = CastArgs(inverse_scale=torch.full((1,), 3.0)) if config.recipe.stateful else CastArgs()
+    if config.recipe.stateful:
+        scaling = tuple(torch.full((1,), v) for v in (2.0, 3.0, 4.0))
+        if config.recipe.cold_start == "current":
+            scaling = (*scaling, *(torch.tensor([n]) for n in (0, 1, 0)))
+    if config.x == "codes":
+        x_codes = tuple(quantize_pair(x, quant.fprop.left, None, given)[0].tensors())
+    if config.weight != "plain":
+        pair = quantize_pair(w, quant.fprop.right, quant.dgrad.right, given)
+        row, column = (() if q is None else tuple(q.tensors()) for q in pair)
+    bias = torch.randn(N) if config.bias_dtype else None
+    seen = (torch.zeros(1), torch.zeros(1)) if config.observe else ()
+    return Inputs(x, w, bias, x_codes, row, column, scaling, seen)
+
+
+def configs():
+    for name, grads, x, weight, observe, output in itertools.product(
+        RECIPES, GRADS, ("plain", "codes"), ("plain", "codes"), (False, True), (False, True)
+    ):
+        subject = recipe(name)
+        quantizes = subject.linear().fprop.mode == "quantized"
+        if (x == "codes" or weight == "codes" or output) and not quantizes:
+            continue
+        if observe and not subject.stateful:
+            continue
+        yield Config(
+            subject, bias_dtype="float32", grads=grads, x=x, weight=weight, observe=observe, quantize_output=output
+        )
+
+
+ALL = list(configs())
+
+
+@pytest.mark.parametrize("lead", [(M,), (2, 3, 5), (0,)], ids=str)
+@pytest.mark.parametrize("name", RECIPES)
+def test_forward_returns_what_abstract_describes(name, lead):
+    for config in (c for c in ALL if c.recipe == recipe(name)):
+        check_forward(layer, config, inputs_for(config, lead))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_amaxes_are_kept_where_backward_casts_by_them(name):
+    for x_columns, again, weight in itertools.product(("forward", "backward"), (False, True), ("plain", "codes")):
+        if weight == "codes" and recipe(name).linear().fprop.mode != "quantized":
+            continue
+        config = Config(recipe(name), grads="xw", x_columns=x_columns, recompute_w_columns=again, weight=weight)
+        inputs = inputs_for(config)
+        made = check_forward(layer, config, inputs)
+        saved = layer.save(config, inputs, made)
+        current = name == "fp8-current"
+        assert (saved.x_amax is not None) == (current and x_columns == "backward")
+        assert (saved.w_amax is not None) == (current and again and weight == "plain")
+        assert saved.x_amax is None or saved.x_amax.tolist() == [[inputs.x.abs().max()]]
+        assert saved.w_amax is None or saved.w_amax.tolist() == [[inputs.weight.abs().max()]]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_backward_lives_on_what_save_kept_and_gives_a_gradient_for_each_input(name):
+    for config in (c for c in ALL if c.recipe == recipe(name)):
+        inputs = inputs_for(config)
+        before = [t.clone() for t in flatten(inputs._replace(running_amaxes=()))]
+        made = layer.forward(config, inputs)
+        saved = layer.save(config, inputs, made)
+        known = {
+            id(t) for t in [*flatten(inputs), *made.outputs, *made.auxiliary, *made.intermediates] if t is not None
+        }
+        assert all(t is None or id(t) in known for t in saved), config
+        seed = torch.tensor([5, 6]) if config.is_stochastic else None
+        buffers = Buffers(amax=torch.zeros(1) if config.observe else None, seed=seed)
+        grads = layer.backward(config, saved, buffers, (torch.randn(M, N),))
+        assert len(grads) == len(inputs)
+        for letter, grad, shape in zip("xwb", grads, ((M, K), (N, K), (N,)), strict=False):
+            assert (grad is not None) == (letter in config.grads), config
+            assert grad is None or tuple(grad.shape) == shape
+        for old, new in zip(before, flatten(inputs._replace(running_amaxes=())), strict=True):
+            assert torch.equal(old.float(), new.float()), config
+        assert seed is None or seed.tolist() == [5, 7]
+        if config.observe and (config.dy_pair[0] or config.dy_pair[1]):
+            assert buffers.amax.item() > 0
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if recipe(name).stateful])
+def test_running_amaxes_are_raised_and_never_lowered(name):
+    config = Config(recipe(name), observe=True)
+    inputs = inputs_for(config)
+    seen = torch.zeros(2)
+    layer.forward(config, inputs._replace(running_amaxes=seen.unbind()))
+    assert seen.tolist() == [inputs.x.abs().max(), inputs.weight.abs().max()]
+    seen.fill_(99)
+    layer.forward(config, inputs._replace(running_amaxes=seen.unbind()))
+    assert seen.tolist() == [99, 99]
+
+
+@pytest.mark.parametrize("x", ["plain", "codes"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_deferred_dw_is_the_one_that_backward_returns(name, x):
+    """From the buffers that forward returns, and that backward fills."""
+    if x == "codes" and recipe(name).linear().fprop.mode != "quantized":
+        pytest.skip("no codes of x without a quantized fprop")
+    now, later = (Config(recipe(name), grads="w", x=x, deferred_wgrad=how) for how in ("", "buffers"))
+    inputs, dy = inputs_for(now), torch.randn(M, N)
+    buffers = Buffers(seed=torch.tensor([5, 6]) if now.is_stochastic else None)
+    dw = layer.backward(now, layer.save(now, inputs, layer.forward(now, inputs)), buffers, (dy,))[1]
+    made = check_forward(layer, later, inputs)
+    buffers = Buffers(seed=torch.tensor([5, 6]) if now.is_stochastic else None)
+    saved = layer.save(later, inputs, made)
+    assert layer.backward(later, tuple(saved), buffers, (dy,)) == (None,) * len(inputs)
+    start, stop = later.deferred_span
+    tensors = [t for group in made for t in group if t is not None][start:stop]
+    operands = layer.deferred_operands(later, tuple(tensors), inputs.x_codes, inputs.weight)
+    assert torch.equal(layer.weight_gradient(later, operands, None), dw)
+
+
+def test_no_gradient_in_no_gradient_out():
+    config = Config(recipe("fp8-current"), grads="xw")
+    inputs = inputs_for(config)
+    saved = layer.save(config, inputs, layer.forward(config, inputs))
+    assert layer.backward(config, saved, Buffers(), (None,)) == (None,) * len(inputs)
+
+
+def test_a_config_is_its_string():
+    for config in ALL[::17]:
+        assert layer.config(config.key) == config
+        assert layer.config(config.key) is layer.config(config.key)
+
+
+def test_a_layer_keeps_no_more_than_one_orientation_of_codes():
+    """x's column and w's, in FP8 an element a byte; nothing of x itself."""
+    config = Config(recipe("fp8-current"), grads="xw")
+    inputs = inputs_for(config)
+    saved = [t for t in layer.save(config, inputs, layer.forward(config, inputs)) if t is not None]
+    assert sum(t.numel() * t.element_size() for t in saved) == K * M + 4 + K * N + 4

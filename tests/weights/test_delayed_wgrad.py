@@ -1,0 +1,452 @@
+"""delay_wgrad_compute: backward gives dx and db, backward_dw() gives dw later, oldest microbatch first."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import octavo
+from octavo.errors import UnsupportedConfig
+from octavo.kernels.gemm import reference
+from octavo.recipes import SHIPPED
+from octavo.weights import wgrad_queue
+from tests.support.linear_oracle import assert_same, expected, make, run, seed_of
+from tests.support.steps import batch
+
+N, K = 40, 48
+every = pytest.mark.parametrize("recipe", SHIPPED)
+
+
+def delayed(recipe="fp8-current", **settings):
+    return make(recipe, K, N, delay_wgrad_compute=True, **settings)
+
+
+def wanted(layer, recipe, x, dy):
+    return expected(recipe, x, layer.weight, layer.bias, dy, seed=seed_of(layer))
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_backward_gives_everything_but_dw_and_backward_dw_gives_that(recipe, dtype):
+    layer, (x, dy) = delayed(recipe, dtype=dtype), batch(dtype=dtype)
+    want = wanted(layer, recipe, x, dy)
+    leaf = x.clone().requires_grad_()
+    layer(leaf).backward(dy)
+    assert layer.weight.grad is None
+    assert_same(leaf.grad, want.dx)
+    assert_same(layer.bias.grad, want.db)
+    layer.backward_dw()
+    assert_same(layer.weight.grad, want.dw)
+    assert_same(leaf.grad, want.dx)
+    assert_same(layer.bias.grad, want.db)
+
+
+@every
+def test_the_oldest_microbatch_comes_first_and_gradients_accumulate(recipe):
+    layer, wants = delayed(recipe), []
+    for i in range(3):
+        x, dy = batch(i, m=8 * i + 5)
+        wants.append(wanted(layer, recipe, x, dy).dw)
+        layer(x).backward(dy)
+    total = torch.zeros(N, K)
+    for want in wants:
+        layer.backward_dw()
+        total += want
+        assert_same(layer.weight.grad, total)
+    with pytest.warns(UserWarning, match="no backward to finish"):
+        layer.backward_dw()
+
+
+def test_forwards_first_then_backwards():
+    layer = delayed()
+    outputs = [layer(batch(i)[0]) for i in range(3)]
+    for i, y in enumerate(outputs):
+        y.backward(batch(i)[1])
+    for i in range(3):
+        layer.weight.grad = None
+        layer.backward_dw()
+        assert_same(layer.weight.grad, wanted(layer, "fp8-current", *batch(i)).dw)
+
+
+def test_an_existing_gradient_is_added_to():
+    layer, (x, dy) = delayed(), batch()
+    layer.weight.grad = torch.ones(N, K)
+    layer(x).backward(dy)
+    assert torch.equal(layer.weight.grad, torch.ones(N, K))
+    layer.backward_dw()
+    assert_same(layer.weight.grad, 1 + wanted(layer, "fp8-current", x, dy).dw)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-current", "nvfp4"])
+def test_parameter_hooks_fire_once_for_each_backward_dw_and_see_the_gradient(recipe):
+    layer, seen, after = delayed(recipe), [], []
+    layer.weight.register_hook(lambda g: seen.append(g.clone()))
+    layer.weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.clone()))
+    wants = []
+    for i in range(2):
+        wants.append(wanted(layer, recipe, *batch(i)).dw)
+        layer(batch(i)[0]).backward(batch(i)[1])
+    assert not seen and not after
+    layer.backward_dw()
+    assert len(seen) == len(after) == 1
+    layer.backward_dw()
+    assert len(seen) == len(after) == 2
+    for got, want in zip(seen, wants, strict=True):
+        assert_same(got, want)
+    assert_same(after[0], wants[0])
+    assert_same(after[1], wants[0] + wants[1])
+
+
+def test_a_hook_may_change_the_gradient():
+    layer, (x, dy) = delayed(), batch()
+    layer.weight.register_hook(lambda g: 2 * g)
+    layer(x).backward(dy)
+    layer.backward_dw()
+    assert_same(layer.weight.grad, 2 * wanted(layer, "fp8-current", x, dy).dw)
+
+
+@every
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_together_with_main_grad(recipe, overwrite):
+    layer, (x, dy) = delayed(recipe, fuse_wgrad_accumulation=True), batch()
+    layer.weight.main_grad = torch.ones(N, K)
+    layer.weight.overwrite_main_grad = overwrite
+    want = wanted(layer, recipe, x, dy).dw
+    layer(x).backward(dy)
+    assert torch.equal(layer.weight.main_grad, torch.ones(N, K))
+    layer.backward_dw()
+    assert_same(layer.weight.main_grad, want if overwrite else 1 + want)
+    assert layer.weight.grad is None
+
+
+def test_nothing_pending_is_said():
+    with pytest.warns(UserWarning, match="no backward to finish"):
+        delayed().backward_dw()
+    layer = delayed()
+    y = layer(batch()[0])  # forward alone leaves nothing to compute
+    with pytest.warns(UserWarning, match="no backward to finish"):
+        layer.backward_dw()
+    y.backward(batch()[1])
+    layer.backward_dw()
+    assert layer.weight.grad is not None
+
+
+class Refused(RuntimeError):
+    pass
+
+
+def refuse_once(then=lambda g: None):
+    """A hook that raises the first time."""
+    left = [1]
+
+    def hook(g):
+        if left:
+            left.pop()
+            raise Refused("not now")
+        return then(g)
+
+    return hook
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-current", "nvfp4"])
+def test_a_missing_main_grad_may_be_set_and_backward_dw_called_again(recipe):
+    layer, (x, dy) = delayed(recipe, fuse_wgrad_accumulation=True), batch()
+    want = wanted(layer, recipe, x, dy).dw
+    layer(x).backward(dy)
+    for wrong in (None, torch.zeros(N, K + 1)):
+        layer.weight.main_grad = wrong
+        with pytest.raises((ValueError, TypeError), match="main_grad"):
+            layer.backward_dw()
+    layer.weight.main_grad = torch.ones(N, K)
+    layer.backward_dw()
+    assert_same(layer.weight.main_grad, 1 + want)
+    with pytest.warns(UserWarning, match="no backward to finish"):
+        layer.backward_dw()
+    assert_same(layer.weight.main_grad, 1 + want)
+
+
+def test_what_a_graph_left_may_be_taken_again():
+    layer, (x, dy) = delayed(fuse_wgrad_accumulation=True), batch()
+    want = wanted(layer, "fp8-current", x, dy).dw
+    layer.weight.main_grad = torch.zeros(N, K)
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(x).backward(dy)
+    layer.weight.main_grad = None
+    with pytest.raises(UnsupportedConfig, match="main_grad"):
+        layer.backward_dw()
+    layer.weight.main_grad = torch.zeros(N, K)
+    layer.backward_dw()
+    assert_same(layer.weight.main_grad, want)
+
+
+@pytest.mark.parametrize("what", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("grad", [None, 1.0], ids=["no gradient yet", "added to one"])
+def test_a_hook_that_raises_neither_loses_a_gradient_nor_doubles_it(what, grad):
+    layer, twin = delayed(), delayed()
+    for model in (layer, twin):
+        model.weight.grad = None if grad is None else torch.full((N, K), grad)
+        for i in range(2):
+            model(batch(i)[0]).backward(batch(i)[1])
+    getattr(layer.weight, what)(refuse_once())
+    with pytest.raises(Refused):
+        layer.backward_dw()
+    while len(layer._wgrad.queue):
+        layer.backward_dw()
+    for _ in range(2):
+        twin.backward_dw()
+    assert_same(layer.weight.grad, twin.weight.grad)
+
+
+def test_a_hook_that_raises_after_main_grad_was_written_to_does_not_double_it():
+    layer, (x, dy), seen = delayed(fuse_wgrad_accumulation=True), batch(), []
+    layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(N, K), False
+    layer.weight.register_hook(refuse_once(lambda g: seen.append(g.clone())))
+    want = wanted(layer, "fp8-current", x, dy).dw
+    layer(x).backward(dy)
+    with pytest.raises(Refused):
+        layer.backward_dw()
+    layer.backward_dw()
+    assert_same(layer.weight.main_grad, want)
+    assert len(seen) == 1 and not seen[0].any()
+
+
+def test_one_groups_hook_that_raises_does_not_double_the_others():
+    sizes = torch.tensor([9, 0, 12])
+    layer, twin = (
+        octavo.GroupedLinear(3, K, N, recipe="fp8-current", single_grouped_weight=False, delay_wgrad_compute=True)
+        for _ in range(2)
+    )
+    twin.load_state_dict(layer.state_dict())
+    for model in (layer, twin):
+        for _ in range(2):
+            model(batch()[0], sizes).backward(batch()[1])
+    layer.weight1.register_hook(refuse_once())
+    layer.weight2.register_post_accumulate_grad_hook(refuse_once())
+    unsupported_reasons = 0
+    while len(layer._wgrad.queue):
+        try:
+            layer.backward_dw()
+        except Refused:
+            unsupported_reasons += 1
+    assert unsupported_reasons == 2
+    for _ in range(2):
+        twin.backward_dw()
+    for p, other in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert_same(p.grad, other.grad)
+
+
+def test_a_gemm_that_fails_leaves_what_waits(monkeypatch):
+    layer, (x, dy) = delayed(), batch()
+    want = wanted(layer, "fp8-current", x, dy).dw
+    layer(x).backward(dy)
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "gemm", refuse_once())
+        with pytest.raises(TypeError):
+            layer.backward_dw()
+    layer.backward_dw()
+    assert_same(layer.weight.grad, want)
+
+
+def test_a_hook_may_take_the_next_one():
+    layer, twin = delayed(), delayed()
+    for model in (layer, twin):
+        for i in range(2):
+            model(batch(i)[0]).backward(batch(i)[1])
+    layer.weight.register_post_accumulate_grad_hook(lambda p: layer.backward_dw() if len(layer._wgrad.queue) else None)
+    layer.backward_dw()
+    assert len(layer._wgrad.queue) == 0
+    for _ in range(2):
+        twin.backward_dw()
+    assert_same(layer.weight.grad, twin.weight.grad)
+
+
+def test_a_discarded_forward_is_not_waited_for():
+    layer = delayed()
+    layer(batch(0)[0])  # its output is dropped: no backward will come
+    layer(batch(1)[0]).backward(batch(1)[1])
+    layer.backward_dw()
+    assert_same(layer.weight.grad, wanted(layer, "fp8-current", *batch(1)).dw)
+
+
+def test_no_grad_forwards_leave_nothing_pending():
+    layer = delayed()
+    with torch.no_grad():
+        layer(batch()[0])
+    with pytest.warns(UserWarning, match="no backward to finish"):
+        layer.backward_dw()
+
+
+def test_backward_dw_is_a_no_op_without_the_setting_and_with_a_frozen_weight():
+    plain = make("fp8-current", K, N)
+    plain.backward_dw()
+    plain(batch()[0]).backward(batch()[1])
+    grad = plain.weight.grad.clone()
+    plain.backward_dw()
+    assert torch.equal(plain.weight.grad, grad)
+    frozen = delayed()
+    frozen.weight.requires_grad_(False)
+    run(frozen, *batch())
+    frozen.backward_dw()
+    assert frozen.weight.grad is None
+
+
+def test_the_first_layer_of_a_model_where_nothing_but_the_weight_wants_a_gradient():
+    layer, (x, dy) = delayed(bias=False), batch()
+    layer(x).backward(dy)
+    layer.backward_dw()
+    assert_same(layer.weight.grad, wanted(layer, "fp8-current", x, dy).dw)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_microbatch_is_pending_once(reentrant):
+    layer, (x, dy) = delayed(), batch()
+    checkpoint(layer, x.clone().requires_grad_(), use_reentrant=reentrant).backward(dy)
+    layer.backward_dw()
+    assert_same(layer.weight.grad, wanted(layer, "fp8-current", x, dy).dw)
+    with pytest.warns(UserWarning, match="no backward to finish"):
+        layer.backward_dw()
+
+
+def test_a_weight_updated_in_between_does_not_matter():
+    layer, (x, dy) = delayed(), batch()
+    want = wanted(layer, "fp8-current", x, dy).dw
+    layer(x).backward(dy)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    layer.backward_dw()
+    assert_same(layer.weight.grad, want)
+
+
+@pytest.mark.parametrize("written", ["x", "dy"])
+def test_operands_written_to_before_backward_dw_are_noticed(written):
+    layer, (x, dy) = delayed("bf16"), batch()
+    layer(x).backward(dy)
+    (x if written == "x" else dy).zero_()
+    with pytest.raises(UnsupportedConfig, match="written to since"):
+        layer.backward_dw()
+
+
+def test_what_was_pending_is_released():
+    layer, (x, dy) = delayed("bf16"), batch()
+    kept = weakref.ref(x)
+    layer(x).backward(dy)
+    layer.backward_dw()
+    del x, dy
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """What a CUDA stream would say of itself."""
+    said = []
+    monkeypatch.setattr(wgrad_queue, "is_capturing", lambda: bool(said))
+    return said
+
+
+def backwards(layer, *flags, capturing):
+    for i, flag in enumerate(flags):
+        capturing[:] = [flag] * flag
+        x, dy = batch(i)
+        layer(x).backward(dy)
+    capturing.clear()
+
+
+def test_what_a_captured_backward_left_is_for_a_captured_backward_dw(capturing):
+    """As make_graphed_callables leaves it: warm-ups, then a capture."""
+    layer, plain = delayed(), make("fp8-current", K, N)
+    backwards(layer, False, False, True, capturing=capturing)
+    with pytest.raises(UnsupportedConfig, match=r"2 were left outside .* and 1 captured.*discard_dw\(\) drops"):
+        layer.backward_dw()
+    capturing.append(True)
+    with pytest.raises(UnsupportedConfig, match=r"2 were left outside of captures.*Drop them"):
+        layer.backward_dw()
+    assert layer.weight.grad is None
+    assert layer.discard_dw() == 2
+    layer.backward_dw()
+    x, dy = batch(2)
+    plain(x).backward(dy)
+    assert_same(layer.weight.grad, plain.weight.grad)
+    assert layer.discard_dw() == 0
+
+
+def test_what_a_captured_backward_left_is_not_for_one_outside(capturing):
+    layer = delayed()
+    backwards(layer, True, capturing=capturing)
+    with pytest.raises(UnsupportedConfig, match=r"Capture it, in the graph of its backward"):
+        layer.backward_dw()
+    assert layer.discard_dw() == 0, "it is still there"
+    with pytest.raises(UnsupportedConfig, match=r"discard_dw\(captured=True\)"):
+        octavo.revert(layer)
+    capturing.append(True)
+    layer.backward_dw()
+
+
+def test_a_capture_that_came_to_nothing_is_dropped(capturing):
+    layer = delayed()
+    backwards(layer, True, capturing=capturing)
+    assert layer.discard_dw(captured=True) == 1
+    x, dy = batch(3)
+    layer(x).backward(dy)
+    layer.backward_dw()
+    plain = make("fp8-current", K, N)
+    plain(x).backward(dy)
+    assert_same(layer.weight.grad, plain.weight.grad)
+
+
+def test_a_copy_has_no_backward_to_finish():
+    layer, (x, dy) = delayed(), batch()
+    layer(x).backward(dy)
+    with pytest.warns(UserWarning, match="no backward to finish"):
+        copy.deepcopy(layer).backward_dw()
+    layer.backward_dw()
+
+
+def test_what_was_left_outside_is_not_for_a_capture(capturing):
+    layer = delayed()
+    backwards(layer, False, capturing=capturing)
+    capturing.append(True)
+    with pytest.raises(UnsupportedConfig, match="which no backward writes to again"):
+        layer.backward_dw()
+    capturing.clear()
+    layer.backward_dw()
+    assert layer.weight.grad is not None
+
+
+def test_backwards_that_were_discarded_are_none_to_finish():
+    layer, (x, dy) = delayed(), batch()
+    kept = weakref.ref(x)
+    layer(x).backward(dy)
+    assert layer.discard_dw() == 1
+    del x
+    gc.collect()
+    assert kept() is None
+    with pytest.warns(UserWarning, match="no backward to finish"):
+        layer.backward_dw()
+
+
+@every
+def test_a_training_run_equals_one_without_delay(recipe):
+    """Two layers, two microbatches a step, two steps; pipeline style: all dw at the end of the step."""
+
+    def model(**settings):
+        return nn.Sequential(make(recipe, K, N, seed=1, **settings), nn.Tanh(), make(recipe, N, K, seed=3, **settings))
+
+    late, plain = model(delay_wgrad_compute=True), model()
+    octavo.load_state_dict(late, octavo.state_dict(plain))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (late, plain)]
+    for step in range(2):
+        for m, optimizer in zip((late, plain), optimizers, strict=True):
+            for i in range(2):
+                m(batch(2 * step + i)[0]).square().mean().backward()
+            for layer in (m[0], m[2]) if m is late else ():
+                layer.backward_dw()
+                layer.backward_dw()
+            optimizer.step()
+            optimizer.zero_grad()
+            octavo.step(m)
+        for a, b in zip(late.parameters(), plain.parameters(), strict=True):
+            assert_same(a.detach(), b.detach())
