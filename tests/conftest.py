@@ -62,9 +62,13 @@ def large_memory() -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    """Four processes that run functions: `ranks.run(job, *arguments, size=2)`."""
+    """Four processes that run functions: `ranks.run(job, *arguments, size=2)`.
+
+    Each test file has its own: a job of two ranks that makes groups leaves the other two behind in torch's count of
+    groups, and a later job that makes groups on all four would wait forever.
+    """
     from tests.support.ranks import Pool
 
     pool = Pool(tmp_path_factory.mktemp("ranks"))

@@ -56,7 +56,7 @@ class Pool:
     def _answer(self, rank):
         if not self.pipes[rank].poll(LONGEST_JOB):
             self.close()
-            raise TimeoutError(f"Rank {rank} has not answered for {LONGEST_JOB} s: it waits for a rank that does not come.")
+            raise TimeoutError(f"Rank {rank} has not answered for {LONGEST_JOB} s: it waits for another.")
         return _unpacked(self.pipes[rank].recv_bytes())
 
     def close(self):
