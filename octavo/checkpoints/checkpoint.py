@@ -220,7 +220,7 @@ def named_tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
     """Returns the key and the tensor of each entry of a model's state dict, by the key without names of wrappers."""
     found: dict[str, tuple[str, Tensor]] = {}
     for key, tensor in model.state_dict().items():
-        plain = plain_name(key)
+        plain = tensor_file.utf8(plain_name(key))
         if plain in found:
             raise UnsupportedConfig(f"The model has {plain!r} twice: as {found[plain][0]} and as {key}. Rename one.")
         found[plain] = key, tensor

@@ -5,6 +5,7 @@ wrapper. Several optimizers of one model can be attached: each steps the layers 
 """
 
 import weakref
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch import nn
@@ -174,18 +175,24 @@ def _held(optimizer: Optimizer) -> set[int]:
 
 
 def _hooked(optimizer: Any) -> Optimizer:
-    """Returns the torch optimizer that runs hooks when this one steps: itself, or the first wrapped one that does."""
-    found = optimizer
-    seen: list[Any] = []
-    while all(found is not one for one in seen):
-        seen.append(found)
+    """Return the torch optimizer that runs hooks when this one steps: itself, or the first wrapped one that does."""
+    for found in nested(optimizer):
         if runs_hooks(found):
             stepped: Optimizer = found
             return stepped
-        # a scheduler also has .optimizer, but no param_groups
-        found = getattr(found, "optimizer", None) if hasattr(found, "param_groups") else None
+        if not hasattr(found, "param_groups"):  # a scheduler, which also has .optimizer
+            break
     what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
     raise UnsupportedDtype(
         "attach takes a torch.optim.Optimizer whose step() runs hooks, or a wrapper with one at .optimizer, got "
         f"{what}. Pass the torch optimizer itself, or {_BY_HAND}."
     )
+
+
+def nested(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer, and the optimizers inside of it, from the outermost on: wrappers have one at `.optimizer`."""
+    seen: list[Any] = []
+    while optimizer is not None and all(optimizer is not one for one in seen):
+        seen.append(optimizer)
+        yield optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
