@@ -17,7 +17,7 @@ from tests.support.state_tensors import state_tensors
 
 ROOT = Path(octavo.__file__).parent
 SETS_A_DEFAULT = {
-    "model/third_party/third_party_experts.py"
+    "model/third_party/expert_activation.py"
 }  # around a call of other people's code, which may make tensors
 FACTORIES = _device_constructors()  # the functions of torch that follow torch.set_default_device
 DEFAULTS = (

@@ -364,10 +364,10 @@ def _applied(plan: _Planned, strict: bool, settings: dict[str, bool], step: int)
     return Row(plan.path, kind, str(recipe), how, choice.why or why, choice.reason, **shape)
 
 
-def _weight_names(module: Any) -> list[str]:
+def _weight_names(module: Any) -> Sequence[str]:
     if isinstance(module, nn.Linear):
         return ["weight"]
-    names: list[str] = (
+    names: Sequence[str] = (
         module._names_of_weights() if isinstance(module, Quantized) else third_party_experts.weight_names(module)
     )
     return names
