@@ -78,8 +78,10 @@ class DispatchedExperts(ThirdPartyExperts):
 
 
 def _dispatched_layers(module: Any, layer: Callable[..., Any]) -> nn.Module:
+    activation = activation_of(module)
+    assert activation is not None  # else the module was refused
     fc1, fc2 = (layer(ThirdPartyGroupedLinear, name, "untouched") for name in _dispatched_weights(module))
-    return DispatchedExperts(fc1, activation_of(module), fc2)
+    return DispatchedExperts(fc1, activation, fc2)
 
 
 def _choose_entry(module: Any) -> None:
