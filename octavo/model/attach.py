@@ -15,10 +15,9 @@ from octavo._torch.optimizers import runs_hooks
 from octavo.communication.groups import Group, name_of
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.model.layer_lookup import check_model, layers
-from octavo.model.overflow import warn_of_overflow
-from octavo.model.pending_gradients import warn_of_pending
 from octavo.model.refresh import refresh_layers
 from octavo.model.step import step_layers
+from octavo.model.step_warnings import warn_of_step
 from octavo.ops.quantized import Quantized
 from octavo.scaling.delayed_scaling import ATTACHMENTS
 from octavo.weights import optimizer_hooks
@@ -76,8 +75,7 @@ class Attachment:
             (path, layer) for (path, layer), claim in zip(ours, claims, strict=True) if not claim or self in claim
         ]
         step_layers([layer for _, layer in served], self.group)
-        warn_of_overflow(self.model)
-        warn_of_pending(served)
+        warn_of_step(self.model, served)
         refresh_layers([layer for _, layer in served])
         for (_path, layer), claim in zip(ours, claims, strict=True):
             if not claim:  # an unattached optimizer may write its weight without raising torch's version counter

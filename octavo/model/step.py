@@ -12,8 +12,7 @@ from octavo.communication.collectives import gather, largest
 from octavo.communication.groups import Group, name_of, size_now
 from octavo.errors import UnsupportedConfig
 from octavo.model.layer_lookup import check_model, layers
-from octavo.model.overflow import warn_of_overflow
-from octavo.model.pending_gradients import warn_of_pending
+from octavo.model.step_warnings import warn_of_step
 from octavo.ops.quantized import Quantized
 from octavo.scaling.delayed_scaling import DIRECTIONS, look
 from octavo.scaling.delayed_state import DelayedState, update_all
@@ -47,8 +46,7 @@ def step(model: nn.Module, group: Group = None) -> None:
     check_model(model, "step")
     ours = list(layers(model))
     step_layers([module for _, module in ours], group)
-    warn_of_overflow(model)
-    warn_of_pending(ours)
+    warn_of_step(model, ours)
 
 
 def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
