@@ -30,7 +30,7 @@ def inner(optimizer: Any) -> Any:
 
 
 def export(optimizer: Any, model: nn.Module) -> dict[str, Any]:
-    """Returns an optimizer's state and what it belongs to."""
+    """Return an optimizer's state and what it belongs to."""
     optimizer = inner(optimizer)
     state = optimizer.state_dict()
     if not {"state", "param_groups"} <= set(state):
@@ -48,7 +48,7 @@ def _parameters(optimizer: Any, model: nn.Module) -> list[list[list[Any]]]:
 
 
 def loader(path: Path, saved: dict[str, Any], optimizer: Any, model: nn.Module) -> Callable[[], None]:
-    """Returns a function that loads a saved state. Raises if the state is not one of this optimizer's."""
+    """Return a function that loads a saved state. Raise if the state is not one of this optimizer's."""
     optimizer = inner(optimizer)
     if set(saved) != {"class", "parameters", "state"}:
         raise damaged(path, f"an optimizer has class, parameters and state, and here are {shown(repr(list(saved)))}")
@@ -84,7 +84,7 @@ def _text(parameter: Any) -> str:
 
 
 def _check_state(path: Path, state: Any, optimizer: Any) -> None:
-    """Raises for a state dict that is not of this optimizer's form."""
+    """Raise for a state dict that is not of this optimizer's form."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     match state:
         case {"state": dict(values), "param_groups": list(groups)} if len(groups) == len(sizes):
@@ -108,7 +108,7 @@ def _check_state(path: Path, state: Any, optimizer: Any) -> None:
 
 
 def _check_tensors(path: Path, value: dict[str, Any], parameter: Tensor, optimizer: Any) -> None:
-    """Raises if an optimizer of torch's own would have other tensors for a parameter."""
+    """Raise if an optimizer of torch's own would have other tensors for a parameter."""
     cls = type(optimizer)
     if not cls.__module__.startswith("torch.optim.") or cls.__name__ in OTHER_SHAPES:
         return

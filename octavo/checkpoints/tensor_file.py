@@ -154,8 +154,9 @@ def read(path: Path, expected: Digest | None = None) -> TensorFile:
             if expected is not None and size != expected.bytes:
                 raise damaged(path, f"the file was written with {expected.bytes} bytes, and has {size}")
             start = file.read(8)
-            # pread and not mmap: a mapped tensor would change, or end the process, when the file does
-            with safe_open(path, framework="pt", device="cpu", backend="pread") as content:
+            # pread and not mmap: a mapped tensor would change, or end the process, when the file does. With pread the
+            # package makes tensors on torch's default device, so that is the CPU here.
+            with torch.device("cpu"), safe_open(path, framework="pt", device="cpu", backend="pread") as content:
                 header = file.read(int.from_bytes(start, "little"))
                 _check_header(path, parse_json(path, header))
                 metadata, digest = content.metadata() or {}, hashlib.sha256(start + header)

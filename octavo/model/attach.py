@@ -51,7 +51,7 @@ class Attachment:
         ATTACHMENTS.add(self)
 
     def remove(self) -> None:
-        """Removes the hook from the optimizer. A second call does nothing."""
+        """Remove the hook from the optimizer. A second call does nothing."""
         self._handle.remove()
         ATTACHMENTS.discard(self)
 
@@ -62,7 +62,7 @@ class Attachment:
         self.remove()
 
     def _steps(self, optimizer: Optimizer, layer: nn.Module) -> bool:
-        """Whether this is an attachment of that optimizer to a model with that layer."""
+        """Return whether this is an attachment of that optimizer to a model with that layer."""
         return self.optimizer() is optimizer and any(layer is own for _, own in layers(self.model))
 
     def _after_step(self, stepped: Optimizer, *_: Any) -> None:
@@ -92,7 +92,7 @@ class _Index:
         self.found: dict[int, list[weakref.ref[Attachment]]] = {}
 
     def now(self) -> dict[int, list["weakref.ref[Attachment]"]]:
-        """Returns the index, rebuilt if attachments or the parameters of their optimizers have changed."""
+        """Return the index, rebuilt if attachments or the parameters of their optimizers have changed."""
         pairs = [(one, optimizer) for one in list(ATTACHMENTS) if (optimizer := one.optimizer()) is not None]
         known, held = [weakref.ref(one) for one, _ in pairs], [_held(optimizer) for _, optimizer in pairs]
         if known != self.known or held != self.held:  # a reference to one that is gone equals no other
@@ -107,13 +107,13 @@ _index = _Index()
 
 
 def _claims(layer: Quantized, index: dict[int, list["weakref.ref[Attachment]"]]) -> list[Attachment]:
-    """Returns the attachments to models with this layer whose optimizers train the layer."""
+    """Return the attachments to models with this layer whose optimizers train the layer."""
     known = [one for p in layer._trained_by() for one in index.get(id(p), ())]
     return [one for ref in known if (one := ref()) is not None and layer in one.layers]
 
 
 def attach(model: nn.Module, optimizer: Optimizer | OptimizerWrapper, group: Group = None) -> Attachment:
-    """Calls `octavo.step(model, group)` and `octavo.refresh_weights(model)` after every step of an optimizer.
+    """Call `octavo.step(model, group)` and `octavo.refresh_weights(model)` after every step of an optimizer.
 
     The recipe fp8-delayed and weight caches need these calls; other recipes run without. Attach each optimizer of a
     model with several: each serves the layers whose weights it holds, and a layer whose weights no attached optimizer
@@ -168,7 +168,7 @@ def attach(model: nn.Module, optimizer: Optimizer | OptimizerWrapper, group: Gro
 
 
 def _held(optimizer: Optimizer) -> set[int]:
-    """Returns the ids of an optimizer's parameters."""
+    """Return the ids of an optimizer's parameters."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 

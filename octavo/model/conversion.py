@@ -45,7 +45,7 @@ class Row:
     rule: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the row as plain data, for JSON.
+        """Return the row as plain data, for JSON.
 
         Returns:
             The fields by name, without the ids.
@@ -101,7 +101,7 @@ class ConversionReport:
         return len(self.rows)
 
     def shares(self) -> dict[str, Share]:
-        """Counts layers and weights by reason. A shared layer and a tied weight count once.
+        """Count layers and weights by reason. A shared layer and a tied weight count once.
 
         Returns:
             The share of each reason, "converted" first.
@@ -121,7 +121,7 @@ class ConversionReport:
         return {reason: Share(layers, weights, weights / total) for reason, (layers, weights) in counts.items()}
 
     def summary(self) -> str:
-        """Sums the report up in one line.
+        """Sum the report up in one line.
 
         Returns:
             The share that was converted, and the shares that were left alone, by reason.
@@ -132,7 +132,7 @@ class ConversionReport:
         return text + "".join(f"; {reason}: {share}" for reason, share in shares.items()) + "."
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, for JSON.
+        """Return the report as plain data, for JSON.
 
         Returns:
             A dict with `shares`, `notes`, `unused` and `rows`.
@@ -142,7 +142,7 @@ class ConversionReport:
         return {"shares": shares, "notes": list(self.notes), "unused": unused, "rows": [r.as_dict() for r in self.rows]}
 
     def __str__(self) -> str:
-        """Returns the table, one line for paths that differ only in their numbers, then the reasons and the summary."""
+        """Return the table, one line for paths that differ only in their numbers, then the reasons and the summary."""
         rules = any(row.rule is not None for row in self.rows)
         equal: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:

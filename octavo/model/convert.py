@@ -163,7 +163,7 @@ def revert(model: nn.Module) -> None:
     _check_revertible([*linears, *experts], [*linears, *inside])
     changed = {id(module) for _, module in [*linears, *inside]}
     for _, module in experts:
-        third_party_experts.release(module)
+        third_party_experts.revert(module)
     for other in model.modules():
         if isinstance(other, Quantized) and id(other) not in changed:
             other._release_codes()
@@ -250,7 +250,7 @@ def _change(module: Any, path: str, recipe: Recipe, strict: bool, settings: dict
         module.recipe = recipe  # type: ignore[assignment]
         module.strict = strict
     elif is_experts(module):
-        third_party_experts.adopt(module, path, recipe, strict)
+        third_party_experts.convert(module, path, recipe, strict)
     else:
         unpatch(module)
         module.__class__ = class_for(type(module))

@@ -20,7 +20,7 @@ from octavo.scaling.update_operators import read_amaxes, update_scales, write_am
 
 
 def step(model: nn.Module, group: Group = None) -> None:
-    """Ends a training step: updates delayed scales from the amaxes that the layers observed since the last call.
+    """End a training step: update delayed scales from the amaxes that the layers observed since the last call.
 
     Call it after each `optimizer.step()`, or let `octavo.attach` call it. Only fp8-delayed has scales to update. If a
     policy changes recipes at a step, the call counts the steps and changes them. It also warns of weight gradients that
@@ -50,7 +50,7 @@ def step(model: nn.Module, group: Group = None) -> None:
 
 
 def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
-    """Does the same as `step`, for the given layers."""
+    """Do the same as `step`, for the given layers."""
     batches: dict[tuple[Any, ...], list[tuple[DelayedState, int]]] = {}
     uncalibrated: list[Quantized] = []
     modules = list(modules)
@@ -68,7 +68,7 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
                 if scaling.looks():
                     uncalibrated.append(module)
             scaling.stepped()
-    _agree(modules, group, in_graph)
+    _all_reduce_amaxes(modules, group, in_graph)
     for (_, algorithm, margin, _), pairs in batches.items():
         updated, sharing = [state for state, _ in pairs], [slots for _, slots in pairs]
         if torch.compiler.is_compiling():
@@ -81,7 +81,7 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
         module._end_scheduled_step(in_graph)
 
 
-def _agree(modules: Sequence[Quantized], group: Any, in_graph: bool) -> None:
+def _all_reduce_amaxes(modules: Sequence[Quantized], group: Any, in_graph: bool) -> None:
     """Take the maximum of all amaxes over ranks, in one collective for each group (and device)."""
     everyone = None if group is None else name_of(group)
     shared: dict[tuple[str, torch.device], list[Quantized]] = {}

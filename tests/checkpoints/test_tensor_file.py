@@ -15,6 +15,7 @@ from torch import nn
 
 from octavo.checkpoints.tensor_file import DTYPES, LARGEST_HEADER, Digest, read, write
 from octavo.errors import InvalidCheckpoint, Unsupported
+from tests.strange.states import default_dtype
 
 SHAPES = ((), (3,), (2, 5), (0,), (4, 0, 2))
 
@@ -59,6 +60,22 @@ def test_the_safetensors_package_reads_and_writes_the_same(tmp_path):
     theirs = read(tmp_path / "theirs.safetensors")
     assert_equal(theirs.tensors, tensors)
     assert theirs.metadata == {"format": "pt"}
+
+
+AROUND = {
+    "meta as the default device": lambda: torch.device("meta"), "inference mode": torch.inference_mode,
+    "another default dtype": lambda: default_dtype(torch.float64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_the_programs_defaults_do_not_reach_a_file(around, tmp_path):
+    tensors = some_tensors()
+    with around():
+        digest = write(tmp_path / "a", tensors)
+        found = read(tmp_path / "a", digest).tensors
+    assert_equal(found, tensors)
+    assert {tensor.device.type for tensor in found.values()} == {"cpu"}
 
 
 def test_views_are_written_by_their_values(tmp_path):

@@ -117,7 +117,8 @@ def experts_forward(
         )
     if top_k_weights.dtype != hidden_states.dtype:
         top_k_weights = top_k_weights.float()
-    # transformers writes the number of experts for slots of other processes: `sort` drops them, Experts would refuse
+    # transformers gives assignments to experts of other processes the index num_experts: `sort` drops them, and Experts
+    # would refuse them
     y: Tensor = experts(hidden_states, sort(top_k_index, experts.num_experts), top_k_weights)
     return y.to(hidden_states.dtype)
 

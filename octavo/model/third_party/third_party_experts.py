@@ -1,10 +1,11 @@
 """Experts of other packages' models: modules that hold the weights of all experts as stacked parameters.
 
-    recognise    a row of KNOWN (`known_experts.py`) takes the module
-    refuse       `unsupported_reason`: layout, forward, shapes, dtype, activation, recipe
-    convert      `adopt`: the module gets a submodule `octavo`, whose layers (`third_party_layers.py`) read the
-                 parameters from the module's table and hold only the state of the recipe, and its forward calls it
-    revert       `release`
+    is_experts            a row of KNOWN (`known_experts.py`) recognises the module
+    unsupported_reason    layout, forward, shapes, dtype, activation, recipe
+    convert               gives the module a submodule `octavo`, whose layers (`third_party_layers.py`) read the
+                          parameters from the module's table and hold only the state of the recipe; its forward then
+                          calls that submodule
+    revert                undoes that
 
 The module keeps its parameters and their names.
 """
@@ -94,7 +95,7 @@ def _unsupported_shape(module: nn.Module, names: tuple[str, ...]) -> str:
     return ""
 
 
-def adopt(module: Any, path: str, recipe: Recipe, strict: bool) -> None:
+def convert(module: Any, path: str, recipe: Recipe, strict: bool) -> None:
     """Convert experts, or change the recipe of converted ones."""
     if is_third_party(module):
         for layer in layers_of(module):
@@ -111,8 +112,8 @@ def adopt(module: Any, path: str, recipe: Recipe, strict: bool) -> None:
     kind.install(module)
 
 
-def release(module: Any) -> None:
-    """Undo `adopt`."""
+def revert(module: Any) -> None:
+    """Undo `convert`."""
     kind = _kind(module)
     module.__dict__.pop("_octavo_load_hook").remove()
     del module._modules[NAME]
