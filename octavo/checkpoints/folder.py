@@ -248,17 +248,18 @@ def _manifest(file: Path, content: Any) -> Manifest:
             f"{file} has version {content['version']} of the format, and this Octavo ({__version__}) reads {VERSION}. "
             "Load it with the version of Octavo that wrote it."
         )
-    sha256 = content.pop(SHA256, None)
-    step, recipes, files = (content.get(name) for name in ("step", "recipes", "files"))
+    digests = [content.pop(SHA256)] if SHA256 in content else []  # checkpoints of before have none
+    is_whole = {name: type(value) for name, value in content.items()} == ENTRIES
     if (
-        {name: type(value) for name, value in content.items()} != ENTRIES
-        or not is_step(step)
-        or not all(isinstance(recipe, str) for recipe in recipes.values())
+        not is_whole
+        or not is_step(content["step"])
+        or any(type(recipe) is not str for recipe in content["recipes"].values())
     ):
         raise damaged(file, f"it is {shown(repr(content))}")
-    if sha256 is not None and sha256 != _sha256(content):
-        raise damaged(file, f"its SHA-256 is {_sha256(content)}, and it was written with {shown(repr(sha256))}")
-    return Manifest(step, recipes, {name: _digest(file, name, digest) for name, digest in files.items()})
+    if digests and digests != [_sha256(content)]:
+        raise damaged(file, f"its SHA-256 is {_sha256(content)}, and it was written with {shown(repr(digests[0]))}")
+    files = {name: _digest(file, name, digest) for name, digest in content["files"].items()}
+    return Manifest(content["step"], content["recipes"], files)
 
 
 def _digest(file: Path, name: str, digest: Any) -> Digest:

@@ -20,6 +20,8 @@ class _Style(ParallelStyle):
     """A way to split a Linear over the ranks of a mesh of one dim."""
 
     MODE: str
+    input_layouts: Placement
+    output_layouts: Placement
     src_data_rank: int | None = 0
 
     def __init__(

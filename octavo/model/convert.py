@@ -22,14 +22,13 @@ from octavo.fusion.sequential import Sequential
 from octavo.kernels.gemm import native, spec_route
 from octavo.model.conversion import ConversionReport, Row, other_rows
 from octavo.model.layer_lookup import check_model, refuse_parts
-from octavo.model.policy import Policy
+from octavo.model.policy import Policy, PolicyRule
 from octavo.model.selection import (
     CONVERT,
     HIGH_PRECISION,
     KEEP,
     Plan,
     PolicyFunction,
-    Selection,
     name_of,
     qualified,
     recipe_of,
@@ -122,10 +121,11 @@ def convert(
     if strict:
         _raise_refused(plans)
     rows = {plan.path: _applied(plan, strict, settings, step) for plan in plans}
-    report = _report(model, chosen, plans, rows)
+    unused = chosen.unused_rules(plans)
+    report = _report(model, plans, rows, unused)
     _warn_of_nothing(model, report, str(chosen.default))
-    if report.unused:
-        warn(f"octavo.convert: {' '.join(report.notes[-len(report.unused) :])}", stacklevel=2)
+    if unused:
+        warn(f"octavo.convert: {' '.join(why for _, why in unused)}", stacklevel=2)
     return report
 
 
@@ -211,43 +211,40 @@ def _raise_refused(plans: list[Plan]) -> None:
 def _applied(plan: Plan, strict: bool, settings: dict[str, bool], step: int) -> Row:
     """Convert a layer as planned, and return its row."""
     module: Any = plan.module
-    kind, names = plan.kind, _weight_names(module)
+    choice, names = plan.choice, _weight_names(module)
     weights = [p for name in names if (p := module._parameters.get(name)) is not None and not is_lazy(p)]
-    choice = plan.choice
-    shape: Any = dict(
-        weights=_count(weights, module), module=id(module), identities=tuple(id(p) for p in weights), rule=choice.rule
-    )
-    if choice.reason == KEEP and not choice.why:
-        _set(module, settings)
-    if choice.recipe is not None and choice.reason == CONVERT and not plan.refused:
-        _change(module, plan.path, choice.recipe, strict, settings)
-        for layer in third_party_experts.layers_of(module) or [module]:
+    # a parametrized weight is counted by the layer's sizes
+    number = sum(p.numel() for p in weights) if weights else module.in_features * module.out_features
+    converts = choice.recipe is not None and choice.reason == CONVERT and not plan.refused
+    if converts:
+        _change(module, plan.path, choice.recipe, strict)
+    for layer in third_party_experts.layers_of(module) or [module]:
+        if converts or (choice.reason == KEEP and not choice.why):
+            for name, value in settings.items():
+                setattr(layer, name, value)
+        if converts:
             layer._follow_schedule(choice.later, step, choice.since)
-    recipe = recipe_of(module)  # a layer left alone may have its own
-    if recipe is None:
-        return Row(plan.path, kind, "", "skipped", choice.why, choice.reason, **shape)
-    how, why = route(weights[0].device if weights else torch.device("cpu"), recipe)
-    return Row(plan.path, kind, str(recipe), how, choice.why or why, choice.reason, **shape)
+    recipe, name, how, why = recipe_of(module), "", "skipped", ""  # a layer left alone may have its own
+    if recipe is not None:
+        name, (how, why) = str(recipe), route(weights[0].device if weights else torch.device("cpu"), recipe)
+    identities = tuple(id(p) for p in weights)
+    why = choice.why or why
+    return Row(plan.path, plan.kind, name, how, why, choice.reason, number, id(module), identities, choice.rule)
 
 
 def _weight_names(module: Any) -> Sequence[str]:
     if isinstance(module, nn.Linear):
         return ["weight"]
-    names: Sequence[str] = (
-        module._names_of_weights() if isinstance(module, Quantized) else third_party_experts.weight_names(module)
-    )
-    return names
+    if isinstance(module, Quantized):
+        return module._names_of_weights()
+    return third_party_experts.weight_names(module)
 
 
-def _count(weights: Sequence[Any], module: Any) -> int:
-    """Count the elements of a layer's weight; a parametrized weight is counted by the layer's sizes."""
-    return sum(p.numel() for p in weights) if weights else module.in_features * module.out_features
-
-
-def _change(module: Any, path: str, recipe: Recipe, strict: bool, settings: dict[str, bool]) -> None:
+def _change(module: Any, path: str, recipe: Any, strict: bool) -> None:
+    """Give a layer its recipe; a module that is no layer of Octavo's becomes one, or gets layers inside."""
     if isinstance(module, Quantized):
         module._given_recipe = module.recipe is None or module._given_recipe
-        module.recipe = recipe  # type: ignore[assignment]
+        module.recipe = recipe
         module.strict = strict
     elif is_experts(module):
         third_party_experts.convert(module, path, recipe, strict)
@@ -255,13 +252,6 @@ def _change(module: Any, path: str, recipe: Recipe, strict: bool, settings: dict
         unpatch(module)
         module.__class__ = class_for(type(module))
         module._set_up(recipe, strict=strict, path=path)
-    _set(module, settings)
-
-
-def _set(module: Any, settings: dict[str, bool]) -> None:
-    for layer in third_party_experts.layers_of(module) or [module]:
-        for name, value in settings.items():
-            setattr(layer, name, value)
 
 
 def _changes(planned: list[Plan]) -> Iterator[str]:
@@ -275,11 +265,12 @@ def _changes(planned: list[Plan]) -> Iterator[str]:
         yield f"{path_names(paths)}: {first}{changes}, as octavo.step or octavo.attach counts the steps."
 
 
-def _report(model: nn.Module, chosen: Selection, plans: list[Plan], rows: dict[str, Row]) -> ConversionReport:
-    """Return the report of the layers' rows, with those of other modules, notes, and rules that decide nothing."""
+def _report(
+    model: nn.Module, plans: list[Plan], rows: dict[str, Row], unused: list[tuple[PolicyRule, str]]
+) -> ConversionReport:
+    """Return the report of the layers' rows, those of other modules, and notes on further changes and unused rules."""
     rows |= {row.path: row for row in other_rows(model) if row.path not in rows}
     order = [path for path, _ in model.named_modules(remove_duplicate=False) if path in rows]
-    unused = [] if chosen.rules is None else chosen.rules.unused(rule for plan in plans for rule in plan.choice.used)
     notes = (*_take_shortcuts_away(model), *_changes(plans), *(why for _, why in unused))
     return ConversionReport(tuple(rows[path] for path in order), notes, tuple(rule for rule, _ in unused))
 

@@ -1,7 +1,7 @@
 """What the user wants: `octavo.Policy`, rules that give recipes to layers by their paths, and the rules of one model.
 
-Policy           a value that knows no model, from Python values or from a TOML file
-MatchedPolicy    a policy and a model: the rule that decides for each layer, rules that decide nothing
+A `Policy` is a value that knows no model, from Python values or from a TOML file. A `MatchedPolicy` is a policy and a
+model: the rule that decides for each layer, and rules that decide nothing. `selection.py` asks it.
 """
 
 import difflib
@@ -374,14 +374,11 @@ class MatchedPolicy:
         ]
 
     def _why_unused(self, number: int, rule: PolicyRule) -> str:
-        found = [match for matches in self._matches.values() for match in matches if match.number == number]
-        if found:
-            firsts = [match for matches in self._matches.values() for match in matches[:1] if match.number == number]
-            return (
-                "the layers that it matches are left alone for reasons of their own."
-                if firsts
-                else "rules before it take every layer that it matches."
-            )
+        matched = [found for found in self._matches.values() if any(match.number == number for match in found)]
+        if any(found[0].number == number for found in matched):
+            return "the layers that it matches are left alone for reasons of their own."
+        if matched:
+            return "rules before it take every layer that it matches."
         if rule.blocks and not self.blocks:
             return "this model has no blocks, which are modules of one class in an nn.ModuleList or nn.Sequential."
         hints = [near(pattern, self.modules) for pattern in rule.layers if not matching(pattern, self.modules)]

@@ -1,9 +1,11 @@
 """What is convertible, and why not: the plan of `octavo.convert` for each layer of a model.
 
-select                   checks the arguments of convert: recipe or policy, exclude, high_precision
-Selection.plan           a Plan for each layer: exclude first, then the policy, then reasons of the layer's own
-in_high_precision        heads, adapters and routers
-layer_unsupported_reason why a layer cannot take what was chosen for it
+    select                      checks the arguments of convert: recipe or policy, exclude, high_precision
+    Selection.plan              a Plan for each layer, decided by exclude, then the policy, then the layer's own reasons
+    in_high_precision           heads, adapters and routers
+    layer_unsupported_reason    why a layer cannot take what was chosen for it
+
+`convert.py` carries the plans out.
 """
 
 import inspect
@@ -17,7 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from octavo._torch.tensors import is_sharded
 from octavo.errors import UnsupportedConfig
-from octavo.model.policy import MatchedPolicy, Policy, around, layers_in, matching, near
+from octavo.model.policy import MatchedPolicy, Policy, PolicyRule, around, layers_in, matching, near
 from octavo.model.third_party import third_party_experts
 from octavo.model.third_party.third_party_experts import layers_of
 from octavo.model.third_party.third_party_linear import clashes, class_for, is_patched, is_plain
@@ -85,6 +87,11 @@ class Selection:
                     "Swap its parameters."
                 )
         return _with_one_choice(plans)
+
+    def unused_rules(self, plans: Iterable[Plan]) -> list[tuple[PolicyRule, str]]:
+        """Return the rules of the policy that decide for no layer, each with a sentence."""
+        used = (rule for plan in plans for rule in plan.choice.used)
+        return [] if self.rules is None else self.rules.unused(used)
 
     def _planned(self, path: str, module: nn.Module, settings: dict[str, bool]) -> Plan:
         choice = self._choose(path, module)
