@@ -221,7 +221,7 @@ FAULTS = (
     ),
     Fault(
         "the last rule of a policy decides",
-        "octavo/model/matched_policy.py",
+        "octavo/model/policy.py",
         "for found in self._matches.get(path, ()) if",
         "for found in reversed(self._matches.get(path, ())) if",
         "tests/model/test_policy.py::test_the_first_rule_that_matches_decides",

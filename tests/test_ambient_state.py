@@ -16,9 +16,10 @@ from tests.strange.states import default_dtype
 from tests.support.state_tensors import state_tensors
 
 ROOT = Path(octavo.__file__).parent
-SETS_A_DEFAULT = {
-    "model/third_party/third_party_experts.py"
-}  # around a call of other people's code, which may make tensors
+SETS_A_DEFAULT = {  # around a call of other people's code, which may make tensors
+    "model/third_party/expert_activation.py",
+    "checkpoints/tensor_file.py",
+}
 FACTORIES = _device_constructors()  # the functions of torch that follow torch.set_default_device
 DEFAULTS = (
     torch.set_default_device, torch.set_default_dtype, torch.get_default_device, torch.get_default_dtype,

@@ -60,7 +60,7 @@ def save_checkpoint(
     step: int = 0,
     extra: Mapping[str, object] | None = None,
 ) -> Path:
-    """Saves a training run, so that it can resume bit for bit.
+    """Save a training run, so that it can resume bit for bit.
 
     The checkpoint is a folder `step-000123` in `folder`. It gets that name when all its files are on the disk: a save
     that fails, or is interrupted, leaves the run's checkpoints as they were. `model.safetensors` in it has the names of
@@ -124,7 +124,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | OptimizerWrapper | None = None
 ) -> Checkpoint:
-    """Loads a checkpoint that `octavo.save_checkpoint` wrote.
+    """Load a checkpoint that `octavo.save_checkpoint` wrote.
 
     It reads and checks all files, and compares them with the model and the optimizer, before it writes anything. A call
     that raises changes nothing: where a hook of the program raises, it writes the former values back, of which it keeps
@@ -184,7 +184,7 @@ def load_checkpoint(
 
 
 def extra_of(checkpoint: Path) -> dict[str, Any]:
-    """Returns the extra values of a checkpoint, and loads nothing."""
+    """Return the extra values of a checkpoint, and load nothing."""
     files = read_manifest(checkpoint).files
     if RUN not in files:
         raise _lacks(checkpoint, RUN)
@@ -192,7 +192,7 @@ def extra_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def _run(path: Path, file: TensorFile) -> tuple[Any, dict[str, Any]]:
-    """Returns the state of random numbers, and the extra values."""
+    """Return the state of random numbers, and the extra values."""
     match decoded(path, file):
         case {"random": random, "extra": dict(extra), **rest} if not rest:
             return random, extra
@@ -209,7 +209,7 @@ def _lacks(checkpoint: Path, name: str) -> InvalidCheckpoint:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the module inside of torch.compile, DistributedDataParallel and DataParallel."""
+    """Return the module inside of torch.compile, DistributedDataParallel and DataParallel."""
     inside: nn.Module = uncompiled(model)
     if isinstance(inside, (DistributedDataParallel, DataParallel)):
         inside = inside.module
@@ -217,10 +217,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def named_tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
-    """Returns the key and the tensor of each entry of a model's state dict, by the key without names of wrappers."""
+    """Return the key and the tensor of each entry of a model's state dict, by the key without names of wrappers."""
     found: dict[str, tuple[str, Tensor]] = {}
     for key, tensor in model.state_dict().items():
-        plain = plain_name(key)
+        plain = tensor_file.utf8(plain_name(key))
         if plain in found:
             raise UnsupportedConfig(f"The model has {plain!r} twice: as {found[plain][0]} and as {key}. Rename one.")
         found[plain] = key, tensor
@@ -228,7 +228,7 @@ def named_tensors(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
 
 
 def _checked_weights(file: TensorFile, model: nn.Module) -> dict[str, Tensor]:
-    """Returns a file's tensors by the keys of the model. Raises unless they are the model's, in shape and dtype."""
+    """Return a file's tensors by the keys of the model. Raise unless they are the model's, in shape and dtype."""
     own = named_tensors(model)
     missing = [name for name in own if name not in file.tensors]
     unknown = [name for name in file.tensors if name not in own]

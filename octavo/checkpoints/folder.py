@@ -32,6 +32,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 MANIFEST, FORMAT, VERSION = "checkpoint.json", "octavo-checkpoint", 2
+ENTRIES = {"format": str, "version": int, "step": int, "octavo": str, "torch": str, "recipes": dict, "files": dict}
 SHA256 = "sha256"  # the entry that has the digest of the others; checkpoints of before have none
 LARGEST_MANIFEST = 16_000_000  # bytes: a line for each layer
 NAME = re.compile(r"step-([0-9]{6,18})")
@@ -61,7 +62,7 @@ def name_of(step: int) -> str:
 
 @contextmanager
 def new_checkpoint(run: Path, step: int, recipes: dict[str, str]) -> Iterator[tuple[Path, dict[str, Digest]]]:
-    """Yields a folder to write files to, and a dict for their digests. At the end of the block the folder becomes the
+    """Yield a folder to write files to, and a dict for their digests. At the end of the block the folder becomes the
     run's checkpoint of that step, at once. If the block raises, it is removed, and the run is as before."""
     target = run / name_of(step)
     if target.exists():
@@ -88,7 +89,7 @@ def new_checkpoint(run: Path, step: int, recipes: dict[str, str]) -> Iterator[tu
 
 
 def _new_partial(run: Path) -> tuple[Path, int | None]:
-    """Makes a folder for a save, and returns it with its lock. A save that ends just then may take it for a dead one
+    """Make a folder for a save, and return it with its lock. A save that ends just then may take it for a dead one
     before it is locked: then there is a next one."""
     while True:
         partial = run / f".partial-{secrets.token_hex(4)}"
@@ -101,8 +102,8 @@ def _new_partial(run: Path) -> tuple[Path, int | None]:
 
 
 def _lock(folder: Path) -> int | None:
-    """Locks a folder until `_unlock`, or until the process ends, and returns the lock; None where the system has no
-    such locks. Raises BlockingIOError if it is locked already, and FileNotFoundError if it is gone."""
+    """Lock a folder until `_unlock`, or until the process ends, and return the lock; None where the system has no
+    such locks. Raise BlockingIOError if it is locked already, and FileNotFoundError if it is gone."""
     if fcntl is None:
         return None
     lock = None
@@ -123,7 +124,7 @@ def _unlock(lock: int | None) -> None:
 
 
 def _remove_dead(run: Path) -> None:
-    """Removes the folders of saves whose process has ended: nothing locks them. A folder that cannot be locked
+    """Remove the folders of saves whose process has ended: nothing locks them. A folder that cannot be locked
     stays."""
     for name in os.listdir(run):
         with suppress(OSError):
@@ -151,12 +152,12 @@ def _write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def _sha256(content: dict[str, Any]) -> str:
-    """Returns the digest of a manifest's entries, whatever their order and the spaces between them."""
+    """Return the digest of a manifest's entries, whatever their order and the spaces between them."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _sync(folder: Path) -> None:
-    """Waits until the disk has the names in a folder. Some systems cannot open one for that."""
+    """Wait until the disk has the names in a folder. Some systems cannot open one for that."""
     with suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -169,7 +170,7 @@ def _sync(folder: Path) -> None:
 
 
 def find(path: Path) -> Path:
-    """Returns a checkpoint: `path` itself, or the newest complete one in it. Raises InvalidCheckpoint if there is
+    """Return a checkpoint: `path` itself, or the newest complete one in it. Raise InvalidCheckpoint if there is
     none."""
     try:
         return _found(path)
@@ -197,12 +198,12 @@ def _found(path: Path) -> Path:
 
 
 def newest(run: Path) -> Path | None:
-    """Returns the checkpoint of the highest step in a run's folder that has all its files; None if there is none."""
+    """Return the checkpoint of the highest step in a run's folder that has all its files; None if there is none."""
     return newest_and_skipped(run)[0]
 
 
 def newest_and_skipped(run: Path) -> tuple[Path | None, list[str]]:
-    """Returns that checkpoint, and for each one of a higher step the sentence that refuses it."""
+    """Return that checkpoint, and for each one of a higher step the sentence that refuses it."""
     steps = [(int(match[1]), path) for path in run.iterdir() if (match := NAME.fullmatch(path.name))]
     skipped: list[str] = []
     for _, path in sorted(steps, reverse=True):
@@ -215,7 +216,7 @@ def newest_and_skipped(run: Path) -> tuple[Path | None, list[str]]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Returns the content of a checkpoint's manifest. Raises InvalidCheckpoint unless all files have their sizes, and a
+    """Return the content of a checkpoint's manifest. Raise InvalidCheckpoint unless all files have their sizes, and a
     folder that is named by a step has that step."""
     file = path / MANIFEST
     try:
@@ -240,31 +241,25 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _manifest(file: Path, content: Any) -> Manifest:
-    match content:
-        case {"format": str(kind), "version": int(version)} if kind == FORMAT and version != VERSION:
-            raise InvalidCheckpoint(
-                f"{file} has version {version} of the format, and this Octavo ({__version__}) reads {VERSION}. "
-                "Load it with the version of Octavo that wrote it."
-            )
-        case {
-            "format": str(kind),
-            "version": int(),
-            "step": int(step),
-            "octavo": str(),
-            "torch": str(),
-            "recipes": dict(recipes),
-            "files": dict(files),
-            **rest,
-        } if kind == FORMAT and is_step(step) and all(isinstance(recipe, str) for recipe in recipes.values()):
-            _check_sha256(file, {name: value for name, value in content.items() if name not in rest}, rest)
-            return Manifest(step, recipes, {name: _digest(file, name, digest) for name, digest in files.items()})
-    raise damaged(file, f"it is {shown(repr(content))}")
-
-
-def _check_sha256(file: Path, content: dict[str, Any], rest: Any) -> None:
-    """Raises unless the rest of a manifest is the digest of its content, or nothing."""
-    if rest and rest != {SHA256: _sha256(content)}:
-        raise damaged(file, f"its SHA-256 is {_sha256(content)}, and it was written with {shown(repr(rest))}")
+    if not isinstance(content, dict) or content.get("format") != FORMAT or type(content.get("version")) is not int:
+        raise damaged(file, f"it is {shown(repr(content))}")
+    if content["version"] != VERSION:
+        raise InvalidCheckpoint(
+            f"{file} has version {content['version']} of the format, and this Octavo ({__version__}) reads {VERSION}. "
+            "Load it with the version of Octavo that wrote it."
+        )
+    digests = [content.pop(SHA256)] if SHA256 in content else []  # checkpoints of before have none
+    is_whole = {name: type(value) for name, value in content.items()} == ENTRIES
+    if (
+        not is_whole
+        or not is_step(content["step"])
+        or any(type(recipe) is not str for recipe in content["recipes"].values())
+    ):
+        raise damaged(file, f"it is {shown(repr(content))}")
+    if digests and digests != [_sha256(content)]:
+        raise damaged(file, f"its SHA-256 is {_sha256(content)}, and it was written with {shown(repr(digests[0]))}")
+    files = {name: _digest(file, name, digest) for name, digest in content["files"].items()}
+    return Manifest(content["step"], content["recipes"], files)
 
 
 def _digest(file: Path, name: str, digest: Any) -> Digest:

@@ -13,12 +13,12 @@ Recipes = Mapping[str, str]  # canonical strings, by the paths of the layers tha
 
 
 def export(model: nn.Module) -> dict[str, str]:
-    """Returns the recipes of a model's layers. A layer that follows `octavo.autocast`, or is torch's own, has none."""
+    """Return the recipes of a model's layers. A layer that follows `octavo.autocast`, or is torch's own, has none."""
     return {plain_name(path): str(layer.recipe) for path, layer in layers(model) if layer.recipe is not None}
 
 
 def check(saved: Recipes, model: nn.Module) -> None:
-    """Raises if a layer of the model has another recipe than the checkpoint, and names the first one."""
+    """Raise if a layer of the model has another recipe than the checkpoint, and name the first one."""
     own = export(model)
     different = [path for path in {**saved, **own} if saved.get(path) != own.get(path)]
     if not different:

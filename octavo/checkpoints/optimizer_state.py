@@ -1,6 +1,7 @@
 """The state of an optimizer in a checkpoint: its state dict, its class, and the parameters that it is of."""
 
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from octavo._torch.modules import plain_name
 from octavo.checkpoints.tensor_file import damaged
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
+from octavo.model.attach import nested
 from octavo.text import some
 from octavo.values import shown
 
@@ -17,21 +19,18 @@ OTHER_SHAPES = ("Adafactor", "LBFGS")  # optimizers of torch whose state has oth
 
 
 def inner(optimizer: Any) -> Any:
-    """Returns the torch optimizer inside of wrappers, such as accelerate's and Lightning's."""
-    found, seen = optimizer, []
-    while not isinstance(found, Optimizer) or "state" not in vars(found):  # a wrapper may have the class alone
-        seen.append(found)
-        found = getattr(found, "optimizer", None)
-        if found is None or any(found is one for one in seen):
-            raise UnsupportedDtype(
-                "A checkpoint takes a torch.optim.Optimizer, or a wrapper with one at .optimizer, got "
-                f"{type(optimizer).__name__}. Save the state of other optimizers as extra={{...}}."
-            )
-    return found
+    """Return the torch optimizer inside of wrappers, such as accelerate's and Lightning's."""
+    for found in nested(optimizer):
+        if isinstance(found, Optimizer) and "state" in vars(found):  # a wrapper may have the class alone
+            return found
+    raise UnsupportedDtype(
+        "A checkpoint takes a torch.optim.Optimizer, or a wrapper with one at .optimizer, got "
+        f"{type(optimizer).__name__}. Save the state of other optimizers as extra={{...}}."
+    )
 
 
 def export(optimizer: Any, model: nn.Module) -> dict[str, Any]:
-    """Returns an optimizer's state and what it belongs to."""
+    """Return an optimizer's state and what it belongs to."""
     optimizer = inner(optimizer)
     state = optimizer.state_dict()
     if not {"state", "param_groups"} <= set(state):
@@ -43,13 +42,13 @@ def export(optimizer: Any, model: nn.Module) -> dict[str, Any]:
 
 
 def _parameters(optimizer: Any, model: nn.Module) -> list[list[list[Any]]]:
-    """Returns [name in the model, shape] of each parameter of each group. The name of a stranger is ""."""
+    """Return [name, shape] of each parameter of each group; the name is "" for one that is not the model's."""
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     return [[[names.get(id(p), ""), list(p.shape)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def loader(path: Path, saved: dict[str, Any], optimizer: Any, model: nn.Module) -> Callable[[], None]:
-    """Returns a function that loads a saved state. Raises if the state is not one of this optimizer's."""
+    """Return a function that loads a saved state. Raise if the state is not one of this optimizer's."""
     optimizer = inner(optimizer)
     if set(saved) != {"class", "parameters", "state"}:
         raise damaged(path, f"an optimizer has class, parameters and state, and here are {shown(repr(list(saved)))}")
@@ -64,37 +63,28 @@ def loader(path: Path, saved: dict[str, Any], optimizer: Any, model: nn.Module) 
 
 
 def _check_parameters(saved: Any, own: list[list[list[Any]]]) -> None:
-    """Raises unless both have the same parameters in the same order: torch maps states to parameters by position."""
+    """Raise unless both have the same parameters in the same order: torch maps states to parameters by position."""
     if saved == own:
         return
-    flat = [[p for group in groups for p in group] if groups else [] for groups in (_groups(saved), own)]
-    for was, now in zip(*flat, strict=False):
+    groups = saved if isinstance(saved, list) and all(isinstance(group, list) for group in saved) else []
+    for was, now in zip(chain(*groups), chain(*own), strict=False):
         if was != now:
             raise UnsupportedConfig(
                 f"The optimizer of the checkpoint has {_text(was)} where this one has {_text(now)}. Build it from the "
                 "same parameters in the same order."
             )
-    sizes = [[len(group) for group in groups] for groups in (_groups(saved), own)]
     raise UnsupportedConfig(
-        f"The optimizer of the checkpoint has groups of {sizes[0]} parameters, and this one of {sizes[1]}. Build it "
-        "from the same parameter groups."
+        f"The optimizer of the checkpoint has groups of {[len(group) for group in groups]} parameters, and this one of "
+        f"{[len(group) for group in own]}. Build it from the same parameter groups."
     )
 
 
-def _groups(saved: Any) -> list[list[Any]]:
-    return saved if isinstance(saved, list) and all(isinstance(group, list) for group in saved) else []
-
-
 def _text(parameter: Any) -> str:
-    return shown(repr(parameter[0]) + " " + repr(parameter[1]) if _is_pair(parameter) else repr(parameter))
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2
+    return shown(" ".join(map(repr, parameter)) if isinstance(parameter, list) else repr(parameter))
 
 
 def _check_state(path: Path, state: Any, optimizer: Any) -> None:
-    """Raises for a state dict that is not of this optimizer's form."""
+    """Raise for a state dict that is not of this optimizer's form."""
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     match state:
         case {"state": dict(values), "param_groups": list(groups)} if len(groups) == len(sizes):
@@ -118,7 +108,7 @@ def _check_state(path: Path, state: Any, optimizer: Any) -> None:
 
 
 def _check_tensors(path: Path, value: dict[str, Any], parameter: Tensor, optimizer: Any) -> None:
-    """Raises if an optimizer of torch's own would have other tensors for a parameter."""
+    """Raise if an optimizer of torch's own would have other tensors for a parameter."""
     cls = type(optimizer)
     if not cls.__module__.startswith("torch.optim.") or cls.__name__ in OTHER_SHAPES:
         return

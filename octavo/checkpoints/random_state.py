@@ -14,7 +14,7 @@ from octavo.values import shown
 
 
 def export() -> dict[str, Any]:
-    """Returns copies of all states. That of a GPU is there if the program uses it, that of numpy if it is imported."""
+    """Return copies of all states. That of a GPU is there if the program uses it, that of numpy if it is imported."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -25,7 +25,7 @@ def export() -> dict[str, Any]:
 
 
 def restorer(path: Path, state: Any) -> Callable[[], None]:
-    """Returns a function that sets the generators. States of GPUs, and of numpy, that are not here are left out. Raises
+    """Return a function that sets the generators. States of GPUs, and of numpy, that are not here are left out. Raises
     InvalidCheckpoint for a state that a generator refuses; it asks new generators for that."""
     if not isinstance(state, dict) or not {"torch", "python"} <= set(state) <= {"torch", "python", "cuda", "numpy"}:
         raise damaged(path, "it has no state of random numbers")

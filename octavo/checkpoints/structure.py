@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from octavo.checkpoints.tensor_file import TensorFile, damaged, parse_json
+from octavo.checkpoints.tensor_file import TensorFile, damaged, parse_json, utf8
 from octavo.errors import UnsupportedDtype
 from octavo.values import shown
 
@@ -26,7 +26,7 @@ PLAIN = (str, bool, int, float, type(None))
 
 
 def encoded(values: Mapping[str, object]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the tensors in a value, by name, and the metadata with the rest. Raises for what is no such value."""
+    """Return the tensors in a value, by name, and the metadata with the rest. Raise for what is no such value."""
     tensors: dict[str, Tensor] = {}
     tree = _tree(dict(values), (), tensors)
     return tensors, {STRUCTURE: json.dumps(tree, separators=(",", ":"))}
@@ -36,7 +36,7 @@ def _tree(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
     if len(path) > DEEPEST:
         raise UnsupportedDtype(f"A checkpoint nests values up to {DEEPEST} deep, and {_at(path[:3])} is deeper.")
     if isinstance(value, Tensor):
-        return {"tensor": _placed(value, ".".join(path), tensors)}
+        return {"tensor": _placed(value, utf8(".".join(path)), tensors)}
     if type(value) in PLAIN:
         return value
     if isinstance(value, float):  # a scalar of numpy
@@ -62,7 +62,7 @@ def _at(path: tuple[str, ...]) -> str:
 
 
 def _placed(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
-    """Puts a tensor into the flat dict, by its path, or by a path with a number if that is taken."""
+    """Put a tensor into the flat dict, by its path, or by a path with a number if that is taken."""
     free, number = name, 1
     while free in tensors:
         number += 1
@@ -72,41 +72,30 @@ def _placed(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
 
 
 def decoded(path: Path, file: TensorFile) -> dict[str, Any]:
-    """Returns the value in a file that was written of `encoded`. Raises InvalidCheckpoint for any other."""
+    """Return the value in a file that was written of `encoded`. Raise InvalidCheckpoint for any other."""
+
+    def read_object(tagged: dict[str, Any]) -> Any:
+        match [*tagged.items()]:
+            case [("tuple", list(items))]:
+                return tuple(items)
+            case [("dict", list(pairs))]:
+                return dict(pairs)
+            case [("tensor", str(name))] if name in file.tensors:
+                return file.tensors[name]
+        raise damaged(path, f"its structure has {shown(repr(tagged))}, which no checkpoint has")
+
     if STRUCTURE not in file.metadata:
         raise damaged(path, f"its metadata has no {STRUCTURE!r}")
-    used: set[str] = set()
-    value = _value(path, parse_json(path, file.metadata[STRUCTURE].encode()), file.tensors, used)
-    unused = [name for name in file.tensors if name not in used]
-    if unused:
-        raise damaged(path, f"its structure does not have the tensor {shown(repr(unused[0]))}")
+    value = parse_json(path, file.metadata[STRUCTURE], read_object)
     if not isinstance(value, dict):
         raise damaged(path, f"its structure is {shown(repr(value))}, and no dict")
+    # the other rules (keys, depth, each tensor once) are those of `encoded`, which gives the same text for its values
+    try:
+        tensors, metadata = encoded(value)
+    except UnsupportedDtype as error:
+        raise damaged(path, f"its structure has what no checkpoint has ({error})") from None
+    if unused := [name for name in file.tensors if name not in tensors]:
+        raise damaged(path, f"its structure does not have the tensor {shown(repr(unused[0]))}")
+    if metadata[STRUCTURE] != file.metadata[STRUCTURE]:
+        raise damaged(path, "its structure is not written as that of a checkpoint")
     return value
-
-
-def _value(path: Path, tree: Any, tensors: dict[str, Tensor], used: set[str], depth: int = 0) -> Any:
-    def inner(item: Any) -> Any:
-        return _value(path, item, tensors, used, depth + 1)
-
-    if depth <= DEEPEST + 1:
-        match tree:
-            case None | bool() | int() | float() | str():
-                return tree
-            case list():
-                return [inner(item) for item in tree]
-            case {"tuple": list(items), **rest} if not rest:
-                return tuple(inner(item) for item in items)
-            case {"tensor": str(name), **rest} if not rest and name in tensors and name not in used:
-                used.add(name)
-                return tensors[name]
-            case {"dict": list(pairs), **rest} if not rest and _are_pairs(pairs):
-                return {key: inner(item) for key, item in pairs}
-    raise damaged(path, f"its structure has {shown(repr(tree))}, which no checkpoint has")
-
-
-def _are_pairs(pairs: list[Any]) -> bool:
-    """Whether these are [key, value], with keys of texts and ints that differ."""
-    if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int) for pair in pairs):
-        return False
-    return len({key for key, _ in pairs}) == len(pairs)

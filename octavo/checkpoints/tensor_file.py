@@ -1,18 +1,20 @@
-"""Reads and writes safetensors files: the length of a header in 8 bytes, the header as JSON, the bytes of the tensors.
+"""Safetensors files: the safetensors package reads and checks them, and one pass over the tensors writes them.
 
-Octavo has its own reader, so that it needs no further package, and so that every rule of the format is checked before a
-tensor exists: the size of the header, names that come twice, dtypes, shapes, and ranges that leave the file, overlap or
-leave gaps. Files of the safetensors package are read, and that package reads these.
+Reading: the package checks the format. Here are the refusals that it does not make: what is no regular file, names that
+come twice, fields and dtypes that no checkpoint has, more than 32 dims, and bools of other bytes than 0 and 1. The
+digest is taken of the bytes that were loaded, and not of the file, which may change between two reads.
+
+Writing: the package's writer takes the addresses of all tensors at once, so a model on a GPU would be on the host as a
+whole. This one copies a tensor at a time to the host, and hashes what it writes.
 """
 
 import ctypes
 import hashlib
 import json
-import math
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -32,7 +34,7 @@ from octavo.errors import (
 from octavo.values import shown
 
 LARGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
-LARGEST_SIZE, MOST_DIMS = 2**62, 32  # of a shape
+MOST_DIMS = 32
 METADATA = "__metadata__"
 WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0)  # Windows has no such flag, and no FIFOs
 DTYPES = {
@@ -43,6 +45,7 @@ DTYPES = {
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # beginnings of pickled files
+PICKLED = "it begins as a file of torch.save or pickle does, and Octavo reads none, since a pickle can run code"
 
 
 class Digest(NamedTuple):
@@ -60,27 +63,13 @@ class TensorFile(NamedTuple):
     digest: Digest
 
 
-class _Entry(NamedTuple):
-    """A tensor in a header."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Digest:
-    """Writes a new file, and returns after the disk has it. Raises, before it writes, for tensors without bytes."""
+    """Write a new file, and return after the disk has it. Raise, before it is written, for tensors without bytes."""
     for name, tensor in tensors.items():
         check_plain(name, tensor)
-    if METADATA in tensors:
-        raise UnsupportedConfig(
-            f"A safetensors file keeps texts under the name {METADATA}, and a tensor has it. Rename it."
-        )
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # keeps each aligned
     header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     at = 0
@@ -108,7 +97,13 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 
 
 def check_plain(name: str, tensor: object) -> None:
-    """Raises for what a file cannot hold: other objects, sparse, sharded and meta tensors, tensors of many dims."""
+    """Raise for what a file cannot hold: other objects, sparse, sharded and meta tensors, many dims, some names."""
+    if name == METADATA:
+        raise UnsupportedConfig(
+            f"A safetensors file keeps texts under the name {name}, and a tensor has it. Rename it."
+        )
+    if utf8(name) != name:
+        raise UnsupportedConfig(f"A safetensors file has names in UTF-8, and {name!r} has none there. Rename it.")
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dtype not in NAMES:
         got = f"{tensor.dtype} {tensor.layout}" if isinstance(tensor, Tensor) else type(tensor).__name__
         raise UnsupportedDtype(
@@ -130,8 +125,13 @@ def check_plain(name: str, tensor: object) -> None:
         )
 
 
+def utf8(name: str) -> str:
+    """Return a name with escapes for what UTF-8 does not have: halves of surrogate pairs."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
 def bytes_of(tensor: Tensor) -> Any:
-    """Returns the bytes of a tensor, of a copy only if it is elsewhere or not contiguous."""
+    """Return the bytes of a tensor, of a copy only if it is elsewhere or not contiguous."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     size = plain.numel() * plain.element_size()
     if size == 0:
@@ -145,131 +145,86 @@ def bytes_of(tensor: Tensor) -> Any:
 
 
 def read(path: Path, expected: Digest | None = None) -> TensorFile:
-    """Reads a whole file. Raises InvalidCheckpoint unless it keeps all rules of the format, and has that digest."""
+    """Read a whole file. Raise InvalidCheckpoint unless it keeps all rules of the format, and has that digest."""
+    from safetensors import SafetensorError, safe_open  # here: `import octavo` does not need it
+
     try:
         with opened(path) as file:
-            return _read(file, path, expected)
+            size = os.fstat(file.fileno()).st_size
+            if expected is not None and size != expected.bytes:
+                raise damaged(path, f"the file was written with {expected.bytes} bytes, and has {size}")
+            start = file.read(8)
+            # pread and not mmap: a mapped tensor would change, or end the process, when the file does. With pread the
+            # package makes tensors on torch's default device, so that is the CPU here.
+            with torch.device("cpu"), safe_open(path, framework="pt", device="cpu", backend="pread") as content:
+                header = file.read(int.from_bytes(start, "little"))
+                _check_header(path, parse_json(path, header))
+                metadata, digest = content.metadata() or {}, hashlib.sha256(start + header)
+                tensors = {name: _hashed(path, name, content, digest) for name in content.offset_keys()}
+    except SafetensorError as error:
+        why = PICKLED if start.startswith(PICKLES) else f"safetensors refuses it ({shown(str(error))})"
+        raise damaged(path, why) from None
     except OSError as error:
         raise InvalidCheckpoint(
             f"{path} could not be read: {error.strerror or error}. Check the path, and that it is a file."
         ) from None
+    if expected is not None and digest.hexdigest() != expected.sha256:
+        raise damaged(path, f"its SHA-256 is {digest.hexdigest()}, and it was written with {expected.sha256}")
+    return TensorFile(tensors, metadata, Digest(size, digest.hexdigest()))
+
+
+def _hashed(path: Path, name: str, content: Any, digest: Any) -> Tensor:
+    """Return a tensor of an open file, and add its bytes to a digest."""
+    tensor: Tensor = content.get_tensor(name)
+    digest.update(bytes_of(tensor))
+    if tensor.dtype == torch.bool and tensor.numel() and (largest := tensor.view(torch.uint8).max()) > 1:
+        raise damaged(path, f"{shown(repr(name))} is BOOL, whose bytes are 0 and 1, and has one of {largest}")
+    return tensor
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[BufferedReader]:
-    """Opens a regular file to read it. Raises InvalidCheckpoint for any other: a FIFO may never have a writer, and
-    /dev/zero never ends. It opens a FIFO without waiting for a writer."""
+    """Open a regular file to read it. Raise InvalidCheckpoint for any other: a FIFO may never have a writer, and
+    /dev/zero never ends. A FIFO is opened without waiting for a writer."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | WITHOUT_WAITING)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise damaged(path, "it is no regular file")
         yield file
 
 
-def _read(file: BufferedReader, path: Path, expected: Digest | None) -> TensorFile:
-    size = os.fstat(file.fileno()).st_size
-    if expected is not None and size != expected.bytes:
-        raise damaged(path, f"the file was written with {expected.bytes} bytes, and has {size}")
-    start = file.read(8)
-    length = int.from_bytes(start, "little")
-    if len(start) < 8 or length > min(LARGEST_HEADER, size - 8):
-        raise damaged(path, _no_header(start, length, size))
-    text = file.read(length)
-    if len(text) < length:
-        raise damaged(path, f"it ended in its header of {length} bytes")
-    digest = hashlib.sha256(start + text)
-    entries, metadata = _entries(path, text, size - 8 - length)
-    tensors = {}
-    for entry in entries:
-        data = bytearray(entry.end - entry.begin)
-        if file.readinto(data) != len(data):
-            raise damaged(path, f"it ended in {shown(repr(entry.name))}")
-        digest.update(data)
-        tensors[entry.name] = _tensor(path, entry, data)
-    if expected is not None and digest.hexdigest() != expected.sha256:
-        raise damaged(path, f"its SHA-256 is {digest.hexdigest()}, and it was written with {expected.sha256}")
-    return TensorFile(tensors, metadata, Digest(size, digest.hexdigest()))
-
-
 def damaged(path: Path, why: str) -> InvalidCheckpoint:
+    """Return the error for a file that is not as Octavo wrote it."""
     return InvalidCheckpoint(f"{path} is damaged or no file of a checkpoint: {why}. Load another checkpoint.")
 
 
-def _no_header(start: bytes, length: int, size: int) -> str:
-    if start.startswith(PICKLES):
-        return "it begins as a file of torch.save or pickle does, and Octavo reads none, since a pickle can run code"
-    if len(start) < 8:
-        return f"a safetensors file has 8 bytes before its header, and this one has {size} in all"
-    return (
-        f"its first 8 bytes announce a header of {length} bytes, and {size - 8} follow (a header has at most "
-        f"{LARGEST_HEADER})"
-    )
+def _check_header(path: Path, header: dict[str, Any]) -> None:
+    """Raise for entries that the safetensors package takes, and no checkpoint has."""
+    for name, entry in header.items():
+        if name == METADATA:
+            continue
+        what = shown(repr(name))
+        if set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise damaged(path, f"an entry has dtype, shape and data_offsets, and {what} is {shown(repr(entry))}")
+        if entry["dtype"] not in DTYPES:
+            raise damaged(path, f"{what} has the dtype {entry['dtype']}, and the known ones are {', '.join(DTYPES)}")
+        if len(entry["shape"]) > MOST_DIMS:
+            raise damaged(path, f"{what} has the shape {shown(repr(entry['shape']))}, of more than {MOST_DIMS} sizes")
 
 
-def _entries(path: Path, text: bytes, size: int) -> tuple[list[_Entry], dict[str, str]]:
-    """Returns the tensors of a header, in the order of their bytes, and its texts. `size` is the number of bytes that
-    follow the header; the tensors must cover them, each byte once."""
-    header = parse_json(path, text)
-    if not isinstance(header, dict):
-        raise damaged(path, f"its header is {shown(repr(header))}, and no table of tensors")
-    metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise damaged(path, f"{METADATA} holds texts by name, and here something else")
-    entries = sorted((_entry(path, *item) for item in header.items()), key=lambda entry: (entry.begin, entry.end))
-    at = 0
-    for entry in entries:
-        if entry.begin != at:
-            what = "overlap the tensor before them" if entry.begin < at else "leave a gap before them"
-            raise damaged(path, f"the bytes of {shown(repr(entry.name))} begin at {entry.begin}, and {what}")
-        at = entry.end
-    if at != size:
-        raise damaged(path, f"its tensors have {at} bytes, and {size} follow the header")
-    return entries, metadata
+def parse_json(path: Path, text: bytes | str, read_object: Callable[[dict[str, Any]], Any] = dict) -> Any:
+    """Parse JSON that has no name twice in one object. Raise InvalidCheckpoint for anything else. Each object, from the
+    innermost on, is replaced by what `read_object` returns for it."""
 
-
-def _entry(path: Path, name: str, entry: Any) -> _Entry:
-    """Checks one entry of a header. That its range ends inside of the file is the caller's check."""
-    what = shown(repr(name))
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise damaged(path, f"an entry has dtype, shape and data_offsets, and {what} is {shown(repr(entry))}")
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise damaged(path, f"{what} has the dtype {shown(repr(dtype))}, and the known ones are {', '.join(DTYPES)}")
-    if not _are_sizes(shape) or len(shape) > MOST_DIMS or math.prod(max(n, 1) for n in shape) > LARGEST_SIZE:
-        raise damaged(path, f"{what} has the shape {shown(repr(shape))}, and a shape is up to {MOST_DIMS} sizes")
-    if not _are_sizes(offsets) or len(offsets) != 2:
-        raise damaged(path, f"{what} has the data_offsets {shown(repr(offsets))}, and these are [begin, end]")
-    size = math.prod(shape) * DTYPES[dtype].itemsize
-    if offsets[1] - offsets[0] != size:
-        raise damaged(path, f"{what} is {dtype} {shape}, which is {size} bytes, and its range is {offsets}")
-    return _Entry(name, DTYPES[dtype], tuple(shape), offsets[0], offsets[1])
-
-
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and 0 <= n <= LARGEST_SIZE for n in value)
-
-
-def _tensor(path: Path, entry: _Entry, data: bytearray) -> Tensor:
-    if not data:
-        return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-    raw = torch.frombuffer(data, dtype=torch.uint8)
-    if entry.dtype == torch.bool and raw.max() > 1:
-        raise damaged(path, f"{shown(repr(entry.name))} is BOOL, whose bytes are 0 and 1, and has one of {raw.max()}")
-    return raw.view(entry.dtype).view(entry.shape)
-
-
-def parse_json(path: Path, text: bytes) -> Any:
-    """Parses JSON that has no name twice in one object. Raises InvalidCheckpoint for anything else."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> Any:
         found = dict(pairs)
         if len(found) < len(pairs):
             (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
             raise damaged(path, f"it has {shown(repr(twice))} twice")
-        return found
+        return read_object(found)
 
     try:
-        return json.loads(text.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, InvalidCheckpoint):
-            raise
+        return json.loads(text.decode() if isinstance(text, bytes) else text, object_pairs_hook=unique)
+    except InvalidCheckpoint:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:
         raise damaged(path, f"it has text that is no JSON ({shown(str(error))})") from None

@@ -15,7 +15,7 @@ from octavo.weights.quantized_weight import QuantizedWeight
 
 
 def undo(model: nn.Module, optimizer: Any) -> Callable[[], None]:
-    """Returns a function that restores a model, an optimizer and the generators of random numbers. It keeps copies of
+    """Return a function that restores a model, an optimizer and the generators of random numbers. It keeps copies of
     the model's tensors on the CPU. Of the optimizer it keeps the tensors: loading makes new ones."""
     tensors = {id(tensor): tensor for tensor in _tensors(model)}.values()
     copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
@@ -37,7 +37,7 @@ def undo(model: nn.Module, optimizer: Any) -> Callable[[], None]:
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yields the parameters and buffers of a model, and the codes of weights that are held as codes."""
+    """Yield the parameters and buffers of a model, and the codes of weights that are held as codes."""
     for tensor in (*model.parameters(), *model.buffers()):
         if isinstance(tensor, QuantizedWeight):
             yield from tensor.tensors().values()

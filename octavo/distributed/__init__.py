@@ -14,5 +14,5 @@ __all__ = ["ColwiseParallel", "RowwiseParallel", "distribute_parameters"]
 
 
 def __dir__() -> list[str]:
-    """Returns the public names."""
+    """Return the public names."""
     return __all__

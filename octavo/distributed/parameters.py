@@ -1,5 +1,8 @@
 """DTensor parameters for layers that were built with `parallel_mode`."""
 
+from collections.abc import Callable
+from functools import partial
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -11,7 +14,7 @@ from octavo.ops.linear import Linear
 
 
 def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Puts DTensors in the place of the parameters of layers that were built with `parallel_mode` over this mesh.
+    """Put DTensors in the place of the parameters of layers that were built with `parallel_mode` over this mesh.
 
     Checkpoints then know which part of a weight each rank has: `torch.distributed.checkpoint` saves and loads them
     over any number of ranks, and a full state dict has the keys and shapes of the model in one process. Call it before
@@ -39,10 +42,15 @@ def distribute_parameters(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 f"{ranks_in(group)}. Pass the mesh that was its tp_group."
             )
         layer._check_holdable_as_shards("distribute_parameters", layer.parallel.mode)
-        column = layer.parallel.mode == "column"
-        for key, parameter in list(layer.named_parameters(recurse=False)):
-            placement: Placement = Shard(0) if column else Shard(1) if key == "weight" else Replicate()
-            whole = DTensor.from_local(parameter.detach(), mesh, [placement], run_check=False)
-            layer.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
-        layer.keeps_dtensors = True
+        keep_dtensors(layer, layer.parallel.mode, mesh, partial(DTensor.from_local, run_check=False))
     return model
+
+
+def keep_dtensors(layer: Linear, mode: str, mesh: DeviceMesh, make: Callable[..., DTensor]) -> None:
+    """Put DTensors in the place of a layer's parameters; `make(tensor, mesh, placements)` makes one."""
+    for key, parameter in list(layer.named_parameters(recurse=False)):
+        # a row layer adds its bias once, to the sum over ranks
+        placement: Placement = Shard(0) if mode == "column" else Shard(1) if key == "weight" else Replicate()
+        whole = make(parameter.detach(), mesh, [placement])
+        layer.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
+    layer.keeps_dtensors = True

@@ -1,5 +1,6 @@
 """Styles for `parallelize_module`: a Linear whose parameters are DTensors, and whose forward is `parallel_mode`'s."""
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from octavo.communication.tensor_parallel import size_of_mesh
+from octavo.distributed.parameters import keep_dtensors
 from octavo.errors import UnsupportedConfig, UnsupportedShape
 from octavo.ops.linear import Linear
 
@@ -22,21 +24,31 @@ class _Style(ParallelStyle):
     output_layouts: Placement
     src_data_rank: int | None = 0
 
-    def __init__(self, outside: Placement, outside_name: str, inside: Placement, inside_name: str, local: bool) -> None:
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
         super().__init__()
+        # outside of a pair of column and row layers ranks have whole rows, and inside of it a part of the features
+        names = ("input_layouts", "output_layouts") if self.MODE == "column" else ("output_layouts", "input_layouts")
+        given = {"input_layouts": input_layouts, "output_layouts": output_layouts}
+        outside, inside = given[names[0]] or Replicate(), given[names[1]] or Shard(-1)
         if not isinstance(outside, Replicate) and outside != Shard(0):
             raise UnsupportedConfig(
-                f"{type(self).__name__}.{outside_name} is Replicate(), or Shard(0) for parts of the rows, got "
+                f"{type(self).__name__}.{names[0]} is Replicate(), or Shard(0) for parts of the rows, got "
                 f"{outside}. Make the sequence the first dim: x.transpose(0, 1)."
             )
         if inside != Shard(-1):
             raise UnsupportedConfig(
-                f"{type(self).__name__}.{inside_name} is Shard(-1), the features of this rank, got {inside}. A pair of "
+                f"{type(self).__name__}.{names[1]} is Shard(-1), the features of this rank, got {inside}. A pair of "
                 "ColwiseParallel and RowwiseParallel keeps them so; other layers stay out of the plan."
             )
         self.sequence_parallel = outside == Shard(0)
         self.input_layouts, self.output_layouts = (outside, inside) if self.MODE == "column" else (inside, outside)
-        self.use_local_output = local
+        self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name = type(self).__name__
@@ -55,19 +67,16 @@ class _Style(ParallelStyle):
             )
         module._check_holdable_as_shards(name, self.MODE)
         self._check_packed(module)
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            placement: Placement = Shard(dim) if key == "weight" or dim == 0 else Replicate()
-            whole = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
-            module.register_parameter(key, nn.Parameter(whole, parameter.requires_grad))
+        distribute = partial(distribute_tensor, src_data_rank=self.src_data_rank)
+        keep_dtensors(module, self.MODE, device_mesh, distribute)
         module.set_tensor_parallel_group(device_mesh, self.MODE, self.sequence_parallel)
-        module.keeps_dtensors = True
         module.register_forward_pre_hook(self._enter)
         if not self.use_local_output:
             module.register_forward_hook(_Leave(device_mesh, self.output_layouts))
         return module
 
     def _check_packed(self, module: Linear) -> None:
-        """Raises for a layer whose name says that a program divides its output into a gate and the rest."""
+        """Raise for a layer whose name says that a program divides its output into a gate and the rest."""
         name = module._path.rpartition(".")[2]
         if self.MODE == "column" and self.use_local_output and PACKED in name:
             raise UnsupportedConfig(
@@ -103,7 +112,7 @@ class _Leave:
 
 
 class ColwiseParallel(_Style):
-    """Splits an `octavo.Linear` by its output features: `parallel_mode="column"`.
+    """Split an `octavo.Linear` by its output features: `parallel_mode="column"`.
 
     Args:
         input_layouts: Replicate(), the default: x is the same on all ranks. Shard(0): each rank has a part of the rows
@@ -122,21 +131,9 @@ class ColwiseParallel(_Style):
 
     MODE = "column"
 
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(
-            input_layouts or Replicate(), "input_layouts", output_layouts or Shard(-1), "output_layouts",
-            use_local_output,
-        )  # fmt: skip
-
 
 class RowwiseParallel(_Style):
-    """Splits an `octavo.Linear` by its input features: `parallel_mode="row"`.
+    """Split an `octavo.Linear` by its input features: `parallel_mode="row"`.
 
     Args:
         input_layouts: Shard(-1), the features of this rank, as a column layer returns them.
@@ -154,15 +151,3 @@ class RowwiseParallel(_Style):
     """
 
     MODE = "row"
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(
-            output_layouts or Replicate(), "output_layouts", input_layouts or Shard(-1), "input_layouts",
-            use_local_output,
-        )  # fmt: skip

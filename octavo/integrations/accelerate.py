@@ -34,7 +34,7 @@ class Registration:
         self.attachment, self.hooks = attachment, hooks
 
     def remove(self) -> None:
-        """Removes all hooks. A second call does nothing."""
+        """Remove all hooks. A second call does nothing."""
         for hook in self.hooks:
             hook.remove()
         if self.attachment is not None:
@@ -50,7 +50,7 @@ class Registration:
 def register(
     accelerator: "Accelerator", model: nn.Module, optimizer: Optimizer | OptimizerWrapper | None = None
 ) -> Registration:
-    """Lets an Accelerator save and load the state of recipes, and ends Octavo's step after each optimizer step.
+    """Let an Accelerator save and load the state of recipes, and end Octavo's step after each optimizer step.
 
     `save_state(folder)` then writes `folder/octavo.safetensors`, with several processes one file each, and
     `load_state(folder)` loads it before anything else. Call this once, after `prepare`.

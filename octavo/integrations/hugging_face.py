@@ -105,12 +105,12 @@ def _name(args: Any) -> str:
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
-    """Returns the folder of the Trainer's checkpoint of this step."""
+    """Return the folder of the Trainer's checkpoint of this step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
 def _saved(state: Any, name: str) -> str:
-    """Returns the fingerprint that a loaded trainer_state.json has; empty if it has none."""
+    """Return the fingerprint that a loaded trainer_state.json has; empty if it has none."""
     kept = state.stateful_callbacks.get(name)
     kept = kept[-1] if isinstance(kept, list) and kept else kept
     found = kept.get("attributes", {}).get("fingerprint", "") if isinstance(kept, dict) else ""

@@ -18,17 +18,17 @@ FINGERPRINT = "sha256"  # the text in the file's metadata
 
 
 def name_of(process: int, processes: int) -> str:
-    """Returns the name of a process's file: processes observe other tensors, and have states of their own."""
+    """Return the name of a process's file: processes observe other tensors, and have states of their own."""
     return "octavo.safetensors" if processes == 1 else f"octavo-{process}.safetensors"
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the state of a model's recipes, by names without those of wrappers."""
+    """Return the state of a model's recipes, by names without those of wrappers."""
     return {plain_name(name): tensor for name, tensor in state_dict(unwrapped(model)).items()}
 
 
 def fingerprint(state: Mapping[str, Tensor]) -> str:
-    """Returns a hash of names, dtypes, shapes and values."""
+    """Return a hash of names, dtypes, shapes and values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -37,7 +37,7 @@ def fingerprint(state: Mapping[str, Tensor]) -> str:
 
 
 def save(path: Path, model: nn.Module) -> None:
-    """Writes the file. It replaces an older one at once: a reader sees either the one or the other."""
+    """Write the file. It replaces an older one at once: a reader sees either the one or the other."""
     state = state_of(model)
     partial = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
@@ -48,12 +48,12 @@ def save(path: Path, model: nn.Module) -> None:
 
 
 def fingerprint_in(path: Path) -> str:
-    """Returns the fingerprint of the state in a file; empty if there is no file."""
+    """Return the fingerprint of the state in a file; empty if there is no file."""
     return tensor_file.read(path).metadata.get(FINGERPRINT, "") if path.is_file() else ""
 
 
 def load(path: Path, model: nn.Module) -> None:
-    """Loads the file. It raises, and changes nothing, if the file is damaged or of other recipes."""
+    """Load the file. It raises, and changes nothing, if the file is damaged or of other recipes."""
     file = tensor_file.read(path)
     if file.metadata.get(FINGERPRINT) != fingerprint(file.tensors):
         raise tensor_file.damaged(path, "its tensors do not have the SHA-256 that they were written with")
@@ -61,5 +61,5 @@ def load(path: Path, model: nn.Module) -> None:
 
 
 def missing(package: str, what: str) -> UnsupportedHardware:
-    """Returns the error for a class or function whose package is not installed."""
+    """Return the error for a class or function whose package is not installed."""
     return UnsupportedHardware(f"{what} needs the package {package}, which is not installed: pip install {package}.")

@@ -5,6 +5,7 @@ wrapper. Several optimizers of one model can be attached: each steps the layers 
 """
 
 import weakref
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from torch import nn
@@ -14,10 +15,9 @@ from octavo._torch.optimizers import runs_hooks
 from octavo.communication.groups import Group, name_of
 from octavo.errors import UnsupportedConfig, UnsupportedDtype
 from octavo.model.layer_lookup import check_model, layers
-from octavo.model.overflow import warn_of_overflow
-from octavo.model.pending_gradients import warn_of_pending
 from octavo.model.refresh import refresh_layers
 from octavo.model.step import step_layers
+from octavo.model.step_warnings import warn_of_step
 from octavo.ops.quantized import Quantized
 from octavo.scaling.delayed_scaling import ATTACHMENTS
 from octavo.weights import optimizer_hooks
@@ -51,7 +51,7 @@ class Attachment:
         ATTACHMENTS.add(self)
 
     def remove(self) -> None:
-        """Removes the hook from the optimizer. A second call does nothing."""
+        """Remove the hook from the optimizer. A second call does nothing."""
         self._handle.remove()
         ATTACHMENTS.discard(self)
 
@@ -62,7 +62,7 @@ class Attachment:
         self.remove()
 
     def _steps(self, optimizer: Optimizer, layer: nn.Module) -> bool:
-        """Whether this is an attachment of that optimizer to a model with that layer."""
+        """Return whether this is an attachment of that optimizer to a model with that layer."""
         return self.optimizer() is optimizer and any(layer is own for _, own in layers(self.model))
 
     def _after_step(self, stepped: Optimizer, *_: Any) -> None:
@@ -75,8 +75,7 @@ class Attachment:
             (path, layer) for (path, layer), claim in zip(ours, claims, strict=True) if not claim or self in claim
         ]
         step_layers([layer for _, layer in served], self.group)
-        warn_of_overflow(self.model)
-        warn_of_pending(served)
+        warn_of_step(self.model, served)
         refresh_layers([layer for _, layer in served])
         for (_path, layer), claim in zip(ours, claims, strict=True):
             if not claim:  # an unattached optimizer may write its weight without raising torch's version counter
@@ -93,7 +92,7 @@ class _Index:
         self.found: dict[int, list[weakref.ref[Attachment]]] = {}
 
     def now(self) -> dict[int, list["weakref.ref[Attachment]"]]:
-        """Returns the index, rebuilt if attachments or the parameters of their optimizers have changed."""
+        """Return the index, rebuilt if attachments or the parameters of their optimizers have changed."""
         pairs = [(one, optimizer) for one in list(ATTACHMENTS) if (optimizer := one.optimizer()) is not None]
         known, held = [weakref.ref(one) for one, _ in pairs], [_held(optimizer) for _, optimizer in pairs]
         if known != self.known or held != self.held:  # a reference to one that is gone equals no other
@@ -108,13 +107,13 @@ _index = _Index()
 
 
 def _claims(layer: Quantized, index: dict[int, list["weakref.ref[Attachment]"]]) -> list[Attachment]:
-    """Returns the attachments to models with this layer whose optimizers train the layer."""
+    """Return the attachments to models with this layer whose optimizers train the layer."""
     known = [one for p in layer._trained_by() for one in index.get(id(p), ())]
     return [one for ref in known if (one := ref()) is not None and layer in one.layers]
 
 
 def attach(model: nn.Module, optimizer: Optimizer | OptimizerWrapper, group: Group = None) -> Attachment:
-    """Calls `octavo.step(model, group)` and `octavo.refresh_weights(model)` after every step of an optimizer.
+    """Call `octavo.step(model, group)` and `octavo.refresh_weights(model)` after every step of an optimizer.
 
     The recipe fp8-delayed and weight caches need these calls; other recipes run without. Attach each optimizer of a
     model with several: each serves the layers whose weights it holds, and a layer whose weights no attached optimizer
@@ -169,23 +168,29 @@ def attach(model: nn.Module, optimizer: Optimizer | OptimizerWrapper, group: Gro
 
 
 def _held(optimizer: Optimizer) -> set[int]:
-    """Returns the ids of an optimizer's parameters."""
+    """Return the ids of an optimizer's parameters."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _hooked(optimizer: Any) -> Optimizer:
-    """Returns the torch optimizer that runs hooks when this one steps: itself, or the first wrapped one that does."""
-    found = optimizer
-    seen: list[Any] = []
-    while all(found is not one for one in seen):
-        seen.append(found)
+    """Return the torch optimizer that runs hooks when this one steps: itself, or the first wrapped one that does."""
+    for found in nested(optimizer):
         if runs_hooks(found):
             stepped: Optimizer = found
             return stepped
-        # a scheduler also has .optimizer, but no param_groups
-        found = getattr(found, "optimizer", None) if hasattr(found, "param_groups") else None
+        if not hasattr(found, "param_groups"):  # a scheduler, which also has .optimizer
+            break
     what = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
     raise UnsupportedDtype(
         "attach takes a torch.optim.Optimizer whose step() runs hooks, or a wrapper with one at .optimizer, got "
         f"{what}. Pass the torch optimizer itself, or {_BY_HAND}."
     )
+
+
+def nested(optimizer: Any) -> Iterator[Any]:
+    """Yield an optimizer, and the optimizers inside of it, from the outermost on: wrappers have one at `.optimizer`."""
+    seen: list[Any] = []
+    while optimizer is not None and all(optimizer is not one for one in seen):
+        seen.append(optimizer)
+        yield optimizer
+        optimizer = getattr(optimizer, "optimizer", None)

@@ -1,11 +1,18 @@
-"""The report of `octavo.convert`: a row for every module that holds a matrix, and a summary."""
+"""The report of `octavo.convert`: a row for every module that holds a matrix, those that are no layers included, and a
+summary."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+
+from octavo._torch.modules import Convolution
 from octavo.model.policy import PolicyRule
-from octavo.model.selection import CONVERT
+from octavo.model.selection import CONVERT, qualified
+from octavo.ops.quantized import Quantized
 from octavo.text import columns, path_names, path_pattern, plural, printable
 
 
@@ -38,7 +45,7 @@ class Row:
     rule: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the row as plain data, for JSON.
+        """Return the row as plain data, for JSON.
 
         Returns:
             The fields by name, without the ids.
@@ -94,7 +101,7 @@ class ConversionReport:
         return len(self.rows)
 
     def shares(self) -> dict[str, Share]:
-        """Counts layers and weights by reason. A shared layer and a tied weight count once.
+        """Count layers and weights by reason. A shared layer and a tied weight count once.
 
         Returns:
             The share of each reason, "converted" first.
@@ -114,7 +121,7 @@ class ConversionReport:
         return {reason: Share(layers, weights, weights / total) for reason, (layers, weights) in counts.items()}
 
     def summary(self) -> str:
-        """Sums the report up in one line.
+        """Sum the report up in one line.
 
         Returns:
             The share that was converted, and the shares that were left alone, by reason.
@@ -125,7 +132,7 @@ class ConversionReport:
         return text + "".join(f"; {reason}: {share}" for reason, share in shares.items()) + "."
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, for JSON.
+        """Return the report as plain data, for JSON.
 
         Returns:
             A dict with `shares`, `notes`, `unused` and `rows`.
@@ -135,7 +142,7 @@ class ConversionReport:
         return {"shares": shares, "notes": list(self.notes), "unused": unused, "rows": [r.as_dict() for r in self.rows]}
 
     def __str__(self) -> str:
-        """Returns the table, one line for paths that differ only in their numbers, then the reasons and the summary."""
+        """Return the table, one line for paths that differ only in their numbers, then the reasons and the summary."""
         rules = any(row.rule is not None for row in self.rows)
         equal: dict[tuple[str, ...], list[str]] = {}
         for row in self.rows:
@@ -151,3 +158,66 @@ class ConversionReport:
                 reasons.setdefault(why, []).extend(paths)
         notes = [f"{path_names(paths)}: {why}." for why, paths in reasons.items()]
         return printable("\n".join([*columns(cells), *notes, *self.notes, self.summary()]))
+
+
+# -- modules that are no layers ----------------------------------------------------------------------------------------
+
+# (class, reason in a word, why it stays)
+_KNOWN: tuple[tuple[tuple[type, ...], str, str], ...] = (
+    ((nn.Embedding, nn.EmbeddingBag), "embedding", "a table that is looked up, not multiplied"),
+    ((Convolution,), "convolution", "a convolution, and recipes are for matrix products"),
+    ((nn.Bilinear,), "bilinear", "a product of two inputs, and recipes are for products of one with a weight"),
+    ((nn.RNNBase, nn.RNNCellBase), "recurrent", "it multiplies its matrices itself. Build the cell from nn.Linear"),
+    (
+        (nn.MultiheadAttention,),
+        "attention",
+        "it multiplies in_proj_weight and out_proj.weight itself, without calling a layer. Use nn.Linear layers around "
+        "F.scaled_dot_product_attention",
+    ),
+)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)  # their weights may have several dims but are not matrices
+
+
+def other_rows(model: nn.Module) -> Iterator[Row]:
+    """Yield rows of modules that hold matrices but are no linear layers."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear) or not (found := _matrices(module)):
+            continue
+        above = path.rpartition(".parametrizations.")[0]
+        if isinstance(module, ParametrizationList) and isinstance(model.get_submodule(above), (nn.Linear, Quantized)):
+            continue  # the row of its layer counts the weight
+        reason, why = _why_left(module, found)
+        weights, ids = sum(p.numel() for p in found.values()), tuple(id(p) for p in found.values())
+        yield Row(path, qualified(module), "", "skipped", why, reason, weights, id(module), ids)
+
+
+def _matrices(module: nn.Module) -> dict[str, Tensor]:
+    """Return the module's own parameters, not its children's, that have at least two dims longer than 1."""
+    if isinstance(module, _NORMS):
+        return {}
+    own = {name: p for name, p in module._parameters.items() if p is not None and not is_lazy(p)}
+    return {name: p for name, p in own.items() if sum(n > 1 for n in p.shape) > 1}
+
+
+def _why_left(module: nn.Module, found: dict[str, Tensor]) -> tuple[str, str]:
+    """Return (reason in a word, sentence) for a module that convert does not change."""
+    for classes, reason, why in _KNOWN:
+        if isinstance(module, classes):
+            return reason, why
+    listed = ", ".join(f"{name} {list(p.shape)}" for name, p in found.items())
+    if isinstance(module, ParametrizationList):
+        return "parametrized", f"{listed} is what a parametrization makes another module's weight of"
+    if "router" in type(module).__name__.lower():
+        return "router", f"a router, with {listed}, stays in high precision"
+    if all(_is_table(name) for name in found):
+        return "embedding", f"{listed} is a table that is added or looked up, not multiplied"
+    if any(p.dim() == 3 and p.shape[0] > 1 for p in found.values()):
+        return "stacked matrices", f"it multiplies {listed} itself. octavo.GroupedLinear multiplies stacked experts"
+    if type(module).__name__ == "Conv1D":
+        return "Conv1D", f"its {listed} is [in, out], the transpose of nn.Linear's. Replace it by an nn.Linear"
+    return "other matrices", f"it uses {listed} in a forward of its own. Put an nn.Linear there to convert it"
+
+
+def _is_table(name: str) -> bool:
+    """Return whether a parameter's name says that it is added to activations: position embeddings, class tokens."""
+    return any(word in name.lower() for word in ("embed", "token", "position"))

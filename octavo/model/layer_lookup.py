@@ -17,7 +17,7 @@ def check_model(
     error: type[Unsupported] = UnsupportedDtype,
     place: str = "first",
 ) -> None:
-    """Raises if the argument `model` of a public function is no module. `other` is the argument that a caller may have
+    """Raise if the argument `model` of a public function is no module. `other` is the argument that a caller may have
     swapped it with, and `place` says where the model belongs."""
     if isinstance(model, nn.Module):
         return
@@ -46,14 +46,14 @@ def _way_to_a_model(found: object, second: object) -> str:
 
 
 def layers(model: nn.Module) -> Iterator[tuple[str, Quantized]]:
-    """Yields (path, layer) for every layer of Octavo's, each once."""
+    """Yield (path, layer) for every layer of Octavo's, each once."""
     for path, module in model.named_modules():
         if isinstance(module, Quantized):
             yield path, module
 
 
 def refuse_parts(model: nn.Module, function: str, way_out: str) -> None:
-    """Raises if a layer's weight is split over ranks: this process has a part of it."""
+    """Raise if a layer's weight is split over ranks: this process has a part of it."""
     for path, layer in layers(model):
         parallel = layer._split_over_ranks()
         if parallel is not None:
@@ -64,5 +64,5 @@ def refuse_parts(model: nn.Module, function: str, way_out: str) -> None:
 
 
 def joined(path: str, name: str) -> str:
-    """Returns the name in the model of a tensor that the layer at `path` has by `name`."""
+    """Return the name in the model of a tensor that the layer at `path` has by `name`."""
     return f"{path}.{name}" if path else name

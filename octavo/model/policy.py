@@ -1,17 +1,24 @@
-"""`octavo.Policy`: rules that give recipes to layers by their paths, from Python values or from a TOML file.
+"""What the user wants: `octavo.Policy`, rules that give recipes to layers by their paths, and the rules of one model.
 
-A policy is a value and knows no model. `octavo.model.matched_policy` applies one to a model.
+A `Policy` is a value that knows no model, from Python values or from a TOML file. A `MatchedPolicy` is a policy and a
+model: the rule that decides for each layer, and rules that decide nothing. `selection.py` asks it.
 """
 
+import difflib
 import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
-from octavo.errors import UnknownSetting, UnsupportedConfig, nearest
+from torch import nn
+
+from octavo.errors import UnknownSetting, UnsupportedConfig, did_you_mean, nearest
+from octavo.model.third_party.third_party_experts import is_experts, layers_of
+from octavo.ops.quantized import Quantized
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 from octavo.recipes.recipe import GEMMS
@@ -20,6 +27,7 @@ from octavo.values import shown
 OVERRIDES = (*GEMMS, "backward")  # settings that every recipe but bf16 has
 KEYS = ("layers", "blocks", "recipe", *OVERRIDES, "from_step")
 NONE = "none"  # in place of a recipe: leave the layer as it is
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)  # of blocks
 _BLOCKS = re.compile(r"(first|last) ([1-9][0-9]{0,5})")
 _HEADER = re.compile(r"\s*\[\[\s*rules\s*\]\]")
 
@@ -41,7 +49,7 @@ class PolicyRule:
     from_step: int = 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the rule as plain data, for TOML or JSON.
+        """Return the rule as plain data, for TOML or JSON.
 
         Returns:
             The keys of a rule in a policy file, without those that have their defaults.
@@ -55,7 +63,7 @@ class PolicyRule:
         return data
 
     def _takes_block(self, index: int, count: int) -> bool:
-        """Whether the rule takes the block at an index out of `count` blocks."""
+        """Return whether the rule takes the block at an index out of `count` blocks."""
         for entry in self.blocks:
             side, number = entry.split()
             if index < int(number) if side == "first" else index >= count - int(number):
@@ -102,6 +110,10 @@ class Policy:
         [('0.0', 'bf16', 1), ('1.0', 'fp8-current', 3)]
         >>> [str(rule) for rule in report.unused]
         ["'*.down': fp8-block(wgrad='bf16')"]
+        >>> octavo.Policy([("*", octavo.recipes.Block())]).to_dict()
+        {'rules': [{'layers': '*', 'recipe': 'fp8-block'}]}
+        >>> octavo.Policy.from_dict(policy.to_dict()) == policy
+        True
     """
 
     rules: tuple[PolicyRule, ...]
@@ -111,7 +123,7 @@ class Policy:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Policy":
-        """Returns the policy of plain data, as TOML or JSON has it.
+        """Return the policy of plain data, as TOML or JSON has it.
 
         Args:
             data: a dict with one key, "rules": a list of rules.
@@ -122,16 +134,12 @@ class Policy:
         Raises:
             UnsupportedConfig: the data has another form, or a rule has a value without a meaning.
             UnknownSetting: the data or a rule has an unknown key.
-
-        Example:
-            >>> octavo.Policy.from_dict({"rules": [{"layers": "*.attention", "recipe": "mxfp8"}]})
-            octavo.Policy([{'layers': '*.attention', 'recipe': 'mxfp8'}])
         """
         return cls(_listed(data))
 
     @classmethod
     def load(cls, path: "str | os.PathLike[str]") -> "Policy":
-        """Returns the policy of a TOML file, which has a table `[[rules]]` for each rule.
+        """Return the policy of a TOML file, which has a table `[[rules]]` for each rule.
 
         Args:
             path: the file.
@@ -185,14 +193,10 @@ class Policy:
         return policy
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the policy as plain data, which `from_dict` takes.
+        """Return the policy as plain data, which `from_dict` takes.
 
         Returns:
             A dict with "rules". Settings of single GEMMs are part of the recipes' strings.
-
-        Example:
-            >>> octavo.Policy([("*", octavo.recipes.Block())]).to_dict()
-            {'rules': [{'layers': '*', 'recipe': 'fp8-block'}]}
         """
         return {"rules": [rule.as_dict() for rule in self.rules]}
 
@@ -216,7 +220,7 @@ def _toml(value: str | int | list[str]) -> str:
 
 
 def _listed(data: Any) -> list[Any]:
-    """Returns the rules of a dict, unread."""
+    """Return the rules of a dict, unread."""
     if not isinstance(data, Mapping):
         raise UnsupportedConfig(f"A policy as data is a dict with a list 'rules', got {type(data).__name__}.")
     for key in data:
@@ -229,7 +233,7 @@ def _listed(data: Any) -> list[Any]:
 
 
 def _read_rules(specs: Any, where: Callable[[int], str]) -> tuple[PolicyRule, ...]:
-    """Returns the rules; `where` names the rule at an index in errors."""
+    """Return the rules; `where` names the rule at an index in errors."""
     if isinstance(specs, str | Mapping) or not isinstance(specs, Iterable):
         way_out = " Policy.load takes a file." if isinstance(specs, str) else ""
         way_out = " Policy.from_dict takes a dict." if isinstance(specs, Mapping) else way_out
@@ -318,3 +322,133 @@ def _near(key: object, names: Iterable[str]) -> str:
 
 def _shown(value: object) -> str:
     return shown(repr(value))
+
+
+# -- on a model --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Match:
+    """A rule that matches a layer."""
+
+    number: int  # of the rule, from 1
+    rule: PolicyRule
+    exact: bool  # the rule has the layer's own path
+    names: bool  # the rule means this layer, and not only layers around it or all of them
+
+
+class MatchedPolicy:
+    """A policy on the layers of one model."""
+
+    def __init__(self, policy: Policy, model: nn.Module) -> None:
+        self.policy = policy
+        self.modules = [path for path, _ in model.named_modules(remove_duplicate=False)]
+        self.blocks = blocks_of(model)
+        self._matches: dict[str, list[Match]] = {path: [] for path, _ in layers_in(model)}
+        for number, rule in enumerate(policy.rules, start=1):
+            roots = {root for pattern in rule.layers for root in matching(pattern, self.modules)}
+            for path, found in self._matches.items():
+                if any(root in roots for root in around(path)) and self._in_blocks(path, rule):
+                    exact = path in rule.layers
+                    names = exact or any(_names(pattern, path) for pattern in rule.layers)
+                    found.append(Match(number, rule, exact, names))
+        self.starts = tuple(sorted({0} | {rule.from_step for rule in policy.rules}))  # steps at which rules begin
+
+    def match(self, path: str, step: int) -> Match | None:
+        """Return the first rule that matches a layer and has begun at a step; None if none does."""
+        return next((found for found in self._matches.get(path, ()) if found.rule.from_step <= step), None)
+
+    def _in_blocks(self, path: str, rule: PolicyRule) -> bool:
+        if not rule.blocks:
+            return True
+        block = next((self.blocks[root] for root in around(path) if root in self.blocks), None)
+        return block is not None and rule._takes_block(*block)
+
+    def unused(self, used: Iterable[int]) -> list[tuple[PolicyRule, str]]:
+        """Return the rules that decide for no layer, each with a sentence; `used` are the numbers of those that do."""
+        numbers = set(used)
+        return [
+            (rule, f"Rule {number} ({rule}) decides for no layer: {self._why_unused(number, rule)}")
+            for number, rule in enumerate(self.policy.rules, start=1)
+            if number not in numbers
+        ]
+
+    def _why_unused(self, number: int, rule: PolicyRule) -> str:
+        matched = [found for found in self._matches.values() if any(match.number == number for match in found)]
+        if any(found[0].number == number for found in matched):
+            return "the layers that it matches are left alone for reasons of their own."
+        if matched:
+            return "rules before it take every layer that it matches."
+        if rule.blocks and not self.blocks:
+            return "this model has no blocks, which are modules of one class in an nn.ModuleList or nn.Sequential."
+        hints = [near(pattern, self.modules) for pattern in rule.layers if not matching(pattern, self.modules)]
+        return "it matches none." + next((hint for hint in hints if hint), "")
+
+
+def layers_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) for every path to what may get a recipe. Layers inside of converted experts are left out:
+    their owner stands for them."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    inside = {id(layer) for _, module in modules for layer in layers_of(module)}
+    return ((path, module) for path, module in modules if is_layer(module) and id(module) not in inside)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Return whether a module may get a recipe."""
+    return isinstance(module, nn.Linear | Quantized) or is_experts(module)
+
+
+def _names(pattern: str, path: str) -> bool:
+    """Return whether the last part of a pattern is more than wildcards and matches the last part of a path."""
+    own, name = pattern.rpartition(".")[2], path.rpartition(".")[2]
+    return any(character.isalnum() for character in own) and fnmatchcase(name, own) and fnmatchcase(path, pattern)
+
+
+def blocks_of(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the blocks of a model: their paths, each with its index and the number of blocks beside it.
+
+    Blocks are the modules in a ModuleList, a ModuleDict or a Sequential that are two or more, all of one class, and all
+    hold layers. Of such containers inside each other the outermost one counts, so that experts are no blocks."""
+    found: dict[str, tuple[int, int]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, CONTAINERS) or any(root in found for root in around(path)):
+            continue
+        inside = [(name, child) for name, child in module._modules.items() if child is not None]
+        if len(inside) > 1 and len({type(child) for _, child in inside}) == 1 and all(_holds(c) for _, c in inside):
+            prefix = f"{path}." if path else ""
+            found |= {f"{prefix}{name}": (index, len(inside)) for index, (name, _) in enumerate(inside)}
+    return found
+
+
+def _holds(module: nn.Module) -> bool:
+    """Return whether a module is no layer itself and contains one."""
+    return not is_layer(module) and any(is_layer(inner) for inner in module.modules())
+
+
+# -- paths -------------------------------------------------------------------------------------------------------------
+
+
+def matching(pattern: str, paths: Collection[str]) -> list[str]:
+    """Return the paths that a pattern means. A pattern that is a path is not read as a glob, since a path may contain
+    a glob's characters."""
+    return [pattern] if pattern in paths else [path for path in paths if fnmatchcase(path, pattern)]
+
+
+def around(path: str) -> Iterator[str]:
+    """Yield the path of a module and of every module that contains it, the model's ("") last."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+    yield ""
+
+
+def near(pattern: str, paths: Collection[str]) -> str:
+    """Return " Did you mean 'x'?" for a pattern that matches none of these paths; "" if none is like it."""
+    if any(path.endswith(f".{pattern}") for path in paths):
+        return did_you_mean([f"*.{pattern}"])
+    if not any(character in pattern for character in "*?["):
+        return did_you_mean(difflib.get_close_matches(pattern, paths, 1))
+    names = {name for path in paths for name in path.split(".")}
+    parts = [next(iter(difflib.get_close_matches(part, names, 1)), part) for part in pattern.split(".")]
+    changed = ".".join(parts)
+    return did_you_mean([changed] if changed != pattern and matching(changed, paths) else [])

@@ -10,7 +10,7 @@ from octavo.ops.quantized import Quantized
 
 
 def refresh_weights(model: nn.Module) -> None:
-    """Quantizes every cached weight again, in place.
+    """Quantize every cached weight again, in place.
 
     Call it after the optimizer has changed the weights, or let `octavo.attach` call it. A layer has a cache once it was
     called with `is_first_microbatch=True`, or in `octavo.microbatch(first=True)`.
@@ -35,7 +35,7 @@ def refresh_weights(model: nn.Module) -> None:
 
 
 def refresh_layers(modules: Iterable[Quantized]) -> None:
-    """Does the same as `refresh_weights`, for the given layers."""
+    """Do the same as `refresh_weights`, for the given layers."""
     for module in modules:
         stored = module._codes
         if stored.recipe is not None and not stored.held:
@@ -44,7 +44,7 @@ def refresh_layers(modules: Iterable[Quantized]) -> None:
 
 
 def quantize_weights(model: nn.Module) -> None:
-    """Keeps the weights of a model only as codes, to save memory in inference or when they are frozen.
+    """Keep the weights of a model only as codes, to save memory in inference or when they are frozen.
 
     It changes every Octavo layer whose own recipe quantizes. The new parameters read as the dequantized values, and
     quantize the values that are written to them. No optimizer may update them: a step on one raises. Build optimizers
@@ -86,7 +86,7 @@ def quantize_weights(model: nn.Module) -> None:
 
 
 def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
-    """Returns all names that each parameter has in the model, by its id."""
+    """Return all names that each parameter has in the model, by its id."""
     names: dict[int, list[str]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -95,7 +95,7 @@ def _names_of_parameters(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _refuse_tied(path: str, names: list[str]) -> None:
-    """Raises if a weight of the layer at `path` has several names."""
+    """Raise if a weight of the layer at `path` has several names."""
     if len(names) > 1:
         first, *others = sorted(names, key=lambda name: not name.startswith(path))
         raise UnsupportedConfig(

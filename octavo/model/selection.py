@@ -1,4 +1,12 @@
-"""Layers that a conversion leaves in high precision, and the choices of its caller: `exclude` and `policy`."""
+"""What is convertible, and why not: the plan of `octavo.convert` for each layer of a model.
+
+    select                      checks the arguments of convert: recipe or policy, exclude, high_precision
+    Selection.plan              a Plan for each layer, decided by exclude, then the policy, then the layer's own reasons
+    in_high_precision           heads, adapters and routers
+    layer_unsupported_reason    why a layer cannot take what was chosen for it
+
+`convert.py` carries the plans out.
+"""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -6,14 +14,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
+from octavo._torch.tensors import is_sharded
 from octavo.errors import UnsupportedConfig
-from octavo.model.matched_policy import MatchedPolicy
-from octavo.model.paths import around, matching, near
-from octavo.model.policy import Policy
+from octavo.model.policy import MatchedPolicy, Policy, PolicyRule, around, layers_in, matching, near
+from octavo.model.third_party import third_party_experts
 from octavo.model.third_party.third_party_experts import layers_of
+from octavo.model.third_party.third_party_linear import clashes, class_for, is_patched, is_plain
 from octavo.moe.router import Router
-from octavo.ops.quantized import Quantized
+from octavo.ops.inputs import strange
+from octavo.ops.published_codes import unsupported_codes_reason
+from octavo.ops.quantized import Quantized, unsupported_dtype_reason
 from octavo.recipes import Recipe
 from octavo.recipes import recipe as resolve
 
@@ -40,6 +53,17 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Plan:
+    """One path to a layer, and the choice for it."""
+
+    path: str
+    module: nn.Module
+    kind: str  # the name of its class before the conversion
+    choice: Choice
+    refused: bool = False  # it should be converted, but cannot be
+
+
+@dataclass(frozen=True)
 class Selection:
     """The layers of a model that a conversion is to change."""
 
@@ -52,15 +76,39 @@ class Selection:
     spared: dict[int, tuple[str, str]]  # id of a layer to (reason, why)
     bypassed: dict[int, str]  # id of a layer whose forward its parent does not call, to why
 
-    def choose(self, path: str, module: nn.Module) -> Choice:
-        """Returns the choice for the layer at a path."""
+    def plan(self, model: nn.Module, settings: dict[str, bool]) -> list[Plan]:
+        """Return a plan for every path to a layer; a shared layer has several paths."""
+        layers = list(layers_in(model))
+        plans = [self._planned(path, module, settings) for path, module in layers]
+        if self.policy is not None and plans and all(plan.choice.reason == "policy" for plan in plans):
+            if _is_swapped(self.policy, layers):
+                raise UnsupportedConfig(
+                    "policy left every layer alone as policy(path, module), and takes some as policy(module, path). "
+                    "Swap its parameters."
+                )
+        return _with_one_choice(plans)
+
+    def unused_rules(self, plans: Iterable[Plan]) -> list[tuple[PolicyRule, str]]:
+        """Return the rules of the policy that decide for no layer, each with a sentence."""
+        used = (rule for plan in plans for rule in plan.choice.used)
+        return [] if self.rules is None else self.rules.unused(used)
+
+    def _planned(self, path: str, module: nn.Module, settings: dict[str, bool]) -> Plan:
+        choice = self._choose(path, module)
+        if choice.recipe is not None and choice.reason == CONVERT:
+            if why := layer_unsupported_reason(module, choice, settings):
+                choice = Choice(None, NEVER, why, used=choice.used)
+        return Plan(path, module, qualified(module), choice, refused=choice.reason == NEVER)
+
+    def _choose(self, path: str, module: nn.Module) -> Choice:
+        """Return the choice for the layer at a path."""
         if path in self.excluded:
             return Choice(None, "excluded", f"excluded by {self.excluded[path]}")
         if id(module) in self.bypassed:
             return Choice(None, "attention", self.bypassed[id(module)])
         if self.rules is not None:
             return self._scheduled(path, module, self.rules)
-        wish = True if self.policy is None else answer(self.policy, path, module)
+        wish = True if self.policy is None else _answer(self.policy, path, module)
         if isinstance(wish, Recipe):
             return Choice(wish, forced=True)
         if not wish:
@@ -68,7 +116,7 @@ class Selection:
         return self._of(self.default, module, is_named=False)
 
     def _of(self, wish: Recipe | None, module: nn.Module, *, is_named: bool) -> Choice:
-        """Returns the choice for a layer that is to get a recipe, unless a reason of its own speaks against it."""
+        """Return the choice for a layer that is to get a recipe, unless a reason of its own speaks against it."""
         recipe = recipe_of(module)
         if id(module) in self.spared and not (is_named and not isinstance(module, Router)):
             reason, why = self.spared[id(module)]
@@ -81,7 +129,7 @@ class Selection:
     # -- the rules of a policy -----------------------------------------------------------------------------------------
 
     def _scheduled(self, path: str, module: nn.Module, rules: MatchedPolicy) -> Choice:
-        """Returns the choice of the rules for a layer at the run's step, with the recipes that it changes to later."""
+        """Return the choice of the rules for a layer at the run's step, with the recipes that it changes to later."""
         first = self._ruled(path, module, rules, self.step)
         # once the layer is converted, the recipe that it has now is no longer its own
         later = replace(self, overwrite=True) if first.reason == CONVERT else self
@@ -103,7 +151,7 @@ class Selection:
         return replace(first, later=tuple(changes), since=since, used=used)
 
     def _ruled(self, path: str, module: nn.Module, rules: MatchedPolicy, step: int) -> Choice:
-        """Returns the choice of the first rule that matches a layer at a step."""
+        """Return the choice of the first rule that matches a layer at a step."""
         match = rules.match(path, step)
         if match is None:
             if self.default is None:
@@ -127,8 +175,21 @@ def _starts_or_ends(step: int, before: Choice, after: Choice) -> str:
     )
 
 
+def _with_one_choice(plans: list[Plan]) -> list[Plan]:
+    """Return the plans, with a path of a shared layer refused if its recipe differs from the first path's."""
+    first: dict[int, Plan] = {}
+    found = []
+    for plan in plans:
+        other = first.setdefault(id(plan.module), plan)
+        if (other.choice.recipe, other.choice.later) != (plan.choice.recipe, plan.choice.later):
+            why = f"it is the same layer as {other.path}, for which {other.choice.recipe or 'no recipe'} was chosen"
+            plan = replace(plan, choice=replace(other.choice, why=why), refused=True)
+        found.append(plan)
+    return found
+
+
 def recipe_of(module: nn.Module) -> Recipe | None:
-    """Returns the recipe that a layer has now; None if it has none."""
+    """Return the recipe that a layer has now; None if it has none."""
     layer = next(iter(layers_of(module)), module)
     return layer.recipe if isinstance(layer, Quantized) else None
 
@@ -136,7 +197,7 @@ def recipe_of(module: nn.Module) -> Recipe | None:
 def select(
     model: nn.Module, recipe: Any, policy: Any, *, exclude: Any, high_precision: Any, overwrite: bool, step: Any
 ) -> Selection:
-    """Checks the arguments of `octavo.convert` and returns them as a Selection."""
+    """Check the arguments of `octavo.convert` and return them as a Selection."""
     if isinstance(recipe, Policy) and policy is not None:
         raise UnsupportedConfig(f"convert takes one policy, got {recipe!r} and {policy!r}. Leave one out.")
     if isinstance(recipe, str) and recipe.endswith(".toml"):
@@ -152,14 +213,14 @@ def select(
     default = None if isinstance(recipe, Policy) else resolve(recipe)
     function = None if isinstance(policy, Policy) else policy
     if function is not None:
-        check_policy(function)
+        _check_policy(function)
     bypassed = {
         id(m.out_proj): "nn.MultiheadAttention reads its weight and does not call it"
         for m in model.modules()
         if isinstance(m, nn.MultiheadAttention)
     }
     matched = None if rules is None else MatchedPolicy(rules, model)
-    entry_of, spared = excluded(model, exclude), in_high_precision(model, high_precision)
+    entry_of, spared = _excluded(model, exclude), in_high_precision(model, high_precision)
     return Selection(default, function, matched, step, overwrite, entry_of, spared, bypassed)
 
 
@@ -167,7 +228,7 @@ def select(
 
 
 def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]]:
-    """Returns the layers of these kinds, as a dict from a layer's id to (reason, sentence)."""
+    """Return the layers of these kinds, as a dict from a layer's id to (reason, sentence)."""
     kinds = (kinds,) if isinstance(kinds, str) or not isinstance(kinds, Iterable) else tuple(kinds)
     for kind in kinds:
         if kind not in HIGH_PRECISION:
@@ -192,7 +253,7 @@ def in_high_precision(model: nn.Module, kinds: Any) -> dict[int, tuple[str, str]
 
 
 def _routers(model: nn.Module) -> Iterator[nn.Linear]:
-    """Yields layers that choose experts: a layer named router, or a gate beside experts."""
+    """Yield layers that choose experts: a layer named router, or a gate beside experts."""
     modules = dict(model.named_modules())
     for path, module in _linears(model):
         above, _, name = path.rpartition(".")
@@ -202,7 +263,7 @@ def _routers(model: nn.Module) -> Iterator[nn.Linear]:
 
 
 def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Yields (id, how it was found) of layers that predict tokens. The size of the vocabulary decides only for layers
+    """Yield (id, how it was found) of layers that predict tokens. The size of the vocabulary decides only for layers
     outside of modules whose `get_output_embeddings` names a head."""
     known: set[int] = set()
     yield from _named_heads(model, known)
@@ -211,7 +272,7 @@ def _heads(model: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _named_heads(model: nn.Module, known: set[int]) -> Iterator[tuple[int, str]]:
-    """Yields heads that `get_output_embeddings` returns; adds to `known` the ids of all layers in such modules."""
+    """Yield heads that `get_output_embeddings` returns; adds to `known` the ids of all layers in such modules."""
     for module in model.modules():
         ask = getattr(module, "get_output_embeddings", None)
         if not callable(ask):
@@ -233,7 +294,7 @@ def _tied_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
-    """Yields layers with as many outputs as the largest embedding has rows, embeddings of positions aside. If a layer
+    """Yield layers with as many outputs as the largest embedding has rows, embeddings of positions aside. If a layer
     also has that many inputs, the number may be a width: then it yields the only such layer outside numbered blocks."""
     tables = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Embedding)]
     tables = [(path, m) for path, m in tables if not _counts_positions(path.rpartition(".")[2].lower())]
@@ -250,7 +311,7 @@ def _vocabulary_heads(model: nn.Module) -> Iterator[tuple[int, str]]:
 
 
 def _counts_positions(name: str) -> bool:
-    """Whether an embedding's name says that its rows are positions or types of tokens."""
+    """Return whether an embedding's name says that its rows are positions or types of tokens."""
     return any(word in name for word in ("pos", "wpe", "type"))
 
 
@@ -261,8 +322,8 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 # -- exclude -----------------------------------------------------------------------------------------------------------
 
 
-def excluded(model: nn.Module, exclude: Any) -> dict[str, str]:
-    """Returns a dict from each excluded path to the entry of `exclude` that excludes it. An entry is a path, a glob of
+def _excluded(model: nn.Module, exclude: Any) -> dict[str, str]:
+    """Return a dict from each excluded path to the entry of `exclude` that excludes it. An entry is a path, a glob of
     paths or a class of modules, and also excludes all modules inside."""
     one = isinstance(exclude, (str, type)) or not isinstance(exclude, Iterable)
     entries: Sequence[Any] = () if exclude is None else (exclude,) if one else tuple(exclude)
@@ -293,8 +354,8 @@ def _excludes_nothing(entry: Any, paths: list[str]) -> str:
 # -- policy ------------------------------------------------------------------------------------------------------------
 
 
-def check_policy(policy: Any) -> None:
-    """Raises if a policy cannot be called, or if its parameters are named (module, path)."""
+def _check_policy(policy: Any) -> None:
+    """Raise if a policy cannot be called, or if its parameters are named (module, path)."""
     if not callable(policy):
         raise UnsupportedConfig(
             f"policy is a function of (path, module) or an octavo.Policy, got {policy!r}. exclude= takes names."
@@ -313,8 +374,8 @@ _MODULES = ("module", "mod", "m", "layer", "linear")
 _PATHS = ("path", "name", "fqn", "p", "n", "key", "prefix")
 
 
-def answer(policy: PolicyFunction, path: str, module: nn.Module) -> Recipe | bool:
-    """Returns a policy's answer for a layer: a recipe, False to leave it alone, True to let convert decide."""
+def _answer(policy: PolicyFunction, path: str, module: nn.Module) -> Recipe | bool:
+    """Return a policy's answer for a layer: a recipe, False to leave it alone, True to let convert decide."""
     try:
         wish = policy(path, module)
     except Exception as error:
@@ -334,9 +395,79 @@ def answer(policy: PolicyFunction, path: str, module: nn.Module) -> Recipe | boo
     return resolve(wish)
 
 
-def is_swapped(policy: PolicyFunction, layers: Sequence[tuple[str, nn.Module]]) -> bool:
-    """Whether a policy accepts some layer when it is called as (module, path); a call that raises counts as no."""
+def _is_swapped(policy: PolicyFunction, layers: Sequence[tuple[str, nn.Module]]) -> bool:
+    """Return whether a policy takes some layer if it is called as (module, path); a call that raises counts as no."""
     try:
         return any(policy(module, path) for path, module in layers)  # type: ignore[arg-type]
     except Exception:
         return False
+
+
+# -- what a layer refuses ----------------------------------------------------------------------------------------------
+
+
+def layer_unsupported_reason(module: nn.Module, choice: Choice, settings: dict[str, bool]) -> str:
+    """Return why a layer cannot take the recipes that were chosen for it, or a setting; empty if it can."""
+    if isinstance(module, nn.Linear) and not isinstance(module, Quantized):
+        return _linear_unsupported_reason(module, choice.forced)
+    why = _recipe_unsupported_reason(module, choice.recipe)
+    if isinstance(module, Quantized) and not why:
+        missing = next((name for name in settings if not hasattr(module, name)), "")
+        why = f"a {type(module).__name__} has no {missing}" if missing else ""
+    for step, recipe in () if why else choice.later:
+        # a layer drops its memory of amaxes before it takes a recipe with state
+        if not (isinstance(module, Quantized) and recipe.stateful) and (
+            later := _recipe_unsupported_reason(module, recipe)
+        ):
+            return f"from step {step} on, {later}"
+    return why
+
+
+def _recipe_unsupported_reason(module: Any, recipe: Any) -> str:
+    """Return why a layer of Octavo's, or experts, cannot take a recipe; empty if they can."""
+    if isinstance(module, Quantized):
+        return module._recipe_unsupported_reason(recipe)
+    return third_party_experts.unsupported_reason(module, recipe)
+
+
+def _linear_unsupported_reason(module: nn.Linear, forced: bool) -> str:
+    """Return why a module cannot become an octavo.Linear; empty if it can."""
+    name = qualified(module)
+    if is_parametrized(module):
+        return "it is parametrized. Convert it first, then register the parametrization"
+    if why := unsupported_codes_reason(module, ["weight"], own_forward=not is_plain(module)):
+        return why
+    if is_patched(module):
+        return f"its forward was replaced by {name_of(module.forward)} on the instance. Convert it before that"
+    if not is_plain(module) and not forced:
+        return (
+            f"it is a {name}, whose own forward would be lost. A policy that returns a recipe for it replaces that "
+            "forward by octavo.Linear's"
+        )
+    if names := clashes(module):
+        both = ", ".join(names)
+        return f"it is a {name}, and has {both} of its own, which octavo.Linear uses. Rename it, or leave the layer out"
+    if is_lazy(module.weight):
+        return f"it is a {name} without a size yet. Call the model once first"
+    if not is_sharded(module.weight) and (why := strange(module.weight)):  # a shard is gathered before each call
+        return f"its weight is {why}"
+    if why := unsupported_dtype_reason(module.weight.dtype):
+        return why
+    try:
+        class_for(type(module))
+    except Exception as error:  # its metaclass or __init_subclass__ may raise
+        return f"its class {name} cannot be subclassed ({type(error).__name__}: {error})"
+    return ""
+
+
+def qualified(module: nn.Module) -> str:
+    """Return the qualified name of a module's class; classes of torch.nn by their public names."""
+    kind = type(module)
+    package = "torch.nn" if kind.__module__.startswith("torch.nn.modules.") else kind.__module__
+    return f"{package}.{kind.__qualname__}"
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function, or of the class of another callable."""
+    name: str = getattr(function, "__qualname__", type(function).__name__)
+    return name

@@ -30,7 +30,7 @@ class Load(NamedTuple):
 
 
 def state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the state that a resumed run needs besides the weights.
+    """Return the state that a resumed run needs besides the weights.
 
     `model.state_dict()` holds the weights alone. This state is that of the recipes: the windows and inverse scales of
     fp8-delayed, the counters of stochastic rounding (nvfp4), and the number of steps if a policy changes recipes at
@@ -56,7 +56,7 @@ def state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
-    """Loads the state that `octavo.state_dict` returned for a model.
+    """Load the state that `octavo.state_dict` returned for a model.
 
     It checks all tensors before it writes any. A layer that is on the meta device, or follows `octavo.autocast` and has
     not run yet, keeps its part of the state until it has buffers for it.
@@ -86,7 +86,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Tensor], strict: bool 
 def checked_loads(
     model: nn.Module, state: Mapping[str, Tensor], strict: bool = True, way: str = ", or pass strict=False"
 ) -> list[Load]:
-    """Returns what `load_state_dict` would write, by layer. It raises what that raises, and writes nothing. `way` is
+    """Return what `load_state_dict` would write, by layer. It raises what that raises, and writes nothing. `way` is
     the caller's other way out where names differ."""
     by_path, unknown = _by_layer(state)
     loads = [Load(path, layer, by_path.pop(plain_name(path), {})) for path, layer in layers(model)]
@@ -102,7 +102,7 @@ def checked_loads(
 
 
 def write_state(loads: list[Load]) -> None:
-    """Writes the state that `checked_loads` returned."""
+    """Write the state that `checked_loads` returned."""
     for _, layer, part in loads:
         left = layer._load_recipe_state(part)
         waits = layer.recipe is None or layer._on_meta
@@ -110,7 +110,7 @@ def write_state(loads: list[Load]) -> None:
 
 
 def _check_names(loads: list[Load], unknown: list[str], way: str) -> None:
-    """Raises if the state lacks a tensor that a layer needs, or has one that no layer needs; `unknown` are keys without
+    """Raise if the state lacks a tensor that a layer needs, or has one that no layer needs; `unknown` are keys without
     a layer."""
     missing, unknown = [], list(unknown)
     for path, layer, state in loads:
@@ -131,7 +131,7 @@ def _check_names(loads: list[Load], unknown: list[str], way: str) -> None:
 
 
 def _other_recipe(loads: list[Load], unknown: list[str]) -> str:
-    """Returns a sentence on the first layer whose state is another recipe's; empty if the state does not tell.
+    """Return a sentence on the first layer whose state is another recipe's; empty if the state does not tell.
     `unknown` are keys that no layer needs."""
     if not loads and (kind := _recipe_of(match["name"] for key in unknown if (match := _KEY.fullmatch(key)))):
         return f"the state is of {kind}, and the model has no layer of Octavo's"
@@ -149,13 +149,13 @@ def _other_recipe(loads: list[Load], unknown: list[str]) -> str:
 
 
 def _recipe_of(names: Iterable[str]) -> str:
-    """Returns the recipe whose state has tensors of these names in a layer; empty for one without state."""
+    """Return the recipe whose state has tensors of these names in a layer; empty for one without state."""
     kinds = {name.partition(".")[0] for name in names}
     return DELAYED if "scaling" in kinds else ROUNDED if "rounding" in kinds else ""
 
 
 def _by_layer(state: Any) -> tuple[dict[str, State], list[str]]:
-    """Returns a state's tensors, by layer path and by name in the layer, and the keys that no layer's state has."""
+    """Return a state's tensors, by layer path and by name in the layer, and the keys that no layer's state has."""
     if not isinstance(state, Mapping):
         raise UnsupportedDtype(
             f"octavo.load_state_dict takes a state as a dict, got {type(state).__name__}. Pass what octavo.state_dict "

@@ -12,8 +12,7 @@ from octavo.communication.collectives import gather, largest
 from octavo.communication.groups import Group, name_of, size_now
 from octavo.errors import UnsupportedConfig
 from octavo.model.layer_lookup import check_model, layers
-from octavo.model.overflow import warn_of_overflow
-from octavo.model.pending_gradients import warn_of_pending
+from octavo.model.step_warnings import warn_of_step
 from octavo.ops.quantized import Quantized
 from octavo.scaling.delayed_scaling import DIRECTIONS, look
 from octavo.scaling.delayed_state import DelayedState, update_all
@@ -21,7 +20,7 @@ from octavo.scaling.update_operators import read_amaxes, update_scales, write_am
 
 
 def step(model: nn.Module, group: Group = None) -> None:
-    """Ends a training step: updates delayed scales from the amaxes that the layers observed since the last call.
+    """End a training step: update delayed scales from the amaxes that the layers observed since the last call.
 
     Call it after each `optimizer.step()`, or let `octavo.attach` call it. Only fp8-delayed has scales to update. If a
     policy changes recipes at a step, the call counts the steps and changes them. It also warns of weight gradients that
@@ -47,12 +46,11 @@ def step(model: nn.Module, group: Group = None) -> None:
     check_model(model, "step")
     ours = list(layers(model))
     step_layers([module for _, module in ours], group)
-    warn_of_overflow(model)
-    warn_of_pending(ours)
+    warn_of_step(model, ours)
 
 
 def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
-    """Does the same as `step`, for the given layers."""
+    """Do the same as `step`, for the given layers."""
     batches: dict[tuple[Any, ...], list[tuple[DelayedState, int]]] = {}
     uncalibrated: list[Quantized] = []
     modules = list(modules)
@@ -70,7 +68,7 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
                 if scaling.looks():
                     uncalibrated.append(module)
             scaling.stepped()
-    _agree(modules, group, in_graph)
+    _all_reduce_amaxes(modules, group, in_graph)
     for (_, algorithm, margin, _), pairs in batches.items():
         updated, sharing = [state for state, _ in pairs], [slots for _, slots in pairs]
         if torch.compiler.is_compiling():
@@ -83,7 +81,7 @@ def step_layers(modules: Iterable[Quantized], group: Any = None) -> None:
         module._end_scheduled_step(in_graph)
 
 
-def _agree(modules: Sequence[Quantized], group: Any, in_graph: bool) -> None:
+def _all_reduce_amaxes(modules: Sequence[Quantized], group: Any, in_graph: bool) -> None:
     """Take the maximum of all amaxes over ranks, in one collective for each group (and device)."""
     everyone = None if group is None else name_of(group)
     shared: dict[tuple[str, torch.device], list[Quantized]] = {}

@@ -50,6 +50,15 @@ def test_a_step_or_a_recipe_that_was_changed_is_refused_by_the_digest(saved):
         octavo.load_checkpoint(path, model, optimizer)
 
 
+@pytest.mark.parametrize("digest", [None, "", "none", 0, []])
+def test_a_digest_that_is_none_is_not_a_missing_one(digest, saved):
+    path, model, optimizer = saved
+    manifest = json.loads((path / "checkpoint.json").read_text()) | {"sha256": digest}
+    (path / "checkpoint.json").write_text(json.dumps(manifest))
+    with pytest.raises(InvalidCheckpoint, match="its SHA-256 is"):
+        octavo.load_checkpoint(path, model, optimizer)
+
+
 def test_a_checkpoint_from_before_the_digest_loads_bit_for_bit(saved):
     path, model, optimizer = saved
     other, its = make(seed=5)

@@ -92,7 +92,8 @@ TREES = {
     "a list": [], "a number": 3, "an object": {"object": 1}, "a tag too many": {"tuple": [], "dict": []},
     "a dict of pairs of three": {"dict": [[1, 2, 3]]}, "a key twice": {"dict": [["a", 1], ["a", 2]]},
     "a key of true": {"dict": [[True, 1]]}, "an unknown tensor": {"dict": [["a", {"tensor": "b"}]]},
-    "a tensor twice": {"dict": [["a", {"tensor": "t"}], ["b", {"tensor": "t"}]]},
+    "a tensor twice": {"dict": [["t", {"tensor": "t"}], ["b", {"tensor": "t"}]]},
+    "a tensor by another path": {"dict": [["a", {"tensor": "t"}]]}, "a list as key": {"dict": [[["a"], 1]]},
     "a tensor of number": {"dict": [["a", {"tensor": 0}]]},
 }  # fmt: skip
 
@@ -100,7 +101,8 @@ TREES = {
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_a_structure_that_no_checkpoint_has_is_refused(tree):
     tensors = {"t": torch.zeros(1)} if '"t"' in json.dumps(tree) else {}
-    file = TensorFile(tensors, {"structure": json.dumps(tree)}, tensor_file.Digest(0, ""))
+    text = json.dumps(tree, separators=(",", ":"))  # as a checkpoint has it
+    file = TensorFile(tensors, {"structure": text}, tensor_file.Digest(0, ""))
     with pytest.raises(InvalidCheckpoint, match=r"run.safetensors is damaged"):
         structure.decoded(Path("run.safetensors"), file)
 

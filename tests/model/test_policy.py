@@ -12,7 +12,7 @@ from torch import nn
 import octavo
 from octavo.demo.gpt import GPT, Shape
 from octavo.errors import UnknownSetting, Unsupported, UnsupportedConfig
-from octavo.model.matched_policy import blocks_of
+from octavo.model.policy import blocks_of
 from tests.support.convertible_models import Net, Special
 
 SHAPE = Shape(width=32, layers=4, heads=2, context=16)

@@ -105,9 +105,10 @@ def pinned(sources: Path) -> list[str]:
 
 
 def tests_need(sources: Path) -> list[str]:
-    """The packages that pyproject.toml names for the tests, without the linters."""
+    """The packages that pyproject.toml names for Octavo and the tests, without torch and the linters."""
     project = tomllib.loads((sources / "pyproject.toml").read_text())["project"]
-    return [name for name in project["optional-dependencies"]["test"] if name not in ("mypy", "ruff")]
+    names = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    return [name for name in names if not name.startswith(("torch", "mypy", "ruff"))]
 
 
 def facts(environment: Environment) -> dict[str, str | None]:

@@ -1,14 +1,24 @@
-"""`ThirdPartyGroupedLinear`: a layer of converted experts, on a parameter of the module that holds them."""
+"""The submodule of converted experts: layers that read the parameters of the module around them.
+
+ThirdPartyExperts    tokens, and the experts of each: an `octavo.moe.Experts`
+ThirdPartyRows       rows that are sorted by expert, and their numbers
+"""
 
 import copy
 import weakref
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from octavo.errors import UnsupportedConfig
+from octavo.fusion.rules.moe_experts import RULES
+from octavo.fusion.sequential import Sequential
+from octavo.moe.experts import Experts
+from octavo.ops.activation import Activation
 from octavo.ops.grouped_linear import GroupedLinear
+from octavo.ops.permute import Permute, Unpermute
 from octavo.ops.quantized import Quantized
 from octavo.recipes import Recipe
 
@@ -97,3 +107,45 @@ class ThirdPartyGroupedLinear(GroupedLinear):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._weights_loaded()  # by the other module, just before
+
+
+class ThirdPartyExperts(Experts):
+    """The `octavo.moe.Experts` of a converted module: layers on that module's parameters, without any of its own.
+
+    Args:
+        fc1: the first layer.
+        activation: the activation between the layers.
+        fc2: the second layer.
+    """
+
+    def __init__(self, fc1: ThirdPartyGroupedLinear, activation: Activation, fc2: ThirdPartyGroupedLinear) -> None:
+        fc2.scales_dy_alone = True
+        self.num_experts, self.fc1_output_storage = fc1.num_groups, "unquantized"
+        modules: dict[str, nn.Module] = {
+            "permute": Permute(), "fc1": fc1, "activation": activation, "fc2": fc2, "unpermute": Unpermute(),
+        }  # fmt: skip
+        Sequential.__init__(self, modules, rules=RULES[self.fc1_output_storage])
+
+
+class ThirdPartyRows(nn.Module):
+    """The SwiGLU experts of a converted module whose gate and other half are two parameters.
+
+    Stacking the two would copy both at every step, so each has its own layer, and x is quantized for each.
+
+    Args:
+        gate: the layer of the gate.
+        up: the layer of the other half.
+        down: the second layer.
+    """
+
+    def __init__(
+        self, gate: ThirdPartyGroupedLinear, up: ThirdPartyGroupedLinear, down: ThirdPartyGroupedLinear
+    ) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = gate, up, down
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        """Return y for the rows of all experts, one expert after the other."""
+        h = F.silu(self.gate(x, sizes)) * self.up(x, sizes)
+        y: Tensor = self.down(h, sizes)
+        return y.to(x.dtype)

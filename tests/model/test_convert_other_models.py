@@ -302,7 +302,7 @@ def test_a_plain_subclass_is_converted_and_stays_one(recipe):
     weight = layer.weight
     model = nn.Sequential(layer)
     (row,) = octavo.convert(model, recipe)
-    assert row.kind.endswith("test_convert_strangers.Titan") and row.reason == "converted"
+    assert row.kind.endswith("test_convert_other_models.Titan") and row.reason == "converted"
     assert isinstance(layer, Titan) and isinstance(layer, octavo.Linear) and layer.weight is weight
     assert layer.gain == 3.0 and layer.was_reset
     check(layer, recipe, spiky(21, 48), spiky(21, 40, seed=2), model=model, path="0")
@@ -344,7 +344,9 @@ def test_a_converted_subclass_compiles_to_one_node_each_way():
 
 def test_a_subclass_with_a_forward_of_its_own_is_named_and_can_be_forced():
     model = nn.ModuleDict({"a": Doubling(32, 32)})
-    with pytest.raises(UnsupportedConfig, match=r"test_convert_strangers\.Doubling, whose own forward would be lost"):
+    with pytest.raises(
+        UnsupportedConfig, match=r"test_convert_other_models\.Doubling, whose own forward would be lost"
+    ):
         octavo.convert(model, "fp8-current")
     with pytest.warns(UserWarning, match="nothing to convert"):
         assert left(octavo.convert(model, "fp8-current", strict=False)) == {"a": "cannot be converted"}
