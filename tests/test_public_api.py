@@ -9,8 +9,8 @@ the classes that public functions return. One case checks one name. These are th
 - A method without a docstring that overrides another one has that one's documentation. So has a method that overrides
   one of torch's (`append`, `extra_repr`); `forward` needs its own.
 - A method needs no example of its own if its class has one, or a public class that inherits it.
-- A class that takes the arguments of its parent, such as `GELU`, has the parent's example. The Args of a class may leave
-  out an argument that the docstring of a parent describes.
+- A class that takes the arguments of its parent, such as `GELU`, has the parent's example. The Args of a class may
+  leave out an argument that the docstring of a parent describes.
 - The Example of a function may name another public name, whose example shows both: "See `octavo.ops.Rule`."
 - A class that users only receive from a function needs no example, and a property no more than a docstring.
 """

@@ -3,7 +3,7 @@
     sequential          octavo.Sequential: modules in order, extra inputs and outputs, keywords of single operations
     layout              which modules form a run, and which tensors go in and out
     runs                a run of operations as one forward and one backward node
-    plan                the stages of a run after rules have matched
+    plan                which rules match a run, and its stages after that
     rule                Rule, Condition, FusedOperation, and their registration
     rules/              Octavo's own rules, a file each
     blocks              LayerNormLinear and LayerNormMLP: Sequentials whose fusion must succeed
