@@ -236,7 +236,7 @@ def complaints(name):
 
 def parents_of(thing):
     """The docstrings of a class's parents in Octavo."""
-    return [parent.__doc__ or "" for parent in getattr(thing, "__mro__", ())[1:] if is_ours(parent)]
+    return [inspect.cleandoc(parent.__doc__ or "") for parent in getattr(thing, "__mro__", ())[1:] if is_ours(parent)]
 
 
 def example(thing):
