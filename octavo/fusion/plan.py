@@ -16,7 +16,7 @@ from torch import nn
 
 from octavo._torch.tracing import while_tracing
 from octavo.fusion.custom.custom_plan import as_it_is, sketch
-from octavo.fusion.custom.user_op import OpConfig
+from octavo.fusion.custom.user_layer import settings_of
 from octavo.fusion.rule import FREE, Condition, Groups, NotFired, Rule, rules_of
 from octavo.quant.proto import TensorProto
 from octavo.runtime import chain
@@ -122,7 +122,7 @@ def match(
             others = [name for name in names if name]
             # a rule that comes too late is not refused for what the earlier one made of the configs
             asked = (unchanged if others else configs)[first:last]
-            settings = [c.settings if isinstance(c, OpConfig) else c for c in asked]
+            settings = [settings_of(config) for config in asked]
             failing = next((c for c in rule.conditions if not _holds(c, settings, rule)), None)
             if failing is None and rule.name in others:
                 continue  # the rule has fired here already

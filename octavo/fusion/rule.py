@@ -13,9 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.basic_operation import BasicOperation
-from octavo.fusion.custom.class_checks import FUSER, check_backward, check_static, forward_of, name_of
-from octavo.fusion.custom.user_fusion import UserFusion
-from octavo.fusion.custom.user_op import Functions
+from octavo.fusion.custom.class_functions import FUSER, check_backward, check_static, forward_of, name_of
+from octavo.fusion.custom.user_layer import Functions, UserFusion
 from octavo.ops.operation import FusibleOperation
 from octavo.runtime.contract import LAYERS
 from octavo.values import Value
@@ -104,7 +103,7 @@ class FusedOperation:
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         cls.op_is_step = cls.step_forward is not None or cls.step_backward is not None
-        forward = forward_of(cls, object, (FUSER,), "fuser_forward")
+        forward = forward_of(cls, (FUSER,), "fuser_forward")
         backward = getattr(cls, FUSER[2], None)
         cls.op_is_legacy = legacy = forward == "fuser_forward"
         if not (forward or backward or cls.op_is_step):
@@ -112,11 +111,11 @@ class FusedOperation:
         if cls.op_is_step and (forward or backward):
             raise TypeError(f"{cls.__name__} defines step_* and fuser_* functions. Define one kind.")
         if legacy:
-            check_static(cls, object, "fuser_forward", "the class is never constructed")
+            check_static(cls, "fuser_forward", "the class is never constructed")
         if legacy or (forward and backward):
-            check_backward(cls, object, FUSER[2], forward, legacy)
+            check_backward(cls, FUSER[2], forward, legacy)
         if backward:
-            check_static(cls, object, FUSER[2], "it sees what was saved")
+            check_static(cls, FUSER[2], "it sees what was saved")
         if not legacy:
             cls._enter()
 
@@ -126,7 +125,8 @@ class FusedOperation:
         given = cls.__dict__.get("op_name", "") if cls.op_is_step else ""
         cls.op_name, cls.title = given or name_of(cls, "fused"), given or cls.__name__
         if not cls.op_is_step:
-            UserFusion(cls.op_name, cls.title, Functions(*[getattr(cls, name, None) for name in FUSER]))
+            functions, where = ([getattr(cls, name, None) for name in FUSER], [f"{cls.title}.{name}" for name in FUSER])
+            UserFusion(cls.op_name, cls.title, Functions(*functions), Functions(*where))
             return
         holder: Any = LAYERS.get(cls.op_name, cls)
         if (holder.__module__, getattr(holder, "__qualname__", "")) != (cls.__module__, cls.__qualname__):

@@ -13,7 +13,7 @@ from octavo.communication.tensor_parallel import COLUMN_BLOCKS
 from octavo.errors import UnsupportedConfig
 from octavo.fusion import rule as pattern
 from octavo.fusion.custom.basic_operation import BasicOperation
-from octavo.fusion.custom.legacy import find_fused, outside_for_fused, run_fused, run_legacy, unsupported_if_fused
+from octavo.fusion.custom.legacy import find_fused, outside, run_fused, run_legacy, unsupported_if_fused
 from octavo.fusion.plan import (
     Hidden,
     Planned,
@@ -194,10 +194,11 @@ class OperationFuser:
             if not torch.compiler.is_compiling():
                 return self._around(found, x, steps, channels, told)
             first, last, rule = found
-            torch._dynamo.graph_break(msg=unsupported_if_fused(rule))  # under fullgraph=True this is the error
-            made: tuple[Any, list[tuple[Any, ...]]] = outside_for_fused(
-                rule, self.ops[first:last], self._around, found, x, steps, channels, told
-            )
+            why = unsupported_if_fused(rule)
+            torch._dynamo.graph_break(msg=why)  # under fullgraph=True this is the error
+            if not all([getattr(op, "strict", True) for op in self.ops[first:last]]):
+                why = ""
+            made: tuple[Any, list[tuple[Any, ...]]] = outside(why, self._around, found, x, steps, channels, told)
             return made
         given: list[tuple[Any, ...]] = []
         at = 0

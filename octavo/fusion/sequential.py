@@ -306,7 +306,7 @@ class Sequential(NoTorchScript, nn.Sequential):
             if part.legacy is None:
                 x = _through(part, call, x)
             elif torch.compiler.is_compiling() and not part.legacy.strict:
-                x = outside(part.legacy, x, call.kwargs[part.first])
+                x = outside("", run_legacy, part.legacy, x, call.kwargs[part.first])
             else:
                 x = part.legacy(x, **call.kwargs[part.first])
         if call.told is not None:
@@ -347,7 +347,7 @@ class Sequential(NoTorchScript, nn.Sequential):
         text = f"The fusion {name!r} is required and was refused: {why}. {self._way_out}"
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break(msg=text)  # under fullgraph=True this is the error
-            _raise_outside(text)
+            outside(text, None)
         raise UnsupportedConfig(text)
 
     # -- explain ---------------------------------------------------------------------------------------------------
@@ -438,11 +438,6 @@ def _is_not_there(name: str, rules: list[Rule], layout: Layout) -> str:
         for m in layout.leaves
     ]
     return f"its pattern, {pattern}, is not among {'; '.join(there)}"
-
-
-@torch.compiler.disable(reason="octavo: a required fusion was refused")  # type: ignore[untyped-decorator,no-untyped-call]
-def _raise_outside(text: str) -> None:
-    raise UnsupportedConfig(text)
 
 
 def _is_reason(plan: Any) -> bool:

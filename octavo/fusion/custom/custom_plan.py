@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from octavo._torch.tracing import while_tracing
-from octavo.fusion.custom.gradient_check import MADE_UP, like
+from octavo.fusion.custom.returned_values import MADE_UP, like
 from octavo.ops.operation import Edge
 from octavo.quant.proto import TensorProto
 from octavo.runtime.contract import LAYERS
@@ -50,7 +50,7 @@ def as_it_is(t: Any) -> Any:
 
 
 def known_sizes(t: Any) -> str:
-    """Return how much of the tensor's shape `gradient_check.like` may rely on: "last" or "none"."""
+    """Return how much of the tensor's shape `returned_values.like` may rely on: "last" or "none"."""
     return "none" if isinstance(t, Edge) and t.like is not None else "last"
 
 
