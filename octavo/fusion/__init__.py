@@ -1,10 +1,9 @@
 """Sequential, and the fusion of operations that follow each other.
 
     sequential          octavo.Sequential: modules in order, extra inputs and outputs, keywords of single operations
-    layout              which modules form a run, and which tensors go in and out
-    sequential_call     one call of a Sequential, part by part
+    layout              which modules form a run, which tensors go in and out, and one call part by part
     runs                OperationFuser: a run of operations as one forward and one backward node
-    stages              the operations of a run as stages of a chain; caller_memory: where a buffer cuts a run
+    stages              the operations of a run as stages of a chain
     plan                which rules match a run, and the chain that follows
     rule                Rule, Condition, FusedOperation, and their registration
     rules/              Octavo's own rules, a file each

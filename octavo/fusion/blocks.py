@@ -156,10 +156,7 @@ class LayerNormMLP(_Block):
     """The MLP of a transformer: a norm, a Linear, an activation and a Linear that run as one.
 
     The norm and the activation write the codes that the Linears multiply. It is a `Sequential` of `norm`, `fc1`,
-    `activation` and `fc2` that requires these fusions. A call in which one is not possible raises an error that says
-    why; a plain `Sequential` of the same modules runs such a call unfused. Three kinds of calls may run unfused without
-    an error: those in a recipe that does not quantize fprop (bf16), the first step of fp8-delayed, and those in a
-    torch.autocast that casts x.
+    `activation` and `fc2` that requires these fusions, with the exceptions of `LayerNormLinear`.
 
     Args:
         hidden_size: the size of the last dim of x and of y.
@@ -215,6 +212,7 @@ class LayerNormMLP(_Block):
     ) -> None:
         _check_settings(LayerNormMLP, settings, but=OF_BLOCKS)
         shared: dict[str, Any] = {"keep_weight_codes": False, **settings, "recipe": recipe}
+        shared |= {"bias": bias, "device": device, "dtype": dtype}
         shared |= {"sequence_parallel": sequence_parallel, "tp_group": tp_group}
         again = {"gather_again": shared.pop("gather_again", False)}  # of x, which fc1 alone gathers
         wide = fc1_width(activation, ffn_hidden_size)
@@ -222,18 +220,10 @@ class LayerNormMLP(_Block):
         modules = {
             "norm": _norm(normalization, hidden_size, eps, zero_centered_gamma, device, dtype),
             "fc1": Linear(
-                hidden_size,
-                wide,
-                bias,
-                device,
-                dtype,
-                parallel_mode=modes[0],
-                column_blocks=wide // ffn_hidden_size,
-                **again,
-                **shared,
+                hidden_size, wide, parallel_mode=modes[0], column_blocks=wide // ffn_hidden_size, **again, **shared
             ),
             "activation": KINDS[activation](),
-            "fc2": Linear(ffn_hidden_size, hidden_size, bias, device, dtype, parallel_mode=modes[1], **shared),
+            "fc2": Linear(ffn_hidden_size, hidden_size, parallel_mode=modes[1], **shared),
         }
         _share(modules["norm"], modules["fc1"], sequence_parallel, tp_group)
         self.activation_recompute = activation_recompute

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from octavo._torch.pytree import tree_map
 from octavo.fusion.custom.legacy import run_legacy
-from octavo.fusion.layout import is_container
+from octavo.fusion.layout import extras_of, is_container, published, through
 from octavo.fusion.plan import Planned, Run, steps_of
 from octavo.fusion.rule import NotFired
 from octavo.fusion.saved_tensor_report import SavedTensorReport
-from octavo.fusion.sequential_call import extras_of, published, through
 from octavo.fusion.stages import Record, Step, names_of
 from octavo.ops.operation import FusibleOperation, has_hooks
 from octavo.runtime import chain

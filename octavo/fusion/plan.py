@@ -127,7 +127,7 @@ def match(
             if failing is None and rule.name in others:
                 continue  # the rule has fired here already
             if failing is None and others:
-                failing = _taken_by(others[0])
+                failing = Condition(FREE, bool, f"{others[0]} has taken one of these operations")
             config = None if rule.op.op_is_step or failing is not None else tried(rule, first, last)
             if isinstance(config, str):
                 failing = Condition("it can be run", rule._matches, config)
@@ -158,10 +158,6 @@ def _in_order(rules: Groups) -> Iterator[Rule]:
         for side in ("both", "forward", "backward"):
             # sorted() keeps the order of rules of one length
             yield from sorted((r for r in group if r.side == side), key=lambda r: -len(r.pattern))
-
-
-def _taken_by(name: str) -> Condition:
-    return Condition(FREE, lambda configs: False, f"{name} has taken one of these operations")
 
 
 def _spans(rule: Rule, first: int, last: int) -> dict[str, tuple[int, int]]:
@@ -279,8 +275,8 @@ def sketched(field: Any, width: int) -> Any:
 
 def _of_sketch(said: Any) -> Any:
     if isinstance(said, list):
-        return tuple(TensorProto(*t) for t in said)
-    return None if said is None else TensorProto(*said)
+        return tuple(TensorProto(*t[:3]) for t in said)
+    return said and TensorProto(*said[:3])
 
 
 def steps_of(config: chain.Config) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:

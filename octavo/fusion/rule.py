@@ -147,10 +147,6 @@ class FusedOperation:
         raise TypeError(f"{cls.__name__} is not constructed: a rule names the class, and a plan calls its functions.")
 
 
-def _is_fused(op: Any) -> bool:
-    return isinstance(op, type) and issubclass(op, FusedOperation) and op is not FusedOperation
-
-
 @dataclass(frozen=True)
 class Rule:
     """A fusion rule: where a pattern of operations occurs and all conditions hold, a fused operation takes their place.
@@ -200,7 +196,8 @@ class Rule:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise UnsupportedConfig(f"A rule's name is a string that is not empty, got {self.name!r}.")
-        if not _is_fused(self.op):
+        op: Any = self.op
+        if not isinstance(op, type) or not issubclass(op, FusedOperation) or op is FusedOperation:
             raise UnsupportedConfig(
                 f"{self.name!r} puts a class derived from FusedOperation in the place of its pattern, got {self.op!r}."
             )

@@ -11,10 +11,9 @@ from octavo._torch.tracing import while_tracing
 from octavo.communication.tensor_parallel import COLUMN_BLOCKS
 from octavo.errors import UnsupportedConfig
 from octavo.fusion import rule as pattern
-from octavo.fusion.caller_memory import memory_cut, refuse_across, without_refused_memory
 from octavo.fusion.custom.basic_operation import BasicOperation
 from octavo.fusion.custom.legacy import find_fused, outside, run_fused, run_legacy, unsupported_if_fused
-from octavo.fusion.plan import Hidden, Planned, known_plan, tell
+from octavo.fusion.plan import Hidden, Planned, has_rules, known_plan, tell
 from octavo.fusion.saved_tensor_report import saved_tensor_report
 from octavo.fusion.stages import Record, Step, Wire, connected, names_of, planned_run, run_takes_nodes
 from octavo.ops.inputs import arrived, check_layout
@@ -153,11 +152,11 @@ class OperationFuser:
             end = _run_end(steps, at, x)
             if steps[at].op.parallel is not None:
                 check_columns(self.ops[at:], 0)
-            if any([step.kwargs for step in steps[at:end]]) and (cut := memory_cut(steps[at:end])):
-                refuse_across(cut, [connected(step, channels) for step in steps[at:end]], x, number)
+            if any([step.kwargs for step in steps[at:end]]) and (cut := _memory_cut(steps[at:end])):
+                _refuse_across(cut, [connected(step, channels) for step in steps[at:end]], x, number)
                 end = at + cut
             if end > at + 1 and torch.compiler.is_compiling():
-                end = without_refused_memory(steps, at, end)
+                end = _without_refused_memory(steps, at, end)
             if end <= at + 1 and not (end > at and isinstance(steps[at].op, BasicOperation)):
                 step = connected(steps[at], channels)
                 if records is not None:
@@ -203,6 +202,58 @@ def _run_end(steps: list[Step], at: int, x: Any) -> int:
         end -= 1
     if end > at and steps[at].op.op_forks and not (x.requires_grad and torch.is_grad_enabled()):
         return at
+    return end
+
+
+def _memory(step: Step) -> tuple[bool, bool]:
+    """Return whether a step has memory of the caller's for dx, and for y."""
+    keywords: tuple[str, str] | None = step.op.op_memory
+    if keywords is None:
+        return False, False
+    return step.kwargs.get(keywords[0]) is not None, step.kwargs.get(keywords[1]) is not None
+
+
+def _memory_cut(steps: Sequence[Step]) -> int:
+    """Return where a run must be cut, for the caller's memory; 0 if nowhere. Memory for dx is that of a run's first
+    operation, and memory for y that of its last, in a run without side outputs."""
+    for i, step in enumerate(steps):
+        dx, y = _memory(step)
+        if i and (dx or (y and any([before.op.num_extra_outputs for before in steps[:i]]))):
+            return i
+        if y and i + 1 < len(steps):
+            return i + 1
+    return 0
+
+
+def _refuse_across(cut: int, steps: Sequence[Step], x: Tensor, rules: int) -> None:
+    """Raise if a rule would fuse operations on both sides of a cut: the fused operation writes no value between."""
+    if not has_rules(rules):
+        return
+    bare = []
+    for step in steps:
+        left_out = (*(step.op.op_memory or ()), "is_first_microbatch")
+        kwargs = {k: v for k, v in step.kwargs.items() if k not in left_out}
+        if "seed" in step.op.op_keywords:  # or its stage would draw one, and change what is drawn after
+            kwargs["seed"] = torch.zeros(2, dtype=torch.int64, device=x.device)
+        bare.append(step._replace(kwargs=kwargs))
+    plan = planned_run(bare, x, rules, (), run_takes_nodes(steps, x), None).plan
+    for name, (first, last) in zip(plan.fired, plan.spans, strict=True):
+        if first < cut < last:
+            raise UnsupportedConfig(
+                f"{name!r} runs operations {steps[first].number} to {steps[last - 1].number} as one: its first takes "
+                "memory for dx and its last memory for y, and the call has memory for a value between them, which is "
+                "not written. Pass it to these, or give the Sequential rules=None."
+            )
+
+
+def _without_refused_memory(steps: Sequence[Step], at: int, end: int) -> int:
+    """Return the end of a run of steps whose memory the graph being traced can write to. Any other step is called by
+    itself, and says why."""
+    # the last one first: the question takes a buffer for this graph, and a step called by itself asks once more
+    if any(_memory(steps[end - 1])) and steps[end - 1].op.op_refuses_memory(steps[end - 1].kwargs):
+        end -= 1
+    if end > at + 1 and any(_memory(steps[at])) and steps[at].op.op_refuses_memory(steps[at].kwargs):
+        return at + 1
     return end
 
 

@@ -20,10 +20,9 @@ from octavo._torch.tracing import while_tracing
 from octavo.errors import UnsupportedConfig
 from octavo.fusion.custom.legacy import outside, run_legacy
 from octavo.fusion.explanation import Explanation, explained, run_by_themselves
-from octavo.fusion.layout import Layout, check_there, routed, taken_apart
+from octavo.fusion.layout import Call, Layout, check_there, routed, taken_apart, through
 from octavo.fusion.plan import Planned
 from octavo.fusion.rule import FREE, KNOWN_SCALE, SIDES, Rule, check_name, global_rules
-from octavo.fusion.sequential_call import Call, through
 from octavo.fusion.stages import Record
 from octavo.ops.inputs import refuse_symbol
 from octavo.ops.operation import WATCHED, FusibleOperation, NoTorchScript, has_hooks

@@ -49,14 +49,11 @@ class RotaryFactors(nn.Module):
             self._buffers.update(kept)
         return self
 
-    def _settle(self, place: str) -> None:
+    @while_tracing
+    def _materialize(self, place: str) -> None:
         """Give factors that are on the meta device values in this place: a state dict that is assigned has none."""
         if self.own.is_meta and place != "meta":
             self.own, self.other = self._factors(torch.device(place))
-
-    @while_tracing
-    def _settle_now(self, place: str) -> None:
-        self._settle(place)
 
 
 def _target(fn: Callable[[Tensor], Tensor], device: torch.device) -> torch.device:
@@ -165,10 +162,8 @@ class RotaryAttention(FusibleOperation, RotaryFactors):
                 f"This RotaryAttention has {self.positions} positions, got a sequence of {len(range(length))}. Make "
                 "it with more: positions=."
             )
-        if torch.compiler.is_compiling():
-            self._settle_now(str(x.device))
-        elif self.own.is_meta:
-            self._settle(str(x.device))
+        if torch.compiler.is_compiling() or self.own.is_meta:
+            self._materialize(str(x.device))
         if x.device != self.own.device:
             raise UnsupportedDevice(f"x is on {x.device} and RotaryAttention on {self.own.device}. Move them together.")
         needs = x.requires_grad and torch.is_grad_enabled()

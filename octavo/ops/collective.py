@@ -141,7 +141,8 @@ class SumGradient(_Collective):
 def _gathered_values(x: QTensor, size: int, group: str, where: str) -> Tensor:
     """Return the values of all processes' codes, each by the scales of its own process."""
     collectives.check_rows(x.shape, where)
-    parts = [collectives.gather(t.view(torch.uint8), size, group, where).chunk(size) for t in _rows_first(x)]
+    sent = [t.contiguous().view(torch.uint8) for t in x.tensors()]
+    parts = [collectives.gather(t, size, group, where).chunk(size) for t in sent]
     own = [t.dtype for t in x.tensors()]
     found = []
     for rank in range(size):
@@ -151,7 +152,3 @@ def _gathered_values(x: QTensor, size: int, group: str, where: str) -> Tensor:
     if x.anchor is None:
         return values
     return collectives.joined(values, collectives.gather_anchor(x.anchor, size, group, where))
-
-
-def _rows_first(x: QTensor) -> list[Tensor]:
-    return [t.contiguous() for t in x.tensors()]

@@ -38,8 +38,10 @@ class _Scaled(Activation):
                 f"{type(self).__name__} keeps x and the scales, and never y: activation_recompute_in_mlp=True has "
                 "nothing to leave out. To keep less of what is around it, use torch.utils.checkpoint."
             )
-        given: dict[str, Any] = {} if glu_interleave_size is None else {"glu_interleave_size": glu_interleave_size}
-        super().__init__(**settings, **given)
+        given: dict[str, Any] = {**settings}
+        if glu_interleave_size is not None:
+            given["glu_interleave_size"] = glu_interleave_size
+        super().__init__(**given)
 
     def forward(self, input: Tensor | QTensor, scales: Tensor) -> Tensor:  # type: ignore[override]
         """Return the activated values times a scale for each row.

@@ -171,21 +171,14 @@ class AddExtraInput(FusibleOperation, nn.Module):
     def op_stage(self, x: Tensor | Edge, extras: tuple[Any, ...], kwargs: dict[str, Any], as_nodes: bool) -> Stage:
         extra = values_of(extras[0])
         self._check(x, extra)
-        grads = _grads(x.requires_grad, extra)
-        return Stage("add", _key(x.dtype, extra, grads), (extra,), (), grads != "")
+        grads = ""
+        if torch.is_grad_enabled():
+            grads = ("x" if x.requires_grad else "") + ("e" if extra.requires_grad else "")
+        key = f"add(dtype='{DTYPE_NAMES[x.dtype]}',extra_dtype='{DTYPE_NAMES[extra.dtype]}',grads='{grads}')"
+        return Stage("add", key, (extra,), (), grads != "")
 
     def extra_repr(self) -> str:
         return f"in_place={self.in_place}"
-
-
-def _grads(x: bool, extra: Tensor | Edge) -> str:
-    if not torch.is_grad_enabled():
-        return ""
-    return ("x" if x else "") + ("e" if extra.requires_grad else "")
-
-
-def _key(dtype: torch.dtype, extra: Tensor | Edge, grads: str) -> str:
-    return f"add(dtype='{DTYPE_NAMES[dtype]}',extra_dtype='{DTYPE_NAMES[extra.dtype]}',grads='{grads}')"
 
 
 class MakeExtraOutput(FusibleOperation, nn.Module):

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, cast
 from torch import Tensor, nn
 
 from octavo.fusion.custom.class_functions import FUSER, OP, check_backward, check_static, forward_of, name_of
-from octavo.fusion.custom.custom_plan import StagePlan, as_it_is, known_sizes, sketch, stage_plan, wants_gradient
+from octavo.fusion.custom.custom_plan import StagePlan, as_it_is, sketch, stage_plan, wants_gradient
 from octavo.fusion.custom.returned_values import described
 from octavo.fusion.custom.user_layer import Functions, UserLayer, fields_of
 from octavo.ops.operation import Edge, FusibleOperation, last_dim
@@ -139,11 +139,10 @@ class BasicOperation(FusibleOperation, nn.Module):
         wanted = (x.requires_grad, *[wants_gradient(t) for t in inputs])
         key, width = self._settings_key(), last_dim(x)
         sketches = [sketch(x, width), *[as_it_is(t) for t in own], *[sketch(t, width) for t in (*extras, *given)]]
-        # how much of each input's shape is known: outputs of a user's operation were planned with made-up sizes
-        known = [known_sizes(x), *["all" for _ in own], *[known_sizes(t) for t in (*extras, *given)]]
-        found = stage_plan(self.op_name, key, wanted, sketches, known)
+        found = stage_plan(self.op_name, key, wanted, sketches)
         if not found:  # plan for these sizes alone
-            found = stage_plan(self.op_name, key, wanted, [sketch(t) for t in (x, *inputs)], known, last=True)
+            exact = [old and (*sketch(t)[:3], old[3]) for t, old in zip((x, *inputs), sketches, strict=True)]
+            found = stage_plan(self.op_name, key, wanted, exact, last=True)
         stage_key, outputs = cast(StagePlan, found)
         # y's leading dims are not known here, only those of the dry run's y
         edges = [

@@ -164,11 +164,12 @@ def placed(where: str, found: Any, names: Sequence[tuple[str, ...]]) -> list[tup
     return placed
 
 
-def like(t: TensorProto | None, known: str, y: TensorProto) -> tuple[str, tuple[int, ...], bool]:
+NO_GRADIENT = ("", (), False)  # of an input that wants none, in place of what `like` returns
+
+
+def like(t: TensorProto, known: str, y: TensorProto) -> tuple[str, tuple[int, ...], bool]:
     """Return what the gradient of an input is checked against: its dtype; its dims as far as they are `known` ("all",
     "last", those that are not made up, or "none"), -1 for the others; whether y has its shape."""
-    if t is None:
-        return "", (), False
     end = len(t.shape) - 1
     dims = [n if known == "all" or (known == "last" and (n != MADE_UP or i == end > 0)) else -1
             for i, n in enumerate(t.shape)]  # fmt: skip

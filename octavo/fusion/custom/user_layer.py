@@ -26,19 +26,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from octavo.fusion.custom.returned_values import (
-    check_gradient,
-    described,
-    entries,
-    kind_of,
-    of_operation,
-    packed,
-    placed,
-    refuse_inputs,
-    slots_of,
-    unpacked_all,
-    without_aliases,
-)
+from octavo.fusion.custom import returned_values as returned
+from octavo.fusion.custom.returned_values import described, kind_of, of_operation, packed, slots_of, without_aliases
 from octavo.runtime import chain
 from octavo.runtime.contract import ForwardResult, Layer, Tensors
 from octavo.runtime.dry_run import Miscounted, abstract, stand_in, tried, without_data
@@ -179,7 +168,7 @@ class UserLayer(Layer):
         if extra and extra[0] is inputs[0] and config.unfused.forks[0]:  # the first operation returns x itself
             layer, stage = config.unfused.pairs[0]
             away, extra = extra[1:], [layer.forward(stage, layer.Inputs(inputs[0])).outputs[1], *extra[1:]]
-        refuse_inputs(where, (y, *away), given)
+        returned.refuse_inputs(where, (y, *away), given)
         outputs = without_aliases((y, *extra), ())
         tensors = list(chained.from_iterable(map(packed, intermediates)))
         return ForwardResult(outputs, (), without_aliases(tensors, (*given, *outputs)))
@@ -198,22 +187,23 @@ class UserLayer(Layer):
             raise Miscounted(f"{where} returns y, extra outputs and intermediates, got {described(made)}.")
         if not isinstance(made[0], Tensor):
             raise Miscounted(f"{where} returns a tensor first, got {described(made[0])}.")
-        extra = entries(where, "extra outputs", made[1], count)
+        extra = returned.entries(where, "extra outputs", made[1], count)
         shown: list[Any] = []
         for i, (want, values) in enumerate(zip(config.unfused.side_counts, extra, strict=True)):
-            of = of_operation(i, count)
             if len(values) != want:
-                raise Miscounted(f"{where} returns {plural(want, 'extra output')}{of}, got {len(values)}.")
+                what = plural(want, "extra output") + of_operation(i, count)
+                raise Miscounted(f"{where} returns {what}, got {len(values)}.")
             for value in [values[k] for k in config.unfused.shown[i]]:
                 if value is None:
                     raise Miscounted(
-                        f"{where} leaves out an extra output{of} that is public, or taken by an operation outside its "
-                        "forward fusion. Return it."
+                        f"{where} leaves out an extra output{of_operation(i, count)} that is public, or taken by an "
+                        "operation outside its forward fusion. Return it."
                     )
                 if not isinstance(value, Tensor):
-                    raise Miscounted(f"{where} returns tensors as extra outputs, got {described(value)}{of}.")
+                    what = described(value) + of_operation(i, count)
+                    raise Miscounted(f"{where} returns tensors as extra outputs, got {what}.")
                 shown.append(value)
-        return made[0], shown, entries(where, "intermediates", made[2], count)
+        return made[0], shown, returned.entries(where, "intermediates", made[2], count)
 
     def split(self, config: Any, inputs: Any) -> Sequence[Any]:
         """The inputs of each operation."""
@@ -239,14 +229,14 @@ class UserLayer(Layer):
         where, wants = self.where.backward, config.wants
         kept = self.unpacked(config, saved)
         found = self.functions.backward(config.all_settings, kept, self.widened(config, grads), wants)
-        found = placed(where, found, [wanted._fields for wanted in wants])
+        found = returned.placed(where, found, [wanted._fields for wanted in wants])
         flat = (found[0][0], *[t for part in found for t in part[1:]])
         given, chosen = self.given(config, kept), list[Any]()
         for i, (g, want, (name, like)) in enumerate(zip(flat, self.wants(config), config.gradients, strict=True)):
             if want and g is None:
                 raise Miscounted(f"{where} returned no gradient of {name}, which is wanted.")
             if want:
-                check_gradient(where, name, g, like, given.get(i), grads[0])
+                returned.check_gradient(where, name, g, like, given.get(i), grads[0])
             chosen.append(g if want else None)
         return without_aliases(chosen, (*grads, *saved))
 
@@ -257,7 +247,7 @@ class UserLayer(Layer):
     def unpacked(self, config: Any, saved: Sequence[Any]) -> list[tuple[Any, ...]]:
         """The values that `select` chose, for each operation."""
         rest = iter(saved)
-        return [unpacked_all(kinds, rest) for kinds in config.saved_kinds]
+        return [returned.unpacked_all(kinds, rest) for kinds in config.saved_kinds]
 
     def given(self, config: Any, kept: Sequence[Any]) -> dict[int, Any]:
         """The inputs that were saved, by their places."""
@@ -288,7 +278,7 @@ class UserLayer(Layer):
             outputs, intermediates = (y, *extra), list(chained.from_iterable(parts))
             with tried(self.where.select):
                 chosen = self.functions.select(config.all_settings, self.split(config, fields), outputs, parts)
-            chosen = entries(self.where.select, "what is saved", chosen, len(parts), TypeError)
+            chosen = returned.entries(self.where.select, "what is saved", chosen, len(parts), TypeError)
             kinds = tuple(kind_of(value, self.where.compute) for value in intermediates)
             places = {"input": fields, "output": outputs, "intermediates": intermediates}
             saved = tuple(
