@@ -337,7 +337,7 @@ def _by_chain(name: str, *sides: str) -> Any:
 class UserFusion(UserLayer):
     """A user's fused operation."""
 
-    forward, abstract, save, intermediates_size, saved_size, extras, flat_places = (
+    forward, abstract, save, intermediates_size, saved_size, auxiliary, flat_places = (
         _by_chain(name, "backward")
         for name in ("forward", "abstract", "save", "intermediates_size", "saved_size", "auxiliary", "flat_places")
     )
