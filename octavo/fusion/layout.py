@@ -5,7 +5,7 @@ A container is flattened if its `_flattens()` returns True; any other module tha
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 
@@ -107,7 +107,7 @@ def taken_apart(sequential: Any) -> Layout:
 
 
 def _demands(sequential: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the required rules and the allowed refusals, of this Sequential and of those flattened into it."""
+    """Return the required rules and the reasons that excuse one, of this Sequential and of those flattened into it."""
     require, excused = list(sequential.__dict__.get("require", ())), list(sequential._allowed_unsupported)
     for module in sequential._modules.values():
         if opens(module):
@@ -155,12 +155,6 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
     """Return the sources of extra inputs, the destinations of extra outputs and the number of the caller's extra
     inputs. Refuse a channel that does not have exactly one producer, before its users."""
     filled: dict[str, int] = {}
-    names = {
-        channel.name
-        for op in leaves
-        if isinstance(op, FusibleOperation)
-        for channel in op._channels("_output_channels").values()
-    }
     sources: list[tuple[Source, ...]] = []
     drains: list[tuple[tuple[str, bool], ...]] = []
     count = 0
@@ -179,15 +173,7 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
                     own.append(Source(count))
                     count += 1
                 elif channel.name not in filled:
-                    where = "a later operation fills it" if channel.name in names else "no operation fills it"
-                    if any(is_container(leaf) for leaf in leaves[:i]):
-                        where += (
-                            " (those of a Sequential with rules or hooks of its own, or that recomputes, stay in it)"
-                        )
-                    raise UnsupportedConfig(
-                        f"Operation {i} ({type(op).__name__}) takes the channel {channel.name!r}, and {where}. A "
-                        "channel is filled by an extra output before it: MakeExtraOutput(channel=...)."
-                    )
+                    _refuse_unfilled(leaves, i, channel.name)
                 else:
                     own.append(Source(-1, channel.name))
             for slot in range(op.num_extra_outputs):
@@ -212,6 +198,19 @@ def _wired(leaves: Sequence[nn.Module]) -> tuple[Any, Any, int]:
         sources.append(tuple(own))
         drains.append(tuple(out))
     return tuple(sources), tuple(drains), count
+
+
+def _refuse_unfilled(leaves: Sequence[nn.Module], i: int, name: str) -> NoReturn:
+    """Raise the error for an operation that takes a channel that no operation before it fills."""
+    after = [op._channels("_output_channels").values() for op in leaves[i:] if isinstance(op, FusibleOperation)]
+    is_later = any(channel.name == name for own in after for channel in own)
+    where = "a later operation fills it" if is_later else "no operation fills it"
+    if any(is_container(leaf) for leaf in leaves[:i]):
+        where += " (those of a Sequential with rules or hooks of its own, or that recomputes, stay in it)"
+    raise UnsupportedConfig(
+        f"Operation {i} ({type(leaves[i]).__name__}) takes the channel {name!r}, and {where}. A channel is filled by "
+        "an extra output before it: MakeExtraOutput(channel=...)."
+    )
 
 
 # -- keywords of operations --------------------------------------------------------------------------------------------

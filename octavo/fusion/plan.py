@@ -31,7 +31,7 @@ class Planned(NamedTuple):
     """The plan of a run."""
 
     key: str  # of the chain's config
-    extras: tuple[tuple[int, int], ...]  # the span of each stage's extras in the result of a call
+    auxiliary: tuple[tuple[int, int], ...]  # the span of each stage's auxiliary outputs in the result of a call
     fired: tuple[str, ...]
     refused: tuple[NotFired, ...]
     spans: tuple[tuple[int, int], ...] = ()  # the operations first … last - 1 of each rule that fired
@@ -96,7 +96,7 @@ def _plan(
     config, place = _placed(configs, matches, routes, hidden, begin)
     fired = tuple(m.rule.name for m in matches)
     spans = tuple((m.first, m.last) for m in matches)
-    return Planned(config.key, _extras(config, place), fired, tuple(refused), spans)
+    return Planned(config.key, _auxiliary(config, place), fired, tuple(refused), spans)
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------
@@ -203,8 +203,9 @@ def _inputs_at(configs: list[Any], routes: Routes, fields: Sequence[Any], first:
     return tuple(own)
 
 
-def _extras(config: chain.Config, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the span of each operation's extras. If one layer replaces several, the first operation has them."""
+def _auxiliary(config: chain.Config, place: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return the span of each operation's auxiliary outputs. If one layer replaces several, the first operation has
+    them."""
     at, spans = 1 + sum(config.shown_counts), [config.auxiliary_spans[stage] for stage in place]
     leads = [i == 0 or place[i - 1] != stage for i, stage in enumerate(place)]
     return tuple((at + s.start, at + (s.stop if first else s.start)) for s, first in zip(spans, leads, strict=True))
@@ -291,5 +292,5 @@ def steps_of(config: chain.Config) -> tuple[tuple[str, ...], tuple[str, ...], tu
 
 
 def unsupported_reasons_of(key: str) -> tuple[NotFired, ...]:
-    """Return the refusals of a cached plan by its key; empty if there is none."""
+    """Return the rules of a cached plan that did not fire, by the plan's key; empty if there is no such plan."""
     return next((plan.refused for plan in _plans.values() if plan.key == key), ())

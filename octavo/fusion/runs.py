@@ -317,7 +317,7 @@ def _run(
         "chain", plan.key, fields[1:], buffers, needs, anchored=anchored, unchanged=unchanged, out=stages[-1].out
     )
     made = call(whole, x, as_nodes, fuser)
-    for stage, (start, stop) in zip(stages, plan.extras, strict=True):
+    for stage, (start, stop) in zip(stages, plan.auxiliary, strict=True):
         if stage.after is not None:
             stage.after(made[start:stop])
     given = _given(steps, x, made, hidden)

@@ -72,7 +72,7 @@ def matrix(config: Config, x: Tensor) -> Tensor:
 
 
 class NormLayer(Layer):
-    """Normalises rows, then scales and shifts them."""
+    """Normalise rows, then scales and shifts them."""
 
     def forward(self, config: Config, inputs: Inputs) -> ForwardResult:
         y, mean, rstd = kernel.forward(
