@@ -230,7 +230,7 @@ def routed(sequential: Any, layout: Layout, op_kwargs: dict[Any, dict[str, Any]]
         if not isinstance(own, dict):
             raise TypeError(f"op_kwargs maps an operation to a dict of its keywords, got {type(own).__name__}.")
         for name, value in own.items():
-            found[_taker(layout, leaves, name, target)][name] = value
+            found[_taker(layout, leaves, name)][name] = value
     return found
 
 
@@ -255,30 +255,21 @@ def _targets(sequential: Any, layout: Layout, target: Any) -> range:
         if not -number <= target < number:
             raise IndexError(f"op_kwargs has the index {target}, and this Sequential has {number} modules.")
         leaves = range(*layout.places[target])
-    elif is_container(target):
-        own = list(sequential._modules.values())
-        where = [i for i, m in enumerate(own) if m is target]
-        if len(where) != 1:
-            raise UnsupportedConfig(
-                f"op_kwargs has a Sequential that is {len(where)} times in this one. Use its index."
-            )
-        leaves = range(*layout.places[where[0]])
     else:
-        where = [i for i, leaf in enumerate(layout.leaves) if leaf is target]
-        if not where:
-            raise UnsupportedConfig(f"op_kwargs has a {type(target).__name__} that is not in this Sequential.")
-        if len(where) > 1:
-            raise UnsupportedConfig(
-                f"op_kwargs has a {type(target).__name__} that is {len(where)} times in this Sequential. Use its index."
-            )
-        leaves = range(where[0], where[0] + 1)
+        flattened = is_container(target)
+        modules = list(sequential._modules.values()) if flattened else layout.leaves
+        where = [i for i, module in enumerate(modules) if module is target]
+        if len(where) != 1:
+            often = f"{len(where)} times in this Sequential. Use its index" if where else "not in this Sequential"
+            raise UnsupportedConfig(f"op_kwargs has a {type(target).__name__} that is {often}.")
+        leaves = range(*layout.places[where[0]]) if flattened else range(where[0], where[0] + 1)
     if not any(isinstance(layout.leaves[i], FusibleOperation) for i in leaves):
         named = type(layout.leaves[leaves[0]]).__name__ if len(leaves) else "an empty Sequential"
         raise UnsupportedConfig(f"op_kwargs are for Octavo's operations, and {named} is not one. Call it outside.")
     return leaves
 
 
-def _taker(layout: Layout, leaves: range, name: str, target: Any) -> int:
+def _taker(layout: Layout, leaves: range, name: str) -> int:
     """Return the index of the one operation among these leaves that takes a keyword."""
     takers = [i for i in leaves if name in getattr(layout.leaves[i], "op_keywords", ())]
     if len(takers) == 1:

@@ -143,11 +143,12 @@ class _Affine(_Norm):
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
-        eps: float,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-        zero_centered_gamma: bool,
-        bias: bool,
+        *,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        bias: bool = True,
     ) -> None:
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if not shape or any(n < 1 for n in shape):
@@ -196,18 +197,6 @@ class LayerNorm(_Affine):
 
     KIND = "layer"
 
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        *,
-        eps: float = 1e-5,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        zero_centered_gamma: bool = False,
-        bias: bool = True,
-    ) -> None:
-        super().__init__(normalized_shape, eps, device, dtype, zero_centered_gamma, bias)
-
 
 class RMSNorm(_Affine):
     """Root-mean-square normalization over the trailing dims: y = x / √(mean of x² + eps) · γ.
@@ -242,7 +231,9 @@ class RMSNorm(_Affine):
         dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps, device, dtype, zero_centered_gamma, False)
+        super().__init__(
+            normalized_shape, eps=eps, device=device, dtype=dtype, zero_centered_gamma=zero_centered_gamma, bias=False
+        )
 
     def forward(self, x: Tensor | QTensor) -> Tensor:  # nn.RMSNorm names this argument x
         return super().forward(x)
