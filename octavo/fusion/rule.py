@@ -133,16 +133,6 @@ class FusedOperation:
             raise TypeError(f"{cls.__name__}.op_name is {cls.op_name!r}, which belongs to another. Choose another.")
         LAYERS[cls.op_name] = cls  # a module that is loaded again replaces its own class
 
-    @classmethod
-    def _function_of(cls, side: str) -> str:
-        """Return the name of the function that runs a side."""
-        return f"step_{side}" if cls.op_is_step else {"forward": FUSER[0], "backward": FUSER[2]}[side]
-
-    @classmethod
-    def _has_side(cls, side: str) -> bool:
-        """Whether the class defines a side."""
-        return getattr(cls, cls._function_of(side), None) is not None
-
     def __new__(cls, *_: Any, **__: Any) -> "FusedOperation":
         raise TypeError(f"{cls.__name__} is not constructed: a rule names the class, and a plan calls its functions.")
 
@@ -241,12 +231,13 @@ class Rule:
         Raises:
             TypeError: its operation defines functions of another side, or lacks one.
         """
-        required_first = ("backward", "forward") if side == "backward" else ("forward", "backward")
-        for one in required_first:
-            is_asked, has = side in (one, "both"), self.op._has_side(one)
+        names = ("step_forward", "step_backward") if self.op.op_is_step else (FUSER[0], FUSER[2])
+        functions = dict(zip(("forward", "backward"), names, strict=True))
+        for one in sorted(functions, key=lambda one: one != side):  # the required side first
+            is_asked, has = side in (one, "both"), getattr(self.op, functions[one], None) is not None
             if is_asked != has and not self.op.op_is_legacy:
                 also = f"defines a {one} too, which would never run. Register it for both."
-                why = also if has else f"defines no {self.op._function_of(one)}."
+                why = also if has else f"defines no {functions[one]}."
                 raise TypeError(f"Rule {self.name!r} is for {side}, and {self.op.__name__} {why}")
         return replace(self, side=side)
 

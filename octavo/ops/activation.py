@@ -22,6 +22,7 @@ from octavo.ops.operation import Edge, FusibleOperation, has_shape, last_dim
 from octavo.quant import QTensor
 from octavo.runtime.call import Stage
 from octavo.runtime.contract import DTYPE_NAMES
+from octavo.text import plural
 from octavo.values import Value
 
 
@@ -141,8 +142,8 @@ class Activation(FusibleOperation, nn.Module):
             if blocks % 2:
                 raise UnsupportedConfig(
                     f"{type(self).__name__} pairs the two halves of x's last dim, and the layer before it gives each "
-                    f"rank an equal part of {_counted(blocks)} of output features, so that the halves are on different "
-                    "ranks. Split each half by itself: Linear or GroupedLinear(parallel_mode='column', "
+                    f"rank an equal part of {plural(blocks, 'block')} of output features, so that the halves are on "
+                    "different ranks. Split each half by itself: Linear or GroupedLinear(parallel_mode='column', "
                     "column_blocks=2), LayerNormMLP(set_parallel_mode=True). A plan of parallelize_module takes a "
                     "Linear for each half."
                 )
@@ -150,8 +151,8 @@ class Activation(FusibleOperation, nn.Module):
         if blocks > 1:
             raise UnsupportedConfig(
                 f"{type(self).__name__}(glu_interleave_size={self.glu_interleave_size}) pairs columns that are near "
-                f"each other, and the layer before it splits each of {_counted(blocks)} of output features by itself. "
-                "Leave column_blocks out."
+                f"each other, and the layer before it splits each of {plural(blocks, 'block')} of output features by "
+                "itself. Leave column_blocks out."
             )
         return blocks
 
@@ -171,10 +172,6 @@ def _check_scales(title: str, x: Tensor | Edge, scales: Tensor) -> None:
     check_input(title, scales, "scales")
     if scales.device != x.device:
         raise UnsupportedDevice(f"x is on {x.device} and scales on {scales.device}. Move them together.")
-
-
-def _counted(blocks: int) -> str:
-    return "one block" if blocks == 1 else f"{blocks} blocks"
 
 
 class _Plain(Activation):
