@@ -59,7 +59,8 @@ def explained(
     }
     for module in subject.modules():
         _take_hooks(module)
-        for part in module._layout().parts if is_container(module) else ():
+    for container in filter(is_container, subject.modules()):
+        for part in container._layout().parts:
             if part.fuser is not None:
                 part.fuser.is_quiet = True
     records: list[Record] = []
